@@ -1,0 +1,1 @@
+"""Bucket Brigade: the toolkit behind a course on data-parallel training, built step by step."""

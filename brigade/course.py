@@ -1,0 +1,61 @@
+"""The table of modules. Everything that lists or walks modules reads it here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent  # the course's own files: lessons, solutions, tests
+
+
+class CourseError(Exception):
+    """Something the user asked for cannot be done; the message is one sentence for the user."""
+
+
+@dataclass(frozen=True)
+class Module:
+    """One module: `m03_overlapped_ddp/overlapped_ddp.py` and what belongs to it."""
+
+    number: int
+    package: str
+    title: str
+    points: int
+    minutes: int
+    difficulty: int  # 1 (an easy start) to 5
+    public: tuple[str, ...]  # the names the checks use
+    idea: str  # one line for tables
+
+    @property
+    def name(self) -> str:
+        return self.package.split("_", 1)[1]
+
+    @property
+    def path(self) -> Path:
+        """Of the module's file, below `lessons`, `solutions` or a submission."""
+        return Path(self.package) / f"{self.name}.py"
+
+    @property
+    def checks(self) -> Path:
+        return ROOT / "tests" / f"test_{self.package}.py"
+
+    @property
+    def lesson(self) -> Path:
+        return ROOT / "lessons" / self.package
+
+
+MODULES = (
+    Module(1, "m01_naive_ddp", "Naive data parallelism", 8, 30, 1, ("broadcast_module_state", "NaiveDDP"),
+           "one all-reduce per parameter, after backward"),
+    Module(2, "m02_flat_ddp", "One flat all-reduce", 8, 30, 2, ("FlatDDP",),
+           "one all-reduce per dtype, after backward"),
+    Module(3, "m03_overlapped_ddp", "Overlap, one parameter at a time", 12, 45, 3, ("OverlappedDDP",),
+           "one all-reduce per parameter, during backward"),
+)  # fmt: skip
+
+
+def module(number: int | str) -> Module:
+    """The module of this number. Raises CourseError with a sentence for the user."""
+    for entry in MODULES:
+        if str(number) == str(entry.number):
+            return entry
+    raise CourseError(f"there is no module {number}: the course has modules 1 to {len(MODULES)}")

@@ -1,0 +1,204 @@
+"""The process that ranks are forked from: it has imported torch, so that a rank starts in milliseconds.
+
+Importing torch takes seconds; forking a process that has done so takes milliseconds. The server imports,
+then waits for orders on a Unix socket, one JSON line each:
+
+    {"fork": n, "deadline": s}   with 3n file descriptors: n ranks are forked, and `brigade.rank.main` runs
+                                 in each of them with its own three. Answer: {"forked": [pid, ...]}
+    {"kill": [pid, ...]}         their process groups are killed and reaped. Answer: {"killed": [...]}
+
+Unasked, it says {"exited": pid, "status": s} for a rank that ended by itself. When the other end of the socket
+closes, however the parent died, every rank is killed and the temporary directory removed. Should the
+server itself be killed, Linux kills the ranks (PR_SET_PDEATHSIG), and elsewhere they notice.
+It never imports a submission.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+FDS_PER_RANK = 3
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+def serve(descriptor: int, scratch: str, import_path: str) -> None:
+    """Serves until the socket closes. `scratch` is the directory to remove then."""
+    channel = socket.socket(fileno=descriptor)
+    preload()
+    if import_path in sys.path:
+        sys.path.remove(import_path)  # a submission must not find the course's own files
+    gc.collect()
+    gc.freeze()
+    if sys.platform == "linux":
+        prctl(PR_SET_CHILD_SUBREAPER, 1)  # what a rank leaves behind becomes our child, and is killed as such
+    wake_read, wake_write = os.pipe()
+    os.set_blocking(wake_read, False)
+    os.set_blocking(wake_write, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+    for ignored in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(ignored, signal.SIG_IGN)
+    ranks: set[int] = set()
+    try:
+        while True:
+            readable, _, _ = select.select([channel, wake_read], [], [])
+            if wake_read in readable:
+                os.read(wake_read, 4096)
+                for pid, status in reap(ranks).items():
+                    send(channel, {"exited": pid, "status": status})
+            if channel in readable:
+                message, descriptors = receive(channel)
+                if message is None:
+                    break
+                if "fork" in message:
+                    forked = []
+                    for place in range(0, len(descriptors), FDS_PER_RANK):
+                        mine = descriptors[place : place + FDS_PER_RANK]
+                        inherited = [channel.fileno(), wake_read, wake_write, *descriptors]
+                        forked.append(fork_rank(mine, [fd for fd in inherited if fd not in mine]))
+                    ranks.update(forked)
+                    for fd in descriptors:
+                        os.close(fd)
+                    send(channel, {"forked": forked})
+                elif "kill" in message:
+                    kill(set(message["kill"]) & ranks, ranks)
+                    send(channel, {"killed": message["kill"]})
+    except (BrokenPipeError, ConnectionResetError):
+        pass
+    finally:
+        kill(set(ranks), ranks)
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def preload() -> None:
+    """Imports what a rank needs. The first optimizer would import torch._dynamo, 1-2 s in every rank."""
+    import torch
+    import torch._dynamo
+    import torch.nn.parallel  # noqa: F401
+
+    import brigade.holding
+    import brigade.models
+    import brigade.rank
+    import brigade.traps  # noqa: F401
+
+    torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))])
+
+
+def fork_rank(mine: list[int], others: list[int]) -> int:
+    server = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        os.setsid()  # a process group of its own, so that whatever it starts is killed with it
+        if sys.platform == "linux":
+            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != server:
+            os._exit(1)
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
+        for fd in others:
+            os.close(fd)
+        from brigade.rank import main
+
+        main(*mine, server)
+    finally:
+        os._exit(1)
+
+
+def reap(ranks: set[int]) -> dict[int, int]:
+    """The exit statuses (as `subprocess` gives them) of the ranks that have ended; others' children go unnoticed."""
+    ended = {}
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return ended
+        if pid == 0:
+            return ended
+        if pid in ranks:
+            ranks.discard(pid)
+            ended[pid] = os.waitstatus_to_exitcode(status)
+            kill_group(pid)
+
+
+def kill(doomed: set[int], ranks: set[int], timeout_s: float = 10.0) -> None:
+    """Kills these ranks and whatever they started, and returns when they are reaped."""
+    give_up = time.monotonic() + timeout_s
+    for pid in doomed:
+        kill_group(pid)
+    while doomed & ranks and time.monotonic() < give_up:
+        reap(ranks)
+        time.sleep(0.001)
+    while time.monotonic() < give_up:
+        orphans = children() - ranks
+        if not orphans:
+            return
+        for pid in orphans:
+            kill_group(pid)
+            signal_process(pid)
+        reap(ranks)
+        time.sleep(0.001)
+
+
+def kill_group(pid: int) -> None:
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        pass
+
+
+def signal_process(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        pass
+
+
+def children() -> set[int]:
+    """Process ids of this process's children, on Linux; elsewhere nothing is known of orphans."""
+    found, me = set(), str(os.getpid())
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if fields[1] == me:
+            found.add(int(stat.parent.name))
+    return found
+
+
+def prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
+def send(channel: socket.socket, message: dict, descriptors: list[int] | None = None) -> None:
+    data = json.dumps(message).encode() + b"\n"
+    if descriptors:
+        socket.send_fds(channel, [data[:1]], descriptors)
+        data = data[1:]
+    channel.sendall(data)
+
+
+def receive(channel: socket.socket) -> tuple[dict | None, list[int]]:
+    """The next message and the descriptors that came with it; (None, []) when the other end has closed."""
+    line, descriptors = b"", []
+    while not line.endswith(b"\n"):
+        # One byte at a time after the first keeps what belongs to the next message in the socket.
+        data, fds, _, _ = socket.recv_fds(channel, 1, 250)
+        descriptors += fds
+        if not data:
+            return None, descriptors
+        line += data
+    return json.loads(line), descriptors

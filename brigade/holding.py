@@ -1,0 +1,116 @@
+"""A recording process group that gives a result only to whoever waited for it.
+
+On a quick machine a forgotten `wait()` goes unnoticed almost every time: the collective is long finished
+when the result is read. Here it shows every time. A launch works on a copy of its inputs and fills its
+outputs with NaN; waiting on *that* launch's handle (or asking for its future, its result, or whether it is
+complete) puts its own result there and no other's. A tensor that was changed between launch and wait, which on
+a GPU is a race, is noted as an event of kind "race".
+
+torch DDP is not run in this mode: its C++ reducer may wait in places that Python cannot see.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from brigade.recording import METHODS, RecordedWork, Recorder, RecordingGroup, tensors_in
+
+
+class HoldingGroup(RecordingGroup):
+    """Launches on copies; `HeldWork` delivers."""
+
+    def call(self, method: str, args: list[Any], kwargs: dict[str, Any], index: int) -> dist.Work | None:
+        op, outputs, inputs = METHODS[method]
+        if op in ("barrier", "send", "recv"):
+            return super().call(method, args, kwargs, index)
+        places = {outputs, inputs}
+        given = {place: args[place] for place in places}
+        copies = {place: copy_of(value) for place, value in given.items()}
+        for place, copy in copies.items():
+            args[place] = copy
+        targets = tensors_in(given[outputs])
+        options = next((arg for arg in args if hasattr(arg, "timeout")), kwargs.get("opts"))
+        if op == "broadcast" and options.rootRank == self.rank():
+            targets = []  # the root only sends
+        if op == "reduce" and options.rootRank != self.rank():
+            targets = []  # only the root receives
+        for target in targets:
+            target.data.fill_(filler(target.dtype))
+        work = getattr(self._inner, method)(*args, **kwargs)
+        if work is None:
+            return None
+        self._note_end(work, index)
+        given_tensors = [tensor for place in places for tensor in tensors_in(given[place])]
+        results = tensors_in(copies[outputs]) if targets else []
+        return HeldWork(work, self._recorder, index, given_tensors, targets, results)
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        raise RuntimeError("pass no device to the coalescing manager: the process group coalesces by itself")
+
+
+class HeldWork(RecordedWork):
+    """Copies the results into the caller's tensors when it is first waited on."""
+
+    def __init__(
+        self,
+        inner: dist.Work,
+        recorder: Recorder,
+        index: int,
+        given: list[torch.Tensor],
+        targets: list[torch.Tensor],
+        results: list[torch.Tensor],
+    ):
+        super().__init__(inner, recorder, index)
+        self._given = given
+        self._at_launch = [tensor.detach().clone() for tensor in given]
+        self._targets = targets
+        self._results = results
+        self._delivered = False
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        super().wait(timeout)
+        if not self._delivered:
+            self._delivered = True
+            if any(changed(now, then) for now, then in zip(self._given, self._at_launch)):
+                self._recorder.note("race", index=self._index)
+            for target, result in zip(self._targets, self._results):
+                target.data.copy_(result)
+            self._given, self._at_launch, self._results = [], [], []
+        return True
+
+    def is_completed(self) -> bool:
+        return self.wait()
+
+    def result(self) -> list[torch.Tensor]:
+        self.wait()
+        return self._targets
+
+    def get_future(self) -> torch.futures.Future:
+        self.wait()
+        future: torch.futures.Future = torch.futures.Future()
+        future.set_result(self._targets)
+        return future
+
+
+def copy_of(value: Any) -> Any:
+    """The same structure of lists with every tensor copied, strides kept."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    return [copy_of(item) for item in value]
+
+
+def filler(dtype: torch.dtype) -> Any:
+    """What stands in a result that nobody has waited for."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return True if dtype == torch.bool else torch.iinfo(dtype).min
+
+
+def changed(now: torch.Tensor, then: torch.Tensor) -> bool:
+    """Whether the two differ anywhere, NaN being equal to NaN."""
+    now = now.detach()
+    return not bool(((now == then) | ((now != now) & (then != then))).all())

@@ -1,0 +1,132 @@
+"""What runs inside a rank: start the process group, call one function, deliver what it returns.
+
+A rank has three file descriptors. On `control` it receives one request and sends frames, each a letter, an
+8-byte length and that many bytes: E an event (JSON), R the result (`wire.py`), X an exception (JSON). Its standard
+output and error are `output`. On `trace` it prints where it stands when it gets SIGUSR1.
+
+After its result a rank does nothing more, and waits to be killed: tearing down gloo while a peer still
+talks to it can abort the peer.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import functools
+import importlib
+import json
+import os
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+import traceback
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from brigade import holding, recording, submission, wire
+
+MODES = {"record": recording.RecordingGroup, "hold": holding.HoldingGroup}
+MAX_MESSAGE = 4_000  # characters of an exception's message that are passed on
+
+_device = torch.device("cpu")
+
+
+def device() -> torch.device:
+    """Where this rank's tensors belong: its GPU with NCCL, else the CPU."""
+    return _device
+
+
+def student(module: str, name: str) -> Any:
+    """A public name of the submission's module, such as student("m01_naive_ddp", "NaiveDDP")."""
+    file = importlib.import_module(f"{submission.PACKAGE}.{module}.{module.split('_', 1)[1]}")
+    try:
+        return getattr(file, name)
+    except AttributeError:
+        raise NameError(f"{os.path.basename(file.__file__)} has no {name}") from None
+
+
+def main(control_fd: int, output_fd: int, trace_fd: int, server: int) -> None:
+    """Never returns. Runs in a process just forked from the server."""
+    control = socket.socket(fileno=control_fd)
+    request = wire.decode(read_exactly(control, struct.unpack("<Q", read_exactly(control, 8))[0]))
+    if not request["terminal"]:
+        with open(os.devnull) as nothing:
+            os.dup2(nothing.fileno(), 0)
+        os.dup2(output_fd, 1)
+        os.dup2(output_fd, 2)
+        sys.stdin = open(0, closefd=False)
+    sys.stdout = open(1, "w", buffering=1, closefd=False, errors="replace")
+    sys.stderr = open(2, "w", buffering=1, closefd=False, errors="replace")
+    faulthandler.register(signal.SIGUSR1, file=trace_fd, all_threads=True)
+    if sys.platform != "linux":
+        threading.Thread(target=exit_with_parent, args=(server,), daemon=True).start()
+    lock = threading.Lock()
+
+    def deliver(letter: bytes, body: bytes) -> None:
+        with lock:
+            control.sendall(letter + struct.pack("<Q", len(body)) + body)
+
+    try:
+        deliver(b"R", wire.encode(run(request, lambda event: deliver(b"E", json.dumps(event).encode()))))
+    except BaseException as error:  # SystemExit and KeyboardInterrupt too: nothing may end a rank silently
+        deliver(b"X", json.dumps(describe(error, request)).encode())
+    sys.stdout.flush()
+    sys.stderr.flush()
+    while True:
+        signal.pause()
+
+
+def run(request: dict[str, Any], sink: Any) -> Any:
+    global _device
+    rank, world_size, backend = request["rank"], request["world_size"], request["backend"]
+    os.chdir(request["directory"])
+    os.environ.update(request["environment"])
+    for package, sources in request["packages"].items():
+        submission.install(package, sources)
+    torch.set_num_threads(request["threads"])
+    torch.manual_seed(request["seed"] + rank)  # replicas that are not made equal are not equal
+    if backend == "nccl":
+        _device = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(_device)
+    recorder = recording.Recorder(sink)
+    recording.install(recorder)
+    store = dist.FileStore(os.path.join(request["directory"], "rendezvous"), world_size)
+    recording.start_process_group(MODES[request["mode"]], recorder, backend, store, rank, world_size)
+    function = functools.reduce(getattr, request["function"].split("."), importlib.import_module(request["module"]))
+    result = function(*request["args"])
+    if backend == "nccl":
+        torch.cuda.synchronize()
+    return result
+
+
+def describe(error: BaseException, request: dict[str, Any]) -> dict[str, Any]:
+    """The exception as the parent shows it: its frames in the submission, and the scenario's if there are none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    files = {path for path, _ in request["packages"].get(submission.PACKAGE, {}).values()}
+    own = [frame for frame in frames if frame.filename in files]
+    return {
+        "type": type(error).__name__,
+        "message": str(error)[:MAX_MESSAGE],
+        "frames": [[frame.filename, frame.lineno, frame.name, frame.line] for frame in (own or frames[2:])],
+        "own": bool(own),
+    }
+
+
+def exit_with_parent(server: int) -> None:
+    while os.getppid() == server:
+        time.sleep(0.5)
+    os.kill(0, signal.SIGKILL)
+
+
+def read_exactly(channel: socket.socket, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        piece = channel.recv(min(size - len(data), 1 << 20))
+        if not piece:
+            os._exit(1)
+        data += piece
+    return bytes(data)

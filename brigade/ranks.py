@@ -1,0 +1,633 @@
+"""Run a function on N ranks, with a deadline.
+
+    results = run_ranks(function, argument, world_size=2)
+    results[1]            what rank 1 returned
+    results.events[1]     what it recorded (see `recording.py`), in order
+    results.output[1]     what it printed
+
+`function` is a top-level function of a file; the ranks import that file (and the package it is in) from
+its text. Each rank is a fresh process with an initialised default process group. Every rank must return a
+value that `wire.py` can carry, else `RankFailure` says what happened on which rank. When this returns or raises, all
+ranks have been killed and reaped and their files are gone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import inspect
+import json
+import os
+import random
+import re
+import selectors
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from brigade import forkserver
+from brigade.course import ROOT, CourseError
+
+DEADLINE_S = {"gloo": 20.0, "nccl": 90.0}
+QUIET_S = 2.0  # all ranks blocked, nothing launched for so long, and a peer's launch missing: a deadlock
+GRACE_S = 0.3  # after the first failure, the time that other ranks get to report theirs
+OUTPUT_LIMIT = 20_000  # characters of a rank's output that are kept
+MESSAGE_LIMIT = 1 << 30  # bytes a rank may deliver at once
+
+Event = dict[str, Any]
+
+
+class PerRank(list):
+    """An argument of which rank r receives entry r only."""
+
+
+class RankResults(list):
+    """What each rank returned, with what it recorded and printed."""
+
+    events: list[list[Event]]
+    output: list[str]
+
+
+class RankFailure(Exception):
+    """A run that did not end with a result from every rank.
+
+    `kind`: "exception" (a rank raised), "died" (its process ended), "deadline", "deadlock" (all wait and a launch
+    is missing), "mismatch" (the ranks called different collectives) or "garbled" (unreadable result).
+    `rank` is the first to fail, where one is to blame; `lines` say one thing per rank; `error` is the exception's type name.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        summary: str,
+        lines: list[str],
+        rank: int | None = None,
+        error: str | None = None,
+        output: list[str] | None = None,
+    ):
+        super().__init__("\n".join([summary, *lines]))
+        self.kind, self.summary, self.lines, self.rank, self.error = kind, summary, lines, rank, error
+        self.output = output or []
+
+
+class Server:
+    """The fork server of this process, started at first need and closed at exit."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen | None = None
+        self._channel: socket.socket | None = None
+        self.scratch = Path()
+
+    def start(self) -> None:
+        """Starts the server unless it runs; does not wait until it is ready."""
+        if self._process and self._process.poll() is None:
+            return
+        self.close()
+        sweep()
+        self.scratch = Path(tempfile.mkdtemp(prefix="brigade-"))
+        mine, theirs = socket.socketpair()
+        lock = os.open(self.scratch / "lock", os.O_CREAT | os.O_RDWR)
+        fcntl.flock(lock, fcntl.LOCK_EX)  # held by the server as long as it lives: see `sweep`
+        program = (
+            f"import sys; sys.path[:1] = [{str(ROOT)!r}]; from brigade.forkserver import serve; "
+            f"serve({theirs.fileno()}, {str(self.scratch)!r}, {str(ROOT)!r})"
+        )
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "PYTHON"))}
+        environment |= {
+            "OMP_NUM_THREADS": "1",  # no thread pools before the fork; each rank sets its own number
+            "OPENBLAS_NUM_THREADS": "1",
+            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # looking for GPUs must not initialise CUDA before the fork
+            "OBJC_DISABLE_INITIALIZE_FORK_SAFETY": "YES",
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, "-s", "-c", program],
+            pass_fds=[theirs.fileno(), lock],
+            env=environment,
+            start_new_session=True,  # Ctrl-C is for us; we then end the ranks in order
+        )
+        theirs.close()
+        os.close(lock)
+        self._channel = mine
+
+    def fork(self, descriptors: list[int], on_exit: Callable[[int, int], None]) -> list[int]:
+        """Forks one rank for every three descriptors; returns their process ids."""
+        self.start()
+        forkserver.send(self._channel, {"fork": len(descriptors) // forkserver.FDS_PER_RANK}, descriptors)
+        return self._answer("forked", on_exit)
+
+    def kill(self, pids: list[int], on_exit: Callable[[int, int], None]) -> None:
+        try:
+            forkserver.send(self._channel, {"kill": pids})
+            self._answer("killed", on_exit)
+        except (OSError, CourseError):
+            for pid in pids:  # the server is gone, and on Linux its ranks went with it
+                forkserver.kill_group(pid)
+
+    def exits(self, on_exit: Callable[[int, int], None]) -> None:
+        """Reads one message that came unasked."""
+        message, _ = forkserver.receive(self._channel)
+        if message is None:
+            raise CourseError("the process that starts the ranks was killed; run the command again")
+        on_exit(message["exited"], message["status"])
+
+    def _answer(self, key: str, on_exit: Callable[[int, int], None]) -> Any:
+        while True:
+            message, _ = forkserver.receive(self._channel)
+            if message is None:
+                raise CourseError("the process that starts the ranks ended at once; does `import torch` work here?")
+            if key in message:
+                return message[key]
+            on_exit(message["exited"], message["status"])
+
+    def fileno(self) -> int:
+        return self._channel.fileno()
+
+    def close(self) -> None:
+        if self._channel:
+            self._channel.close()
+            self._channel = None
+        if self._process:
+            try:
+                self._process.wait(timeout=15)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+            self._process = None
+            shutil.rmtree(self.scratch, ignore_errors=True)
+
+
+def sweep() -> None:
+    """Removes temporary directories whose server is gone (someone killed it and its parent)."""
+    for lock in Path(tempfile.gettempdir()).glob("brigade-*/lock"):
+        try:
+            with open(lock, "r+") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(lock.parent, ignore_errors=True)
+        except OSError:
+            continue  # in use, or not ours
+
+
+SERVER = Server()
+atexit.register(SERVER.close)
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    *args: Any,
+    world_size: int = 2,
+    backend: str = "gloo",
+    deadline: float | None = None,
+    mode: str = "record",
+    packages: dict[str, dict[str, tuple[str, str]]] | None = None,
+    seed: int | None = None,
+    share_gpu: bool = False,
+    terminal: bool = False,
+    on_event: Callable[[int, Event], None] | None = None,
+) -> RankResults:
+    """Runs `function(*args)` on `world_size` ranks and returns one result per rank.
+
+    `deadline` is in seconds. `mode` is "record" or "hold" (`holding.py`). `packages` are importable in
+    the ranks, by name, from their texts. An argument made with `PerRank` gives each rank its own entry. `terminal`
+    leaves the ranks on this terminal, without a deadline, so that a debugger works. `on_event` is
+    called in this process with each event as it arrives. Raises RankFailure or CourseError.
+    """
+    if world_size < 1:
+        raise CourseError(f"a world size of {world_size} is not possible: it takes at least one rank")
+    if backend == "nccl":
+        environment = nccl_environment(world_size, share_gpu)
+    else:
+        environment = [{} for _ in range(world_size)]
+    module, sources = importable(function)
+    request = {
+        "world_size": world_size,
+        "backend": backend,
+        "mode": mode,
+        "module": module,
+        "function": function.__qualname__,
+        "packages": {**sources, **(packages or {})},
+        "threads": max(1, (os.cpu_count() or 1) // world_size),
+        "seed": random.randrange(2**31) if seed is None else seed,
+        "terminal": terminal,
+    }
+    SERVER.start()
+    from brigade import wire  # torch is imported while the server is starting
+
+    directory = Path(tempfile.mkdtemp(prefix="run-", dir=SERVER.scratch))
+    run = _Run(world_size, None if terminal else deadline or DEADLINE_S[backend], on_event, request["packages"])
+    try:
+        run.fork()
+        for rank in run.ranks:
+            own = [arg[rank.number] if isinstance(arg, PerRank) else arg for arg in args]
+            loopback = {} if "GLOO_SOCKET_IFNAME" in os.environ else {"GLOO_SOCKET_IFNAME": loopback_interface()}
+            rank.send(
+                wire.encode(
+                    request
+                    | {"rank": rank.number, "args": own, "directory": str(directory)}
+                    | {"environment": loopback | environment[rank.number]}
+                )
+            )
+        run.watch()
+        failure = run.failure()
+    finally:
+        run.end()
+        shutil.rmtree(directory, ignore_errors=True)
+    if failure:
+        raise failure
+    results = RankResults(run.decoded())
+    results.events = [rank.events for rank in run.ranks]
+    results.output = [rank.text() for rank in run.ranks]
+    return results
+
+
+class _Rank:
+    """The parent's view of one rank."""
+
+    def __init__(self, number: int):
+        self.number = number
+        self.pid = 0
+        self.control, self.theirs = socket.socketpair()
+        self.output, self.their_output = os.pipe()
+        self.trace, self.their_trace = os.pipe()
+        self.buffer = bytearray()
+        self.events: list[Event] = []
+        self.printed = bytearray()
+        self.stack = bytearray()
+        self.result: bytes | None = None
+        self.error: dict[str, Any] | None = None
+        self.status: int | None = None
+        self.garbled = False
+        self.waiting: Event | None = None  # the launch it waits for now
+        self.launches: list[Event] = []
+
+    @property
+    def descriptors(self) -> list[int]:
+        return [self.theirs.fileno(), self.their_output, self.their_trace]
+
+    def close_theirs(self) -> None:
+        self.theirs.close()
+        os.close(self.their_output)
+        os.close(self.their_trace)
+
+    def send(self, data: bytes) -> None:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self.control.sendall(struct.pack("<Q", len(data)) + data)
+
+    def text(self) -> str:
+        text = self.printed[:OUTPUT_LIMIT].decode(errors="replace")
+        return text + ("\n... (more was printed)" if len(self.printed) > OUTPUT_LIMIT else "")
+
+    def take(self, event: Event) -> None:
+        self.events.append(event)
+        kind, index = event.get("kind"), event.get("index")
+        if kind == "launch":
+            self.launches.append(event)
+        elif kind == "wait" and isinstance(index, int) and 0 <= index < len(self.launches):
+            self.waiting = self.launches[index]
+        elif kind == "done":
+            self.waiting = None
+
+
+class _Run:
+    """One run: its ranks, the loop that listens to them, and the verdict on how it ended."""
+
+    def __init__(
+        self,
+        world_size: int,
+        deadline: float | None,
+        on_event: Callable[[int, Event], None] | None,
+        packages: dict[str, dict[str, tuple[str, str]]],
+    ):
+        self.ranks = [_Rank(number) for number in range(world_size)]
+        self.deadline_s = deadline
+        self.on_event = on_event
+        self.files = {name: {path for path, _ in sources.values()} for name, sources in packages.items()}
+        self.selector = selectors.DefaultSelector()
+        self.last_news = time.monotonic()
+        self.failed_at: float | None = None
+        self.kind: str | None = None
+        self.mismatch: tuple[Event, int, Event, int] | None = None
+        self.sequence: dict[tuple[str, int], list[Event]] = {}  # (group, rank) -> its launches there
+
+    def fork(self) -> None:
+        descriptors = [fd for rank in self.ranks for fd in rank.descriptors]
+        pids = SERVER.fork(descriptors, self._exited)
+        for rank, pid in zip(self.ranks, pids):
+            rank.pid = pid
+            rank.close_theirs()
+            for fd, handler in ((rank.control, self._control), (rank.output, self._output), (rank.trace, self._trace)):
+                self.selector.register(fd, selectors.EVENT_READ, (handler, rank))
+        self.selector.register(SERVER.fileno(), selectors.EVENT_READ, (None, None))
+
+    def watch(self) -> None:
+        """Listens until all ranks delivered, or the run has failed; sets `kind` in that case."""
+        ends_at = time.monotonic() + self.deadline_s if self.deadline_s else float("inf")
+        while not all(rank.result is not None for rank in self.ranks):
+            now = time.monotonic()
+            if self.mismatch:
+                self.kind = "mismatch"
+            elif self.failed_at and (now > self.failed_at + GRACE_S or all(self._settled(r) for r in self.ranks)):
+                self.kind = "failed"
+            elif now > ends_at:
+                self.kind = "deadline"
+            elif now > self.last_news + QUIET_S and self._deadlocked():
+                self.kind = "deadlock"
+            if self.kind:
+                if self.kind in ("deadline", "deadlock", "mismatch"):
+                    self._ask_where_they_stand()
+                return
+            self._listen(0.05)
+
+    def _settled(self, rank: _Rank) -> bool:
+        return rank.error is not None or rank.result is not None or rank.status is not None
+
+    def _listen(self, timeout: float) -> None:
+        for key, _ in self.selector.select(timeout):
+            handler, rank = key.data
+            if handler is None:
+                SERVER.exits(self._exited)
+            else:
+                handler(rank)
+
+    def _exited(self, pid: int, status: int) -> None:
+        for rank in self.ranks:
+            if rank.pid == pid:
+                rank.status = status
+                self._fail()
+
+    def _fail(self) -> None:
+        self.failed_at = self.failed_at or time.monotonic()
+
+    def _read(self, rank: _Rank, fd: Any, keep: bytearray, limit: int) -> None:
+        data = os.read(fd, 1 << 16)
+        if not data:
+            self.selector.unregister(fd)
+        keep.extend(data[: max(0, limit - len(keep))])
+
+    def _output(self, rank: _Rank) -> None:
+        self._read(rank, rank.output, rank.printed, OUTPUT_LIMIT + 1)
+
+    def _trace(self, rank: _Rank) -> None:
+        self._read(rank, rank.trace, rank.stack, 1 << 20)
+
+    def _control(self, rank: _Rank) -> None:
+        try:
+            data = rank.control.recv(1 << 20)
+        except ConnectionResetError:
+            data = b""
+        if not data:
+            self.selector.unregister(rank.control)
+            return
+        rank.buffer += data
+        while len(rank.buffer) >= 9:
+            letter, (size,) = rank.buffer[:1], struct.unpack_from("<Q", rank.buffer, 1)
+            if letter not in (b"E", b"R", b"X") or size > MESSAGE_LIMIT:
+                self._garbled(rank)
+                return
+            if len(rank.buffer) < 9 + size:
+                return
+            body = bytes(rank.buffer[9 : 9 + size])
+            del rank.buffer[: 9 + size]
+            try:
+                self._frame(rank, letter, body)
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                self._garbled(rank)
+                return
+
+    def _garbled(self, rank: _Rank) -> None:
+        rank.garbled = True
+        self.selector.unregister(rank.control)
+        self._fail()
+
+    def _frame(self, rank: _Rank, letter: bytes, body: bytes) -> None:
+        if rank.result is not None or rank.error is not None:
+            return  # a rank speaks once
+        if letter == b"R":
+            rank.result = body
+        elif letter == b"X":
+            error = json.loads(body)
+            rank.error = {
+                "type": str(error["type"]),
+                "message": str(error["message"]),
+                "own": bool(error["own"]),
+                "frames": [[str(f), int(n), str(w), str(t)] for f, n, w, t in error["frames"]],
+            }
+            self._fail()
+        else:
+            event = json.loads(body)
+            if not isinstance(event, dict):
+                raise ValueError("an event is a dict")
+            rank.take(event)
+            if event.get("kind") == "launch":
+                self._compare(rank, event)
+            if self.on_event:
+                self.on_event(rank.number, event)
+        self.last_news = time.monotonic()
+
+    def _compare(self, rank: _Rank, event: Event) -> None:
+        """Whether the peers' launch of the same number in this group is the same collective."""
+        mine = self.sequence.setdefault((event["group"], rank.number), [])
+        mine.append(event)
+        for peer in self.ranks:
+            theirs = self.sequence.get((event["group"], peer.number), [])
+            if peer is not rank and len(theirs) >= len(mine):
+                other = theirs[len(mine) - 1]
+                if signature(event) != signature(other) and not self.mismatch:
+                    self.mismatch = (event, rank.number, other, peer.number)
+
+    def _deadlocked(self) -> bool:
+        """All ranks wait or have finished, and someone waits for a launch that a peer has not made."""
+        if not all(rank.waiting or self._settled(rank) for rank in self.ranks):
+            return False
+        return any(self._missing(rank) for rank in self.ranks if rank.waiting and not self._settled(rank))
+
+    def _missing(self, rank: _Rank) -> list[int]:
+        """The peers that have not launched what this rank waits for."""
+        launch = rank.waiting
+        if launch is None or launch["op"] in ("send", "recv"):
+            return []
+        mine = self.sequence[launch["group"], rank.number]
+        place = next(i for i, event in enumerate(mine) if event is launch)
+        members = [number for number in launch["ranks"] if 0 <= number < len(self.ranks)]
+        return [number for number in members if len(self.sequence.get((launch["group"], number), [])) <= place]
+
+    def _ask_where_they_stand(self) -> None:
+        alive = [rank for rank in self.ranks if rank.status is None]
+        for rank in alive:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(rank.pid, signal.SIGUSR1)
+        until = time.monotonic() + 0.5
+        while time.monotonic() < until:
+            before = [len(rank.stack) for rank in alive]
+            self._listen(0.1)
+            if all(before) and before == [len(rank.stack) for rank in alive]:
+                break  # all have answered, and nothing more is coming
+
+    def end(self) -> None:
+        """Kills and reaps all ranks; reads what they had still printed."""
+        pids = [rank.pid for rank in self.ranks if rank.pid]
+        if pids:
+            SERVER.kill(pids, lambda pid, status: None)
+        for rank in self.ranks:
+            if rank.pid:
+                os.set_blocking(rank.output, False)
+                with contextlib.suppress(OSError):
+                    while data := os.read(rank.output, 1 << 16):
+                        rank.printed += data[: max(0, OUTPUT_LIMIT + 1 - len(rank.printed))]
+                        if len(rank.printed) > OUTPUT_LIMIT:
+                            break
+            else:
+                rank.close_theirs()
+            rank.control.close()
+            os.close(rank.output)
+            os.close(rank.trace)
+        self.selector.close()
+
+    def decoded(self) -> list[Any]:
+        from brigade import wire
+
+        values = []
+        for rank in self.ranks:
+            try:
+                values.append(wire.decode(rank.result))
+            except wire.WireError as error:
+                line = f"rank {rank.number}: {error}"
+                raise RankFailure("garbled", "a rank delivered something unreadable", [line], rank.number) from None
+        return values
+
+    def failure(self) -> RankFailure | None:
+        """What to tell the user, from everything that is known; None if all ranks delivered."""
+        if self.kind is None:
+            return None
+        output = [rank.text() for rank in self.ranks]
+        lines = [f"rank {rank.number} {self._doing(rank)}" for rank in self.ranks]
+        if self.mismatch:
+            one, rank, other, peer = self.mismatch
+            summary = (
+                f"rank {rank} called {describe(one)} where rank {peer} called {describe(other)}: "
+                "all ranks of a group must call the same collectives in the same order"
+            )
+            return RankFailure("mismatch", summary, lines, rank, output=output)
+        if self.kind == "deadlock":
+            summary = "deadlock: every rank has stopped, and someone waits for a collective that a peer never launched"
+            return RankFailure("deadlock", summary, lines, output=output)
+        if self.kind == "deadline":
+            return RankFailure("deadline", f"stopped after {self.deadline_s:.0f} s", lines, output=output)
+        garbled = [rank for rank in self.ranks if rank.garbled]
+        if garbled:
+            number = garbled[0].number
+            return RankFailure("garbled", f"rank {number} wrote something unreadable to its channel", [], number)
+        raised = [rank for rank in self.ranks if rank.error]
+        died = [rank for rank in self.ranks if rank.status is not None]
+        # A rank whose peer dies gets an exception from gloo: it is not the cause.
+        causes = [rank for rank in raised if rank.error["own"] or not died] or died
+        culprit = next((r for r in causes if not (r.error and "onnection" in r.error["message"])), causes[0])
+        if culprit.error:
+            error = culprit.error
+            summary = f"rank {culprit.number} raised {error['type']}: {error['message'] or '(no message)'}"
+            frames = [f"  {Path(f).name}, line {n}, in {where}: {text}" for f, n, where, text in error["frames"]]
+            return RankFailure("exception", summary, frames, culprit.number, error["type"], output)
+        summary = f"rank {culprit.number} ended without a result ({ending(culprit.status)})"
+        return RankFailure("died", summary, lines, culprit.number, output=output)
+
+    def _doing(self, rank: _Rank) -> str:
+        """Such as: waits in all_reduce #3 (fc2.weight, 4096 B), which rank 1 has not launched; naive_ddp.py:41 in f"""
+        last = f"after {describe(rank.launches[-1])}" if rank.launches else "having launched nothing"
+        if rank.result is not None:
+            return f"finished {last}"
+        if rank.error:
+            return f"raised {rank.error['type']} {last}"
+        if rank.status is not None:
+            return f"ended ({ending(rank.status)}) {last}"
+        where = self._where(rank)
+        where = f", at {where}" if where else ""
+        if rank.waiting:
+            missing = self._missing(rank)
+            names = " and ".join(f"rank {number}" for number in missing)
+            missing_text = f", which {names} never launched" if missing else ""
+            return f"waits in {describe(rank.waiting)}{missing_text}{where}"
+        phase = rank.events[-1].get("phase") if rank.events else "setup"
+        return f"is in {phase} {last}{where}"
+
+    def _where(self, rank: _Rank) -> str:
+        """The innermost line of the submission, or of the scenario, that the rank stands on."""
+        frames = re.findall(r'File "(.+?)", line (\d+) in (.+)', rank.stack.decode(errors="replace"))
+        packages = sorted(self.files, key=lambda name: name != "submission")
+        for files in [self.files[name] for name in packages]:
+            for path, line, name in frames:
+                if path in files:
+                    return f"{Path(path).name}:{line} in {name}"
+        return ""
+
+
+def signature(event: Event) -> tuple:
+    """What must agree between ranks. In a point-to-point call or a gather the sides differ rightly."""
+    if event["op"] in ("send", "recv"):
+        return ()
+    if event["op"] in ("gather", "scatter", "all_to_all"):
+        return (event["op"], event["root"])
+    return tuple(event[field] for field in ("op", "dtype", "numel", "reduce_op", "root"))
+
+
+def describe(event: Event) -> str:
+    """A launch in words, such as: all_reduce #3 (fc2.weight, 4096 B)"""
+    if event["op"] == "barrier":
+        return f"barrier #{event['index']}"
+    name = event.get("name")
+    return f"{event['op']} #{event['index']} ({name + ', ' if name else ''}{event['dtype']}, {event['nbytes']} B)"
+
+
+def ending(status: int) -> str:
+    if status < 0:
+        with contextlib.suppress(ValueError):
+            return f"killed by {signal.Signals(-status).name}"
+    return f"exit code {status}"
+
+
+def importable(function: Callable[..., Any]) -> tuple[str, dict[str, dict[str, tuple[str, str]]]]:
+    """The module name under which a rank imports the function, and the texts it needs for that."""
+    name = function.__module__
+    if name.partition(".")[0] == "brigade":
+        return name, {}
+    file = Path(inspect.getsourcefile(function))
+    if "." not in name:
+        return f"{name}.{name}", {name: {name: (str(file), file.read_text())}}
+    package, _, _ = name.partition(".")
+    directory = file.parents[name.count(".") - 1]
+    texts = {}
+    for path in sorted(directory.rglob("*.py")):
+        inner = ".".join(path.relative_to(directory).with_suffix("").parts)
+        if path.name != "__init__.py":
+            texts[inner] = (str(path), path.read_text())
+    return name, {package: texts}
+
+
+def loopback_interface() -> str:
+    names = [name for _, name in socket.if_nameindex()]
+    return next((name for name in ("lo", "lo0") if name in names), names[0])
+
+
+def nccl_environment(world_size: int, share_gpu: bool) -> list[dict[str, str]]:
+    """What each rank needs in its environment for NCCL. Raises CourseError when there are too few GPUs."""
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if gpus == 0:
+        raise CourseError("--backend nccl needs a GPU, and torch sees none here; --backend gloo runs on any machine")
+    if gpus >= world_size:
+        return [{} for _ in range(world_size)]
+    if not share_gpu:
+        raise CourseError(
+            f"{world_size} ranks need {world_size} GPUs and there are {gpus}: --share-gpu puts several ranks on one, "
+            "for correctness only"
+        )
+    shared = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": loopback_interface()}
+    return [shared | {"NCCL_HOSTID": f"brigade-{rank}"} for rank in range(world_size)]

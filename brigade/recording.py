@@ -1,0 +1,330 @@
+"""A process group that records every collective, and changes nothing else.
+
+`RecordingGroup` stands between `torch.distributed` and gloo or NCCL in every rank. Whatever calls a
+collective, under whatever name, arrives here: a submission, a sub-group it made, torch DDP's C++ reducer.
+
+An event is a small dict. All of them carry `kind`, `time` (seconds, `time.perf_counter`, comparable between
+the processes of one machine) and `phase` (what the training loop was doing). The kinds made here:
+
+    launch   a collective was called: `index` counts them in this rank; `group`, `ranks` (global ranks of the
+             group), `op`, `dtype`, `numel` and `nbytes` of the full buffer, `parts` (tensors in a coalesced
+             call), `reduce_op`, `root` (rank in the group), `sync`, `name` (the tensor it concerns, if known)
+    wait     the rank starts to wait for launch `index`
+    done     ... and has been given its result
+    end      launch `index` is complete (its `time` is when; on CUDA when its kernel was queued)
+    race     a tensor of launch `index` was changed between launch and wait (`holding.py`)
+
+Scenarios add their own kinds with `note`. Only this file and `ranks.py` know how torch makes process groups.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+BACKEND = "brigade"  # the name under which the recording group is registered with torch
+
+
+class Recorder:
+    """What one rank tells of itself: numbers its launches, stamps its events, and hands them to `sink`."""
+
+    def __init__(self, sink: Callable[[dict[str, Any]], None]):
+        self.phase = "setup"  # of the rank, not of a thread: on CUDA, hooks run on autograd's own thread
+        self._sink = sink
+        self._launches = 0
+        self._lock = threading.RLock()
+        self._names: list[tuple[int, int, str]] = []
+
+    def note(self, kind: str, **fields: Any) -> None:
+        with self._lock:
+            self._sink({"kind": kind, "time": time.perf_counter(), "phase": self.phase, **fields})
+
+    def launch(self, **fields: Any) -> int:
+        with self._lock:
+            index = self._launches
+            self._launches += 1
+            self.note("launch", index=index, **fields)
+        return index
+
+    def name_parameters(self, module: torch.nn.Module) -> None:
+        """Lets launches on a parameter, or on its gradient as it lies in memory then, say its name."""
+        self._parameters = dict(module.named_parameters())
+
+    def name_of(self, tensors: list[torch.Tensor]) -> str | None:
+        """The parameter whose memory (or whose gradient's) is the launch's tensor; None for a copy."""
+        if len(tensors) != 1:
+            return None
+        address = tensors[0].data_ptr()
+        for name, parameter in getattr(self, "_parameters", {}).items():
+            if parameter.data_ptr() == address or (parameter.grad is not None and parameter.grad.data_ptr() == address):
+                return name
+        return None
+
+
+_recorder: Recorder | None = None
+
+
+def install(recorder: Recorder) -> None:
+    """Makes `recorder` the one that `note` and `phase` of this process speak to."""
+    global _recorder
+    _recorder = recorder
+
+
+def note(kind: str, **fields: Any) -> None:
+    """Adds an event of the scenario's own to this rank's record. Does nothing outside a rank."""
+    if _recorder:
+        _recorder.note(kind, **fields)
+
+
+def name_parameters(module: torch.nn.Module) -> None:
+    """From now on, reports name the parameters of `module`. Does nothing outside a rank."""
+    if _recorder:
+        _recorder.name_parameters(module)
+
+
+@contextlib.contextmanager
+def phase(name: str) -> Iterator[None]:
+    """Events inside the block carry this phase: "construct", "forward", "backward", "finish", "step"."""
+    if not _recorder:
+        yield
+        return
+    before, _recorder.phase = _recorder.phase, name
+    try:
+        yield
+    finally:
+        _recorder.phase = before
+
+
+class RecordedWork(dist.Work):
+    """The handle of one launch: passes everything on, and notes waiting."""
+
+    def __init__(self, inner: dist.Work, recorder: Recorder, index: int):
+        super().__init__()
+        self._inner = inner
+        self._recorder = recorder
+        self._index = index
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self._recorder.note("wait", index=self._index)
+        if timeout is None or timeout == timedelta(0):
+            self._inner.wait()
+        else:
+            self._inner.wait(timeout)
+        self._recorder.note("done", index=self._index)
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return self._inner.is_completed()
+
+    def is_success(self) -> bool:
+        return self._inner.is_success()
+
+    def exception(self) -> Any:
+        return self._inner.exception()
+
+    def result(self) -> list[torch.Tensor]:
+        return self._inner.result()
+
+    def get_future(self) -> torch.futures.Future:
+        # Whoever has the future may wait on it where we cannot see: the reducer does. It counts as a wait.
+        self._recorder.note("wait", index=self._index)
+        self._recorder.note("done", index=self._index)
+        return self._inner.get_future()
+
+
+# Where each method of a process group keeps its tensors: (operation, outputs, inputs), as positions in its
+# arguments. A collective whose outputs are its inputs works in place. The two names of one operation are
+# those before and after torch 2.13.
+METHODS: dict[str, tuple[str, int | None, int | None]] = {
+    "allreduce": ("all_reduce", 0, 0),
+    "allreduce_coalesced": ("all_reduce", 0, 0),
+    "broadcast": ("broadcast", 0, 0),
+    "reduce": ("reduce", 0, 0),
+    "allgather": ("all_gather", 0, 1),
+    "allgather_coalesced": ("all_gather", 0, 1),
+    "all_gather_single": ("all_gather", 0, 1),
+    "_allgather_base": ("all_gather", 0, 1),
+    "all_gather_single_coalesced": ("all_gather", 0, 1),
+    "allgather_into_tensor_coalesced": ("all_gather", 0, 1),
+    "reduce_scatter": ("reduce_scatter", 0, 1),
+    "reduce_scatter_single": ("reduce_scatter", 0, 1),
+    "_reduce_scatter_base": ("reduce_scatter", 0, 1),
+    "reduce_scatter_single_coalesced": ("reduce_scatter", 0, 1),
+    "reduce_scatter_tensor_coalesced": ("reduce_scatter", 0, 1),
+    "gather": ("gather", 0, 1),
+    "scatter": ("scatter", 0, 1),
+    "alltoall": ("all_to_all", 0, 1),
+    "alltoall_base": ("all_to_all", 0, 1),
+    "all_to_all_single": ("all_to_all", 0, 1),
+    "barrier": ("barrier", None, None),
+    "send": ("send", None, 0),
+    "recv": ("recv", 0, None),
+    "recv_anysource": ("recv", 0, None),
+}
+
+LIST_FIRST = {"allreduce", "broadcast", "reduce"}  # their bindings also take one bare tensor
+
+
+class RecordingGroup(dist.ProcessGroup):
+    """Passes every collective to `inner`, a complete process group, and notes each one.
+
+    Subclasses decide what becomes of the tensors, in `call`.
+    """
+
+    def __init__(self, inner: dist.ProcessGroup, recorder: Recorder, name: str, ranks: list[int]):
+        super().__init__(inner.rank(), inner.size())
+        self._inner = inner
+        self._recorder = recorder
+        self._name = name
+        self._ranks = ranks
+        self._coalescing = 0
+
+    def call(self, method: str, args: list[Any], kwargs: dict[str, Any], index: int) -> dist.Work | None:
+        """Performs launch `index`. Returns its handle, or None where torch gives none."""
+        work = getattr(self._inner, method)(*args, **kwargs)
+        if work is None:
+            return None
+        self._note_end(work, index)
+        return RecordedWork(work, self._recorder, index)
+
+    def _note_end(self, work: dist.Work, index: int) -> None:
+        with contextlib.suppress(RuntimeError, NotImplementedError):  # barrier, send and recv have no future
+            work.get_future().add_done_callback(lambda _: self._recorder.note("end", index=index))
+
+    def _launch(self, method: str, args: list[Any], kwargs: dict[str, Any]) -> dist.Work | None:
+        op, outputs, inputs = METHODS[method]
+        if method in LIST_FIRST and isinstance(args[0], torch.Tensor):
+            args[0] = [args[0]]
+        options = next((arg for arg in args if hasattr(arg, "timeout")), kwargs.get("opts"))
+        full = [t for place in {outputs, inputs} - {None} for t in tensors_in(args[place])]
+        if op in ("all_gather", "gather"):  # the full buffer is the larger side
+            full = tensors_in(args[outputs]) or tensors_in(args[inputs])
+        elif op in ("reduce_scatter", "scatter"):
+            full = tensors_in(args[inputs]) or tensors_in(args[outputs])
+        elif op == "all_to_all":
+            full = tensors_in(args[inputs])
+        reduce_op = getattr(options, "reduceOp", None)
+        index = self._recorder.launch(
+            group=self._name,
+            ranks=self._ranks,
+            op=op,
+            dtype=str(full[0].dtype).removeprefix("torch.") if full else None,
+            numel=sum(t.numel() for t in full),
+            nbytes=sum(t.nbytes for t in full),
+            parts=len(full) if "coalesced" in method else 1,
+            reduce_op=None if reduce_op is None else str(reduce_op.op).rpartition(".")[2],
+            root=getattr(options, "rootRank", None),
+            sync=not getattr(options, "asyncOp", True),
+            name=self._recorder.name_of(full),
+        )
+        return self.call(method, args, kwargs, index)
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._inner._start_coalescing(device)
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work:
+        return self._inner._end_coalescing(device)
+
+    def getBackendName(self) -> str:
+        return BACKEND
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self._inner._get_backend(device)
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return self._inner._device_types
+
+    @property
+    def supports_splitting(self) -> bool:
+        return False
+
+
+def _recorded(method: str) -> Callable[..., dist.Work | None]:
+    def collective(self: RecordingGroup, *args: Any, **kwargs: Any) -> dist.Work | None:
+        return self._launch(method, list(args), kwargs)
+
+    collective.__name__ = method
+    return collective
+
+
+for _method in METHODS:
+    setattr(RecordingGroup, _method, _recorded(_method))
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors of a tensor, a list of tensors, or a list of lists of them."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [tensor for item in value for tensor in tensors_in(item)]
+    return []
+
+
+def start_process_group(
+    group_class: type[RecordingGroup], recorder: Recorder, backend: str, store: dist.Store, rank: int, world_size: int
+) -> None:
+    """Makes the default process group of this rank, and every later one, a `group_class` around `backend`.
+
+    `backend` is "gloo", or "nccl" (CPU tensors still travel by gloo).
+    """
+
+    def create(options: Any, _: Any) -> RecordingGroup:
+        ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
+        arguments = (options.store, options.group_rank, options.group_size, options.timeout)
+        inner = complete_group(backend, *arguments)
+        return group_class(inner, recorder, str(options.group_id), ranks)
+
+    dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu", "cuda"])
+    _keep_to_the_recording_group(backend)
+    dist.init_process_group(BACKEND, store=store, rank=rank, world_size=world_size)
+
+
+def complete_group(
+    backend: str, store: dist.Store, rank: int, world_size: int, timeout: timedelta
+) -> dist.ProcessGroup:
+    """A process group with backends for all its devices, built as `init_process_group` builds them."""
+    group = dist.ProcessGroup(store, rank, world_size)
+    gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, world_size, timeout)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    if backend == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, world_size, options)
+        group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, nccl)
+        group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
+    return group
+
+
+def _keep_to_the_recording_group(backend: str) -> None:
+    """`new_group(backend="gloo")` must be recorded too, and `get_backend()` must say what really carries the data."""
+    new_group, get_backend = c10d.new_group, c10d.get_backend
+
+    def recorded_new_group(*args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("backend", None)
+        return new_group(*(args[:2] + (None,) + args[3:] if len(args) > 2 else args), **kwargs)
+
+    def real_backend(group: Any = None) -> str:
+        return backend if get_backend(group) == BACKEND else get_backend(group)
+
+    for module in (c10d, dist):
+        module.new_group, module.get_backend = recorded_new_group, real_backend

@@ -1,0 +1,133 @@
+"""The single-process truth: what one process would compute on all the ranks' batches together.
+
+A `Case` is one random training problem. The parent keeps it; a rank gets its own part (`for_ranks`) and
+nothing else: its starting weights, which differ from the other ranks', and its own batches.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from brigade import traps
+from brigade.ranks import PerRank
+
+Gradients = dict[str, "Tensor | None"]
+OPTIMIZERS = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
+    "adam": lambda params: torch.optim.Adam(params, lr=0.01),
+}
+
+
+class Case:
+    """A model from `traps`, `world_size` sets of starting weights, and batches[rank][step][micro].
+
+    All shapes and numbers come from `rng`. `branches[rank]` is the branch that a rank's batches take. `group`
+    are the global ranks that train together (all by default); the first of them has the starting weights that count.
+    """
+
+    def __init__(
+        self,
+        rng: random.Random,
+        model: str,
+        world_size: int,
+        *,
+        steps: int = 1,
+        micro_batches: int = 1,
+        dtype: torch.dtype | None = None,
+        branches: Sequence[int] | None = None,
+        group: Sequence[int] | None = None,
+        optimizer: str = "sgd",
+        hidden_layers: int = 2,
+    ):
+        self.model, self.world_size, self.dtype, self.optimizer = model, world_size, dtype, optimizer
+        self.group = list(group) if group is not None else list(range(world_size))
+        self.sizes = rng.sample(range(5, 24), hidden_layers + 2)  # all different: a gradient is known by its size
+        self.generator = torch.Generator().manual_seed(rng.randrange(2**31))
+        self.batch_size = rng.randint(3, 6)
+        with torch.random.fork_rng():
+            torch.manual_seed(rng.randrange(2**31))
+            self.states = [self._random_state() for _ in range(world_size)]
+        branches = branches or [0] * world_size
+        self.batches = [
+            [[self._batch(branches[rank]) for _ in range(micro_batches)] for _ in range(steps)]
+            for rank in range(world_size)
+        ]
+
+    def for_ranks(self, **more: Any) -> PerRank:
+        """What each rank is told: how to build its model, its batches, the optimizer, and `more`."""
+        common = {"model": self.model, "sizes": self.sizes, "dtype": self.dtype, "optimizer": self.optimizer} | more
+        return PerRank(common | {"state": state, "batches": data} for state, data in zip(self.states, self.batches))
+
+    def start(self) -> dict[str, Tensor]:
+        """Parameters and buffers as they must be on every rank after construction."""
+        return self.states[self.group[0]]
+
+    def gradients(self, ranks: Sequence[int] | None = None, micro: slice = slice(None)) -> Gradients:
+        """The first step's gradients, averaged over `ranks` (the group by default), summed over its micro-batches."""
+        model = self._built()
+        ranks = self.group if ranks is None else ranks
+        for rank in ranks:
+            for batch in self.batches[rank][0][micro]:
+                (loss_of(model, batch) / len(ranks)).backward()
+        return gradients_of(model)
+
+    def train(self) -> tuple[dict[str, Tensor], list[float]]:
+        """Weights after all steps, and the loss of each step (the mean over group and micro-batches)."""
+        model = self._built()
+        optimizer = OPTIMIZERS[self.optimizer]([p for p in model.parameters() if p.requires_grad])
+        losses = []
+        for step in range(len(self.batches[0])):
+            optimizer.zero_grad()
+            batches = [batch for rank in self.group for batch in self.batches[rank][step]]
+            total = 0.0
+            for batch in batches:
+                loss = loss_of(model, batch) / len(self.group)
+                loss.backward()
+                total += loss.item()
+            losses.append(total / len(self.batches[0][step]))
+            optimizer.step()
+        return {name: p.detach() for name, p in model.named_parameters()}, losses
+
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        """The parameters of the model, by name; a tied one once."""
+        return dict(self._built().named_parameters())
+
+    def _built(self) -> torch.nn.Module:
+        return traps.build(self.model, self.sizes, self.start(), self.dtype)
+
+    def _random_state(self) -> dict[str, Tensor]:
+        model = traps.TRAPS[self.model](self.sizes)
+        for buffer in model.buffers():  # a fresh BatchNorm has the same statistics everywhere
+            if buffer.dtype.is_floating_point:
+                buffer.uniform_(0.5, 1.5, generator=self.generator)
+            else:
+                buffer.random_(0, 2 if buffer.dtype == torch.bool else 100, generator=self.generator)
+        if self.dtype is not None:
+            model.to(self.dtype)
+        return traps.state_of(model)
+
+    def _batch(self, branch: int) -> dict[str, Any]:
+        dtype = self.dtype or torch.float32
+        x = torch.randn(self.batch_size, self.sizes[0], generator=self.generator, dtype=dtype)
+        y = torch.randn(self.batch_size, 1, generator=self.generator, dtype=dtype)
+        return {"x": x, "y": y, "branch": branch}
+
+
+def loss_of(model: torch.nn.Module, batch: dict[str, Any]) -> Tensor:
+    """The mean squared difference of a batch's outputs from its targets; runs in the ranks too."""
+    output = model(batch["x"], branch=batch["branch"])
+    return ((output - batch["y"]) ** 2).mean()
+
+
+def gradients_of(model: torch.nn.Module) -> Gradients:
+    """The gradient of each trainable parameter by name, None where there is none."""
+    return {
+        name: None if p.grad is None else p.grad.detach().clone()
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }

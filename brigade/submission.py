@@ -1,0 +1,132 @@
+"""A submission: the module files of `lessons`, `solutions` or any directory, read as text and never imported here.
+
+`read` finds the files. Only a rank imports them (`install`), from the text that was sent to it, as one
+package called `submission`, so that `from ..m05_grad_buffer.grad_buffer import GradBuffer` finds the module
+of the same submission wherever it lies on disk. Nothing else in the directory is looked at.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.abc
+import importlib.machinery
+import linecache
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from brigade.course import MODULES, ROOT, CourseError, Module, module
+
+PACKAGE = "submission"
+PRIORS = ("own", "reference")
+MAX_SOURCE_BYTES = 1_000_000
+
+Sources = dict[str, tuple[str, str]]  # module name -> (path of the file, text)
+
+
+@dataclass(frozen=True)
+class Submission:
+    """What is checked: where it came from and the text of its modules."""
+
+    target: Path
+    sources: Sources
+
+
+def find(target: Path, entry: Module) -> Path | None:
+    """The file of a module in a clone, a lessons directory, a module's directory or a heap of flat files."""
+    for place in (target / "lessons" / entry.path, target / entry.path, target / entry.path.name):
+        if place.is_file():
+            return place
+    return None
+
+
+def directory(target: str | Path) -> Path:
+    """`lessons`, `solutions` or a path, as a directory that exists. Raises CourseError."""
+    path = ROOT / target if str(target) in ("lessons", "solutions") else Path(target).expanduser()
+    if not path.exists():
+        raise CourseError(f"there is no directory {path}")
+    if not path.is_dir():
+        raise CourseError(f"{path} is not a directory; --target takes the directory that holds the module files")
+    return path
+
+
+def read(target: str | Path, number: int, prior: str = "own") -> Submission:
+    """The text of module `number` in `target`, and of the modules below it.
+
+    `prior` says whose earlier modules are used: the submission's "own" or the "reference". An earlier module
+    that is missing or broken is left out, for it may not be needed. Raises CourseError when the
+    module itself is missing, unreadable or not Python; the message is one line.
+    """
+    target = directory(target)
+    entry = module(number)
+    path = find(target, entry)
+    if path is None:
+        raise CourseError(f"module {number} is missing: there is no {entry.path} in {target}")
+    sources = {f"{entry.package}.{entry.name}": (str(path), source_text(path))}
+    earlier_target = ROOT / "solutions" if prior == "reference" else target
+    for earlier in MODULES[: number - 1]:
+        path = find(earlier_target, earlier)
+        try:
+            if path is not None:
+                sources[f"{earlier.package}.{earlier.name}"] = (str(path), source_text(path))
+        except CourseError:
+            continue
+    return Submission(target, sources)
+
+
+def source_text(path: Path) -> str:
+    """The text of a Python file. Raises CourseError where it is unreadable, too long or not Python."""
+    try:
+        if path.stat().st_size > MAX_SOURCE_BYTES:
+            raise CourseError(f"{path.name} is larger than {MAX_SOURCE_BYTES} bytes")
+        text = path.read_text(encoding="utf-8")
+        ast.parse(text, filename=str(path))
+    except OSError as error:
+        raise CourseError(f"{path.name} cannot be read: {error.strerror}") from None
+    except SyntaxError as error:
+        line = (error.text or "").strip()
+        raise CourseError(f"{path.name}, line {error.lineno}: {error.msg}" + (f": {line}" if line else "")) from None
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise CourseError(f"{path.name} is not a Python source file: {error}") from None
+    return text
+
+
+class TextFinder(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
+    """Imports a package from texts; the files themselves need not be readable, or there at all."""
+
+    def __init__(self, package: str, sources: Sources):
+        self._texts = {f"{package}.{name}": source for name, source in sources.items()}
+        self._packages = {package}
+        for name in self._texts:
+            while "." in name:
+                name = name.rpartition(".")[0]
+                self._packages.add(name)
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if fullname in self._packages:
+            return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+        if fullname in self._texts:
+            return importlib.machinery.ModuleSpec(fullname, self, origin=self._texts[fullname][0])
+        return None
+
+    def is_package(self, fullname: str) -> bool:
+        return fullname in self._packages
+
+    def get_source(self, fullname: str) -> str:
+        return "" if fullname in self._packages else self._texts[fullname][1]
+
+    def exec_module(self, module: ModuleType) -> None:
+        name = module.__name__
+        if name in self._packages:
+            return
+        path, text = self._texts[name]
+        linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)  # for tracebacks
+        module.__file__ = path
+        exec(compile(text, path, "exec", dont_inherit=True), module.__dict__)
+
+
+def install(package: str, sources: Sources) -> None:
+    """Makes `sources` importable as `package` in this process: a rank."""
+    sys.meta_path.insert(0, TextFinder(package, sources))

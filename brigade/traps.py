@@ -1,0 +1,127 @@
+"""Small models, each with a trap that data-parallel code falls into. Inputs are (batch, features).
+
+They register their parameters in order of use, and all their sizes come from `sizes`, which the checks draw
+at random: features in, widths of the layers between, features out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class Plain(nn.Module):
+    """A multilayer perceptron with biases: no trap."""
+
+    def __init__(self, sizes: Sequence[int]):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(sizes, sizes[1:]))
+
+    def forward(self, x: Tensor, branch: int = 0) -> Tensor:
+        for layer in self.layers[:-1]:
+            x = torch.tanh(layer(x))
+        return self.layers[-1](x)
+
+
+class Tied(Plain):
+    """The last layer's weight is the first one's too: it has one gradient, from two uses."""
+
+    def __init__(self, sizes: Sequence[int]):
+        super().__init__([*sizes[:-1], sizes[1], sizes[0]])
+        self.layers[-1].weight = nn.Parameter(self.layers[0].weight.detach().T.contiguous())
+        self.layers[0].weight = self.layers[-1].weight
+
+    def forward(self, x: Tensor, branch: int = 0) -> Tensor:
+        x = torch.tanh(F.linear(x, self.layers[0].weight.T, self.layers[0].bias))
+        for layer in self.layers[1:-1]:
+            x = torch.tanh(layer(x))
+        return self.layers[-1](x)
+
+
+class Frozen(Plain):
+    """Its second layer does not train, and neither does the bias of the first."""
+
+    def __init__(self, sizes: Sequence[int]):
+        super().__init__(sizes)
+        self.layers[1].requires_grad_(False)
+        self.layers[0].bias.requires_grad_(False)
+
+
+class Branches(Plain):
+    """Two layers of which a batch uses one, `branch` says which (neither when -1), and one that no batch uses."""
+
+    def __init__(self, sizes: Sequence[int]):
+        super().__init__(sizes)
+        self.left = nn.Linear(sizes[-1], sizes[-1])
+        self.right = nn.Linear(sizes[-1], sizes[-1])
+        self.unused = nn.Linear(sizes[-1], 3)
+
+    def forward(self, x: Tensor, branch: int = 0) -> Tensor:
+        x = super().forward(x)
+        if branch == 0:
+            x = self.left(x)
+        elif branch == 1:
+            x = self.right(x)
+        return x
+
+
+class Buffers(Plain):
+    """BatchNorm, with running statistics in float and a count in int64, and a mask of bools."""
+
+    def __init__(self, sizes: Sequence[int]):
+        super().__init__(sizes)
+        self.norm = nn.BatchNorm1d(sizes[1])
+        self.register_buffer("mask", torch.rand(sizes[1]) < 0.7)
+        self.register_buffer("scratch", torch.randn(3), persistent=False)
+
+    def forward(self, x: Tensor, branch: int = 0) -> Tensor:
+        x = self.norm(self.layers[0](x)) * self.mask
+        for layer in self.layers[1:]:
+            x = layer(torch.tanh(x))
+        return x + self.scratch.sum()
+
+
+class MixedDtypes(Plain):
+    """Layers in float32, bfloat16 and float64, in turn; the output is in float32."""
+
+    def __init__(self, sizes: Sequence[int]):
+        super().__init__(sizes)
+        for layer, dtype in zip(self.layers, (torch.float32, torch.bfloat16, torch.float64) * len(sizes)):
+            layer.to(dtype)
+
+    def forward(self, x: Tensor, branch: int = 0) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x.to(layer.weight.dtype)))
+        return x.float()
+
+
+class Transposed(Plain):
+    """Weights that are stored transposed: parameters and gradients are not contiguous."""
+
+    def __init__(self, sizes: Sequence[int]):
+        super().__init__(sizes)
+        for layer in self.layers:
+            layer.weight = nn.Parameter(layer.weight.detach().T.contiguous().T)
+
+
+TRAPS = {trap.__name__: trap for trap in (Plain, Tied, Frozen, Branches, Buffers, MixedDtypes, Transposed)}
+
+
+def build(name: str, sizes: Sequence[int], state: dict[str, Tensor], dtype: torch.dtype | None = None) -> nn.Module:
+    """The named trap with these weights and buffers (those that are not in its `state_dict` too)."""
+    model = TRAPS[name](sizes)
+    if dtype is not None:
+        model.to(dtype)
+    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+    with torch.no_grad():
+        for key, value in state.items():
+            tensors[key].copy_(value)
+    return model
+
+
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    """All parameters and buffers by name, those outside the `state_dict` too; a tied one once."""
+    return {name: tensor.detach().clone() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}

@@ -1,0 +1,104 @@
+"""How values travel between pytest's process and the ranks: a JSON header and raw bytes, never pickle.
+
+Reading a pickle runs code chosen by whoever wrote it, and a rank runs code that we do not trust. A value
+here is None, a bool, a number, a string, bytes, a `torch.dtype`, a tensor, or a list, tuple or dict of values.
+
+    8 bytes                length of the header, little-endian
+    header                 JSON {"value": tree, "sizes": [bytes of blob 0, bytes of blob 1, ...]}
+    blob 0, blob 1, ...    raw contents of tensors and bytes, in order
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import struct
+from typing import Any
+
+import torch
+
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,
+        torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+    )
+}  # fmt: skip
+
+
+class WireError(ValueError):
+    """The bytes are not an encoded value, or the value cannot be encoded."""
+
+
+def encode(value: Any) -> bytes:
+    """Bytes from which `decode` makes an equal value. Tensors arrive on the CPU, contiguous, without gradient."""
+    blobs: list[bytes] = []
+    header = json.dumps({"value": _flatten(value, blobs), "sizes": [len(blob) for blob in blobs]}).encode()
+    return b"".join([struct.pack("<Q", len(header)), header, *blobs])
+
+
+def decode(data: bytes | bytearray | memoryview) -> Any:
+    """The value that `encode` was given. Raises WireError on anything else; never runs code from `data`."""
+    data = memoryview(data)
+    try:
+        (header_size,) = struct.unpack_from("<Q", data)
+        header = json.loads(bytes(data[8 : 8 + header_size]))
+        blobs, start = [], 8 + header_size
+        for size in header["sizes"]:
+            if type(size) is not int or size < 0 or start + size > len(data):
+                raise WireError("a blob runs past the end")
+            blobs.append(data[start : start + size])
+            start += size
+        return _unflatten(header["value"], blobs)
+    except (struct.error, KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise WireError(f"not an encoded value: {error}") from None
+
+
+def _flatten(value: Any, blobs: list[bytes]) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, list):
+        return [_flatten(item, blobs) for item in value]
+    if isinstance(value, tuple):
+        return {"tuple": [_flatten(item, blobs) for item in value]}
+    if isinstance(value, dict):
+        return {"dict": [[_flatten(key, blobs), _flatten(item, blobs)] for key, item in value.items()]}
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value).removeprefix("torch.")}
+    if isinstance(value, (bytes, bytearray)):
+        blobs.append(bytes(value))
+        return {"bytes": len(blobs) - 1}
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu().contiguous()
+        name = str(value.dtype).removeprefix("torch.")
+        if name not in DTYPES:
+            raise WireError(f"a tensor of {value.dtype} cannot travel")
+        blobs.append(ctypes.string_at(value.data_ptr(), value.nbytes) if value.numel() else b"")
+        return {"tensor": [len(blobs) - 1, name, list(value.shape)]}
+    raise WireError(f"a {type(value).__name__} cannot travel")
+
+
+def _unflatten(node: Any, blobs: list[memoryview]) -> Any:
+    if node is None or isinstance(node, (bool, int, float, str)):
+        return node
+    if isinstance(node, list):
+        return [_unflatten(item, blobs) for item in node]
+    [(kind, content)] = node.items()
+    if kind == "tuple":
+        return tuple(_unflatten(item, blobs) for item in content)
+    if kind == "dict":
+        return {_unflatten(key, blobs): _unflatten(item, blobs) for key, item in content}
+    if kind == "dtype":
+        return DTYPES[content]
+    if kind == "bytes":
+        return bytes(blobs[content])
+    if kind == "tensor":
+        index, name, shape = content
+        dtype, blob = DTYPES[name], blobs[index]
+        if any(type(size) is not int or size < 0 for size in shape) or math.prod(shape) * dtype.itemsize != len(blob):
+            raise WireError("a tensor's shape does not fit its bytes")
+        if not len(blob):
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(bytearray(blob), dtype=dtype).reshape(shape)
+    raise WireError(f"unknown kind {kind!r}")
