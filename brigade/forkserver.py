@@ -84,7 +84,7 @@ def preload() -> None:
     """Imports what a rank needs. The first optimizer would import torch._dynamo, 1-2 s in every rank."""
     import torch
     import torch._dynamo
-    import torch.nn.parallel  # noqa: F401
+    import torch.nn.parallel
 
     import brigade.holding
     import brigade.models

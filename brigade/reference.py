@@ -68,13 +68,35 @@ class Case:
         return self.states[self.group[0]]
 
     def gradients(self, ranks: Sequence[int] | None = None, micro: slice = slice(None)) -> Gradients:
-        """The first step's gradients, averaged over `ranks` (the group by default), summed over its micro-batches."""
-        model = self._built()
-        ranks = self.group if ranks is None else ranks
+        """The first step's gradients, averaged over `ranks` (the group by default), summed over its micro-batches.
+
+        Every shard's gradients are computed in the parameters' dtypes, and averaged in float64.
+        """
+        local = self._local_gradients(self.group if ranks is None else ranks, micro)
+        averages: Gradients = {}
+        for name, parameter in self.parameters().items():
+            if parameter.requires_grad:
+                present = [gradients[name].double() for gradients in local if gradients[name] is not None]
+                averages[name] = (sum(present) / len(local)).to(parameter.dtype) if present else None
+        return averages
+
+    def largest_entries(self) -> dict[str, float]:
+        """For each parameter, the largest entry of any shard's own gradient: rounding errors are relative to it."""
+        local = self._local_gradients(self.group, slice(None))
+        return {
+            name: max(float(g[name].double().abs().max()) for g in local if g[name] is not None)
+            for name in local[0]
+            if any(g[name] is not None for g in local)
+        }
+
+    def _local_gradients(self, ranks: Sequence[int], micro: slice) -> list[Gradients]:
+        found = []
         for rank in ranks:
+            model = self._built()
             for batch in self.batches[rank][0][micro]:
-                (loss_of(model, batch) / len(ranks)).backward()
-        return gradients_of(model)
+                loss_of(model, batch).backward()
+            found.append(gradients_of(model))
+        return found
 
     def train(self) -> tuple[dict[str, Tensor], list[float]]:
         """Weights after all steps, and the loss of each step (the mean over group and micro-batches)."""

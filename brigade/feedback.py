@@ -1,0 +1,211 @@
+"""What a failed check tells the student: what was expected, what happened and where, and the likely cause."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from brigade.reference import Case
+
+Tensors = Mapping[str, "Tensor | None"]
+
+# Allowed differences of one step's gradients, relative to the largest entry of any rank's own gradient.
+ONE_STEP = {torch.float32: 1e-5, torch.float64: 1e-10, torch.bfloat16: 2**-7}
+MANY_STEPS = 1e-8  # in float64, relative to the largest entry; in float32 Adam turns rounding into 1e-2 within 20 steps
+
+
+class CheckFailed(AssertionError):
+    """A check's verdict, in the words that the student reads."""
+
+    def __init__(self, expected: str, happened: str, cause: str = ""):
+        self.expected, self.happened, self.cause = expected, happened, cause
+        parts = [("expected", expected), ("happened", happened), ("cause", cause)]
+        super().__init__("\n".join(f"{name:<9} {text}".replace("\n", "\n" + " " * 10) for name, text in parts if text))
+
+
+class NotWritten(CheckFailed):
+    """The part of the module that the check needs is still the skeleton's."""
+
+
+def expect_start(results: Sequence[Mapping[str, Any]], case: Case) -> None:
+    """After construction, every rank of the case's group has the parameters and buffers of its first."""
+    suspects = {
+        "this rank still has its own: not broadcast, or not from rank 0 of the group?": [
+            case.states[rank] for rank in case.group
+        ],
+        "rank 0 of the world was taken for rank 0 of the group?": [case.states[0]] * len(case.group),
+    }
+    what = f"parameters and buffers start as those of rank {case.group[0]}"
+    starts = [results[rank]["start"] for rank in case.group]
+    expect_equal(what, starts, case.start(), ranks=case.group, suspects=suspects, tolerance=0.0)
+
+
+def expect_gradients(
+    results: Sequence[Mapping[str, Any]],
+    case: Case,
+    what: str = "",
+    *,
+    suspects: Mapping[str, Sequence[Tensors]] | None = None,
+    tolerance: Mapping[torch.dtype, float] | float = ONE_STEP,
+) -> None:
+    """After the first finish_grad_sync, every rank of the case's group has the average gradients."""
+    own = {"each rank still has its own gradient: not reduced, or the result is not used?": [
+        case.gradients([rank]) for rank in case.group
+    ]}  # fmt: skip
+    expect_equal(
+        what or f"after finish_grad_sync gradients are the average over ranks {listing(case.group)}",
+        [results[rank]["gradients"][0] for rank in case.group],
+        case.gradients(),
+        ranks=case.group,
+        world_size=case.world_size,
+        suspects=own | dict(suspects or {}) if len(case.group) > 1 else suspects,
+        tolerance=tolerance,
+        scale=case.largest_entries(),
+    )
+
+
+def expect_weights(results: Sequence[Mapping[str, Any]], case: Case) -> None:
+    """After all steps, every rank of the case's group has the weights that one process gets."""
+    weights, _ = case.train()
+    expect_equal(
+        f"weights after {len(case.batches[0])} steps of {case.optimizer} on ranks {listing(case.group)} "
+        "are those of one process",
+        [results[rank]["weights"] for rank in case.group],
+        weights,
+        ranks=case.group,
+        tolerance=MANY_STEPS,
+    )
+
+
+def expect_equal(
+    what: str,
+    actual: Sequence[Tensors],
+    expected: Tensors,
+    *,
+    ranks: Sequence[int] | None = None,
+    world_size: int | None = None,
+    suspects: Mapping[str, Sequence[Tensors]] | None = None,
+    tolerance: Mapping[torch.dtype, float] | float = ONE_STEP,
+    scale: Mapping[str, float] | None = None,
+) -> None:
+    """Every rank's tensors equal `expected` (None counts as zero on both sides), else CheckFailed.
+
+    `actual[i]` is what rank `ranks[i]` has, by name. `world_size` is the run's where `ranks` are a part of it.
+    `suspects` maps a cause to the values (per rank) that it would give. `tolerance` is relative to the largest entry
+    of the expected tensor, or of what it was made from (`scale`, by name), or to 1/100 of the largest entry of all
+    where that is more: a gradient that cancels to zero keeps the rounding errors of its terms.
+    """
+    ranks = list(range(len(actual))) if ranks is None else list(ranks)
+    scale = scale or {}
+    entries = [float(e.double().abs().max()) for e in expected.values() if e is not None and e.numel()]
+    peak = max([*entries, *scale.values()], default=0.0)
+    wrong: list[tuple[int, str, Tensor | None, Tensor, float]] = []
+    for place, tensors in enumerate(actual):
+        for name, truth in expected.items():
+            found = tensors.get(name)
+            if truth is None and found is None:
+                continue
+            truth = torch.zeros_like(found) if truth is None else truth
+            if found is not None and found.shape != truth.shape:
+                raise CheckFailed(
+                    f"{what}: {name} has the shape {tuple(truth.shape)}",
+                    f"rank {ranks[place]}: it has the shape {tuple(found.shape)}",
+                    "the flat tensor was not given back its parameter's shape?",
+                )
+            error = torch.zeros_like(truth) if found is None and not truth.any() else difference(found, truth)
+            limit = tolerance if isinstance(tolerance, float) else tolerance.get(truth.dtype, 0.0)
+            largest = float(truth.double().abs().max()) if truth.numel() else 0.0
+            bound = limit * max(largest, scale.get(name, 0.0), peak / 100)
+            if not float(error.max() if error.numel() else 0.0) <= bound:
+                wrong.append((place, name, found, truth, float(error.max())))
+    if not wrong:
+        return
+    place, name, found, truth, error = wrong[0]
+    if found is None:
+        happened = f"rank {ranks[place]}, {name}: there is none (it is None)"
+    else:
+        at = int(torch.nan_to_num(difference(found, truth), nan=float("inf")).argmax())
+        got, want = found.flatten()[at].item(), truth.flatten()[at].item()
+        happened = f"rank {ranks[place]}, {name}: entry {at} is {got:.6g}, expected {want:.6g}"
+    names = sorted({entry[1] for entry in wrong}, key=list(expected).index)
+    if len(wrong) > 1:
+        happened += f"\n{len(wrong)} of {len(actual) * len(expected)} are wrong: {listing(names)}"
+    cause = likely_cause(wrong, actual, ranks, world_size or len(actual), suspects or {})
+    raise CheckFailed(what, happened, cause)
+
+
+def likely_cause(
+    wrong: list[tuple[int, str, Tensor | None, Tensor, float]],
+    actual: Sequence[Tensors],
+    ranks: Sequence[int],
+    world_size: int,
+    suspects: Mapping[str, Sequence[Tensors]],
+) -> str:
+    """The mistake that would explain all the wrong tensors, or nothing."""
+    if all(found is None for _, _, found, _, _ in wrong):
+        return "a gradient that is None on some rank must still take part, as zeros, and receive the average?"
+    if any(found is not None and found.is_floating_point() and found.isnan().any() for _, _, found, _, _ in wrong):
+        return (
+            "NaN stands where a collective's result belongs until its handle was waited on: a handle was "
+            "never waited on, or the result was read too early?"
+        )
+    for cause, values in suspects.items():
+        if all(same(found, values[place].get(name)) for place, name, found, _, _ in wrong):
+            return cause
+    size = len(actual)
+    ratios = [ratio(found, truth) for _, _, found, truth, _ in wrong if truth.any()]
+    if ratios and None not in ratios and max(ratios) - min(ratios) < 1e-3 * max(ratios):
+        factor = ratios[0]
+        every = "every gradient" if len({name for _, name, *_ in wrong}) > 1 else "it"
+        known = {
+            float(size): f"{every} is exactly {size}× too large: summed over the ranks, not averaged?",
+            1 / size: f"{every} is exactly {size}× too small: divided twice?",
+            size / world_size: f"{every} is divided by {world_size}, the size of the world, not by {size}, the size "
+            "of the group?",
+            size / 2: f"{every} is divided by 2 where the group has {size} ranks?",
+            2.0: f"{every} is exactly 2× too large: counted twice?",
+        }
+        for value, cause in known.items():
+            if abs(factor - value) < 2e-3 * value and abs(value - 1) > 1e-6:
+                return cause
+        return f"{every} is {factor:.4g}× what it should be: divided by the wrong number?"
+    first = wrong[0][1]
+    if size > 1 and any(not same(actual[0].get(first), tensors.get(first)) for tensors in actual[1:]):
+        return f"the ranks do not agree: {first} was not exchanged, or not all of it?"
+    return ""
+
+
+def expect(condition: bool, expected: str, happened: str, cause: str = "") -> None:
+    """A check's plain statement: CheckFailed unless `condition`."""
+    if not condition:
+        raise CheckFailed(expected, happened, cause)
+
+
+def difference(found: Tensor | None, truth: Tensor) -> Tensor:
+    """Absolute differences in float64, flat; NaN where the found value is NaN."""
+    wide = truth.flatten().to(torch.float64)
+    return (wide - (0 if found is None else found.flatten().to(torch.float64))).abs()
+
+
+def same(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return (one is None or not one.any()) and (other is None or not other.any())
+    return one.shape == other.shape and torch.allclose(one.double(), other.double(), rtol=1e-4, atol=1e-7)
+
+
+def ratio(found: Tensor | None, truth: Tensor) -> float | None:
+    """The factor k with found = k × truth, if there is one."""
+    if found is None or not truth.any():
+        return None
+    a, b = found.double().flatten(), truth.double().flatten()
+    k = float(a @ b / (b @ b))
+    return k if torch.allclose(a, k * b, rtol=1e-2, atol=1e-2 * abs(k) * float(b.abs().max())) and k else None
+
+
+def listing(names: Sequence[Any], limit: int = 4) -> str:
+    names = [str(name) for name in names]
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

@@ -1,0 +1,64 @@
+"""Skeletons are made from the solutions, so that the two cannot drift apart.
+
+A solution marks what the student writes, in the convention of nbgrader:
+
+    ### BEGIN SOLUTION part (b)
+    ...
+    ### END SOLUTION
+
+In the skeleton a TODO and `raise NotImplementedError("module 3, part (b)")` stand there instead. The comment above the
+marker says, in both, what the part has to do.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+from brigade.course import MODULES, ROOT, CourseError, Module
+
+BLOCK = re.compile(r"^( *)### BEGIN SOLUTION (part \(\w\))\n.*?^ *### END SOLUTION\n", re.MULTILINE | re.DOTALL)
+
+
+def skeleton(entry: Module) -> str:
+    """The text of a module's skeleton. Raises CourseError where the solution's marks do not pair up."""
+    solution = (ROOT / "solutions" / entry.path).read_text()
+
+    def unwritten(block: re.Match[str]) -> str:
+        indent, part = block.groups()
+        return f'{indent}# TODO: {part}\n{indent}raise NotImplementedError("module {entry.number}, {part}")\n'
+
+    text = BLOCK.sub(unwritten, solution)
+    if "SOLUTION" in text or text == solution:
+        raise CourseError(f"{entry.path}: ### BEGIN SOLUTION and ### END SOLUTION do not pair up")
+    return text
+
+
+def outdated() -> list[Path]:
+    """The files in `lessons` that are not what their solution makes."""
+    files = [(ROOT / "lessons" / entry.path, skeleton(entry)) for entry in MODULES]
+    return [path for path, text in files if not path.is_file() or path.read_text() != text]
+
+
+def write() -> list[Path]:
+    """Makes all skeletons anew; returns the files that changed, each with a backup of what was there beside it."""
+    changed = outdated()
+    for entry in MODULES:
+        if ROOT / "lessons" / entry.path in changed:
+            reset(entry)
+    return changed
+
+
+def reset(entry: Module) -> Path | None:
+    """Puts the skeleton into `lessons`. What was there is kept beside it; returns where, None if nothing was lost."""
+    path, text = ROOT / "lessons" / entry.path, skeleton(entry)
+    backup = None
+    if path.exists() and path.read_text() != text:
+        backup = path.with_name(f"{path.stem}.{time.strftime('%Y%m%d-%H%M%S')}.bak")
+        while backup.exists():
+            backup = backup.with_name(backup.stem + "x.bak")
+        path.rename(backup)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return backup

@@ -1,0 +1,15 @@
+"""What the ranks do in module 1's checks, beyond training."""
+
+from brigade import traps
+from brigade.rank import student
+from brigade.recording import phase
+from scenarios.training import build, group_of
+
+
+def broadcast(job: dict) -> dict:
+    """Calls broadcast_module_state by itself, and returns the model's parameters and buffers."""
+    model = build(job)
+    group = group_of(job)
+    with phase("construct"):
+        student("m01_naive_ddp", "broadcast_module_state")(model, **({} if group is None else {"process_group": group}))
+    return traps.state_of(model)

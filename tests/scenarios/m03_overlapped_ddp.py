@@ -1,0 +1,34 @@
+"""What the ranks do in module 3's checks, beyond training."""
+
+from brigade import recording
+from brigade.recording import phase
+from brigade.reference import gradients_of
+from scenarios.training import build, forward_backward, wrap
+
+
+class Interruption(Exception):
+    """Raised on purpose inside no_sync."""
+
+
+def interrupted_no_sync(job: dict) -> list:
+    """Three micro-batches: inside a nested no_sync, in the outer one after the inner has ended, and after an exception.
+
+    Returns the gradients after the finish; events of kind "part" say which part of it is running.
+    """
+    model = build(job)
+    ddp = wrap(job, model)
+    first, second, third = job["batches"][0]
+    recording.note("part", part="inside")
+    try:
+        with ddp.no_sync():
+            with ddp.no_sync():
+                forward_backward(ddp, first)
+            forward_backward(ddp, second)
+            raise Interruption
+    except Interruption:
+        pass
+    recording.note("part", part="after")
+    forward_backward(ddp, third)
+    with phase("finish"):
+        ddp.finish_grad_sync()
+    return [gradients_of(model)]

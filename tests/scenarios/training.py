@@ -1,0 +1,80 @@
+"""The training loop that drives every wrapper, as one rank runs it.
+
+It is told its model, its weights and its batches, and returns what it has: tensors by name, as they are.
+"""
+
+import contextlib
+
+import torch
+import torch.distributed as dist
+
+from brigade import recording, traps
+from brigade.rank import device, student
+from brigade.recording import phase
+from brigade.reference import OPTIMIZERS, gradients_of, loss_of
+
+
+def build(job: dict) -> torch.nn.Module:
+    """This rank's model. Each gradient that becomes ready is noted before the submission's hooks see it."""
+    model = traps.build(job["model"], job["sizes"], job["state"], job["dtype"]).to(device())
+    recording.name_parameters(model)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(lambda p, name=name: recording.note("ready", name=name))
+    return model
+
+
+def group_of(job: dict) -> dist.ProcessGroup | None:
+    """The group that this rank trains in, of those in job["groups"]; None, the default group, without."""
+    mine = None
+    for ranks in job.get("groups", []):
+        group = dist.new_group(ranks)
+        if dist.get_rank() in ranks:
+            mine = group
+    return mine
+
+
+def wrap(job: dict, model: torch.nn.Module) -> torch.nn.Module:
+    """The submission's wrapper around the model."""
+    wrapper = student(job["package"], job["wrapper"])
+    group = group_of(job)
+    with phase("construct"):
+        return wrapper(model, **job.get("arguments", {}), **({} if group is None else {"process_group": group}))
+
+
+def on_device(batch: dict) -> dict:
+    return {key: value.to(device()) if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
+
+
+def forward_backward(ddp: torch.nn.Module, batch: dict) -> float:
+    with phase("forward"):
+        loss = loss_of(ddp, on_device(batch))
+    with phase("backward"):
+        loss.backward()
+    return loss.item()
+
+
+def train(job: dict) -> dict:
+    """Constructs the wrapper and takes all steps; all micro-batches of a step but the last run inside no_sync."""
+    model = build(job)
+    ddp = wrap(job, model)
+    start = traps.state_of(model)
+    optimizer = OPTIMIZERS[job["optimizer"]]([p for p in model.parameters() if p.requires_grad])
+    gradients, strides, losses = [], [], []
+    for step, batches in enumerate(job["batches"]):
+        recording.note("step", step=step)
+        optimizer.zero_grad()
+        loss = 0.0
+        for micro, batch in enumerate(batches):
+            last = micro == len(batches) - 1
+            with contextlib.nullcontext() if last else ddp.no_sync():
+                loss += forward_backward(ddp, batch) / len(batches)
+        with phase("finish"):
+            ddp.finish_grad_sync()
+        losses.append(loss)
+        gradients.append(gradients_of(model))
+        strides.append({n: None if p.grad is None else list(p.grad.stride()) for n, p in model.named_parameters()})
+        with phase("step"):
+            optimizer.step()
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    return {"start": start, "gradients": gradients, "strides": strides, "losses": losses, "weights": weights}

@@ -1,0 +1,113 @@
+"""Graded checks of module 1: naive data parallelism."""
+
+import pytest
+import torch
+
+from brigade.events import launches, summary
+from brigade.feedback import expect, expect_equal, expect_gradients, expect_start, expect_weights
+from scenarios import m01_naive_ddp, training
+
+JOB = {"package": "m01_naive_ddp", "wrapper": "NaiveDDP"}
+NOT_BROADCAST = "this rank still has its own: not broadcast, or not from rank 0?"
+
+
+def states_at_start(submission, case, world):
+    """What each rank has after broadcast_module_state alone, and after constructing NaiveDDP."""
+    yield submission.run(m01_naive_ddp.broadcast, case.for_ranks(**JOB), world_size=world)
+    results = submission.run(training.train, case.for_ranks(**JOB), world_size=world)
+    yield [result["start"] for result in results]
+
+
+@pytest.mark.points(1)
+def test_parameters_start_equal(submission):
+    """After construction all parameters, frozen ones too, are those of rank 0."""
+    for world, model in zip(submission.worlds(2, 3), ("Frozen", "Tied")):
+        case = submission.case(model, world)
+        truth = {name: value for name, value in case.start().items() if name in case.parameters()}
+        for states in states_at_start(submission, case, world):
+            expect_equal(
+                "parameters start as rank 0's", states, truth, suspects={NOT_BROADCAST: case.states}, tolerance=0.0
+            )
+
+
+@pytest.mark.points(1)
+def test_buffers_start_equal(submission):
+    """After construction all buffers, of any dtype, persistent or not, are those of rank 0."""
+    [world] = submission.worlds(2)
+    case = submission.case("Buffers", world)
+    truth = {name: value for name, value in case.start().items() if name not in case.parameters()}
+    cause = "buffers are part of the model's state too, and this rank still has its own?"
+    for states in states_at_start(submission, case, world):
+        expect_equal("buffers start as rank 0's", states, truth, suspects={cause: case.states}, tolerance=0.0)
+
+
+@pytest.mark.points(2)
+def test_gradients_are_averaged(submission):
+    """After finish_grad_sync every gradient is the average over the ranks, at world sizes 1 to 4."""
+    for world in submission.worlds(1, 2, 3, 4):
+        case = submission.case("Plain", world)
+        results = submission.run(training.train, case.for_ranks(**JOB), world_size=world)
+        expect_gradients(results, case)
+
+
+@pytest.mark.points(1)
+def test_several_steps(submission):
+    """After four optimizer steps the weights are those that one process gets from the whole batch."""
+    for world, optimizer in zip(submission.worlds(2, 3), ("sgd", "adam")):
+        case = submission.case("Tied", world, steps=4, dtype=torch.float64, optimizer=optimizer)
+        results = submission.run(training.train, case.for_ranks(**JOB), world_size=world)
+        expect_weights(results, case)
+
+
+@pytest.mark.points(1)
+def test_branches_and_unused_parameters(submission):
+    """A parameter that some ranks do not use counts as zero there; one that none uses does no harm."""
+    for world in submission.worlds(2, 3):
+        case = submission.case("Branches", world, branches=[1, -1, 0][:world])
+        results = submission.run(training.train, case.for_ranks(**JOB), world_size=world)
+        expect_gradients(results, case, "gradients are the average, where ranks use different layers")
+
+
+@pytest.mark.points(1)
+def test_one_all_reduce_per_parameter(submission):
+    """A step has one all-reduce for each trainable parameter: none for frozen ones, one for a tied one."""
+    [world] = submission.worlds(2)
+    for model in ("Frozen", "Tied"):
+        case = submission.case(model, world, steps=2)
+        results = submission.run(training.train, case.for_ranks(**JOB), world_size=world)
+        trainable = [p for p in case.parameters().values() if p.requires_grad]
+        for rank, events in enumerate(results.events):
+            for step in range(2):
+                found = launches(events, step)
+                expect(
+                    sorted((launch.op, launch.numel) for launch in found)
+                    == sorted(("all_reduce", p.numel()) for p in trainable),
+                    f"one all_reduce for each of the {len(trainable)} trainable parameters in a step ({model} model), "
+                    "each of its parameter's size",
+                    f"rank {rank}, step {step}: {summary(found)}",
+                    likely_count(found, case),
+                )
+
+
+def likely_count(found, case):
+    """Why the number of launches may be wrong."""
+    if not found:
+        return "nothing is communicated?"
+    if len(found) == 1:
+        return "all gradients in one launch is module 2's task"
+    if any(launch.op != "all_reduce" for launch in found):
+        return "another collective than all_reduce is called?"
+    if sorted(launch.numel for launch in found) == sorted(p.numel() for p in case.parameters().values()):
+        return "frozen parameters are reduced too?"
+    return "a parameter is reduced twice, or left out?"
+
+
+@pytest.mark.points(1)
+def test_subgroups(submission):
+    """Ranks 1 and 3 train together, apart from 0 and 2: they start as rank 1, and average over two."""
+    [world] = submission.worlds(4)
+    groups = [[1, 3], [0, 2]] if world == 4 else [[0]]
+    case = submission.case("Plain", world, group=groups[0])
+    results = submission.run(training.train, case.for_ranks(groups=groups, **JOB), world_size=world)
+    expect_start(results, case)
+    expect_gradients(results, case)

@@ -1,0 +1,123 @@
+"""Graded checks of module 2: one flat all-reduce per dtype."""
+
+import pytest
+import torch
+
+from brigade.events import launches, summary
+from brigade.feedback import expect, expect_gradients, expect_start, expect_weights
+from scenarios import training
+
+JOB = {"package": "m02_flat_ddp", "wrapper": "FlatDDP"}
+
+
+# In the mixed model every layer sees activations that were rounded to bfloat16, so that all its gradients carry that
+# rounding: 2^-8 each in forward, backward and the sum.
+MIXED = 2**-6
+
+
+@pytest.mark.points(1)
+def test_gradients_are_averaged(submission):
+    """Replicas start equal, buffers included, and after finish_grad_sync every gradient is the average."""
+    for world, model in zip(submission.worlds(1, 2, 3, 4), ("Plain", "Buffers", "Frozen", "Tied")):
+        case = submission.case(model, world)
+        results = submission.run(training.train, case.for_ranks(**JOB), world_size=world)
+        expect_start(results, case)
+        expect_gradients(results, case)
+
+
+@pytest.mark.points(2)
+def test_one_all_reduce_per_dtype(submission):
+    """A step launches exactly one all-reduce for each dtype among the trainable parameters."""
+    for model, dtypes in (("Tied", 1), ("Frozen", 1), ("MixedDtypes", 3)):
+        [world] = submission.worlds(2)
+        case = submission.case(model, world, steps=2)
+        results = submission.run(training.train, case.for_ranks(**JOB), world_size=world)
+        for rank, events in enumerate(results.events):
+            for step in range(2):
+                found = launches(events, step)
+                kinds = [(launch.op, launch.dtype) for launch in found]
+                expect(
+                    len(kinds) == dtypes == len(set(kinds)) and all(op == "all_reduce" for op, _ in kinds),
+                    f"a step of the {model} model launches {dtypes} all_reduce, one for each dtype",
+                    f"rank {rank}, step {step}: {summary(found)}",
+                    "every parameter is still reduced by itself?" if len(found) > 3 else "",
+                )
+
+
+@pytest.mark.points(1)
+def test_bytes_on_the_wire(submission):
+    """The flat tensors carry each trainable gradient once, in its own dtype: not a byte more or less."""
+    for model in ("Tied", "Frozen", "MixedDtypes"):
+        [world] = submission.worlds(2)
+        case = submission.case(model, world)
+        results = submission.run(training.train, case.for_ranks(**JOB), world_size=world)
+        trainable = [p for p in case.parameters().values() if p.requires_grad]
+        nbytes = sum(p.numel() * p.element_size() for p in trainable)
+        for rank, events in enumerate(results.events):
+            sent = sum(launch.nbytes for launch in launches(events, 0))
+            expect(
+                sent == nbytes,
+                f"a step of the {model} model all-reduces {nbytes} bytes, the size of its trainable parameters",
+                f"rank {rank}: {sent} bytes",
+                "frozen parameters travel, a tied one travels twice, or values are cast to a wider dtype?"
+                if sent > nbytes
+                else "gradients are left out, or cast to a narrower dtype?",
+            )
+
+
+@pytest.mark.points(1)
+def test_mixed_dtypes(submission):
+    """Parameters of several dtypes are averaged without casts: each gradient keeps the precision of its dtype."""
+    for world in submission.worlds(2, 3):
+        case = submission.case("MixedDtypes", world, hidden_layers=4)
+        results = submission.run(training.train, case.for_ranks(**JOB), world_size=world)
+        for rank, result in enumerate(results):
+            for name, parameter in case.parameters().items():
+                gradient = result["gradients"][0][name]
+                expect(
+                    gradient is not None and gradient.dtype == parameter.dtype,
+                    f"the gradient of {name} has the parameter's dtype, {parameter.dtype}",
+                    f"rank {rank}: it has {None if gradient is None else gradient.dtype}",
+                )
+        expect_gradients(results, case, tolerance=MIXED)
+        # A model of float64 alone shows a detour through float32, which bfloat16 activations would hide.
+        exact = submission.case("Plain", world, dtype=torch.float64)
+        results = submission.run(training.train, exact.for_ranks(**JOB), world_size=world)
+        expect_gradients(results, exact, "float64 gradients are averaged in float64")
+
+
+@pytest.mark.points(1)
+def test_gradients_keep_shape_and_stride(submission):
+    """Gradients that are not contiguous are averaged rightly, and keep their parameter's shape and strides."""
+    for world in submission.worlds(2, 3):
+        case = submission.case("Transposed", world)
+        results = submission.run(training.train, case.for_ranks(**JOB), world_size=world)
+        expect_gradients(results, case, "gradients of transposed weights are the average")
+        for rank, result in enumerate(results):
+            for name, parameter in case.parameters().items():
+                expect(
+                    result["strides"][0][name] == list(parameter.stride()),
+                    f"after finish_grad_sync the gradient of {name} has the parameter's strides, {parameter.stride()}",
+                    f"rank {rank}: its strides are {result['strides'][0][name]}",
+                    "p.grad was replaced by a piece of the flat tensor, instead of copying the piece into it?",
+                )
+
+
+@pytest.mark.points(1)
+def test_branches_and_unused_parameters(submission):
+    """A parameter that some ranks do not use counts as zero there; one that none uses does no harm."""
+    for world in submission.worlds(2, 3):
+        case = submission.case("Branches", world, branches=[1, -1, 0][:world])
+        results = submission.run(training.train, case.for_ranks(**JOB), world_size=world)
+        expect_gradients(results, case, "gradients are the average, where ranks use different layers")
+
+
+@pytest.mark.points(1)
+def test_steps_and_subgroups(submission):
+    """Over four steps, and in a group of ranks 1 and 3 of four, the weights are those of one process."""
+    for world, optimizer in zip(submission.worlds(2, 4), ("adam", "sgd")):
+        groups = [[1, 3], [0, 2]] if world == 4 else [list(range(world))]
+        case = submission.case("Tied", world, steps=4, dtype=torch.float64, optimizer=optimizer, group=groups[0])
+        results = submission.run(training.train, case.for_ranks(groups=groups, **JOB), world_size=world)
+        expect_gradients(results, case)
+        expect_weights(results, case)

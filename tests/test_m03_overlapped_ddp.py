@@ -1,0 +1,178 @@
+"""Graded checks of module 3: all-reduces that overlap with backward."""
+
+import pytest
+import torch
+
+from brigade.events import launches, ready, summary
+from brigade.feedback import expect, expect_equal, expect_gradients, expect_start, expect_weights
+from scenarios import m03_overlapped_ddp, training
+
+JOB = {"package": "m03_overlapped_ddp", "wrapper": "OverlappedDDP"}
+
+
+@pytest.mark.points(2)
+def test_gradients_are_averaged(submission):
+    """Replicas start equal, buffers included, and after finish_grad_sync every gradient is the average."""
+    for world, model in zip(submission.worlds(1, 2, 3, 4), ("Plain", "Buffers", "Frozen", "Tied")):
+        case = submission.case(model, world)
+        results = submission.run(training.train, case.for_ranks(**JOB), world_size=world)
+        expect_start(results, case)
+        expect_gradients(results, case)
+
+
+@pytest.mark.points(2)
+def test_launches_are_asynchronous(submission):
+    """Each gradient is all-reduced by itself, asynchronously, during backward; only the finish waits."""
+    [world] = submission.worlds(2)
+    for model in ("Tied", "Frozen"):
+        case = submission.case(model, world, steps=2)
+        results = submission.run(training.train, case.for_ranks(**JOB), world_size=world)
+        trainable = [p for p in case.parameters().values() if p.requires_grad]
+        for rank, events in enumerate(results.events):
+            for step in range(2):
+                where = f"rank {rank}, step {step}"
+                found = launches(events, step)
+                expect(
+                    sorted((launch.op, launch.numel) for launch in found)
+                    == sorted(("all_reduce", p.numel()) for p in trainable),
+                    f"one all_reduce for each of the {len(trainable)} trainable parameters ({model} model)",
+                    f"{where}: {summary(found)}",
+                )
+                late = [launch for launch in found if launch.phase != "backward"]
+                expect(
+                    not late,
+                    "every all_reduce is launched while backward runs",
+                    f"{where}: {len(late)} of {len(found)} were launched in {late and late[0].phase}",
+                    "the launch belongs into a hook on the parameter, not into finish_grad_sync?",
+                )
+                blocking = [launch for launch in found if launch.sync or "backward" in launch.wait_phases]
+                expect(
+                    not blocking,
+                    "backward launches and goes on: no launch is synchronous, no handle is waited on in backward",
+                    f"{where}: {len(blocking)} of {len(found)} launches were waited for in backward",
+                    "async_op=True, and wait in finish_grad_sync?",
+                )
+
+
+@pytest.mark.points(2)
+def test_launches_follow_their_gradients(submission):
+    """Each gradient's all-reduce is launched before the next gradient but one is ready."""
+    for world in submission.worlds(2, 3):
+        case = submission.case("Plain", world, hidden_layers=4)
+        results = submission.run(training.train, case.for_ranks(**JOB), world_size=world)
+        sizes = {name: p.numel() for name, p in case.parameters().items()}  # all different
+        for rank, events in enumerate(results.events):
+            order = ready(events, 0)
+            found = {launch.numel: launch.place for launch in launches(events, 0)}
+            for place, (_, name) in enumerate(order):
+                launched = found.get(sizes[name])
+                expect(launched is not None, f"{name} is all-reduced by itself", f"rank {rank}: no launch of its size")
+                if place + 2 < len(order):
+                    expect(
+                        launched < order[place + 2][0],
+                        f"the all_reduce of {name} is launched before {order[place + 2][1]} is ready",
+                        f"rank {rank}: it was launched later, {sum(p < launched for p, _ in order)} of {len(order)} "
+                        "gradients being ready",
+                        "launches are collected, and made only at the end of backward?",
+                    )
+
+
+@pytest.mark.points(2)
+def test_every_handle_is_waited_on(submission):
+    """finish_grad_sync waits for every launch of its step, and for none of an earlier step."""
+    for world in submission.worlds(2, 3):
+        case = submission.case("Plain", world, steps=3)
+        results = submission.run(training.train, case.for_ranks(**JOB), world_size=world)
+        for rank, events in enumerate(results.events):
+            for step in range(3):
+                found = launches(events, step)
+                forgotten = [launch for launch in found if step not in launch.wait_steps]
+                expect(
+                    bool(found) and not forgotten,
+                    "finish_grad_sync waits on the handle of every all_reduce of the step",
+                    f"rank {rank}, step {step}: {len(forgotten)} of {len(found)} were never waited on",
+                    "waiting on the last handle does not mean that the others are complete",
+                )
+                raced = [launch for launch in found if launch.raced]
+                expect(
+                    not raced,
+                    "a gradient is left alone between its launch and its wait",
+                    f"rank {rank}, step {step}: {len(raced)} of {len(found)} were changed in between",
+                    "the gradient was divided or overwritten while its all_reduce was under way?",
+                )
+                stale = [launch for launch in found if set(launch.wait_steps) - {step}]
+                expect(
+                    not stale,
+                    "a step waits on its own handles only",
+                    f"rank {rank}: {len(stale)} handles of step {step} were waited on again in a later step",
+                    "the list of handles is never cleared?",
+                )
+
+
+@pytest.mark.points(2)
+def test_no_sync_accumulates(submission):
+    """Micro-batches inside no_sync communicate nothing; the next finish averages all that was accumulated."""
+    for world in submission.worlds(2, 3):
+        case = submission.case("Plain", world, micro_batches=3, steps=2)
+        results = submission.run(training.train, case.for_ranks(**JOB), world_size=world)
+        last = case.gradients(micro=slice(2, 3))
+        mixed = [sum_of(case.gradients([rank], slice(0, 2)), last) for rank in range(world)]
+        expect_gradients(
+            results,
+            case,
+            "gradients are the average of what 3 micro-batches accumulated",
+            suspects={
+                "only the last micro-batch counts: what no_sync accumulated is lost?": [last] * world,
+                "only the last micro-batch was averaged: the hook reduces the incoming gradient, not the "
+                "accumulated one?": mixed,
+            },
+        )
+        for rank, events in enumerate(results.events):
+            count = len(launches(events, 0))
+            expected = len(case.parameters())
+            expect(
+                count == expected,
+                f"{expected} launches in a step of 3 micro-batches: one for each parameter, in the last backward",
+                f"rank {rank}: {count} launches",
+                "no_sync does not keep the hooks from launching?" if count > expected else "",
+            )
+
+
+@pytest.mark.points(1)
+def test_no_sync_restores_its_state(submission):
+    """no_sync nests, and after an exception inside it the next backward synchronises again."""
+    [world] = submission.worlds(2)
+    case = submission.case("Plain", world, micro_batches=3)
+    results = submission.run(m03_overlapped_ddp.interrupted_no_sync, case.for_ranks(**JOB), world_size=world)
+    for rank, events in enumerate(results.events):
+        after = next(place for place, event in enumerate(events) if event.get("part") == "after")
+        inside = [launch for launch in launches(events, phase="backward") if launch.place < after]
+        expect(
+            not inside,
+            "no launch in backward passes inside no_sync, after an inner no_sync has ended too",
+            f"rank {rank}: {len(inside)} launches",
+            "the inner no_sync switches synchronisation on when it ends, instead of restoring what was?",
+        )
+        outside = [launch for launch in launches(events, phase="backward") if launch.place > after]
+        expect(
+            len(outside) == len(case.parameters()),
+            "after an exception inside no_sync, the next backward launches all its all-reduces",
+            f"rank {rank}: {len(outside)} launches for {len(case.parameters())} parameters",
+            "no_sync restores its state only when the block ends normally: try ... finally?",
+        )
+    expect_equal("gradients are the average of all three", [result[0] for result in results], case.gradients())
+
+
+@pytest.mark.points(1)
+def test_steps_and_subgroups(submission):
+    """Over four steps, and in a group of ranks 1 and 3 of four, the weights are those of one process."""
+    for world, optimizer in zip(submission.worlds(2, 4), ("adam", "sgd")):
+        groups = [[1, 3], [0, 2]] if world == 4 else [list(range(world))]
+        case = submission.case("Tied", world, steps=4, dtype=torch.float64, optimizer=optimizer, group=groups[0])
+        results = submission.run(training.train, case.for_ranks(groups=groups, **JOB), world_size=world)
+        expect_gradients(results, case)
+        expect_weights(results, case)
+
+
+def sum_of(one, other):
+    return {name: one[name] + other[name] for name in one}
