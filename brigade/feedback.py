@@ -31,17 +31,23 @@ class NotWritten(CheckFailed):
     """The part of the module that the check needs is still the skeleton's."""
 
 
-def expect_start(results: Sequence[Mapping[str, Any]], case: Case) -> None:
-    """After construction, every rank of the case's group has the parameters and buffers of its first."""
+def expect_start(starts: Sequence[Tensors], case: Case, kind: str = "parameters and buffers") -> None:
+    """After construction every rank of the case's group has the tensors of its first. `starts[r]` are rank r's.
+
+    `kind` narrows it to "parameters" or "buffers".
+    """
+    truth = case.start()
+    if kind in ("parameters", "buffers"):
+        truth = {name: t for name, t in truth.items() if (name in case.parameters()) == (kind == "parameters")}
     suspects = {
-        "this rank still has its own: not broadcast, or not from rank 0 of the group?": [
-            case.states[rank] for rank in case.group
-        ],
-        "rank 0 of the world was taken for rank 0 of the group?": [case.states[0]] * len(case.group),
+        f"this rank still has its own: are {kind} broadcast, all of them?": [case.states[rank] for rank in case.group],
+        "they are those of rank 0 of the world, not of the group?": [case.states[0]] * len(case.group),
+        "they are those of the last rank: broadcast from the wrong one?": [case.states[case.group[-1]]]
+        * len(case.group),
     }
-    what = f"parameters and buffers start as those of rank {case.group[0]}"
-    starts = [results[rank]["start"] for rank in case.group]
-    expect_equal(what, starts, case.start(), ranks=case.group, suspects=suspects, tolerance=0.0)
+    what = f"{kind} start as those of rank {case.group[0]}"
+    mine = [starts[rank] for rank in case.group]
+    expect_equal(what, mine, truth, ranks=case.group, suspects=suspects, tolerance=0.0)
 
 
 def expect_gradients(
@@ -161,16 +167,18 @@ def likely_cause(
     if ratios and None not in ratios and max(ratios) - min(ratios) < 1e-3 * max(ratios):
         factor = ratios[0]
         every = "every gradient" if len({name for _, name, *_ in wrong}) > 1 else "it"
-        known = {
-            float(size): f"{every} is exactly {size}× too large: summed over the ranks, not averaged?",
-            1 / size: f"{every} is exactly {size}× too small: divided twice?",
-            size / world_size: f"{every} is divided by {world_size}, the size of the world, not by {size}, the size "
-            "of the group?",
-            size / 2: f"{every} is divided by 2 where the group has {size} ranks?",
-            2.0: f"{every} is exactly 2× too large: counted twice?",
-        }
-        for value, cause in known.items():
-            if abs(factor - value) < 2e-3 * value and abs(value - 1) > 1e-6:
+        known = [
+            (size, f"{every} is exactly {size}× too large: summed over the ranks, not averaged?"),
+            (
+                size / world_size,  # 1 where the group is the world
+                f"{every} is divided by {world_size}, the size of the world, not by {size}, the size of the group?",
+            ),
+            (1 / size, f"{every} is exactly {size}× too small: divided twice?"),
+            (size / 2, f"{every} is divided by 2 where the group has {size} ranks?"),
+            (2, f"{every} is exactly 2× too large: counted twice?"),
+        ]
+        for value, cause in known:
+            if value != 1 and abs(factor - value) < 2e-3 * value:
                 return cause
         return f"{every} is {factor:.4g}× what it should be: divided by the wrong number?"
     first = wrong[0][1]

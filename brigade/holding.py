@@ -66,7 +66,7 @@ class HeldWork(RecordedWork):
     ):
         super().__init__(inner, recorder, index)
         self._given = given
-        self._at_launch = [tensor.detach().clone() for tensor in given]
+        self._at_launch = [(tensor.detach().clone(), version(tensor)) for tensor in given]
         self._targets = targets
         self._results = results
         self._delivered = False
@@ -75,7 +75,7 @@ class HeldWork(RecordedWork):
         super().wait(timeout)
         if not self._delivered:
             self._delivered = True
-            if any(changed(now, then) for now, then in zip(self._given, self._at_launch)):
+            if any(changed(now, *then) for now, then in zip(self._given, self._at_launch)):
                 self._recorder.note("race", index=self._index)
             for target, result in zip(self._targets, self._results):
                 target.data.copy_(result)
@@ -110,7 +110,12 @@ def filler(dtype: torch.dtype) -> Any:
     return True if dtype == torch.bool else torch.iinfo(dtype).min
 
 
-def changed(now: torch.Tensor, then: torch.Tensor) -> bool:
-    """Whether the two differ anywhere, NaN being equal to NaN."""
-    now = now.detach()
-    return not bool(((now == then) | ((now != now) & (then != then))).all())
+def version(tensor: torch.Tensor) -> int:
+    """How often autograd has seen the tensor change; 0 for a view, which shares the count of all its base's views."""
+    return 0 if tensor._is_view() or tensor.is_inference() else tensor._version
+
+
+def changed(now: torch.Tensor, then: torch.Tensor, then_version: int) -> bool:
+    """Whether the tensor was written to. NaN is equal to NaN, so that only its version tells of NaN / 2."""
+    value = now.detach()
+    return version(now) != then_version or not bool(((value == then) | ((value != value) & (then != then))).all())

@@ -95,7 +95,7 @@ def story(failure: ranks.RankFailure) -> CheckFailed:
     }.get(failure.kind, "every rank delivers its result")
     causes = {
         "deadline": "a loop that does not end, or a rank that waits for something that never comes?",
-        "deadlock": "a collective inside a condition that is not the same on all ranks?",
+        "deadlock": "a collective is skipped on some ranks only, by a condition that is not the same on all of them?",
         "mismatch": "a collective is skipped or added on some ranks only, or the order depends on the rank?",
         "died": "the process was ended from inside (os._exit, a crash): a check must run to its end",
     }

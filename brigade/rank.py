@@ -54,13 +54,12 @@ def main(control_fd: int, output_fd: int, trace_fd: int, server: int) -> None:
     control = socket.socket(fileno=control_fd)
     request = wire.decode(read_exactly(control, struct.unpack("<Q", read_exactly(control, 8))[0]))
     if not request["terminal"]:
-        with open(os.devnull) as nothing:
-            os.dup2(nothing.fileno(), 0)
-        os.dup2(output_fd, 1)
-        os.dup2(output_fd, 2)
-        sys.stdin = open(0, closefd=False)
-    sys.stdout = open(1, "w", buffering=1, closefd=False, errors="replace")
-    sys.stderr = open(2, "w", buffering=1, closefd=False, errors="replace")
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        for source, standard in ((nothing, 0), (output_fd, 1), (output_fd, 2)):
+            os.dup2(source, standard)
+    sys.stdin = os.fdopen(0, closefd=False)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False, errors="replace")
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False, errors="replace")
     faulthandler.register(signal.SIGUSR1, file=trace_fd, all_threads=True)
     if sys.platform != "linux":
         threading.Thread(target=exit_with_parent, args=(server,), daemon=True).start()

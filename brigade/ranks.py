@@ -62,7 +62,8 @@ class RankFailure(Exception):
 
     `kind`: "exception" (a rank raised), "died" (its process ended), "deadline", "deadlock" (all wait and a launch
     is missing), "mismatch" (the ranks called different collectives) or "garbled" (unreadable result).
-    `rank` is the first to fail, where one is to blame; `lines` say one thing per rank; `error` is the exception's type name.
+    `rank` is the first to fail, where one is to blame; `lines` say one thing per rank; `error` is the exception's
+    type name; `output` is what the ranks printed.
     """
 
     def __init__(
@@ -202,10 +203,7 @@ def run_ranks(
     """
     if world_size < 1:
         raise CourseError(f"a world size of {world_size} is not possible: it takes at least one rank")
-    if backend == "nccl":
-        environment = nccl_environment(world_size, share_gpu)
-    else:
-        environment = [{} for _ in range(world_size)]
+    environment = nccl_environment(world_size, share_gpu) if backend == "nccl" else [{}] * world_size
     module, sources = importable(function)
     request = {
         "world_size": world_size,
@@ -595,9 +593,12 @@ def ending(status: int) -> str:
 def importable(function: Callable[..., Any]) -> tuple[str, dict[str, dict[str, tuple[str, str]]]]:
     """The module name under which a rank imports the function, and the texts it needs for that."""
     name = function.__module__
+    file = Path(inspect.getsourcefile(function))
+    if name == "__main__":  # a script, or a module run with -m: ranks import it under its own name
+        spec = sys.modules["__main__"].__spec__
+        name = spec.name if spec else file.stem
     if name.partition(".")[0] == "brigade":
         return name, {}
-    file = Path(inspect.getsourcefile(function))
     if "." not in name:
         return f"{name}.{name}", {name: {name: (str(file), file.read_text())}}
     package, _, _ = name.partition(".")

@@ -28,8 +28,8 @@ class OverlappedDDP(nn.Module):
         self.process_group = process_group
         broadcast_module_state(module, process_group)
         self.synchronize = True  # no_sync turns it off
-        # Have `launch` called for each trainable parameter as soon as its gradient is accumulated in parameter.grad, and
-        # keep a list of the collectives that are under way.
+        # Have `launch` called for each trainable parameter as soon as its gradient is accumulated in parameter.grad.
+        # Keep a list of the collectives that are under way.
         # TODO: part (a)
         raise NotImplementedError("module 3, part (a)")
 

@@ -1,0 +1,1 @@
+"""The lab: training runs that are measured, drawn and compared."""

@@ -1,0 +1,287 @@
+"""The training ladder: the same TinyLM, trained on the same text, with every module of the course and with torch DDP.
+
+    ladder = run_ladder()
+    ladder.rungs[0].median_ms       a step of the first module
+    ladder.ratio(ladder.rungs[0])   the same, as a multiple of torch DDP's
+    ladder.wrong()                  sentences about rungs that do not train as one process does
+
+All rungs live in one run of ranks and take turns: in a round each takes one step on the same batch, in an order drawn anew
+for every round, after a barrier. What slows the machine down thus meets all of them, and a ratio is
+taken within a round. Times of different runs are not comparable.
+
+Ranks import this file, so it needs torch only; `plots.py` makes the table and the picture.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean, median, quantiles
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from brigade import corpus, recording
+from brigade.course import MODULES, Module
+from brigade.events import Event, launches
+from brigade.models import SIZES, Size, TinyLM, language_loss
+from brigade.rank import student
+from brigade.ranks import RankResults, run_ranks
+from brigade.submission import Sources, read
+
+PHASES = ("forward", "backward", "finish", "step")  # of one training step; "step" is the optimizer's
+DEADLINE_S = 300.0
+
+# Nats per token on held-out text, on any rank. Plain SGD does not amplify rounding as Adam does: in fp32, with this workload,
+# right answers differ from one process by 5e-7 at most.
+LOSS_TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What every rung trains. `batch_size` counts sequences of all ranks together, `time` tokens in a sequence."""
+
+    size: Size = SIZES["tiny"]
+    batch_size: int = 8
+    time: int = 64
+    rounds: int = 50
+    warmup: int = 5  # of the rounds: they train, and are not timed
+    learning_rate: float = 0.05
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Rung:
+    """Who averages the gradients: a class of a submission's module, torch DDP, or nobody, in a single process."""
+
+    label: str
+    package: str = ""
+    wrapper: str = ""
+
+
+TORCH_DDP = Rung("torch DDP", "torch", "DistributedDataParallel")
+ONE_PROCESS = Rung("one process")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One rung of a finished ladder; everything but the losses is about the rounds after the warm-up.
+
+    `marks[rank][round]` are seconds: the start of the step, and the end of each of its `PHASES`. `collectives`
+    and `payload_bytes` are per step, the mean over ranks; `losses` are per rank, in nats per token.
+    """
+
+    label: str
+    marks: list[list[list[float]]]
+    collectives: float
+    payload_bytes: float
+    losses: list[float]
+
+    @property
+    def step_ms(self) -> list[float]:
+        """For each round, the length of the step on the rank that took longest."""
+        return [max(1e3 * (marks[-1] - marks[0]) for marks in ranks) for ranks in zip(*self.marks)]
+
+    @property
+    def median_ms(self) -> float:
+        return median(self.step_ms)
+
+    @property
+    def quartiles_ms(self) -> tuple[float, float]:
+        lower, _, upper = quantiles(self.step_ms, n=4, method="inclusive")
+        return lower, upper
+
+    def phase_ms(self, phase: str) -> float:
+        """The median length of one of `PHASES`, over rounds and ranks."""
+        end = PHASES.index(phase) + 1
+        return median(1e3 * (marks[end] - marks[end - 1]) for rounds in self.marks for marks in rounds)
+
+    @property
+    def loss(self) -> float:
+        return fmean(self.losses)
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """What `run_ladder` found. `truth` is the loss of one process, in nats per token; the last rung is torch DDP."""
+
+    workload: Workload
+    world_size: int
+    truth: float
+    rungs: list[Measured]
+
+    def ratio(self, rung: Measured) -> float:
+        """Step time as a multiple of torch DDP's: the median over rounds of the ratio within a round."""
+        return median(mine / theirs for mine, theirs in zip(rung.step_ms, self.rungs[-1].step_ms))
+
+    def wrong(self) -> list[str]:
+        """A sentence for every rung of which a rank's loss is not that of one process."""
+        return [
+            f"{rung.label} does not train as one process does: rank {rank} has a loss of {loss:.6f}, one process of "
+            f"{self.truth:.6f}, and they may differ by {LOSS_TOLERANCE:g}"
+            for rung in self.rungs
+            for rank, loss in enumerate(rung.losses)
+            if not abs(loss - self.truth) <= LOSS_TOLERANCE
+        ]
+
+
+def rung_of(entry: Module) -> Rung:
+    """A module's place on the ladder: the last of its public names."""
+    return Rung(f"{entry.number} {entry.public[-1]}", entry.package, entry.public[-1])
+
+
+def course_rungs() -> list[Rung]:
+    """Every module of the course."""
+    return [rung_of(entry) for entry in MODULES]
+
+
+def reference() -> Sources:
+    """The text of all solutions."""
+    return read("solutions", MODULES[-1].number).sources
+
+
+def steps_of(workload: Workload, rungs: Sequence[Rung]) -> int:
+    """How often `run_ladder` calls `on_step`: one process and torch DDP train too."""
+    return workload.rounds * (len(rungs) + 2)
+
+
+def run_ladder(
+    workload: Workload | None = None,
+    rungs: Sequence[Rung] | None = None,
+    sources: Sources | None = None,
+    *,
+    world_size: int = 2,
+    on_step: Callable[[], None] | None = None,
+) -> Ladder:
+    """Trains one process, then all rungs (the course's, by default) and torch DDP in turns, and compares.
+
+    `sources` are the submission's modules, by default the solutions; `on_step` is called as each step
+    begins. Raises ValueError when the ranks cannot share a batch equally, and RankFailure or CourseError as `run_ranks`.
+    """
+    workload = workload or Workload()
+    rungs = [*(course_rungs() if rungs is None else rungs), TORCH_DDP]
+    sources = reference() if sources is None else sources
+    [alone] = run_rungs(workload, [ONE_PROCESS], sources, world_size=1, on_step=on_step)
+    results = run_rungs(workload, rungs, sources, world_size=world_size, on_step=on_step)
+    truth = alone["losses"][ONE_PROCESS.label]
+    return Ladder(workload, world_size, truth, [measured(workload, rungs, rung, results) for rung in rungs])
+
+
+def run_rungs(
+    workload: Workload,
+    rungs: Sequence[Rung],
+    sources: Sources,
+    *,
+    world_size: int,
+    on_step: Callable[[], None] | None = None,
+) -> RankResults:
+    """What `train` returns on each rank, with the events."""
+    if workload.batch_size % world_size:
+        raise ValueError(f"{world_size} ranks cannot share a batch of {workload.batch_size} sequences equally")
+
+    def follow(rank: int, event: Event) -> None:
+        if on_step and rank == 0 and event.get("kind") == "step":
+            on_step()
+
+    return run_ranks(
+        train,
+        asdict(workload),
+        [asdict(rung) for rung in rungs],
+        world_size=world_size,
+        mode="record",
+        packages={"submission": sources},
+        seed=workload.seed,
+        deadline=DEADLINE_S,
+        on_event=follow,
+    )
+
+
+def step_number(rungs: Sequence[Rung], rung: Rung, turn: int) -> int:
+    """The number under which the events of a rung's step in round `turn` are recorded."""
+    return turn * len(rungs) + list(rungs).index(rung)
+
+
+def measured(workload: Workload, rungs: Sequence[Rung], rung: Rung, results: RankResults) -> Measured:
+    """One rung's part of what the ranks returned and recorded."""
+    timed = {step_number(rungs, rung, turn) for turn in range(workload.warmup, workload.rounds)}
+    found = [launch for events in results.events for launch in launches(events) if launch.step in timed]
+    return Measured(
+        label=rung.label,
+        marks=[result["marks"][rung.label][workload.warmup :] for result in results],
+        collectives=len(found) / len(results) / len(timed),
+        payload_bytes=sum(launch.nbytes for launch in found) / len(results) / len(timed),
+        losses=[result["losses"][rung.label] for result in results],
+    )
+
+
+# What follows runs in the ranks.
+
+
+@dataclass
+class Climber:
+    """One rung at work: the model, its wrapper, its optimizer, and the marks of its steps."""
+
+    label: str
+    model: nn.Module
+    wrapper: nn.Module
+    optimizer: torch.optim.Optimizer
+    marks: list[list[float]]
+
+
+def climber(rung: dict, model: nn.Module, learning_rate: float) -> Climber:
+    """Wraps the model as the rung says. The one place that knows how rungs are constructed."""
+    if rung["package"] == "torch":
+        wrapper = DistributedDataParallel(model)
+    elif rung["package"]:
+        wrapper = student(rung["package"], rung["wrapper"])(model)
+    else:
+        wrapper = model
+    optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate, momentum=0.9)
+    return Climber(rung["label"], model, wrapper, optimizer, [])
+
+
+def train(workload: dict, rungs: list[dict]) -> dict:
+    """Takes all steps of all rungs. Returns, by label, "marks" (see `Measured`) and "losses" (on held-out text)."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    # The seed differs between ranks: only replicas that are made equal start from rank 0's weights, those of the truth.
+    start = TinyLM(Size(**workload["size"]))
+    with recording.phase("construct"):
+        climbers = [climber(rung, copy.deepcopy(start), workload["learning_rate"]) for rung in rungs]
+    text = corpus.text()
+    generator = torch.Generator().manual_seed(workload["seed"])
+    for turn in range(workload["rounds"]):
+        batch = corpus.batch(text, workload["batch_size"], workload["time"], generator)
+        tokens, targets = (whole.chunk(world_size)[rank] for whole in batch)
+        for place in random.Random(turn).sample(range(len(climbers)), len(climbers)):
+            dist.barrier()
+            recording.note("step", step=turn * len(rungs) + place, rung=rungs[place]["label"])
+            climbers[place].marks.append(take_step(climbers[place], tokens, targets))
+    tokens, targets = corpus.batch(text, 64, workload["time"], generator)
+    with torch.no_grad():
+        losses = {c.label: language_loss(c.model(tokens), targets).item() for c in climbers}
+    return {"marks": {c.label: c.marks for c in climbers}, "losses": losses}
+
+
+def take_step(climber: Climber, tokens: Tensor, targets: Tensor) -> list[float]:
+    """One training step, the loop that every rung shares. Returns its marks, in seconds."""
+    marks = [time.perf_counter()]
+    with recording.phase("forward"):
+        climber.optimizer.zero_grad()
+        loss = language_loss(climber.wrapper(tokens), targets)
+    marks.append(time.perf_counter())
+    with recording.phase("backward"):
+        loss.backward()
+    marks.append(time.perf_counter())
+    with recording.phase("finish"):
+        if hasattr(climber.wrapper, "finish_grad_sync"):  # torch DDP has finished when backward returns
+            climber.wrapper.finish_grad_sync()
+    marks.append(time.perf_counter())
+    with recording.phase("step"):
+        climber.optimizer.step()
+    marks.append(time.perf_counter())
+    return marks

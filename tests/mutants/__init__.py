@@ -1,0 +1,25 @@
+"""Small, plausible mistakes in the reference. The suite proves at every run that the checks catch them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """`old` in the reference becomes `new`; every check in `caught_by` must fail, and say `cause` to the student.
+
+    `cause` is empty where an exception's own message is all there is to say.
+    """
+
+    name: str
+    old: str
+    new: str
+    caught_by: tuple[str, ...]
+    cause: str = ""
+
+    def apply(self, text: str) -> str:
+        """The reference's text with the mistake in it. Raises ValueError unless `old` stands there exactly once."""
+        if text.count(self.old) != 1:
+            raise ValueError(f"mutant {self.name!r}: its old text occurs {text.count(self.old)} times in the reference")
+        return text.replace(self.old, self.new)

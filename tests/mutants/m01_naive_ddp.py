@@ -1,0 +1,133 @@
+"""Mistakes in module 1."""
+
+from mutants import Mutant
+
+STATE = "[*module.parameters(), *module.buffers()]"
+BROADCAST = "dist.broadcast(tensor.detach(), group=process_group, group_src=0)"
+REDUCE = "dist.all_reduce(parameter.grad, group=self.process_group)"
+DIVIDE = "parameter.grad /= dist.get_world_size(self.process_group)"
+ZEROS = "parameter.grad = torch.zeros_like(parameter)"
+LOOP = "for parameter in self.module.parameters():"
+
+MUTANTS = [
+    Mutant(
+        "parameters not broadcast",
+        STATE,
+        "module.buffers()",
+        ("test_parameters_start_equal",),
+        "are parameters broadcast",
+    ),
+    Mutant(
+        "buffers not broadcast", STATE, "module.parameters()", ("test_buffers_start_equal",), "are buffers broadcast"
+    ),
+    Mutant(
+        "frozen parameters not broadcast",
+        STATE,
+        "[*(p for p in module.parameters() if p.requires_grad), *module.buffers()]",
+        ("test_parameters_start_equal",),
+        "are parameters broadcast",
+    ),
+    Mutant(
+        "buffers that are not floats not broadcast",
+        STATE,
+        "[*module.parameters(), *(b for b in module.buffers() if b.is_floating_point())]",
+        ("test_buffers_start_equal",),
+        "are buffers broadcast",
+    ),
+    Mutant(
+        "state_dict broadcast: buffers that are not persistent left out",
+        STATE,
+        "module.state_dict().values()",
+        ("test_buffers_start_equal",),
+        "are buffers broadcast",
+    ),
+    Mutant(
+        "broadcast from the last rank",
+        BROADCAST,
+        BROADCAST.replace("group_src=0", "group_src=dist.get_world_size(process_group) - 1"),
+        ("test_parameters_start_equal", "test_buffers_start_equal", "test_subgroups"),
+        "broadcast from the wrong one",
+    ),
+    Mutant(
+        "rank 0 of the world instead of the group",
+        BROADCAST,
+        BROADCAST.replace("group_src=0", "src=0"),
+        ("test_subgroups",),
+    ),
+    Mutant("summed, not averaged", DIVIDE, "pass", ("test_gradients_are_averaged", "test_subgroups"), "summed"),
+    Mutant(
+        "divided twice",
+        REDUCE,
+        REDUCE.replace("grad, group", "grad, dist.ReduceOp.AVG, group"),
+        ("test_gradients_are_averaged",),
+        "divided twice",
+    ),
+    Mutant("divided by a literal 2", DIVIDE, "parameter.grad /= 2", ("test_gradients_are_averaged",), "divided by 2"),
+    Mutant(
+        "divided by the size of the world",
+        DIVIDE,
+        "parameter.grad /= dist.get_world_size()",
+        ("test_subgroups",),
+        "the size of the world",
+    ),
+    Mutant(
+        "reduced over the world",
+        REDUCE,
+        "dist.all_reduce(parameter.grad)",
+        ("test_subgroups",),
+    ),
+    Mutant(
+        "weights reduced instead of gradients",
+        REDUCE,
+        REDUCE.replace("parameter.grad", "parameter.data"),
+        ("test_gradients_are_averaged", "test_several_steps"),
+        "was not exchanged",
+    ),
+    Mutant(
+        "a copy of the gradient reduced",
+        REDUCE,
+        REDUCE.replace("parameter.grad", "parameter.grad.clone()"),
+        ("test_gradients_are_averaged", "test_several_steps"),
+    ),
+    Mutant(
+        "unused parameters skipped",
+        ZEROS,
+        "continue",
+        ("test_branches_and_unused_parameters",),
+        "on some ranks only",
+    ),
+    Mutant(
+        "unused parameters left out of the average",
+        ZEROS,
+        "parameter.grad = torch.ones_like(parameter)",
+        ("test_branches_and_unused_parameters",),
+    ),
+    Mutant(
+        "frozen parameters reduced",
+        "if not parameter.requires_grad:",
+        "if False:",
+        ("test_one_all_reduce_per_parameter",),
+        "frozen parameters are reduced too",
+    ),
+    Mutant(
+        "tied parameters reduced twice",
+        LOOP,
+        "for _, parameter in self.module.named_parameters(remove_duplicate=False):",
+        ("test_one_all_reduce_per_parameter",),
+        "reduced twice",
+    ),
+    Mutant(
+        "asynchronous without a wait",
+        REDUCE,
+        REDUCE.replace("process_group)", "process_group, async_op=True)"),
+        ("test_gradients_are_averaged",),
+        "never waited on",
+    ),
+    Mutant(
+        "synchronised in the first step only",
+        LOOP,
+        "first, self.started = not hasattr(self, 'started'), True\n        "
+        "for parameter in self.module.parameters() if first else []:",
+        ("test_several_steps", "test_one_all_reduce_per_parameter"),
+    ),
+]

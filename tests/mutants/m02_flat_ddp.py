@@ -1,0 +1,109 @@
+"""Mistakes in module 2."""
+
+from mutants import Mutant
+
+BROADCAST = "broadcast_module_state(module, process_group)\n"
+TRAINABLE = "if parameter.requires_grad:"
+BY_DTYPE = "self.parameters_by_dtype[parameter.dtype].append(parameter)"
+ZEROS = "parameter.grad = torch.zeros_like(parameter)"
+FLATTEN = "torch.cat([parameter.grad.reshape(-1) for parameter in parameters])"
+REDUCE = "dist.all_reduce(flat, group=self.process_group)"
+DIVIDE = "flat /= dist.get_world_size(self.process_group)"
+COPY_BACK = "parameter.grad.copy_(piece.view(parameter.shape))"
+
+MUTANTS = [
+    Mutant("replicas not made equal", BROADCAST, "pass\n", ("test_gradients_are_averaged",), "broadcast, all of them"),
+    Mutant("summed, not averaged", DIVIDE, "pass", ("test_gradients_are_averaged",), "summed"),
+    Mutant("divided by a literal 2", DIVIDE, "flat /= 2", ("test_gradients_are_averaged",), "divided by 2"),
+    Mutant(
+        "result not copied back",
+        COPY_BACK,
+        "pass",
+        ("test_gradients_are_averaged", "test_mixed_dtypes"),
+        "the result is not used",
+    ),
+    Mutant(
+        "all dtypes in one flat float32 tensor",
+        BY_DTYPE,
+        "self.parameters_by_dtype[torch.float32].append(parameter)",
+        ("test_one_all_reduce_per_dtype",),
+    ),
+    Mutant(
+        "reduced in float32 whatever the dtype",
+        FLATTEN,
+        FLATTEN + ".float()",
+        ("test_mixed_dtypes", "test_bytes_on_the_wire"),
+    ),
+    Mutant(
+        "every parameter reduced by itself",
+        REDUCE,
+        "[dist.all_reduce(part, group=self.process_group) for part in flat.split([p.numel() for p in parameters])]",
+        ("test_one_all_reduce_per_dtype",),
+        "every parameter is still reduced by itself",
+    ),
+    Mutant(
+        "only the first dtype reduced",
+        "for parameters in self.parameters_by_dtype.values():",
+        "for parameters in list(self.parameters_by_dtype.values())[:1]:",
+        ("test_one_all_reduce_per_dtype", "test_mixed_dtypes", "test_bytes_on_the_wire"),
+    ),
+    Mutant(
+        "frozen parameters travel",
+        TRAINABLE,
+        "if True:",
+        ("test_bytes_on_the_wire",),
+        "frozen parameters travel",
+    ),
+    Mutant(
+        "the largest half of the parameters only",
+        TRAINABLE,
+        "if parameter.requires_grad and parameter.dim() > 1:",
+        ("test_bytes_on_the_wire", "test_gradients_are_averaged", "test_steps_and_subgroups"),
+    ),
+    Mutant(
+        "padded to a round size",
+        REDUCE,
+        "flat = torch.nn.functional.pad(flat, (0, -flat.numel() % 1024))\n            " + REDUCE,
+        ("test_bytes_on_the_wire",),
+    ),
+    Mutant(
+        "unused parameters left out",
+        ZEROS,
+        "pass",
+        ("test_branches_and_unused_parameters",),
+    ),
+    Mutant(
+        "only what this rank used is flattened",
+        "parameters in self.parameters_by_dtype.values():",
+        "parameters in [[p for p in group if p.grad is not None] for group in self.parameters_by_dtype.values()]:",
+        ("test_branches_and_unused_parameters",),
+        "on some ranks only",
+    ),
+    Mutant(
+        "gradient replaced by a piece of the flat tensor",
+        COPY_BACK,
+        "parameter.grad = piece.view(parameter.shape)",
+        ("test_gradients_keep_shape_and_stride",),
+        "replaced by a piece",
+    ),
+    Mutant(
+        "gradients assumed contiguous",
+        FLATTEN,
+        FLATTEN.replace("reshape", "view"),
+        ("test_gradients_keep_shape_and_stride",),
+    ),
+    Mutant(
+        "flattened in the order of memory, unflattened in logical order",
+        FLATTEN,
+        FLATTEN.replace("reshape(-1)", "as_strided((parameter.numel(),), (1,))"),
+        ("test_gradients_keep_shape_and_stride",),
+    ),
+    Mutant(
+        "divided by the size of the world",
+        DIVIDE,
+        "flat /= dist.get_world_size()",
+        ("test_steps_and_subgroups",),
+        "the size of the world",
+    ),
+    Mutant("reduced over the world", REDUCE, "dist.all_reduce(flat)", ("test_steps_and_subgroups",)),
+]

@@ -1,0 +1,174 @@
+"""Mistakes in module 3."""
+
+from mutants import Mutant
+
+BROADCAST = "broadcast_module_state(module, process_group)\n"
+HOOK = "parameter.register_post_accumulate_grad_hook(self.launch)"
+LAUNCH = "handle = dist.all_reduce(parameter.grad, group=self.process_group, async_op=True)"
+REMEMBER = "self.in_flight.append((handle, parameter))"
+UNLESS = "if self.synchronize:\n"
+WAIT = "handle.wait()\n"
+DIVIDE = "parameter.grad /= dist.get_world_size(self.process_group)"
+FINISH = "for handle, parameter in self.in_flight:\n"
+CLEAR = "self.in_flight.clear()\n"
+RESTORE = "self.synchronize = before"
+TRY = "try:\n            yield\n        finally:\n            self.synchronize = before"
+
+MUTANTS = [
+    Mutant("replicas not made equal", BROADCAST, "pass\n", ("test_gradients_are_averaged",), "broadcast, all of them"),
+    Mutant("summed, not averaged", DIVIDE, "pass", ("test_gradients_are_averaged",), "summed"),
+    Mutant("divided by a literal 2", DIVIDE, "parameter.grad /= 2", ("test_gradients_are_averaged",), "divided by 2"),
+    Mutant(
+        "a copy reduced, its result thrown away",
+        LAUNCH,
+        LAUNCH.replace("parameter.grad", "parameter.grad.clone()"),
+        ("test_gradients_are_averaged",),
+        "was not exchanged",
+    ),
+    Mutant(
+        "weights reduced instead of gradients",
+        LAUNCH,
+        LAUNCH.replace("parameter.grad", "parameter.data"),
+        ("test_gradients_are_averaged", "test_steps_and_subgroups"),
+        "was not exchanged",
+    ),
+    Mutant(
+        "synchronous all-reduce in the hook",
+        REMEMBER,
+        "handle.wait()\n            " + REMEMBER,
+        ("test_launches_are_asynchronous",),
+        "async_op=True, and wait in finish_grad_sync",
+    ),
+    Mutant(
+        "launched after backward",
+        LAUNCH,
+        "wait = lambda _: dist.all_reduce(parameter.grad, group=self.process_group)\n"
+        "            handle = type('Later', (), {'wait': wait})()",
+        ("test_launches_are_asynchronous",),
+        "not into finish_grad_sync",
+    ),
+    Mutant(
+        "launches collected until backward ends",
+        LAUNCH + "\n            " + REMEMBER,
+        "self.pending = [*getattr(self, 'pending', []), parameter]\n"
+        "            if parameter is next(p for p in self.module.parameters() if p.requires_grad):\n"
+        "                for parameter in self.pending:\n"
+        "                    self.in_flight.append(\n"
+        "                        (dist.all_reduce(parameter.grad, group=self.process_group, async_op=True), parameter)\n"
+        "                    )\n"
+        "                self.pending = []",
+        ("test_launches_follow_their_gradients",),
+        "launches are collected",
+    ),
+    Mutant(
+        "every launch held back until two more gradients are ready",
+        LAUNCH + "\n            " + REMEMBER,
+        "self.pending = [*getattr(self, 'pending', []), parameter]\n"
+        "            last = parameter is next(p for p in self.module.parameters() if p.requires_grad)\n"
+        "            while len(self.pending) > (0 if last else 2):\n"
+        "                parameter = self.pending.pop(0)\n"
+        "                handle = dist.all_reduce(parameter.grad, group=self.process_group, async_op=True)\n"
+        "                self.in_flight.append((handle, parameter))",
+        ("test_launches_follow_their_gradients",),
+        "launches are collected",
+    ),
+    Mutant(
+        "last handle never waited on",
+        WAIT,
+        "handle is self.in_flight[-1][0] or handle.wait()\n",
+        ("test_every_handle_is_waited_on", "test_gradients_are_averaged"),
+        "waited on",
+    ),
+    Mutant(
+        "only the last handle waited on",
+        WAIT,
+        "self.in_flight[-1][0].wait()\n",
+        ("test_every_handle_is_waited_on", "test_gradients_are_averaged"),
+        "waited on",
+    ),
+    Mutant(
+        "no handle waited on",
+        WAIT,
+        "pass\n",
+        ("test_every_handle_is_waited_on", "test_gradients_are_averaged"),
+        "waited on",
+    ),
+    Mutant(
+        "handles never cleared",
+        CLEAR,
+        "pass\n",
+        ("test_every_handle_is_waited_on",),
+        "never cleared",
+    ),
+    Mutant(
+        "handles never cleared, and only the new ones divided",
+        FINISH + "            handle.wait()\n            " + DIVIDE + "\n        " + CLEAR,
+        "for place, (handle, parameter) in enumerate(self.in_flight):\n"
+        "            handle.wait()\n"
+        "            if place >= getattr(self, 'done', 0):\n"
+        "                " + DIVIDE + "\n"
+        "        self.done = len(self.in_flight)\n",
+        ("test_every_handle_is_waited_on",),
+        "never cleared",
+    ),
+    Mutant(
+        "divided while under way",
+        REMEMBER,
+        REMEMBER + "\n            " + DIVIDE,
+        ("test_every_handle_is_waited_on",),
+        "while its all_reduce was under way",
+    ),
+    Mutant(
+        "a tensor hook, which sees the incoming gradient",
+        HOOK,
+        "parameter.register_hook(\n"
+        "                    lambda grad, p=parameter: self.in_flight.append(\n"
+        "                        (dist.all_reduce(grad, group=self.process_group, async_op=True), p)\n"
+        "                    )\n"
+        "                    if self.synchronize\n"
+        "                    else None\n"
+        "                )",
+        ("test_no_sync_accumulates", "test_gradients_are_averaged"),
+        "read too early",
+    ),
+    Mutant(
+        "no_sync without effect",
+        UNLESS,
+        "if True:\n",
+        ("test_no_sync_accumulates", "test_no_sync_restores_its_state"),
+    ),
+    Mutant(
+        "no_sync not restored after an exception",
+        TRY,
+        "yield\n        self.synchronize = before",
+        ("test_no_sync_restores_its_state",),
+        "try ... finally",
+    ),
+    Mutant(
+        "the inner no_sync ends the outer one",
+        RESTORE,
+        "self.synchronize = True",
+        ("test_no_sync_restores_its_state",),
+        "the inner no_sync",
+    ),
+    Mutant(
+        "no_sync throws the accumulated gradients away",
+        RESTORE,
+        RESTORE + "\n            self.module.zero_grad()",
+        ("test_no_sync_accumulates",),
+        "what no_sync accumulated is lost",
+    ),
+    Mutant(
+        "divided by the size of the world",
+        DIVIDE,
+        "parameter.grad /= dist.get_world_size()",
+        ("test_steps_and_subgroups",),
+        "the size of the world",
+    ),
+    Mutant(
+        "reduced over the world",
+        LAUNCH,
+        LAUNCH.replace("group=self.process_group, ", ""),
+        ("test_steps_and_subgroups",),
+    ),
+]

@@ -1,0 +1,141 @@
+"""The checks are checked: they catch every mutant, pass every right answer, and give nothing for a skeleton."""
+
+import importlib
+import inspect
+import re
+
+import pytest
+
+from brigade.course import MODULES, ROOT
+from brigade.feedback import CheckFailed, NotWritten
+from brigade.plugin import Checked
+from brigade.submission import read
+
+MINIMUM = {1: 8, 2: 8, 3: 8}  # mutants of each module
+WRAPPERS = [entry for entry in MODULES if entry.public[-1].endswith("DDP")]
+
+
+def checks(entry):
+    """The module's graded checks, by name."""
+    module = importlib.import_module(entry.checks.stem)
+    return {name: function for name, function in vars(module).items() if name.startswith("test_")}
+
+
+def mutants(entry):
+    return importlib.import_module(f"mutants.{entry.package}").MUTANTS
+
+
+def with_text(entry, text, backend, seed=0):
+    """What a check examines: the reference, but for the text of one module."""
+    sources = read("solutions", entry.number).sources
+    key = f"{entry.package}.{entry.name}"
+    return Checked(sources | {key: (sources[key][0], text)}, seed=seed, backend=backend)
+
+
+@pytest.fixture
+def backend(request):
+    return request.config.option.backend
+
+
+ALL_MUTANTS = [
+    pytest.param(entry, mutant, id=f"{entry.number}-{mutant.name.replace(' ', '-')}")
+    for entry in MODULES
+    for mutant in mutants(entry)
+]
+
+
+@pytest.mark.parametrize(("entry", "mutant"), ALL_MUTANTS)
+def test_mutant_is_caught(entry, mutant, backend):
+    """Every check that the mutant names fails, as a check and not by accident, and tells the likely cause."""
+    text = mutant.apply((ROOT / "solutions" / entry.path).read_text())
+    assert mutant.caught_by, "a mutant that no check catches"
+    for name in mutant.caught_by:
+        with pytest.raises(CheckFailed) as failed:
+            checks(entry)[name](with_text(entry, text, backend))
+        assert not isinstance(failed.value, NotWritten)
+        told = re.sub(r"\s+", " ", str(failed.value))
+        if name == mutant.caught_by[0]:
+            assert mutant.cause in told, f"the student is not told {mutant.cause!r} but:\n{failed.value}"
+
+
+@pytest.mark.parametrize("entry", MODULES, ids=lambda entry: entry.package)
+def test_every_check_catches_a_mutant(entry):
+    caught = {name for mutant in mutants(entry) for name in mutant.caught_by}
+    assert caught == set(checks(entry))
+    assert len(mutants(entry)) >= MINIMUM[entry.number]
+
+
+@pytest.mark.parametrize("entry", MODULES, ids=lambda entry: entry.package)
+def test_points_add_up(entry):
+    marks = [mark for check in checks(entry).values() for mark in check.pytestmark if mark.name == "points"]
+    assert sum(mark.args[0] for mark in marks) == entry.points
+    assert all(inspect.getdoc(check) for check in checks(entry).values())
+
+
+@pytest.mark.parametrize("entry", MODULES, ids=lambda entry: entry.package)
+def test_another_style_passes(entry, backend):
+    text = (ROOT / "tests" / "alternatives" / f"{entry.package}.py").read_text()
+    for check in checks(entry).values():
+        check(with_text(entry, text, backend))
+
+
+@pytest.mark.parametrize("entry", MODULES, ids=lambda entry: entry.package)
+def test_skeleton_scores_nothing(entry, backend):
+    for check in checks(entry).values():
+        with pytest.raises(NotWritten, match=f"module {entry.number}, part"):
+            check(with_text(entry, (ROOT / "lessons" / entry.path).read_text(), backend))
+
+
+RENAMED = [(earlier, later) for later in WRAPPERS for earlier in WRAPPERS if earlier.number < later.number]
+
+
+@pytest.mark.parametrize(("earlier", "later"), RENAMED, ids=lambda entry: str(entry.number))
+def test_answer_of_an_earlier_module_fails(earlier, later, backend):
+    """An earlier module's answer under the later one's name has right numbers, and does not pass."""
+    text = (ROOT / "solutions" / earlier.path).read_text().replace(earlier.public[-1], later.public[-1])
+    assert failing(later, text, backend)
+
+
+WRONG = {
+    "torch DDP": """
+from torch.nn.parallel import DistributedDataParallel
+
+class {name}(DistributedDataParallel):
+    def __init__(self, module, process_group=None):
+        super().__init__(module, process_group=process_group)
+    def finish_grad_sync(self):
+        pass
+""",
+    "no communication": """
+from torch import nn
+import contextlib
+
+class {name}(nn.Module):
+    def __init__(self, module, process_group=None):
+        super().__init__()
+        self.module = module
+    def forward(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+    def finish_grad_sync(self):
+        pass
+    def no_sync(self):
+        return contextlib.nullcontext()
+""",
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("entry", WRAPPERS, ids=lambda entry: entry.package)
+def test_wrong_answer_fails(entry, name, backend):
+    assert failing(entry, WRONG[name].format(name=entry.public[-1]), backend)
+
+
+def failing(entry, text, backend):
+    """The names of the checks that fail for this text."""
+    failed = []
+    for name, check in checks(entry).items():
+        try:
+            check(with_text(entry, text, backend))
+        except CheckFailed:
+            failed.append(name)
+    return failed
