@@ -127,6 +127,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.seed = random.randrange(10**6)
     if not config.getoption("collectonly"):
         ranks.SERVER.start()  # it imports torch while this process does
+        import brigade.reference  # noqa: F401
     if config.getoption("--backend") is None:
         config.option.backend = default_backend()
 

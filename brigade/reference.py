@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch._dynamo  # noqa: F401  the first optimizer would import it, when the ranks are no longer starting
 from torch import Tensor
 
 from brigade import traps

@@ -1,0 +1,309 @@
+"""The command line: brigade check | next | hint | reset | submit | skeletons."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import time
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from rich.markdown import Markdown
+from rich.text import Text
+
+from brigade import ranks, skeletons
+from brigade.course import MODULES, ROOT, CourseError, Module, module
+from brigade.submission import directory, find, read
+
+HINTS_SHOWN = ROOT / ".brigade-hints.json"  # how far each module's hints were read; losing it does no harm
+console = Console(highlight=False, soft_wrap=True)
+
+
+class Report:
+    """A pytest plugin that shows each graded check as it ends, and keeps the score."""
+
+    def __init__(self, quiet: bool = False):
+        self.quiet = quiet
+        self.earned = self.possible = 0
+        self.failed: list[Any] = []
+        self.broken: list[str] = []
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.when != "call" and report.passed:
+            return
+        points = getattr(report, "brigade_points", 0)
+        self.possible += points
+        if report.passed:
+            self.earned += points
+            self._say(Text.assemble(("  ✓ ", "green"), f"{points}/{points}  {report.brigade_title}"))
+            return
+        self.failed.append(report)
+        self._say(Text.assemble(("  ✗ ", "red"), f"0/{points}  {getattr(report, 'brigade_title', report.nodeid)}"))
+        self._say(Text(indented(feedback(report))))
+
+    def pytest_collectreport(self, report: Any) -> None:
+        if report.failed:
+            self.broken.append(str(report.longrepr))
+
+    def _say(self, text: Text) -> None:
+        if not self.quiet:
+            console.print(text)
+
+
+def feedback(report: Any) -> str:
+    """What the student reads of a failed check, and the last lines that the ranks printed."""
+    if getattr(report, "brigade_unwritten", False):
+        return report.longrepr.splitlines()[0].replace("expected  ", "to do: ").replace(" is written", "")
+    lines = str(report.longrepr).splitlines()
+    for _, printed in report.sections:
+        lines += [line for line in printed.splitlines() if line.startswith("[rank ")][-20:]
+    return "\n".join(lines)
+
+
+def indented(text: str, by: int = 9) -> str:
+    return "\n".join(" " * by + line for line in text.splitlines())
+
+
+def run_checks(entry: Module, options: argparse.Namespace, quiet: bool = False) -> Report:
+    """Runs a module's graded checks in this process. Raises CourseError when they could not run at all."""
+    report = Report(quiet)
+    arguments = [str(entry.checks), f"--rootdir={ROOT}", f"--config-file={ROOT / 'pyproject.toml'}", "-p", "no:terminal"]
+    arguments += ["-p", "no:cacheprovider", f"--target={options.target}", f"--prior={options.prior}"]
+    if options.backend:
+        arguments.append(f"--backend={options.backend}")
+    if options.share_gpu:
+        arguments.append("--share-gpu")
+    if options.seed is not None:
+        arguments.append(f"--seed={options.seed}")
+    if options.only:
+        arguments += ["-k", options.only]
+    if options.debug:
+        arguments += ["--debug-rank", "-s", "-x"]
+    before = Path.cwd()
+    status = pytest.main(arguments, plugins=[report])
+    os.chdir(before)
+    if status == pytest.ExitCode.INTERRUPTED:
+        raise KeyboardInterrupt
+    if report.broken or status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        if options.only and status == pytest.ExitCode.NO_TESTS_COLLECTED:
+            raise CourseError(f"module {entry.number} has no check whose name contains {options.only!r}")
+        raise CourseError("the checks could not run:\n" + "\n".join(report.broken))
+    return report
+
+
+def check(options: argparse.Namespace) -> int:
+    """brigade check [N]"""
+    options.target = str(directory(options.target).resolve())
+    ranks.SERVER.start()  # it imports torch meanwhile
+    if options.backend == "nccl":
+        ranks.nccl_environment(2, options.share_gpu)
+    entries = [module(options.number)] if options.number else list(MODULES)
+    if options.debug:
+        if not options.number:
+            raise CourseError("--debug runs one module's checks: say which, as in `brigade check 3 --debug`")
+        console.print("One rank, no deadline. A check that needs a second rank to fail passes here.")
+    status = check_once(entries, options)
+    if options.watch:
+        watch(entries, options)
+    return status
+
+
+def check_once(entries: Sequence[Module], options: argparse.Namespace) -> int:
+    earned = possible = 0
+    status = 0
+    for entry in entries:
+        started = time.monotonic()
+        path = find(Path(options.target), entry)
+        console.print(Text.assemble((f"Module {entry.number}: {entry.title}", "bold"), f"  {shown(path)}"))
+        try:
+            read(options.target, entry.number, options.prior)
+        except CourseError as error:
+            console.print(f"  ✗ {error}", markup=False)
+            possible += entry.points
+            status = 2
+            continue
+        report = run_checks(entry, options)
+        console.print(f"  {report.earned} of {report.possible} points, {time.monotonic() - started:.1f} s\n")
+        earned, possible = earned + report.earned, possible + report.possible
+        status = max(status, 1 if report.failed else 0)
+    if len(entries) > 1:
+        console.print(f"{earned} of {possible} points")
+    return status
+
+
+def shown(path: Path | None) -> str:
+    """The path as the student would type it."""
+    if path is None:
+        return ""
+    with contextlib.suppress(ValueError):
+        return str(path.relative_to(Path.cwd()))
+    return str(path)
+
+
+def watch(entries: Sequence[Module], options: argparse.Namespace) -> None:
+    """Runs the checks again whenever one of the modules' files is saved, until Ctrl-C."""
+    from watchfiles import watch as changes
+
+    files = {path.resolve() for entry in entries if (path := find(Path(options.target), entry))}
+    if not files:
+        raise CourseError(f"there is nothing to watch in {options.target}")
+    console.print("Waiting for a file to be saved. Ctrl-C ends.")
+    for changed in changes(*{file.parent for file in files}, recursive=False, debounce=200, step=50):
+        if files & {Path(path).resolve() for _, path in changed}:
+            console.rule(time.strftime("%H:%M:%S"))
+            check_once(entries, options)
+
+
+def next_step(options: argparse.Namespace) -> int:
+    """brigade next: the first module that does not pass all its checks, and the first of those that fail."""
+    options.target = str(directory(options.target).resolve())
+    for entry in MODULES:
+        try:
+            read(options.target, entry.number, options.prior)
+            report = run_checks(entry, options, quiet=True)
+        except CourseError as error:
+            console.print(f"Module {entry.number}: {error}", markup=False)
+            return 1
+        if not report.failed:
+            console.print(f"✓ Module {entry.number}: {entry.title}, {report.earned} points")
+            continue
+        first = report.failed[0]
+        console.print(f"→ Module {entry.number}: {entry.title}, {report.earned} of {report.possible} points")
+        console.print(f"  read    {shown(entry.lesson / 'README.md')}  ({entry.minutes} minutes for the module)")
+        console.print(f"  edit    {shown(find(Path(options.target), entry))}")
+        console.print(f"  stuck?  brigade hint {entry.number}")
+        console.print(f"\n  first check that fails: {first.brigade_title}")
+        console.print(Text(indented(feedback(first))))
+        return 1
+    console.print(f"All {len(MODULES)} modules pass.")
+    return 0
+
+
+def hint(options: argparse.Namespace) -> int:
+    """brigade hint N: the next of the module's hints, which grow more explicit."""
+    entry = module(options.number)
+    hints = [part for part in (entry.lesson / "hints.md").read_text().split("\n## ")[1:] if part.strip()]
+    try:
+        shown_before = json.loads(HINTS_SHOWN.read_text())
+        place = 0 if options.again else int(shown_before.get(entry.package, 0))
+    except (OSError, ValueError, AttributeError):
+        shown_before, place = {}, 0
+    place = min(place, len(hints) - 1)
+    console.print(Markdown("## " + hints[place]))
+    left = len(hints) - place - 1
+    console.print(f"\n{left} more: `brigade hint {entry.number}`" if left else "\nThat was the last one.", markup=False)
+    with contextlib.suppress(OSError):
+        HINTS_SHOWN.write_text(json.dumps(shown_before | {entry.package: place + 1}))
+    return 0
+
+
+def reset(options: argparse.Namespace) -> int:
+    """brigade reset N: the skeleton again, and the student's file beside it."""
+    entry = module(options.number)
+    backup = skeletons.reset(entry)
+    console.print(f"{shown(ROOT / 'lessons' / entry.path)} is the skeleton again.")
+    if backup:
+        console.print(f"Your version is kept in {shown(backup)}.")
+    return 0
+
+
+def submit(options: argparse.Namespace) -> int:
+    """brigade submit: a zip of the module files."""
+    target = directory(options.target)
+    archive = Path(time.strftime("submission-%Y%m%d-%H%M%S.zip"))
+    files = [(path, entry) for entry in MODULES if (path := find(target, entry))]
+    if not files:
+        raise CourseError(f"there are no module files in {target}")
+    with zipfile.ZipFile(archive, "x", zipfile.ZIP_DEFLATED) as bundle:
+        for path, entry in files:
+            bundle.write(path, entry.path.as_posix())
+    console.print(f"{archive} holds {len(files)} of {len(MODULES)} modules.")
+    for entry in MODULES:
+        try:
+            read(target, entry.number)
+        except CourseError as error:
+            console.print(f"Note: {error}", markup=False)
+    return 0
+
+
+def make_skeletons(options: argparse.Namespace) -> int:
+    """brigade skeletons [--check]"""
+    if options.check:
+        outdated = skeletons.outdated()
+        for path in outdated:
+            console.print(f"{shown(path)} differs from what its solution makes: run `brigade skeletons`")
+        return 1 if outdated else 0
+    for path in skeletons.write():
+        console.print(f"{shown(path)} written")
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(
+        prog="brigade",
+        description="Bucket Brigade: data-parallel training, built step by step.",
+        epilog="Example: brigade check 3",
+    )
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(name: str, run: Any, summary: str, example: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=summary, description=summary, epilog=f"Example: {example}")
+        added.set_defaults(run=run)
+        return added
+
+    def target(added: argparse.ArgumentParser) -> None:
+        added.add_argument("--target", default="lessons", metavar="DIR", help="lessons (default), solutions, or a directory")
+
+    def checking(added: argparse.ArgumentParser) -> None:
+        target(added)
+        added.add_argument("--prior", default="own", choices=("own", "reference"), help="whose earlier modules are used")
+        added.add_argument("--backend", choices=("gloo", "nccl"), help="default: nccl where there are two GPUs or more")
+        added.add_argument("--share-gpu", action="store_true", help="several NCCL ranks on one GPU: correctness only")
+        added.add_argument("--seed", type=int, metavar="N", help="repeat the random cases of an earlier run")
+        added.add_argument("--only", metavar="NAME", help="the checks whose name contains this")
+        added.add_argument("--debug", action="store_true", help="one rank, no deadline, stops at the first failure: "
+                           "breakpoint() works")  # fmt: skip
+
+    checks = command("check", check, "Run the checks of a module, or of all.", "brigade check 3 --watch")
+    checks.add_argument("number", nargs="?", metavar="N", help="the module's number; all modules without it")
+    checking(checks)
+    checks.add_argument("--watch", action="store_true", help="run them again whenever the file is saved")
+    checking(command("next", next_step, "Show what to do next.", "brigade next"))
+    hints = command("hint", hint, "Show the next hint of a module.", "brigade hint 3")
+    hints.add_argument("number", metavar="N", help="the module's number")
+    hints.add_argument("--again", action="store_true", help="start with the first hint")
+    resets = command("reset", reset, "Restore a module's skeleton; your file is kept beside it.", "brigade reset 3")
+    resets.add_argument("number", metavar="N", help="the module's number")
+    target(command("submit", submit, "Make the zip file to hand in, in this directory.", "brigade submit"))
+    makes = command("skeletons", make_skeletons, "Make the skeletons from the solutions.", "brigade skeletons --check")
+    makes.add_argument("--check", action="store_true", help="change nothing; fail if a skeleton is out of date")
+    return top
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; returns its exit status: 0 good, 1 checks failed, 2 the command cannot be done."""
+    options = parser().parse_args(arguments)
+    try:
+        return options.run(options)
+    except CourseError as error:
+        print(f"brigade: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"brigade: {error.filename or ''}: {error.strerror}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nbrigade: stopped", file=sys.stderr)
+        return 130
+    finally:
+        ranks.SERVER.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,621 @@
+"""What the ranks do in the tests of the toolkit. The tests import this file, and `run_ranks` sends its text along."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import Tensor, nn
+from torch.distributed import all_reduce as imported_by_another_name
+from torch.distributed.distributed_c10d import _coalescing_manager as coalescing_manager
+
+from brigade import recording
+from brigade.recording import phase
+
+# ---- how a run ends: test_ranks.py
+
+
+def whoami(*args: Any) -> dict[str, Any]:
+    """This rank's place, its process, and what it was given."""
+    return {
+        "rank": dist.get_rank(),
+        "world_size": dist.get_world_size(),
+        "pid": os.getpid(),
+        "directory": os.getcwd(),
+        "args": list(args),
+    }
+
+
+def search_memory(part: str, length: int, own: str) -> list[str]:
+    """All strings of this length that begin with `part`, among the objects of the process and its callers' locals."""
+    found = set()
+    frame = sys._getframe()
+    while frame:
+        found |= set(strings_in(list(frame.f_locals.values())))
+        frame = frame.f_back
+    for container in gc.get_objects():
+        if type(container) in (list, tuple, dict):
+            found |= set(strings_in(container))
+    return sorted(text for text in found if len(text) == length and text.startswith(part))
+
+
+def strings_in(value: Any) -> Iterator[str]:
+    """The strings that a container holds, of the container's first two levels."""
+    for item in list(value.values()) if type(value) is dict else list(value):
+        if type(item) is str:
+            yield item
+        elif type(item) in (list, tuple, dict):
+            yield from (inner for inner in (item.values() if type(item) is dict else item) if type(inner) is str)
+
+
+def random_number() -> float:
+    return torch.rand(()).item()
+
+
+def reduce_once() -> float:
+    """The sum over ranks of rank + 1."""
+    x = torch.tensor([dist.get_rank() + 1.0])
+    dist.all_reduce(x)
+    return x.item()
+
+
+def spawned(rank: int, world_size: int, file: str) -> None:
+    """`reduce_once` as torch.multiprocessing.spawn runs it: the process group is ours to make."""
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world_size)
+    assert reduce_once() == sum(range(1, world_size + 1))
+    os._exit(0)  # without it, gloo's threads abort some processes at exit
+
+
+def write_file(name: str) -> str:
+    with open(name, "w") as file:
+        file.write("left here")
+    return os.path.abspath(name)
+
+
+def fail(rank: int, message: str) -> None:
+    """Raises ValueError on one rank while the others wait for it."""
+    print("before the error")
+    if dist.get_rank() == rank:
+        raise ValueError(message)
+    dist.all_reduce(torch.ones(3))
+
+
+def fail_in_a_collective() -> None:
+    dist.all_reduce(torch.ones(3), op="not an operation")
+
+
+def end(rank: int, how: str) -> None:
+    """Ends the process of one rank without a result while the others wait for it."""
+    if dist.get_rank() == rank:
+        print("last words", flush=True)
+        if how == "os._exit(0)":
+            os._exit(0)
+        elif how == "SIGKILL":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif how == "segfault":
+            ctypes.string_at(0)
+        elif how == "sys.exit":
+            sys.exit("enough")
+    dist.all_reduce(torch.ones(3))
+
+
+def end_server() -> None:
+    """Kills the process that this one was forked from, on one rank."""
+    if dist.get_rank() == 0:
+        os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+def spin() -> None:
+    """An endless loop on rank 1, while rank 0 waits for it."""
+    if dist.get_rank() == 1:
+        while True:  # HERE IT SPINS
+            pass
+    dist.all_reduce(torch.ones(3))
+
+
+def forever() -> None:
+    """Tells its process id, then never ends."""
+    recording.note("pid", pid=os.getpid())
+    while True:
+        time.sleep(0.01)
+
+
+def leave_one_out(async_op: bool) -> None:
+    """Two launches on rank 0, one on rank 1, which then waits for nothing and returns."""
+    model = nn.Linear(4, 2)
+    recording.name_parameters(model)
+    dist.all_reduce(model.bias.detach())
+    if dist.get_rank() == 0:
+        handle = dist.all_reduce(model.weight.detach(), async_op=async_op)
+        if async_op:
+            handle.wait()  # HERE IT WAITS
+
+
+def cross_over() -> None:
+    """Two sub-groups of both ranks, in which each rank waits for the launch that the other makes later."""
+    groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
+    first = groups[dist.get_rank()]
+    second = groups[1 - dist.get_rank()]
+    dist.all_reduce(torch.ones(3), group=first)
+    dist.all_reduce(torch.ones(3), group=second)
+
+
+def slow_peer(seconds: float) -> float:
+    """Rank 1 computes for a while before it takes part: slow is not deadlocked."""
+    if dist.get_rank() == 1:
+        time.sleep(seconds)
+    return reduce_once()
+
+
+def mismatch(how: str) -> None:
+    """Ranks 0 and 1 call collectives that do not fit."""
+    rank = dist.get_rank()
+    small, large = torch.ones(3), torch.ones(50_000)
+    if how == "size":
+        dist.all_reduce([small, large][rank])
+    elif how == "order":
+        for tensor in [small, large] if rank == 0 else [large, small]:
+            dist.all_reduce(tensor)
+    elif how == "operation":
+        dist.broadcast(small, src=0) if rank == 0 else dist.all_reduce(small)
+    elif how == "dtype":
+        dist.all_reduce(small if rank == 0 else small.double())
+    elif how == "root":
+        dist.broadcast(small, src=rank)
+    elif how == "reduce op":
+        dist.all_reduce(small, op=dist.ReduceOp.SUM if rank == 0 else dist.ReduceOp.MAX)
+
+
+def chatter(megabytes: int) -> int:
+    """Prints from Python, and from below it, more than a pipe holds."""
+    for _ in range(megabytes):
+        print("x" * 1_000_000)
+        os.write(2, b"y" * 1000)
+    return megabytes
+
+
+def give_back(kind: str) -> Any:
+    """A result that cannot travel, from rank 1."""
+    if dist.get_rank() == 0:
+        return 1
+    return {"object": object(), "function": give_back, "module": nn.Linear(1, 1)}[kind]
+
+
+def write_to_channel(data: bytes) -> None:
+    """Writes behind the toolkit's back to what connects rank 1 with the parent, and goes on as if nothing were."""
+    if dist.get_rank() == 1:
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                channel = socket.socket(fileno=os.dup(int(name)))
+                if channel.family == socket.AF_UNIX:
+                    channel.sendall(data)
+    dist.all_reduce(torch.ones(3))
+
+
+def frame(letter: bytes, body: bytes) -> bytes:
+    """A message as a rank sends it: see `brigade.rank`."""
+    return letter + struct.pack("<Q", len(body)) + body
+
+
+def start_daemon() -> list[int]:
+    """Starts processes that no longer belong to this rank's session or process group; returns their ids."""
+    child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"], start_new_session=True)
+    grandchild = subprocess.run(
+        ["sh", "-c", "sleep 60 >/dev/null 2>&1 & echo $!"], capture_output=True, start_new_session=True, check=True
+    )
+    return [child.pid, int(grandchild.stdout)]
+
+
+def import_by_name(name: str) -> dict[str, Any]:
+    """What importing a module of the submission gives: the names of its strings, and where it failed otherwise."""
+    module = importlib.import_module(name)
+    return {key: value for key, value in vars(module).items() if not key.startswith("_") and isinstance(value, str)}
+
+
+# ---- what is recorded: test_recording.py
+
+
+def recorded_calls() -> None:
+    """Every kind of collective once; the phase says which."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    x = torch.arange(4.0)
+    first, last = 0, world - 1
+    with phase("all_reduce"):
+        dist.all_reduce(x.clone())
+    with phase("all_reduce asynchronously"):
+        dist.all_reduce(x.clone(), op=dist.ReduceOp.AVG, async_op=True).wait()
+    with phase("all_reduce by another name"):
+        imported_by_another_name(x.bfloat16(), op=dist.ReduceOp.MAX)
+    with phase("reduce"):
+        dist.reduce(x.clone(), dst=last)
+    with phase("broadcast"):
+        dist.broadcast(x.to(torch.int64), src=last)
+    with phase("all_gather"):
+        dist.all_gather([torch.empty(4) for _ in range(world)], x)
+    with phase("all_gather_into_tensor"):
+        dist.all_gather_into_tensor(torch.empty(4 * world), x)
+    with phase("reduce_scatter"):
+        dist.reduce_scatter(torch.empty(4), [x] * world)
+    with phase("reduce_scatter_tensor"):
+        dist.reduce_scatter_tensor(torch.empty(4), torch.ones(4 * world))
+    for name in ("all_gather_single", "reduce_scatter_single"):  # since torch 2.13
+        if hasattr(dist, name):
+            with phase(name):
+                sizes = (4 * world, 4) if name == "all_gather_single" else (4, 4 * world)
+                getattr(dist, name)(*(torch.ones(size) for size in sizes))
+    with phase("gather"):
+        dist.gather(x, [torch.empty(4) for _ in range(world)] if rank == first else None, dst=first)
+    with phase("scatter"):
+        dist.scatter(torch.empty(4), [x] * world if rank == first else None, src=first)
+    with phase("all_to_all_single"):
+        dist.all_to_all_single(torch.empty(2 * world), torch.ones(2 * world))
+    with phase("barrier"):
+        dist.barrier()
+    with phase("send and recv"):
+        if rank == first:
+            dist.send(x, last)
+        elif rank == last:
+            dist.recv(torch.empty(4), first)
+    with phase("recv from anyone"):
+        if rank == first:
+            dist.send(x, last)
+        elif rank == last:
+            assert dist.recv(torch.empty(4)) == first
+    with phase("coalesced all_reduce"), coalescing_manager():
+        for length in (1, 2, 3):
+            dist.all_reduce(torch.ones(length))
+    with phase("coalesced reduce_scatter"):
+        with coalescing_manager(async_ops=True) as manager:
+            for length in (1, 2):
+                dist.reduce_scatter_tensor(torch.empty(length), torch.ones(world * length))
+        manager.wait()
+    with phase("coalesced all_gather"):
+        with coalescing_manager(async_ops=True) as manager:
+            for length in (1, 2):
+                dist.all_gather_into_tensor(torch.empty(world * length), torch.ones(length))
+        manager.wait()
+    with phase("functional all_reduce"):
+        functional.all_reduce(x, "sum", dist.group.WORLD).sum().item()
+    with phase("functional broadcast"):
+        functional.broadcast(x, last, dist.group.WORLD).sum().item()
+    with phase("broadcast_object_list"):
+        dist.broadcast_object_list(["a", "b"] if rank == first else [None, None], src=first)
+    with phase("all_gather_object"):
+        found: list[Any] = [None] * world
+        dist.all_gather_object(found, {"rank": rank})
+        assert found == [{"rank": other} for other in range(world)]
+
+
+def recorded_subgroups() -> dict[str, Any]:
+    """All-reduces and broadcasts in groups made in every way; the phase says how."""
+    from torch.distributed.distributed_c10d import new_group as imported_new_group
+
+    rank = dist.get_rank()
+    groups = {
+        "plain": dist.new_group([0, 2]),
+        "with a backend": dist.new_group([2, 0], backend="gloo"),
+        "backend by position": imported_new_group([0, 2], timedelta(seconds=30), "gloo"),
+        "alone": dist.new_group([2], backend="gloo"),
+    }
+    sums = {}
+    for name, group in groups.items():
+        if rank == 2 or (rank == 0 and name != "alone"):
+            x = torch.tensor([rank + 1.0])
+            with phase(name):
+                dist.all_reduce(x, group=group)
+                dist.broadcast(torch.ones(5), src=2, group=group)
+            sums[name] = x.item()
+    return {"sums": sums, "backends": sorted({dist.get_backend(), dist.get_backend(dist.group.WORLD)})}
+
+
+def recorded_names() -> None:
+    """Launches on a parameter, on its gradient, on a copy, and on two at once."""
+    model = nn.Linear(3, 2)
+    recording.name_parameters(model)
+    model(torch.ones(1, 3)).sum().backward()
+    dist.broadcast(model.weight.detach(), src=0)
+    dist.all_reduce(model.bias.grad)
+    dist.all_reduce(model.weight.grad.clone())
+    dist.all_reduce_coalesced([model.weight.grad, model.bias.grad])
+
+
+def recorded_handles() -> None:
+    """Two launches, waited on in the other order; then one of each of the other ways to learn the result."""
+    first = dist.all_reduce(torch.ones(3), async_op=True)
+    second = dist.all_reduce(torch.ones(4), async_op=True)
+    with phase("finish"):
+        second.wait()
+        first.wait()
+    third = dist.all_reduce(torch.ones(5), async_op=True)
+    third.get_future().wait()
+    forgotten = dist.all_reduce(torch.ones(6), async_op=True)
+    while not forgotten.is_completed():
+        time.sleep(0.001)
+    assert forgotten.is_success()
+    with phase("own"):
+        recording.note("mark", text="from the scenario")
+    with contextlib.suppress(KeyError), phase("interrupted"):
+        raise KeyError
+    recording.note("after")
+
+
+def threads_launch() -> int:
+    """Launches from two threads at once, in groups of their own; returns how many each made."""
+    groups = [dist.new_group(), dist.new_group()]
+
+    def reduce(group: dist.ProcessGroup) -> None:
+        for _ in range(50):
+            dist.all_reduce(torch.ones(2), group=group)
+
+    threads = [threading.Thread(target=reduce, args=(group,)) for group in groups]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return 50
+
+
+def train_ddp(process_group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:
+    """Four steps of torch DDP with several buckets; the weights."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(30, 200), nn.BatchNorm1d(200), nn.Tanh(), nn.Linear(200, 10))
+    ddp = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.01, process_group=process_group)
+    optimizer = torch.optim.Adam(ddp.parameters(), lr=0.01)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(4):
+        optimizer.zero_grad()
+        with phase("forward"):
+            loss = ddp(torch.randn(8, 30, generator=generator)).square().mean()
+        with phase("backward"):
+            loss.backward()
+        optimizer.step()
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def train_ddp_twice() -> list[dict[str, Tensor]]:
+    """With the recording group, and then on plain gloo in the same process."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    recorded = train_ddp()
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.FileStore("plain", world), rank=rank, world_size=world)
+    assert not isinstance(dist.group.WORLD, recording.RecordingGroup)
+    return [recorded, train_ddp()]
+
+
+# ---- who gets a result: test_holding.py
+
+
+def values(dtype: torch.dtype, *shape: int, rank: int | None = None) -> Tensor:
+    """Numbers between -50 and 50 that are the same every time, and differ between ranks. The tests make them too."""
+    generator = torch.Generator().manual_seed(dist.get_rank() if rank is None else rank)
+    return (torch.rand(shape, generator=generator, dtype=torch.float64) * 100 - 50).to(dtype)
+
+
+def collectives(dtype: torch.dtype) -> dict[str, Callable[..., tuple[Any, list[Tensor]]]]:
+    """By name, functions of `async_op` that call one collective and return its handle and this rank's outputs.
+
+    An output is what the rank *receives*: none on the root of a broadcast.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+
+    def all_reduce(async_op: bool, op: Any = dist.ReduceOp.SUM, group: Any = None) -> tuple[Any, list[Tensor]]:
+        x = values(dtype, 3, 5)
+        return dist.all_reduce(x, op=op, group=group, async_op=async_op), [x]
+
+    def all_reduce_transposed(async_op: bool) -> tuple[Any, list[Tensor]]:
+        x = values(dtype, 3, 5).T
+        return dist.all_reduce(x, async_op=async_op), [x]
+
+    def all_reduce_view(async_op: bool) -> tuple[Any, list[Tensor]]:
+        x = values(dtype, 12)
+        return dist.all_reduce(x[3:7], async_op=async_op), [x[3:7]]
+
+    def reduce(async_op: bool) -> tuple[Any, list[Tensor]]:
+        x = values(dtype, 7)
+        return dist.reduce(x, dst=1, async_op=async_op), [x] if rank == 1 else []
+
+    def broadcast(async_op: bool) -> tuple[Any, list[Tensor]]:
+        x = values(dtype, 7)
+        return dist.broadcast(x, src=1, async_op=async_op), [] if rank == 1 else [x]
+
+    def all_gather(async_op: bool) -> tuple[Any, list[Tensor]]:
+        outputs = [torch.zeros(4, dtype=dtype) for _ in range(world)]
+        return dist.all_gather(outputs, values(dtype, 4), async_op=async_op), outputs
+
+    def all_gather_into_tensor(async_op: bool) -> tuple[Any, list[Tensor]]:
+        output = torch.zeros(world * 4, dtype=dtype)
+        return dist.all_gather_into_tensor(output, values(dtype, 4), async_op=async_op), [output]
+
+    def all_gather_in_place(async_op: bool) -> tuple[Any, list[Tensor]]:
+        output = torch.zeros(world, 4, dtype=dtype)
+        output[rank] = values(dtype, 4)
+        return dist.all_gather_into_tensor(output.view(-1), output[rank], async_op=async_op), [output]
+
+    def reduce_scatter(async_op: bool) -> tuple[Any, list[Tensor]]:
+        output = torch.zeros(4, dtype=dtype)
+        inputs = list(values(dtype, world, 4).unbind())
+        return dist.reduce_scatter(output, inputs, async_op=async_op), [output]
+
+    def reduce_scatter_tensor(async_op: bool) -> tuple[Any, list[Tensor]]:
+        output = torch.zeros(4, dtype=dtype)
+        return dist.reduce_scatter_tensor(output, values(dtype, world * 4), async_op=async_op), [output]
+
+    def reduce_scatter_in_place(async_op: bool) -> tuple[Any, list[Tensor]]:
+        full = values(dtype, world, 4)
+        return dist.reduce_scatter_tensor(full[rank], full.view(-1), async_op=async_op), [full[rank]]
+
+    def gather(async_op: bool) -> tuple[Any, list[Tensor]]:
+        outputs = [torch.zeros(4, dtype=dtype) for _ in range(world)] if rank == 0 else []
+        return dist.gather(values(dtype, 4), outputs or None, dst=0, async_op=async_op), outputs
+
+    def scatter(async_op: bool) -> tuple[Any, list[Tensor]]:
+        output = torch.zeros(4, dtype=dtype)
+        inputs = list(values(dtype, world, 4).unbind()) if rank == 0 else None
+        return dist.scatter(output, inputs, src=0, async_op=async_op), [output]
+
+    def all_to_all_single(async_op: bool) -> tuple[Any, list[Tensor]]:
+        output = torch.zeros(world * 2, dtype=dtype)
+        return dist.all_to_all_single(output, values(dtype, world * 2), async_op=async_op), [output]
+
+    def coalesced(async_op: bool) -> tuple[Any, list[Tensor]]:
+        tensors = [values(dtype, length) for length in (1, 2, 3)]
+        with coalescing_manager(async_ops=async_op) as manager:
+            for tensor in tensors:
+                dist.all_reduce(tensor)
+        return manager, tensors
+
+    def coalesced_reduce_scatter(async_op: bool) -> tuple[Any, list[Tensor]]:
+        outputs = [torch.zeros(length, dtype=dtype) for length in (1, 2)]
+        with coalescing_manager(async_ops=async_op) as manager:
+            for output in outputs:
+                dist.reduce_scatter_tensor(output, values(dtype, world * len(output)))
+        return manager, outputs
+
+    def coalesced_all_gather(async_op: bool) -> tuple[Any, list[Tensor]]:
+        outputs = [torch.zeros(world * length, dtype=dtype) for length in (1, 2)]
+        with coalescing_manager(async_ops=async_op) as manager:
+            for output in outputs:
+                dist.all_gather_into_tensor(output, values(dtype, len(output) // world))
+        return manager, outputs
+
+    subgroup = dist.new_group([0, 1])
+
+    def all_reduce_max(async_op: bool) -> tuple[Any, list[Tensor]]:
+        return all_reduce(async_op, op=dist.ReduceOp.MAX)
+
+    def all_reduce_average(async_op: bool) -> tuple[Any, list[Tensor]]:
+        return all_reduce(async_op, op=dist.ReduceOp.AVG)
+
+    def all_reduce_in_a_subgroup(async_op: bool) -> tuple[Any, list[Tensor]]:
+        return all_reduce(async_op, group=subgroup) if rank < 2 else (None, [])
+
+    every = [
+        all_reduce, all_reduce_max, all_reduce_transposed, all_reduce_view, all_reduce_in_a_subgroup, reduce, broadcast,
+        all_gather, all_gather_into_tensor, all_gather_in_place, reduce_scatter, reduce_scatter_tensor,
+        reduce_scatter_in_place, gather, scatter, all_to_all_single, coalesced, coalesced_reduce_scatter,
+        coalesced_all_gather,
+    ]  # fmt: skip
+    if dtype.is_floating_point:
+        every.append(all_reduce_average)
+    return {function.__name__: function for function in every}
+
+
+def every_collective(dtype: torch.dtype, async_op: bool) -> dict[str, Any]:
+    """For each collective, this rank's outputs before the wait (as far as there is one) and after it."""
+    found = {}
+    for name, call in collectives(dtype).items():
+        with phase(name):
+            handle, outputs = call(async_op)
+            before = [output.clone() for output in outputs]
+            if async_op and handle is not None:
+                handle.wait()
+            found[name] = {"before": before, "after": [output.clone() for output in outputs]}
+    return found
+
+
+def deliver(how: str) -> dict[str, Any]:
+    """Two all-reduces: the second is waited on, then the first one's result is asked for in the given way."""
+    first, second = torch.ones(3), torch.ones(2)
+    one, two = dist.all_reduce(first, async_op=True), dist.all_reduce(second, async_op=True)
+    two.wait()
+    time.sleep(0.05)  # time does not deliver either
+    before = [first.clone(), second.clone()]
+    answer = {
+        "wait": one.wait,
+        "wait with a timeout": lambda: one.wait(timedelta(seconds=5)),
+        "result": one.result,
+        "is_completed": one.is_completed,
+        "get_future": lambda: one.get_future().value(),
+        "synchronize": one.synchronize,
+    }[how]()
+    after = [first.clone(), second.clone()]
+    first.fill_(7.0)
+    one.wait()  # delivers once: what was written since then stays
+    return {"before": before, "after": after, "answer": answer, "later": first}
+
+
+def change(where: str) -> dict[str, Any]:
+    """An all-gather or all-reduce whose tensors are changed, or read, between launch and wait."""
+    x = torch.arange(4.0)
+    output = torch.zeros(4 * dist.get_world_size())
+    if where in ("input", "output", "reading"):
+        handle = dist.all_gather_into_tensor(output, x, async_op=True)
+    else:
+        handle = dist.all_reduce(x, async_op=True)
+    if where == "input":
+        x[1] += 1
+    elif where == "output":
+        output.zero_()
+    elif where == "reduced":
+        x /= 2
+    elif where == "data":
+        x.data[0] = 5.0
+    elif where == "reading":
+        (x + output).sum()
+    handle.wait()
+    x += 1  # afterwards it is nobody's business
+    handle.wait()
+    return {"input": x, "output": output}
+
+
+def hold(dtype: torch.dtype) -> dict[str, Any]:
+    """A broadcast from rank 1, as its tensor is before and after the wait."""
+    rank = dist.get_rank()
+    x = torch.tensor([rank, 1, 1], dtype=dtype)
+    handle = dist.broadcast(x, src=1, async_op=True)
+    before = x.clone()
+    handle.wait()
+    return {"before": before, "after": x}
+
+
+def in_place_reduce_scatter() -> dict[str, Tensor]:
+    """The whole buffer of a reduce-scatter into one of its own shards, before and after."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    full = values(torch.float64, world, 4)
+    given = full.clone()
+    handle = dist.reduce_scatter_tensor(full[rank], full.view(-1), async_op=True)
+    before = full.clone()
+    handle.wait()
+    return {"given": given, "before": before, "after": full}
+
+
+def strides() -> dict[str, Any]:
+    """All-reduces of tensors that are not contiguous, and of a leaf that requires a gradient."""
+    whole = values(torch.float64, 4, 6)
+    given = whole.clone()
+    dist.all_reduce(whole[:, ::2])
+    transposed = values(torch.float64, 4, 6).T
+    dist.all_reduce(transposed)
+    parameter = nn.Parameter(values(torch.float64, 5))
+    with torch.no_grad():
+        dist.all_reduce(parameter)
+    return {
+        "given": given,
+        "sliced": whole,
+        "transposed": transposed,
+        "stride": list(transposed.stride()),
+        "parameter": parameter.detach(),
+    }
+
+
+def coalesce_on_a_device() -> None:
+    with coalescing_manager(device=torch.device("cpu")):
+        dist.all_reduce(torch.ones(2))
