@@ -20,7 +20,7 @@ demo: setup
 	$(BIN)/python -m brigade.lab.demo
 
 test: setup lint
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q --target solutions
 
 setup: $(INSTALLED)
 

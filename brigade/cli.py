@@ -59,9 +59,9 @@ class Report:
 
 def feedback(report: Any) -> str:
     """What the student reads of a failed check, and the last lines that the ranks printed."""
-    if getattr(report, "brigade_unwritten", False):
-        return report.longrepr.splitlines()[0].replace("expected  ", "to do: ").replace(" is written", "")
     lines = str(report.longrepr).splitlines()
+    if getattr(report, "brigade_unwritten", False):
+        return lines[0].replace("expected  ", "to do: ").removesuffix(" is written")
     for _, printed in report.sections:
         lines += [line for line in printed.splitlines() if line.startswith("[rank ")][-20:]
     return "\n".join(lines)
@@ -74,8 +74,9 @@ def indented(text: str, by: int = 9) -> str:
 def run_checks(entry: Module, options: argparse.Namespace, quiet: bool = False) -> Report:
     """Runs a module's graded checks in this process. Raises CourseError when they could not run at all."""
     report = Report(quiet)
-    arguments = [str(entry.checks), f"--rootdir={ROOT}", f"--config-file={ROOT / 'pyproject.toml'}", "-p", "no:terminal"]
-    arguments += ["-p", "no:cacheprovider", f"--target={options.target}", f"--prior={options.prior}"]
+    arguments = [str(entry.checks), f"--rootdir={ROOT}", f"--config-file={ROOT / 'pyproject.toml'}"]
+    arguments += ["-p", "no:terminal", "-p", "no:cacheprovider"]
+    arguments += [f"--target={options.target}", f"--prior={options.prior}"]
     if options.backend:
         arguments.append(f"--backend={options.backend}")
     if options.share_gpu:
@@ -109,9 +110,10 @@ def check(options: argparse.Namespace) -> int:
         if not options.number:
             raise CourseError("--debug runs one module's checks: say which, as in `brigade check 3 --debug`")
         console.print("One rank, no deadline. A check that needs a second rank to fail passes here.")
+    seen = saved(entries, options)
     status = check_once(entries, options)
     if options.watch:
-        watch(entries, options)
+        watch(entries, options, seen)
     return status
 
 
@@ -130,7 +132,11 @@ def check_once(entries: Sequence[Module], options: argparse.Namespace) -> int:
             status = 2
             continue
         report = run_checks(entry, options)
-        console.print(f"  {report.earned} of {report.possible} points, {time.monotonic() - started:.1f} s\n")
+        console.print(f"  {report.earned} of {report.possible} points, {time.monotonic() - started:.1f} s")
+        if any(f"module {earlier.number}, part" in str(failed.longrepr) for failed in report.failed
+               for earlier in MODULES[: entry.number - 1]):  # fmt: skip
+            console.print("  It builds on an earlier module that is not written yet: --prior reference uses ours.")
+        console.print()
         earned, possible = earned + report.earned, possible + report.possible
         status = max(status, 1 if report.failed else 0)
     if len(entries) > 1:
@@ -147,18 +153,21 @@ def shown(path: Path | None) -> str:
     return str(path)
 
 
-def watch(entries: Sequence[Module], options: argparse.Namespace) -> None:
-    """Runs the checks again whenever one of the modules' files is saved, until Ctrl-C."""
-    from watchfiles import watch as changes
-
-    files = {path.resolve() for entry in entries if (path := find(Path(options.target), entry))}
-    if not files:
-        raise CourseError(f"there is nothing to watch in {options.target}")
+def watch(entries: Sequence[Module], options: argparse.Namespace, seen: list[float]) -> None:
+    """Runs the checks again whenever one of the modules' files is saved, until Ctrl-C. `seen`: see `saved`."""
     console.print("Waiting for a file to be saved. Ctrl-C ends.")
-    for changed in changes(*{file.parent for file in files}, recursive=False, debounce=200, step=50):
-        if files & {Path(path).resolve() for _, path in changed}:
+    while True:
+        time.sleep(0.2)
+        if (now := saved(entries, options)) != seen:
+            seen = now
             console.rule(time.strftime("%H:%M:%S"))
             check_once(entries, options)
+
+
+def saved(entries: Sequence[Module], options: argparse.Namespace) -> list[float]:
+    """When each of the modules' files was last saved; 0 for one that is not there."""
+    paths = [find(Path(options.target), entry) for entry in entries]
+    return [path.stat().st_mtime if path else 0.0 for path in paths]
 
 
 def next_step(options: argparse.Namespace) -> int:
@@ -259,17 +268,20 @@ def parser() -> argparse.ArgumentParser:
         return added
 
     def target(added: argparse.ArgumentParser) -> None:
-        added.add_argument("--target", default="lessons", metavar="DIR", help="lessons (default), solutions, or a directory")
+        where = "lessons (default), solutions, or a directory"
+        added.add_argument("--target", default="lessons", metavar="DIR", help=where)
 
     def checking(added: argparse.ArgumentParser) -> None:
         target(added)
-        added.add_argument("--prior", default="own", choices=("own", "reference"), help="whose earlier modules are used")
+        whose = "whose earlier modules are used"
+        added.add_argument("--prior", default="own", choices=("own", "reference"), help=whose)
         added.add_argument("--backend", choices=("gloo", "nccl"), help="default: nccl where there are two GPUs or more")
         added.add_argument("--share-gpu", action="store_true", help="several NCCL ranks on one GPU: correctness only")
         added.add_argument("--seed", type=int, metavar="N", help="repeat the random cases of an earlier run")
         added.add_argument("--only", metavar="NAME", help="the checks whose name contains this")
-        added.add_argument("--debug", action="store_true", help="one rank, no deadline, stops at the first failure: "
-                           "breakpoint() works")  # fmt: skip
+        added.add_argument(
+            "--debug", action="store_true", help="one rank, no deadline, until a failure: for breakpoint()"
+        )
 
     checks = command("check", check, "Run the checks of a module, or of all.", "brigade check 3 --watch")
     checks.add_argument("number", nargs="?", metavar="N", help="the module's number; all modules without it")
@@ -301,8 +313,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\nbrigade: stopped", file=sys.stderr)
         return 130
-    finally:
-        ranks.SERVER.close()
 
 
 if __name__ == "__main__":

@@ -46,14 +46,8 @@ class Checked:
         self.rng = random.Random(self.seed)
 
     def worlds(self, *sizes: int) -> list[int]:
-        """The world sizes to check: those asked for that the machine can run; only 1 under --debug."""
-        if self.debug:
-            return [1]
-        if self.backend == "nccl" and not self.share_gpu:
-            import torch
-
-            return [size for size in sizes if size <= torch.cuda.device_count()] or [sizes[0]]
-        return list(sizes)
+        """The world sizes to check: those asked for; only 1 under --debug."""
+        return [1] if self.debug else list(sizes)
 
     def case(self, model: str, world_size: int, **options: Any) -> Any:
         """A random training problem; see `reference.Case`."""
@@ -62,13 +56,16 @@ class Checked:
         return Case(self.rng, model, world_size, **options)
 
     def run(self, scenario: Callable[..., Any], *args: Any, world_size: int, mode: str = "hold") -> ranks.RankResults:
-        """What each rank returns from the scenario. Raises CheckFailed with the run's story when there is none."""
+        """What each rank returns from the scenario. Raises CheckFailed with the run's story when there is none.
+
+        Where there are fewer GPUs than ranks, and they are not to be shared, the ranks run on the CPU.
+        """
         try:
             results = ranks.run_ranks(
                 scenario,
                 *args,
                 world_size=world_size,
-                backend=self.backend,
+                backend=self.backend if self.share_gpu or world_size <= gpus() else "gloo",
                 share_gpu=self.share_gpu,
                 deadline=self.deadline,
                 mode=mode,
@@ -134,9 +131,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def default_backend() -> str:
     """nccl where there is a GPU for each of two ranks, else gloo."""
+    return "nccl" if gpus() >= 2 else "gloo"
+
+
+def gpus() -> int:
     import torch
 
-    return "nccl" if torch.cuda.device_count() >= 2 else "gloo"
+    return torch.cuda.device_count()
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -103,14 +103,16 @@ def run(request: dict[str, Any], sink: Any) -> Any:
 
 
 def describe(error: BaseException, request: dict[str, Any]) -> dict[str, Any]:
-    """The exception as the parent shows it: its frames in the submission, and the scenario's if there are none."""
+    """The exception as the parent shows it: its frames in the submission; if there are none, all but the toolkit's."""
     frames = traceback.extract_tb(error.__traceback__)
+    toolkit = os.path.dirname(os.path.abspath(__file__))
     files = {path for path, _ in request["packages"].get(submission.PACKAGE, {}).values()}
     own = [frame for frame in frames if frame.filename in files]
+    others = [frame for frame in frames if os.path.dirname(frame.filename) != toolkit]
     return {
         "type": type(error).__name__,
         "message": str(error)[:MAX_MESSAGE],
-        "frames": [[frame.filename, frame.lineno, frame.name, frame.line] for frame in (own or frames[2:])],
+        "frames": [[frame.filename, frame.lineno, frame.name, frame.line] for frame in (own or others)],
         "own": bool(own),
     }
 

@@ -30,7 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +41,18 @@ DEADLINE_S = {"gloo": 20.0, "nccl": 90.0}
 QUIET_S = 2.0  # all ranks blocked, nothing launched for so long, and a peer's launch missing: a deadlock
 GRACE_S = 0.3  # after the first failure, the time that other ranks get to report theirs
 OUTPUT_LIMIT = 20_000  # characters of a rank's output that are kept
+BROKEN_LINK = re.compile("[Cc]onnection (closed|reset)|[Rr]emote (worker|process)|Broken pipe|ncclRemoteError")
 MESSAGE_LIMIT = 1 << 30  # bytes a rank may deliver at once
 
 Event = dict[str, Any]
+
+# What `recording.py` says in each event. A rank is not trusted to send it: anything else would fail later, here.
+EVENT_FIELDS: dict[str, tuple[type, ...]] = {"kind": (str,), "time": (float,), "phase": (str,)}
+LAUNCH_FIELDS: dict[str, tuple[type, ...]] = {
+    "index": (int,), "group": (str,), "ranks": (list,), "op": (str,), "dtype": (str, type(None)), "numel": (int,),
+    "nbytes": (int,), "parts": (int,), "reduce_op": (str, type(None)), "root": (int, type(None)), "sync": (bool,),
+    "name": (str, type(None)),
+}  # fmt: skip
 
 
 class PerRank(list):
@@ -96,8 +105,9 @@ class Server:
         sweep()
         self.scratch = Path(tempfile.mkdtemp(prefix="brigade-"))
         mine, theirs = socket.socketpair()
-        lock = os.open(self.scratch / "lock", os.O_CREAT | os.O_RDWR)
+        lock = os.open(self.scratch / "new", os.O_CREAT | os.O_RDWR)
         fcntl.flock(lock, fcntl.LOCK_EX)  # held by the server as long as it lives: see `sweep`
+        os.rename(self.scratch / "new", self.scratch / "lock")  # so that no `sweep` ever finds it unlocked
         program = (
             f"import sys; sys.path[:1] = [{str(ROOT)!r}]; from brigade.forkserver import serve; "
             f"serve({theirs.fileno()}, {str(self.scratch)!r}, {str(ROOT)!r})"
@@ -108,6 +118,7 @@ class Server:
             "OPENBLAS_NUM_THREADS": "1",
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # looking for GPUs must not initialise CUDA before the fork
             "OBJC_DISABLE_INITIALIZE_FORK_SAFETY": "YES",
+            "TORCHINDUCTOR_CACHE_DIR": str(self.scratch / "inductor"),  # torch._dynamo makes it on import
         }
         self._process = subprocess.Popen(
             [sys.executable, "-s", "-c", program],
@@ -122,23 +133,37 @@ class Server:
     def fork(self, descriptors: list[int], on_exit: Callable[[int, int], None]) -> list[int]:
         """Forks one rank for every three descriptors; returns their process ids."""
         self.start()
-        forkserver.send(self._channel, {"fork": len(descriptors) // forkserver.FDS_PER_RANK}, descriptors)
-        return self._answer("forked", on_exit)
+        with self._exchange():
+            forkserver.send(self._channel, {"fork": len(descriptors) // forkserver.FDS_PER_RANK}, descriptors)
+            return self._answer("forked", on_exit)
 
     def kill(self, pids: list[int], on_exit: Callable[[int, int], None]) -> None:
+        if self._channel is None:
+            return  # closed in between: it took its ranks with it
         try:
-            forkserver.send(self._channel, {"kill": pids})
-            self._answer("killed", on_exit)
+            with self._exchange():
+                forkserver.send(self._channel, {"kill": pids})
+                self._answer("killed", on_exit)
         except (OSError, CourseError):
             for pid in pids:  # the server is gone, and on Linux its ranks went with it
                 forkserver.kill_group(pid)
 
     def exits(self, on_exit: Callable[[int, int], None]) -> None:
         """Reads one message that came unasked."""
-        message, _ = forkserver.receive(self._channel)
+        with self._exchange():
+            message, _ = forkserver.receive(self._channel)
         if message is None:
             raise CourseError("the process that starts the ranks was killed; run the command again")
         on_exit(message["exited"], message["status"])
+
+    @contextlib.contextmanager
+    def _exchange(self) -> Iterator[None]:
+        """Interrupted by Ctrl-C, half a message or an unread answer would stay for the next run: then we close."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            self.close()
+            raise
 
     def _answer(self, key: str, on_exit: Callable[[int, int], None]) -> Any:
         while True:
@@ -285,7 +310,7 @@ class _Rank:
 
     def take(self, event: Event) -> None:
         self.events.append(event)
-        kind, index = event.get("kind"), event.get("index")
+        kind, index = event["kind"], event.get("index")
         if kind == "launch":
             self.launches.append(event)
         elif kind == "wait" and isinstance(index, int) and 0 <= index < len(self.launches):
@@ -395,19 +420,23 @@ class _Run:
             body = bytes(rank.buffer[9 : 9 + size])
             del rank.buffer[: 9 + size]
             try:
-                self._frame(rank, letter, body)
+                event = self._frame(rank, letter, body)
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 self._garbled(rank)
                 return
+            if event and self.on_event:
+                self.on_event(rank.number, event)
 
     def _garbled(self, rank: _Rank) -> None:
         rank.garbled = True
         self.selector.unregister(rank.control)
         self._fail()
 
-    def _frame(self, rank: _Rank, letter: bytes, body: bytes) -> None:
+    def _frame(self, rank: _Rank, letter: bytes, body: bytes) -> Event | None:
+        """Takes in one message; returns it where it is an event."""
         if rank.result is not None or rank.error is not None:
-            return  # a rank speaks once
+            return None  # a rank speaks once
+        event = None
         if letter == b"R":
             rank.result = body
         elif letter == b"X":
@@ -421,14 +450,16 @@ class _Run:
             self._fail()
         else:
             event = json.loads(body)
-            if not isinstance(event, dict):
-                raise ValueError("an event is a dict")
+            require_fields(event, EVENT_FIELDS)
+            if event["kind"] == "launch":
+                require_fields(event, LAUNCH_FIELDS)
+                if event["index"] != len(rank.launches) or not all(type(member) is int for member in event["ranks"]):
+                    raise ValueError("no launch that a recorder makes")
             rank.take(event)
-            if event.get("kind") == "launch":
+            if event["kind"] == "launch":
                 self._compare(rank, event)
-            if self.on_event:
-                self.on_event(rank.number, event)
         self.last_news = time.monotonic()
+        return event
 
     def _compare(self, rank: _Rank, event: Event) -> None:
         """Whether the peers' launch of the same number in this group is the same collective."""
@@ -472,8 +503,13 @@ class _Run:
     def end(self) -> None:
         """Kills and reaps all ranks; reads what they had still printed."""
         pids = [rank.pid for rank in self.ranks if rank.pid]
-        if pids:
-            SERVER.kill(pids, lambda pid, status: None)
+        try:
+            if pids:
+                SERVER.kill(pids, lambda pid, status: None)
+        finally:
+            self._close()
+
+    def _close(self) -> None:
         for rank in self.ranks:
             if rank.pid:
                 os.set_blocking(rank.output, False)
@@ -525,9 +561,9 @@ class _Run:
             return RankFailure("garbled", f"rank {number} wrote something unreadable to its channel", [], number)
         raised = [rank for rank in self.ranks if rank.error]
         died = [rank for rank in self.ranks if rank.status is not None]
-        # A rank whose peer dies gets an exception from gloo: it is not the cause.
-        causes = [rank for rank in raised if rank.error["own"] or not died] or died
-        culprit = next((r for r in causes if not (r.error and "onnection" in r.error["message"])), causes[0])
+        # A rank whose peer has gone gets an exception from gloo or NCCL, or is aborted by it: it is not the cause.
+        first_hand = [rank for rank in raised if not BROKEN_LINK.search(rank.error["message"])]
+        culprit = (first_hand or sorted(died, key=lambda rank: rank.status == -signal.SIGABRT) or raised)[0]
         if culprit.error:
             error = culprit.error
             summary = f"rank {culprit.number} raised {error['type']}: {error['message'] or '(no message)'}"
@@ -564,6 +600,12 @@ class _Run:
                 if path in files:
                     return f"{Path(path).name}:{line} in {name}"
         return ""
+
+
+def require_fields(event: Any, fields: dict[str, tuple[type, ...]]) -> None:
+    """Raises ValueError or KeyError unless `event` is a dict with these fields, of these types."""
+    if type(event) is not dict or any(type(event[name]) not in types for name, types in fields.items()):
+        raise ValueError("not an event")
 
 
 def signature(event: Event) -> tuple:

@@ -11,7 +11,8 @@ the processes of one machine) and `phase` (what the training loop was doing). Th
              call), `reduce_op`, `root` (rank in the group), `sync`, `name` (the tensor it concerns, if known)
     wait     the rank starts to wait for launch `index`
     done     ... and has been given its result
-    end      launch `index` is complete (its `time` is when; on CUDA when its kernel was queued)
+    end      launch `index` is complete (its `time` is when; on CUDA when its kernel was queued; of gloo's
+             reduce_scatter when the wait for it ended)
     race     a tensor of launch `index` was changed between launch and wait (`holding.py`)
 
 Scenarios add their own kinds with `note`. Only this file and `ranks.py` know how torch makes process groups.
@@ -22,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -39,6 +40,7 @@ class Recorder:
     def __init__(self, sink: Callable[[dict[str, Any]], None]):
         self.phase = "setup"  # of the rank, not of a thread: on CUDA, hooks run on autograd's own thread
         self._sink = sink
+        self.end_with_wait: set[int] = set()  # launches that do not tell by themselves when they are complete
         self._launches = 0
         self._lock = threading.RLock()
         self._names: list[tuple[int, int, str]] = []
@@ -118,6 +120,9 @@ class RecordedWork(dist.Work):
             self._inner.wait()
         else:
             self._inner.wait(timeout)
+        if self._index in self._recorder.end_with_wait:
+            self._recorder.end_with_wait.discard(self._index)
+            self._recorder.note("end", index=self._index)
         self._recorder.note("done", index=self._index)
         return True
 
@@ -135,6 +140,9 @@ class RecordedWork(dist.Work):
 
     def exception(self) -> Any:
         return self._inner.exception()
+
+    def _source_rank(self) -> int:
+        return self._inner._source_rank()  # of a receive from any rank
 
     def result(self) -> list[torch.Tensor]:
         return self._inner.result()
@@ -202,8 +210,10 @@ class RecordingGroup(dist.ProcessGroup):
         return RecordedWork(work, self._recorder, index)
 
     def _note_end(self, work: dist.Work, index: int) -> None:
-        with contextlib.suppress(RuntimeError, NotImplementedError):  # barrier, send and recv have no future
+        try:
             work.get_future().add_done_callback(lambda _: self._recorder.note("end", index=index))
+        except (RuntimeError, NotImplementedError):  # gloo's reduce_scatter, send and recv have no future
+            self._recorder.end_with_wait.add(index)
 
     def _launch(self, method: str, args: list[Any], kwargs: dict[str, Any]) -> dist.Work | None:
         op, outputs, inputs = METHODS[method]
@@ -242,17 +252,6 @@ class RecordingGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:
         return BACKEND
 
-    def _get_backend(self, device: torch.device) -> Any:
-        return self._inner._get_backend(device)
-
-    @property
-    def group_name(self) -> str:
-        return self._name
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return self._inner._device_types
-
     @property
     def supports_splitting(self) -> bool:
         return False
@@ -290,8 +289,9 @@ def start_process_group(
     def create(options: Any, _: Any) -> RecordingGroup:
         ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
         arguments = (options.store, options.group_rank, options.group_size, options.timeout)
-        inner = complete_group(backend, *arguments)
-        return group_class(inner, recorder, str(options.group_id), ranks)
+        group = group_class(dist.ProcessGroup(*arguments[:3]), recorder, str(options.group_id), ranks)
+        register_backends((group._inner, group), backend, *arguments)
+        return group
 
     dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu", "cuda"])
     _keep_to_the_recording_group(backend)
@@ -301,18 +301,33 @@ def start_process_group(
 def complete_group(
     backend: str, store: dist.Store, rank: int, world_size: int, timeout: timedelta
 ) -> dist.ProcessGroup:
-    """A process group with backends for all its devices, built as `init_process_group` builds them."""
+    """A process group with backends for all its devices, that nothing records."""
     group = dist.ProcessGroup(store, rank, world_size)
+    register_backends((group,), backend, store, rank, world_size, timeout)
+    return group
+
+
+def register_backends(
+    groups: Sequence[dist.ProcessGroup],
+    backend: str,
+    store: dist.Store,
+    rank: int,
+    world_size: int,
+    timeout: timedelta,
+) -> None:
+    """Gives the groups the backends that `init_process_group` would: the inner group works through them, and the
+    recording one keeps in them what torch asks of any group, such as its name."""
     gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, world_size, timeout)
-    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
-    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    backends = [("cpu", dist.ProcessGroup.BackendType.GLOO, gloo)]
     if backend == "nccl":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, world_size, options)
-        group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, nccl)
-        group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
-    return group
+        backends.append(("cuda", dist.ProcessGroup.BackendType.NCCL, nccl))
+    for group in groups:
+        for device, kind, implementation in backends:
+            group._register_backend(torch.device(device), kind, implementation)
+            group._set_default_backend(kind)
 
 
 def _keep_to_the_recording_group(backend: str) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch._dynamo  # noqa: F401  the first optimizer would import it, when the ranks are no longer starting
+import torch._dynamo  # the first optimizer would import it, when the ranks are no longer starting
 from torch import Tensor
 
 from brigade import traps
@@ -47,7 +47,7 @@ class Case:
     ):
         self.model, self.world_size, self.dtype, self.optimizer = model, world_size, dtype, optimizer
         self.group = list(group) if group is not None else list(range(world_size))
-        self.sizes = rng.sample(range(5, 24), hidden_layers + 2)  # all different: a gradient is known by its size
+        self.sizes = different_sizes(rng, hidden_layers + 2)
         self.generator = torch.Generator().manual_seed(rng.randrange(2**31))
         self.batch_size = rng.randint(3, 6)
         with torch.random.fork_rng():
@@ -139,6 +139,24 @@ class Case:
         x = torch.randn(self.batch_size, self.sizes[0], generator=self.generator, dtype=dtype)
         y = torch.randn(self.batch_size, 1, generator=self.generator, dtype=dtype)
         return {"x": x, "y": y, "branch": branch}
+
+
+def different_sizes(rng: random.Random, count: int) -> list[int]:
+    """Random sizes of layers. All differ, and so do the weights between them: a gradient is known by its size."""
+    while True:
+        sizes = rng.sample(range(5, 24), count)
+        numels = [a * b for a, b in zip(sizes, sizes[1:])]
+        if len(set(numels)) == len(numels):
+            return sizes
+
+
+def distinct_sizes(rng: random.Random, count: int) -> list[int]:
+    """Random layer sizes such that no two weights or biases have equally many entries: a gradient's size names it."""
+    while True:
+        sizes = rng.sample(range(5, 24), count)
+        numels = [a * b for a, b in zip(sizes, sizes[1:])] + sizes[1:]
+        if len(set(numels)) == len(numels):
+            return sizes
 
 
 def loss_of(model: torch.nn.Module, batch: dict[str, Any]) -> Tensor:

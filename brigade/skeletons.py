@@ -18,7 +18,9 @@ from pathlib import Path
 
 from brigade.course import MODULES, ROOT, CourseError, Module
 
-BLOCK = re.compile(r"^( *)### BEGIN SOLUTION (part \(\w\))\n.*?^ *### END SOLUTION\n", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(
+    r"^( *)### BEGIN SOLUTION (part \(\w\))\n(?:(?! *### BEGIN SOLUTION).*\n)*? *### END SOLUTION\n", re.MULTILINE
+)
 
 
 def skeleton(entry: Module) -> str:
@@ -38,7 +40,7 @@ def skeleton(entry: Module) -> str:
 def outdated() -> list[Path]:
     """The files in `lessons` that are not what their solution makes."""
     files = [(ROOT / "lessons" / entry.path, skeleton(entry)) for entry in MODULES]
-    return [path for path, text in files if not path.is_file() or path.read_text() != text]
+    return [path for path, text in files if not path.is_file() or path.read_bytes() != text.encode()]
 
 
 def write() -> list[Path]:
@@ -54,7 +56,7 @@ def reset(entry: Module) -> Path | None:
     """Puts the skeleton into `lessons`. What was there is kept beside it; returns where, None if nothing was lost."""
     path, text = ROOT / "lessons" / entry.path, skeleton(entry)
     backup = None
-    if path.exists() and path.read_text() != text:
+    if path.exists() and path.read_bytes() != text.encode():
         backup = path.with_name(f"{path.stem}.{time.strftime('%Y%m%d-%H%M%S')}.bak")
         while backup.exists():
             backup = backup.with_name(backup.stem + "x.bak")

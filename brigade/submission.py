@@ -44,8 +44,12 @@ def find(target: Path, entry: Module) -> Path | None:
 
 def directory(target: str | Path) -> Path:
     """`lessons`, `solutions` or a path, as a directory that exists. Raises CourseError."""
-    path = ROOT / target if str(target) in ("lessons", "solutions") else Path(target).expanduser()
-    if not path.exists():
+    try:
+        path = ROOT / target if str(target) in ("lessons", "solutions") else Path(target).expanduser()
+        exists = path.exists()
+    except (OSError, RuntimeError, ValueError) as error:  # too long, not allowed, no such user's home
+        raise CourseError(f"{target} cannot be a directory: {error}") from None
+    if not exists:
         raise CourseError(f"there is no directory {path}")
     if not path.is_dir():
         raise CourseError(f"{path} is not a directory; --target takes the directory that holds the module files")
@@ -86,8 +90,9 @@ def source_text(path: Path) -> str:
     except OSError as error:
         raise CourseError(f"{path.name} cannot be read: {error.strerror}") from None
     except SyntaxError as error:
-        line = (error.text or "").strip()
-        raise CourseError(f"{path.name}, line {error.lineno}: {error.msg}" + (f": {line}" if line else "")) from None
+        where = f"{path.name}, line {error.lineno}" if error.lineno else path.name
+        line = (error.text or "").strip()[:100]
+        raise CourseError(f"{where}: {error.msg}" + (f": {line}" if line else "")) from None
     except (ValueError, RecursionError, MemoryError) as error:
         raise CourseError(f"{path.name} is not a Python source file: {error}") from None
     return text

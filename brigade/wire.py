@@ -51,8 +51,9 @@ def decode(data: bytes | bytearray | memoryview) -> Any:
             blobs.append(data[start : start + size])
             start += size
         return _unflatten(header["value"], blobs)
-    except (struct.error, KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise WireError(f"not an encoded value: {error}") from None
+    except (struct.error, LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]  # torch appends a stack of C++ frames
+        raise WireError(f"not an encoded value: {reason}") from None
 
 
 def _flatten(value: Any, blobs: list[bytes]) -> Any:
@@ -70,7 +71,7 @@ def _flatten(value: Any, blobs: list[bytes]) -> Any:
         blobs.append(bytes(value))
         return {"bytes": len(blobs) - 1}
     if isinstance(value, torch.Tensor):
-        value = value.detach().cpu().contiguous()
+        value = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
         name = str(value.dtype).removeprefix("torch.")
         if name not in DTYPES:
             raise WireError(f"a tensor of {value.dtype} cannot travel")

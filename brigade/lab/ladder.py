@@ -5,9 +5,9 @@
     ladder.ratio(ladder.rungs[0])   the same, as a multiple of torch DDP's
     ladder.wrong()                  sentences about rungs that do not train as one process does
 
-All rungs live in one run of ranks and take turns: in a round each takes one step on the same batch, in an order drawn anew
-for every round, after a barrier. What slows the machine down thus meets all of them, and a ratio is
-taken within a round. Times of different runs are not comparable.
+All rungs live in one run of ranks and take turns: in a round each takes one step on the same batch, after a
+barrier, in an order drawn anew for every round. What slows the machine down thus meets all of them, and
+a ratio is taken within a round. Times of different runs are not comparable.
 
 Ranks import this file, so it needs torch only; `plots.py` makes the table and the picture.
 """
@@ -37,9 +37,10 @@ from brigade.submission import Sources, read
 PHASES = ("forward", "backward", "finish", "step")  # of one training step; "step" is the optimizer's
 DEADLINE_S = 300.0
 
-# Nats per token on held-out text, on any rank. Plain SGD does not amplify rounding as Adam does: in fp32, with this workload,
-# right answers differ from one process by 5e-7 at most.
-LOSS_TOLERANCE = 1e-5
+# Nats per token on held-out text, on any rank. SGD does not amplify rounding as Adam does: with this workload, in fp32,
+# right answers were measured to differ from one process by 3e-7 at most, and the mistakes in `tests/mutants` that change
+# the numbers of two ranks by 3e-3 at least.
+LOSS_TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Workload:
     size: Size = SIZES["tiny"]
     batch_size: int = 8
     time: int = 64
-    rounds: int = 50
+    rounds: int = 30
     warmup: int = 5  # of the rounds: they train, and are not timed
     learning_rate: float = 0.05
     seed: int = 0
@@ -160,8 +161,8 @@ def run_ladder(
 ) -> Ladder:
     """Trains one process, then all rungs (the course's, by default) and torch DDP in turns, and compares.
 
-    `sources` are the submission's modules, by default the solutions; `on_step` is called as each step
-    begins. Raises ValueError when the ranks cannot share a batch equally, and RankFailure or CourseError as `run_ranks`.
+    `sources` are the submission's modules, by default the solutions; `on_step` is called as each step begins.
+    Raises ValueError when the ranks cannot share a batch equally, and RankFailure or CourseError as `run_ranks` does.
     """
     workload = workload or Workload()
     rungs = [*(course_rungs() if rungs is None else rungs), TORCH_DDP]
@@ -248,6 +249,8 @@ def climber(rung: dict, model: nn.Module, learning_rate: float) -> Climber:
 def train(workload: dict, rungs: list[dict]) -> dict:
     """Takes all steps of all rungs. Returns, by label, "marks" (see `Measured`) and "losses" (on held-out text)."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    if world_size == 1:
+        torch.set_num_threads(1)  # nobody times it, and on a busy machine a second thread makes it slower
     # The seed differs between ranks: only replicas that are made equal start from rank 0's weights, those of the truth.
     start = TinyLM(Size(**workload["size"]))
     with recording.phase("construct"):

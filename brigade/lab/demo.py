@@ -1,0 +1,105 @@
+"""What a newcomer sees first: python -m brigade.lab.demo
+
+Trains the ladder on real text, prints and draws it, then checks a right answer to module 3 and a wrong one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from importlib import import_module
+
+MODULE = 3
+MUTANT = "synchronous all-reduce in the hook"  # of tests/mutants: the numbers are right, nothing overlaps
+
+
+def main() -> int:
+    """Returns the exit status: 0 good, 1 something is wrong with the course, 2 it cannot run here, 130 stopped."""
+    argparse.ArgumentParser(
+        prog="python -m brigade.lab.demo",
+        description="Trains a small language model on two ranks with every module of the course and with torch DDP, "
+        "compares them, and shows how an answer is checked. About a minute on two cores; no GPU is needed.",
+        epilog="Example: python -m brigade.lab.demo",
+    ).parse_args()
+    try:
+        return demo()
+    except KeyboardInterrupt:
+        print("\ndemo: stopped", file=sys.stderr)
+        return 130
+
+
+def demo() -> int:
+    # Imported here, so that Ctrl-C is quiet while torch is loading too.
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from brigade.course import ROOT, CourseError
+    from brigade.lab import ladder, plots
+    from brigade.ranks import RankFailure
+
+    console = Console(highlight=False, soft_wrap=True)
+    workload, rungs = ladder.Workload(), ladder.course_rungs()
+    console.print(
+        "Bucket Brigade: data-parallel training, built step by step.\n\n"
+        "Two processes on this machine train the same small language model on the source of Python's standard\n"
+        "library, once with each module of the course and once with torch DDP. One process does it alone first."
+    )
+    columns = (TextColumn("training steps"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    try:
+        with Progress(*columns, console=console) as progress:
+            task = progress.add_task("", total=ladder.steps_of(workload, rungs))
+            found = ladder.run_ladder(workload, rungs, on_step=lambda: progress.advance(task))
+    except (CourseError, RankFailure) as error:
+        print(f"demo: {error}", file=sys.stderr)
+        return 2
+    console.print()
+    console.print(plots.ladder_table(found))
+    if wrong := found.wrong():
+        print("\n".join(f"demo: {sentence}" for sentence in wrong), file=sys.stderr)
+        return 1
+    console.print(plots.verdict(found))
+    console.print("The ranks share this machine's cores and talk through its memory; over a network the ratios differ.")
+    picture = ROOT / "out" / "ladder.png"
+    plots.ladder_picture(found, picture)
+    console.print(f"The picture is {picture.relative_to(ROOT)}.\n")
+    return show_checks()
+
+
+def show_checks() -> int:
+    """Runs the checks of one module on its solution, then on a mutant of it."""
+    from brigade.cli import console
+    from brigade.cli import main as brigade
+    from brigade.course import ROOT, module
+
+    entry = module(MODULE)
+    console.print(f"How an answer is checked: brigade check {MODULE} --target solutions")
+    status = brigade(["check", str(MODULE), "--target", "solutions"])
+    if status:
+        return failed(status, f"the solution of module {MODULE} does not pass its own checks")
+    sys.path.insert(0, str(ROOT / "tests"))
+    mutants = import_module(f"mutants.{entry.package}").MUTANTS
+    mutant = next(mutant for mutant in mutants if mutant.name == MUTANT)
+    directory = ROOT / "out" / "mistake"
+    file = directory / entry.path
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(mutant.apply((ROOT / "solutions" / entry.path).read_text()))
+    console.print(f"The same solution with one mistake in it, {mutant.name}. Its numbers are right:")
+    status = brigade(["check", str(MODULE), "--target", str(directory), "--prior", "reference"])
+    if status != 1:
+        return failed(status, f"the checks of module {MODULE} do not catch the mistake")
+    console.print(
+        "The mistake was caught. Your turn: lessons/ has the readings, and `brigade next` says where to start."
+    )
+    return 0
+
+
+def failed(status: int, sentence: str) -> int:
+    """The demo's own exit status, where a check ended otherwise than it should; the sentence unless it was Ctrl-C."""
+    if status == 130:
+        return 130
+    print(f"demo: {sentence}", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,383 @@
+"""Ranks for a notebook. After `ranks = start_ranks(2)`, what stands in a `%%px` cell is what every rank does.
+
+    ranks.deadline_s = 5    how long a cell may take from now on
+    ranks["loss"]           the variable `loss` of every rank, in a list
+    ranks.events()          for each rank, what it recorded so far (see `recording.py`)
+    ranks.stop()            ends them; so does the end of the notebook's process, in whatever way it comes
+
+A rank is an ipyparallel engine with an initialised default process group that records every collective. The
+reference solutions are importable there: `from solutions.m01_naive_ddp.naive_ddp import NaiveDDP`. `%%px -t 1` is for
+rank 1 alone. When a cell misses its deadline, a sentence for each rank says what it was doing, and the ranks end.
+For timings that need clean processes use `ladder.py` and `timeline.py`.
+"""
+
+from __future__ import annotations
+
+import ast
+import atexit
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from brigade.course import MODULES, ROOT, module
+from brigade.ranks import Event, describe, ending, loopback_interface
+from brigade.submission import read
+
+if TYPE_CHECKING:
+    from ipyparallel import AsyncResult
+    from IPython.display import Code
+
+    from brigade.lab.timeline import Timeline
+
+MARK = "BRIGADE_NOTEBOOK"  # in the environment of every process of the ranks: their directory
+START_S = 60.0
+# An engine counts after its second heartbeat, and we notice ourselves when one dies.
+CONTROLLER = (
+    "--nodb",
+    "--IPController.use_threads=True",
+    "--HeartMonitor.period=300",
+    "--HeartMonitor.max_heartmonitor_misses=1000000",
+)
+ENGINE = ("--IPEngine.enable_nanny=False", "--IPEngine.max_heartbeat_misses=0", f"--IPEngine.timeout={START_S}")
+GRACE_S = 2.0  # after one rank has failed, the time in which the others may still finish
+
+
+class RanksError(Exception):
+    """What went wrong in the ranks, in sentences. A notebook shows them without a traceback."""
+
+    def _render_traceback_(self) -> list[str]:
+        return str(self).splitlines()
+
+
+def start_ranks(n: int | None = None, *, mode: str = "record", deadline_s: float = 30.0) -> Ranks:
+    """Starts `n` ranks, in place of those started before; in a notebook, `%%px` then means them.
+
+    `n` None is one rank for each GPU, with NCCL, where there are two GPUs or more, else two ranks on gloo. `mode` is
+    "record" or "hold" (`holding.py`); `deadline_s` holds for each cell. Raises RanksError when they do not start.
+    """
+    global _running
+    if _running:
+        _running.stop()
+    _running = Ranks(deadline_s)
+    try:
+        _running.start(n, mode)
+    except BaseException:
+        _running.stop()
+        raise
+    return _running
+
+
+_running: Ranks | None = None
+
+
+class Ranks:
+    """The ranks of a notebook, made by `start_ranks`; a context manager too."""
+
+    def __init__(self, deadline_s: float):
+        self.deadline_s = deadline_s
+        self.world_size = 0
+        self._directory = Path(tempfile.mkdtemp(prefix="brigade-"))
+        self._guard = start_guard(self._directory)
+        self._client: Any = None
+        self._controller: subprocess.Popen | None = None
+        self._engines: list[subprocess.Popen] = []
+        atexit.register(self.stop)
+
+    def start(self, n: int | None, mode: str) -> None:
+        import ipyparallel
+
+        self._controller = self._spawn("controller", *CONTROLLER)
+        import torch  # while the controller is starting
+
+        gpus = torch.cuda.device_count()
+        self.world_size = n or (gpus if gpus >= 2 else 2)
+        self.backend = "nccl" if gpus >= max(2, self.world_size) else "gloo"
+        connection = {"IPP_CONNECTION_INFO": json.dumps(self._connection("engine"))}
+        for rank in range(self.world_size):
+            self._engines.append(self._spawn("engine", *ENGINE, f"--IPEngine.id={rank}", **connection, RANK=str(rank)))
+        self._client = ipyparallel.Client(self._connection("client"), profile_dir=str(self._directory))
+        try:
+            self._client.wait_for_engines(self.world_size, timeout=START_S, interactive=False)
+        except TimeoutError:
+            raise self._did_not_start() from None
+        request = {
+            "world_size": self.world_size,
+            "backend": self.backend,
+            "mode": mode,
+            "directory": str(self._directory),
+            "environment": {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", loopback_interface())},
+            "packages": {"solutions": read("solutions", len(MODULES)).sources},
+            "threads": max(1, (os.cpu_count() or 1) // self.world_size),
+            "seed": 0,
+        }
+        everyone = range(self.world_size)
+        self._finish(self._client[:].apply_async(become_rank, request), everyone, START_S)
+        self._activate_magics()
+
+    def run(self, code: str, ranks: Sequence[int] | None = None) -> None:
+        """Executes Python text on all ranks (or on `ranks`), as a `%%px` cell does, and shows what they print.
+
+        Raises RanksError when a rank raises, dies or misses the deadline. After the latter two the ranks are ended.
+        """
+        self._require_running()
+        ranks = list(range(self.world_size) if ranks is None else ranks)
+        result = self._client[ranks].execute(code, silent=False, block=False)
+        try:
+            self._finish(result, ranks, self.deadline_s)
+        finally:
+            if result.ready():
+                result.display_outputs()
+
+    def __getitem__(self, name: str) -> list[Any]:
+        self._require_running()
+        result = self._client[:].pull(name, block=False)
+        return self._finish(result, range(self.world_size), self.deadline_s)
+
+    def events(self) -> list[list[Event]]:
+        files = [self._directory / f"events-{rank}" for rank in range(self.world_size)]
+        return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+
+    def stop(self) -> None:
+        """Ends all ranks, whatever they are doing. Stopping twice is allowed."""
+        atexit.unregister(self.stop)
+        if self._client:
+            self._client.close()
+            self._client = None
+        end_everything(self._directory)
+        for process in [self._controller, *self._engines]:
+            if process:
+                process.wait()
+        self._guard.communicate()  # closes its input: there is nothing left for it to do
+
+    def __repr__(self) -> str:
+        return f"{self.world_size} ranks on {self.backend}" if self._client else "ranks that have ended"
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.stop()
+
+    def _spawn(self, part: str, *options: str, **environment: str) -> subprocess.Popen:
+        own = {MARK: str(self._directory), "IPYTHONDIR": str(self._directory), "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
+        own |= {"TORCHINDUCTOR_CACHE_DIR": str(self._directory / "inductor"), "PYTHONPATH": import_path()}
+        with open(self._directory / "output", "ab") as output:
+            return subprocess.Popen(
+                [sys.executable, "-m", f"ipyparallel.{part}", f"--profile-dir={self._directory}", *options],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=os.environ | own | environment,
+                start_new_session=True,  # interrupting a cell is not for them
+            )
+
+    def _connection(self, side: str) -> dict[str, Any]:
+        """What the controller lets "engine" or "client" know, as soon as it does."""
+        file = self._directory / "security" / f"ipcontroller-{side}.json"
+        ends_at = time.monotonic() + START_S
+        while time.monotonic() < ends_at and self._controller.poll() is None:
+            with contextlib.suppress(OSError, ValueError):  # not there yet, or half written
+                return json.loads(file.read_text())
+            time.sleep(0.05)
+        raise self._did_not_start()
+
+    def _did_not_start(self) -> RanksError:
+        return RanksError("the ranks did not start:\n" + (self._directory / "output").read_text()[-2000:])
+
+    def _require_running(self) -> None:
+        if self._client is None:
+            raise RanksError("the ranks have ended; ranks = start_ranks() starts new ones")
+
+    def _finish(self, result: AsyncResult, ranks: Sequence[int], deadline_s: float) -> Any:
+        """Waits for what the ranks return. When one fails, the others have `GRACE_S` left."""
+        parts = dict(zip(ranks, result.split()))
+        ends_at = time.monotonic() + deadline_s
+        why = f"stopped after {deadline_s:g} s"
+        failed = False
+        try:
+            while not result.wait(0.1):
+                if not failed and any(self._failed(rank, part) for rank, part in parts.items()):
+                    failed, ends_at = True, min(ends_at, time.monotonic() + GRACE_S)
+                    why = "a rank failed, and the others cannot go on"
+                if time.monotonic() > ends_at:
+                    break
+        except KeyboardInterrupt:
+            why = "interrupted"
+        stories = [f"rank {rank} {self._story(rank, part)}" for rank, part in parts.items()]
+        if not result.ready():
+            for rank, part in parts.items():
+                if part.stdout:
+                    print(f"[stdout:{rank}]\n{part.stdout}", end="")
+            self.stop()
+            raise RanksError("\n".join([why, *stories, "All ranks were ended; ranks = start_ranks() starts new ones."]))
+        if not result.successful():
+            raised = next(part for part in parts.values() if not part.successful())
+            raise RanksError("\n".join([*stories, raised.exception().traceback]))
+        return result.get()
+
+    def _failed(self, rank: int, part: AsyncResult) -> bool:
+        return self._engines[rank].poll() is not None or (part.ready() and not part.successful())
+
+    def _story(self, rank: int, part: AsyncResult) -> str:
+        """Such as: waits in all_reduce #3 (fc2.weight, float32, 4096 B), which rank 1 never launched"""
+        if part.ready() and part.successful():
+            return "finished"
+        if part.ready():
+            return f"raised {part.exception().ename}: {part.exception().evalue}"
+        if self._engines[rank].poll() is not None:
+            return f"died ({ending(self._engines[rank].returncode)})"
+        launched = [[event for event in events if event["kind"] == "launch"] for events in self.events()]
+        waits = [event for event in self.events()[rank] if event["kind"] in ("wait", "done")]
+        if not waits or waits[-1]["kind"] == "done":
+            return f"is computing, after {describe(launched[rank][-1])}" if launched[rank] else "is computing"
+        launch = launched[rank][waits[-1]["index"]]
+        members = {peer: [e for e in launched[peer] if e["group"] == launch["group"]] for peer in launch["ranks"]}
+        missing = [peer for peer in members if len(members[peer]) <= members[rank].index(launch)]
+        never = f", which rank {' and rank '.join(map(str, missing))} never launched" if missing else ""
+        return f"waits in {describe(launch)}{never}"
+
+    def _activate_magics(self) -> None:
+        from ipyparallel.client.magics import ParallelMagics
+        from IPython import get_ipython
+
+        run = self.run
+
+        class Magics(ParallelMagics):
+            """ipyparallel's, with a deadline."""
+
+            def parallel_execute(self, cell: str, block: bool | None = None, **options: Any) -> Any:
+                if block is False:
+                    return super().parallel_execute(cell, block=False, **options)
+                targets = {"all": None}.get(str(self.view.targets), self.view.targets)
+                return run(cell, [targets] if isinstance(targets, int) else targets)
+
+        if shell := get_ipython():
+            view = self._client[:]
+            view.block = True
+            shell.register_magics(Magics(shell, view))
+
+
+def become_rank(request: dict[str, Any]) -> None:
+    """Makes an engine a rank. Its events go to a file, which can be read while it hangs."""
+    from brigade import rank
+
+    number = int(os.environ["RANK"])
+    record = open(Path(request["directory"]) / f"events-{number}", "w", buffering=1)  # noqa: SIM115
+    start = {"rank": number, "module": "torch.distributed", "function": "get_rank", "args": []}
+    rank.run(request | start, lambda event: record.write(json.dumps(event) + "\n"))
+
+
+def import_path() -> str:
+    """This process's PYTHONPATH, with the course's own directory: a notebook may have been started anywhere."""
+    return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def start_guard(directory: Path) -> subprocess.Popen:
+    """A process that outlives this one, however it ends, to end the ranks and remove their directory."""
+    lock = os.open(directory / "new", os.O_CREAT | os.O_RDWR)
+    fcntl.flock(lock, fcntl.LOCK_EX)  # should the guard be killed too, `ranks.sweep` removes the directory later
+    os.rename(directory / "new", directory / "lock")
+    program = "import sys; from brigade.lab.notebook import guard; guard(sys.argv[1])"
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, str(directory)],
+        stdin=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": import_path()},
+        pass_fds=[lock],
+        start_new_session=True,
+    )
+    os.close(lock)
+    return process
+
+
+def guard(directory: str) -> None:
+    sys.stdin.read()  # until the notebook's process closes the other end, or dies
+    end_everything(Path(directory))
+
+
+def end_everything(directory: Path) -> None:
+    """Kills all processes that were started for this directory, with what they started, and removes it."""
+    give_up = time.monotonic() + 10
+    found = True
+    while found and time.monotonic() < give_up:
+        found = False
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):  # ended meanwhile, or not ours
+                if process.environ().get(MARK) == str(directory):
+                    process.kill()
+                    found = True
+        time.sleep(0.05 * found)
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def large_figures() -> None:
+    """Makes matplotlib's next figures readable from the back row, and lines distinct without colour."""
+    import matplotlib.pyplot as plt
+
+    lines = plt.cycler(color=["#0072b2", "#d55e00", "#1a1a1a"], marker=["o", "s", "^"], linestyle=["-", "--", ":"])
+    plt.rcParams.update(
+        {
+            "figure.figsize": (12, 5.5),
+            "figure.constrained_layout.use": True,
+            "font.size": 18,
+            "lines.linewidth": 3.5,
+            "lines.markersize": 10,
+            "axes.prop_cycle": lines,
+            "axes.grid": True,
+            "grid.color": "#dddddd",
+            "axes.axisbelow": True,
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+        }
+    )
+
+
+def show_timelines(timelines: Sequence[Timeline], titles: Sequence[str]) -> None:
+    """Draws the timelines below each other, on one time axis."""
+    import matplotlib.pyplot as plt
+    from matplotlib.patches import Patch
+
+    from brigade.lab import plots
+    from brigade.lab.timeline import draw_panel
+
+    figure, panels = plt.subplots(len(timelines), sharex=True, squeeze=False, figsize=(13, 1.8 + 3.2 * len(timelines)))
+    for axes, timeline, title in zip(panels[:, 0], timelines, titles):
+        draw_panel(axes, timeline)
+        axes.grid(visible=False, axis="y")
+        axes.tick_params(labelsize=18)
+        axes.set_title(title, loc="left")
+    panels[-1, 0].set_xlabel("time since the step began (ms)")
+    handles = [Patch(facecolor=colour, edgecolor="#777777") for colour in plots.COLOURS.values()]
+    names = [plots.NAMES.get(name, name) for name in plots.COLOURS]
+    figure.legend(handles, names, loc="outside lower center", ncols=len(names), frameon=False, columnspacing=1.2)
+    plt.show()
+
+
+def show(number: int, name: str) -> Code:
+    """What the reference solution of a module has in `name`, such as "NaiveDDP.finish_grad_sync", to be displayed.
+
+    Of a function the first line and the solution proper, without docstring and guidance.
+    """
+    from IPython.display import Code
+
+    text = (ROOT / "solutions" / module(number).path).read_text()
+    body = ast.parse(text).body
+    for part in name.split("."):
+        node = next(node for node in body if getattr(node, "name", None) == part)
+        body = node.body
+    lines = text.splitlines()
+    begin = next(i for i in range(node.lineno, len(lines)) if "### BEGIN SOLUTION" in lines[i])
+    end = next(i for i in range(begin, len(lines)) if "### END SOLUTION" in lines[i])
+    shown = [*lines[node.lineno - 1 : body[0].lineno - 1], *lines[begin + 1 : end]]
+    return Code(textwrap.dedent("\n".join(shown)), language="python")

@@ -1,0 +1,207 @@
+"""The command line, as a student meets it: one clear line for every wrong input, and nothing of theirs lost."""
+
+import subprocess
+import sys
+import threading
+import zipfile
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from brigade import cli, skeletons
+from brigade.course import MODULES, ROOT
+
+
+@pytest.fixture
+def brigade(capfd):
+    """Runs a command in this process; gives its exit status, output and errors."""
+
+    def run(*arguments):
+        status = cli.main([str(argument) for argument in arguments])
+        out, err = capfd.readouterr()
+        assert "Traceback" not in out + err
+        return SimpleNamespace(returncode=status, stdout=out, stderr=err)
+
+    return run
+
+
+@pytest.fixture
+def lessons(tmp_path):
+    """A directory with a right answer to module 1 only."""
+    entry = MODULES[0]
+    (tmp_path / entry.package).mkdir()
+    (tmp_path / entry.path).write_text((ROOT / "solutions" / entry.path).read_text())
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["check", "9"], "there is no module 9: the course has modules 1 to"),
+        (["check", "three"], "there is no module three"),
+        (["check", "1", "--target", "does/not/exist"], "there is no directory does/not/exist"),
+        (["check", "1", "--target", __file__], "is not a directory"),
+        (["check", "1", "--only", "zebra"], "no check whose name contains 'zebra'"),
+        (["check", "--debug"], "say which"),
+        (["hint", "0"], "there is no module 0"),
+        (["reset", "x"], "there is no module x"),
+        (["submit", "--target", "notebooks"], "there are no module files in"),
+    ],
+)
+def test_wrong_input_gets_one_line(brigade, arguments, line):
+    done = brigade(*arguments)
+    assert done.returncode == 2
+    assert line in done.stderr and done.stderr.startswith("brigade: ") and done.stderr.count("\n") == 1, done
+
+
+def test_nccl_without_gpu_gets_one_line(brigade):
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    done = brigade("check", 1, "--backend", "nccl")
+    assert done.returncode == 2
+    assert done.stderr == (
+        "brigade: --backend nccl needs a GPU, and torch sees none here; --backend gloo runs on any machine\n"
+    )
+
+
+def test_check_passes_and_fails(brigade, lessons):
+    done = brigade("check", 1, "--target", lessons)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "8 of 8 points" in done.stdout
+    (lessons / MODULES[0].path).write_text((ROOT / "lessons" / MODULES[0].path).read_text())
+    done = brigade("check", 1, "--target", lessons)
+    assert done.returncode == 1
+    assert "0 of 8 points" in done.stdout
+    assert "to do: module 1, part (a)" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("class NaiveDDP(:\n", "naive_ddp.py, line 1: invalid syntax"),
+        ("x = 1\n", "naive_ddp.py has no "),
+        ("import os\nos._exit(0)\n", "ended without a result (exit code 0)"),
+        ("raise SystemExit\n", "raised SystemExit"),
+        ("import no_such_module\n", "No module named 'no_such_module'"),
+        ("from torch import nn\nclass NaiveDDP(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+         "broadcast_module_state = lambda module: None\n", "the signature differs"),
+    ],
+)  # fmt: skip
+def test_broken_submission_fails_in_words(brigade, lessons, text, line):
+    (lessons / MODULES[0].path).write_text(text)
+    done = brigade("check", 1, "--target", lessons, "--only", "gradients_are_averaged or invalid")
+    assert done.returncode in (1, 2)
+    assert line in done.stdout, done.stdout
+
+
+def test_prints_are_shown_by_rank_and_capped(brigade, lessons):
+    text = (lessons / MODULES[0].path).read_text()
+    noisy = text.replace(
+        "        for parameter in self.module.parameters():",
+        "        print('hello from the submission')\n        print('x' * 5_000_000)\n        for parameter in []:",
+        1,
+    )
+    assert noisy != text
+    (lessons / MODULES[0].path).write_text(noisy)
+    done = brigade("check", 1, "--target", lessons, "--only", "gradients_are_averaged")
+    assert done.returncode == 1
+    assert "[rank 0] hello from the submission" in done.stdout
+    assert len(done.stdout) < 100_000
+
+
+def test_reset_keeps_the_students_file(tmp_path, monkeypatch, capsys):
+    entry = MODULES[0]
+    monkeypatch.setattr(skeletons, "ROOT", tmp_path)
+    monkeypatch.setattr(cli, "ROOT", tmp_path)
+    for place, text in (("solutions", (ROOT / "solutions" / entry.path).read_text()), ("lessons", "my work\n")):
+        (tmp_path / place / entry.package).mkdir(parents=True)
+        (tmp_path / place / entry.path).write_text(text)
+    assert cli.main(["reset", "1"]) == 0
+    [backup] = (tmp_path / "lessons" / entry.package).glob("*.bak")
+    assert backup.read_text() == "my work\n" and backup.name in capsys.readouterr().out
+    assert "NotImplementedError" in (tmp_path / "lessons" / entry.path).read_text()
+    assert cli.main(["reset", "1"]) == 0  # nothing to lose now, so no second backup
+    assert len(list((tmp_path / "lessons" / entry.package).glob("*.bak"))) == 1
+
+
+def test_submit_makes_a_zip_of_the_modules(lessons, tmp_path, monkeypatch, capsys):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    assert cli.main(["submit", "--target", str(lessons)]) == 0
+    [archive] = elsewhere.glob("submission-*.zip")
+    assert zipfile.ZipFile(archive).namelist() == [MODULES[0].path.as_posix()]
+    assert "module 2 is missing" in capsys.readouterr().out
+
+
+def test_hints_come_one_after_another(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(cli, "HINTS_SHOWN", tmp_path / "hints.json")
+    seen = []
+    for _ in range(4):
+        assert cli.main(["hint", "1"]) == 0
+        seen.append(capsys.readouterr().out)
+    assert len(set(seen[:3])) == 3 and seen[3] == seen[2]
+    assert cli.main(["hint", "1", "--again"]) == 0
+    assert capsys.readouterr().out == seen[0]
+
+
+def test_next_names_the_first_unfinished_module(brigade, lessons):
+    done = brigade("next", "--target", lessons)
+    assert done.returncode == 1
+    assert "✓ Module 1" in done.stdout
+    assert "Module 2: module 2 is missing" in done.stdout
+
+
+def test_debug_runs_one_rank_on_this_terminal(lessons):
+    text = (lessons / MODULES[0].path).read_text()
+    broken = text.replace(
+        "        for parameter in self.module", "        breakpoint()\n        for parameter in self.module", 1
+    )
+    (lessons / MODULES[0].path).write_text(broken)
+    command = [sys.executable, "-m", "brigade.cli", "check", "1", "--debug", "--only", "gradients_are_averaged"]
+    command += ["--target", str(lessons)]
+    done = subprocess.run(command, cwd=ROOT, input="p 6 * 7\nc\n", capture_output=True, text=True, timeout=60)
+    assert "(Pdb) 42" in done.stdout, done.stdout + done.stderr
+    assert "2 of 2 points" in done.stdout
+
+
+def test_watch_runs_again_after_a_save(lessons):
+    command = [sys.executable, "-u", "-m", "brigade.cli", "check", "1", "--watch", "--only", "buffers"]
+    command += ["--target", str(lessons)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    alarm = threading.Timer(60, process.kill)
+    alarm.start()
+    try:
+        lines = read_until(process, "Waiting for a file")
+        assert any("1 of 1 points" in line for line in lines)
+        file = lessons / MODULES[0].path
+        file.write_text(file.read_text().replace("[*module.parameters(), *module.buffers()]", "module.parameters()"))
+        assert any("are buffers broadcast" in line for line in read_until(process, "0 of 1 points"))
+        process.send_signal(2)
+        assert process.wait(timeout=20) == 130
+    finally:
+        alarm.cancel()
+        process.kill()
+    assert not [child for child in psutil.Process().children(recursive=True) if child.pid == process.pid]
+
+
+def read_until(process, text):
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if text in line:
+            return lines
+    raise AssertionError("".join(lines))
+
+
+def test_skeletons_check_passes(brigade):
+    assert brigade("skeletons", "--check").returncode == 0
+
+
+@pytest.mark.parametrize("command", ["", "check", "next", "hint", "reset", "submit", "skeletons"])
+def test_help_has_an_example(command, capsys):
+    with pytest.raises(SystemExit):
+        cli.main([*command.split(), "--help"])
+    assert "Example: brigade" in capsys.readouterr().out

@@ -1,0 +1,260 @@
+"""What a failed check says: the fact first, and the mistake that explains it."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from brigade.feedback import CheckFailed, expect, expect_equal, expect_gradients, expect_start, expect_weights, listing
+from brigade.reference import Case
+
+Tensors = dict[str, "Tensor | None"]
+
+
+def truth() -> Tensors:
+    generator = torch.Generator().manual_seed(0)
+    return {"weight": torch.randn(3, 4, generator=generator), "bias": torch.randn(3, generator=generator)}
+
+
+def times(factor: float, only: str = "") -> Tensors:
+    return {name: value * (factor if only in name else 1.0) for name, value in truth().items()}
+
+
+def verdict(actual: list[Tensors], expected: Tensors | None = None, **options: Any) -> CheckFailed:
+    with pytest.raises(CheckFailed) as caught:
+        expect_equal("gradients are the average", actual, expected or truth(), **options)
+    return caught.value
+
+
+# ---- the cause
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_summed_not_averaged(world_size):
+    failed = verdict([times(world_size)] * world_size)
+    assert failed.cause == f"every gradient is exactly {world_size}× too large: summed over the ranks, not averaged?"
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_divided_twice(world_size):
+    failed = verdict([times(1 / world_size)] * world_size)
+    assert failed.cause == f"every gradient is exactly {world_size}× too small: divided twice?"
+
+
+def test_divided_by_the_world_where_the_group_is_smaller():
+    failed = verdict([times(2 / 6)] * 2, ranks=[1, 3], world_size=6)
+    assert "divided by 6, the size of the world, not by 2" in failed.cause
+    assert failed.happened.startswith("rank 1, weight")
+
+
+def test_divided_by_two_whatever_the_group():
+    assert "divided by 2 where the group has 3 ranks" in verdict([times(3 / 2)] * 3).cause
+
+
+def test_counted_twice():
+    failed = verdict([times(2, only="bias")] * 3)
+    assert failed.cause == "it is exactly 2× too large: counted twice?"
+
+
+def test_another_factor():
+    assert "0.7× what it should be" in verdict([times(0.7)] * 2).cause
+
+
+def test_a_factor_of_one_rank_is_found_too():
+    assert "2× too large" in verdict([truth(), times(2)]).cause
+
+
+def test_nan_is_a_result_nobody_waited_for():
+    late = truth()
+    late["bias"][1] = float("nan")
+    failed = verdict([truth(), late])
+    assert "never waited on" in failed.cause
+    assert failed.happened == f"rank 1, bias: entry 1 is nan, expected {truth()['bias'][1].item():.6g}"
+
+
+def test_none_where_a_gradient_belongs():
+    missing = truth() | {"bias": None}
+    failed = verdict([truth(), missing])
+    assert "rank 1, bias: there is none" in failed.happened
+    assert "None on some rank must still take part" in failed.cause
+
+
+def test_a_suspect_is_named_where_its_values_are_found():
+    own = [times(0.3), {name: value + 1 for name, value in truth().items()}]
+    suspects = {"something else?": [truth(), truth()], "each rank still has its own?": own}
+    assert verdict(own, suspects=suspects).cause == "each rank still has its own?"
+    assert verdict([truth(), own[1]], suspects=suspects).cause == "each rank still has its own?"
+    assert verdict([own[1], own[0]], suspects=suspects).cause != "each rank still has its own?"
+
+
+def test_ranks_that_disagree():
+    actual = [truth(), {name: value.flip(0) for name, value in truth().items()}]
+    assert "the ranks do not agree: weight" in verdict(actual).cause
+
+
+def test_no_cause_is_invented():
+    wrong = {name: value.flip(0) for name, value in truth().items()}
+    failed = verdict([wrong, wrong])
+    assert failed.cause == "" and "cause" not in str(failed)
+
+
+# ---- the fact
+
+
+def test_the_first_wrong_entry_is_shown_and_the_others_counted():
+    wrong = truth()
+    wrong["weight"][1, 2] += 1.0
+    failed = verdict([truth(), wrong, wrong])
+    want = truth()["weight"][1, 2].item()
+    assert failed.expected == "gradients are the average"
+    first, second = failed.happened.splitlines()
+    assert first == f"rank 1, weight: entry 6 is {want + 1:.6g}, expected {want:.6g}"
+    assert second == "2 of 6 are wrong: weight"
+    assert [line[:10].strip() for line in str(failed).splitlines()] == ["expected", "happened", "", "cause"]
+
+
+def test_a_wrong_shape():
+    failed = verdict([truth() | {"weight": torch.zeros(12)}])
+    assert "shape (3, 4)" in failed.expected and "shape (12,)" in failed.happened
+
+
+def test_a_missing_name_is_wrong():
+    assert "rank 0, bias: there is none" in verdict([{"weight": truth()["weight"]}]).happened
+
+
+def test_an_infinite_entry_is_wrong():
+    wrong = truth()
+    wrong["bias"][0] = float("inf")
+    assert "bias: entry 0 is inf" in verdict([wrong]).happened
+
+
+def test_expect():
+    expect(True, "it holds", "it does")
+    with pytest.raises(CheckFailed) as caught:
+        expect(False, "one launch", "rank 0: two\nrank 1: one", "why?")
+    assert str(caught.value).splitlines() == [
+        "expected  one launch",
+        "happened  rank 0: two",
+        "          rank 1: one",
+        "cause     why?",
+    ]
+
+
+def test_listing():
+    assert listing(["a", "b"]) == "a, b"
+    assert listing(range(6)) == "0, 1, 2, 3 and 2 more"
+
+
+# ---- what is right passes
+
+
+def test_equal_tensors_pass():
+    expect_equal("...", [truth()] * 3, truth())
+    expect_equal("...", [truth()] * 3, truth(), tolerance=0.0)
+
+
+@pytest.mark.parametrize("dtype, limit", [(torch.float32, 1e-5), (torch.float64, 1e-10), (torch.bfloat16, 2**-7)])
+def test_the_tolerance_is_relative_to_the_largest_entry(dtype, limit):
+    expected = {"w": torch.tensor([100.0, 0.0, 1.0], dtype=torch.float64).to(dtype)}
+    for place, factor, fits in ((1, 0.8, True), (2, 0.8, True), (1, 2.5, False)):
+        shifted = expected["w"].clone()
+        shifted[place] += 100 * limit * factor
+        if fits:
+            expect_equal("...", [{"w": shifted}], expected)
+        else:
+            verdict([{"w": shifted}], expected)
+
+
+def test_a_tensor_that_cancels_may_keep_the_rounding_of_its_terms():
+    expected = {"large": torch.tensor([1000.0]), "small": torch.tensor([1e-6])}
+    actual = {"large": torch.tensor([1000.0]), "small": torch.tensor([6e-5])}
+    expect_equal("...", [actual], expected)  # 1/100 of the largest entry of all
+    alone = {"small": expected["small"]}
+    verdict([actual], alone)
+    expect_equal("...", [actual], alone, scale={"small": 10.0})
+
+
+def test_none_is_zero_on_both_sides():
+    zero = {"w": torch.zeros(3)}
+    expect_equal("...", [{"w": None}, zero, {}], zero)
+    expect_equal("...", [{"w": None}, zero, {}], {"w": None})
+    assert verdict([{"w": torch.ones(3)}], {"w": None}).happened == "rank 0, w: entry 0 is 1, expected 0"
+
+
+def test_tensors_that_are_empty_or_integers():
+    expected = {"empty": torch.zeros(0, 3), "count": torch.tensor(5), "mask": torch.tensor([True, False])}
+    expect_equal("...", [expected], expected, tolerance=0.0)
+    assert "count: entry 0 is 6" in verdict([expected | {"count": torch.tensor(6)}], expected, tolerance=0.0).happened
+
+
+# ---- on a case
+
+
+def results_of(case: Case, gradients: list[Tensors]) -> list[dict]:
+    weights, _ = case.train()
+    return [{"gradients": [gradients[rank]], "weights": weights} for rank in range(case.world_size)]
+
+
+@pytest.mark.parametrize("model", ["Plain", "Tied", "Buffers", "MixedDtypes", "Transposed"])
+def test_the_truth_of_a_case_passes(model):
+    case = Case(random.Random(3), model, 3, steps=2)
+    results = results_of(case, [case.gradients()] * 3)
+    expect_gradients(results, case)
+    expect_start([case.start()] * 3, case)
+    expect_weights(results, case)
+
+
+def test_an_average_in_the_gradients_own_dtype_passes():
+    """What a right answer computes: a sum in float32 or bfloat16, then a division, or the other way round."""
+    for seed in range(20):
+        case = Case(random.Random(seed), "Plain", 4)
+        own = [case.gradients([rank]) for rank in range(4)]
+        summed = {name: sum(gradients[name] for gradients in own) / 4 for name in own[0]}
+        divided = {name: sum(gradients[name] / 4 for gradients in own) for name in own[0]}
+        expect_gradients(results_of(case, [summed, divided] * 2), case)
+
+
+def failure_of(function: Any, results: list, case: Case) -> CheckFailed:
+    with pytest.raises(CheckFailed) as caught:
+        function(results, case)
+    return caught.value
+
+
+def test_a_gradient_that_stayed_the_ranks_own():
+    case = Case(random.Random(3), "Plain", 2)
+    results = results_of(case, [case.gradients([rank]) for rank in range(2)])
+    failed = failure_of(expect_gradients, results, case)
+    assert "each rank still has its own gradient" in failed.cause
+    assert "average over ranks 0, 1" in failed.expected
+
+
+def test_only_the_groups_ranks_are_judged():
+    case = Case(random.Random(3), "Plain", 4, group=[1, 3])
+    nothing: Tensors = dict.fromkeys(case.gradients())
+    expect_gradients(results_of(case, [nothing, case.gradients()] * 2), case)
+    halved = {name: value / 2 for name, value in case.gradients().items()}
+    failed = failure_of(expect_gradients, results_of(case, [nothing, halved] * 2), case)
+    assert "divided by 4, the size of the world" in failed.cause
+    assert failed.happened.startswith("rank 1, ")
+
+
+def test_a_start_that_is_the_ranks_own_or_the_worlds():
+    case = Case(random.Random(3), "Buffers", 3, group=[1, 2])
+    failed = failure_of(expect_start, case.states, case)
+    assert failed.happened.startswith("rank 2, ") and "still has its own" in failed.cause
+    assert "rank 0 of the world" in failure_of(expect_start, [case.states[0]] * 3, case).cause
+    assert "the last rank" in failure_of(expect_start, [case.states[2]] * 3, case).cause
+
+
+def test_one_buffer_that_was_not_broadcast():
+    case = Case(random.Random(3), "Buffers", 2)
+    start = [case.start(), case.start() | {"scratch": case.states[1]["scratch"]}]
+    failed = failure_of(expect_start, start, case)
+    assert failed.happened.startswith("rank 1, scratch") and "still has its own" in failed.cause
+    expect_start(start, case, "parameters")
+    with pytest.raises(CheckFailed, match="buffers start as"):
+        expect_start(start, case, "buffers")

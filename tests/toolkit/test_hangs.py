@@ -1,0 +1,79 @@
+"""Submissions that hang, die or disagree: ended within the deadline, in words that name rank and collective."""
+
+import time
+
+import psutil
+import pytest
+from test_mutants import checks, with_text
+
+from brigade import ranks
+from brigade.course import MODULES, ROOT
+from brigade.feedback import CheckFailed
+
+MODULE_3 = MODULES[2]
+LAUNCH = "handle = dist.all_reduce(parameter.grad, group=self.process_group, async_op=True)"
+DEADLINE_S = 5.0
+
+
+def verdict(old, new, check="test_launches_are_asynchronous"):
+    """What a student reads whose module 3 has `new` for `old`, and how long it took; no rank may be left."""
+    text = (ROOT / "solutions" / MODULE_3.path).read_text()
+    assert text.count(old) == 1
+    examined = with_text(MODULE_3, text.replace(old, new), "gloo")
+    examined.deadline = DEADLINE_S
+    ranks.SERVER.start()
+    started = time.monotonic()
+    with pytest.raises(CheckFailed) as failed:
+        checks(MODULE_3)[check](examined)
+    server = psutil.Process(ranks.SERVER._process.pid)
+    assert server.children(recursive=True) == []
+    assert list(ranks.SERVER.scratch.glob("run-*")) == []
+    return str(failed.value), time.monotonic() - started
+
+
+def test_endless_loop_in_a_hook():
+    told, _ = verdict(LAUNCH, "while dist.get_rank() == 1: pass\n            " + LAUNCH)
+    assert "stopped after 5 s" in told
+    assert "rank 1 is in backward" in told and "in launch" in told  # the line it stands on
+    assert "rank 0 waits in all_reduce #" in told and "which rank 1 never launched" in told
+
+
+def test_endless_loop_on_all_ranks():
+    told, _ = verdict(LAUNCH, "while True: pass\n            " + LAUNCH)
+    assert "rank 0 is in backward" in told and "rank 1 is in backward" in told
+
+
+def test_a_rank_that_leaves():
+    told, seconds = verdict(LAUNCH, LAUNCH + "\n            import os; dist.get_rank() == 1 and os._exit(0)")
+    assert "rank 1 ended without a result (exit code 0)" in told
+    assert seconds < DEADLINE_S
+
+
+def test_collectives_in_different_orders():
+    reversed_on_rank_1 = (
+        "self.waiting = [*getattr(self, 'waiting', []), parameter]\n"
+        "            if len(self.waiting) < sum(p.requires_grad for p in self.module.parameters()):\n"
+        "                return\n"
+        "            for parameter in self.waiting if dist.get_rank() else reversed(self.waiting):\n"
+        "                handle = dist.all_reduce(parameter.grad, group=self.process_group, async_op=True)\n"
+        "                self.in_flight.append((handle, parameter))\n"
+        "            return"
+    )
+    for _ in range(3):
+        told, seconds = verdict(LAUNCH, reversed_on_rank_1)
+        assert "called all_reduce #" in told and "where rank" in told and "in the same order" in told
+        assert seconds < DEADLINE_S
+
+
+def test_one_launch_too_few():
+    told, seconds = verdict(LAUNCH, "if dist.get_rank() and parameter.dim() == 1: return\n            " + LAUNCH)
+    assert "on some ranks only" in told
+    assert seconds < DEADLINE_S
+
+
+def test_a_forgotten_wait_is_caught_every_time():
+    text = (ROOT / "solutions" / MODULE_3.path).read_text()
+    wrong = text.replace("handle.wait()", "handle is self.in_flight[3][0] or handle.wait()")
+    for seed in range(20):
+        with pytest.raises(CheckFailed, match="never waited on"):
+            checks(MODULE_3)["test_every_handle_is_waited_on"](with_text(MODULE_3, wrong, "gloo", seed))

@@ -1,0 +1,126 @@
+"""The group that holds results back: only who waits for a handle gets its result."""
+
+from __future__ import annotations
+
+import pytest
+import rank_functions as functions
+import torch
+from torch import Tensor
+
+from brigade.holding import filler
+from brigade.ranks import RankFailure, run_ranks
+from brigade.wire import encode
+
+WORLD = 3
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64)
+
+
+def is_filler(tensor: Tensor) -> bool:
+    return bool(tensor.isnan().all()) if tensor.is_floating_point() else bool((tensor == filler(tensor.dtype)).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_results_are_those_of_the_group_that_records(dtype):
+    """Bit by bit, for all collectives, asynchronous or not; and nothing is there before the wait."""
+    recorded = run_ranks(functions.every_collective, dtype, False, world_size=WORLD)
+    synchronous = run_ranks(functions.every_collective, dtype, False, world_size=WORLD, mode="hold")
+    held = run_ranks(functions.every_collective, dtype, True, world_size=WORLD, mode="hold")
+    for rank in range(WORLD):
+        assert len(held[rank]) >= 19
+        for name, found in recorded[rank].items():
+            expected = encode(found["after"])
+            assert encode(synchronous[rank][name]["before"]) == expected, f"{name}: a synchronous call has its result"
+            assert encode(synchronous[rank][name]["after"]) == expected, name
+            assert encode(held[rank][name]["after"]) == expected, name
+            assert all(is_filler(tensor) for tensor in held[rank][name]["before"]), f"{name}: it was there too early"
+        assert not [event for event in held.events[rank] if event["kind"] == "race"]
+
+
+def test_results_are_right():
+    """What `torch.distributed` says it does, computed here: the comparison of modes alone would not show it."""
+    found = run_ranks(functions.every_collective, torch.float64, True, world_size=WORLD, mode="hold")
+
+    def sum_of(*shape: int, ranks: int = WORLD) -> Tensor:
+        return sum(functions.values(torch.float64, *shape, rank=rank) for rank in range(ranks))
+
+    for rank in range(WORLD):
+        own = {name: outputs["after"] for name, outputs in found[rank].items()}
+        torch.testing.assert_close(own["all_reduce"][0], sum_of(3, 5))
+        torch.testing.assert_close(own["all_reduce_average"][0], sum_of(3, 5) / WORLD)
+        torch.testing.assert_close(own["all_reduce_transposed"][0], sum_of(3, 5).T)
+        torch.testing.assert_close(own["all_reduce_view"][0], sum_of(12)[3:7])
+        torch.testing.assert_close(own["all_gather"][2], functions.values(torch.float64, 4, rank=2))
+        torch.testing.assert_close(own["all_gather_in_place"][0][1], functions.values(torch.float64, 4, rank=1))
+        torch.testing.assert_close(own["reduce_scatter_in_place"][0], sum_of(WORLD, 4)[rank])
+        torch.testing.assert_close(own["scatter"][0], functions.values(torch.float64, WORLD, 4, rank=0)[rank])
+        torch.testing.assert_close(own["coalesced"][2], sum_of(3))
+    for rank in range(2):
+        torch.testing.assert_close(found[rank]["all_reduce_in_a_subgroup"]["after"][0], sum_of(3, 5, ranks=2))
+    assert found[2]["all_reduce_in_a_subgroup"]["after"] == []
+    torch.testing.assert_close(found[1]["reduce"]["after"][0], sum_of(7))
+
+
+@pytest.mark.parametrize("how", ["wait", "wait with a timeout", "result", "is_completed", "get_future", "synchronize"])
+def test_only_the_own_handle_delivers_and_every_way_of_asking_does(how):
+    for rank, result in enumerate(run_ranks(functions.deliver, how, mode="hold")):
+        first, second = result["before"]
+        assert first.isnan().all(), "another handle's wait, or time, has delivered"
+        assert second.tolist() == [2.0, 2.0]
+        assert [tensor.tolist() for tensor in result["after"]] == [[2.0] * 3, [2.0] * 2], rank
+        assert result["later"].tolist() == [7.0] * 3, "it delivers once"
+        if how in ("result", "get_future"):
+            assert [tensor.tolist() for tensor in result["answer"]] == [[7.0] * 3]  # the tensors themselves
+        elif how != "synchronize":
+            assert result["answer"] is True
+
+
+@pytest.mark.parametrize(
+    "where, raced",
+    [("input", True), ("output", True), ("reduced", True), ("data", True), ("reading", False), ("", False)],
+)
+def test_a_write_between_launch_and_wait_is_noted(where, raced):
+    results = run_ranks(functions.change, where, mode="hold")
+    for result, events in zip(results, results.events):
+        races = [event for event in events if event["kind"] == "race"]
+        assert [event["index"] for event in races] == ([0] if raced else [])
+        if where in ("input", "output", "reading"):  # the collective works on what it was given
+            assert result["output"].tolist() == [0.0, 1.0, 2.0, 3.0] * 2
+        else:  # `x /= 2` changes no NaN to be seen, and is noted all the same
+            assert result["input"].tolist() == [1.0, 3.0, 5.0, 7.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32, torch.int64, torch.float16], ids=str)
+def test_tensors_of_other_dtypes_are_held_too(dtype):
+    other, root = run_ranks(functions.hold, dtype, mode="hold")
+    sent = torch.tensor([1, 1, 1], dtype=dtype)
+    assert is_filler(other["before"]) and torch.equal(other["after"], sent)
+    assert torch.equal(root["before"], sent) and torch.equal(root["after"], sent), "the root keeps what it sends"
+
+
+def test_reduce_scatter_into_its_own_input():
+    """The own shard is the sum; the rest of the buffer stays as it was."""
+    results = run_ranks(functions.in_place_reduce_scatter, world_size=WORLD, mode="hold")
+    total = sum(result["given"] for result in results)
+    for rank, result in enumerate(results):
+        others = [other for other in range(WORLD) if other != rank]
+        assert result["before"][rank].isnan().all()
+        assert torch.equal(result["before"][others], result["given"][others])
+        torch.testing.assert_close(result["after"][rank], total[rank])
+        assert torch.equal(result["after"][others], result["given"][others])
+
+
+@pytest.mark.parametrize("mode", ["record", "hold"])
+def test_tensors_that_are_not_contiguous(mode):
+    results = run_ranks(functions.strides, mode=mode)
+    total = sum(result["given"] for result in results)
+    for result in results:
+        torch.testing.assert_close(result["transposed"], total.T)
+        assert result["stride"] == [1, 6]
+        torch.testing.assert_close(
+            result["parameter"], sum(functions.values(torch.float64, 5, rank=other) for other in range(2))
+        )
+
+
+def test_coalescing_with_a_device_says_what_to_do():
+    with pytest.raises(RankFailure, match="pass no device to the coalescing manager"):
+        run_ranks(functions.coalesce_on_a_device, mode="hold")

@@ -1,0 +1,129 @@
+"""The ladder measures what the modules do, notices a rung that trains differently, and the pictures can be drawn."""
+
+import io
+import re
+import struct
+import sys
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from brigade.course import MODULES, module
+from brigade.lab import demo, figures, ladder, plots, timeline
+from brigade.models import Size, TinyLM
+
+SIZE = Size(d_model=16, d_ff=32, layers=1, heads=2, vocabulary=256)
+WORKLOAD = ladder.Workload(size=SIZE, batch_size=4, time=8, rounds=2, warmup=0)
+PARAMETERS = list(TinyLM(SIZE).parameters())
+
+
+@pytest.fixture(scope="module")
+def climbed():
+    """A short ladder of all modules, and how often it said that a step began."""
+    steps = []
+    found = ladder.run_ladder(WORKLOAD, on_step=lambda: steps.append(1))
+    return found, len(steps)
+
+
+def png_size(path):
+    data = path.read_bytes()
+    assert data.startswith(b"\x89PNG\r\n\x1a\n")
+    return struct.unpack(">II", data[16:24])
+
+
+def test_every_module_and_torch_ddp_train_as_one_process_does(climbed):
+    found, steps = climbed
+    assert [rung.label for rung in found.rungs] == [f"{e.number} {e.public[-1]}" for e in MODULES] + ["torch DDP"]
+    assert found.wrong() == []
+    assert steps == ladder.steps_of(WORKLOAD, ladder.course_rungs())
+    assert found.ratio(found.rungs[-1]) == 1.0
+
+
+def test_collectives_and_bytes_of_a_step_are_counted(climbed):
+    naive, flat, overlapped = climbed[0].rungs[:3]
+    assert (naive.collectives, flat.collectives, overlapped.collectives) == (len(PARAMETERS), 1, len(PARAMETERS))
+    nbytes = sum(p.numel() * p.element_size() for p in PARAMETERS)
+    assert {rung.payload_bytes for rung in (naive, flat, overlapped)} == {nbytes}
+
+
+def test_step_times_are_those_of_the_slowest_rank():
+    marks = [[[0, 1, 2, 3, 4], [0, 1, 2, 3, 9]], [[0, 1, 2, 3, 6], [0, 1, 2, 3, 5]]]
+    rung = ladder.Measured("1 NaiveDDP", marks, 1.0, 4.0, [3.0, 3.0])
+    assert rung.step_ms == [6000, 9000]
+    assert rung.median_ms == 7500
+    assert rung.quartiles_ms == (6750, 8250)
+    assert rung.phase_ms("backward") == 1000
+
+
+def test_a_rung_that_sums_is_wrong():
+    entry = module(1)
+    sources = ladder.reference()
+    path, text = sources[f"{entry.package}.{entry.name}"]
+    mistake, count = re.subn(r"parameter\.grad /= .*", "pass", text)
+    assert count == 1
+    sources[f"{entry.package}.{entry.name}"] = (path, mistake)
+    found = ladder.run_ladder(WORKLOAD, [ladder.rung_of(entry)], sources)
+    sentences = found.wrong()
+    assert len(sentences) == 2  # both ranks of module 1, and torch DDP is right
+    assert sentences[1].startswith("1 NaiveDDP does not train as one process does: rank 1 has a loss of")
+
+
+def test_ranks_that_cannot_share_a_batch_are_refused():
+    with pytest.raises(ValueError, match="2 ranks cannot share a batch of 3 sequences equally"):
+        ladder.run_ladder(replace(WORKLOAD, batch_size=3))
+
+
+def test_the_table_fits_a_terminal_and_a_pipe(climbed):
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(plots.ladder_table(climbed[0]))
+    lines = console.export_text().splitlines()
+    assert max(map(len, lines)) <= 80
+    for rung in climbed[0].rungs:
+        [row] = [line for line in lines if line.startswith(rung.label)]
+        assert f"{rung.loss:.5f}" in row
+
+
+def test_the_ladder_can_be_drawn(climbed, tmp_path):
+    path = tmp_path / "out" / "ladder.png"
+    plots.ladder_picture(climbed[0], path)
+    assert png_size(path)[0] == 900
+
+
+def test_a_timeline_shows_where_the_collectives_are(tmp_path):
+    entries = MODULES[:3]
+    rungs = [*map(ladder.rung_of, entries), ladder.TORCH_DDP]
+    found = timeline.trace(rungs, workload=replace(WORKLOAD, rounds=3))
+    naive, flat, overlapped, torch_ddp = found
+    for line, count in ((naive, len(PARAMETERS)), (flat, 1), (overlapped, len(PARAMETERS))):
+        for rank in range(2):
+            backward = next(s for s in line.spans if s.rank == rank and s.kind == "backward")
+            starts = [span.start_ms for span in line.collectives(rank)]
+            assert len(starts) == count
+            assert all(start < backward.end_ms for start in starts) == (line is overlapped)
+            assert all(start > backward.end_ms for start in starts) == (line is not overlapped)
+    assert torch_ddp.collectives(0)
+    assert figures.title(entries[1], flat).endswith(" ms, 1 collective")
+    path = tmp_path / "timeline.png"
+    timeline.draw(found, path, ["a title"] * 4)
+    assert png_size(path)[0] == 900
+
+
+def test_collectives_that_were_under_way_at_once_do_not_hide_each_other():
+    line = timeline.trace([ladder.rung_of(module(3))], workload=WORKLOAD)[0]
+    for rank in range(2):
+        spans = line.collectives(rank)
+        for place, one in enumerate(spans):
+            assert all(
+                one.row != other.row or one.end_ms <= other.start_ms or other.end_ms <= one.start_ms
+                for other in spans[place + 1 :]
+            )
+
+
+def test_the_demo_fails_when_a_loss_differs(climbed, monkeypatch, capsys):
+    found = climbed[0]
+    bad = replace(found, rungs=[replace(found.rungs[0], losses=[9.0, 9.0]), *found.rungs[1:]])
+    monkeypatch.setattr(ladder, "run_ladder", lambda *args, **kwargs: bad)
+    monkeypatch.setattr(sys, "argv", ["demo"])
+    assert demo.main() == 1
+    assert "1 NaiveDDP does not train as one process does" in capsys.readouterr().err

@@ -1,0 +1,228 @@
+"""The recording process group: it sees every collective whoever calls it, and changes nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import rank_functions as functions
+import torch
+
+from brigade import recording
+from brigade.events import launches, ready, summary
+from brigade.ranks import Event, run_ranks
+
+FIELDS = ("op", "dtype", "numel", "nbytes", "parts", "sync", "reduce_op", "root")
+
+# What one rank of two records in each phase of `recorded_calls`. Sizes are those of the full buffer.
+F32 = {"dtype": "float32", "numel": 4, "nbytes": 16, "parts": 1, "sync": True, "reduce_op": None, "root": None}
+SUM = F32 | {"op": "all_reduce", "reduce_op": "SUM"}
+GATHERED = F32 | {"op": "all_gather", "numel": 8, "nbytes": 32}
+SCATTERED = F32 | {"op": "reduce_scatter", "numel": 8, "nbytes": 32, "reduce_op": "SUM"}
+EXPECTED = {
+    "all_reduce": SUM,
+    "all_reduce asynchronously": SUM | {"sync": False, "reduce_op": "AVG"},
+    "all_reduce by another name": SUM | {"dtype": "bfloat16", "nbytes": 8, "reduce_op": "MAX"},
+    "reduce": SUM | {"op": "reduce", "root": 1},
+    "broadcast": F32 | {"op": "broadcast", "dtype": "int64", "nbytes": 32, "root": 1},
+    "all_gather": GATHERED,
+    "all_gather_into_tensor": GATHERED,
+    "reduce_scatter": SCATTERED,
+    "reduce_scatter_tensor": SCATTERED,
+    "all_to_all_single": F32 | {"op": "all_to_all"},
+    "barrier": F32 | {"op": "barrier", "dtype": None, "numel": 0, "nbytes": 0},
+    "coalesced all_reduce": SUM | {"numel": 6, "nbytes": 24, "parts": 3},
+    "coalesced reduce_scatter": SCATTERED | {"numel": 6, "nbytes": 24, "parts": 2, "sync": False},
+    "coalesced all_gather": GATHERED | {"numel": 6, "nbytes": 24, "parts": 2, "sync": False},
+    "functional all_reduce": SUM | {"sync": False},
+    "functional broadcast": F32 | {"op": "broadcast", "sync": False, "root": 1},
+}
+if hasattr(torch.distributed, "all_gather_single"):
+    EXPECTED |= {"all_gather_single": GATHERED, "reduce_scatter_single": SCATTERED}
+
+
+def in_phase(events: list[Event], phase: str, kind: str = "launch") -> list[Event]:
+    return [event for event in events if event["kind"] == kind and event["phase"] == phase]
+
+
+def of_kind(events: list[Event], *kinds: str) -> list[Event]:
+    return [event for event in events if event["kind"] in kinds]
+
+
+@pytest.fixture(scope="module")
+def calls() -> Any:
+    return run_ranks(functions.recorded_calls)
+
+
+@pytest.mark.parametrize("phase", EXPECTED)
+def test_every_collective_is_one_launch(calls, phase):
+    for events in calls.events:
+        [launch] = in_phase(events, phase)
+        assert {field: launch[field] for field in FIELDS} == EXPECTED[phase]
+        assert (launch["group"], launch["ranks"]) == ("0", [0, 1])
+        indices = {kind: [e["index"] for e in in_phase(events, phase, kind)] for kind in ("wait", "done")}
+        assert set(indices["wait"]) == set(indices["done"]) == {launch["index"]}
+
+
+def test_gather_and_scatter(calls):
+    gathered, scattered = ([in_phase(events, name) for events in calls.events] for name in ("gather", "scatter"))
+    assert [[(e["op"], e["root"], e["numel"]) for e in found] for found in gathered] == [
+        [("gather", 0, 8)],
+        [("gather", 0, 4)],  # who only sends knows its own part only
+    ]
+    assert [[(e["op"], e["root"], e["numel"]) for e in found] for found in scattered] == [
+        [("scatter", 0, 8)],
+        [("scatter", 0, 4)],
+    ]
+
+
+@pytest.mark.parametrize("phase", ["send and recv", "recv from anyone"])
+def test_point_to_point(calls, phase):
+    assert [[e["op"] for e in in_phase(events, phase)] for events in calls.events] == [["send"], ["recv"]]
+
+
+def test_objects_travel_as_launches_too(calls):
+    for events in calls.events:
+        assert [e["op"] for e in in_phase(events, "broadcast_object_list")] == ["broadcast", "broadcast"]
+        assert [e["op"] for e in in_phase(events, "all_gather_object")] == ["all_gather", "all_gather"]
+        assert [e["dtype"] for e in in_phase(events, "all_gather_object")] == ["int64", "uint8"]
+
+
+def test_launches_are_numbered_and_stamped(calls):
+    for events in calls.events:
+        found = of_kind(events, "launch")
+        assert [launch["index"] for launch in found] == list(range(len(found)))
+        times = [event["time"] for event in of_kind(events, "launch", "wait", "done")]
+        assert times == sorted(times)
+        ends = {event["index"]: event["time"] for event in of_kind(events, "end")}
+        assert all(ends[launch["index"]] >= launch["time"] for launch in found)
+
+
+def test_the_clocks_of_two_ranks_are_one(calls):
+    """A collective ends on no rank before it has begun on all."""
+    begun = [{e["index"]: e["time"] for e in of_kind(events, "launch")} for events in calls.events]
+    [index] = {in_phase(events, "all_reduce")[0]["index"] for events in calls.events}
+    ends = [e["time"] for events in calls.events for e in of_kind(events, "end") if e["index"] == index]
+    assert min(ends) > max(times[index] for times in begun)
+
+
+def test_subgroups_are_recorded_however_they_are_made():
+    results = run_ranks(functions.recorded_subgroups, world_size=3)
+    pair = {"plain": 4.0, "with a backend": 4.0, "backend by position": 4.0}
+    assert [result["sums"] for result in results] == [pair, {}, pair | {"alone": 3.0}]
+    assert all(result["backends"] == ["gloo"] for result in results)
+    assert not of_kind(results.events[1], "launch")
+    for rank in (0, 2):
+        groups = set()
+        for phase in pair:
+            reduced, broadcast = in_phase(results.events[rank], phase)
+            assert (reduced["op"], reduced["ranks"], broadcast["op"]) == ("all_reduce", [0, 2], "broadcast")
+            assert broadcast["root"] == 1  # rank 2 of the world is rank 1 of the group
+            assert reduced["group"] == broadcast["group"]
+            groups.add(reduced["group"])
+        assert len(groups) == 3 and "0" not in groups
+    assert [(e["op"], e["ranks"]) for e in in_phase(results.events[2], "alone")] == [
+        ("all_reduce", [2]),
+        ("broadcast", [2]),
+    ]
+
+
+def test_launches_say_the_name_of_the_parameter():
+    for events in run_ranks(functions.recorded_names).events:
+        assert [event["name"] for event in of_kind(events, "launch")] == ["weight", "bias", None, None]
+
+
+def test_waits_belong_to_their_launch():
+    for events in run_ranks(functions.recorded_handles).events:
+        waited = [(e["kind"], e["index"], e["phase"]) for e in of_kind(events, "wait", "done")]
+        assert waited == [
+            ("wait", 1, "finish"), ("done", 1, "finish"), ("wait", 0, "finish"), ("done", 0, "finish"),
+            ("wait", 2, "setup"), ("done", 2, "setup"),
+        ]  # fmt: skip
+        found = launches(events)
+        assert [len(launch.waits) for launch in found] == [1, 1, 1, 0]
+        assert [launch.wait_phases for launch in found] == [["finish"], ["finish"], ["setup"], []]
+        assert all(launch.end >= launch.start and not launch.raced for launch in found)
+        [mark] = of_kind(events, "mark")
+        assert (mark["text"], mark["phase"]) == ("from the scenario", "own")
+        assert of_kind(events, "after")[0]["phase"] == "setup", "a phase ends with its block, by an exception too"
+
+
+def test_launches_from_several_threads_are_all_there():
+    results = run_ranks(functions.threads_launch)
+    for rank, events in enumerate(results.events):
+        found = of_kind(events, "launch")
+        assert [launch["index"] for launch in found] == list(range(2 * results[rank]))
+        assert sorted(sum(e["group"] == group for e in found) for group in {e["group"] for e in found}) == [50, 50]
+
+
+def test_outside_a_rank_notes_do_nothing():
+    recording.note("mark")
+    recording.name_parameters(torch.nn.Linear(1, 1))
+    with recording.phase("forward"):
+        pass
+
+
+def test_torch_ddp_is_seen_and_not_changed():
+    results = run_ranks(functions.train_ddp_twice)
+    recorded, plain = results[0]
+    for name, weight in recorded.items():
+        assert torch.equal(weight, plain[name]), name
+        assert torch.equal(weight, results[1][0][name]), name
+    numel = sum(weight.numel() for weight in plain.values())
+    for events in results.events:
+        backward = [e for e in in_phase(events, "backward") if e["op"] == "all_reduce"]
+        assert sum(launch["numel"] for launch in backward) == 4 * numel  # four steps, on the recording group only
+        assert len(backward) > 4 and not any(launch["sync"] for launch in backward)
+        waited = {event["index"] for event in of_kind(events, "wait")}
+        assert all(launch["index"] in waited for launch in backward)
+
+
+# ---- events.py: reading a record
+
+
+def event(kind: str, **fields: Any) -> Event:
+    return {"kind": kind, "time": 1.0, "phase": "backward", **fields}
+
+
+def launch_event(index: int, **fields: Any) -> Event:
+    common = {"op": "all_reduce", "dtype": "float32", "numel": 3, "nbytes": 12, "parts": 1, "sync": False}
+    return event("launch", index=index, reduce_op="SUM", name=None, **(common | fields))
+
+
+RECORD = [
+    launch_event(0, phase="construct", op="broadcast"),
+    event("step", step=0),
+    event("ready", name="b"),
+    launch_event(1),
+    event("ready", name="a"),
+    launch_event(2, op="barrier"),
+    event("wait", index=1, phase="finish"),
+    event("end", index=1, time=2.0),
+    event("step", step=1),
+    event("ready", name="c"),
+    launch_event(3, numel=5),
+    event("wait", index=1, phase="finish"),
+    event("race", index=3),
+]
+
+
+def test_launches_of_a_record():
+    assert [launch.index for launch in launches(RECORD)] == [0, 1, 3], "a barrier carries no data"
+    assert [launch.step for launch in launches(RECORD)] == [None, 0, 1]
+    assert [launch.index for launch in launches(RECORD, 1)] == [3]
+    assert [launch.index for launch in launches(RECORD, phase="construct")] == [0]
+    [second] = launches(RECORD, 0)
+    assert (second.place, second.start, second.end, second.raced) == (3, 1.0, 2.0, False)
+    assert (second.waits, second.wait_phases, second.wait_steps) == ([6, 11], ["finish", "finish"], [0, 1])
+    assert launches(RECORD, 1)[0].raced
+
+
+def test_ready_order_of_a_step():
+    assert ready(RECORD, 0) == [(2, "b"), (4, "a")] and ready(RECORD, 1) == [(9, "c")] and ready(RECORD, 2) == []
+
+
+def test_summary_of_launches():
+    assert summary([]) == "0 launches"
+    assert summary(launches(RECORD, 1)) == "1 launches (all_reduce of 5 float32)"
+    assert "and 1 more" in summary(launches(RECORD), limit=2)

@@ -1,0 +1,290 @@
+"""The single-process truth, and the models with a trap."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from brigade import traps
+from brigade.ranks import PerRank
+from brigade.reference import OPTIMIZERS, Case, gradients_of, loss_of
+from brigade.traps import TRAPS
+from brigade.wire import encode
+
+SIZES = [7, 11, 13, 5]
+every_trap = pytest.mark.parametrize("name", TRAPS)
+
+
+def case(model: str, world_size: int, seed: int = 0, **options: Any) -> Case:
+    return Case(random.Random(seed), model, world_size, **options)
+
+
+def model_of(problem: Case, rank: int) -> torch.nn.Module:
+    return traps.build(problem.model, problem.sizes, problem.states[rank], problem.dtype)
+
+
+def concatenated(batches: list[dict]) -> dict:
+    return {
+        "x": torch.cat([batch["x"] for batch in batches]),
+        "y": torch.cat([batch["y"] for batch in batches]),
+        "branch": batches[0]["branch"],
+    }
+
+
+# ---- cases
+
+
+@every_trap
+def test_a_seed_makes_a_case(name):
+    options = {"steps": 2, "micro_batches": 2}
+    one, same, other = (encode(list(case(name, 2, seed, **options).for_ranks())) for seed in (1, 1, 2))
+    assert one == same != other
+
+
+def test_a_case_depends_on_its_generator_only():
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    one = encode(list(case("Buffers", 2).for_ranks()))
+    assert torch.equal(torch.get_rng_state(), state), "and leaves torch's own alone"
+    torch.manual_seed(2)
+    assert encode(list(case("Buffers", 2).for_ranks())) == one
+
+
+@pytest.mark.parametrize("hidden_layers", [1, 2, 4, 6])
+def test_all_sizes_in_a_case_are_different(hidden_layers):
+    """Of features and of parameters: the checks know a gradient by its size."""
+    for seed in range(300):
+        problem = case("Plain", 1, seed, hidden_layers=hidden_layers)
+        assert len(problem.sizes) == hidden_layers + 2 == len(set(problem.sizes))
+        numels = [parameter.numel() for parameter in problem.parameters().values()]
+        assert len(set(numels)) == len(numels), (seed, numels)
+
+
+def test_a_rank_gets_its_own_part():
+    problem = case("Plain", 3, steps=2, micro_batches=2)
+    told = problem.for_ranks(wrapper="NaiveDDP")
+    assert isinstance(told, PerRank) and len(told) == 3
+    for rank, job in enumerate(told):
+        assert set(job) == {"model", "sizes", "dtype", "optimizer", "wrapper", "state", "batches"}
+        assert job["wrapper"] == "NaiveDDP"
+        assert encode(job["state"]) == encode(problem.states[rank])
+        assert [len(step) for step in job["batches"]] == [2, 2]
+    weights = [job["state"]["layers.0.weight"] for job in told]
+    inputs = [job["batches"][0][0]["x"] for job in told]
+    for one, other in ((0, 1), (1, 2), (0, 2)):
+        assert not torch.equal(weights[one], weights[other]) and not torch.equal(inputs[one], inputs[other])
+
+
+@every_trap
+def test_the_start_is_that_of_the_groups_first_rank(name):
+    problem = case(name, 4, group=[2, 3])
+    for key, value in problem.start().items():
+        assert torch.equal(value, problem.states[2][key])
+    assert set(problem.start()) == {n for n, _ in model_of(problem, 2).named_parameters()} | {
+        n for n, _ in model_of(problem, 2).named_buffers()
+    }
+
+
+@pytest.mark.parametrize("name", ["Plain", "Tied", "Frozen", "Transposed"])
+@pytest.mark.parametrize("group", [[0, 1, 2], [1, 2]])
+def test_gradients_are_those_of_the_concatenated_batch(name, group):
+    problem = case(name, 3, micro_batches=2, dtype=torch.float64, group=group)
+    model = model_of(problem, group[0])
+    for micro in range(2):
+        batch = concatenated([problem.batches[rank][0][micro] for rank in group])
+        assert len(batch["x"]) == len(group) * problem.batch_size
+        loss_of(model, batch).backward()
+    truth = gradients_of(model)
+    found = problem.gradients()
+    assert set(found) == set(truth) == {n for n, p in model.named_parameters() if p.requires_grad}
+    for key, value in truth.items():
+        torch.testing.assert_close(found[key], value, rtol=1e-12, atol=1e-14)
+
+
+def test_gradients_of_some_ranks_or_micro_batches():
+    problem = case("Plain", 2, micro_batches=3, dtype=torch.float64)
+    model = model_of(problem, 0)  # all replicas start as the first
+    loss_of(model, problem.batches[1][0][2]).backward()
+    for key, value in gradients_of(model).items():
+        torch.testing.assert_close(problem.gradients([1], slice(2, 3))[key], value)
+
+
+def test_a_parameter_that_a_rank_does_not_use_counts_as_zero():
+    problem = case("Branches", 4, branches=[0, 1, -1, 0], dtype=torch.float64)
+    together = problem.gradients()
+    alone = [problem.gradients([rank]) for rank in range(4)]
+    assert alone[1]["left.weight"] is None and alone[0]["right.weight"] is None
+    assert together["unused.weight"] is None and together["unused.bias"] is None
+    torch.testing.assert_close(together["left.weight"], (alone[0]["left.weight"] + alone[3]["left.weight"]) / 4)
+    torch.testing.assert_close(together["right.weight"], alone[1]["right.weight"] / 4)
+
+
+@every_trap
+def test_gradients_have_the_parameters_dtype_and_no_rounding_of_the_average(name):
+    problem = case(name, 3)
+    parameters = problem.parameters()
+    exact = [{k: None if g is None else g.double() for k, g in problem.gradients([r]).items()} for r in range(3)]
+    for key, value in problem.gradients().items():
+        if value is not None:
+            assert value.dtype == parameters[key].dtype and value.shape == parameters[key].shape
+            average = sum(gradients[key] for gradients in exact) / 3
+            assert torch.equal(value, average.to(value.dtype))
+            assert problem.largest_entries()[key] == max(float(g[key].abs().max()) for g in exact)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_training_is_that_of_one_process(optimizer):
+    problem = case("Plain", 3, steps=4, micro_batches=2, dtype=torch.float64, optimizer=optimizer, group=[0, 2])
+    model = model_of(problem, 0)
+    stepper = OPTIMIZERS[optimizer](model.parameters())
+    losses = []
+    for step in range(4):
+        stepper.zero_grad()
+        micro = [concatenated([problem.batches[rank][step][i] for rank in (0, 2)]) for i in range(2)]
+        found = [loss_of(model, batch) for batch in micro]
+        sum(found).backward()
+        losses.append(sum(found).item() / 2)
+        stepper.step()
+    weights, reported = problem.train()
+    for key, value in model.named_parameters():
+        torch.testing.assert_close(weights[key], value.detach(), rtol=1e-11, atol=1e-12)
+    assert reported == pytest.approx(losses)
+
+
+# ---- traps
+
+
+def trap(name: str) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return TRAPS[name](SIZES)
+
+
+def ready_order(model: torch.nn.Module, x: Tensor) -> list[str]:
+    """The parameters in the order in which backward completes their gradients."""
+    order = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
+    model(x).float().square().mean().backward()
+    return order
+
+
+def ready_gradients(model: torch.nn.Module) -> dict[str, Tensor | None]:
+    model(torch.randn(4, SIZES[0])).float().square().mean().backward()
+    return gradients_of(model)
+
+
+@every_trap
+def test_gradients_become_ready_in_the_reverse_order_of_registration(name):
+    model = trap(name)
+    used = {key for key, gradient in ready_gradients(model).items() if gradient is not None}
+    registered = [key for key, _ in model.named_parameters() if key in used]
+    order = ready_order(model, torch.randn(4, SIZES[0]))
+    if name == "Tied":  # its one weight is used first and last, and is registered and ready accordingly
+        assert order[-1] == registered[0] and order[:-2] == registered[:1:-1]
+    elif name == "Buffers":  # its norm is used behind the first layer, and registered behind all
+        plain = [key for key in registered if not key.startswith("norm")]
+        assert [key for key in order if not key.startswith("norm")] == plain[::-1]
+    else:
+        assert order == registered[::-1]
+
+
+@every_trap
+def test_traps_take_features_and_give_a_batch(name):
+    output = trap(name)(torch.randn(4, SIZES[0]))
+    assert output.shape[0] == 4 and output.dim() == 2
+    assert output.dtype == torch.float32
+
+
+def test_tied_has_one_parameter_in_two_places_with_one_gradient():
+    model = trap("Tied")
+    assert model.layers[0].weight is model.layers[-1].weight
+    twice = dict(model.named_parameters(remove_duplicate=False))
+    assert len(twice) == len(dict(model.named_parameters())) + 1
+    assert model(torch.randn(4, SIZES[0])).shape == (4, SIZES[0]), "it maps back to its inputs"
+    order = ready_order(model, torch.randn(4, SIZES[0]))
+    assert order.count("layers.0.weight") == 1
+    x, untied = torch.randn(4, SIZES[0]), trap("Tied")
+    untied.load_state_dict(model.state_dict())
+    last = torch.nn.Parameter(untied.layers[-1].weight.detach().clone())
+    untied.layers[-1].weight = last
+    for each in (model, untied):
+        each.zero_grad()
+        each(x).square().mean().backward()
+    both = untied.layers[0].weight.grad + last.grad
+    torch.testing.assert_close(model.layers[0].weight.grad, both)
+    assert untied.layers[0].weight.grad.any() and last.grad.any()
+
+
+def test_frozen_does_not_train_a_layer_and_a_bias():
+    model = trap("Frozen")
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    assert frozen == {"layers.0.bias", "layers.1.weight", "layers.1.bias"}
+    assert all(gradient.any() for gradient in ready_gradients(model).values())
+
+
+@pytest.mark.parametrize("branch, used", [(0, {"left"}), (1, {"right"}), (-1, set())])
+def test_branches_use_what_they_are_told(branch, used):
+    model = trap("Branches")
+    model(torch.randn(4, SIZES[0]), branch=branch).square().mean().backward()
+    got = {name.partition(".")[0] for name, gradient in gradients_of(model).items() if gradient is not None}
+    assert got == {"layers"} | used
+
+
+def test_buffers_of_three_dtypes_and_one_outside_the_state_dict():
+    model = trap("Buffers")
+    assert {buffer.dtype for buffer in model.buffers()} == {torch.float32, torch.int64, torch.bool}
+    assert set(dict(model.named_buffers())) - set(model.state_dict()) == {"scratch"}
+    x = torch.randn(4, SIZES[0])
+    before = model.eval()(x)
+    for name, buffer in model.named_buffers():
+        if "num_batches" in name:
+            continue
+        kept = buffer.clone()
+        buffer.copy_(~buffer if buffer.dtype == torch.bool else buffer + 1)
+        assert not torch.equal(model(x), before), f"{name} has no effect"
+        buffer.copy_(kept)
+
+
+def test_buffers_differ_between_ranks_in_every_case():
+    for seed in range(20):
+        one, other = case("Buffers", 2, seed).states
+        different = {name for name in one if not torch.equal(one[name], other[name])}
+        assert {"norm.running_mean", "norm.running_var", "scratch"} <= different
+    assert set(one) >= {"norm.num_batches_tracked", "mask"}
+
+
+def test_mixed_dtypes():
+    model = trap("MixedDtypes")
+    dtypes = [parameter.dtype for parameter in model.parameters()]
+    assert dtypes == [d for d in (torch.float32, torch.bfloat16, torch.float64) for _ in "wb"]
+    assert all(g.any() and g.dtype == p.dtype for g, p in zip(ready_gradients(model).values(), model.parameters()))
+
+
+def test_transposed_weights_and_gradients_are_not_contiguous():
+    model = trap("Transposed")
+    ready_gradients(model)
+    for layer in model.layers:
+        for tensor in (layer.weight, layer.weight.grad):
+            assert not tensor.is_contiguous() and tensor.T.is_contiguous()
+
+
+@pytest.mark.parametrize(
+    "name, dtype", [(name, None) for name in TRAPS] + [(name, torch.float64) for name in TRAPS if name != "MixedDtypes"]
+)
+def test_a_model_is_rebuilt_from_its_state(name, dtype):
+    model = trap(name)
+    if dtype is not None:
+        model.to(dtype)
+    state = traps.state_of(model)
+    torch.manual_seed(1)
+    again = traps.build(name, SIZES, state, dtype)
+    assert encode(traps.state_of(again)) == encode(state)
+    assert [p.stride() for p in again.parameters()] == [p.stride() for p in model.parameters()]
+    assert all(not value.requires_grad for value in state.values())
+    next(iter(state.values())).fill_(3.0)
+    assert encode(traps.state_of(again)) != encode(state), "a state is a copy"

@@ -1,0 +1,150 @@
+"""Skeletons are what the solutions make, and nobody's work is lost when one is written."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import rank_functions as functions
+
+from brigade import skeletons
+from brigade.course import MODULES, ROOT, CourseError
+from brigade.ranks import run_ranks
+from brigade.submission import read
+
+every_module = pytest.mark.parametrize("entry", MODULES, ids=lambda entry: entry.package)
+PARTS = re.compile(r"### BEGIN SOLUTION (part \(\w\))\n(.*?)### END SOLUTION", re.DOTALL)
+
+
+def solution(entry) -> str:
+    return (ROOT / "solutions" / entry.path).read_text()
+
+
+@pytest.fixture
+def course(tmp_path, monkeypatch) -> Path:
+    """A copy of the course in which skeletons may be written."""
+    for name in ("lessons", "solutions"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "*.bak"))
+    monkeypatch.setattr(skeletons, "ROOT", tmp_path)
+    return tmp_path
+
+
+def test_the_skeletons_are_what_the_solutions_make():
+    assert skeletons.outdated() == [], "run `brigade skeletons`"
+
+
+@every_module
+def test_a_skeleton_compiles_and_can_be_imported(entry):
+    compile(skeletons.skeleton(entry), entry.path.name, "exec")
+    name = f"submission.{entry.package}.{entry.name}"
+    run_ranks(
+        functions.import_by_name, name, world_size=1, packages={"submission": read("lessons", entry.number).sources}
+    )
+
+
+@every_module
+def test_a_skeleton_has_the_names_and_docstrings_of_its_solution(entry):
+    def outline(text: str) -> list:
+        return [
+            (node.name, ast.unparse(node.args) if isinstance(node, ast.FunctionDef) else "", ast.get_docstring(node))
+            for node in ast.walk(ast.parse(text))
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef))
+        ]
+
+    own = outline(skeletons.skeleton(entry))
+    assert own and set(own) <= set(outline(solution(entry)))
+    assert set(entry.public) <= {name for name, _, _ in own}
+
+
+@every_module
+def test_a_skeleton_gives_nothing_away(entry):
+    text = solution(entry)
+    outside = {line.strip() for line in PARTS.sub("", text).splitlines()}
+    secret = {line.strip() for _, part in PARTS.findall(text) for line in part.splitlines()} - outside
+    shown = {line.strip() for line in skeletons.skeleton(entry).splitlines()}
+    assert secret and not secret & shown
+    assert "SOLUTION" not in skeletons.skeleton(entry)
+
+
+@every_module
+def test_a_skeleton_says_which_part_is_missing(entry):
+    parts = [part for part, _ in PARTS.findall(solution(entry))]
+    text = skeletons.skeleton(entry)
+    raised = re.findall(r'raise NotImplementedError\("(.*)"\)', text)
+    assert raised == [f"module {entry.number}, {part}" for part in parts]
+    assert re.findall(r"# TODO: (.*)", text) == parts
+    assert parts == [f"part ({letter})" for letter in "abcdefghij"[: len(parts)]]
+
+
+def test_reset_keeps_what_was_there(course):
+    entry = MODULES[0]
+    path = course / "lessons" / entry.path
+    path.write_text("# my work\n")
+    first = skeletons.reset(entry)
+    assert path.read_text() == skeletons.skeleton(entry) and first.read_text() == "# my work\n"
+    assert first.parent == path.parent
+    path.write_text("# more work, within the same second\n")
+    second = skeletons.reset(entry)
+    assert first.read_text() == "# my work\n" and second.read_text().startswith("# more work")
+    assert not first.name.endswith(".py"), "a backup is not found as a module"
+
+
+def test_reset_keeps_what_is_not_even_text(course):
+    path = course / "lessons" / MODULES[0].path
+    path.write_bytes(b"\xff\xfe my work")
+    assert skeletons.outdated() == [path]
+    assert skeletons.reset(MODULES[0]).read_bytes() == b"\xff\xfe my work"
+
+
+def test_reset_of_an_untouched_or_missing_file_has_nothing_to_keep(course):
+    entry = MODULES[0]
+    assert skeletons.reset(entry) is None
+    shutil.rmtree(course / "lessons" / entry.package)
+    assert skeletons.reset(entry) is None
+    assert (course / "lessons" / entry.path).read_text() == skeletons.skeleton(entry)
+
+
+def test_write_makes_what_is_outdated_and_nothing_else(course):
+    assert skeletons.write() == []
+    changed, missing = (course / "lessons" / entry.path for entry in MODULES[:2])
+    changed.write_text("# my work\n")
+    missing.unlink()
+    assert skeletons.outdated() == [changed, missing] == skeletons.write()
+    assert skeletons.outdated() == []
+    assert [backup.read_text() for backup in (course / "lessons").rglob("*.bak")] == ["# my work\n"]
+
+
+BEGIN, END = "    ### BEGIN SOLUTION part (a)\n", "    ### END SOLUTION\n"
+OTHER = "    ### BEGIN SOLUTION part (b)\n"
+BROKEN = {
+    "no marks": "    pass\n",
+    "never ended": BEGIN + "    pass\n",
+    "never begun": "    pass\n" + END,
+    "ended before it begins": END + "    pass\n" + BEGIN,
+    "ended twice": BEGIN + "    pass\n" + END + END,
+    "the first never ended": BEGIN + "    pass\n    kept = 1\n" + OTHER + "    pass\n" + END,
+    "one inside another": BEGIN + OTHER + "    pass\n" + END + END,
+    "without its part": "    ### BEGIN SOLUTION\n    pass\n" + END,
+    "misspelt": "    ### BEGIN SOLUTION part a\n    pass\n" + END,
+}
+
+
+@pytest.mark.parametrize("body", BROKEN.values(), ids=BROKEN.keys())
+def test_marks_that_do_not_pair_up(course, body):
+    (course / "solutions" / MODULES[0].path).write_text("def f():\n" + body)
+    for action in (lambda: skeletons.skeleton(MODULES[0]), skeletons.outdated, skeletons.write):
+        with pytest.raises(CourseError) as caught:
+            action()
+        assert str(MODULES[0].path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_marks_keep_their_indentation(course):
+    text = "class C:\n" + ("    def f(self):\n" + BEGIN + "    return 1\n" + END).replace("    ###", "        ###")
+    (course / "solutions" / MODULES[0].path).write_text(text)
+    assert skeletons.skeleton(MODULES[0]) == (
+        "class C:\n    def f(self):\n        # TODO: part (a)\n"
+        '        raise NotImplementedError("module 1, part (a)")\n'
+    )

@@ -1,0 +1,244 @@
+"""Reading a submission: found wherever it lies, refused with one sentence, imported in ranks only."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import rank_functions as functions
+
+from brigade.course import MODULES, ROOT, CourseError, module
+from brigade.ranks import RankFailure, run_ranks
+from brigade.submission import MAX_SOURCE_BYTES, directory, read
+
+FIRST, SECOND, THIRD = MODULES[:3]
+NAIVE = "m01_naive_ddp.naive_ddp"
+FLAT = "m02_flat_ddp.flat_ddp"
+
+
+def lay(directory: Path, text: str = "answer = 'own'\n", *entries) -> Path:
+    """Writes modules (all by default) as a lessons directory has them, each with this text."""
+    for entry in entries or MODULES:
+        path = directory / entry.path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return directory
+
+
+def refusal(target: Path | str, number: int = 1, **options) -> str:
+    with pytest.raises(CourseError) as caught:
+        read(target, number, **options)
+    message = str(caught.value)
+    assert message and "\n" not in message and "Traceback" not in message
+    return message
+
+
+# ---- where it lies
+
+
+def test_a_clone_a_lessons_directory_and_flat_files(tmp_path):
+    lay(tmp_path / "clone" / "lessons")
+    lay(tmp_path / "lessons")
+    (tmp_path / "flat").mkdir()
+    for entry in MODULES:
+        (tmp_path / "flat" / entry.path.name).write_text("answer = 'own'\n")
+    for name in ("clone", "lessons", "flat"):
+        sources = read(tmp_path / name, 3).sources
+        assert list(sources) == [f"{m.package}.{m.name}" for m in (THIRD, FIRST, SECOND)]
+        assert {text for _, text in sources.values()} == {"answer = 'own'\n"}
+        assert all(Path(path).is_relative_to(tmp_path / name) for path, _ in sources.values())
+
+
+def test_the_directory_of_one_module(tmp_path):
+    lay(tmp_path)
+    assert list(read(tmp_path / FIRST.package, 1).sources) == [NAIVE]
+
+
+def test_a_clones_lessons_come_before_flat_files(tmp_path):
+    lay(tmp_path / "lessons")
+    (tmp_path / FIRST.path.name).write_text("answer = 'a stray copy'\n")
+    assert read(tmp_path, 1).sources[NAIVE][1] == "answer = 'own'\n"
+
+
+def test_the_courses_own_directories_go_by_name(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for name in ("lessons", "solutions"):
+        assert read(name, 1).target == ROOT / name == directory(name)
+
+
+def test_a_home_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    lay(tmp_path / "work")
+    assert read("~/work", 1).target == tmp_path / "work"
+
+
+def test_later_modules_are_not_read(tmp_path):
+    lay(tmp_path)
+    assert list(read(tmp_path, 1).sources) == [NAIVE]
+
+
+def test_earlier_modules_are_the_submissions_or_the_references(tmp_path):
+    lay(tmp_path)
+    own, reference = read(tmp_path, 2), read(tmp_path, 2, "reference")
+    assert own.sources[NAIVE][1] == "answer = 'own'\n"
+    assert reference.sources[NAIVE][1] == (ROOT / "solutions" / FIRST.path).read_text()
+    assert reference.sources[FLAT] == own.sources[FLAT], "the module itself is the submission's in any case"
+
+
+def test_earlier_modules_that_are_missing_or_broken_are_left_out(tmp_path):
+    lay(tmp_path, "answer = 1\n", THIRD)
+    lay(tmp_path, "def broken(:\n", FIRST)
+    assert list(read(tmp_path, 3).sources) == ["m03_overlapped_ddp.overlapped_ddp"]
+
+
+# ---- what is refused
+
+
+def test_a_directory_that_is_missing_or_a_file(tmp_path):
+    assert "there is no directory" in refusal(tmp_path / "nowhere")
+    (tmp_path / "file").write_text("")
+    assert "not a directory" in refusal(tmp_path / "file")
+
+
+@pytest.mark.parametrize("target", ["x" * 5000, "a\0b", "~nobody-of-this-name/x"])
+def test_a_path_that_cannot_be(target):
+    refusal(target)
+
+
+def test_a_module_that_is_missing(tmp_path):
+    lay(tmp_path, "answer = 1\n", SECOND)
+    assert "m01_naive_ddp/naive_ddp.py" in refusal(tmp_path, 1)
+    (tmp_path / FIRST.path).mkdir(parents=True)
+    assert "m01_naive_ddp/naive_ddp.py" in refusal(tmp_path, 1), "a directory of that name is none"
+
+
+def test_a_module_that_the_course_does_not_have(tmp_path):
+    assert "no module 99" in refusal(lay(tmp_path), 99)
+    assert module("2") is module(2) is SECOND
+
+
+BROKEN = {
+    "syntax": (b"x = 1\ndef f(:\n", "naive_ddp.py, line 2: "),
+    "indentation": (b"def f():\nreturn 1\n", "naive_ddp.py, line 2: "),
+    "a string over lines": (b'x = """\none\ntwo\n', "naive_ddp.py, line 1: "),
+    "null bytes": (b"x = 1\0\n", "naive_ddp.py"),
+    "not UTF-8": (b"x = '\xff\xfe'\n", "naive_ddp.py"),
+    "an unknown encoding": (b"# -*- coding: rot13 -*-\nk = 1\xff\n", "naive_ddp.py"),
+    "a picture": (bytes(range(256)) * 20, "naive_ddp.py"),
+    "deep brackets": (b"(" * 100_000, "naive_ddp.py"),
+    "deep brackets that close": (b"(" * 50_000 + b"1" + b")" * 50_000, "naive_ddp.py"),
+    "deep signs": (b"-" * 100_000 + b"1", "naive_ddp.py"),
+    "a deep attribute": (b"a" + b".b" * 100_000, "naive_ddp.py"),
+    "too large": (b"#" * (MAX_SOURCE_BYTES + 1), "larger than"),
+}
+
+
+@pytest.mark.parametrize("content, words", BROKEN.values(), ids=BROKEN.keys())
+def test_a_file_that_is_not_python(tmp_path, content, words):
+    lay(tmp_path)
+    (tmp_path / FIRST.path).write_bytes(content)
+    message = refusal(tmp_path)
+    assert words in message and len(message) < 300
+    assert "None" not in message, "a line number that is not known is not given"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+def test_a_file_that_cannot_be_read(tmp_path):
+    lay(tmp_path)
+    (tmp_path / FIRST.path).chmod(0)
+    assert "cannot be read" in refusal(tmp_path)
+
+
+def test_a_link_to_nowhere_and_a_pipe_are_missing(tmp_path):
+    (tmp_path / FIRST.path.name).symlink_to(tmp_path / "nowhere")
+    refusal(tmp_path)
+    (tmp_path / FIRST.path.name).unlink()
+    os.mkfifo(tmp_path / FIRST.path.name)
+    refusal(tmp_path)
+
+
+# ---- how it is imported
+
+
+def import_in_ranks(target: Path, number: int, name: str) -> dict:
+    sources = read(target, number).sources
+    [result] = run_ranks(functions.import_by_name, f"submission.{name}", world_size=1, packages={"submission": sources})
+    return result
+
+
+def test_reading_imports_nothing(tmp_path):
+    """Nor does running it, in this process."""
+    lay(tmp_path, "import sys\nsys.submission_was_imported = True\nanswer = 'own'\n")
+    assert import_in_ranks(tmp_path, 1, NAIVE) == {"answer": "own"}
+    assert not hasattr(sys, "submission_was_imported")
+    assert not [name for name in sys.modules if name.partition(".")[0] in ("submission", FIRST.package)]
+
+
+@pytest.mark.parametrize("layout", ["lessons", "flat"])
+def test_modules_import_each_other_relatively(tmp_path, layout):
+    importing = f"from ..{FIRST.package}.{FIRST.name} import answer\nfrom .. import {FIRST.package}\n"
+    if layout == "lessons":
+        lay(tmp_path)
+        lay(tmp_path, importing, SECOND)
+    else:
+        (tmp_path / FIRST.path.name).write_text("answer = 'own'\n")
+        (tmp_path / SECOND.path.name).write_text(importing)
+    assert import_in_ranks(tmp_path, 2, FLAT) == {"answer": "own"}
+
+
+def import_error(target: Path, number: int = 1, name: str = NAIVE) -> RankFailure:
+    with pytest.raises(RankFailure) as caught:
+        import_in_ranks(target, number, name)
+    return caught.value
+
+
+@pytest.mark.parametrize("name", ["solutions", "tests", "lessons", "scenarios", "mutants", FIRST.package])
+def test_the_courses_own_files_are_not_found(tmp_path, name):
+    lay(tmp_path, f"import {name}\n")
+    failure = import_error(tmp_path)
+    assert failure.error == "ModuleNotFoundError" and failure.rank == 0
+    assert failure.lines == [f"  naive_ddp.py, line 1, in <module>: import {name}"]
+
+
+def test_a_later_module_is_not_found(tmp_path):
+    lay(tmp_path)
+    lay(tmp_path, f"from ..{SECOND.package}.{SECOND.name} import answer\n", FIRST)
+    assert import_error(tmp_path).error == "ModuleNotFoundError"
+
+
+def test_files_beside_the_modules_are_not_looked_at(tmp_path):
+    """Not as torch, not as brigade, not as what Python runs at its start."""
+    lay(tmp_path, "import brigade.rank, os, torch\nfound = ' '.join(m.__file__ for m in (torch, brigade.rank, os))\n")
+    for place in (tmp_path, tmp_path / FIRST.package):
+        for name in ("torch", "brigade", "os", "json", "sitecustomize", "usercustomize", "conftest", "rank_functions"):
+            (place / f"{name}.py").write_text("raise SystemExit('a file beside the modules was imported')\n")
+        (place / "numpy").mkdir()
+        (place / "numpy" / "__init__.py").write_text("raise SystemExit('a package beside the modules was imported')\n")
+    found = import_in_ranks(tmp_path, 1, NAIVE)["found"]
+    assert str(tmp_path) not in found and str(ROOT / "brigade" / "rank.py") in found
+
+
+def test_helper_files_of_the_students_own_are_not_there(tmp_path):
+    lay(tmp_path, "import helper\n")
+    (tmp_path / FIRST.package / "helper.py").write_text("answer = 1\n")
+    assert import_error(tmp_path).error == "ModuleNotFoundError"
+
+
+def test_an_error_at_import_shows_the_students_line(tmp_path):
+    lay(tmp_path, "x = 1\nx / 0\n")
+    failure = import_error(tmp_path)
+    assert failure.summary == "rank 0 raised ZeroDivisionError: division by zero"
+    assert failure.lines == ["  naive_ddp.py, line 2, in <module>: x / 0"]
+
+
+def test_the_text_that_was_read_is_the_text_that_runs(tmp_path):
+    """What happens to the file between reading and running changes nothing."""
+    lay(tmp_path)
+    sources = read(tmp_path, 1).sources
+    (tmp_path / FIRST.path).write_text("raise SystemExit\n")
+    [result] = run_ranks(
+        functions.import_by_name, f"submission.{NAIVE}", world_size=1, packages={"submission": sources}
+    )
+    assert result == {"answer": "own"}

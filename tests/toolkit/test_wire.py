@@ -1,0 +1,205 @@
+"""How values travel: what comes back is what was sent, and nothing but WireError comes from bad bytes."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import math
+import struct
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from brigade import ranks, wire
+from brigade.wire import DTYPES, WireError, decode, encode
+
+limited = settings(max_examples=150, deadline=None, database=None)
+
+
+@st.composite
+def tensors(draw: Any) -> torch.Tensor:
+    """Of every dtype; empty, without dimensions, and not contiguous ones among them."""
+    dtype = draw(st.sampled_from(list(DTYPES.values())))
+    shape = draw(st.lists(st.integers(0, 4), max_size=4))
+    seed = draw(st.integers(0, 10**6))
+    raw = torch.randint(0, 256, (math.prod(shape) * dtype.itemsize,), generator=torch.Generator().manual_seed(seed))
+    tensor = raw.to(torch.uint8).view(dtype) if dtype != torch.bool else raw > 100  # any bits: NaN, infinities, ...
+    tensor = tensor.view(shape)
+    how = draw(st.sampled_from(["as it is", "transposed", "every second", "expanded", "offset"]))
+    if how == "transposed" and tensor.dim() > 1:
+        tensor = tensor.transpose(0, -1)
+    elif how == "every second" and tensor.dim():
+        tensor = tensor[::2]
+    elif how == "expanded":
+        tensor = tensor.expand(2, *tensor.shape)
+    elif how == "offset" and tensor.dim() and tensor.shape[0]:
+        tensor = tensor[1:]
+    return tensor
+
+
+scalars = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.binary(), st.sampled_from(list(DTYPES.values()))
+)
+keys = st.one_of(st.none(), st.booleans(), st.integers(), st.text(), st.binary(), st.tuples(st.integers(), st.text()))
+values = st.recursive(
+    st.one_of(scalars, tensors()),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4), st.lists(inner, max_size=4).map(tuple), st.dictionaries(keys, inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Equal in type, structure and every bit (NaN is equal to NaN)."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        raw = [t.contiguous().view(-1).view(torch.uint8) for t in (one, other) if t.numel()]
+        return one.dtype == other.dtype and one.shape == other.shape and (not raw or torch.equal(*raw))
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, dict):
+        return same(list(one.items()), list(other.items()))
+    return one == other or (one != one and other != other)
+
+
+@limited
+@given(values)
+def test_what_was_sent_arrives(value):
+    for data in (encode(value), bytearray(encode(value)), memoryview(encode(value))):
+        assert same(decode(data), value)
+
+
+def test_tensors_arrive_as_plain_ones():
+    sent = torch.nn.Parameter(torch.ones(2, 3)).transpose(0, 1)
+    arrived = decode(encode(sent))
+    assert type(arrived) is torch.Tensor and not arrived.requires_grad and arrived.is_contiguous()
+    arrived[0, 0] = 5.0
+    assert sent[0, 0] == 1.0, "it shares no memory with what was sent"
+
+
+def test_two_decodings_share_no_memory():
+    data = bytearray(encode(torch.zeros(3)))
+    first, second = decode(data), decode(data)
+    first += 1
+    assert second.tolist() == [0.0] * 3 == decode(data).tolist()
+
+
+def test_views_that_torch_computes_late():
+    number = torch.complex(torch.arange(3.0), torch.arange(3.0) + 1)
+    for tensor in (number.conj(), number.conj().imag, torch._neg_view(number.real)):
+        assert torch.equal(decode(encode(tensor)), tensor.clone())
+
+
+@pytest.mark.parametrize(
+    "value",
+    [object(), {1, 2}, 1j, [object()], {"a": {"b": object()}}, torch.nn.Linear(1, 1), torch.zeros(2).to(torch.uint16)],
+    ids=["object", "set", "complex", "in a list", "in a dict", "module", "uint16"],
+)
+def test_other_values_do_not_travel(value):
+    with pytest.raises(WireError, match="cannot travel"):
+        encode(value)
+
+
+def message(value: Any, sizes: Any = (), blobs: bytes = b"") -> bytes:
+    """Bytes with any header that JSON can hold."""
+    header = json.dumps({"value": value, "sizes": sizes}).encode()
+    return struct.pack("<Q", len(header)) + header + blobs
+
+
+def only_wire_errors(data: bytes) -> None:
+    try:
+        decode(data)
+    except WireError as error:
+        assert "\n" not in str(error)
+
+
+@limited
+@given(st.binary(max_size=200))
+@example(b"")
+@example(b"\xff" * 8)
+@example(struct.pack("<Q", 2**63) + b"{}")
+@example(struct.pack("<Q", 100_000) + b"[" * 100_000)
+@example(struct.pack("<Q", 5000) + b"1" * 5000)
+def test_random_bytes_are_refused(data):
+    only_wire_errors(data)
+
+
+@limited
+@given(values, st.data())
+def test_damaged_messages_are_refused_or_read(value, data):
+    """Bytes changed, cut off or added: a value or WireError, never another exception."""
+    sent = bytearray(encode(value))
+    for _ in range(data.draw(st.integers(1, 4))):
+        sent[data.draw(st.integers(0, len(sent) - 1))] = data.draw(st.integers(0, 255))
+    only_wire_errors(bytes(sent))
+    only_wire_errors(bytes(sent[: data.draw(st.integers(0, len(sent)))]))
+
+
+json_values = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=3)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.dictionaries(st.sampled_from(["tensor", "tuple", "dict", "bytes", "dtype", "other"]), inner, max_size=2),
+        st.tuples(st.integers(-1, 2), st.sampled_from(list(DTYPES)), st.lists(st.integers(-1, 2**64), max_size=3)).map(
+            lambda content: {"tensor": list(content)}
+        ),
+    ),
+    max_leaves=10,
+)
+
+
+@limited
+@given(json_values, st.one_of(json_values, st.lists(st.integers(0, 9), max_size=3)), st.binary(max_size=20))
+@example({"tensor": [0, "float32", [0, 2**62, 2**62]]}, [0], b"")
+@example({"tensor": [0, "float32", [2**70, 0]]}, [0], b"")
+@example({"tensor": [0, "float32", [1] * 1000]}, [4], b"abcd")
+@example({"tensor": [0, "float32", {}]}, [4], b"abcd")
+@example({"tensor": [0, "float32", [True]]}, [4], b"abcd")
+@example({"tensor": [0, "float33", [1]]}, [4], b"abcd")
+@example({"tensor": [3, "float32", [1]]}, [4], b"abcd")
+@example({"tensor": [0, "float32", [-1, -1]]}, [4], b"abcd")
+@example({"bytes": 10**30}, [4], b"abcd")
+@example({"dict": [[{"dict": []}, 1]]}, [], b"")
+@example({"dtype": []}, [], b"")
+@example({}, [], b"")
+@example({"tuple": [], "dict": []}, [], b"")
+@example(None, [-1], b"")
+@example(None, [10**30], b"")
+@example(None, {"0": 1}, b"")
+def test_wrong_headers_are_refused_or_read(value, sizes, blobs):
+    only_wire_errors(message(value, sizes, blobs))
+
+
+@pytest.mark.parametrize("cut", [1, 8, 20, 100])
+def test_a_message_that_is_cut_off_is_refused(cut):
+    data = encode({"weights": torch.ones(100)})
+    with pytest.raises(WireError):
+        decode(data[:-cut])
+
+
+def test_nesting_without_end_is_refused():
+    text = b'{"value": ' + b"[" * 50_000 + b"]" * 50_000 + b', "sizes": []}'
+    with pytest.raises(WireError):
+        decode(struct.pack("<Q", len(text)) + text)
+
+
+@pytest.mark.parametrize("module", [wire, ranks])
+def test_nothing_that_is_read_can_run_code(module):
+    """Neither pickle nor a relative of it, nor eval, is there to be reached."""
+    tree = ast.parse(inspect.getsource(module))
+    imported = {
+        name.partition(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for name in [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
+    }
+    assert not imported & {"pickle", "marshal", "shelve", "dill", "cloudpickle", "multiprocessing"}
+    called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    assert not called & {"eval", "exec", "__import__"} and "load" not in attributes  # torch.load
