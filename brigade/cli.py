@@ -23,7 +23,16 @@ from brigade.course import MODULES, ROOT, CourseError, Module, module
 from brigade.submission import directory, find, read
 
 HINTS_SHOWN = ROOT / ".brigade-hints.json"  # how far each module's hints were read; losing it does no harm
-console = Console(highlight=False, soft_wrap=True)
+
+
+class Terminal(Console):
+    """Output that nobody reads any more (`brigade check 3 | head`) ends the program without a word."""
+
+    def on_broken_pipe(self) -> None:
+        os._exit(1)
+
+
+console = Terminal(highlight=False, soft_wrap=True)
 
 
 class Report:

@@ -136,8 +136,9 @@ def reap(ranks: set[int]) -> dict[int, int]:
 def kill(doomed: set[int], ranks: set[int], timeout_s: float = 10.0) -> None:
     """Kills these ranks and whatever they started, and returns when they are reaped."""
     give_up = time.monotonic() + timeout_s
-    for pid in doomed:
+    for pid in doomed & ranks:
         kill_group(pid)
+        signal_process(pid)  # just forked, it has no group yet
     while doomed & ranks and time.monotonic() < give_up:
         reap(ranks)
         time.sleep(0.001)

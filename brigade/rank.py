@@ -1,7 +1,7 @@
 """What runs inside a rank: start the process group, call one function, deliver what it returns.
 
 A rank has three file descriptors. On `control` it receives one request and sends frames, each a letter, an
-8-byte length and that many bytes: E an event (JSON), R the result (`wire.py`), X an exception (JSON). Its standard
+8-byte length and that many bytes: E events (a JSON list), R the result (`wire.py`), X an exception (JSON). Its standard
 output and error are `output`. On `trace` it prints where it stands when it gets SIGUSR1.
 
 After its result a rank does nothing more, and waits to be killed: tearing down gloo while a peer still
@@ -30,6 +30,7 @@ import torch.distributed as dist
 from brigade import holding, recording, submission, wire
 
 MODES = {"record": recording.RecordingGroup, "hold": holding.HoldingGroup}
+UNSTREAMED_S = 0.5  # how long events are kept when they need not be streamed
 MAX_MESSAGE = 4_000  # characters of an exception's message that are passed on
 
 _device = torch.device("cpu")
@@ -65,13 +66,32 @@ def main(control_fd: int, output_fd: int, trace_fd: int, server: int) -> None:
         threading.Thread(target=exit_with_parent, args=(server,), daemon=True).start()
     lock = threading.Lock()
 
+    kept: list[dict[str, Any]] = []  # events that are not sent yet
+    sent_at = time.monotonic()
+
     def deliver(letter: bytes, body: bytes) -> None:
         with lock:
             control.sendall(letter + struct.pack("<Q", len(body)) + body)
 
+    def send_events() -> None:
+        nonlocal sent_at
+        events = kept[:]
+        del kept[: len(events)]  # one that gloo's thread adds meanwhile stays
+        sent_at = time.monotonic()
+        if events:
+            deliver(b"E", json.dumps(events).encode())
+
+    def take(event: dict[str, Any]) -> None:
+        kept.append(event)
+        if request["stream"] or time.monotonic() > sent_at + UNSTREAMED_S:
+            send_events()
+
     try:
-        deliver(b"R", wire.encode(run(request, lambda event: deliver(b"E", json.dumps(event).encode()))))
+        result = wire.encode(run(request, take))
+        send_events()
+        deliver(b"R", result)
     except BaseException as error:  # SystemExit and KeyboardInterrupt too: nothing may end a rank silently
+        send_events()
         deliver(b"X", json.dumps(describe(error, request)).encode())
     sys.stdout.flush()
     sys.stderr.flush()

@@ -217,13 +217,15 @@ def run_ranks(
     seed: int | None = None,
     share_gpu: bool = False,
     terminal: bool = False,
+    stream: bool = True,
     on_event: Callable[[int, Event], None] | None = None,
 ) -> RankResults:
     """Runs `function(*args)` on `world_size` ranks and returns one result per rank.
 
     `deadline` is in seconds. `mode` is "record" or "hold" (`holding.py`). `packages` are importable in
     the ranks, by name, from their texts. An argument made with `PerRank` gives each rank its own entry. `terminal`
-    leaves the ranks on this terminal, without a deadline, so that a debugger works. `on_event` is
+    leaves the ranks on this terminal, without a deadline, so that a debugger works. Without `stream`, events come in
+    batches: a measurement is disturbed less, and a rank that hangs tells less. `on_event` is
     called in this process with each event as it arrives. Raises RankFailure or CourseError.
     """
     if world_size < 1:
@@ -240,6 +242,7 @@ def run_ranks(
         "threads": max(1, (os.cpu_count() or 1) // world_size),
         "seed": random.randrange(2**31) if seed is None else seed,
         "terminal": terminal,
+        "stream": stream,
     }
     SERVER.start()
     from brigade import wire  # torch is imported while the server is starting
@@ -420,11 +423,11 @@ class _Run:
             body = bytes(rank.buffer[9 : 9 + size])
             del rank.buffer[: 9 + size]
             try:
-                event = self._frame(rank, letter, body)
+                events = self._frame(rank, letter, body)
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 self._garbled(rank)
                 return
-            if event and self.on_event:
+            for event in events if self.on_event else []:
                 self.on_event(rank.number, event)
 
     def _garbled(self, rank: _Rank) -> None:
@@ -432,11 +435,11 @@ class _Run:
         self.selector.unregister(rank.control)
         self._fail()
 
-    def _frame(self, rank: _Rank, letter: bytes, body: bytes) -> Event | None:
-        """Takes in one message; returns it where it is an event."""
+    def _frame(self, rank: _Rank, letter: bytes, body: bytes) -> list[Event]:
+        """Takes in one message; returns the events in it."""
         if rank.result is not None or rank.error is not None:
-            return None  # a rank speaks once
-        event = None
+            return []  # a rank speaks once
+        events: list[Event] = []
         if letter == b"R":
             rank.result = body
         elif letter == b"X":
@@ -449,17 +452,21 @@ class _Run:
             }
             self._fail()
         else:
-            event = json.loads(body)
-            require_fields(event, EVENT_FIELDS)
-            if event["kind"] == "launch":
-                require_fields(event, LAUNCH_FIELDS)
-                if event["index"] != len(rank.launches) or not all(type(member) is int for member in event["ranks"]):
-                    raise ValueError("no launch that a recorder makes")
-            rank.take(event)
-            if event["kind"] == "launch":
-                self._compare(rank, event)
+            events = list(json.loads(body))
+            for event in events:
+                self._event(rank, event)
         self.last_news = time.monotonic()
-        return event
+        return events
+
+    def _event(self, rank: _Rank, event: Any) -> None:
+        require_fields(event, EVENT_FIELDS)
+        if event["kind"] == "launch":
+            require_fields(event, LAUNCH_FIELDS)
+            if event["index"] != len(rank.launches) or not all(type(member) is int for member in event["ranks"]):
+                raise ValueError("no launch that a recorder makes")
+        rank.take(event)
+        if event["kind"] == "launch":
+            self._compare(rank, event)
 
     def _compare(self, rank: _Rank, event: Event) -> None:
         """Whether the peers' launch of the same number in this group is the same collective."""

@@ -85,9 +85,11 @@ _running: Ranks | None = None
 class Ranks:
     """The ranks of a notebook, made by `start_ranks`; a context manager too."""
 
+    world_size: int
+    backend: str
+
     def __init__(self, deadline_s: float):
         self.deadline_s = deadline_s
-        self.world_size = 0
         self._directory = Path(tempfile.mkdtemp(prefix="brigade-"))
         self._guard = start_guard(self._directory)
         self._client: Any = None
@@ -141,11 +143,13 @@ class Ranks:
                 result.display_outputs()
 
     def __getitem__(self, name: str) -> list[Any]:
+        """The value of a variable on every rank."""
         self._require_running()
         result = self._client[:].pull(name, block=False)
         return self._finish(result, range(self.world_size), self.deadline_s)
 
     def events(self) -> list[list[Event]]:
+        """For each rank, what it recorded since it was started."""
         files = [self._directory / f"events-{rank}" for rank in range(self.world_size)]
         return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
 
@@ -260,8 +264,10 @@ class Ranks:
             def parallel_execute(self, cell: str, block: bool | None = None, **options: Any) -> Any:
                 if block is False:
                     return super().parallel_execute(cell, block=False, **options)
-                targets = {"all": None}.get(str(self.view.targets), self.view.targets)
-                return run(cell, [targets] if isinstance(targets, int) else targets)
+                targets = self.view.targets
+                if isinstance(targets, int):
+                    targets = [targets]
+                return run(cell, None if targets == "all" else targets)
 
         if shell := get_ipython():
             view = self._client[:]
@@ -275,8 +281,8 @@ def become_rank(request: dict[str, Any]) -> None:
 
     number = int(os.environ["RANK"])
     record = open(Path(request["directory"]) / f"events-{number}", "w", buffering=1)  # noqa: SIM115
-    start = {"rank": number, "module": "torch.distributed", "function": "get_rank", "args": []}
-    rank.run(request | start, lambda event: record.write(json.dumps(event) + "\n"))
+    function = {"module": "torch.distributed", "function": "get_rank", "args": []}  # the work comes later, cell by cell
+    rank.run(request | function | {"rank": number}, lambda event: record.write(json.dumps(event) + "\n"))
 
 
 def import_path() -> str:

@@ -261,7 +261,9 @@ FORGED = {
     "zeros": bytes(100),
     "a length beyond all limits": b"R" + b"\xff" * 8,
     "an event that is not JSON": functions.frame(b"E", b"\xff{"),
-    "an event that is a number": functions.frame(b"E", b"3"),
+    "events that are a number": functions.frame(b"E", b"3"),
+    "an event that is a number": functions.frame(b"E", b"[3]"),
+    "an event that is empty": functions.frame(b"E", b"[{}]"),
     "an event without end": functions.frame(b"E", b"[" * 100_000),
     "an error that is a list": functions.frame(b"X", b"[]"),
     "an error with other frames": functions.frame(
@@ -275,17 +277,13 @@ LAUNCH = {
     "dtype": "float32", "numel": 3, "nbytes": 12, "parts": 1, "reduce_op": "SUM", "root": None, "sync": True,
     "name": None,
 }  # fmt: skip
-FORGED |= {
-    f"a launch without {field}": functions.frame(
-        b"E", json.dumps({k: v for k, v in LAUNCH.items() if k != field}).encode()
-    )
-    for field in LAUNCH
-    if field != "kind"
-}
-FORGED |= {
-    f"a launch whose {field} is {value}": functions.frame(b"E", json.dumps(LAUNCH | {field: value}).encode())
+LAUNCHES = {
+    f"a launch without {field}": {name: value for name, value in LAUNCH.items() if name != field} for field in LAUNCH
+} | {
+    f"a launch whose {field} is {value!r}": LAUNCH | {field: value}
     for field, value in [("group", [1]), ("ranks", 3), ("ranks", ["0"]), ("op", 3), ("index", "0"), ("time", "now")]
 }
+FORGED |= {name: functions.frame(b"E", json.dumps([launch]).encode()) for name, launch in LAUNCHES.items()}
 
 
 @linux

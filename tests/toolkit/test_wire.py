@@ -59,7 +59,7 @@ def same(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):
-        raw = [t.contiguous().view(-1).view(torch.uint8) for t in (one, other) if t.numel()]
+        raw = [t.flatten().clone().view(torch.uint8) for t in (one, other) if t.numel()]
         return one.dtype == other.dtype and one.shape == other.shape and (not raw or torch.equal(*raw))
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(map(same, one, other))
