@@ -50,6 +50,8 @@ MODULES = (
            "one all-reduce per dtype, after backward"),
     Module(3, "m03_overlapped_ddp", "Overlap, one parameter at a time", 12, 45, 3, ("OverlappedDDP",),
            "one all-reduce per parameter, during backward"),
+    Module(4, "m04_bucketed_ddp", "Buckets", 15, 60, 3, ("plan_buckets", "BucketedDDP"),
+           "one all-reduce per bucket, during backward"),
 )  # fmt: skip
 
 

@@ -64,8 +64,7 @@ def main(control_fd: int, output_fd: int, trace_fd: int, server: int) -> None:
     faulthandler.register(signal.SIGUSR1, file=trace_fd, all_threads=True)
     if sys.platform != "linux":
         threading.Thread(target=exit_with_parent, args=(server,), daemon=True).start()
-    lock = threading.Lock()
-
+    lock = threading.RLock()
     kept: list[dict[str, Any]] = []  # events that are not sent yet
     sent_at = time.monotonic()
 
@@ -75,11 +74,12 @@ def main(control_fd: int, output_fd: int, trace_fd: int, server: int) -> None:
 
     def send_events() -> None:
         nonlocal sent_at
-        events = kept[:]
-        del kept[: len(events)]  # one that gloo's thread adds meanwhile stays
-        sent_at = time.monotonic()
-        if events:
-            deliver(b"E", json.dumps(events).encode())
+        with lock:  # gloo's thread may send at the same time: in order, and none twice
+            events = kept[:]
+            del kept[: len(events)]
+            sent_at = time.monotonic()
+            if events:
+                deliver(b"E", json.dumps(events).encode())
 
     def take(event: dict[str, Any]) -> None:
         kept.append(event)

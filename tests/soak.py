@@ -34,7 +34,17 @@ def main() -> int:
     try:
         for repetition in track(range(options.repetitions), description="graded checks"):
             started = time.monotonic()
-            command = [sys.executable, "-m", "pytest", "-q", "--target", "solutions", "--seed", str(repetition), *checks]
+            command = [
+                sys.executable,
+                "-m",
+                "pytest",
+                "-q",
+                "--target",
+                "solutions",
+                "--seed",
+                str(repetition),
+                *checks,
+            ]
             done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
             seconds.append(time.monotonic() - started)
             if done.returncode:

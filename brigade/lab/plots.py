@@ -18,7 +18,11 @@ COLOURS = {
     "step": "#1a1a1a",
     "collective": "#e69f00",
 }
-NAMES = {"finish": "finish_grad_sync", "step": "optimizer step"}  # where the reader's word is not the phase's
+NAMES = {  # where a legend needs more than the key
+    "finish": "finish_grad_sync",
+    "step": "optimizer step",
+    "collective": "collective, launch to end",
+}
 
 
 def ladder_table(ladder: Ladder) -> Table:

@@ -51,12 +51,11 @@ MUTANTS = [
         "launches collected until backward ends",
         LAUNCH + "\n            " + REMEMBER,
         "self.pending = [*getattr(self, 'pending', []), parameter]\n"
-        "            if parameter is next(p for p in self.module.parameters() if p.requires_grad):\n"
-        "                for parameter in self.pending:\n"
-        "                    self.in_flight.append(\n"
-        "                        (dist.all_reduce(parameter.grad, group=self.process_group, async_op=True), parameter)\n"
-        "                    )\n"
-        "                self.pending = []",
+        "            last = parameter is next(p for p in self.module.parameters() if p.requires_grad)\n"
+        "            for parameter in self.pending if last else []:\n"
+        "                handle = dist.all_reduce(parameter.grad, group=self.process_group, async_op=True)\n"
+        "                self.in_flight.append((handle, parameter))\n"
+        "            self.pending = [] if last else self.pending",
         ("test_launches_follow_their_gradients",),
         "launches are collected",
     ),

@@ -75,6 +75,12 @@ def reduce_once() -> float:
     return x.item()
 
 
+def reduce_often(times: int) -> None:
+    x = torch.zeros(2)
+    for _ in range(times):
+        dist.all_reduce(x)
+
+
 def spawned(rank: int, world_size: int, file: str) -> None:
     """`reduce_once` as torch.multiprocessing.spawn runs it: the process group is ours to make."""
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world_size)

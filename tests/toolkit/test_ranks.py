@@ -130,6 +130,18 @@ def test_events_arrive_while_the_ranks_run():
         assert [event["kind"] for event in results.events[rank]][0] == "launch"
 
 
+def test_events_that_come_in_batches_are_all_there():
+    heard = []
+    batches = {"stream": False, "on_event": lambda rank, event: heard.append((rank, event))}
+    results = run_ranks(functions.reduce_often, 200, **batches)
+    for rank, events in enumerate(results.events):
+        launches = [event["index"] for event in events if event["kind"] == "launch"]
+        assert launches == list(range(200))
+        assert [event for number, event in heard if number == rank] == events
+    failure = failure_of(functions.fail, 1, "no such luck", stream=False)
+    assert failure.summary == "rank 1 raised ValueError: no such luck"
+
+
 def test_an_error_in_the_listener_is_the_listeners():
     def listen(rank: int, event: dict) -> None:
         raise ValueError("the listener's own")
@@ -247,7 +259,8 @@ def test_a_slow_rank_is_no_deadlock(monkeypatch):
 @pytest.mark.parametrize("mode", ["record", "hold"])
 @pytest.mark.parametrize("how", ["size", "order", "operation", "dtype", "root", "reduce op"])
 def test_collectives_that_do_not_fit_are_a_mismatch_at_once(how, mode):
-    for _ in range(5 if mode == "record" else 1):  # gloo aborts on some: never may that hide the reason
+    aborts = mode == "record" and how in ("size", "order", "operation")  # gloo does, now and then
+    for _ in range(5 if aborts else 1):  # never may that hide the reason
         start = time.monotonic()
         failure = failure_of(functions.mismatch, how, mode=mode)
         assert failure.kind == "mismatch" and time.monotonic() - start < ranks.QUIET_S
@@ -288,7 +301,8 @@ FORGED |= {name: functions.frame(b"E", json.dumps([launch]).encode()) for name, 
 
 @linux
 @pytest.mark.parametrize("data", FORGED.values(), ids=FORGED.keys())
-def test_what_is_written_to_the_channel_never_harms_the_parent(data):
+def test_what_is_written_to_the_channel_never_harms_the_parent(data, monkeypatch):
+    monkeypatch.setattr(ranks, "GRACE_S", 0.05)
     failure = failure_of(functions.write_to_channel, data, deadline=5.0)
     assert (failure.kind, failure.rank) == ("garbled", 1)
 
@@ -444,6 +458,7 @@ def test_parent_and_server_killed_together_leave_no_rank_and_the_next_start_clea
     assert not stale.exists()
     ranks.sweep()
     assert another.scratch.exists(), "a directory in use was swept"
+    another._process.kill()  # it is still importing torch
     another.close()
     assert not list(tmp_path.iterdir())
 
@@ -467,10 +482,11 @@ def test_ranks_start_at_least_ten_times_as_fast_as_with_spawn(tmp_path, monkeypa
         action()
         return time.perf_counter() - start
 
-    ours = [seconds(lambda: run_ranks(functions.reduce_once)) for _ in range(7)]
+    ours = [seconds(lambda: run_ranks(functions.reduce_once)) for _ in range(4)]
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", ranks.loopback_interface())
     file = str(tmp_path / "rendezvous")
     spawn = seconds(lambda: torch.multiprocessing.spawn(functions.spawned, (2, file), nprocs=2))
+    ours += [seconds(lambda: run_ranks(functions.reduce_once)) for _ in range(3)]  # before and after, to be fair
     with capsys.disabled():
         print(
             f"\n2 ranks and one all_reduce: run_ranks {median(ours):.3f} s (median of 7, at best {min(ours):.3f}), "

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from brigade import traps
 from brigade.ranks import PerRank
-from brigade.reference import OPTIMIZERS, Case, gradients_of, loss_of
+from brigade.reference import OPTIMIZERS, Case, different_sizes, gradients_of, loss_of
 from brigade.traps import TRAPS
 from brigade.wire import encode
 
@@ -57,11 +57,14 @@ def test_a_case_depends_on_its_generator_only():
 @pytest.mark.parametrize("hidden_layers", [1, 2, 4, 6])
 def test_all_sizes_in_a_case_are_different(hidden_layers):
     """Of features and of parameters: the checks know a gradient by its size."""
-    for seed in range(300):
-        problem = case("Plain", 1, seed, hidden_layers=hidden_layers)
-        assert len(problem.sizes) == hidden_layers + 2 == len(set(problem.sizes))
-        numels = [parameter.numel() for parameter in problem.parameters().values()]
-        assert len(set(numels)) == len(numels), (seed, numels)
+    for seed in range(1000):
+        sizes = different_sizes(random.Random(seed), hidden_layers + 2)
+        assert len(sizes) == hidden_layers + 2 == len(set(sizes))
+        numels = [a * b for a, b in zip(sizes, sizes[1:])] + sizes[1:]  # weights and biases
+        assert len(set(numels)) == len(numels), (seed, sizes)
+    problem = case("Plain", 1, hidden_layers=hidden_layers)
+    assert problem.sizes == different_sizes(random.Random(0), hidden_layers + 2)
+    assert len({parameter.numel() for parameter in problem.parameters().values()}) == 2 * (hidden_layers + 1)
 
 
 def test_a_rank_gets_its_own_part():

@@ -1,0 +1,136 @@
+"""Mistakes in module 4."""
+
+from mutants import Mutant
+
+REVERSE = "for parameter in reversed(list(params)):"
+RULE = "if not buckets or nbytes + size > bucket_cap_bytes or parameter.dtype != buckets[-1][0].dtype:"
+CLOSE = "            buckets.append([])\n            nbytes = 0\n"
+SIZE = "size = parameter.numel() * parameter.element_size()"
+BROADCAST = "broadcast_module_state(module, process_group)\n"
+ZEROS = "if parameter.grad is None:\n                parameter.grad = torch.zeros_like(parameter)"
+REDUCE = "self.handle = dist.all_reduce(self.flat, group=self.process_group, async_op=True)"
+WAIT = "self.handle.wait()\n"
+DIVIDE = "self.flat /= dist.get_world_size(self.process_group)\n"
+COPY_BACK = "parameter.grad.copy_(piece.view(parameter.shape))"
+RESET = "self.flat, self.handle, self.missing = None, None, len(self.parameters)"
+UNLESS = "if not self.synchronize:\n            return\n"
+LAUNCH_IN_ORDER = (
+    "while self.launched < len(self.buckets) and self.buckets[self.launched].missing == 0:\n"
+    "            self.buckets[self.launched].launch()\n"
+    "            self.launched += 1"
+)
+LEFT_OVER = "for bucket in self.buckets[self.launched :]:\n            bucket.launch()\n"
+RESTART = "            bucket.finish()\n        self.launched = 0"
+CAP = "int(bucket_cap_mb * 2**20)"
+
+MUTANTS = [
+    Mutant("not reversed", REVERSE, "for parameter in list(params):", ("test_bucket_rule",), "reverse"),
+    Mutant(
+        "closed after the cap is exceeded",
+        RULE,
+        RULE.replace("nbytes + size > bucket_cap_bytes", "nbytes >= bucket_cap_bytes"),
+        ("test_bucket_rule",),
+        "the rule is to close before",
+    ),
+    Mutant("an exact fit closes", RULE, RULE.replace("> bucket", ">= bucket"), ("test_bucket_rule",), "fits exactly"),
+    Mutant(
+        "dtypes mixed",
+        RULE,
+        "if not buckets or nbytes + size > bucket_cap_bytes:",
+        ("test_bucket_rule",),
+        "one dtype",
+    ),
+    Mutant("elements compared with bytes", SIZE, "size = parameter.numel()", ("test_bucket_rule",), "bytes"),
+    Mutant(
+        "the size of the open bucket is never reset",
+        CLOSE,
+        "            buckets.append([])\n",
+        ("test_bucket_rule",),
+        "would still have fitted",
+    ),
+    Mutant("the last bucket lost", "    return buckets\n", "    return buckets[:-1]\n", ("test_bucket_rule",), "lost"),
+    Mutant(
+        "megabytes compared with bytes: one bucket per parameter",
+        CAP,
+        "bucket_cap_mb",
+        ("test_buckets_overlap_with_backward",),
+        "every parameter is launched by itself",
+    ),
+    Mutant("replicas not made equal", BROADCAST, "pass\n", ("test_gradients_are_averaged",), "broadcast, all of them"),
+    Mutant("summed, not averaged", DIVIDE, "pass\n", ("test_gradients_are_averaged",), "summed"),
+    Mutant("divided by a literal 2", DIVIDE, "self.flat /= 2\n", ("test_gradients_are_averaged",), "divided by 2"),
+    Mutant("the result not copied back", COPY_BACK, "pass", ("test_gradients_are_averaged",), "the result is not used"),
+    Mutant("no wait", WAIT, "pass\n", ("test_gradients_are_averaged",), "waited on"),
+    Mutant(
+        "buckets of one parameter never waited on",
+        WAIT,
+        "self.handle.wait() if len(self.parameters) > 1 else None\n",
+        ("test_gradients_are_averaged",),
+        "waited on",
+    ),
+    Mutant(
+        "synchronous in the hook",
+        REDUCE,
+        REDUCE + "\n        self.handle.wait()",
+        ("test_buckets_overlap_with_backward",),
+        "async_op=True",
+    ),
+    Mutant(
+        "everything launched at the finish",
+        LAUNCH_IN_ORDER,
+        "pass",
+        ("test_buckets_overlap_with_backward",),
+        "only when backward is over",
+    ),
+    Mutant(
+        "launched in the order of being ready",
+        LAUNCH_IN_ORDER,
+        "if bucket.missing == 0:\n"
+        "            self.buckets.remove(bucket)\n"
+        "            self.buckets.insert(self.launched, bucket)\n"
+        "            bucket.launch()\n"
+        "            self.launched += 1",
+        ("test_launch_order_does_not_depend_on_ready_order",),
+    ),
+    Mutant(
+        "only the next bucket is looked at",
+        LAUNCH_IN_ORDER,
+        LAUNCH_IN_ORDER.replace("while", "if"),
+        ("test_launch_order_does_not_depend_on_ready_order",),
+        "several buckets can be due at once",
+    ),
+    Mutant(
+        "incomplete buckets never launched",
+        LEFT_OVER,
+        "",
+        ("test_unused_parameters",),
+    ),
+    Mutant("unused parameters left out", ZEROS, "pass", ("test_unused_parameters",)),
+    Mutant(
+        "ready counters not reset",
+        RESET,
+        "self.flat, self.handle = None, None",
+        ("test_buckets_overlap_with_backward",),
+    ),
+    Mutant("the turn not reset", RESTART, "            bucket.finish()", ("test_steps_and_subgroups",)),
+    Mutant("no_sync without effect", UNLESS, "", ("test_no_sync_accumulates",)),
+    Mutant(
+        "counted inside no_sync",
+        UNLESS + "        bucket.missing -= 1\n",
+        "bucket.missing -= 1\n        if not self.synchronize:\n            return\n",
+        ("test_no_sync_accumulates",),
+    ),
+    Mutant(
+        "divided by the size of the world",
+        DIVIDE,
+        "self.flat /= dist.get_world_size()\n",
+        ("test_steps_and_subgroups",),
+        "the size of the world",
+    ),
+    Mutant(
+        "reduced over the world",
+        REDUCE,
+        "self.handle = dist.all_reduce(self.flat, async_op=True)",
+        ("test_steps_and_subgroups",),
+    ),
+]

@@ -1,0 +1,243 @@
+"""Graded checks of module 4: buckets."""
+
+import pytest
+import torch
+
+from brigade.events import launches, ready, summary
+from brigade.feedback import expect, expect_gradients, expect_start, expect_weights
+from scenarios import m04_bucketed_ddp, training
+
+CAP_BYTES = 600  # of the buckets in the checks below: a few parameters each
+JOB = {"package": "m04_bucketed_ddp", "wrapper": "BucketedDDP", "arguments": {"bucket_cap_mb": CAP_BYTES / 2**20}}
+XL = {1: 435, 10: 339, 100: 98, 1000: 8}  # buckets of the XL model, by cap in MiB
+
+
+def buckets_of(case):
+    """The buckets as the rule has them, as lists of names; the models used here have one dtype."""
+    buckets, nbytes = [], 0
+    for name, parameter in reversed([(n, p) for n, p in case.parameters().items() if p.requires_grad]):
+        size = parameter.numel() * parameter.element_size()
+        if not buckets or nbytes + size > CAP_BYTES:
+            buckets.append([])
+            nbytes = 0
+        buckets[-1].append(name)
+        nbytes += size
+    return buckets
+
+
+def numels_of(case, buckets):
+    parameters = case.parameters()
+    return [sum(parameters[name].numel() for name in bucket) for bucket in buckets]
+
+
+@pytest.mark.points(3)
+def test_bucket_rule(submission):
+    """plan_buckets follows the rule: reverse order, closed before the cap is exceeded, one dtype per bucket."""
+    rng = submission.rng
+    cases = [
+        {"numels": [25, 25, 50, 50], "dtypes": [torch.float32] * 4, "cap_bytes": 400},  # fits exactly
+        {"numels": [10, 500, 10, 10], "dtypes": [torch.float32] * 4, "cap_bytes": 100},  # one is larger than the cap
+        {"numels": [40], "dtypes": [torch.float32], "cap_bytes": 100},
+        {"numels": [], "dtypes": [], "cap_bytes": 100},
+    ]
+    for _ in range(60):
+        dtypes = rng.choice([[torch.float32], [torch.bfloat16], [torch.float32, torch.bfloat16]])
+        numels = [rng.randint(1, 60) for _ in range(rng.randint(1, 20))]
+        drawn = [rng.choice(dtypes) for _ in numels]
+        cases.append({"numels": numels, "dtypes": drawn, "cap_bytes": rng.randint(4, 400)})
+    [answers] = submission.run(m04_bucketed_ddp.plan, cases, world_size=1)
+    for case, buckets in zip(cases, answers):
+        expect_buckets(case, buckets)
+    [counts] = submission.run(m04_bucketed_ddp.plan_model, "xl", list(XL), world_size=1)
+    for (cap, expected), count in zip(XL.items(), counts):
+        closes_after = {1: 338, 10: 242, 100: 65}
+        expect(
+            count == expected,
+            f"the XL model has {expected} buckets at a cap of {cap} MiB",
+            f"{count} buckets",
+            "a bucket is closed after a parameter takes it over the cap, not before?" * (count == closes_after.get(cap))
+            or "is the cap in MiB, 2^20 bytes, and compared with bytes?",
+        )
+
+
+def expect_buckets(case, buckets):
+    """The rule, for one list of parameters."""
+    sizes = [numel * dtype.itemsize for numel, dtype in zip(case["numels"], case["dtypes"])]
+    dtypes = listed(sorted({str(dtype).removeprefix("torch.") for dtype in case["dtypes"]}))
+    given = f"parameters of {listed(sizes)} bytes ({dtypes}), cap {case['cap_bytes']} bytes"
+    happened = f"{given}: the buckets are {[[f'#{i}' for i in bucket] for bucket in buckets]}".replace("'", "")
+    flat = [i for bucket in buckets for i in bucket]
+    expect(
+        sorted(flat) == list(range(len(sizes))) and all(buckets),
+        "each parameter is in exactly one bucket, and no bucket is empty",
+        happened,
+        "the last bucket is never closed, and lost?" if len(flat) < len(sizes) else "",
+    )
+    for dtype in set(case["dtypes"]):
+        mine = [[i for i in bucket if case["dtypes"][i] == dtype] for bucket in buckets]
+        order = [i for bucket in mine for i in bucket]
+        expect(
+            order == sorted(order, reverse=True),
+            "parameters come in the reverse of their order of registration",
+            happened,
+            "reverse the parameters, not the list of buckets?",
+        )
+    expect(
+        all(len({case["dtypes"][i] for i in bucket}) == 1 for bucket in buckets),
+        "a bucket has parameters of one dtype only",
+        happened,
+    )
+    for bucket in buckets:
+        total = sum(sizes[i] for i in bucket)
+        expect(
+            total <= case["cap_bytes"] or len(bucket) == 1,
+            f"a bucket of several parameters holds at most {case['cap_bytes']} bytes",
+            f"{happened}; one holds {total} bytes",
+            "the bucket closes after it has exceeded the cap: the rule is to close before?",
+        )
+    for bucket, after in zip(buckets, buckets[1:]):
+        if case["dtypes"][bucket[0]] == case["dtypes"][after[0]] and len(set(case["dtypes"])) == 1:
+            total = sum(sizes[i] for i in bucket)
+            expect(
+                total + sizes[after[0]] > case["cap_bytes"],
+                "a bucket closes only when the next parameter does not fit; one that fits exactly belongs to it",
+                f"{happened}; #{after[0]} would still have fitted",
+            )
+
+
+def listed(values):
+    return ", ".join(str(value) for value in values)
+
+
+@pytest.mark.points(2)
+def test_gradients_are_averaged(submission):
+    """Replicas start equal, buffers included, and after finish_grad_sync every gradient is the average."""
+    for world, model in zip(submission.worlds(1, 2, 3, 4), ("MixedDtypes", "Buffers", "Frozen", "Tied")):
+        case = submission.case(model, world)
+        results = submission.run(training.train, case.for_ranks(**JOB), world_size=world)
+        expect_start([result["start"] for result in results], case)
+        expect_gradients(results, case, tolerance=2**-6 if model == "MixedDtypes" else 1e-5)
+
+
+@pytest.mark.points(3)
+def test_buckets_overlap_with_backward(submission):
+    """Each bucket is launched once, asynchronously, before the next one is complete; nothing waits in backward."""
+    for world in submission.worlds(2, 3):
+        case = submission.case("Plain", world, hidden_layers=4, steps=2)
+        results = submission.run(training.train, case.for_ranks(**JOB), world_size=world)
+        buckets = buckets_of(case)
+        expected = numels_of(case, buckets)
+        for rank, events in enumerate(results.events):
+            for step in range(2):
+                where = f"rank {rank}, step {step}"
+                found = launches(events, step)
+                expect(
+                    [launch.numel for launch in found] == expected and all(x.op == "all_reduce" for x in found),
+                    f"one all_reduce for each of the {len(expected)} buckets, in their order: {listed(expected)}",
+                    f"{where}: {summary(found)}",
+                    "every parameter is launched by itself?" if len(found) == len(case.parameters()) else
+                    "everything is in one launch?" if len(found) == 1 else "",
+                )  # fmt: skip
+                complete = {name: place for place, name in ready(events, step)}
+                for launch, after in zip(found, buckets[1:]):
+                    expect(
+                        launch.place < max(complete[name] for name in after),
+                        f"bucket {found.index(launch)} is launched before the bucket after it is complete",
+                        f"{where}: it was launched in {launch.phase}, later than {listed(after)} were ready",
+                        "buckets are launched only when backward is over?",
+                    )
+                blocking = [launch for launch in found if launch.sync or "backward" in launch.wait_phases]
+                expect(
+                    not blocking and all(launch.phase == "backward" for launch in found),
+                    "all buckets are launched in backward, and none is waited for there",
+                    f"{where}: {len(blocking)} of {len(found)} were waited for in backward, "
+                    f"{sum(launch.phase != 'backward' for launch in found)} launched later",
+                    "async_op=True, and wait in finish_grad_sync?" if blocking else "",
+                )
+                wrong = [launch for launch in found if step not in launch.wait_steps or launch.raced]
+                expect(
+                    not wrong,
+                    "finish_grad_sync waits on every handle of the step before anything is read or written",
+                    f"{where}: {len(wrong)} of {len(found)} were never waited on, or changed before",
+                )
+
+
+@pytest.mark.points(3)
+def test_launch_order_does_not_depend_on_ready_order(submission):
+    """Where gradients become ready in another order on each rank, all ranks launch the buckets in the same order."""
+    for world in submission.worlds(2, 3, 4):
+        case = submission.case("Reordered", world, steps=2, branches=list(range(world)))
+        results = submission.run(training.train, case.for_ranks(**JOB), world_size=world)
+        buckets = buckets_of(case)
+        expected = numels_of(case, buckets)
+        for rank, events in enumerate(results.events):
+            for step in range(2):
+                found = launches(events, step)
+                expect(
+                    [launch.numel for launch in found] == expected,
+                    f"buckets are launched in their order on every rank, with {listed(expected)} elements",
+                    f"rank {rank}, step {step}: {summary(found)}",
+                    "a bucket is launched as soon as it is complete, before those in front of it?",
+                )
+                order = ready(events, step)
+                turn = 0  # the place in the record from which on a bucket and all in front of it are complete
+                for number, (bucket, launch) in enumerate(zip(buckets, found)):
+                    turn = max([turn, *(place for place, name in order if name in bucket)])
+                    late = [name for place, name in order if turn < place < launch.place]
+                    expect(
+                        len(late) < 2,
+                        f"bucket {number} is launched when it and those in front of it are complete",
+                        f"rank {rank}, step {step}: {len(late)} more gradients became ready first",
+                        "several buckets can be due at once, when the one in front of them is complete at last?",
+                    )
+        expect_gradients(results, case)
+
+
+@pytest.mark.points(2)
+def test_unused_parameters(submission):
+    """A bucket with a parameter that is unused on some rank, or on all, still completes, in every step."""
+    for world in submission.worlds(2, 3):
+        case = submission.case(
+            "Branches", world, branches=[1, -1, 0][:world], steps=3, dtype=torch.float64, optimizer="adam"
+        )
+        results = submission.run(training.train, case.for_ranks(**JOB), world_size=world)
+        expect_gradients(results, case, "gradients are the average, where ranks use different layers")
+        counts = [[len(launches(events, step)) for step in range(3)] for events in results.events]
+        expected = len(buckets_of(case))
+        expect(
+            all(count == expected for row in counts for count in row),
+            f"{expected} launches in every step, one for each bucket",
+            f"launches by rank and step: {counts}",
+            "counters of the step before are not reset?",
+        )
+        expect_weights(results, case)
+
+
+@pytest.mark.points(1)
+def test_no_sync_accumulates(submission):
+    """Micro-batches inside no_sync communicate nothing; the next finish averages all that was accumulated."""
+    [world] = submission.worlds(2)
+    case = submission.case("Plain", world, micro_batches=3, steps=2)
+    results = submission.run(training.train, case.for_ranks(**JOB), world_size=world)
+    expect_gradients(results, case, "gradients are the average of what 3 micro-batches accumulated")
+    expected = len(buckets_of(case))
+    for rank, events in enumerate(results.events):
+        found = launches(events, 0)
+        late = sum(launch.phase != "backward" for launch in found)
+        expect(
+            len(found) == expected and not late,
+            f"{expected} launches in a step of 3 micro-batches: one for each bucket, in the last backward",
+            f"rank {rank}: {len(found)} launches, {late} of them after backward",
+            "backward passes inside no_sync are counted or launched too?",
+        )
+
+
+@pytest.mark.points(1)
+def test_steps_and_subgroups(submission):
+    """Over four steps, and in a group of ranks 1 and 3 of four, the weights are those of one process."""
+    for world, optimizer in zip(submission.worlds(2, 4), ("adam", "sgd")):
+        groups = [[1, 3], [0, 2]] if world == 4 else [list(range(world))]
+        case = submission.case("Tied", world, steps=4, dtype=torch.float64, optimizer=optimizer, group=groups[0])
+        results = submission.run(training.train, case.for_ranks(groups=groups, **JOB), world_size=world)
+        expect_gradients(results, case)
+        expect_weights(results, case)
