@@ -52,6 +52,8 @@ MODULES = (
            "one all-reduce per parameter, during backward"),
     Module(4, "m04_bucketed_ddp", "Buckets", 15, 60, 3, ("plan_buckets", "BucketedDDP"),
            "one all-reduce per bucket, during backward"),
+    Module(5, "m05_grad_buffer", "Gradients in one buffer", 15, 75, 4, ("plan_layout", "GradBuffer", "BufferedDDP"),
+           "one all-reduce per bucket, during backward, without copies"),
 )  # fmt: skip
 
 

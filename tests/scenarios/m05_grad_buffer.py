@@ -1,0 +1,179 @@
+"""What the ranks do in module 5's checks, beyond training."""
+
+import copy
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from brigade import recording
+from brigade.rank import device, student
+from brigade.recording import phase
+from brigade.reference import OPTIMIZERS, loss_of
+from scenarios.training import build, forward_backward, group_of, on_device, wrap
+
+COPIES = ("copy_", "clone", "cat", "stack", "_to_copy", "_foreach_copy_")
+
+
+def layouts(cases: list[dict]) -> list[dict]:
+    """What plan_layout makes of each case."""
+    plan_layout = student("m05_grad_buffer", "plan_layout")
+    answers = []
+    for case in cases:
+        layout = plan_layout(*case["arguments"], **case["keywords"])
+        answers.append(
+            {
+                "param_ranges": [list(map(int, pair)) for pair in layout.param_ranges],
+                "bucket_of": [int(bucket) for bucket in layout.bucket_of],
+                "bucket_ranges": [list(map(int, pair)) for pair in layout.bucket_ranges],
+                "numel": int(layout.numel),
+            }
+        )
+    return answers
+
+
+def is_frozen() -> bool:
+    """Whether a layout refuses to be changed."""
+    layout = student("m05_grad_buffer", "plan_layout")([10, 20], 15, 2)
+    try:
+        layout.numel = 0
+    except AttributeError:
+        return True
+    return False
+
+
+def buffers_of(ddp: nn.Module, model: nn.Module) -> list[dict]:
+    """For each grad buffer: its dtype, length, parameters and where their gradients lie in it, in elements."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found = []
+    for buffer in ddp.grad_buffers:
+        data = buffer.grad_data
+        places = {}
+        for parameter in buffer.params:
+            grad = parameter.main_grad if hasattr(parameter, "main_grad") else parameter.grad
+            offset = None
+            if grad is not None and grad.is_contiguous():
+                nbytes = grad.data_ptr() - data.data_ptr()
+                inside = 0 <= nbytes <= data.nbytes - grad.nbytes and grad.dtype == data.dtype
+                offset = nbytes // data.element_size() if inside else None
+            places[names[id(parameter)]] = offset
+        padding = torch.ones(data.numel(), dtype=torch.bool, device=data.device)
+        for start, end in buffer.layout.param_ranges:
+            padding[start:end] = False
+        found.append(
+            {
+                "dtype": data.dtype,
+                "numel": data.numel(),
+                "places": places,
+                "padding": data[padding].float().nan_to_num(nan=1.0).abs().sum().item(),
+            }
+        )
+    return found
+
+
+def zero(form: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Zeroes the gradients in one of the forms that users have."""
+    if form == "optimizer, to None":
+        optimizer.zero_grad(set_to_none=True)
+    elif form == "optimizer, to zeros":
+        optimizer.zero_grad(set_to_none=False)
+    else:
+        model.zero_grad(set_to_none=form == "model, to None")
+
+
+def train(job: dict) -> dict:
+    """A training loop that zeroes gradients in the form job["zero"], before forward or after it (job["late"])."""
+    model = build(job)
+    ddp = wrap(job, model)
+    optimizer = OPTIMIZERS[job["optimizer"]]([p for p in model.parameters() if p.requires_grad])
+    buffers = []
+    for step, [batch] in enumerate(job["batches"]):
+        recording.note("step", step=step)
+        if not job["late"]:
+            zero(job["zero"], model, optimizer)
+        with phase("forward"):
+            loss = loss_of(ddp, on_device(batch))
+        if job["late"]:
+            zero(job["zero"], model, optimizer)
+        with phase("backward"):
+            loss.backward()
+        with phase("finish"):
+            ddp.finish_grad_sync()
+        buffers.append(buffers_of(ddp, model))
+        with phase("step"):
+            optimizer.step()
+    return {"weights": {name: p.detach() for name, p in model.named_parameters()}, "buffers": buffers}
+
+
+class Ledger(TorchDispatchMode):
+    """Counts the elements that copying operations write, and the bytes of new memory, in what runs inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.copied: list[int] = []
+        self.allocated = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if function._overloadpacket.__name__ in COPIES:
+            self.copied += [tensor.numel() for tensor in recording.tensors_in(result)]
+        known = {tensor.untyped_storage().data_ptr() for tensor in recording.tensors_in(list(args))}
+        for tensor in recording.tensors_in(result):
+            if tensor.untyped_storage().data_ptr() not in known:
+                self.allocated += tensor.untyped_storage().nbytes()
+        return result
+
+
+def steady_step(job: dict) -> dict:
+    """What a third training step copies and allocates, for the bare model and for the wrapped one."""
+    bare = build(job)
+    model = copy.deepcopy(bare)
+    ddp = wrap(job, model)
+    found = {}
+    for name, module in (("bare", bare), ("ddp", ddp)):
+        for _ in range(3):
+            module.zero_grad(set_to_none=True)
+            with Ledger() as ledger:
+                forward_backward(module, job["batches"][0][0])
+                if module is ddp:
+                    with phase("finish"):
+                        ddp.finish_grad_sync()
+        found[name] = {"copied": ledger.copied, "allocated": ledger.allocated}
+    return found
+
+
+class Dots(nn.Module):
+    """Parameters whose gradients are exactly the inputs: the sum of the products of both."""
+
+    def __init__(self, sizes: list[int], dtype: torch.dtype):
+        super().__init__()
+        self.weights = nn.ParameterList(torch.ones(size, dtype=dtype) for size in sizes)
+
+    def forward(self, inputs: list[torch.Tensor]) -> torch.Tensor:
+        return sum((weight * x).sum() for weight, x in zip(self.weights, inputs))
+
+
+def accumulate(job: dict) -> dict:
+    """Two steps of many micro-batches with fp32 gradients for bf16 parameters: main_grad, grad and the buffer."""
+    model = Dots(job["sizes"], torch.bfloat16).to(device())
+    with phase("construct"):
+        ddp = student(job["package"], job["wrapper"])(model, process_group=group_of(job), **job["arguments"])
+    steps = []
+    for step, micro_batches in enumerate(job["batches"]):
+        recording.note("step", step=step)
+        model.zero_grad(set_to_none=job["set_to_none"])
+        for inputs in micro_batches[:-1]:
+            with ddp.no_sync():
+                ddp([x.to(device()) for x in inputs]).backward()
+        with phase("backward"):
+            ddp([x.to(device()) for x in micro_batches[-1]]).backward()
+        with phase("finish"):
+            ddp.finish_grad_sync()
+        steps.append(
+            {
+                "main_grad": {str(i): w.main_grad.detach().clone() for i, w in enumerate(model.weights)},
+                "grad": {str(i): w.grad.detach().clone() for i, w in enumerate(model.weights)},
+                "buffers": buffers_of(ddp, model),
+            }
+        )
+    return {"steps": steps}

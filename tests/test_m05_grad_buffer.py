@@ -1,0 +1,333 @@
+"""Graded checks of module 5: gradients that live in a padded contiguous buffer."""
+
+import math
+
+import pytest
+import torch
+
+from brigade.events import launches, ready, summary
+from brigade.feedback import expect, expect_equal, expect_gradients, expect_start, expect_weights
+from scenarios import m05_grad_buffer, training
+
+BUCKET_NUMEL = 150
+JOB = {"package": "m05_grad_buffer", "wrapper": "BufferedDDP", "arguments": {"bucket_numel": BUCKET_NUMEL}}
+
+
+def planned(numels, bucket_numel, dp_size, pad_for_busbw=False):
+    """The layout as the rule has it."""
+    multiple = math.lcm(dp_size, 128, 65536) if pad_for_busbw else math.lcm(dp_size, 128)
+    param_ranges, bucket_of, bucket_ranges, position, bucket_start = [], [], [], 0, 0
+    for numel in numels:
+        if bucket_start is None:
+            position = -(-position // multiple) * multiple
+            bucket_ranges[-1][1] = bucket_start = position
+        position = -(-position // 64) * 64
+        param_ranges.append([position, position + numel])
+        position += numel
+        if len(bucket_ranges) == 0 or bucket_ranges[-1][1] is not None:
+            bucket_ranges.append([bucket_start, None])
+        bucket_of.append(len(bucket_ranges) - 1)
+        if bucket_numel is not None and position - bucket_start >= bucket_numel:
+            bucket_start = None
+    if numels:
+        position = -(-position // multiple) * multiple
+        bucket_ranges[-1][1] = position
+    return {"param_ranges": param_ranges, "bucket_of": bucket_of, "bucket_ranges": bucket_ranges, "numel": position}
+
+
+def layout_of(case, world):
+    """Names from the last parameter to the first, and the layout of their buffer; for models of one dtype."""
+    named = list(reversed([(name, p) for name, p in case.parameters().items() if p.requires_grad]))
+    return [name for name, _ in named], planned([p.numel() for _, p in named], BUCKET_NUMEL, world)
+
+
+@pytest.mark.points(3)
+def test_layout_rule(submission):
+    """plan_layout follows the rule: starts at multiples of 64, buckets closed once full, ends padded for dp ranks."""
+    rng = submission.rng
+    cases = [
+        {"arguments": [[100], 40, 1], "keywords": {}},
+        {"arguments": [[64, 64, 64], 128, 2], "keywords": {}},  # full exactly
+        {"arguments": [[10, 20, 30], None, 3], "keywords": {}},
+        {"arguments": [[1, 1], 1, 4096], "keywords": {"pad_for_busbw": True}},
+        {"arguments": [[], 10, 2], "keywords": {}},
+    ]
+    for _ in range(150):
+        numels = [rng.randint(1, rng.choice([10, 300, 5000])) for _ in range(rng.randint(1, 30))]
+        bucket_numel = rng.choice([None, rng.randint(1, 500), rng.randint(1, 20_000)])
+        dp_size = rng.choice([1, 2, 3, 4, 6, 7, 8, 12, 48, 100, 128, 1000, 4096])
+        keywords = {"pad_for_busbw": True} if rng.random() < 0.3 else {}
+        cases.append({"arguments": [numels, bucket_numel, dp_size], "keywords": keywords})
+    [answers] = submission.run(m05_grad_buffer.layouts, cases, world_size=1)
+    for case, answer in zip(cases, answers):
+        numels, bucket_numel, dp_size = case["arguments"]
+        given = f"plan_layout({numels}, {bucket_numel}, {dp_size}" + (
+            ", pad_for_busbw=True)" * bool(case["keywords"]) or ")"
+        )
+        truth = planned(*case["arguments"], **case["keywords"])
+        expect(
+            all(start % 64 == 0 for start, _ in answer["param_ranges"]),
+            f"in {given} every parameter starts at a multiple of 64 elements",
+            f"param_ranges = {answer['param_ranges']}",
+            "elements, not bytes; a start is rounded up to a multiple of 64?",
+        )
+        for field, cause in (
+            ("bucket_of", "a bucket closes once it holds bucket_numel elements, measured from its start?"),
+            ("param_ranges", "what follows a closed bucket starts after its padding?"),
+            ("bucket_ranges", "the end of a bucket is a multiple of lcm(dp_size, 128), in elements?"),
+            ("numel", "the last bucket's padding belongs to the buffer?"),
+        ):
+            expect(
+                answer[field] == truth[field],
+                f"{given} has {field} = {truth[field]}",
+                f"{field} = {answer[field]}",
+                cause,
+            )
+    [frozen] = submission.run(m05_grad_buffer.is_frozen, world_size=1)
+    expect(frozen, "a BufferLayout cannot be changed: @dataclass(frozen=True)", "its numel could be set")
+
+
+@pytest.mark.points(1)
+def test_gradients_are_averaged(submission):
+    """Replicas start equal, buffers included, and after finish_grad_sync every gradient is the average."""
+    for world, model in zip(submission.worlds(1, 2, 3, 4), ("Plain", "Buffers", "Frozen", "Tied")):
+        case = submission.case(model, world)
+        results = submission.run(training.train, case.for_ranks(**JOB), world_size=world)
+        expect_start([result["start"] for result in results], case)
+        expect_gradients(results, case)
+
+
+@pytest.mark.points(3)
+def test_gradients_are_views(submission):
+    """Gradients lie in the buffer as the layout says, and a steady step copies and allocates nothing for that."""
+    for world, form in zip(submission.worlds(2, 3), ("optimizer, to None", "optimizer, to zeros")):
+        case = submission.case("Plain", world, steps=3)
+        names, layout = layout_of(case, world)
+        results = submission.run(m05_grad_buffer.train, case.for_ranks(zero=form, late=False, **JOB), world_size=world)
+        for rank, result in enumerate(results):
+            for step, buffers in enumerate(result["buffers"]):
+                expect(
+                    len(buffers) == 1 and buffers[0]["numel"] == layout["numel"],
+                    f"there is one grad buffer, with {layout['numel']} elements",
+                    f"rank {rank}: {[buffer['numel'] for buffer in buffers]}",
+                    "parameters are laid out from the last to the first?",
+                )
+                for name, (start, _) in zip(names, layout["param_ranges"]):
+                    offset = buffers[0]["places"].get(name)
+                    expect(
+                        offset == start,
+                        f"after the finish the gradient of {name} is a view of the buffer, from element {start} on",
+                        f"rank {rank}, step {step}: "
+                        + ("it does not lie in the buffer" if offset is None else f"it begins at element {offset}"),
+                        f"zero_grad ({form}) took the view away, and it was not put back?" if offset is None else
+                        "parameters are not laid out from the last to the first?",
+                    )  # fmt: skip
+    case = submission.case("Plain", world)
+    results = submission.run(m05_grad_buffer.steady_step, case.for_ranks(**JOB), world_size=world, mode="record")
+    smallest = min(p.numel() for p in case.parameters().values())
+    gradient_bytes = sum(p.numel() * p.element_size() for p in case.parameters().values())
+    for rank, result in enumerate(results):
+        bare, ddp = ([n for n in result[key]["copied"] if n >= smallest] for key in ("bare", "ddp"))
+        expect(
+            sum(ddp) <= sum(bare),
+            f"a step copies no more than the bare model's own, {sum(bare)} elements",
+            f"rank {rank}: {sum(ddp)} elements in {len(ddp)} copies, of {sorted(ddp, reverse=True)[:6]} elements",
+            "gradients are copied into the buffer or out of it: p.grad must be the view before backward adds to it",
+        )
+        extra = result["ddp"]["allocated"] - result["bare"]["allocated"]
+        expect(
+            extra < 0.05 * gradient_bytes,
+            "a step allocates no more than the bare model's own forward and backward",
+            f"rank {rank}: {extra} bytes more; all gradients are {gradient_bytes} bytes",
+            "a flat copy is made in every step?",
+        )
+
+
+@pytest.mark.points(2)
+def test_zero_grad_in_any_form(submission):
+    """Every form of zero_grad, before forward or between forward and backward, gives the weights of one process."""
+    forms = ("optimizer, to None", "optimizer, to zeros", "model, to None", "model, to zeros")
+    [world] = submission.worlds(2)
+    for form in forms:
+        for late in (False, True):
+            case = submission.case("Branches", world, steps=3, dtype=torch.float64, branches=[1, -1][:world])
+            job = JOB | {"zero": form, "late": late}
+            results = submission.run(m05_grad_buffer.train, case.for_ranks(**job), world_size=world)
+            weights, _ = case.train()
+            when = "between forward and backward" if late else "before forward"
+            expect_equal(
+                f"weights after 3 steps with zero_grad ({form}) {when}",
+                [result["weights"] for result in results],
+                weights,
+                tolerance=1e-8,
+            )
+
+
+@pytest.mark.points(2)
+def test_buckets_overlap_with_backward(submission):
+    """Each bucket, padding included, is launched in place before the next is complete; padding stays zero."""
+    for world in submission.worlds(2, 3):
+        case = submission.case("Plain", world, hidden_layers=4, steps=2)
+        names, layout = layout_of(case, world)
+        job = JOB | {"zero": "optimizer, to None", "late": False}
+        results = submission.run(m05_grad_buffer.train, case.for_ranks(**job), world_size=world)
+        expected = [end - start for start, end in layout["bucket_ranges"]]
+        for rank, events in enumerate(results.events):
+            for step in range(2):
+                where = f"rank {rank}, step {step}"
+                found = launches(events, step)
+                expect(
+                    [launch.numel for launch in found] == expected and all(x.op == "all_reduce" for x in found),
+                    f"one all_reduce for each of the {len(expected)} buckets, in their order: {expected} elements",
+                    f"{where}: {summary(found)}",
+                    "the padding of a bucket is reduced with it?" if len(found) == len(expected) else "",
+                )
+                complete = {name: place for place, name in ready(events, step)}
+                members = [[n for n, b in zip(names, layout["bucket_of"]) if b == i] for i in range(len(expected))]
+                for launch, after in zip(found, members[1:]):
+                    expect(
+                        launch.place < max(complete[name] for name in after),
+                        f"bucket {found.index(launch)} is launched before the bucket after it is complete",
+                        f"{where}: it was launched in {launch.phase}",
+                        "buckets are launched only when backward is over?",
+                    )
+                blocking = [launch for launch in found if launch.sync or "backward" in launch.wait_phases]
+                expect(
+                    not blocking and all(launch.phase == "backward" for launch in found),
+                    "all buckets are launched in backward, and none is waited for there",
+                    f"{where}: {len(blocking)} of {len(found)} were waited for in backward, "
+                    f"{sum(launch.phase != 'backward' for launch in found)} launched later",
+                )
+                wrong = [launch for launch in found if step not in launch.wait_steps or launch.raced]
+                expect(
+                    not wrong,
+                    "finish_grad_sync waits on every handle of the step before anything is read or written",
+                    f"{where}: {len(wrong)} of {len(found)} were never waited on, or changed before",
+                )
+            leaked = [buffers[0]["padding"] for buffers in results[rank]["buffers"]]
+            expect(
+                not any(leaked),
+                "the padding is zero after every step",
+                f"rank {rank}: its entries add up to {leaked}",
+                "the buffer was allocated without zeros, or something is written past a parameter's end?",
+            )
+
+
+@pytest.mark.points(2)
+def test_main_grad_accumulates_in_fp32(submission):
+    """With grad_dtype=float32, many small bf16 gradients accumulate in fp32, and each step starts anew."""
+    rng = torch.Generator().manual_seed(submission.rng.randrange(2**31))
+    sizes = submission.rng.sample(range(3, 200), 4)
+    for world, set_to_none in zip(submission.worlds(2, 3), (True, False)):
+        # One gradient of about 1, then many of about 1/500: in bf16 each of these would be rounded away.
+        micro = [[[1.0] + [0.002] * 40 for _ in range(2)] for _ in range(world)]
+        batches = [
+            [[[(scale * (0.5 + torch.rand(size, generator=rng))).bfloat16() for size in sizes] for scale in step]
+             for step in own]
+            for own in micro
+        ]  # fmt: skip
+        jobs = training_jobs(batches, sizes, set_to_none)
+        results = submission.run(m05_grad_buffer.accumulate, jobs, world_size=world)
+        for step in range(2):
+            truth, rounded, kept = {}, {}, {}
+            for i in range(len(sizes)):
+                sums = [sum(micro_batch[i].float() for micro_batch in own[step]) for own in batches]
+                truth[str(i)] = sum(sums) / world
+                low = []
+                for own in batches:
+                    total = torch.zeros(sizes[i], dtype=torch.bfloat16)
+                    for micro_batch in own[step]:
+                        total += micro_batch[i]
+                    low.append(total.float())
+                rounded[str(i)] = sum(low) / world
+                kept[str(i)] = truth[str(i)] + (results[0]["steps"][0]["main_grad"][str(i)] if step else 0)
+            expect_equal(
+                f"main_grad is the average of what 41 micro-batches accumulated, in fp32 (step {step})",
+                [result["steps"][step]["main_grad"] for result in results],
+                truth,
+                tolerance=1e-5,
+                suspects={
+                    "the micro-batches accumulated in bf16, where 1 + 0.002 is 1?": [rounded] * world,
+                    "main_grad still holds the step before: zero_grad does not reach it?": [kept] * world,
+                },
+            )
+            for rank, result in enumerate(results):
+                for i in range(len(sizes)):
+                    main_grad, grad = (result["steps"][step][key][str(i)] for key in ("main_grad", "grad"))
+                    expect(
+                        grad.dtype == torch.bfloat16 and torch.equal(grad, main_grad.bfloat16()),
+                        "after the finish p.grad is main_grad, rounded to the parameter's dtype",
+                        f"rank {rank}, step {step}: parameter {i} has another gradient, of {grad.dtype}",
+                    )
+        for rank, events in enumerate(results.events):
+            expect(
+                {launch.dtype for launch in launches(events, 0)} == {"float32"},
+                "the gradients travel in fp32, the dtype of the buffer",
+                f"rank {rank}: {summary(launches(events, 0))}",
+            )
+            places = results[rank]["steps"][1]["buffers"][0]["places"]
+            expect(
+                None not in places.values(),
+                "each main_grad is a view of the buffer",
+                f"rank {rank}: {sum(place is None for place in places.values())} of {len(places)} are not",
+            )
+
+
+def training_jobs(batches, sizes, set_to_none):
+    """What each rank is told: its own inputs."""
+    from brigade.ranks import PerRank
+
+    arguments = {"bucket_numel": BUCKET_NUMEL, "grad_dtype": torch.float32}
+    common = JOB | {"sizes": sizes, "set_to_none": set_to_none, "arguments": arguments}
+    return PerRank(common | {"batches": own} for own in batches)
+
+
+@pytest.mark.points(1)
+def test_one_buffer_per_dtype(submission):
+    """Parameters of several dtypes have one buffer each, in their dtype; all are averaged."""
+    for world in submission.worlds(2, 3):
+        case = submission.case("MixedDtypes", world, hidden_layers=4)
+        job = JOB | {"zero": "optimizer, to None", "late": False}
+        results = submission.run(m05_grad_buffer.train, case.for_ranks(**job), world_size=world)
+        expected = {}
+        for name, parameter in case.parameters().items():
+            expected.setdefault(parameter.dtype, set()).add(name)
+        for rank, result in enumerate(results):
+            buffers = result["buffers"][0]
+            found = {buffer["dtype"]: set(buffer["places"]) for buffer in buffers}
+            expect(
+                len(buffers) == len(found) and found == expected,
+                f"there are {len(expected)} grad buffers, one for each of {sorted(map(str, expected))}",
+                f"rank {rank}: {len(buffers)} buffers, of {sorted(str(buffer['dtype']) for buffer in buffers)}",
+            )
+            lost = [name for buffer in buffers for name, place in buffer["places"].items() if place is None]
+            expect(not lost, "every gradient is a view of its buffer", f"rank {rank}: not {', '.join(lost)}")
+        results = submission.run(training.train, case.for_ranks(**JOB), world_size=world)
+        expect_gradients(results, case, tolerance=2**-6)
+
+
+@pytest.mark.points(1)
+def test_steps_and_subgroups(submission):
+    """Micro-batches in no_sync, ready orders that differ, and groups of ranks 1 and 3 of four, over several steps."""
+    for world, model in zip(submission.worlds(2, 3, 4), ("Plain", "Reordered", "Tied")):
+        groups = [[1, 3], [0, 2]] if world == 4 else [list(range(world))]
+        case = submission.case(
+            model,
+            world,
+            steps=3,
+            micro_batches=3 if model == "Plain" else 1,
+            dtype=torch.float64,
+            group=groups[0],
+            branches=list(range(world)) if model == "Reordered" else None,
+        )
+        results = submission.run(training.train, case.for_ranks(groups=groups, **JOB), world_size=world)
+        expect_gradients(results, case)
+        expect_weights(results, case)
+        if model == "Plain":
+            count, expected = len(launches(results.events[0], 0)), len(layout_of(case, world)[1]["bucket_ranges"])
+            expect(
+                count == expected,
+                f"{expected} launches in a step of 3 micro-batches: one for each bucket",
+                f"rank 0: {count} launches",
+                "backward passes inside no_sync are counted or launched too?",
+            )
