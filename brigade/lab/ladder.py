@@ -15,6 +15,7 @@ Ranks import this file, so it needs torch only; `plots.py` makes the table and t
 from __future__ import annotations
 
 import copy
+import inspect
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -35,17 +36,21 @@ from brigade.ranks import RankResults, run_ranks
 from brigade.submission import Sources, read
 
 PHASES = ("forward", "backward", "finish", "step")  # of one training step; "step" is the optimizer's
+FP32_BYTES = 4
 DEADLINE_S = 300.0
 
-# Nats per token on held-out text, on any rank. SGD does not amplify rounding as Adam does: with this workload, in fp32,
-# right answers were measured to differ from one process by 3e-7 at most, and the mistakes in `tests/mutants` that change
-# the numbers of two ranks by 3e-3 at least.
+# Nats per token on held-out text, on any rank. SGD does not amplify rounding as Adam does: with this workload, in
+# fp32, right answers were measured to differ from one process by 3e-7 at most, and the mistakes in `tests/mutants`
+# that change the numbers of two ranks by 3e-3 at least.
 LOSS_TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What every rung trains. `batch_size` counts sequences of all ranks together, `time` tokens in a sequence."""
+    """What every rung trains. `batch_size` counts sequences of all ranks together, `time` tokens in a sequence.
+
+    `bucket_mb` (MiB) is for rungs that have buckets, torch DDP among them.
+    """
 
     size: Size = SIZES["tiny"]
     batch_size: int = 8
@@ -53,6 +58,7 @@ class Workload:
     rounds: int = 30
     warmup: int = 5  # of the rounds: they train, and are not timed
     learning_rate: float = 0.05
+    bucket_mb: float = 1.0
     seed: int = 0
 
 
@@ -234,15 +240,19 @@ class Climber:
     marks: list[list[float]]
 
 
-def climber(rung: dict, model: nn.Module, learning_rate: float) -> Climber:
+def climber(rung: dict, model: nn.Module, workload: dict) -> Climber:
     """Wraps the model as the rung says. The one place that knows how rungs are constructed."""
-    if rung["package"] == "torch":
-        wrapper = DistributedDataParallel(model)
-    elif rung["package"]:
-        wrapper = student(rung["package"], rung["wrapper"])(model)
-    else:
-        wrapper = model
-    optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate, momentum=0.9)
+    wrapper = model
+    if rung["package"]:
+        torch_ddp = rung["package"] == "torch"
+        wrapper_class = DistributedDataParallel if torch_ddp else student(rung["package"], rung["wrapper"])
+        sizes = {
+            "bucket_cap_mb": workload["bucket_mb"],
+            "bucket_numel": int(workload["bucket_mb"] * 2**20 / FP32_BYTES),
+        }
+        accepted = inspect.signature(wrapper_class).parameters
+        wrapper = wrapper_class(model, **{name: size for name, size in sizes.items() if name in accepted})
+    optimizer = torch.optim.SGD(model.parameters(), lr=workload["learning_rate"], momentum=0.9)
     return Climber(rung["label"], model, wrapper, optimizer, [])
 
 
@@ -254,7 +264,7 @@ def train(workload: dict, rungs: list[dict]) -> dict:
     # The seed differs between ranks: only replicas that are made equal start from rank 0's weights, those of the truth.
     start = TinyLM(Size(**workload["size"]))
     with recording.phase("construct"):
-        climbers = [climber(rung, copy.deepcopy(start), workload["learning_rate"]) for rung in rungs]
+        climbers = [climber(rung, copy.deepcopy(start), workload) for rung in rungs]
     text = corpus.text()
     generator = torch.Generator().manual_seed(workload["seed"])
     for turn in range(workload["rounds"]):

@@ -68,7 +68,10 @@ def verdict(ladder: Ladder) -> str:
 
 
 def ladder_picture(ladder: Ladder, path: Path) -> None:
-    """Draws where the time of a step goes, one bar for each rung, as a PNG file."""
+    """Draws where the time of a step goes, one bar for each rung, as a PNG file.
+
+    A bar is made of each phase's median; the marker is the table's median, of the slowest rank, and lies further right.
+    """
     rungs = ladder.rungs[::-1]  # matplotlib counts upwards
     figure = Figure(figsize=(9, 1.7 + 0.5 * len(rungs)), dpi=100, layout="constrained")
     axes = figure.subplots()

@@ -139,3 +139,14 @@ def failing(entry, text, backend):
         except CheckFailed:
             failed.append(name)
     return failed
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_launching_in_ready_order_fails_every_time(world_size, backend, monkeypatch):
+    entry = MODULES[3]
+    [mutant] = [mutant for mutant in mutants(entry) if mutant.name == "launched in the order of being ready"]
+    text = mutant.apply((ROOT / "solutions" / entry.path).read_text())
+    monkeypatch.setattr(Checked, "worlds", lambda self, *sizes: [world_size])
+    for seed in range(6):
+        with pytest.raises(CheckFailed):
+            checks(entry)[mutant.caught_by[0]](with_text(entry, text, backend, seed))
