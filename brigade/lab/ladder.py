@@ -79,12 +79,14 @@ ONE_PROCESS = Rung("one process")
 class Measured:
     """One rung of a finished ladder; everything but the losses is about the rounds after the warm-up.
 
-    `marks[rank][round]` are seconds: the start of the step, and the end of each of its `PHASES`. `collectives`
+    `marks[rank][round]` are seconds: the start of the step, and the end of each of its `PHASES`. `cpu_s[rank][round]`
+    is the processor time of the step, all threads of the rank together. `collectives`
     and `payload_bytes` are per step, the mean over ranks; `losses` are per rank, in nats per token.
     """
 
     label: str
     marks: list[list[list[float]]]
+    cpu_s: list[list[float]]
     collectives: float
     payload_bytes: float
     losses: list[float]
@@ -100,8 +102,7 @@ class Measured:
 
     @property
     def quartiles_ms(self) -> tuple[float, float]:
-        lower, _, upper = quantiles(self.step_ms, n=4, method="inclusive")
-        return lower, upper
+        return quartiles(self.step_ms)
 
     def phase_ms(self, phase: str) -> float:
         """The median length of one of `PHASES`, over rounds and ranks."""
@@ -109,8 +110,19 @@ class Measured:
         return median(1e3 * (marks[end] - marks[end - 1]) for rounds in self.marks for marks in rounds)
 
     @property
+    def cpu_ms(self) -> list[float]:
+        """For each round, the processor time of the step on all ranks together."""
+        return [1e3 * sum(ranks) for ranks in zip(*self.cpu_s)]
+
+    @property
     def loss(self) -> float:
         return fmean(self.losses)
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float]:
+    """The lower and the upper one."""
+    lower, _, upper = quantiles(values, n=4, method="inclusive")
+    return lower, upper
 
 
 @dataclass(frozen=True)
@@ -124,7 +136,15 @@ class Ladder:
 
     def ratio(self, rung: Measured) -> float:
         """Step time as a multiple of torch DDP's: the median over rounds of the ratio within a round."""
-        return median(mine / theirs for mine, theirs in zip(rung.step_ms, self.rungs[-1].step_ms))
+        return median(self.ratios(rung))
+
+    def ratios(self, rung: Measured) -> list[float]:
+        """Step time as a multiple of torch DDP's, for each round."""
+        return [mine / theirs for mine, theirs in zip(rung.step_ms, self.rungs[-1].step_ms)]
+
+    def cpu_ratios(self, rung: Measured) -> list[float]:
+        """Processor time as a multiple of torch DDP's, for each round."""
+        return [mine / theirs for mine, theirs in zip(rung.cpu_ms, self.rungs[-1].cpu_ms)]
 
     def wrong(self) -> list[str]:
         """A sentence for every rung of which a rank's loss is not that of one process."""
@@ -204,6 +224,7 @@ def run_rungs(
         packages={"submission": sources},
         seed=workload.seed,
         deadline=DEADLINE_S,
+        stream=False,
         on_event=follow,
     )
 
@@ -220,6 +241,7 @@ def measured(workload: Workload, rungs: Sequence[Rung], rung: Rung, results: Ran
     return Measured(
         label=rung.label,
         marks=[result["marks"][rung.label][workload.warmup :] for result in results],
+        cpu_s=[result["cpu_s"][rung.label][workload.warmup :] for result in results],
         collectives=len(found) / len(results) / len(timed),
         payload_bytes=sum(launch.nbytes for launch in found) / len(results) / len(timed),
         losses=[result["losses"][rung.label] for result in results],
@@ -238,6 +260,7 @@ class Climber:
     wrapper: nn.Module
     optimizer: torch.optim.Optimizer
     marks: list[list[float]]
+    cpu_s: list[float]
 
 
 def climber(rung: dict, model: nn.Module, workload: dict) -> Climber:
@@ -253,11 +276,11 @@ def climber(rung: dict, model: nn.Module, workload: dict) -> Climber:
         accepted = inspect.signature(wrapper_class).parameters
         wrapper = wrapper_class(model, **{name: size for name, size in sizes.items() if name in accepted})
     optimizer = torch.optim.SGD(model.parameters(), lr=workload["learning_rate"], momentum=0.9)
-    return Climber(rung["label"], model, wrapper, optimizer, [])
+    return Climber(rung["label"], model, wrapper, optimizer, [], [])
 
 
 def train(workload: dict, rungs: list[dict]) -> dict:
-    """Takes all steps of all rungs. Returns, by label, "marks" (see `Measured`) and "losses" (on held-out text)."""
+    """Takes all steps of all rungs. Returns by label "marks", "cpu_s" (see `Measured`), "losses" (on held-out text)."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if world_size == 1:
         torch.set_num_threads(1)  # nobody times it, and on a busy machine a second thread makes it slower
@@ -273,11 +296,17 @@ def train(workload: dict, rungs: list[dict]) -> dict:
         for place in random.Random(turn).sample(range(len(climbers)), len(climbers)):
             dist.barrier()
             recording.note("step", step=turn * len(rungs) + place, rung=rungs[place]["label"])
+            cpu = time.process_time()
             climbers[place].marks.append(take_step(climbers[place], tokens, targets))
+            climbers[place].cpu_s.append(time.process_time() - cpu)
     tokens, targets = corpus.batch(text, 64, workload["time"], generator)
     with torch.no_grad():
         losses = {c.label: language_loss(c.model(tokens), targets).item() for c in climbers}
-    return {"marks": {c.label: c.marks for c in climbers}, "losses": losses}
+    return {
+        "marks": {c.label: c.marks for c in climbers},
+        "cpu_s": {c.label: c.cpu_s for c in climbers},
+        "losses": losses,
+    }
 
 
 def take_step(climber: Climber, tokens: Tensor, targets: Tensor) -> list[float]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import median
 
 from matplotlib.figure import Figure
 from rich import box
 from rich.table import Table
 
-from brigade.lab.ladder import LOSS_TOLERANCE, PHASES, Ladder
+from brigade.lab.ladder import LOSS_TOLERANCE, PHASES, Ladder, quartiles
 
 # From Okabe and Ito's colours for all kinds of colour vision; their lightness differs, so that they work in grey too.
 COLOURS = {
@@ -56,6 +57,26 @@ def ladder_table(ladder: Ladder) -> Table:
             f"{rung.payload_bytes / 1e6:.2f}",
             f"{rung.loss:.5f}",
         )
+    return table
+
+
+def ratio_table(ladder: Ladder) -> Table:
+    """Step time and processor time of each rung as multiples of torch DDP's, medians and quartiles over rounds."""
+    table = Table(
+        title=f"Ratios to torch DDP within a round: {ladder.workload.rounds - ladder.workload.warmup} rounds, "
+        f"buckets of {ladder.workload.bucket_mb:g} MiB",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+    )
+    table.add_column("rung", no_wrap=True)
+    for heading in ("step time\nmedian", "\nquartiles", "CPU time\nmedian", "\nquartiles"):
+        table.add_column(heading, justify="right")
+    for rung in ladder.rungs:
+        cells = []
+        for ratios in (ladder.ratios(rung), ladder.cpu_ratios(rung)):
+            cells += [f"{median(ratios):.2f}", "-".join(f"{value:.2f}" for value in quartiles(ratios))]
+        table.add_row(rung.label, *cells)
     return table
 
 

@@ -17,7 +17,9 @@ from brigade.models import Size
 from brigade.submission import Sources
 
 # Few parameters, large ones and a short batch: the collectives can be told apart, and take about as long as backward.
-WORKLOAD = Workload(size=Size(d_model=256, d_ff=704, layers=2, heads=4, vocabulary=256), batch_size=4, rounds=25)
+WORKLOAD = Workload(
+    size=Size(d_model=256, d_ff=704, layers=2, heads=4, vocabulary=256), batch_size=4, rounds=25, bucket_mb=2.0
+)
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ def draw(timelines: Sequence[Timeline], path: Path, titles: Sequence[str] | None
     panels = figure.subplots(len(timelines), sharex=True, squeeze=False)[:, 0]
     for axes, timeline, title in zip(panels, timelines, titles or [t.label for t in timelines]):
         draw_panel(axes, timeline)
-        axes.set_title(title, loc="left", fontsize=10.5)
+        axes.set_title(title, loc="left", fontsize=10)
     panels[-1].set_xlim(0, 1.01 * max(timeline.end_ms for timeline in timelines))
     panels[-1].set_xlabel("time since the step began (ms)")
     names = [*PHASES, "collective"]

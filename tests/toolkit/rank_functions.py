@@ -592,6 +592,15 @@ def hold(dtype: torch.dtype) -> dict[str, Any]:
     return {"before": before, "after": x}
 
 
+def reduce_to_first() -> dict[str, Tensor]:
+    """A reduce to rank 0, as each rank's tensor is before and after the wait."""
+    x = torch.full((3,), dist.get_rank() + 1.0)
+    handle = dist.reduce(x, dst=0, async_op=True)
+    before = x.clone()
+    handle.wait()
+    return {"before": before, "after": x}
+
+
 def in_place_reduce_scatter() -> dict[str, Tensor]:
     """The whole buffer of a reduce-scatter into one of its own shards, before and after."""
     rank, world = dist.get_rank(), dist.get_world_size()

@@ -1,5 +1,8 @@
 """Text without a download."""
 
+import sysconfig
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -9,6 +12,8 @@ from brigade import corpus
 def test_text_is_the_same_every_time_and_as_long_as_asked():
     text = corpus.text(50_000)
     assert len(text) == 50_000 and corpus.text(50_000) == text == corpus.text(60_000)[:50_000]
+    first = min(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")).read_bytes()
+    assert text[:100] == first[:100], "in the order of their names, which is the same on every file system"
     assert b"import" in text and b"def " in text
     assert len(corpus.text()) == 2_000_000
 

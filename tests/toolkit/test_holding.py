@@ -97,6 +97,12 @@ def test_tensors_of_other_dtypes_are_held_too(dtype):
     assert torch.equal(root["before"], sent) and torch.equal(root["after"], sent), "the root keeps what it sends"
 
 
+def test_a_reduce_leaves_those_alone_who_receive_nothing():
+    root, other = run_ranks(functions.reduce_to_first, mode="hold")
+    assert root["before"].isnan().all() and root["after"].tolist() == [3.0] * 3
+    assert other["before"].tolist() == other["after"].tolist() == [2.0] * 3
+
+
 def test_reduce_scatter_into_its_own_input():
     """The own shard is the sum; the rest of the buffer stays as it was."""
     results = run_ranks(functions.in_place_reduce_scatter, world_size=WORLD, mode="hold")

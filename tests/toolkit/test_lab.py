@@ -38,6 +38,7 @@ def test_every_module_and_torch_ddp_train_as_one_process_does(climbed):
     assert found.wrong() == []
     assert steps == ladder.steps_of(WORKLOAD, ladder.course_rungs())
     assert found.ratio(found.rungs[-1]) == 1.0
+    assert all(cpu > 0 for rung in found.rungs for cpu in rung.cpu_ms)
 
 
 def test_collectives_and_bytes_of_a_step_are_counted(climbed):
@@ -49,11 +50,12 @@ def test_collectives_and_bytes_of_a_step_are_counted(climbed):
 
 def test_step_times_are_those_of_the_slowest_rank():
     marks = [[[0, 1, 2, 3, 4], [0, 1, 2, 3, 9]], [[0, 1, 2, 3, 6], [0, 1, 2, 3, 5]]]
-    rung = ladder.Measured("1 NaiveDDP", marks, 1.0, 4.0, [3.0, 3.0])
+    rung = ladder.Measured("1 NaiveDDP", marks, [[0.5, 0.5], [0.25, 1.0]], 1.0, 4.0, [3.0, 3.0])
     assert rung.step_ms == [6000, 9000]
     assert rung.median_ms == 7500
     assert rung.quartiles_ms == (6750, 8250)
     assert rung.phase_ms("backward") == 1000
+    assert rung.cpu_ms == [750, 1500]
 
 
 def test_a_rung_that_sums_is_wrong():

@@ -59,7 +59,11 @@ def same(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):
-        raw = [t.flatten().clone().view(torch.uint8) for t in (one, other) if t.numel()]
+        raw = [
+            t.flatten().clone(memory_format=torch.contiguous_format).view(torch.uint8)
+            for t in (one, other)
+            if t.numel()
+        ]
         return one.dtype == other.dtype and one.shape == other.shape and (not raw or torch.equal(*raw))
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(map(same, one, other))
@@ -177,8 +181,9 @@ def test_wrong_headers_are_refused_or_read(value, sizes, blobs):
 
 
 @pytest.mark.parametrize("cut", [1, 8, 20, 100])
-def test_a_message_that_is_cut_off_is_refused(cut):
-    data = encode({"weights": torch.ones(100)})
+@pytest.mark.parametrize("value", [torch.ones(100), bytes(100), "x" * 100], ids=["tensor", "bytes", "text"])
+def test_a_message_that_is_cut_off_is_refused(cut, value):
+    data = encode([value])
     with pytest.raises(WireError):
         decode(data[:-cut])
 
