@@ -40,7 +40,7 @@ def launches(events: Sequence[Event], step: int | None = None, *, phase: str | N
     for place, event in enumerate(events):
         kind, index = event.get("kind"), event.get("index")
         if kind == "step":
-            now = event["step"]
+            now = event.get("step")
         elif kind == "launch":
             fields = ("op", "dtype", "numel", "nbytes", "parts", "sync", "reduce_op", "name", "phase")
             found[index] = Launch(
@@ -66,9 +66,9 @@ def ready(events: Sequence[Event], step: int) -> list[tuple[int, str]]:
     now, found = None, []
     for place, event in enumerate(events):
         if event.get("kind") == "step":
-            now = event["step"]
+            now = event.get("step")
         elif event.get("kind") == "ready" and now == step:
-            found.append((place, event["name"]))
+            found.append((place, event.get("name")))
     return found
 
 

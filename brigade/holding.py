@@ -30,6 +30,10 @@ class HoldingGroup(RecordingGroup):
         places = {outputs, inputs}
         given = {place: args[place] for place in places}
         copies = {place: copy_of(value) for place, value in given.items()}
+        for tensor, copy in zip(tensors_in(list(given.values())), tensors_in(list(copies.values()))):
+            if tensor.stride() != copy.stride():
+                # gloo would take the memory that follows the first entry, whatever belongs there.
+                raise ValueError(f"{op} needs a tensor without gaps in memory; this one has strides {tensor.stride()}")
         for place, copy in copies.items():
             args[place] = copy
         targets = tensors_in(given[outputs])

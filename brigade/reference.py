@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch._dynamo  # the first optimizer would import it, when the ranks are no longer starting
 from torch import Tensor
 
 from brigade import traps
-from brigade.ranks import PerRank
+from brigade.ranks import PerRank, import_dynamo
+
+import_dynamo()  # the first optimizer would, when the ranks are no longer starting
 
 Gradients = dict[str, "Tensor | None"]
 OPTIMIZERS = {

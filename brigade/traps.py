@@ -1,7 +1,7 @@
 """Small models, each with a trap that data-parallel code falls into. Inputs are (batch, features).
 
-They register their parameters in order of use, and all their sizes come from `sizes`, which the checks draw
-at random: features in, widths of the layers between, features out.
+They register their parameters in order of use (Buffers has its norm at the end). Sizes come from `sizes`, which the
+checks draw at random: features in, widths of the layers between, features out.
 """
 
 from __future__ import annotations

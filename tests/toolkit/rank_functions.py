@@ -631,3 +631,8 @@ def strides() -> dict[str, Any]:
 def coalesce_on_a_device() -> None:
     with coalescing_manager(device=torch.device("cpu")):
         dist.all_reduce(torch.ones(2))
+
+
+def all_reduce_with_gaps() -> None:
+    """Reduces every second column, which gloo would take for consecutive memory."""
+    dist.all_reduce(torch.ones(4, 6)[:, ::2])

@@ -130,3 +130,8 @@ def test_tensors_that_are_not_contiguous(mode):
 def test_coalescing_with_a_device_says_what_to_do():
     with pytest.raises(RankFailure, match="pass no device to the coalescing manager"):
         run_ranks(functions.coalesce_on_a_device, mode="hold")
+
+
+def test_a_tensor_with_gaps_is_refused():
+    with pytest.raises(RankFailure, match="needs a tensor without gaps in memory"):
+        run_ranks(functions.all_reduce_with_gaps, mode="hold")
