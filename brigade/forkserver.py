@@ -89,7 +89,7 @@ def preload() -> None:
     import brigade.holding
     import brigade.models
     import brigade.rank
-    import brigade.traps  # noqa: F401
+    import brigade.reference  # noqa: F401
 
     torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))])
 
