@@ -24,6 +24,7 @@ import pytest
 from brigade import ranks
 from brigade.course import MODULES, CourseError
 from brigade.feedback import CheckFailed, NotWritten
+from brigade.submission import directory, read
 
 
 @dataclass
@@ -127,6 +128,12 @@ def pytest_configure(config: pytest.Config) -> None:
         import brigade.reference  # noqa: F401
     if config.getoption("--backend") is None:
         config.option.backend = default_backend()
+    try:
+        directory(config.getoption("--target"))
+        if config.option.backend == "nccl":
+            ranks.nccl_environment(1, share_gpu=False)
+    except CourseError as error:
+        raise pytest.UsageError(str(error)) from None
 
 
 def default_backend() -> str:
@@ -156,8 +163,6 @@ def module_of(path: Path) -> int:
 @pytest.fixture
 def submission(request: pytest.FixtureRequest) -> Checked:
     """The module under --target that this file checks, with its earlier modules."""
-    from brigade.submission import read
-
     option = request.config.option
     try:
         found = read(option.target, module_of(request.path), option.prior)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
 
 from brigade import cli, skeletons
 from brigade.course import MODULES, ROOT
@@ -56,7 +57,6 @@ def test_wrong_input_gets_one_line(brigade, arguments, line):
 
 
 def test_nccl_without_gpu_gets_one_line(brigade):
-    torch = pytest.importorskip("torch")
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     done = brigade("check", 1, "--backend", "nccl")
@@ -205,3 +205,20 @@ def test_help_has_an_example(command, capsys):
     with pytest.raises(SystemExit):
         cli.main([*command.split(), "--help"])
     assert "Example: brigade" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (["--target", "does/not/exist"], "ERROR: there is no directory does/not/exist"),
+        (["--backend", "nccl"], "ERROR: --backend nccl needs a GPU"),
+        (["--prior", "mine"], "invalid choice: 'mine'"),
+    ],
+)
+def test_plain_pytest_refuses_wrong_options_in_one_line(options, line):
+    if "nccl" in options and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    command = [sys.executable, "-m", "pytest", str(MODULES[0].checks), *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert line in done.stderr and "Traceback" not in done.stderr
