@@ -79,7 +79,7 @@ class Buffers(Plain):
         self.register_buffer("scratch", torch.randn(3), persistent=False)
 
     def forward(self, x: Tensor, branch: int = 0) -> Tensor:
-        x = self.norm(self.layers[0](x)) * self.mask
+        x = self.norm(torch.tanh(self.layers[0](x))) * self.mask  # a bias right before a norm would have no gradient
         for layer in self.layers[1:]:
             x = layer(torch.tanh(x))
         return x + self.scratch.sum()
