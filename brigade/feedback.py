@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from brigade.events import Event, launches, ready
+
 if TYPE_CHECKING:
     from brigade.reference import Case
 
@@ -143,6 +145,34 @@ def expect_equal(
         happened += f"\n{len(wrong)} of {len(actual) * len(expected)} are wrong: {listing(names)}"
     cause = likely_cause(wrong, actual, ranks, world_size or len(actual), suspects or {})
     raise CheckFailed(what, happened, cause)
+
+
+def expect_overlap(events: Sequence[Event], step: int, buckets: Sequence[Sequence[str]], where: str) -> None:
+    """The step's launches, one for each bucket (the names of its parameters) and in their order, overlap with backward:
+    each comes before the next bucket is complete, none is waited for in backward, all are at the finish."""
+    found = launches(events, step)
+    complete = {name: place for place, name in ready(events, step)}
+    for number, (launch, after) in enumerate(zip(found, buckets[1:])):
+        expect(
+            launch.place < max(complete.get(name, -1) for name in after),
+            f"bucket {number} is launched before the bucket after it is complete",
+            f"{where}: it was launched in {launch.phase}, when {listing(after)} were ready",
+            "buckets are launched only when backward is over?",
+        )
+    blocking = [launch for launch in found if launch.sync or "backward" in launch.wait_phases]
+    late = [launch for launch in found if launch.phase != "backward"]
+    expect(
+        not blocking and not late,
+        "all buckets are launched in backward, and none is waited for there",
+        f"{where}: {len(blocking)} of {len(found)} were waited for in backward, {len(late)} launched later",
+        "async_op=True, and wait in finish_grad_sync?" if blocking else "",
+    )
+    wrong = [launch for launch in found if step not in launch.wait_steps or launch.raced]
+    expect(
+        not wrong,
+        "finish_grad_sync waits on every handle of the step before anything is read or written",
+        f"{where}: {len(wrong)} of {len(found)} were never waited on, or changed before",
+    )
 
 
 def likely_cause(

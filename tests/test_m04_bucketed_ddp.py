@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from brigade.events import launches, ready, summary
-from brigade.feedback import expect, expect_gradients, expect_start, expect_weights
+from brigade.feedback import expect, expect_gradients, expect_overlap, expect_start, expect_weights
 from scenarios import m04_bucketed_ddp, training
 
 CAP_BYTES = 600  # of the buckets in the checks below: a few parameters each
@@ -138,28 +138,7 @@ def test_buckets_overlap_with_backward(submission):
                     "every parameter is launched by itself?" if len(found) == len(case.parameters()) else
                     "everything is in one launch?" if len(found) == 1 else "",
                 )  # fmt: skip
-                complete = {name: place for place, name in ready(events, step)}
-                for launch, after in zip(found, buckets[1:]):
-                    expect(
-                        launch.place < max(complete[name] for name in after),
-                        f"bucket {found.index(launch)} is launched before the bucket after it is complete",
-                        f"{where}: it was launched in {launch.phase}, later than {listed(after)} were ready",
-                        "buckets are launched only when backward is over?",
-                    )
-                blocking = [launch for launch in found if launch.sync or "backward" in launch.wait_phases]
-                expect(
-                    not blocking and all(launch.phase == "backward" for launch in found),
-                    "all buckets are launched in backward, and none is waited for there",
-                    f"{where}: {len(blocking)} of {len(found)} were waited for in backward, "
-                    f"{sum(launch.phase != 'backward' for launch in found)} launched later",
-                    "async_op=True, and wait in finish_grad_sync?" if blocking else "",
-                )
-                wrong = [launch for launch in found if step not in launch.wait_steps or launch.raced]
-                expect(
-                    not wrong,
-                    "finish_grad_sync waits on every handle of the step before anything is read or written",
-                    f"{where}: {len(wrong)} of {len(found)} were never waited on, or changed before",
-                )
+                expect_overlap(events, step, buckets, where)
 
 
 @pytest.mark.points(3)

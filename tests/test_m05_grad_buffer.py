@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from brigade.events import launches, ready, summary
-from brigade.feedback import expect, expect_equal, expect_gradients, expect_start, expect_weights
+from brigade.events import launches, summary
+from brigade.feedback import expect, expect_equal, expect_gradients, expect_overlap, expect_start, expect_weights
 from scenarios import m05_grad_buffer, training
 
 BUCKET_NUMEL = 150
@@ -182,28 +182,8 @@ def test_buckets_overlap_with_backward(submission):
                     f"{where}: {summary(found)}",
                     "the padding of a bucket is reduced with it?" if len(found) == len(expected) else "",
                 )
-                complete = {name: place for place, name in ready(events, step)}
                 members = [[n for n, b in zip(names, layout["bucket_of"]) if b == i] for i in range(len(expected))]
-                for launch, after in zip(found, members[1:]):
-                    expect(
-                        launch.place < max(complete[name] for name in after),
-                        f"bucket {found.index(launch)} is launched before the bucket after it is complete",
-                        f"{where}: it was launched in {launch.phase}",
-                        "buckets are launched only when backward is over?",
-                    )
-                blocking = [launch for launch in found if launch.sync or "backward" in launch.wait_phases]
-                expect(
-                    not blocking and all(launch.phase == "backward" for launch in found),
-                    "all buckets are launched in backward, and none is waited for there",
-                    f"{where}: {len(blocking)} of {len(found)} were waited for in backward, "
-                    f"{sum(launch.phase != 'backward' for launch in found)} launched later",
-                )
-                wrong = [launch for launch in found if step not in launch.wait_steps or launch.raced]
-                expect(
-                    not wrong,
-                    "finish_grad_sync waits on every handle of the step before anything is read or written",
-                    f"{where}: {len(wrong)} of {len(found)} were never waited on, or changed before",
-                )
+                expect_overlap(events, step, members, where)
             leaked = [buffers[0]["padding"] for buffers in results[rank]["buffers"]]
             expect(
                 not any(leaked),
