@@ -187,7 +187,7 @@ def next_step(options: argparse.Namespace) -> int:
             read(options.target, entry.number, options.prior)
             report = run_checks(entry, options, quiet=True)
         except CourseError as error:
-            console.print(f"Module {entry.number}: {error}", markup=False)
+            console.print(f"→ {error}", markup=False)
             return 1
         if not report.failed:
             console.print(f"✓ Module {entry.number}: {entry.title}, {report.earned} points")

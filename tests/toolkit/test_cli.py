@@ -151,7 +151,7 @@ def test_next_names_the_first_unfinished_module(brigade, lessons):
     done = brigade("next", "--target", lessons)
     assert done.returncode == 1
     assert "✓ Module 1" in done.stdout
-    assert "Module 2: module 2 is missing" in done.stdout
+    assert "→ module 2 is missing" in done.stdout
 
 
 def test_debug_runs_one_rank_on_this_terminal(lessons):
