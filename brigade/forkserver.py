@@ -78,6 +78,7 @@ def serve(descriptor: int, scratch: str, import_path: str) -> None:
     finally:
         kill(set(ranks), ranks)
         shutil.rmtree(scratch, ignore_errors=True)
+        os._exit(0)  # unloading torch would take longer than all this, and someone waits for our end
 
 
 def preload() -> None:
