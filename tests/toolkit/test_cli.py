@@ -1,5 +1,6 @@
 """The command line, as a student meets it: one clear line for every wrong input, and nothing of theirs lost."""
 
+import signal
 import subprocess
 import sys
 import threading
@@ -170,7 +171,14 @@ def test_debug_runs_one_rank_on_this_terminal(lessons):
 def test_watch_runs_again_after_a_save(lessons):
     command = [sys.executable, "-u", "-m", "brigade.cli", "check", "1", "--watch", "--only", "buffers"]
     command += ["--target", str(lessons)]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background ignores Ctrl-C
+    )
     alarm = threading.Timer(60, process.kill)
     alarm.start()
     try:
