@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from brigade.recording import METHODS, RecordedWork, Recorder, RecordingGroup, tensors_in
+from brigade.recording import METHODS, RecordedWork, Recorder, RecordingGroup, options_in, tensors_in
 
 
 class HoldingGroup(RecordingGroup):
@@ -37,7 +37,7 @@ class HoldingGroup(RecordingGroup):
         for place, copy in copies.items():
             args[place] = copy
         targets = tensors_in(given[outputs])
-        options = next((arg for arg in args if hasattr(arg, "timeout")), kwargs.get("opts"))
+        options = options_in(args, kwargs)
         if op == "broadcast" and options.rootRank == self.rank():
             targets = []  # the root only sends
         if op == "reduce" and options.rootRank != self.rank():

@@ -120,7 +120,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "points(n): what a graded check is worth")
-    config.addinivalue_line("markers", "gpu: needs a GPU; skipped without one")
     if config.getoption("--seed") is None:
         config.option.seed = random.randrange(10**6)
     if not config.getoption("collectonly"):

@@ -43,7 +43,7 @@ class Recorder:
         self.end_with_wait: set[int] = set()  # launches that do not tell by themselves when they are complete
         self._launches = 0
         self._lock = threading.RLock()
-        self._names: list[tuple[int, int, str]] = []
+        self._parameters: dict[str, torch.nn.Parameter] = {}
 
     def note(self, kind: str, **fields: Any) -> None:
         with self._lock:
@@ -65,7 +65,7 @@ class Recorder:
         if len(tensors) != 1:
             return None
         address = tensors[0].data_ptr()
-        for name, parameter in getattr(self, "_parameters", {}).items():
+        for name, parameter in self._parameters.items():
             if parameter.data_ptr() == address or (parameter.grad is not None and parameter.grad.data_ptr() == address):
                 return name
         return None
@@ -199,7 +199,6 @@ class RecordingGroup(dist.ProcessGroup):
         self._recorder = recorder
         self._name = name
         self._ranks = ranks
-        self._coalescing = 0
 
     def call(self, method: str, args: list[Any], kwargs: dict[str, Any], index: int) -> dist.Work | None:
         """Performs launch `index`. Returns its handle, or None where torch gives none."""
@@ -219,7 +218,7 @@ class RecordingGroup(dist.ProcessGroup):
         op, outputs, inputs = METHODS[method]
         if method in LIST_FIRST and isinstance(args[0], torch.Tensor):
             args[0] = [args[0]]
-        options = next((arg for arg in args if hasattr(arg, "timeout")), kwargs.get("opts"))
+        options = options_in(args, kwargs)
         full = [t for place in {outputs, inputs} - {None} for t in tensors_in(args[place])]
         if op in ("all_gather", "gather"):  # the full buffer is the larger side
             full = tensors_in(args[outputs]) or tensors_in(args[inputs])
@@ -267,6 +266,11 @@ def _recorded(method: str) -> Callable[..., dist.Work | None]:
 
 for _method in METHODS:
     setattr(RecordingGroup, _method, _recorded(_method))
+
+
+def options_in(args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """The options object of a collective (`AllreduceOptions` and the like), or None."""
+    return next((arg for arg in args if hasattr(arg, "timeout")), kwargs.get("opts"))
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

@@ -151,15 +151,6 @@ def different_sizes(rng: random.Random, count: int) -> list[int]:
             return sizes
 
 
-def distinct_sizes(rng: random.Random, count: int) -> list[int]:
-    """Random layer sizes such that no two weights or biases have equally many entries: a gradient's size names it."""
-    while True:
-        sizes = rng.sample(range(5, 24), count)
-        numels = [a * b for a, b in zip(sizes, sizes[1:])] + sizes[1:]
-        if len(set(numels)) == len(numels):
-            return sizes
-
-
 def loss_of(model: torch.nn.Module, batch: dict[str, Any]) -> Tensor:
     """The mean squared difference of a batch's outputs from its targets; runs in the ranks too."""
     output = model(batch["x"], branch=batch["branch"])

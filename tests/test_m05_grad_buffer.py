@@ -7,6 +7,7 @@ import torch
 
 from brigade.events import launches, summary
 from brigade.feedback import expect, expect_equal, expect_gradients, expect_overlap, expect_start, expect_weights
+from brigade.ranks import PerRank
 from scenarios import m05_grad_buffer, training
 
 BUCKET_NUMEL = 150
@@ -255,8 +256,6 @@ def test_main_grad_accumulates_in_fp32(submission):
 
 def training_jobs(batches, sizes, set_to_none):
     """What each rank is told: its own inputs."""
-    from brigade.ranks import PerRank
-
     arguments = {"bucket_numel": BUCKET_NUMEL, "grad_dtype": torch.float32}
     common = JOB | {"sizes": sizes, "set_to_none": set_to_none, "arguments": arguments}
     return PerRank(common | {"batches": own} for own in batches)

@@ -46,12 +46,11 @@ def on_device(batch: dict) -> dict:
     return {key: value.to(device()) if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
 
 
-def forward_backward(ddp: torch.nn.Module, batch: dict) -> float:
+def forward_backward(ddp: torch.nn.Module, batch: dict) -> None:
     with phase("forward"):
         loss = loss_of(ddp, on_device(batch))
     with phase("backward"):
         loss.backward()
-    return loss.item()
 
 
 def train(job: dict) -> dict:
@@ -60,21 +59,19 @@ def train(job: dict) -> dict:
     ddp = wrap(job, model)
     start = traps.state_of(model)
     optimizer = OPTIMIZERS[job["optimizer"]]([p for p in model.parameters() if p.requires_grad])
-    gradients, strides, losses = [], [], []
+    gradients, strides = [], []
     for step, batches in enumerate(job["batches"]):
         recording.note("step", step=step)
         optimizer.zero_grad()
-        loss = 0.0
         for micro, batch in enumerate(batches):
             last = micro == len(batches) - 1
             with contextlib.nullcontext() if last else ddp.no_sync():
-                loss += forward_backward(ddp, batch) / len(batches)
+                forward_backward(ddp, batch)
         with phase("finish"):
             ddp.finish_grad_sync()
-        losses.append(loss)
         gradients.append(gradients_of(model))
         strides.append({n: None if p.grad is None else list(p.grad.stride()) for n, p in model.named_parameters()})
         with phase("step"):
             optimizer.step()
     weights = {name: p.detach() for name, p in model.named_parameters()}
-    return {"start": start, "gradients": gradients, "strides": strides, "losses": losses, "weights": weights}
+    return {"start": start, "gradients": gradients, "strides": strides, "weights": weights}
