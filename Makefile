@@ -39,6 +39,7 @@ lint: setup
 
 figures: setup
 	$(BIN)/python -m brigade.lab.figures
+	$(BIN)/python -m brigade.lab.memory
 
 soak: setup
 	$(BIN)/python tests/soak.py

@@ -124,7 +124,11 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.seed = random.randrange(10**6)
     if not config.getoption("collectonly"):
         ranks.SERVER.start()  # it imports torch while this process does
+        import torch
+
         import brigade.reference  # noqa: F401
+
+        torch.set_num_threads(1)  # the truth is small, and on a busy machine a second thread is waited for
     if config.getoption("--backend") is None:
         config.option.backend = default_backend()
     try:

@@ -1,4 +1,4 @@
-"""The training ladder: the same TinyLM, trained on the same text, with every module of the course and with torch DDP.
+"""The training ladder: the same TinyLM, trained on the same text, with every module of the course and as torch does it.
 
     ladder = run_ladder()
     ladder.rungs[0].median_ms       a step of the first module
@@ -29,11 +29,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from brigade import corpus, recording
 from brigade.course import MODULES, Module
-from brigade.events import Event, launches
+from brigade.events import Event, Launch, launches
 from brigade.models import SIZES, Size, TinyLM, language_loss
 from brigade.rank import student
 from brigade.ranks import RankResults, run_ranks
 from brigade.submission import Sources, read
+
+# How often a ring algorithm moves the whole buffer, but for a rank's own 1/N: an all-reduce is a reduce-scatter and an
+# all-gather. A broadcast or a reduce passes the buffer on from rank to rank, once.
+RING_PASSES = {"all_reduce": 2}
 
 PHASES = ("forward", "backward", "finish", "step")  # of one training step; "step" is the optimizer's
 FP32_BYTES = 4
@@ -64,14 +68,18 @@ class Workload:
 
 @dataclass(frozen=True)
 class Rung:
-    """Who averages the gradients: a class of a submission's module, torch DDP, or nobody, in a single process."""
+    """Who averages the gradients and who steps: classes, as (package, name), of a submission's modules or of torch.
+
+    Without a wrapper nobody averages: for one process. Without an optimizer every rank has the plain one.
+    """
 
     label: str
-    package: str = ""
-    wrapper: str = ""
+    wrapper: tuple[str, str] | None = None
+    optimizer: tuple[str, str] | None = None
 
 
-TORCH_DDP = Rung("torch DDP", "torch", "DistributedDataParallel")
+TORCH_DDP = Rung("torch DDP", ("torch", "DistributedDataParallel"))
+TORCH_ZERO = Rung("torch DDP + ZeRO", TORCH_DDP.wrapper, ("torch", "ZeroRedundancyOptimizer"))
 ONE_PROCESS = Rung("one process")
 
 
@@ -81,14 +89,15 @@ class Measured:
 
     `marks[rank][round]` are seconds: the start of the step, and the end of each of its `PHASES`. `cpu_s[rank][round]`
     is the processor time of the step, all threads of the rank together. `collectives`
-    and `payload_bytes` are per step, the mean over ranks; `losses` are per rank, in nats per token.
+    and `sent_bytes`, what a rank has to send with ring algorithms, are per step, the mean over ranks; `losses` are per
+    rank, in nats per token.
     """
 
     label: str
     marks: list[list[list[float]]]
     cpu_s: list[list[float]]
     collectives: float
-    payload_bytes: float
+    sent_bytes: float
     losses: list[float]
 
     @property
@@ -127,24 +136,27 @@ def quartiles(values: Sequence[float]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Ladder:
-    """What `run_ladder` found. `truth` is the loss of one process, in nats per token; the last rung is torch DDP."""
+    """What `run_ladder` found. `truth` is the loss of one process, in nats per token; the last rungs are torch's."""
 
     workload: Workload
     world_size: int
     truth: float
     rungs: list[Measured]
 
+    def rung(self, label: str) -> Measured:
+        return next(rung for rung in self.rungs if rung.label == label)
+
     def ratio(self, rung: Measured) -> float:
         """Step time as a multiple of torch DDP's: the median over rounds of the ratio within a round."""
         return median(self.ratios(rung))
 
-    def ratios(self, rung: Measured) -> list[float]:
-        """Step time as a multiple of torch DDP's, for each round."""
-        return [mine / theirs for mine, theirs in zip(rung.step_ms, self.rungs[-1].step_ms)]
+    def ratios(self, rung: Measured, base: str = TORCH_DDP.label) -> list[float]:
+        """Step time as a multiple of that of the rung with the label `base`, for each round."""
+        return [mine / theirs for mine, theirs in zip(rung.step_ms, self.rung(base).step_ms)]
 
-    def cpu_ratios(self, rung: Measured) -> list[float]:
-        """Processor time as a multiple of torch DDP's, for each round."""
-        return [mine / theirs for mine, theirs in zip(rung.cpu_ms, self.rungs[-1].cpu_ms)]
+    def cpu_ratios(self, rung: Measured, base: str = TORCH_DDP.label) -> list[float]:
+        """Processor time as a multiple of that of the rung with the label `base`, for each round."""
+        return [mine / theirs for mine, theirs in zip(rung.cpu_ms, self.rung(base).cpu_ms)]
 
     def wrong(self) -> list[str]:
         """A sentence for every rung of which a rank's loss is not that of one process."""
@@ -158,8 +170,13 @@ class Ladder:
 
 
 def rung_of(entry: Module) -> Rung:
-    """A module's place on the ladder: the last of its public names."""
-    return Rung(f"{entry.number} {entry.public[-1]}", entry.package, entry.public[-1])
+    """A module's place on the ladder: the last of its public names. An optimizer steps for the wrapper before it."""
+    wrapping = [one for one in MODULES[: entry.number] if one.public[-1].endswith("DDP")][-1]
+    return Rung(
+        f"{entry.number} {entry.public[-1]}",
+        (wrapping.package, wrapping.public[-1]),
+        None if wrapping is entry else (entry.package, entry.public[-1]),
+    )
 
 
 def course_rungs() -> list[Rung]:
@@ -173,8 +190,8 @@ def reference() -> Sources:
 
 
 def steps_of(workload: Workload, rungs: Sequence[Rung]) -> int:
-    """How often `run_ladder` calls `on_step`: one process and torch DDP train too."""
-    return workload.rounds * (len(rungs) + 2)
+    """How often `run_ladder` calls `on_step`: one process and torch's two rungs train too."""
+    return workload.rounds * (len(rungs) + 3)
 
 
 def run_ladder(
@@ -185,13 +202,13 @@ def run_ladder(
     world_size: int = 2,
     on_step: Callable[[], None] | None = None,
 ) -> Ladder:
-    """Trains one process, then all rungs (the course's, by default) and torch DDP in turns, and compares.
+    """Trains one process, then all rungs (the course's, by default) and torch's two in turns, and compares.
 
     `sources` are the submission's modules, by default the solutions; `on_step` is called as each step begins.
     Raises ValueError when the ranks cannot share a batch equally, and RankFailure or CourseError as `run_ranks` does.
     """
     workload = workload or Workload()
-    rungs = [*(course_rungs() if rungs is None else rungs), TORCH_DDP]
+    rungs = [*(course_rungs() if rungs is None else rungs), TORCH_DDP, TORCH_ZERO]
     sources = reference() if sources is None else sources
     [alone] = run_rungs(workload, [ONE_PROCESS], sources, world_size=1, on_step=on_step)
     results = run_rungs(workload, rungs, sources, world_size=world_size, on_step=on_step)
@@ -243,9 +260,14 @@ def measured(workload: Workload, rungs: Sequence[Rung], rung: Rung, results: Ran
         marks=[result["marks"][rung.label][workload.warmup :] for result in results],
         cpu_s=[result["cpu_s"][rung.label][workload.warmup :] for result in results],
         collectives=len(found) / len(results) / len(timed),
-        payload_bytes=sum(launch.nbytes for launch in found) / len(results) / len(timed),
+        sent_bytes=sum(sent_bytes(launch, len(results)) for launch in found) / len(results) / len(timed),
         losses=[result["losses"][rung.label] for result in results],
     )
+
+
+def sent_bytes(launch: Launch, world_size: int) -> float:
+    """What each rank sends for a launch on all ranks, on the average and with a ring algorithm."""
+    return RING_PASSES.get(launch.op, 1) * (world_size - 1) / world_size * launch.nbytes
 
 
 # What follows runs in the ranks.
@@ -266,17 +288,33 @@ class Climber:
 def climber(rung: dict, model: nn.Module, workload: dict) -> Climber:
     """Wraps the model as the rung says. The one place that knows how rungs are constructed."""
     wrapper = model
-    if rung["package"]:
-        torch_ddp = rung["package"] == "torch"
-        wrapper_class = DistributedDataParallel if torch_ddp else student(rung["package"], rung["wrapper"])
+    if rung["wrapper"]:
+        wrapper_class = class_of(*rung["wrapper"])
         sizes = {
             "bucket_cap_mb": workload["bucket_mb"],
             "bucket_numel": int(workload["bucket_mb"] * 2**20 / FP32_BYTES),
         }
         accepted = inspect.signature(wrapper_class).parameters
         wrapper = wrapper_class(model, **{name: size for name, size in sizes.items() if name in accepted})
-    optimizer = torch.optim.SGD(model.parameters(), lr=workload["learning_rate"], momentum=0.9)
+    options = {"lr": workload["learning_rate"], "momentum": 0.9}
+    if not rung["optimizer"]:
+        optimizer = torch.optim.SGD(model.parameters(), **options)
+    elif rung["optimizer"][0] == "torch":
+        optimizer = class_of(*rung["optimizer"])(model.parameters(), torch.optim.SGD, **options)
+    else:
+        optimizer = class_of(*rung["optimizer"])(wrapper, torch.optim.SGD, **options)
     return Climber(rung["label"], model, wrapper, optimizer, [], [])
+
+
+def class_of(package: str, name: str) -> type:
+    """A class of a submission's module, or of torch."""
+    if package != "torch":
+        return student(package, name)
+    if name == "DistributedDataParallel":
+        return DistributedDataParallel
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # importing it warns of what torch itself uses
+
+    return ZeroRedundancyOptimizer
 
 
 def train(workload: dict, rungs: list[dict]) -> dict:

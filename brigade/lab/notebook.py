@@ -385,5 +385,6 @@ def show(number: int, name: str) -> Code:
     lines = text.splitlines()
     begin = next(i for i in range(node.lineno, len(lines)) if "### BEGIN SOLUTION" in lines[i])
     end = next(i for i in range(begin, len(lines)) if "### END SOLUTION" in lines[i])
-    shown = [*lines[node.lineno - 1 : body[0].lineno - 1], *lines[begin + 1 : end]]
+    head = next(i for i in range(node.lineno - 1, len(lines)) if lines[i].endswith(":"))
+    shown = [*lines[node.lineno - 1 : head + 1], *lines[begin + 1 : end]]
     return Code(textwrap.dedent("\n".join(shown)), language="python")

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from rich import box
 from rich.table import Table
 
-from brigade.lab.ladder import LOSS_TOLERANCE, PHASES, Ladder, quartiles
+from brigade.lab.ladder import LOSS_TOLERANCE, PHASES, TORCH_ZERO, Ladder, quartiles
 
 # From Okabe and Ito's colours for all kinds of colour vision; their lightness differs, so that they work in grey too.
 COLOURS = {
@@ -42,7 +42,7 @@ def ladder_table(ladder: Ladder) -> Table:
         "step ms\nquartiles",
         "ratio to\ntorch DDP",
         "collectives\nper step",
-        "MB per\nstep",
+        "MB sent\nper step",
     ):
         table.add_column(heading, justify="right")
     table.add_column(f"loss after\n{workload.rounds} steps", justify="right")
@@ -54,10 +54,20 @@ def ladder_table(ladder: Ladder) -> Table:
             f"{lower:.1f}-{upper:.1f}",
             f"{ladder.ratio(rung):.2f}",
             f"{rung.collectives:g}",
-            f"{rung.payload_bytes / 1e6:.2f}",
+            f"{rung.sent_bytes / 1e6:.2f}",
             f"{rung.loss:.5f}",
         )
     return table
+
+
+def zero_sentence(ladder: Ladder) -> str:
+    """How the course's last rung compares with torch's way to do the same, medians and quartiles over rounds."""
+    mine = ladder.rungs[-3]
+    cells = []
+    for ratios in (ladder.ratios(mine, TORCH_ZERO.label), ladder.cpu_ratios(mine, TORCH_ZERO.label)):
+        lower, upper = quartiles(ratios)
+        cells.append(f"{median(ratios):.2f} [{lower:.2f}-{upper:.2f}]")
+    return f"{mine.label} against {TORCH_ZERO.label}: step time {cells[0]}, CPU time {cells[1]}"
 
 
 def ratio_table(ladder: Ladder) -> Table:

@@ -27,7 +27,9 @@ def main() -> int:
     except KeyboardInterrupt:
         print("\nratios: stopped", file=sys.stderr)
         return 130
-    Console(highlight=False, soft_wrap=True).print(plots.ratio_table(found))
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(plots.ratio_table(found))
+    console.print(plots.zero_sentence(found))
     return 0
 
 

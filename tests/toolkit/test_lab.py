@@ -32,20 +32,28 @@ def png_size(path):
     return struct.unpack(">II", data[16:24])
 
 
-def test_every_module_and_torch_ddp_train_as_one_process_does(climbed):
+def test_every_module_and_torch_train_as_one_process_does(climbed):
     found, steps = climbed
-    assert [rung.label for rung in found.rungs] == [f"{e.number} {e.public[-1]}" for e in MODULES] + ["torch DDP"]
+    torch_labels = ["torch DDP", "torch DDP + ZeRO"]
+    assert [rung.label for rung in found.rungs] == [f"{e.number} {e.public[-1]}" for e in MODULES] + torch_labels
     assert found.wrong() == []
     assert steps == ladder.steps_of(WORKLOAD, ladder.course_rungs())
-    assert found.ratio(found.rungs[-1]) == 1.0
+    assert found.ratio(found.rung("torch DDP")) == 1.0
+    assert set(found.ratios(found.rung(torch_labels[1]), torch_labels[1])) == {1.0}
     assert all(cpu > 0 for rung in found.rungs for cpu in rung.cpu_ms)
 
 
 def test_collectives_and_bytes_of_a_step_are_counted(climbed):
-    naive, flat, overlapped = climbed[0].rungs[:3]
+    found = climbed[0]
+    naive, flat, overlapped = found.rungs[:3]
     assert (naive.collectives, flat.collectives, overlapped.collectives) == (len(PARAMETERS), 1, len(PARAMETERS))
     nbytes = sum(p.numel() * p.element_size() for p in PARAMETERS)
-    assert {rung.payload_bytes for rung in (naive, flat, overlapped)} == {nbytes}
+    assert {rung.sent_bytes for rung in (naive, flat, overlapped)} == {nbytes}
+    zero, sharded_by_torch = found.rung("8 ZeroOptimizer"), found.rung("torch DDP + ZeRO")
+    assert nbytes <= zero.sent_bytes <= 1.2 * nbytes  # a reduce-scatter and an all-gather, padding included
+    assert zero.collectives == 2
+    # An all-reduce and a broadcast of every parameter; torch DDP also broadcasts its order of buckets once.
+    assert 1.5 * nbytes <= sharded_by_torch.sent_bytes < 1.51 * nbytes
 
 
 def test_step_times_are_those_of_the_slowest_rank():
@@ -82,7 +90,7 @@ def test_the_table_fits_a_terminal_and_a_pipe(climbed):
     lines = console.export_text().splitlines()
     assert max(map(len, lines)) <= 80
     for rung in climbed[0].rungs:
-        [row] = [line for line in lines if line.startswith(rung.label)]
+        [row] = [line for line in lines if re.match(re.escape(rung.label) + r" +\d", line)]
         assert f"{rung.loss:.5f}" in row
 
 

@@ -1,0 +1,359 @@
+"""The picture of memory: what each rung keeps on a rank between two steps, in bytes: python -m brigade.lab.memory
+
+    found = measure()
+    found[0].fullest(4)     bytes by kind of the first rung, on that of 4 ranks which holds most
+
+Parameters, gradients and optimizer state are counted in the ranks, after two steps of AdamW: each block of memory once,
+however many tensors are views of it. What a step needs only while it runs is not counted: activations, the flat
+tensors of modules 2 and 4. Beside that stand the formulas of ZeRO (arXiv 1910.02054), stage 1. In fp32 they are, for P
+parameters on N ranks, 4P + 4P + 8P/N bytes: only the state is divided. Gradients are not freed, neither there nor
+here: after the reduce-scatter a rank needs 1/N of them and keeps all. Stage 2 is about that.
+
+Ranks import this file, so rich and matplotlib are imported where they are used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from brigade import recording
+from brigade.course import MODULES, ROOT, CourseError
+from brigade.lab.ladder import FP32_BYTES, TORCH_DDP, TORCH_ZERO, Rung, class_of, course_rungs, reference
+from brigade.models import SIZES, Size, TinyLM, language_loss
+from brigade.ranks import RankFailure, run_ranks
+from brigade.submission import Sources
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+WORLD_SIZES = (1, 2, 4)
+BUCKET_MB = 1.0  # MiB
+KINDS = ("parameters", "gradients", "optimizer state")
+PICTURE = MODULES[-1].lesson / "memory.png"
+DEADLINE_S = 120.0
+
+Bytes = dict[str, int]  # by kind
+
+
+@dataclass(frozen=True)
+class Formula:
+    """Bytes per parameter. The state may be divided by the number of ranks, the rest is on every rank."""
+
+    parameters: int
+    gradients: int
+    state: int
+    divided: bool
+
+    @property
+    def text(self) -> str:
+        """Such as: 4P + 4P + 8P/N"""
+        return f"{self.parameters}P + {self.gradients}P + {self.state}P" + ("/N" if self.divided else "")
+
+    def held(self, numel: int, world_size: int) -> Bytes:
+        """Bytes by kind on one of `world_size` ranks, for a model of `numel` parameters."""
+        state = self.state * numel / (world_size if self.divided else 1)
+        return dict(zip(KINDS, (self.parameters * numel, self.gradients * numel, round(state))))
+
+
+WHOLE = Formula(4, 4, 8, divided=False)
+STAGE_1 = Formula(4, 4, 8, divided=True)
+# For bf16 parameters and fp32 gradients, from Megatron-LM, docs/api-guide/dist_optimizer.md: 6 + 12 / N. The state is
+# an fp32 copy of the parameters, the master, and two moments.
+STAGE_1_BF16 = Formula(2, 4, 12, divided=True)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A rung, the dtype of the model's parameters, and the formula for both."""
+
+    rung: Rung
+    formula: Formula
+    dtype: str = "float32"
+
+    @property
+    def label(self) -> str:
+        return self.rung.label + (", bf16" if self.dtype == "bfloat16" else "")
+
+
+@dataclass(frozen=True)
+class Held:
+    """What was counted for a case: `held[n][r]` are the bytes by kind on rank r of n. `numel` is the model's."""
+
+    case: Case
+    numel: int
+    held: dict[int, list[Bytes]]
+
+    def fullest(self, world_size: int) -> Bytes:
+        """Those of the rank that holds most."""
+        return max(self.held[world_size], key=total)
+
+    def expected(self, world_size: int) -> Bytes:
+        return self.case.formula.held(self.numel, world_size)
+
+
+def total(held: Bytes) -> int:
+    """All kinds together."""
+    return sum(held.values())
+
+
+def cases() -> list[Case]:
+    """Those that keep all state on every rank, then those that divide it."""
+    *before, zero = course_rungs()
+    sharded = Rung(f"{MODULES[-1].number} ShardedOptimizer", None, (MODULES[-1].package, "ShardedOptimizer"))
+    return [
+        *(Case(rung, WHOLE) for rung in (*before, TORCH_DDP)),
+        *(Case(rung, STAGE_1) for rung in (sharded, zero, TORCH_ZERO)),
+        Case(zero, STAGE_1_BF16, "bfloat16"),
+    ]
+
+
+def measure(
+    size: Size = SIZES["tiny"],
+    world_sizes: Sequence[int] = WORLD_SIZES,
+    sources: Sources | None = None,
+    *,
+    on_case: Callable[[], None] | None = None,
+) -> list[Held]:
+    """Trains every case for two steps on each number of ranks, and counts.
+
+    `sources` are the submission's modules, by default the solutions; `on_case` is called as each case begins. Raises
+    RankFailure or CourseError as `run_ranks` does.
+    """
+
+    def follow(rank: int, event: dict) -> None:
+        if on_case and rank == 0 and event["kind"] == "case":
+            on_case()
+
+    chosen = cases()
+    found = {
+        world_size: run_ranks(
+            count_all,
+            asdict(size),
+            [asdict(case.rung) | {"dtype": case.dtype} for case in chosen],
+            world_size=world_size,
+            packages={"submission": reference() if sources is None else sources},
+            seed=0,
+            deadline=DEADLINE_S,
+            on_event=follow,
+        )
+        for world_size in world_sizes
+    }
+    with torch.device("meta"):
+        numel = sum(parameter.numel() for parameter in TinyLM(size).parameters())
+    return [
+        Held(case, numel, {n: [rank[place] for rank in ranks] for n, ranks in found.items()})
+        for place, case in enumerate(chosen)
+    ]
+
+
+def memory_table(found: Sequence[Held]) -> Table:
+    """A row for each case, and for each formula a row below the cases it is for; 80 columns wide at most."""
+    from rich import box
+    from rich.table import Table
+
+    world_sizes = list(found[0].held)
+    table = Table(
+        title=f"MB on the fullest rank after two steps of AdamW, P = {found[0].numel} parameters",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=0,
+        show_edge=False,
+    )
+    table.add_column("rung", no_wrap=True)
+    headings = [
+        "para-\nmeters",
+        "gradi-\nents",
+        *(f"{kind}\nN={n}" for kind in ("state", "total") for n in world_sizes),
+    ]
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for place, one in enumerate(found):
+        table.add_row(one.case.label, *cells([one.fullest(n) for n in world_sizes]))
+        if one is found[-1] or found[place + 1].case.formula != one.case.formula:
+            expected = cells([one.expected(n) for n in world_sizes])
+            table.add_row(one.case.formula.text, *expected, style="italic", end_section=True)
+    return table
+
+
+def cells(held: Sequence[Bytes]) -> list[str]:
+    """Parameters and gradients for the last number of ranks; state and total for each."""
+    parameters, gradients, state = KINDS
+    numbers = [held[-1][parameters], held[-1][gradients], *(one[state] for one in held), *map(total, held)]
+    return [f"{number / 1e6:.2f}" for number in numbers]
+
+
+def memory_picture(found: Sequence[Held], path: Path) -> None:
+    """Draws a bar for each case, in a panel for each number of ranks, as a PNG file 900 pixels wide."""
+    from matplotlib.figure import Figure
+
+    from brigade.lab.plots import COLOURS
+
+    # Forward reads the parameters, backward makes the gradients, the step uses the state: the ladder's colours.
+    colours = dict(zip(KINDS, (COLOURS["forward"], COLOURS["backward"], COLOURS["step"])))
+    rows = found[::-1]  # matplotlib counts upwards
+    world_sizes = list(rows[0].held)
+    figure = Figure(figsize=(9, 1.3 + 0.36 * len(rows)), dpi=100, layout="constrained")
+    panels = figure.subplots(1, len(world_sizes), sharex=True, sharey=True, squeeze=False)[0]
+    widest = max(total(one.fullest(n)) / 1e6 for one in rows for n in world_sizes)
+    places = range(len(rows))
+    for axes, n in zip(panels, world_sizes):
+        starts = [0.0] * len(rows)
+        for kind in KINDS:
+            lengths = [one.fullest(n)[kind] / 1e6 for one in rows]
+            axes.barh(places, lengths, 0.66, starts, color=colours[kind], edgecolor="white", label=kind)
+            starts = [start + length for start, length in zip(starts, lengths)]
+        axes.scatter(
+            [total(one.expected(n)) / 1e6 for one in rows],
+            places,
+            s=28,
+            marker="D",
+            color="#d55e00",
+            edgecolor="white",
+            linewidth=0.8,
+            zorder=3,
+            label="formula",
+        )
+        for place, end in zip(places, starts):
+            axes.text(end + 0.05 * widest, place, f"{end:.1f}", va="center", fontsize=9)
+        axes.set_title("1 rank" if n == 1 else f"{n} ranks", loc="left", fontsize=10)
+        axes.set_xlim(0, 1.22 * widest)
+        axes.set_xlabel("MB on a rank")
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_yticks(places, [one.case.label for one in rows])
+    handles = dict(zip(*panels[0].get_legend_handles_labels()[::-1]))
+    formulas = dict.fromkeys(one.case.formula.text for one in found)
+    figure.legend(
+        [handles[name] for name in (*KINDS, "formula")],
+        [*KINDS, f"formula: {' or '.join(formulas)}"],
+        loc="outside lower center",
+        ncols=len(handles),
+        frameon=False,
+        fontsize=9,
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+# What follows runs in the ranks.
+
+
+def count_all(size: dict, rungs: list[dict]) -> list[Bytes]:
+    """For each case the bytes by kind that this rank holds."""
+    found = []
+    for rung in rungs:
+        recording.note("case")
+        torch.manual_seed(0)  # module 8's ShardedOptimizer wants weights that are equal already
+        found.append(count(rung, TinyLM(Size(**size)).to(getattr(torch, rung["dtype"]))))
+    return found
+
+
+def count(rung: dict, model: nn.Module) -> Bytes:
+    """Trains the model for two steps as the rung says, and counts what is held then."""
+    wrapper, buckets = model, []
+    if rung["wrapper"]:
+        wrapper_class = class_of(*rung["wrapper"])
+        options = {
+            "bucket_cap_mb": BUCKET_MB,
+            "bucket_numel": int(BUCKET_MB * 2**20 / FP32_BYTES),
+            "grad_dtype": torch.float32,
+        }
+        accepted = inspect.signature(wrapper_class).parameters
+        wrapper = wrapper_class(model, **{name: value for name, value in options.items() if name in accepted})
+    if isinstance(wrapper, DistributedDataParallel):
+        wrapper.register_comm_hook(buckets, see_bucket)
+    optimizer = optimizer_of(rung, model, wrapper)
+    tokens = torch.randint(model.size.vocabulary, (1, 8))
+    for _ in range(2):
+        buckets.clear()
+        optimizer.zero_grad()
+        language_loss(wrapper(tokens), tokens).backward()
+        if hasattr(wrapper, "finish_grad_sync"):
+            wrapper.finish_grad_sync()
+        optimizer.step()
+    inner = getattr(optimizer, "optim", optimizer)
+    grad_buffers = getattr(wrapper, "grad_buffers", [])
+    kept = {
+        "parameters": [*model.parameters(), *(b.param_data for b in grad_buffers)],
+        "gradients": [
+            *(p.grad for p in model.parameters()),
+            *(getattr(p, "main_grad", None) for p in model.parameters()),
+            *(buffer.grad_data for buffer in grad_buffers),
+            *buckets,
+        ],
+        # What the inner optimizer steps on is a part of the parameters, or a master.
+        "optimizer state": [
+            *(value for entries in inner.state.values() for value in entries.values()),
+            *(p for group in inner.param_groups for p in group["params"]),
+        ],
+    }
+    seen: set[int] = set()
+    return {kind: new_bytes(kept[kind], seen) for kind in KINDS}
+
+
+def see_bucket(buckets, bucket):  # torch refuses annotations that are strings, as they are in this file
+    """A communication hook of torch DDP that does what DDP does without one, and keeps its flat tensors in sight."""
+    buckets.append(bucket.buffer())
+    return allreduce_hook(None, bucket)
+
+
+def optimizer_of(rung: dict, model: nn.Module, wrapper: nn.Module) -> torch.optim.Optimizer:
+    """AdamW, whole or divided as the rung says."""
+    if not rung["optimizer"]:
+        return torch.optim.AdamW(model.parameters())
+    divides_buckets = rung["wrapper"] and rung["optimizer"][0] != "torch"
+    return class_of(*rung["optimizer"])(wrapper if divides_buckets else model.parameters(), torch.optim.AdamW, lr=1e-3)
+
+
+def new_bytes(values: Iterable[object], seen: set[int]) -> int:
+    """The memory of the tensors among the values, but for blocks that were `seen`; those that it counts are then."""
+    nbytes = 0
+    for value in values:
+        if isinstance(value, Tensor):
+            block = value.untyped_storage()
+            if block.data_ptr() not in seen:
+                seen.add(block.data_ptr())
+                nbytes += block.nbytes()
+    return nbytes
+
+
+def main() -> int:
+    argparse.ArgumentParser(
+        prog="python -m brigade.lab.memory",
+        description="Counts the bytes that every rung keeps on 1, 2 and 4 ranks, prints them beside the formulas of "
+        f"ZeRO and draws {PICTURE.relative_to(ROOT)}. About 20 seconds on two cores.",
+        epilog="Example: python -m brigade.lab.memory",
+    ).parse_args()
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(highlight=False, soft_wrap=True)
+    columns = (TextColumn("rungs"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    try:
+        with Progress(*columns, console=console, transient=True) as progress:
+            task = progress.add_task("", total=len(cases()) * len(WORLD_SIZES))
+            found = measure(on_case=lambda: progress.advance(task))
+        console.print(memory_table(found))
+        memory_picture(found, PICTURE)
+        console.print(f"{PICTURE.relative_to(ROOT)} written")
+    except (CourseError, RankFailure, OSError) as error:
+        print(f"memory: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nmemory: stopped", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,267 @@
+"""Mistakes in module 6."""
+
+from mutants import Mutant
+
+GROUP = "group = process_group or dist.group.WORLD\n"
+MANAGER = "        with c10d._coalescing_manager(group, async_ops=True) as handle:\n"
+COMPARE = "            for what, found in (\n"
+REDUCE_OPS = '                ("reduce operations", [call.redop for call in calls]),\n'
+DTYPES = '                ("dtypes", [call.tensor.dtype for call in calls]),\n'
+CALLS = "            calls = captured[group]\n"
+CLEAN_UP = "    finally:\n        captured.pop(group, None)\n"
+MEMBERS = "if bucket in self.bucket_indices]"
+RANGES = "ranges = [self.buffer.layout.bucket_ranges[index] for index in self.bucket_indices]\n"
+OWN = "bucket.chunk(size)[rank]"
+SCATTER_BLOCK = "        with coalesce(self.process_group) as self.grad_handle:\n"
+SCATTER = "reduce_scatter(own, bucket, dist.ReduceOp.AVG, self.process_group)\n"
+WAIT_GRADS = "        self.grad_handle.wait()\n"
+PARAM_DATA = "self.param_handle = self.start_gather(self.buffer.param_data)\n"
+WAIT_PARAMS = "        self.param_handle.wait()\n"
+BROADCAST = "        broadcast_module_state(module, process_group)\n"
+WITH_PARAMS = "GradBuffer(params, bucket_numel, size, grad_dtype, with_params=True)"
+LENGTH = "length = buckets_per_group or len(indices)\n"
+FIRSTS = "for first in range(0, len(indices), length):"
+MAKE = "self.group_class(buffer, indices[first : first + length], self.process_group)"
+UNLESS = "        if not self.synchronize:\n            return\n"
+LAUNCH = (
+    "        while self.launched < len(self.groups) and self.groups[self.launched].missing == 0:\n"
+    "            self.groups[self.launched].start_grad_sync()\n"
+    "            self.launched += 1\n"
+)
+TAKE_MISSING = "            for i in group.members:\n                group.buffer.take_grad(i)\n            group.start"
+RESET = "            group.missing = len(group.members)\n"
+IF_GATHER = "            if self.gather_grads:\n"
+WAIT_GATHERS = "        for handle in gathers:\n            handle.wait()\n"
+CLEAR = "            buffer.started.clear()\n"
+START_PARAMS = "            group.start_param_sync()\n"
+FINISH_PARAMS = "        for group in self.groups:\n            group.finish_param_sync()\n"
+
+MUTANTS = [
+    Mutant(
+        "coalescing on the default group",
+        GROUP,
+        "group = dist.group.WORLD\n",
+        ("test_coalesce_is_one_launch",),
+        "the group given to coalesce",
+    ),
+    Mutant(
+        "a synchronous manager",
+        MANAGER,
+        MANAGER.replace("True", "False"),
+        ("test_coalesce_is_one_launch", "test_groups_overlap_with_backward"),
+        "async_ops=True",
+    ),
+    Mutant(
+        "another handle is given",
+        "yield handle\n",
+        "yield c10d._CoalescingManager()\n",
+        ("test_coalesce_is_one_launch", "test_gradients_are_averaged"),
+        "another handle's",
+    ),
+    Mutant(
+        "what was collected is never launched",
+        CALLS,
+        "            calls, captured[group] = captured[group], []\n",
+        ("test_coalesce_is_one_launch",),
+        "never launched",
+    ),
+    Mutant("reduce operations not compared", REDUCE_OPS, "", ("test_coalesce_refuses_mixtures",), "reduce operations"),
+    Mutant("dtypes not compared", DTYPES, "", ("test_coalesce_refuses_mixtures",), "dtypes"),
+    Mutant(
+        "compared when the manager has ended",
+        COMPARE,
+        COMPARE[4:],
+        ("test_coalesce_refuses_mixtures",),
+        "before the manager ends",
+    ),
+    Mutant(
+        "the manager ends in the same way after an exception",
+        MANAGER,
+        "        manager = c10d._coalescing_manager(group, async_ops=True)\n"
+        "        with __import__('contextlib').ExitStack() as stack:\n"
+        "            handle = manager.__enter__()\n"
+        "            stack.callback(manager.__exit__, None, None, None)\n",
+        ("test_coalesce_refuses_mixtures",),
+        "end it with the exception",
+    ),
+    Mutant(
+        "the group goes on capturing after an exception",
+        CLEAN_UP,
+        "    finally:\n        pass\n",
+        ("test_coalesce_refuses_mixtures",),
+        "still capturing",
+    ),
+    Mutant(
+        "cleaned up after its own exceptions only",
+        CLEAN_UP,
+        "    except RuntimeError:\n        captured.pop(group, None)\n        raise\n",
+        ("test_coalesce_refuses_mixtures",),
+        "still capturing",
+    ),
+    Mutant(
+        "the caller's exception replaced",
+        CLEAN_UP,
+        "    except Exception as error:\n        raise RuntimeError('coalesce failed') from error\n" + CLEAN_UP,
+        ("test_coalesce_refuses_mixtures",),
+        "swallows or replaces",
+    ),
+    Mutant("the first shard on every rank", OWN, "bucket.chunk(size)[0]", ("test_bucket_group",), "go to shard r"),
+    Mutant("the rank in the world", OWN, "bucket.chunk(size)[dist.get_rank()]", ("test_bucket_group",)),
+    Mutant(
+        "one range from the first bucket to the last",
+        RANGES,
+        "ranges = [(self.buffer.layout.bucket_ranges[self.bucket_indices[0]][0],"
+        " self.buffer.layout.bucket_ranges[self.bucket_indices[-1]][1])]\n",
+        ("test_bucket_group",),
+        "of each bucket by itself",
+    ),
+    Mutant(
+        "summed, not averaged",
+        SCATTER,
+        SCATTER.replace("AVG", "SUM"),
+        ("test_bucket_group", "test_gradients_are_averaged"),
+        "summed over",
+    ),
+    Mutant(
+        "divided by the size of the world",
+        SCATTER,
+        SCATTER.replace("bucket, dist.ReduceOp.AVG", "bucket.div_(dist.get_world_size()), dist.ReduceOp.SUM"),
+        ("test_bucket_group", "test_steps_and_subgroups"),
+        "size of the world",
+    ),
+    Mutant(
+        "divided while the launch is under way",
+        "            self.launched += 1\n        ### END",
+        "            for index in self.groups[self.launched].bucket_indices:\n"
+        "                start, end = group.buffer.layout.bucket_ranges[index]\n"
+        "                group.buffer.grad_data[start:end] /= dist.get_world_size(self.process_group)\n"
+        "            self.launched += 1\n        ### END",
+        ("test_launches_and_volume",),
+        "while a collective is under way",
+    ),
+    Mutant(
+        "reduce-scatters launched one by one",
+        SCATTER_BLOCK
+        + "            for own, bucket in self.shards(self.buffer.grad_data):\n                "
+        + SCATTER,
+        "        self.grad_handle = c10d._CoalescingManager()\n"
+        "        for own, bucket in self.shards(self.buffer.grad_data):\n"
+        "            work = reduce_scatter(own, bucket, dist.ReduceOp.AVG, self.process_group, async_op=True)\n"
+        "            self.grad_handle.append(work)\n",
+        ("test_bucket_group", "test_launches_and_volume", "test_groups_overlap_with_backward"),
+        "inside coalesce",
+    ),
+    Mutant(
+        "all_reduce instead of reduce_scatter",
+        SCATTER,
+        "dist.all_reduce(bucket, dist.ReduceOp.AVG, self.process_group)\n",
+        ("test_launches_and_volume", "test_bucket_group"),
+        "do together what an all_reduce does",
+    ),
+    Mutant("gradients not waited for", WAIT_GRADS, "        pass\n", ("test_bucket_group",), "waited on"),
+    Mutant(
+        "gradients gathered instead of parameters",
+        PARAM_DATA,
+        PARAM_DATA.replace("param_data", "grad_data"),
+        ("test_bucket_group", "test_shards_without_gather"),
+        "param_data was not gathered",
+    ),
+    Mutant("parameters not waited for", WAIT_PARAMS, "        pass\n", ("test_bucket_group",), "waited on"),
+    Mutant(
+        "parameters waited for at once",
+        START_PARAMS,
+        START_PARAMS + "            group.finish_param_sync()\n",
+        ("test_shards_without_gather",),
+        "for the finish",
+    ),
+    Mutant(
+        "only the last group's parameters waited for",
+        FINISH_PARAMS,
+        FINISH_PARAMS.replace("self.groups", "self.groups[-1:]"),
+        ("test_shards_without_gather",),
+        "for the finish",
+    ),
+    Mutant("replicas not made equal", BROADCAST, "", ("test_gradients_are_averaged",), "broadcast, all of them"),
+    Mutant(
+        "parameters not in the buffers",
+        WITH_PARAMS,
+        WITH_PARAMS.replace(", with_params=True", ""),
+        ("test_shards_without_gather",),
+        "with_params=True",
+    ),
+    Mutant(
+        "the last, smaller group left out",
+        FIRSTS,
+        FIRSTS.replace("len(indices)", "len(indices) - length + 1"),
+        ("test_groups_overlap_with_backward",),
+        "may have fewer",
+    ),
+    Mutant(
+        "None is one bucket",
+        LENGTH,
+        LENGTH.replace("len(indices)", "1"),
+        ("test_launches_and_volume",),
+        "buckets_per_group=None",
+    ),
+    Mutant("None crashes", LENGTH, "length = buckets_per_group\n", ("test_gradients_are_averaged",)),
+    Mutant(
+        "groups are of the world",
+        MAKE,
+        MAKE.replace("self.process_group", "None"),
+        ("test_shards_without_gather", "test_steps_and_subgroups"),
+        "is not passed on",
+    ),
+    Mutant(
+        "launched when the last bucket is ready, the others not",
+        MEMBERS,
+        "if bucket == self.bucket_indices[-1]]",
+        ("test_steps_and_subgroups",),
+        "counts the gradients of all its buckets",
+    ),
+    Mutant(
+        "everything launched at the finish",
+        LAUNCH,
+        "        pass\n",
+        ("test_groups_overlap_with_backward",),
+        "groups are launched only when backward is over",
+    ),
+    Mutant(
+        "waited for in backward",
+        LAUNCH,
+        LAUNCH.replace(
+            "start_grad_sync()\n", "start_grad_sync()\n            self.groups[self.launched].finish_grad_sync()\n"
+        ),
+        ("test_groups_overlap_with_backward",),
+        "wait in finish_grad_sync",
+    ),
+    Mutant(
+        "launched in the order of being ready",
+        LAUNCH,
+        "        if group.missing == 0:\n"
+        "            self.groups.remove(group)\n"
+        "            self.groups.insert(self.launched, group)\n"
+        "            group.start_grad_sync()\n"
+        "            self.launched += 1\n",
+        ("test_steps_and_subgroups",),
+        "in the order of the buckets",
+    ),
+    Mutant("counters not reset", RESET, "", ("test_groups_overlap_with_backward",), "only when backward is over"),
+    Mutant("no_sync without effect", UNLESS, "", ("test_steps_and_subgroups",), "launch inside no_sync"),
+    Mutant(
+        "a gradient that never came not taken",
+        TAKE_MISSING,
+        "            group.start",
+        ("test_steps_and_subgroups",),
+        "was not exchanged",
+    ),
+    Mutant("always gathered", IF_GATHER, "            if True:\n", ("test_shards_without_gather",), "gather_grads"),
+    Mutant("gathers not waited for", WAIT_GATHERS, "", ("test_gradients_are_averaged",), "waited on"),
+    Mutant(
+        "only the last gather waited for",
+        WAIT_GATHERS,
+        WAIT_GATHERS.replace("in gathers", "in gathers[-1:]"),
+        ("test_launches_and_volume",),
+        "one handle is kept",
+    ),
+    Mutant("main_grad not started anew", CLEAR, "            pass\n", ("test_steps_and_subgroups",), "start anew"),
+]

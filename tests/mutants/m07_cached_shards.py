@@ -1,0 +1,254 @@
+"""Mistakes in module 7."""
+
+from mutants import Mutant
+
+INIT = (
+    "def __init__(self, layout: BufferLayout, dp_size: int):\n"
+    "        self.layout = layout\n"
+    "        self.dp_size = dp_size\n"
+    "        self.data: torch.Tensor | None = None  # what the views are of\n"
+    "        self.views: dict[tuple[int, int | None], torch.Tensor] = {}"
+)
+IF_NEW = "if data is not self.data:"
+REMEMBER = "self.data = data\n            self.views.clear()\n"
+KEPT = "if (bucket, rank) not in self.views:"
+LENGTH = "length = (end - start) // self.dp_size"
+OFFSET = "start += rank * length"
+VIEW = "self.views[bucket, rank] = data[start:end]"
+LOOK_UP = (
+    f"{KEPT}\n"
+    "            start, end = self.layout.bucket_ranges[bucket]\n"
+    "            if rank is not None:\n"
+    f"                {LENGTH}\n"
+    f"                {OFFSET}\n"
+    "                end = start + length\n"
+    f"            {VIEW}\n"
+    "        return self.views[bucket, rank]"
+)
+RANK = "self.rank = dist.get_rank(process_group)"
+SIZE = "size = dist.get_world_size(process_group)"
+CACHE = "cache = self.grad_cache if data is self.buffer.grad_data else self.param_cache"
+GROUP_CLASS = "group_class = CachedBucketGroup"
+WRAPPER = "class CachedDDP(CoalescedDDP):"
+
+
+def in_group(method):
+    """CachedBucketGroup with one more method."""
+    return f"{method}\n\n{WRAPPER}"
+
+
+def in_wrapper(method):
+    """CachedDDP with one more method."""
+    return f"{GROUP_CLASS}\n\n{method}"
+
+
+STEADY = ("test_steady_step_makes_no_view",)
+FOLLOW = ("test_views_follow_the_buffer",)
+AVERAGED = ("test_gradients_are_averaged",)
+LAUNCHES = ("test_launches_are_those_of_module_6",)
+STEPS = ("test_steps_and_subgroups",)
+
+MUTANTS = [
+    Mutant("views made anew every time", KEPT, "if True:", STEADY, "they are not kept, or not found again"),
+    Mutant(
+        "module 6's groups",
+        GROUP_CLASS,
+        "group_class = BucketGroup",
+        STEADY,
+        "coalesced.py is an earlier module:",
+    ),
+    Mutant(
+        "one cache for gradients and parameters",
+        CACHE,
+        "cache = self.grad_cache",
+        STEADY,
+        "which the one empties for the other",
+    ),
+    Mutant(
+        "views of parameters not kept",
+        CACHE,
+        CACHE.replace("self.param_cache", "ShardCache(self.buffer.layout, self.param_cache.dp_size)"),
+        STEADY,
+        "those of param_data are not",
+    ),
+    Mutant(
+        "shards kept, buckets not",
+        KEPT,
+        "if rank is None or (bucket, rank) not in self.views:",
+        STEADY,
+        "some views are kept",
+    ),
+    Mutant(
+        "emptied at every finish, for safety",
+        GROUP_CLASS,
+        in_wrapper(
+            "    def finish_grad_sync(self):\n"
+            "        super().finish_grad_sync()\n"
+            "        for group in self.groups:\n"
+            "            group.grad_cache.views.clear()\n"
+        ),
+        STEADY,
+        "they are not kept, or not found again",
+    ),
+    Mutant(
+        "the tensor of the views not remembered",
+        REMEMBER,
+        "self.views.clear()\n",
+        STEADY,
+        "they are not kept, or not found again",
+    ),
+    Mutant(
+        "the first tensor remembered for ever",
+        REMEMBER,
+        REMEMBER.replace("self.data = data", "self.data = data if self.data is None else self.data"),
+        STEADY,
+        "before reallocate() there were none",
+    ),
+    Mutant(
+        "a slice in the hook",
+        GROUP_CLASS,
+        in_wrapper(
+            "    def mark_ready(self, group, i):\n"
+            "        start, end = group.buffer.layout.param_ranges[i]\n"
+            "        if group.buffer.grad_data[start:end].isfinite().all():\n"
+            "            super().mark_ready(group, i)\n"
+        ),
+        STEADY,
+        "some are made anew in every step",
+    ),
+    Mutant(
+        "padding zeroed at every finish",
+        GROUP_CLASS,
+        in_wrapper(
+            "    def finish_grad_sync(self):\n"
+            "        super().finish_grad_sync()\n"
+            "        for buffer in self.grad_buffers:\n"
+            "            buffer.grad_data[buffer.layout.param_ranges[-1][1] :] = 0\n"
+        ),
+        STEADY,
+        "__setitem__",
+    ),
+    Mutant(
+        "gradients flattened by view at the finish",
+        GROUP_CLASS,
+        in_wrapper(
+            "    def finish_grad_sync(self):\n"
+            "        super().finish_grad_sync()\n"
+            "        assert all(p.grad is None or p.grad.view(-1).ndim for b in self.grad_buffers for p in b.params)\n"
+        ),
+        STEADY,
+        "in finish_grad_sync: assert all",
+    ),
+    Mutant(
+        "the buffer split when parameters start to travel",
+        GROUP_CLASS,
+        in_wrapper(
+            "    def start_param_sync(self):\n"
+            "        for buffer in self.grad_buffers:\n"
+            "            torch.split(buffer.param_data, 128)\n"
+            "        super().start_param_sync()\n"
+        ),
+        STEADY,
+        "in start_param_sync: torch.split(buffer.param_data, 128)",
+    ),
+    Mutant(
+        "views kept when the buffer moves", IF_NEW, "if self.data is None:", FOLLOW, "it was right until reallocate()"
+    ),
+    Mutant(
+        "renewed only for a tensor of another size",
+        IF_NEW,
+        "if self.data is None or self.data.numel() != data.numel():",
+        FOLLOW,
+        "it was right until reallocate()",
+    ),
+    Mutant(
+        "views of parameters kept when the buffer moves",
+        CACHE,
+        f"{CACHE}\n        if cache is self.param_cache and cache.data is not None:\n            data = cache.data",
+        FOLLOW,
+        "of param_data alone",
+    ),
+    Mutant(
+        "copies kept instead of views",
+        VIEW,
+        VIEW + ".clone()",
+        AVERAGED,
+        "each rank still has its own gradient",
+    ),
+    Mutant(
+        "a shard without its bucket's start", OFFSET, "start = rank * length", AVERAGED, "from its bucket's start on"
+    ),
+    Mutant(
+        "the shard of the next rank", OFFSET, "start += (rank + 1) % self.dp_size * length", FOLLOW, "is it another's"
+    ),
+    Mutant(
+        "found by bucket alone",
+        LOOK_UP,
+        LOOK_UP.replace("(bucket, rank) not", "bucket not").replace("[bucket, rank]", "[bucket]"),
+        AVERAGED,
+        "not the bucket or the shard that it stands for",
+    ),
+    Mutant(
+        "a default argument that all caches share",
+        INIT,
+        INIT.replace("dp_size: int", "dp_size: int, views={}").replace("] = {}", "] = views"),
+        AVERAGED,
+        "that it stands for: of this buffer",
+    ),
+    Mutant(
+        "a constructor that loses buckets_per_group",
+        GROUP_CLASS,
+        in_wrapper(
+            "    def __init__(self, module, bucket_numel=40_000_000, buckets_per_group=1, grad_dtype=None,\n"
+            "                 process_group=None):\n"
+            "        super().__init__(module, bucket_numel, grad_dtype=grad_dtype, process_group=process_group)\n"
+        ),
+        LAUNCHES,
+        "with all of buckets_per_group",
+    ),
+    Mutant(
+        "each bucket launched by itself",
+        WRAPPER,
+        in_group(
+            "    def start_grad_sync(self):\n"
+            "        reduce_scatter = getattr(dist, 'reduce_scatter_single', None) or dist.reduce_scatter_tensor\n"
+            "        works = [\n"
+            "            reduce_scatter(own, bucket, dist.ReduceOp.AVG, self.process_group, async_op=True)\n"
+            "            for own, bucket in self.shards(self.buffer.grad_data)\n"
+            "        ]\n"
+            "        self.grad_handle = type('Handles', (), {'wait': lambda _: [work.wait() for work in works]})()\n"
+        ),
+        LAUNCHES,
+        "does it happen inside coalesce",
+    ),
+    Mutant(
+        "waits in backward",
+        WRAPPER,
+        in_group(
+            "    def start_grad_sync(self):\n        super().start_grad_sync()\n        self.grad_handle.wait()\n"
+        ),
+        LAUNCHES,
+        "asynchronous",
+    ),
+    Mutant(
+        "launched at the finish",
+        GROUP_CLASS,
+        in_wrapper("    def mark_ready(self, group, i):\n        group.buffer.take_grad(i)\n"),
+        LAUNCHES,
+        "only when backward is over",
+    ),
+    Mutant(
+        "gradients gathered whatever gather_grads says",
+        GROUP_CLASS,
+        in_wrapper(
+            "    def finish_grad_sync(self):\n"
+            "        before, self.gather_grads = self.gather_grads, True\n"
+            "        super().finish_grad_sync()\n"
+            "        self.gather_grads = before\n"
+        ),
+        LAUNCHES,
+        "without gather_grads no gradients are gathered",
+    ),
+    Mutant("the rank in the world", RANK, "self.rank = dist.get_rank()", STEPS, "for this rank of the group"),
+    Mutant("the size of the world", SIZE, "size = dist.get_world_size()", STEPS, "as many as the group has ranks"),
+]

@@ -1,0 +1,162 @@
+"""What the ranks do in module 6's checks, beyond training."""
+
+import warnings
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from brigade import recording
+from brigade.rank import device, student
+from brigade.recording import phase
+from brigade.reference import OPTIMIZERS
+from scenarios.training import build, forward_backward, group_of, wrap
+
+
+class Interruption(Exception):
+    """Raised on purpose inside a block."""
+
+
+def call(entry: dict, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Calls one collective under the public name entry["function"]; returns the tensor that will have its result."""
+    given = entry["input"].to(device(), copy=True)
+    keywords = {"group": group} | ({"op": getattr(dist.ReduceOp, entry["op"])} if entry["op"] else {})
+    tensors = [given]
+    if entry["function"] != "all_reduce":
+        tensors.insert(0, given.new_zeros(entry["output_numel"]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 still has the names that it replaced
+        getattr(dist, entry["function"])(*tensors, **keywords)
+    return tensors[0]
+
+
+def coalesced(job: dict) -> list[list[torch.Tensor]]:
+    """Calls the collectives of each block inside `coalesce`: what their tensors hold after handle.wait()."""
+    coalesce = student("m06_coalesced", "coalesce")
+    group = group_of(job)
+    results = []
+    for number, block in enumerate(job["blocks"]):
+        recording.note("step", step=number)
+        with phase("block"):
+            with coalesce(group) as handle:
+                tensors = [call(entry, group) for entry in block]
+        with phase("wait"):
+            handle.wait()
+        results.append([tensor.clone() for tensor in tensors])
+    return results
+
+
+def refused(job: dict) -> list[dict]:
+    """Blocks that must end with an exception: its type, whether it is the one raised here, and what still works."""
+    coalesce = student("m06_coalesced", "coalesce")
+    with coalesce() as handle:  # what cannot coalesce at all does not get as far as refusing
+        call(job["after"], None)
+    handle.wait()
+    answers = []
+    for number, block in enumerate(job["blocks"]):
+        recording.note("step", step=number)
+        raised, own = None, Interruption("raised in the block")
+        with phase("block"):
+            try:
+                with coalesce():
+                    for entry in block:
+                        call(entry, None)
+                    if number == job["interrupted"]:
+                        raise own
+            except Exception as error:
+                raised = error
+        with phase("after"):
+            alone = call(job["after"], None)
+            try:
+                with coalesce() as handle:
+                    again = call(job["after"], None)
+                handle.wait()
+                failure = None
+            except Exception as error:
+                failure = f"{type(error).__name__}: {error}"
+        answers.append(
+            {
+                "raised": raised and type(raised).__name__,
+                "unchanged": raised is own,
+                "alone": alone,
+                "again": again if failure is None else None,
+                "failure": failure,
+            }
+        )
+    return answers
+
+
+def bucket_groups(job: dict) -> dict:
+    """Averages gradients (step 0) and gathers parameters (step 1) in BucketGroups of a buffer that no DDP knows.
+
+    Returns the flat tensors after that and before, and the parameters.
+    """
+    group = group_of(job)
+    params = [nn.Parameter(value.to(device())) for value in job["params"]]
+    buffer = student("m05_grad_buffer", "GradBuffer")(
+        params, job["bucket_numel"], dist.get_world_size(group), with_params=True
+    )
+    for parameter, (start, end), grad in zip(params, buffer.layout.param_ranges, job["grads"]):
+        buffer.grad_data[start:end] = grad.flatten().to(device())
+        parameter.grad = buffer.grad_data[start:end].view(grad.shape)
+    before = {"grad_data": buffer.grad_data.clone(), "param_data": buffer.param_data.clone()}
+    groups = [
+        student("m06_coalesced", "BucketGroup")(buffer, indices, process_group=group) for indices in job["indices"]
+    ]
+    for step, kind in enumerate(("grad_sync", "param_sync")):
+        recording.note("step", step=step)
+        with phase("start"):
+            for bucket_group in groups:
+                getattr(bucket_group, f"start_{kind}")()
+        with phase("wait"):
+            for bucket_group in reversed(groups):
+                getattr(bucket_group, f"finish_{kind}")()
+    after = {"grad_data": buffer.grad_data, "param_data": buffer.param_data}
+    return after | {"before": before, "params": [parameter.detach() for parameter in params]}
+
+
+def train_on_shards(job: dict) -> dict:
+    """A loop without gathered gradients: its optimizer steps on the own shards, and then the parameters travel.
+
+    Returns the weights, and the flat gradients after the first finish.
+    """
+    model = build(job)
+    ddp = wrap(job, model)
+    ddp.gather_grads = False
+    rank, size = place_in_group(job)
+    shards = []
+    for buffer in ddp.grad_buffers:
+        if buffer.param_data is None:
+            raise RuntimeError(
+                "the grad_buffers of CoalescedDDP have no param_data: GradBuffer(..., with_params=True)?"
+            )
+        for start, end in buffer.layout.bucket_ranges:
+            length = (end - start) // size
+            shards.append((buffer, slice(start + rank * length, start + (rank + 1) * length)))
+    parameters = [nn.Parameter(buffer.param_data[place].detach()) for buffer, place in shards]
+    optimizer = OPTIMIZERS[job["optimizer"]](parameters)
+    first = None
+    for step, [batch] in enumerate(job["batches"]):
+        recording.note("step", step=step)
+        model.zero_grad()
+        forward_backward(ddp, batch)
+        with phase("finish"):
+            ddp.finish_grad_sync()
+        if first is None:
+            first = torch.cat([buffer.grad_data for buffer in ddp.grad_buffers])
+        for parameter, (buffer, place) in zip(parameters, shards):
+            parameter.grad = buffer.grad_data[place].detach()
+        with phase("step"):
+            optimizer.step()
+        with phase("start"):
+            ddp.start_param_sync()
+        with phase("wait"):
+            ddp.finish_param_sync()
+    return {"grad_data": first, "weights": {name: p.detach() for name, p in model.named_parameters()}}
+
+
+def place_in_group(job: dict) -> tuple[int, int]:
+    """This rank's number in its group, of those in job["groups"], and the group's size."""
+    everyone = list(range(dist.get_world_size()))
+    ranks = next((ranks for ranks in job.get("groups", []) if dist.get_rank() in ranks), everyone)
+    return ranks.index(dist.get_rank()), len(ranks)

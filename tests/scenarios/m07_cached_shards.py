@@ -1,0 +1,201 @@
+"""What the ranks do in module 7's checks, beyond training."""
+
+import contextlib
+import linecache
+import sys
+from collections.abc import Iterator
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from brigade import recording
+from brigade.recording import tensors_in
+from brigade.reference import gradients_of, loss_of
+from scenarios.training import build, on_device, wrap
+
+# These give the whole tensor under another name. Nothing is cut out, and writing without autograd takes one of them.
+WHOLE = ("data", "detach", "_base")
+
+
+class ViewCounter(TorchFunctionMode):
+    """Notes every view that a line of the submission makes in `during` or `backward`, in whatever thread.
+
+    A view is a tensor that a function or an attribute of torch gives back, that is new and shares memory with what was
+    given: so no list of names is needed. What the toolkit, torch.distributed and autograd do is not noted.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.views: list[dict] = []
+        self.phase = ""  # of the rank, not of a thread: on CUDA, hooks run on autograd's own thread
+        self.control = 0  # views that the hook `make_view` made: proof that hooks are seen
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        count = new_views(function, [*args, *(kwargs or {}).values()], result)
+        if count:
+            caller = sys._getframe(1)
+            self.control += caller.f_code is make_view.__code__
+            frame = maker(caller)
+            if frame is not None:
+                self.views.append({"count": count, "call": name_of(function), "phase": self.phase} | place(frame))
+        return result
+
+    @contextlib.contextmanager
+    def during(self, name: str) -> Iterator[None]:
+        """Counts in the block, as in a phase of this name."""
+        self.phase = name
+        with recording.phase(name), self:
+            yield
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """loss.backward(), counting in its hooks.
+
+        The methods of a tensor run with the mode switched off, so the engine is started from an edge of the graph: its
+        threads take over the modes of the thread that starts them.
+        """
+        edge, one = torch.autograd.graph.get_gradient_edge(loss), torch.ones_like(loss)
+        before = self.control
+        with self.during("backward"):
+            torch.autograd.backward(edge, one)
+        if self.control == before:
+            raise RuntimeError("the counter of views does not see hooks with this version of torch")
+
+
+def name_of(function) -> str:
+    """Of an attribute its own name, not that of its getter."""
+    name = getattr(function, "__name__", str(function))
+    return function.__self__.__name__ if name == "__get__" else name
+
+
+def new_views(function, given: list, result) -> int:
+    """How many of the tensors in `result` are views of those in `given`, and new."""
+    name = name_of(function)
+    if name == "__setitem__":  # data[start:end] = ... slices too, data[:] = ... does not
+        return given[1] is not Ellipsis and not (isinstance(given[1], slice) and given[1] == slice(None))
+    if name in WHOLE:
+        return 0
+    given = tensors_in(given)
+    memory = {tensor.untyped_storage()._cdata for tensor in given}
+    return sum(
+        tensor.untyped_storage()._cdata in memory and all(tensor is not other for other in given)
+        for tensor in tensors_in(result)
+    )
+
+
+def maker(frame: FrameType | None) -> FrameType | None:
+    """The frame of the submission that made a call of torch, from the frame in which it arrived; None for others'.
+
+    Between the two may be Python code of torch's own and of the standard library.
+    """
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith("submission."):
+            return frame
+        if module.startswith(("brigade.", "scenarios.", "torch.distributed.")):
+            return None
+        frame = frame.f_back
+    return None
+
+
+def place(frame: FrameType) -> dict:
+    """Where a frame of the submission stands: its module without the package, the line, the function around it."""
+    path, line = frame.f_code.co_filename, frame.f_lineno
+    outer = frame
+    while outer.f_code.co_name.startswith("<") and outer.f_back and outer.f_back.f_code.co_filename == path:
+        outer = outer.f_back  # from a comprehension; on a thread of autograd's a hook has nothing around it
+    return {
+        "module": frame.f_globals["__name__"].partition(".")[2],
+        "line": line,
+        "in": outer.f_code.co_name,
+        "text": linecache.getline(path, line).strip(),
+    }
+
+
+def wrapped(job: dict) -> tuple[nn.Module, nn.Module]:
+    """The model and the submission's wrapper around it; job["gather_grads"] is set as module 8 does."""
+    model = build(job)
+    ddp = wrap(job, model)
+    if not job["gather_grads"]:
+        ddp.gather_grads = False
+    return model, ddp
+
+
+def count_views(job: dict) -> list[list[dict]]:
+    """The views made in each step, of which there are as many as batches. With job["gather_grads"] off, parameters are
+    synchronised in each. Before step job["reallocate"] the buffers move.
+    """
+    model, ddp = wrapped(job)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(make_view)
+    found = []
+    for step, [batch] in enumerate(job["batches"]):
+        recording.note("step", step=step)
+        if step == job["reallocate"]:
+            for buffer in ddp.grad_buffers:
+                buffer.reallocate()
+        model.zero_grad()
+        with recording.phase("forward"):
+            loss = loss_of(ddp, on_device(batch))
+        counter = ViewCounter()
+        counter.backward(loss)
+        with counter.during("finish_grad_sync"):
+            ddp.finish_grad_sync()
+        if not job["gather_grads"]:
+            with counter.during("start_param_sync"):
+                ddp.start_param_sync()
+            with counter.during("finish_param_sync"):
+                ddp.finish_param_sync()
+        found.append(counter.views)
+    return found
+
+
+def make_view(parameter: nn.Parameter) -> None:
+    """A hook that makes a view: see `ViewCounter.control`."""
+    parameter.unsqueeze(0)
+
+
+def move_buffers(job: dict) -> list[dict]:
+    """A step for each micro-batch, with the same weights in all; the buffers move job["moves"][i] times before step i.
+
+    With job["gather_grads"], what each step gives are the gradients. Without, the own shards of the gradients are
+    written into the own shards of the parameters; after the sync these are whole, and are what the step gives. Then
+    they are the weights again.
+    """
+    model, ddp = wrapped(job)
+    weights = [buffer.param_data.clone() for buffer in ddp.grad_buffers]
+    given = []
+    for batch, times in zip(job["batches"][0], job["moves"]):
+        for _ in range(times):
+            for buffer in ddp.grad_buffers:
+                buffer.reallocate()
+        model.zero_grad()
+        with recording.phase("forward"):
+            loss = loss_of(ddp, on_device(batch))
+        with recording.phase("backward"):
+            loss.backward()
+        with recording.phase("finish"):
+            ddp.finish_grad_sync()
+        if job["gather_grads"]:
+            given.append(gradients_of(model))
+            continue
+        for buffer in ddp.grad_buffers:
+            for start, end in own_shards(buffer):
+                buffer.param_data[start:end] = buffer.grad_data[start:end]
+        with recording.phase("param sync"):
+            ddp.start_param_sync()
+            ddp.finish_param_sync()
+        given.append({n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad})
+        for buffer, weight in zip(ddp.grad_buffers, weights):
+            buffer.param_data.copy_(weight)
+    return given
+
+
+def own_shards(buffer) -> list[tuple[int, int]]:
+    """This rank's range of elements in each bucket."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    lengths = [(start, (end - start) // size) for start, end in buffer.layout.bucket_ranges]
+    return [(start + rank * length, start + (rank + 1) * length) for start, length in lengths]

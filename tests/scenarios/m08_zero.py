@@ -1,0 +1,227 @@
+"""What the ranks do in module 8's checks of ZeroOptimizer. `take_steps` is also the loop of the one process."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import ExponentialLR
+
+from brigade import recording, traps
+from brigade.rank import device, student
+from brigade.recording import phase
+from brigade.reference import loss_of
+from scenarios.training import on_device, wrap
+
+
+class LARS(torch.optim.Optimizer):
+    """Layer-wise: a step is as long as the parameter's norm allows, so that no element is treated by itself."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.01):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    trust = parameter.norm() / (parameter.grad.norm() + 1e-9)
+                    parameter.sub_(group["lr"] * trust * parameter.grad)
+
+
+class Dots(nn.Module):
+    """Parameters of several dtypes, each of whose gradients is its input exactly."""
+
+    def __init__(self, weights: list[Tensor]):
+        super().__init__()
+        self.weights = nn.ParameterList(weight.clone() for weight in weights)
+
+    def forward(self, inputs: list[Tensor]) -> Tensor:
+        return sum((weight * x).sum().float() for weight, x in zip(self.weights, inputs))
+
+
+def build(job: dict) -> nn.Module:
+    """This rank's model; nothing is noted in its backward."""
+    return traps.build(job["model"], job["sizes"], job["state"], job["dtype"]).to(device())
+
+
+def groups_of(recipe: dict, model: nn.Module) -> list | None:
+    """The recipe's parameter groups; None where it has none."""
+    return [group_of(group, model) for group in recipe["groups"]] if "groups" in recipe else None
+
+
+def group_of(group: dict, model: nn.Module) -> dict:
+    """A parameter group as a user writes it, for one that names its parameters."""
+    named = dict(model.named_parameters())
+    return group["options"] | {"params": [named[name] for name in group["names"]]}
+
+
+def take_steps(
+    recipe: dict,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    steps: int,
+    gradients: Callable[[int], float],
+    clip: Callable[[float], Any],
+) -> dict:
+    """Trains; `gradients(step)` computes them and returns the loss. Returns norms, and whether step gave the loss.
+
+    Of the recipe: "gamma", by which the learning rate shrinks in every step; "change", options that all groups get
+    before step "at"; "late", a group that is added before step "at"; "closure", whether step gets one; "max_norm".
+    """
+    scheduler = ExponentialLR(optimizer, recipe["gamma"]) if "gamma" in recipe else None
+    norms, losses, returned = [], [], True
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        losses.append(gradients(step))
+        return losses[-1]
+
+    for step in range(steps):
+        recording.note("step", step=step)
+        if step == recipe.get("at") and "change" in recipe:
+            for group in optimizer.param_groups:
+                group.update(recipe["change"])
+        if step == recipe.get("at") and "late" in recipe:
+            with phase("construct"):
+                optimizer.add_param_group(group_of(recipe["late"], model))
+        if recipe.get("closure"):
+            losses.clear()
+            with phase("step"):
+                found = optimizer.step(closure)
+            returned = returned and losses == [found]
+        else:
+            closure()
+            if "max_norm" in recipe:
+                with phase("clip"):
+                    norms.append(float(clip(recipe["max_norm"])))
+            with phase("step"):
+                optimizer.step()
+        if scheduler:
+            scheduler.step()
+    return {"norms": norms, "returned": returned}
+
+
+def zero_optimizer(recipe: dict, ddp: nn.Module, model: nn.Module) -> torch.optim.Optimizer:
+    """The submission's ZeroOptimizer, as the recipe has it."""
+    groups = groups_of(recipe, model)
+    with phase("construct"):
+        return student("m08_zero_optimizer", "ZeroOptimizer")(
+            ddp, getattr(torch.optim, recipe["optimizer"]), *([] if groups is None else [groups]), **recipe["options"]
+        )
+
+
+def train(job: dict) -> dict:
+    """Wraps the trap, makes the optimizer, loads job["load"] and takes all steps.
+
+    job["reallocate"] moves the buffers before every step. job["poison"], a parameter and a value, is what one entry of
+    its gradient becomes on this rank. The state_dict comes back with job["save"].
+    """
+    model = build(job)
+    ddp = wrap(job, model)
+    if "poison" in job:
+        name, value = job["poison"]
+        dict(model.named_parameters())[name].register_hook(lambda grad: with_one_entry(grad, value))
+
+    def gradients(step: int) -> float:
+        if job.get("reallocate"):
+            for buffer in ddp.grad_buffers:
+                buffer.reallocate()
+        *before, last = job["batches"][step]
+        for batch in before:
+            with ddp.no_sync():
+                (loss_of(ddp, on_device(batch)) * job["recipe"].get("loss_scale", 1)).backward()
+        with phase("forward"):
+            loss = loss_of(ddp, on_device(last)) * job["recipe"].get("loss_scale", 1)
+        with phase("backward"):
+            loss.backward()
+        with phase("finish"):
+            ddp.finish_grad_sync()
+        return loss.item()
+
+    return trained(job, ddp, model, gradients)
+
+
+def train_dots(job: dict) -> dict:
+    """As `train`, for the weights job["weights"], whose gradients are job["batches"][step]."""
+    model = Dots([weight.to(device()) for weight in job["weights"]])
+    ddp = wrap(job, model)
+
+    def gradients(step: int) -> float:
+        loss = ddp([x.to(device()) for x in job["batches"][step]])
+        with phase("backward"):
+            loss.backward()
+        with phase("finish"):
+            ddp.finish_grad_sync()
+        return loss.item()
+
+    return trained(job, ddp, model, gradients)
+
+
+def trained(job: dict, ddp: nn.Module, model: nn.Module, gradients: Callable[[int], float]) -> dict:
+    """Makes the optimizer, takes all steps, and returns what there is to compare."""
+    optimizer = zero_optimizer(job["recipe"], ddp, model)
+    if "load" in job:
+        optimizer.load_state_dict(on_this_device(job["load"]))
+    found = take_steps(
+        job["recipe"], model, optimizer, len(job["batches"]), gradients, lambda limit: optimizer.clip_grad_norm_(limit)
+    )
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    inner = getattr(optimizer, "optim", None)
+    return found | {
+        "weights": weights,
+        "is_optimizer": isinstance(optimizer, torch.optim.Optimizer),
+        "gather_grads": bool(ddp.gather_grads),
+        "groups": [[names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups],
+        "state_bytes": None if inner is None else state_bytes(inner.state),
+        "inner_bytes": None if inner is None else bytes_by_dtype(p for g in inner.param_groups for p in g["params"]),
+        "state_dict": optimizer.state_dict() if job.get("save") else None,
+    }
+
+
+def with_one_entry(grad: Tensor, value: float) -> Tensor:
+    """The gradient with its last entry replaced."""
+    grad = grad.clone()
+    grad.view(-1)[-1] = value
+    return grad
+
+
+def on_this_device(value: Any) -> Any:
+    """Every tensor of a nested dict, list or tuple on this rank's device, but scalars such as Adam's step."""
+    if isinstance(value, Tensor):
+        return value.to(device()) if value.dim() else value
+    if isinstance(value, dict):
+        return {key: on_this_device(item) for key, item in value.items()}
+    return type(value)(on_this_device(item) for item in value) if isinstance(value, (list, tuple)) else value
+
+
+def state_bytes(state: dict) -> int:
+    """The bytes of an optimizer's state, in tensors of more than one element."""
+    tensors = recording.tensors_in([list(entries.values()) for entries in state.values()])
+    return sum(tensor.nbytes for tensor in tensors if tensor.numel() > 1)
+
+
+def bytes_by_dtype(tensors: Iterable[Tensor]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for tensor in tensors:
+        name = str(tensor.dtype).removeprefix("torch.")
+        found[name] = found.get(name, 0) + tensor.nbytes
+    return found
+
+
+def refusals(job: dict) -> list[str | None]:
+    """What ZeroOptimizer says when it is to divide optimizers that are not elementwise; None if it takes one."""
+    answers: list[str | None] = []
+    for optimizer_cls in (torch.optim.Adafactor, LARS, torch.optim.LBFGS):
+        ddp = wrap(job, build(job))
+        try:
+            student("m08_zero_optimizer", "ZeroOptimizer")(ddp, optimizer_cls, lr=0.01)
+            answers.append(None)
+        except NotImplementedError as error:
+            if "part (" in str(error):
+                raise  # the skeleton's
+            answers.append(str(error))
+        except Exception as error:
+            answers.append(str(error))
+    return answers

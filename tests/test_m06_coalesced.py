@@ -1,0 +1,621 @@
+"""Graded checks of module 6: coalesced collectives, and an all-reduce as a reduce-scatter and an all-gather."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_m05_grad_buffer import BUCKET_NUMEL, planned
+
+from brigade.events import launches, ready, summary
+from brigade.feedback import (
+    MANY_STEPS,
+    CheckFailed,
+    expect,
+    expect_equal,
+    expect_gradients,
+    expect_overlap,
+    expect_start,
+    expect_weights,
+    listing,
+)
+from brigade.ranks import PerRank
+from scenarios import m05_grad_buffer, m06_coalesced, training
+
+SUBGROUPS = [[1, 3], [0, 2]]  # of four ranks
+FUNCTIONS = {  # public names; torch 2.13 renamed two, and keeps the old ones for a while
+    "all_reduce": ["all_reduce"],
+    "reduce_scatter": ["reduce_scatter_single", "reduce_scatter_tensor"],
+    "all_gather": ["all_gather_single", "all_gather_into_tensor"],
+}
+REDUCED = {
+    "SUM": lambda tensors: sum(tensors),
+    "AVG": lambda tensors: sum(tensors) / len(tensors),
+    "MAX": lambda tensors: torch.stack(tensors).amax(dim=0),
+}
+F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
+
+
+def job(buckets_per_group=1, **arguments):
+    """What ranks are told of the wrapper."""
+    arguments = {"bucket_numel": BUCKET_NUMEL, "buckets_per_group": buckets_per_group} | arguments
+    return {"package": "m06_coalesced", "wrapper": "CoalescedDDP", "arguments": arguments}
+
+
+def subgroups(world):
+    """The groups in which the ranks of a run train: four ranks are two groups."""
+    return SUBGROUPS if world == 4 else [list(range(world))]
+
+
+def names_of(op):
+    """The names that this torch has for a collective."""
+    return [name for name in FUNCTIONS[op] if hasattr(dist, name)]
+
+
+def draw_calls(rng, world, size, kinds, name=None):
+    """For each rank of the run the same calls, one for each (operation, reduce operation, dtype), with inputs of its
+    own. `size` is that of the groups, `name` the function's if it is not this torch's first."""
+    generator = torch.Generator().manual_seed(rng.randrange(2**31))
+    lengths = [rng.randint(2, 40) for _ in kinds]
+    return [
+        [
+            {
+                "function": name or names_of(op)[0],
+                "op": reduce_op,
+                "input": torch.randn(length * (size if op == "reduce_scatter" else 1), generator=generator).to(dtype),
+                "output_numel": {"all_reduce": None, "reduce_scatter": length, "all_gather": length * size}[op],
+            }
+            for (op, reduce_op, dtype), length in zip(kinds, lengths)
+        ]
+        for _ in range(world)
+    ]
+
+
+def result_of(calls, place):
+    """What rank `place` of a group has after one call; `calls` are those of all ranks of the group."""
+    inputs = [entry["input"] for entry in calls]
+    if calls[0]["op"] is None:
+        return torch.cat(inputs)
+    reduced = REDUCED[calls[0]["op"]](inputs)
+    return reduced if calls[0]["output_numel"] is None else reduced.chunk(len(inputs))[place]
+
+
+@pytest.mark.points(1)
+def test_coalesce_is_one_launch(submission):
+    """The collectives called inside coalesce are one launch when the block ends, complete after handle.wait()."""
+    kinds = [("all_reduce", "SUM", F32), ("all_reduce", "MAX", F64), ("reduce_scatter", "AVG", F32)]
+    kinds.append(("all_gather", None, BF16))
+    for world in submission.worlds(2, 4):
+        groups = subgroups(world)
+        blocks = []
+        for kind in kinds:
+            for name in names_of(kind[0]):
+                several = [kind] * submission.rng.randint(2, 5)
+                blocks.append((kind[0], name, draw_calls(submission.rng, world, len(groups[0]), several, name)))
+        told = PerRank({"groups": groups, "blocks": [calls[r] for _, _, calls in blocks]} for r in range(world))
+        results = submission.run(m06_coalesced.coalesced, told, world_size=world)
+        for group in groups:
+            for place, rank in enumerate(group):
+                for number, (op, name, calls) in enumerate(blocks):
+                    count = len(calls[rank])
+                    where = f"rank {rank}, {count} calls of {name} in the group of ranks {listing(group)}"
+                    expect_one_launch(launches(results.events[rank], number), op, count, where)
+                    expect_equal(
+                        f"after handle.wait() each of {count} coalesced calls of {name} has its result",
+                        [{f"call {i}": tensor for i, tensor in enumerate(results[rank][number])}],
+                        {f"call {i}": result_of([calls[r][i] for r in group], place) for i in range(count)},
+                        ranks=[rank],
+                    )
+
+
+def expect_one_launch(found, op, count, where):
+    """A block of `count` calls made one launch, when it ended, and handle.wait() was the first to wait for it."""
+    cause = ""
+    if not found:
+        cause = "what is called in the block is collected, and never launched?"
+    elif len(found) > 1:
+        cause = "the calls are not collected: is it on the group given to coalesce that they are made?"
+    expect(
+        [(launch.op, launch.parts) for launch in found] == [(op, count)],
+        f"{count} calls of one collective in a block of coalesce are one launch of {count} tensors",
+        f"{where}: {summary(found)}" + (f", with {found[0].parts} tensors" if len(found) == 1 else ""),
+        cause,
+    )
+    [launch] = found
+    early = launch.sync or "block" in launch.wait_phases
+    expect(not early, "the end of the block launches and goes on", f"{where}: it waited", "async_ops=True?")
+    expect(launch.phase == "block", "the launch is made when the block ends", f"{where}: it was made by handle.wait()")
+    expect(
+        bool(launch.waits),
+        "handle.wait() waits for the launch",
+        f"{where}: it did not",
+        "the launch is another handle's?",
+    )
+
+
+@pytest.mark.points(2)
+def test_coalesce_refuses_mixtures(submission):
+    """Mixed kinds, reduce ops or dtypes raise and launch nothing; after any exception collectives work again."""
+    rng = submission.rng
+    [world] = submission.worlds(2)
+    blocks = [  # what raises, what has to be compared for that, the calls
+        ("an all_reduce and a reduce_scatter", "kinds", [("all_reduce", "SUM", F32), ("reduce_scatter", "SUM", F32)]),
+        ("an all_gather and an all_reduce", "kinds", [("all_gather", None, F32), ("all_reduce", "SUM", F32)]),
+        ("SUM and AVG", "reduce operations", [("all_reduce", op, F32) for op in ("SUM", "AVG")]),
+        ("AVG and SUM", "reduce operations", [("reduce_scatter", op, F64) for op in ("AVG", "AVG", "SUM")]),
+        ("float32 and float64", "dtypes", [("all_reduce", "SUM", dtype) for dtype in (F32, F32, F64)]),
+        ("float32 and bfloat16", "dtypes", [("all_gather", None, dtype) for dtype in (F32, BF16)]),
+        ("an exception of the caller's", None, [("all_reduce", "SUM", F32)] * 2),
+    ]
+    calls = [draw_calls(rng, world, world, kinds) for _, _, kinds in blocks]
+    after = [entry for [entry] in draw_calls(rng, world, world, [("all_reduce", "SUM", F32)])]
+    told = PerRank(
+        {"blocks": [mine[rank] for mine in calls], "interrupted": len(blocks) - 1, "after": after[rank]}
+        for rank in range(world)
+    )
+    results = submission.run(m06_coalesced.refused, told, world_size=world)
+    for number, (label, compared, _) in enumerate(blocks):
+        for rank, result in enumerate(results):
+            raised, found = result[number]["raised"], launches(results.events[rank], number, phase="block")
+            if compared:
+                expect(
+                    raised is not None,
+                    f"{label} in one block of coalesce raise an exception",
+                    f"rank {rank}: nothing was raised; {summary(found)}",
+                    f"the manager takes all calls to be like the first: compare their {compared} before it launches?",
+                )
+            else:
+                expect(
+                    result[number]["unchanged"],
+                    "an exception that is raised inside a block comes out of it, the same one",
+                    f"rank {rank}: {f'a {raised}' if raised else 'nothing'} came out",
+                    "coalesce swallows or replaces it, in an `except` or with a `return` in `finally`?",
+                )
+            expect(
+                not found,
+                f"where a block of coalesce ends with an exception ({label}), nothing is launched",
+                f"rank {rank}: {summary(found)}",
+                f"compare their {compared} before the manager ends, and end it with the exception: else it launches?"
+                if compared
+                else "the manager has to end with the exception: ended as usual, in a `finally`, it launches?",
+            )
+        expect_working([result[number] for result in results], [entry["input"] for entry in after], label)
+
+
+def expect_working(answers, inputs, label):
+    """After a block that ended with an exception, an all_reduce works, and so does the next block."""
+    whole = sum(inputs)
+    expect_equal(
+        f"after a block of coalesce that ended with an exception ({label}), the next all_reduce works",
+        [{"its result": answer["alone"]} for answer in answers],
+        {"its result": whole},
+        suspects={
+            "it did nothing: the group is still capturing, because the exception ended the block before the manager "
+            "removed the group's state; try ... finally?": [{"its result": value} for value in inputs]
+        },
+    )
+    for rank, answer in enumerate(answers):
+        expect(
+            answer["failure"] is None,
+            f"after a block of coalesce that ended with an exception ({label}), the next block works",
+            f"rank {rank}: it raised {answer['failure']}",
+            "something of the block before is left over?",
+        )
+    expect_equal(
+        f"after a block of coalesce that ended with an exception ({label}), the next block works",
+        [{"its result": answer["again"]} for answer in answers],
+        {"its result": whole},
+    )
+
+
+@pytest.mark.points(2)
+def test_bucket_group(submission):
+    """A BucketGroup averages the own shards of its buckets in one launch, and gathers their parameters in another."""
+    rng = submission.rng
+    indices = [[0, 2], [1]]  # two groups, of four buckets: the last one is in none
+    for world, dtype in zip(submission.worlds(2, 3, 4), (F32, F64, F32)):
+        groups = subgroups(world)
+        shapes = [
+            shape for _ in range(4) for shape in ((rng.randint(3, 60),), (rng.randint(15, 20), rng.randint(10, 30)))
+        ]
+        generator = torch.Generator().manual_seed(rng.randrange(2**31))
+        own = [
+            {
+                kind: [torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes]
+                for kind in ("params", "grads")
+            }
+            for _ in range(world)
+        ]
+        common = {"bucket_numel": BUCKET_NUMEL, "indices": indices, "groups": groups}
+        results = submission.run(
+            m06_coalesced.bucket_groups, PerRank(common | tensors for tensors in own), world_size=world
+        )
+        layout = planned([value.numel() for value in own[0]["params"]], BUCKET_NUMEL, len(groups[0]))
+        lengths = [sum(end - start for start, end in (layout["bucket_ranges"][i] for i in g)) for g in indices]
+        for group in groups:
+            mine = [results[rank] for rank in group]
+            expect_averaged_shards(mine, [own[rank]["grads"] for rank in group], layout, [0, 2, 1], group)
+            expect_gathered_shards(mine, [own[rank]["params"] for rank in group], layout, [0, 2, 1], group)
+            for rank, result in zip(group, mine):
+                found = launches(results.events[rank], 0)
+                expect_started(found, [(dtype, n) for n in lengths], "reduce_scatter", "grad_sync", f"rank {rank}")
+                found = launches(results.events[rank], 1)
+                expect_started(found, [(dtype, n) for n in lengths], "all_gather", "param_sync", f"rank {rank}")
+                left = slice(*layout["bucket_ranges"][3])
+                for kind in ("grad_data", "param_data"):
+                    expect(
+                        torch.equal(result[kind][left], result["before"][kind][left]),
+                        "a BucketGroup leaves alone the buckets that are not in its bucket_indices",
+                        f"rank {rank}: bucket_indices were {indices}, and bucket 3 of {kind} has changed",
+                        "the whole buffer is divided, or travels?",
+                    )
+
+
+def flat(layout, tensors):
+    """A flat tensor with these in the parameters' places, zeros between them."""
+    whole = torch.zeros(layout["numel"], dtype=tensors[0].dtype)
+    for (start, end), tensor in zip(layout["param_ranges"], tensors):
+        whole[start:end] = tensor.flatten()
+    return whole
+
+
+def shard_of(layout, bucket, place, size):
+    """Where shard `place` of a bucket lies in the buffer, for a group of this size."""
+    start, end = layout["bucket_ranges"][bucket]
+    length = (end - start) // size
+    return slice(start + place * length, start + (place + 1) * length)
+
+
+def expect_averaged_shards(results, grads, layout, buckets, group):
+    """Rank group[i] has the averages in shard i of each bucket of results[i]["grad_data"]. `grads[i]` were its own."""
+    size = len(group)
+    own = [flat(layout, tensors) for tensors in grads]
+    average = sum(own) / size
+    for place, rank in enumerate(group):
+        found = results[place]["grad_data"]
+        expect_numel(found, layout, rank)
+
+        def cut(whole, place=place):
+            return {f"shard {place} of bucket {b}": whole[shard_of(layout, b, place, size)] for b in buckets}
+
+        suspects = {
+            "its own gradients stand there: does rank r's result go to shard r, of each bucket by itself?": own[place],
+            f"exactly {size}× too large: summed over the ranks, not averaged?": average * size,
+            f"exactly {size}× too small: divided twice, or by the size of the world?": average / size,
+        }
+        expect_equal(
+            "after finish_grad_sync rank r of a group has the averages in the r-th of "
+            f"{size} equal, contiguous shards of each bucket",
+            [cut(found)],
+            cut(average),
+            ranks=[rank],
+            suspects={cause: [cut(whole)] for cause, whole in suspects.items()} if size > 1 else None,
+        )
+
+
+def expect_numel(found, layout, rank):
+    expect(
+        found.numel() == layout["numel"],
+        f"the buffer has {layout['numel']} elements",
+        f"rank {rank}: it has {found.numel()}",
+        "plan_layout does not follow the rule of module 5, or the buffer is not made for the size of the group?",
+    )
+
+
+def expect_gathered_shards(results, params, layout, buckets, group):
+    """After the parameter sync the buckets have shard i from rank group[i], whose parameters were `params[i]`."""
+    own = [flat(layout, tensors) for tensors in params]
+    whole = torch.zeros_like(own[0])
+    for bucket in buckets:
+        for place, values in enumerate(own):
+            shard = shard_of(layout, bucket, place, len(group))
+            whole[shard] = values[shard]
+
+    def cut(data):
+        return {f"bucket {b} of param_data": data[slice(*layout["bucket_ranges"][b])] for b in buckets}
+
+    expect_equal(
+        "after finish_param_sync each bucket is complete: its shard r is what rank r of the group had there",
+        [cut(result["param_data"]) for result in results],
+        cut(whole),
+        ranks=group,
+        suspects={"each rank has its own parameters still: param_data was not gathered?": [cut(data) for data in own]},
+        tolerance=0.0,
+    )
+    members = [i for i, bucket in enumerate(layout["bucket_of"]) if bucket in buckets]
+    expect_equal(
+        "after finish_param_sync the parameters are what param_data holds",
+        [{f"parameter {i}": result["params"][i].flatten() for i in members} for result in results],
+        {f"parameter {i}": whole[slice(*layout["param_ranges"][i])] for i in members},
+        ranks=group,
+        suspects={
+            "module 5: with_params=True makes each p.data a view of param_data?": [
+                {f"parameter {i}": tensors[i].flatten() for i in members} for tensors in params
+            ]
+        },
+        tolerance=0.0,
+    )
+
+
+def expect_started(found, groups, op, what, where):
+    """One launch for each group, made in start_... without waiting, and waited for in finish_..."""
+    expect_ops(found, (op,), f"{where}, start_{what}")
+    expect_launches(found, groups, op, f"{where}, start_{what}", ordered=False)
+    early = [launch for launch in found if launch.sync or "start" in launch.wait_phases]
+    late = [launch for launch in found if launch.phase != "start" or "wait" not in launch.wait_phases]
+    expect(
+        not early and not late,
+        f"start_{what} launches and goes on, and finish_{what} waits",
+        f"{where}: start_{what} waited for {len(early)} of {len(found)} launches; {len(late)} were launched later, "
+        "or not waited for in the finish",
+        "keep the handle of each launch for the finish?",
+    )
+
+
+def expect_ops(found, ops, where):
+    """The launches are of these kinds."""
+    others = [launch for launch in found if launch.op not in ops]
+    cause = ""
+    if any(launch.op == "all_reduce" for launch in others):
+        cause = "a reduce_scatter and an all_gather do together what an all_reduce does, and move as much?"
+    elif others and len(ops) == 1:
+        cause = "gather_grads is to be read in every finish_grad_sync: False leaves the all-gather out?"
+    expect(not others, f"nothing is launched but {' and '.join(ops)}", f"{where}: also {summary(others)}", cause)
+
+
+def expect_launches(found, groups, op, where, ordered=True):
+    """One launch of this kind for each group, given as (dtype, elements); those of a dtype in order if `ordered`."""
+    mine = [launch for launch in found if launch.op == op]
+    made = by_dtype((launch.dtype, launch.numel) for launch in mine)
+    wanted = by_dtype((str(dtype).removeprefix("torch."), numel) for dtype, numel, *_ in groups)
+    cause = ""
+    if sorted(made) == sorted(wanted):
+        cause = "groups are launched in the order of the buckets?"
+    elif len(made) > len(wanted):
+        cause = "buckets are launched by themselves: are the calls inside coalesce and on its process group, and does "
+        cause += "buckets_per_group=None mean all of a buffer?"
+    elif made:
+        cause = "a group has buckets_per_group buckets of one buffer, padding included; the last one may have fewer?"
+    expect(
+        made == wanted if ordered else sorted(made) == sorted(wanted),
+        f"one {op} for each of {len(wanted)} groups: {listing([f'{numel} {dtype}' for dtype, numel in wanted], 8)}",
+        f"{where}: {summary(mine)}",
+        cause,
+    )
+
+
+def by_dtype(pairs):
+    return sorted(pairs, key=lambda pair: pair[0])
+
+
+def expect_waited(found, step, where):
+    """Each launch of the step is waited for in it, and left alone until then."""
+    forgotten = [launch for launch in found if step not in launch.wait_steps]
+    expect(
+        not forgotten,
+        "every launch of a step is waited for in that step",
+        f"{where}: not so {summary(forgotten)}",
+        "one handle is kept for several groups, or its wait() is not called?",
+    )
+    raced = [launch for launch in found if launch.raced]
+    expect(
+        not raced,
+        "what was launched is left alone until its handle was waited on",
+        f"{where}: changed in between were the tensors of {summary(raced)}",
+        "the buffer is divided or written to while a collective is under way?",
+    )
+
+
+def groups_of(case, size, buckets_per_group):
+    """The groups as the rules of modules 5 and 6 have them: (dtype, elements, names of parameters), by dtype."""
+    trainable = [(name, p) for name, p in reversed(case.parameters().items()) if p.requires_grad]
+    groups = []
+    for dtype in dict.fromkeys(p.dtype for _, p in trainable):
+        named = [(name, p.numel()) for name, p in trainable if p.dtype == dtype]
+        layout = planned([numel for _, numel in named], BUCKET_NUMEL, size)
+        ranges = layout["bucket_ranges"]
+        length = buckets_per_group or len(ranges)
+        for first in range(0, len(ranges), length):
+            members = [name for (name, _), b in zip(named, layout["bucket_of"]) if first <= b < first + length]
+            groups.append((dtype, sum(end - start for start, end in ranges[first : first + length]), members))
+    return groups
+
+
+@pytest.mark.points(1)
+def test_gradients_are_averaged(submission):
+    """Replicas start equal, buffers included, and after finish_grad_sync every gradient is the average."""
+    cases = zip(submission.worlds(1, 2, 3, 4), ("Plain", "Buffers", "Frozen", "Tied"), (1, 2, None, 2))
+    for world, model, buckets_per_group in cases:
+        case = submission.case(model, world)
+        results = submission.run(training.train, case.for_ranks(**job(buckets_per_group)), world_size=world)
+        expect_start([result["start"] for result in results], case)
+        expect_gradients(results, case)
+
+
+@pytest.mark.points(2)
+def test_launches_and_volume(submission):
+    """A step is one reduce-scatter and one all-gather for each group: together the bytes of one all-reduce."""
+    cases = zip(submission.worlds(2, 3, 2), ("Plain", "MixedDtypes", "MixedDtypes"), (2, 1, None))
+    for world, model, buckets_per_group in cases:
+        case = submission.case(model, world, hidden_layers=6, steps=2)
+        results = submission.run(training.train, case.for_ranks(**job(buckets_per_group)), world_size=world)
+        groups = groups_of(case, world, buckets_per_group)
+        for rank, events in enumerate(results.events):
+            for step in range(2):
+                where = f"rank {rank}, step {step} ({model} model, buckets_per_group={buckets_per_group})"
+                found = launches(events, step)
+                expect_ops(found, ("reduce_scatter", "all_gather"), where)
+                expect_launches(found, groups, "reduce_scatter", where)
+                expect_launches(found, groups, "all_gather", where, ordered=False)
+                expect_waited(found, step, where)
+
+
+@pytest.mark.points(2)
+def test_groups_overlap_with_backward(submission):
+    """A group is launched when its last bucket is ready, before the next group is, and waited for at the finish."""
+    for world, is_uneven in zip(submission.worlds(2, 3), (False, True)):
+        case = submission.case("Plain", world, hidden_layers=6, steps=2)
+        buckets_per_group = uneven(case, world) if is_uneven else 1
+        results = submission.run(training.train, case.for_ranks(**job(buckets_per_group)), world_size=world)
+        groups = groups_of(case, world, buckets_per_group)
+        for rank, events in enumerate(results.events):
+            for step in range(2):
+                where = f"rank {rank}, step {step} (buckets_per_group={buckets_per_group})"
+                expect_launches(launches(events, step), groups, "reduce_scatter", where)
+                expect_complete(events, step, groups, where)
+                expect_group_overlap(events, step, [names for _, _, names in groups], where)
+
+
+def expect_complete(events, step, groups, where):
+    """Each group's reduce-scatter is launched when all its gradients are ready."""
+    places = {name: place for place, name in ready(events, step)}
+    scatters = [launch for launch in launches(events, step) if launch.op == "reduce_scatter"]
+    for number, (launch, (_, _, names)) in enumerate(zip(scatters, groups)):
+        missing = [name for name in names if places.get(name, -1) > launch.place]
+        expect(
+            not missing,
+            "a group is launched when all gradients of all its buckets are ready",
+            f"{where}: group {number} was launched when {listing(missing)} were not ready",
+            "a group counts the gradients of all its buckets, and waits for its turn, in the order of the buckets?",
+        )
+
+
+def uneven(case, size):
+    """A number of buckets per group that leaves fewer for the last group; the case has four buckets or more."""
+    count = len(groups_of(case, size, 1))
+    return next(number for number in range(2, count) if count % number)
+
+
+def expect_group_overlap(events, step, groups, where):
+    """The reduce-scatters of the groups (the names of their parameters) overlap with backward as buckets have to."""
+    scatters = [event for event in events if event["kind"] != "launch" or event["op"] == "reduce_scatter"]
+    try:
+        expect_overlap(scatters, step, groups, where)
+    except CheckFailed as failed:
+        texts = (failed.expected, failed.happened, failed.cause)
+        raise CheckFailed(
+            *(text.replace("bucket ", "group ").replace("buckets ", "groups ") for text in texts)
+        ) from None
+
+
+@pytest.mark.points(1)
+def test_shards_without_gather(submission):
+    """With gather_grads=False the own shards are averages; a step on them, and the parameters travel instead."""
+    for world, buckets_per_group in zip(submission.worlds(2, 4), (2, 1)):
+        case = submission.case("Plain", world, steps=3, dtype=F64, group=subgroups(world)[0])
+        told = case.for_ranks(groups=subgroups(world), **job(buckets_per_group))
+        results = submission.run(m06_coalesced.train_on_shards, told, world_size=world)
+        names = list(reversed(case.parameters()))
+        layout = planned([p.numel() for p in reversed(case.parameters().values())], BUCKET_NUMEL, len(case.group))
+        groups = groups_of(case, len(case.group), buckets_per_group)
+        for rank in case.group:
+            expect_ranks(results.events[rank], case.group, rank)
+            for step in range(3):
+                where = f"rank {rank}, step {step}"
+                found = launches(results.events[rank], step)
+                gradients = [launch for launch in found if launch.phase != "start"]
+                expect_ops(gradients, ("reduce_scatter",), f"{where}, with gather_grads = False")
+                expect_launches(gradients, groups, "reduce_scatter", where)
+                parameters = [launch for launch in found if launch.phase == "start"]
+                expect_started(parameters, groups, "all_gather", "param_sync", where)
+                expect_waited(found, step, where)
+        gradients = [case.gradients([rank]) for rank in case.group]
+        expect_averaged_shards(
+            [{"grad_data": results[rank]["grad_data"]} for rank in case.group],
+            [[own[name] for name in names] for own in gradients],
+            layout,
+            range(len(layout["bucket_ranges"])),
+            case.group,
+        )
+        expect_weights(results, case)
+
+
+def expect_ranks(events, group, rank):
+    """The steps' launches are on the group that trains."""
+    found = [
+        event["ranks"] for event in events if event["kind"] == "launch" and event["phase"] in ("backward", "finish")
+    ]
+    wrong = [ranks for ranks in found if ranks != group]
+    expect(
+        not wrong,
+        f"on rank {rank} collectives are on the process group that CoalescedDDP was given, of ranks {listing(group)}",
+        f"{len(wrong)} of {len(found)} are on the group of ranks {listing(wrong[0] if wrong else [])}",
+        "the process group is not passed on to each BucketGroup, or to coalesce and the calls in it?",
+    )
+
+
+@pytest.mark.points(1)
+def test_steps_and_subgroups(submission):
+    """no_sync, ready orders that differ, groups of ranks, unused parameters, forms of zero_grad, fp32 gradients."""
+    for world, model in zip(submission.worlds(2, 3, 4), ("Plain", "Reordered", "Tied")):
+        case = submission.case(
+            model,
+            world,
+            steps=3,
+            micro_batches=3 if model == "Plain" else 1,
+            dtype=F64,
+            group=subgroups(world)[0],
+            branches=[0, 3, 1][:world] if model == "Reordered" else None,
+        )
+        told = case.for_ranks(groups=subgroups(world), **job(2))
+        results = submission.run(training.train, told, world_size=world)
+        suspects = {}
+        for rank in case.group:
+            expect_ranks(results.events[rank], case.group, rank)
+            if model == "Reordered":
+                expect_complete(results.events[rank], 0, groups_of(case, world, 2), f"rank {rank}")
+        if model == "Plain":
+            first, last = case.gradients(micro=slice(0, 1)), case.gradients(micro=slice(2, 3))
+            suspects["only the first of 3 micro-batches counts: hooks launch inside no_sync?"] = [first] * world
+            suspects["only the last of 3 micro-batches counts: what no_sync accumulated is lost?"] = [last] * world
+        expect_gradients(results, case, suspects=suspects)
+        expect_weights(results, case)
+    forms = (("optimizer, to zeros", "before"), ("model, to None", "after"))
+    for world, (form, when) in zip(submission.worlds(2, 2), forms):
+        case = submission.case("Branches", world, steps=3, dtype=F64, branches=[1, -1][:world])
+        told = case.for_ranks(zero=form, late=when == "after", **job(2))
+        results = submission.run(m05_grad_buffer.train, told, world_size=world)
+        expect_equal(
+            f"weights after 3 steps with unused parameters and zero_grad ({form}) {when} forward",
+            [result["weights"] for result in results],
+            case.train()[0],
+            tolerance=MANY_STEPS,
+        )
+    expect_fp32_gradients(submission)
+
+
+def expect_fp32_gradients(submission):
+    """Gradients of bf16 parameters accumulate in main_grad and travel in fp32; each step starts anew."""
+    [world] = submission.worlds(2)
+    generator = torch.Generator().manual_seed(submission.rng.randrange(2**31))
+    sizes = submission.rng.sample(range(3, 200), 4)
+    batches = [  # of each rank: two steps of three micro-batches
+        [[[torch.rand(size, generator=generator).to(BF16) for size in sizes] for _ in range(3)] for _ in range(2)]
+        for _ in range(world)
+    ]
+    common = job(2, grad_dtype=F32) | {"sizes": sizes, "set_to_none": True}
+    told = PerRank(common | {"batches": own} for own in batches)
+    results = submission.run(m05_grad_buffer.accumulate, told, world_size=world)
+    for rank, events in enumerate(results.events):
+        found = launches(events, 0)
+        dtypes = {launch.dtype for launch in found}
+        expect(
+            dtypes <= {"float32"}, "gradients travel in fp32, the dtype of the buffer", f"rank {rank}: {summary(found)}"
+        )
+    sums = [
+        {str(i): sum(x[i].float() for own in batches for x in own[step]) / world for i in range(len(sizes))}
+        for step in range(2)
+    ]
+    for step, truth in enumerate(sums):
+        kept = {name: value + sums[0][name] for name, value in truth.items()}
+        for key, what, dtype in (("main_grad", "main_grad", F32), ("grad", "p.grad", BF16)):
+            expect_equal(
+                f"with grad_dtype=float32, after the finish of step {step}, {what} is the average of what accumulated",
+                [named(result["steps"][step][key], dtype) for result in results],
+                named(truth, dtype),
+                suspects={
+                    "the step before is still in it: accumulation does not start anew?": [named(kept, dtype)] * world
+                },
+            )
+
+
+def named(tensors, dtype):
+    return {f"parameter {i}": tensor.to(dtype) for i, tensor in tensors.items()}

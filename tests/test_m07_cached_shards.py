@@ -1,0 +1,268 @@
+"""Graded checks of module 7: views of buckets and shards that are made once."""
+
+import contextlib
+from collections import Counter
+
+import pytest
+import torch
+from test_m05_grad_buffer import BUCKET_NUMEL, planned
+
+from brigade.events import launches, ready, summary
+from brigade.feedback import (
+    CheckFailed,
+    NotWritten,
+    expect,
+    expect_equal,
+    expect_gradients,
+    expect_start,
+    expect_weights,
+    listing,
+)
+from scenarios import m05_grad_buffer, m07_cached_shards, training
+
+WRONG_VIEW = (
+    "a view is not the bucket or the shard that it stands for: of this buffer, from its bucket's start on, for this "
+    "rank of the group, one of as many as the group has ranks?"
+)
+JOB = {"package": "m07_cached_shards", "wrapper": "CachedDDP"}
+
+
+def job(buckets_per_group=1, **arguments):
+    """What ranks are told of the wrapper."""
+    arguments = {"bucket_numel": BUCKET_NUMEL, "buckets_per_group": buckets_per_group} | arguments
+    return JOB | {"arguments": arguments}
+
+
+def groups_of(case, world, buckets_per_group):
+    """(elements, names of parameters) of each group, as the rules of modules 5 and 6 have them; dtype by dtype."""
+    by_dtype, groups = {}, []
+    for name, parameter in reversed(case.parameters().items()):
+        by_dtype.setdefault(parameter.dtype, []).append((name, parameter.numel()))
+    for named in by_dtype.values():
+        layout = planned([numel for _, numel in named], BUCKET_NUMEL, world)
+        ranges = layout["bucket_ranges"]
+        for first in range(0, len(ranges), buckets_per_group):
+            mine = range(first, min(first + buckets_per_group, len(ranges)))
+            names = [name for (name, _), bucket in zip(named, layout["bucket_of"]) if bucket in mine]
+            groups.append((sum(end - start for start, end in (ranges[i] for i in mine)), names))
+    return groups
+
+
+@contextlib.contextmanager
+def views_suspected():
+    """Module 6 has the same numbers right: where no other cause is known, a view is wrong."""
+    try:
+        yield
+    except NotWritten:
+        raise
+    except CheckFailed as failed:
+        raised = "raised" in failed.happened
+        wrong_length = raised and any(word in failed.happened.partition("\n")[0] for word in ("hape", "size"))
+        if (wrong_length or not raised) and (not failed.cause or failed.cause.startswith("the ranks do not agree")):
+            failed = CheckFailed(failed.expected, failed.happened, WRONG_VIEW)
+        raise failed from None
+
+
+@pytest.mark.points(1)
+def test_gradients_are_averaged(submission):
+    """Replicas start equal, buffers included, and after finish_grad_sync every gradient is the average."""
+    models = ("Frozen", "Buffers", "MixedDtypes", "Tied")
+    for world, model, buckets_per_group in zip(submission.worlds(1, 2, 3, 4), models, (1, 2, None, 2)):
+        case = submission.case(model, world)
+        with views_suspected():
+            results = submission.run(training.train, case.for_ranks(**job(buckets_per_group)), world_size=world)
+            expect_start([result["start"] for result in results], case)
+            expect_gradients(results, case, tolerance=2**-6 if model == "MixedDtypes" else 1e-5)
+
+
+@pytest.mark.points(3)
+def test_steady_step_makes_no_view(submission):
+    """No view is made in hooks, finish_grad_sync or parameter sync, in the third step and the second after a move."""
+    cases = zip(submission.worlds(2, 3), (True, False), (2, 1), (None, torch.float32))
+    for world, gather_grads, buckets_per_group, grad_dtype in cases:
+        case = submission.case("MixedDtypes", world, steps=5)
+        jobs = case.for_ranks(gather_grads=gather_grads, reallocate=3, **job(buckets_per_group, grad_dtype=grad_dtype))
+        results = submission.run(m07_cached_shards.count_views, jobs, world_size=world)
+        volume = sum(numel for numel, _ in groups_of(case, world, 1))
+        for rank, (events, steps) in enumerate(zip(results.events, results)):
+            expect_no_view(rank, 2, steps, gather_grads)
+            expect_no_view(rank, 4, steps, gather_grads)
+            found = launches(events, 2)
+            expect(
+                all(sum(x.numel for x in found if x.op == op) == volume for op in ("reduce_scatter", "all_gather")),
+                f"such a step reduce-scatters and all-gathers all {volume} elements of the buffers",
+                f"rank {rank}: {summary(found)}",
+            )
+
+
+def expect_no_view(rank, step, steps, gather_grads):
+    """`steps` are the views that were made in each step; the buffers were moved before step 3."""
+    views = steps[step]
+    if not views:
+        return
+    phases, lines, calls = Counter(), Counter(), {}
+    for view in views:
+        line = f"{file_of(view)}, line {view['line']}, in {view['in']}: {view['text']}"
+        phases["hooks" if view["phase"] == "backward" else view["phase"]] += view["count"]
+        lines[line] += view["count"]
+        calls.setdefault(line, set()).add(view["call"])
+    total, first = phases.total(), sum(view["count"] for view in steps[0])
+    happened = f"rank {rank}, step {step}: {total} views, {listing([f'{n} in {name}' for name, n in phases.items()])}"
+    for line, count in lines.most_common(3):
+        happened += f"\n{line}  ({count} by {listing(sorted(calls[line]))})"
+    earlier = sorted({file_of(view) for view in views if not view["module"].startswith(JOB["package"])})
+    own = [view for view in views if view["module"].startswith(JOB["package"])]
+    before = "" if step == 2 else ", and the second one after reallocate(),"
+    if not own:
+        cause = (
+            f"{listing(earlier)} is an earlier module: is the view kept there, or does CachedDDP do without that line?"
+        )
+    elif step > 2:
+        cause = "before reallocate() there were none: the cache is emptied for the new tensor, but in every step?"
+    elif not gather_grads and {view["phase"] for view in own} >= {"backward", "start_param_sync"}:
+        cause = (
+            "without parameter sync there were none: one cache for grad_data and param_data, which the one empties for "
+            "the other?"
+        )
+    elif all("param" in view["phase"] for view in own):
+        cause = "the views of grad_data are kept, those of param_data are not?"
+    elif total == first:
+        cause = "as many as in the first step: they are not kept, or not found again?"
+    else:
+        cause = f"{first} in the first step: some views are kept, and some are made anew in every step?"
+    expect(
+        False,
+        f"a steady step{before} makes no view, in hooks, finish_grad_sync or parameter sync: it has those of the steps "
+        "before",
+        happened,
+        cause,
+    )
+
+
+def file_of(view):
+    return view["module"].rpartition(".")[2] + ".py"
+
+
+@pytest.mark.points(2)
+def test_views_follow_the_buffer(submission):
+    """After buffer.reallocate() gradients are averaged and parameters gathered in the new memory."""
+    moves = [0, 1, 0, 2]  # before each step
+    cases = zip(submission.worlds(2, 3, 2), (True, True, False), (torch.float64, torch.float32, torch.float64))
+    for world, gather_grads, dtype in cases:
+        case = submission.case("Plain", world, micro_batches=len(moves), dtype=dtype)
+        # Gradients wider than the parameters have views of their own, main_grad.
+        jobs = case.for_ranks(gather_grads=gather_grads, moves=moves, **job(2, grad_dtype=torch.float64))
+        results = submission.run(m07_cached_shards.move_buffers, jobs, world_size=world)
+        for step in range(len(moves)):
+            micro = slice(step, step + 1)
+            own = [case.gradients([rank], micro) for rank in range(world)]
+            what = (
+                "after finish_grad_sync gradients are the average"
+                if gather_grads
+                else "own shards of averages, put into param_data, are whole after finish_param_sync"
+            )
+            moved = sum(moves[: step + 1])
+            try:
+                expect_equal(
+                    f"{what} (step {step}, after {moved} calls of reallocate())",
+                    [result[step] for result in results],
+                    case.gradients(micro=micro),
+                    scale={name: max(float(grads[name].abs().max()) for grads in own) for name in own[0]},
+                )
+            except CheckFailed as failed:
+                flat = "grad_data" if gather_grads else "grad_data, or of param_data alone,"
+                cause = failed.cause
+                if moved:
+                    cause = (
+                        f"it was right until reallocate(): do the views of {flat} still lie in the memory of before?"
+                    )
+                elif not gather_grads:
+                    cause = "shard r of a bucket is rank r's, in grad_data as in param_data: is it another's?"
+                raise CheckFailed(failed.expected, failed.happened, cause) from None
+
+
+@pytest.mark.points(1)
+def test_launches_are_those_of_module_6(submission):
+    """One reduce-scatter for each group, during backward, and one all-gather: of gradients, or else of parameters."""
+    for world, buckets_per_group, gather_grads in zip(submission.worlds(2, 3), (2, 1), (True, False)):
+        case = submission.case("Plain", world, hidden_layers=6, steps=2)
+        jobs = case.for_ranks(gather_grads=gather_grads, reallocate=None, **job(buckets_per_group))
+        results = submission.run(m07_cached_shards.count_views, jobs, world_size=world)
+        groups = groups_of(case, world, buckets_per_group)
+        for rank, events in enumerate(results.events):
+            for step in range(2):
+                where = f"rank {rank}, step {step} (buckets_per_group={buckets_per_group}, gather_grads={gather_grads})"
+                expect_launches(events, step, groups, "finish_grad_sync" if gather_grads else "start_param_sync", where)
+
+
+def expect_launches(events, step, groups, gathers, where):
+    """The launches of a step: a reduce-scatter and an all-gather for each group, the latter in the phase `gathers`."""
+    found = launches(events, step)
+    sizes = [numel for numel, _ in groups]
+    scatter, gather = ([x for x in found if x.op == op] for op in ("reduce_scatter", "all_gather"))
+    cause = ""
+    if gathers != "finish_grad_sync" and len(gather) > len(scatter):
+        cause = "without gather_grads no gradients are gathered: the all-gathers are those of the parameters?"
+    elif len(found) > 2 * len(sizes):
+        cause = "each bucket is launched by itself: does it happen inside coalesce, and with all of buckets_per_group?"
+    expect(
+        [launch.numel for launch in scatter] == sizes
+        and sorted(launch.numel for launch in gather) == sorted(sizes)
+        and len(found) == 2 * len(sizes),
+        f"a step has a reduce_scatter and an all_gather for each of {len(sizes)} groups, of {listing(sizes)} elements",
+        f"{where}: {summary(found)}",
+        cause,
+    )
+    complete = {name: place for place, name in ready(events, step)}
+    for number, (launch, (_, after)) in enumerate(zip(scatter, groups[1:])):
+        expect(
+            launch.place < max(complete.get(name, -1) for name in after),
+            f"the reduce_scatter of group {number} is launched before the next group's gradients are all ready",
+            f"{where}: it was launched in {launch.phase}, when {listing(after)} were ready",
+            "groups are launched only when backward is over?",
+        )
+    for launch in found:
+        phase = "backward" if launch.op == "reduce_scatter" else gathers
+        expect(
+            launch.phase == phase,
+            f"each {launch.op} is launched in {phase}",
+            f"{where}: one was launched in {launch.phase}",
+        )
+        expect(
+            phase == "finish_grad_sync" or not (launch.sync or phase in launch.wait_phases),
+            f"{phase} launches each {launch.op} and goes on",
+            f"{where}: one was waited for in {phase}",
+            "asynchronous, and its handle kept for the finish?",
+        )
+    wrong = [launch for launch in found if step not in launch.wait_steps or launch.raced]
+    expect(
+        not wrong,
+        "every handle of the step is waited on, before anything is read or written",
+        f"{where}: {len(wrong)} of {len(found)} were never waited on, or changed before",
+    )
+
+
+@pytest.mark.points(1)
+def test_steps_and_subgroups(submission):
+    """no_sync, ready orders that differ, groups of ranks 1 and 3 of four, unused parameters, over several steps."""
+    for world, model in zip(submission.worlds(2, 3, 4), ("Frozen", "Reordered", "Tied")):
+        groups = [[1, 3], [0, 2]] if world == 4 else [list(range(world))]
+        case = submission.case(
+            model,
+            world,
+            steps=3,
+            micro_batches=3 if model == "Frozen" else 1,
+            dtype=torch.float64,
+            group=groups[0],
+            branches=list(range(world)) if model == "Reordered" else None,
+        )
+        with views_suspected():
+            results = submission.run(training.train, case.for_ranks(groups=groups, **job(2)), world_size=world)
+            expect_gradients(results, case)
+            expect_weights(results, case)
+    [world] = submission.worlds(2)
+    case = submission.case("Branches", world, steps=3, dtype=torch.float64, branches=[1, -1][:world])
+    form = submission.rng.choice(["optimizer, to None", "optimizer, to zeros", "model, to None", "model, to zeros"])
+    late = submission.rng.random() < 0.5
+    results = submission.run(m05_grad_buffer.train, case.for_ranks(zero=form, late=late, **job(2)), world_size=world)
+    expect_weights(results, case)

@@ -1,0 +1,50 @@
+"""What the course uses of torch's private names, and what breaks when torch changes one."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from brigade.ranks import run_ranks
+
+COALESCE = "coalesce in solutions/m06_coalesced/coalesced.py needs "
+
+
+def test_names_of_the_coalescing_manager():
+    assert callable(getattr(c10d, "_coalescing_manager", None)), COALESCE + "c10d._coalescing_manager"
+    assert isinstance(c10d._world.pg_coalesce_state, dict), COALESCE + "c10d._world.pg_coalesce_state, by group"
+
+
+def capture() -> dict:
+    """What the manager itself does with a good block, and with one that is left by an exception."""
+    found = {}
+    tensors = [torch.ones(2), torch.ones(3)]
+    with c10d._coalescing_manager(async_ops=True) as handle:
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+        calls = c10d._world.pg_coalesce_state[dist.group.WORLD]
+        found["calls"] = [(call.op.__name__, call.redop == dist.ReduceOp.SUM, call.tensor.numel()) for call in calls]
+    handle.wait()
+    found["sums"] = [tensor.sum().item() for tensor in tensors]
+    try:
+        with c10d._coalescing_manager(async_ops=True):
+            raise KeyError
+    except KeyError:
+        found["still captures"] = dist.group.WORLD in c10d._world.pg_coalesce_state
+    return found
+
+
+def test_behaviour_of_the_coalescing_manager():
+    for found in run_ranks(capture, world_size=2, mode="record"):
+        assert found["calls"] == [("all_reduce", True, 2), ("all_reduce", True, 3)], (
+            COALESCE + "op, redop and tensor of the calls in a block, until it ends"
+        )
+        assert found["sums"] == [4.0, 6.0]
+        # Were this no longer so, coalesce and the reading of module 6 could be simpler.
+        assert found["still captures"], "the manager cleans up after an exception by itself now"
+
+
+@pytest.mark.parametrize("name", ["reduce_scatter", "all_gather"])
+def test_one_of_both_names_exists(name):
+    old = {"reduce_scatter": "reduce_scatter_tensor", "all_gather": "all_gather_into_tensor"}[name]
+    assert hasattr(dist, f"{name}_single") or hasattr(dist, old), "torch has renamed the collective once more"
