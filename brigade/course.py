@@ -57,7 +57,7 @@ MODULES = (
     Module(6, "m06_coalesced", "Coalesced collectives", 12, 60, 4, ("coalesce", "BucketGroup", "CoalescedDDP"),
            "one reduce-scatter and one all-gather per group of buckets"),
     Module(7, "m07_cached_shards", "Cached shards", 8, 30, 2, ("ShardCache", "CachedDDP"),
-           "one reduce-scatter and one all-gather per group, without new views"),
+           "one reduce-scatter and one all-gather per group, no new views"),
     Module(8, "m08_zero_optimizer", "A ZeRO optimizer", 22, 120, 5, ("ShardedOptimizer", "ZeroOptimizer"),
            "reduce-scatter, step on the own shard, all-gather of weights"),
 )  # fmt: skip

@@ -211,7 +211,8 @@ def likely_cause(
         for value, cause in known:
             if value != 1 and abs(factor - value) < 2e-3 * value:
                 return cause
-        return f"{every} is {factor:.4g}× what it should be: divided by the wrong number?"
+        if abs(factor - 1) > 0.02:  # weights that are a little wrong have a factor too
+            return f"{every} is {factor:.4g}× what it should be: divided by the wrong number?"
     first = wrong[0][1]
     if size > 1 and any(not same(actual[0].get(first), tensors.get(first)) for tensors in actual[1:]):
         return f"the ranks do not agree: {first} was not exchanged, or not all of it?"
