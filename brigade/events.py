@@ -76,4 +76,4 @@ def summary(found: Sequence[Launch], limit: int = 8) -> str:
     """The launches in words, such as: 2 launches (all_reduce of 12 float32, all_reduce of 4 float32)"""
     words = [f"{launch.op} of {launch.numel} {launch.dtype}" for launch in found[:limit]]
     more = [f"and {len(found) - limit} more"] if len(found) > limit else []
-    return f"{len(found)} launches" + (f" ({', '.join(words + more)})" if found else "")
+    return f"{len(found)} launch{'' if len(found) == 1 else 'es'}" + (f" ({', '.join(words + more)})" if found else "")

@@ -147,23 +147,26 @@ def expect_equal(
     raise CheckFailed(what, happened, cause)
 
 
-def expect_overlap(events: Sequence[Event], step: int, buckets: Sequence[Sequence[str]], where: str) -> None:
+def expect_overlap(
+    events: Sequence[Event], step: int, buckets: Sequence[Sequence[str]], where: str, unit: str = "bucket"
+) -> None:
     """The step's launches, one for each bucket (the names of its parameters) and in their order, overlap with backward:
-    each comes before the next bucket is complete, none is waited for in backward, all are at the finish."""
+    each comes before the next bucket is complete, none is waited for in backward, all are at the finish. `unit` is
+    what the student calls a bucket."""
     found = launches(events, step)
     complete = {name: place for place, name in ready(events, step)}
     for number, (launch, after) in enumerate(zip(found, buckets[1:])):
         expect(
             launch.place < max(complete.get(name, -1) for name in after),
-            f"bucket {number} is launched before the bucket after it is complete",
+            f"{unit} {number} is launched before the {unit} after it is complete",
             f"{where}: it was launched in {launch.phase}, when {listing(after)} were ready",
-            "buckets are launched only when backward is over?",
+            f"{unit}s are launched only when backward is over?",
         )
     blocking = [launch for launch in found if launch.sync or "backward" in launch.wait_phases]
     late = [launch for launch in found if launch.phase != "backward"]
     expect(
         not blocking and not late,
-        "all buckets are launched in backward, and none is waited for there",
+        f"all {unit}s are launched in backward, and none is waited for there",
         f"{where}: {len(blocking)} of {len(found)} were waited for in backward, {len(late)} launched later",
         "async_op=True, and wait in finish_grad_sync?" if blocking else "",
     )

@@ -42,7 +42,7 @@ MUTANTS = [
         GROUP,
         "group = dist.group.WORLD\n",
         ("test_coalesce_is_one_launch",),
-        "the group given to coalesce",
+        "the group that it is given",
     ),
     Mutant(
         "a synchronous manager",

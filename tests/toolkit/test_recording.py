@@ -224,5 +224,5 @@ def test_ready_order_of_a_step():
 
 def test_summary_of_launches():
     assert summary([]) == "0 launches"
-    assert summary(launches(RECORD, 1)) == "1 launches (all_reduce of 5 float32)"
+    assert summary(launches(RECORD, 1)) == "1 launch (all_reduce of 5 float32)"
     assert "and 1 more" in summary(launches(RECORD), limit=2)
