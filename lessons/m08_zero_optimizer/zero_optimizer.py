@@ -167,7 +167,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         **defaults: Any,
     ):
         self.ddp = ddp
-        ddp.gather_grads = False
         self.rank, self.size = dist.get_rank(ddp.process_group), dist.get_world_size(ddp.process_group)
         self.device = next(ddp.module.parameters()).device
         self.places = {p: (buffer, i) for buffer in ddp.grad_buffers for i, p in enumerate(buffer.params)}
@@ -180,6 +179,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 f"ZeroOptimizer cannot divide {optimizer_cls.__name__}: it does not treat every element by itself"
             )
         self.optim = optimizer_cls([self.inner_group(group) for group in self.param_groups], **defaults)
+        ddp.gather_grads = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds parameters that lie in the buffers of `ddp`, or are frozen; ValueError for others."""

@@ -112,7 +112,7 @@ def train(job: dict) -> dict:
     model = build(job | {"state": job["start"]})
     optimizer = sharded(job, params_of(job, model))
     batches = [[on_device(batch) for batch in step] for step in job["batches"]]
-    return loop(job, model, optimizer, batches, optimizer.clip_grad_norm_)
+    return loop(job, model, optimizer, batches, lambda max_norm: optimizer.clip_grad_norm_(max_norm))
 
 
 def parameters(numels: list[int], frozen: list[int]) -> list[nn.Parameter]:
