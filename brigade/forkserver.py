@@ -3,9 +3,13 @@
 Importing torch takes seconds; forking a process that has done so takes milliseconds. The server imports,
 then waits for orders on a Unix socket, one JSON line each:
 
-    {"fork": n, "deadline": s}   with 3n file descriptors: n ranks are forked, and `brigade.rank.main` runs
-                                 in each of them with its own three. Answer: {"forked": [pid, ...]}
-    {"kill": [pid, ...]}         their process groups are killed and reaped. Answer: {"killed": [...]}
+    {"fork": n, "jail": {...}, "directory": path}
+                            with 3n file descriptors: n ranks are forked, and `brigade.rank.main` runs in each
+                            of them with its own three, confined if there is a jail (`isolation.py`).
+                            Answer: {"forked": [pid, ...]}
+    {"kill": [pid, ...], "jail": {...}}
+                            their process groups, and all else of the jail's user, are killed and reaped.
+                            Answer: {"killed": [...]}
 
 Unasked, it says {"exited": pid, "status": s} for a rank that ended by itself. When the other end of the socket
 closes, however the parent died, every rank is killed and the temporary directory removed. Should the
@@ -15,7 +19,6 @@ It never imports a submission.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import os
@@ -27,12 +30,14 @@ import sys
 import time
 from pathlib import Path
 
+from brigade import isolation
+
 FDS_PER_RANK = 3
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+PR_SET_CHILD_SUBREAPER = 36
 
 
-def serve(descriptor: int, scratch: str, import_path: str) -> None:
-    """Serves until the socket closes. `scratch` is the directory to remove then."""
+def serve(descriptor: int, lock: int, scratch: str, import_path: str) -> None:
+    """Serves until the socket closes. `scratch` is the directory to remove then, `lock` an open file in it."""
     channel = socket.socket(fileno=descriptor)
     preload()
     if import_path in sys.path:
@@ -40,7 +45,7 @@ def serve(descriptor: int, scratch: str, import_path: str) -> None:
     gc.collect()
     gc.freeze()
     if sys.platform == "linux":
-        prctl(PR_SET_CHILD_SUBREAPER, 1)  # what a rank leaves behind becomes our child, and is killed as such
+        isolation.prctl(PR_SET_CHILD_SUBREAPER, 1)  # what a rank leaves behind becomes our child, and is killed as such
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_read, False)
     os.set_blocking(wake_write, False)
@@ -64,14 +69,15 @@ def serve(descriptor: int, scratch: str, import_path: str) -> None:
                     forked = []
                     for place in range(0, len(descriptors), FDS_PER_RANK):
                         mine = descriptors[place : place + FDS_PER_RANK]
-                        inherited = [channel.fileno(), wake_read, wake_write, *descriptors]
-                        forked.append(fork_rank(mine, [fd for fd in inherited if fd not in mine]))
+                        inherited = [channel.fileno(), wake_read, wake_write, lock, *descriptors]
+                        others = [fd for fd in inherited if fd not in mine]
+                        forked.append(fork_rank(mine, others, message["jail"], message["directory"]))
                     ranks.update(forked)
                     for fd in descriptors:
                         os.close(fd)
                     send(channel, {"forked": forked})
                 elif "kill" in message:
-                    kill(set(message["kill"]) & ranks, ranks)
+                    kill(set(message["kill"]) & ranks, ranks, message["jail"])
                     send(channel, {"killed": message["kill"]})
     except (BrokenPipeError, ConnectionResetError):
         pass
@@ -95,7 +101,7 @@ def preload() -> None:
     torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))])
 
 
-def fork_rank(mine: list[int], others: list[int]) -> int:
+def fork_rank(mine: list[int], others: list[int], jail: dict | None, directory: str) -> int:
     server = os.getpid()
     pid = os.fork()
     if pid:
@@ -103,7 +109,7 @@ def fork_rank(mine: list[int], others: list[int]) -> int:
     try:
         os.setsid()  # a process group of its own, so that whatever it starts is killed with it
         if sys.platform == "linux":
-            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            isolation.prctl(isolation.PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != server:
             os._exit(1)
         signal.set_wakeup_fd(-1)
@@ -113,6 +119,8 @@ def fork_rank(mine: list[int], others: list[int]) -> int:
             os.close(fd)
         from brigade.rank import main
 
+        if jail:
+            isolation.confine(jail, directory, server)
         main(*mine, server)
     finally:
         os._exit(1)
@@ -134,9 +142,11 @@ def reap(ranks: set[int]) -> dict[int, int]:
             kill_group(pid)
 
 
-def kill(doomed: set[int], ranks: set[int], timeout_s: float = 10.0) -> None:
+def kill(doomed: set[int], ranks: set[int], jail: dict | None = None, timeout_s: float = 10.0) -> None:
     """Kills these ranks and whatever they started, and returns when they are reaped."""
     give_up = time.monotonic() + timeout_s
+    if jail:
+        isolation.kill_user(jail["uid"])
     for pid in doomed & ranks:
         kill_group(pid)
         signal_process(pid)  # just forked, it has no group yet
@@ -179,10 +189,6 @@ def children() -> set[int]:
         if fields[1] == me:
             found.add(int(stat.parent.name))
     return found
-
-
-def prctl(option: int, value: int) -> None:
-    ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
 def send(channel: socket.socket, message: dict, descriptors: list[int] | None = None) -> None:

@@ -32,11 +32,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from brigade import forkserver
 from brigade.course import ROOT, CourseError
+from brigade.isolation import Jail
 
 DEADLINE_S = {"gloo": 20.0, "nccl": 90.0}
 QUIET_S = 2.0  # all ranks blocked, nothing launched for so long, and a peer's launch missing: a deadlock
@@ -97,6 +99,7 @@ class Server:
         self._process: subprocess.Popen | None = None
         self._channel: socket.socket | None = None
         self.scratch = Path()
+        self.jail: Jail | None = None  # of all ranks from now on
 
     def start(self) -> None:
         """Starts the server unless it runs; does not wait until it is ready."""
@@ -111,9 +114,11 @@ class Server:
         os.rename(self.scratch / "new", self.scratch / "lock")  # so that no `sweep` ever finds it unlocked
         program = (
             f"import sys; sys.path[:1] = [{str(ROOT)!r}]; from brigade.forkserver import serve; "
-            f"serve({theirs.fileno()}, {str(self.scratch)!r}, {str(ROOT)!r})"
+            f"serve({theirs.fileno()}, {lock}, {str(self.scratch)!r}, {str(ROOT)!r})"
         )
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "PYTHON"))}
+        if self.jail:  # what a stranger may know of this machine
+            environment = {name: value for name, value in environment.items() if name in ("PATH", "LANG", "LC_ALL")}
         environment |= {
             "OMP_NUM_THREADS": "1",  # no thread pools before the fork; each rank sets its own number
             "OPENBLAS_NUM_THREADS": "1",
@@ -131,11 +136,12 @@ class Server:
         os.close(lock)
         self._channel = mine
 
-    def fork(self, descriptors: list[int], on_exit: Callable[[int, int], None]) -> list[int]:
+    def fork(self, descriptors: list[int], directory: Path, on_exit: Callable[[int, int], None]) -> list[int]:
         """Forks one rank for every three descriptors; returns their process ids."""
         self.start()
         with self._exchange():
-            forkserver.send(self._channel, {"fork": len(descriptors) // forkserver.FDS_PER_RANK}, descriptors)
+            order = {"fork": len(descriptors) // forkserver.FDS_PER_RANK, "directory": str(directory)}
+            forkserver.send(self._channel, order | self._jail(), descriptors)
             return self._answer("forked", on_exit)
 
     def kill(self, pids: list[int], on_exit: Callable[[int, int], None]) -> None:
@@ -143,11 +149,14 @@ class Server:
             return  # closed in between: it took its ranks with it
         try:
             with self._exchange():
-                forkserver.send(self._channel, {"kill": pids})
+                forkserver.send(self._channel, {"kill": pids} | self._jail())
                 self._answer("killed", on_exit)
         except (OSError, CourseError):
             for pid in pids:  # the server is gone, and on Linux its ranks went with it
                 forkserver.kill_group(pid)
+
+    def _jail(self) -> dict[str, Any]:
+        return {"jail": asdict(self.jail) if self.jail else None}
 
     def exits(self, on_exit: Callable[[int, int], None]) -> None:
         """Reads one message that came unasked."""
@@ -249,10 +258,12 @@ def run_ranks(
     from brigade import wire  # torch is imported while the server is starting
 
     directory = Path(tempfile.mkdtemp(prefix="run-", dir=SERVER.scratch))
+    if SERVER.jail:
+        SERVER.scratch.chmod(0o711)  # the way to the run's directory, which will be the user's
     deadline = None if terminal else deadline or DEADLINE_S[backend]
     run = _Run(world_size, deadline, stream, on_event, request["packages"])
     try:
-        run.fork()
+        run.fork(directory)
         for rank in run.ranks:
             own = [arg[rank.number] if isinstance(arg, PerRank) else arg for arg in args]
             loopback = {} if "GLOO_SOCKET_IFNAME" in os.environ else {"GLOO_SOCKET_IFNAME": loopback_interface()}
@@ -347,9 +358,9 @@ class _Run:
         self.mismatch: tuple[Event, int, Event, int] | None = None
         self.sequence: dict[tuple[str, int], list[Event]] = {}  # (group, rank) -> its launches there
 
-    def fork(self) -> None:
+    def fork(self, directory: Path) -> None:
         descriptors = [fd for rank in self.ranks for fd in rank.descriptors]
-        pids = SERVER.fork(descriptors, self._exited)
+        pids = SERVER.fork(descriptors, directory, self._exited)
         for rank, pid in zip(self.ranks, pids):
             rank.pid = pid
             rank.close_theirs()
