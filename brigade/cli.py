@@ -1,4 +1,4 @@
-"""The command line: brigade check | next | hint | reset | submit | skeletons."""
+"""The command line: brigade check | next | hint | reset | submit | grade | skeletons."""
 
 from __future__ import annotations
 
@@ -303,6 +303,15 @@ def parser() -> argparse.ArgumentParser:
     resets = command("reset", reset, "Restore a module's skeleton; your file is kept beside it.", "brigade reset 3")
     resets.add_argument("number", metavar="N", help="the module's number")
     target(command("submit", submit, "Make the zip file to hand in, in this directory.", "brigade submit"))
+    from brigade.autograde import command as grading
+
+    grades = command(
+        "grade",
+        grading.run,
+        "Grade a submission, or a directory of them.",
+        "brigade grade --submission DIR --out results.json",
+    )
+    grading.add_arguments(grades)
     makes = command("skeletons", make_skeletons, "Make the skeletons from the solutions.", "brigade skeletons --check")
     makes.add_argument("--check", action="store_true", help="change nothing; fail if a skeleton is out of date")
     return top

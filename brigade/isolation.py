@@ -13,22 +13,24 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import os
 import resource
 import shutil
 import signal
 import stat
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from brigade.course import ROOT
+from brigade.course import ROOT, CourseError
 
 PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
 CLONE_NEWNS = 0x00020000
 MS_BIND, MS_REC, MS_PRIVATE, MS_NOSUID, MS_NODEV = 0x1000, 0x4000, 0x40000, 0x2, 0x4
 FIRST_UID = 64_100  # of the users that ranks run as; no account needs to exist
+USERS = 64  # graders at a time on one machine
 PRIVATE_DIRECTORIES = ("/tmp", "/var/tmp", "/dev/shm")
 SECRETS = ("tests", "solutions", ".git")  # of the course
 
@@ -70,6 +72,22 @@ def confine(jail: dict, directory: str, server: int) -> None:
     os.environ.update(HOME=directory, TMPDIR=directory)
 
 
+@contextlib.contextmanager
+def free_user() -> Iterator[int]:
+    """The id of a user that no other grader on this machine has its ranks run as."""
+    locks = Path("/run/brigade")
+    locks.mkdir(mode=0o700, exist_ok=True)
+    for uid in range(FIRST_UID, FIRST_UID + USERS):
+        with open(locks / str(uid), "w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                continue
+            yield uid
+            return
+    raise CourseError(f"{USERS} gradings run on this machine already")
+
+
 def kill_user(uid: int) -> None:
     """Kills every process of the user. For the fork server: only a process of the user's own kills all at once."""
     pid = os.fork()
@@ -94,6 +112,11 @@ def remove_files(uid: int) -> None:
             else:
                 with contextlib.suppress(OSError):
                     os.unlink(entry.path)
+
+
+def look_around() -> dict:
+    """What a confined rank is and can read: for a trial before any submission runs."""
+    return {"uid": os.getuid(), "secrets": [name for name in SECRETS if os.access(ROOT / name, os.R_OK)]}
 
 
 def close_off(paths: Iterable[Path]) -> None:
