@@ -111,7 +111,7 @@ def saver(options: argparse.Namespace) -> Callable[[Grading], None]:
 
 @contextlib.contextmanager
 def isolated(options: argparse.Namespace) -> Iterator[list[str]]:
-    """Ranks are confined inside the block, where this process is root; gives notes on what that does not protect from."""
+    """Ranks are confined inside the block, where this process is root; notes say what is not protected."""
     if sys.platform != "linux" or os.geteuid() != 0:
         yield [
             "Graded without isolation, because the grader was not started as root: the submission ran as the same "
