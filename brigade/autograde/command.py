@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from brigade import isolation, ranks
-from brigade.autograde import formats, incoming
+from brigade.autograde import classroom, formats, incoming
 from brigade.autograde.outcome import Grading, nothing_yet
 from brigade.course import MODULES, ROOT, CourseError, Module, module
 
@@ -25,6 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--submission", metavar="PATH", help="a directory (clone, lessons, flat files) or a zip of one")
     what.add_argument("--class", dest="class_directory", metavar="DIR", help="a directory with one entry per student")
+    parser.add_argument("--gradebook", metavar="FILE.csv", help="for --class: one row per student")
+    parser.add_argument("--memory-gb", type=float, default=4.0, metavar="N", help="for --class: memory to use (4)")
     parser.add_argument("--out", metavar="FILE", help="the results file; without it the text goes to the terminal")
     parser.add_argument("--format", choices=formats.FORMATS, help="of the results file (default: gradescope)")
     parser.add_argument("--meta", action="append", default=[], metavar="NAME=VALUE", help="a field for classroom50")
@@ -39,9 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Returns the exit status: 0 when the submission was graded, whatever its score."""
     entries = selected(options.modules)
-    if options.class_directory:
-        raise CourseError("--class is not there yet")
     console = Console(stderr=True, highlight=False)
+    if options.class_directory:
+        return run_class(options, entries, console)
     seed = random.randrange(10**6) if options.seed is None else options.seed
     save = saver(options)
     save(nothing_yet(entries, seed))  # before torch is imported: that takes seconds
@@ -75,6 +77,43 @@ def run(options: argparse.Namespace) -> int:
         console.print(f"{grading.score} of {grading.max_score} points in {grading.seconds:.0f} s: {options.out}")
     else:
         print(formats.text(grading))
+    return 0
+
+
+def run_class(options: argparse.Namespace, entries: Sequence[Module], console: Console) -> int:
+    """Grades a directory of submissions into --gradebook."""
+    if not options.gradebook or not Path(options.gradebook).parent.is_dir():
+        raise CourseError("--class needs --gradebook FILE.csv, in a directory that exists")
+    gradebook = Path(options.gradebook).resolve()
+    everyone = classroom.students(Path(options.class_directory).resolve(), gradebook)
+    everyone[0].results.parent.mkdir(exist_ok=True)
+    passed_on = ["--prior", options.prior, "--backend", options.backend, "--limit", str(options.limit)]
+    passed_on += ["--modules", options.modules] if options.modules else []
+    passed_on += ["--seed", str(1 if options.seed is None else options.seed)]  # the same cases for all, and for repeats
+    passed_on += ["--share-gpu"] if options.share_gpu else []
+    room = int(options.memory_gb * 1e9 // classroom.GRADING_BYTES)
+    at_once = max(1, min(room, os.cpu_count() or 1, len(everyone)))
+    columns = (TextColumn("submissions"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    kept = 0
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=len(everyone))
+
+        def follow(student: classroom.Student, unchanged: bool) -> None:
+            nonlocal kept
+            kept += unchanged
+            classroom.save(gradebook, everyone, entries)
+            progress.advance(task)
+
+        classroom.grade_class(everyone, passed_on, at_once=at_once, on_finish=follow)
+    table = classroom.save(gradebook, everyone, entries)
+    report = Console(highlight=False, soft_wrap=True)
+    report.print(f"{len(everyone)} submissions, {kept} of them unchanged since they were graded: {gradebook}")
+    for check, count in classroom.hardest(table)[:10]:
+        report.print(f"  {count} of {len(everyone)} fail {check}", markup=False)
+    for pair in classroom.near_identical(everyone):
+        report.print(
+            f"  near-identical: {pair.one} and {pair.other}, module {pair.module} ({pair.share:.0%})", markup=False
+        )
     return 0
 
 

@@ -40,9 +40,7 @@ def tokens(text: str) -> list[str]:
                 continue
             if token.type == tokenize.NAME and not keyword.iskeyword(token.string):
                 found.append("name")
-            elif token.type in (tokenize.NUMBER, tokenize.STRING):
-                found.append(tokenize.tok_name[token.type])
-            elif token.type in (tokenize.INDENT, tokenize.DEDENT):
+            elif token.type in (tokenize.NUMBER, tokenize.STRING) or token.type in (tokenize.INDENT, tokenize.DEDENT):
                 found.append(tokenize.tok_name[token.type])
             else:
                 found.append(token.string)
