@@ -2,7 +2,7 @@
 
 Names, numbers and strings count as such, whatever they are called, and comments do not count: renaming and reformatting
 change nothing. A module becomes the set of its runs of RUN tokens; runs that the skeleton has too are left out, because
-everybody has them. Two modules are as similar as the smaller set is contained in the larger. The reference is a candidate.
+everybody has them. Two modules are as similar as the smaller set is contained in the larger.
 """
 
 from __future__ import annotations
