@@ -7,13 +7,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 
-.PHONY: help demo test setup figures soak lint clean
+.PHONY: help demo test setup figures gradescope soak lint clean
 
 help:
 	@echo "make demo     train the ladder on real text, draw it, check one right and one wrong answer"
 	@echo "make test     everything that must hold: lint, skeletons, graded checks, mutants, toolkit, notebooks"
 	@echo "make setup    the virtual environment in .venv; then: source .venv/bin/activate"
 	@echo "make figures  draw the readings' pictures anew from runs on this machine"
+	@echo "make gradescope  the autograder for Gradescope as out/gradescope.zip"
 	@echo "make soak     all graded checks 30 times while both cores are busy; about half an hour"
 
 demo: setup
@@ -40,6 +41,9 @@ lint: setup
 figures: setup
 	$(BIN)/python -m brigade.lab.figures
 	$(BIN)/python -m brigade.lab.memory
+
+gradescope: setup
+	$(BIN)/python -m brigade.autograde.package
 
 soak: setup
 	$(BIN)/python tests/soak.py
