@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
+
 from brigade import ranks
 from brigade.autograde.outcome import Grading, Outcome
 from brigade.course import MODULES, ROOT, CourseError, Module
@@ -77,6 +79,7 @@ def grade(
     With `prior` "auto" earlier modules are the submission's own; what fails then, while an earlier module does not
     pass all its checks, is checked once more on the reference's: an error costs its points once.
     """
+    torch.set_num_threads(1)  # the truth is small, and several gradings may run side by side
     grading = Grading(collect(entries), seed, notes=list(notes))
     on_change(grading)
     began = time.monotonic()
