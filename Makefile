@@ -1,6 +1,7 @@
 # make demo and make test are all that a newcomer needs: each does its own set-up first.
 #   PYTHON=python3.12              which Python makes the virtual environment (3.10 or newer)
 #   TORCH_INDEX=https://...        a package index to take torch from, such as one with CPU builds only
+#   GRADE_OPTIONS="--modules 1-4"  for make gradescope: options of `brigade grade`, used for every submission
 
 PYTHON ?= python3
 VENV := .venv
@@ -43,7 +44,7 @@ figures: setup
 	$(BIN)/python -m brigade.lab.memory
 
 gradescope: setup
-	$(BIN)/python -m brigade.autograde.package
+	$(BIN)/python -m brigade.autograde.package $(GRADE_OPTIONS)
 
 soak: setup
 	$(BIN)/python tests/soak.py

@@ -23,7 +23,6 @@ import gc
 import json
 import os
 import select
-import shutil
 import signal
 import socket
 import sys
@@ -54,6 +53,7 @@ def serve(descriptor: int, lock: int, scratch: str, import_path: str) -> None:
     for ignored in (signal.SIGINT, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
     ranks: set[int] = set()
+    jail: dict | None = None
     try:
         while True:
             readable, _, _ = select.select([channel, wake_read], [], [])
@@ -67,6 +67,9 @@ def serve(descriptor: int, lock: int, scratch: str, import_path: str) -> None:
                     break
                 if "fork" in message:
                     forked = []
+                    if message["jail"] and not jail:
+                        isolation.leave_network()
+                    jail = message["jail"] or jail
                     for place in range(0, len(descriptors), FDS_PER_RANK):
                         mine = descriptors[place : place + FDS_PER_RANK]
                         inherited = [channel.fileno(), wake_read, wake_write, lock, *descriptors]
@@ -82,8 +85,8 @@ def serve(descriptor: int, lock: int, scratch: str, import_path: str) -> None:
     except (BrokenPipeError, ConnectionResetError):
         pass
     finally:
-        kill(set(ranks), ranks)
-        shutil.rmtree(scratch, ignore_errors=True)
+        kill(set(ranks), ranks, jail)
+        isolation.remove(scratch)
         os._exit(0)  # unloading torch would take longer than all this, and someone waits for our end
 
 
@@ -153,15 +156,14 @@ def kill(doomed: set[int], ranks: set[int], jail: dict | None = None, timeout_s:
     while doomed & ranks and time.monotonic() < give_up:
         reap(ranks)
         time.sleep(0.001)
-    while time.monotonic() < give_up:
-        orphans = children() - ranks
-        if not orphans:
-            return
+    while (orphans := children() - ranks) and time.monotonic() < give_up:
         for pid in orphans:
             kill_group(pid)
             signal_process(pid)
         reap(ranks)
         time.sleep(0.001)
+    if jail:
+        isolation.remove_files(jail["uid"])
 
 
 def kill_group(pid: int) -> None:

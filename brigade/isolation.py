@@ -4,9 +4,10 @@
 unprivileged user, has limits on memory, processes and file sizes, dies with the fork server, and cannot read what is
 hidden from it: the course's own files (tests, solutions, history), and the directories that the grader names.
 
-Where mount namespaces are allowed, what is hidden is covered, and the temporary directories are the rank's own,
-small and gone with it. Where they are not (most containers), the grader has taken the permissions away (`close_off`).
-This is not a sandbox: the network is open, other files that anybody may read can be read, and the kernel is shared.
+Where namespaces are allowed, what is hidden is covered, the temporary directories are the rank's own, small and gone
+with it, other users' processes are not seen, and the network is a loopback. Where they are not (most containers), the
+grader has taken the permissions away (`close_off`), and the network and the disk are open.
+This is not a sandbox: other files that anybody may read can be read, and the kernel is shared.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ import os
 import resource
 import shutil
 import signal
+import socket
 import stat
+import struct
+import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -27,11 +31,13 @@ from pathlib import Path
 from brigade.course import ROOT, CourseError
 
 PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
-CLONE_NEWNS = 0x00020000
-MS_BIND, MS_REC, MS_PRIVATE, MS_NOSUID, MS_NODEV = 0x1000, 0x4000, 0x40000, 0x2, 0x4
+CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWNET = 0x00020000, 0x08000000, 0x40000000
+MS_BIND, MS_REC, MS_PRIVATE, MS_NOSUID, MS_NODEV, MS_NOEXEC = 0x1000, 0x4000, 0x40000, 0x2, 0x4, 0x8
+SIOCSIFFLAGS, IFF_UP, IFF_RUNNING = 0x8914, 0x1, 0x40
 FIRST_UID = 64_100  # of the users that ranks run as; no account needs to exist
 USERS = 64  # graders at a time on one machine
-PRIVATE_DIRECTORIES = ("/tmp", "/var/tmp", "/dev/shm")
+PRIVATE_DIRECTORIES = ("/tmp", "/var/tmp", "/dev/shm", "/run/lock")  # those that anybody may write to
+RENDEZVOUS = "rendezvous"  # the file in a run's directory that all its ranks share
 SECRETS = ("tests", "solutions", ".git")  # of the course
 
 
@@ -41,21 +47,28 @@ class Jail:
 
     uid: int
     hidden: list[str] = field(default_factory=list)
-    memory: int = 3 << 30  # beside what torch has mapped already
+    memory: int = 3 << 30  # beside what torch has mapped already; 0 for no limit
     processes: int = 400  # of this user, threads included
     file: int = 64 << 20
-    disk: int = 256 << 20  # of each private temporary directory
+    disk: int = 64 << 20  # of each private directory, which takes memory
+    files: int = 10_000  # in each of them
+    sent: int = 4 << 20  # by each rank to the grader, where it takes up to 20 times as much as Python objects
 
 
 def confine(jail: dict, directory: str, server: int) -> None:
     """Makes this process the user's, with its limits, in `directory`. Raises OSError where that is impossible."""
     mounted = unshare_mounts()
-    os.chown(directory, jail["uid"], jail["uid"])
+    shared = os.path.join(directory, RENDEZVOUS)
+    os.close(os.open(shared, os.O_CREAT | os.O_RDWR, 0o600))
+    for path in (directory, shared):
+        os.chown(path, jail["uid"], jail["uid"])
     if mounted:
-        cover(jail["hidden"], directory, jail["disk"])
+        cover(jail, directory)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")  # where memory ends, it ends for ranks first
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     for which, most in (
-        (resource.RLIMIT_AS, mapped + jail["memory"]),
+        (resource.RLIMIT_AS, mapped + jail["memory"] if jail["memory"] else resource.RLIM_INFINITY),
         (resource.RLIMIT_NPROC, jail["processes"]),
         (resource.RLIMIT_FSIZE, jail["file"]),
         (resource.RLIMIT_CORE, 0),
@@ -83,18 +96,20 @@ def free_user() -> Iterator[int]:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 continue
+            kill_user(uid)  # of a grader that was killed something may be left
+            remove_files(uid)
             yield uid
             return
     raise CourseError(f"{USERS} gradings run on this machine already")
 
 
 def kill_user(uid: int) -> None:
-    """Kills every process of the user. For the fork server: only a process of the user's own kills all at once."""
+    """Kills all processes of the user at once, from one that they may not signal in their turn. For root."""
     pid = os.fork()
     if pid == 0:
         try:
-            os.setgid(uid)
-            os.setuid(uid)
+            # The effective user says whom we may signal, the others say who may signal us.
+            os.setresuid(uid + USERS, uid, uid + USERS)
             os.kill(-1, signal.SIGKILL)
         finally:
             os._exit(0)
@@ -102,21 +117,32 @@ def kill_user(uid: int) -> None:
 
 
 def remove_files(uid: int) -> None:
-    """Removes what the user has left in the temporary directories that all users share."""
+    """Removes what the user has left in the directories that all users share."""
     for place in PRIVATE_DIRECTORIES:
-        for entry in os.scandir(place) if os.path.isdir(place) else ():
-            if entry.stat(follow_symlinks=False).st_uid != uid:
-                continue
-            if entry.is_dir(follow_symlinks=False):
-                shutil.rmtree(entry.path, ignore_errors=True)
-            else:
-                with contextlib.suppress(OSError):
-                    os.unlink(entry.path)
+        with contextlib.suppress(OSError):
+            for entry in list(os.scandir(place)):
+                with contextlib.suppress(FileNotFoundError):  # others come and go
+                    if entry.stat(follow_symlinks=False).st_uid == uid:
+                        remove(entry.path)
+
+
+def remove(path: str | Path) -> None:
+    """Removes a file or a directory, links not followed, however deep it is."""
+    if os.path.isdir(path) and not os.path.islink(path):
+        with contextlib.suppress(RecursionError):
+            shutil.rmtree(path, ignore_errors=True)
+    if os.path.lexists(path):
+        subprocess.run(["rm", "-rf", "--", path], stderr=subprocess.DEVNULL)
 
 
 def look_around() -> dict:
-    """What a confined rank is and can read: for a trial before any submission runs."""
-    return {"uid": os.getuid(), "secrets": [name for name in SECRETS if os.access(ROOT / name, os.R_OK)]}
+    """What a confined rank is, what it can read and what it cannot: for a trial before any submission runs."""
+    python = {os.path.dirname(os.__file__), *(path for path in sys.path if path.endswith("site-packages"))}
+    return {
+        "uid": os.getuid(),
+        "secrets": [name for name in SECRETS if os.access(ROOT / name, os.R_OK)],
+        "unreachable": sorted(path for path in python if not os.access(path, os.R_OK | os.X_OK)),
+    }
 
 
 def close_off(paths: Iterable[Path]) -> None:
@@ -127,18 +153,30 @@ def close_off(paths: Iterable[Path]) -> None:
 
 
 def unshare_mounts() -> bool:
-    """Whether this process has mounts of its own now; False where that is not allowed."""
+    """Whether this process has mounts (and shared memory) of its own now; False where that is not allowed."""
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.unshare(CLONE_NEWNS) != 0:
+    if libc.unshare(CLONE_NEWNS | CLONE_NEWIPC) != 0:
         return False
     return libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None) == 0
 
 
-def cover(hidden: Iterable[str], directory: str, disk: int) -> None:
-    """Covers the course, what is hidden and the temporary directories; what a rank needs below them is put back."""
+def leave_network() -> None:
+    """Gives this process, and what it forks, a loopback of its own for a network; nothing where that is not allowed."""
+    if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNET) == 0:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+            fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", IFF_UP | IFF_RUNNING))
+
+
+def cover(jail: dict, directory: str) -> None:
+    """Covers the course, what is hidden and the temporary directories; what a rank needs below them is put back.
+
+    The run's directory is the rank's own too, but for the file through which ranks meet. Of processes it sees its
+    user's.
+    """
+    limits = f"size={jail['disk']},nr_inodes={jail['files']}"
     needed = {path for path in (sys.prefix, sys.base_prefix, directory, *sys.path) if os.path.isdir(path)}
     needed |= set(map(os.path.realpath, needed))
-    covers = {str(ROOT), *map(os.path.realpath, hidden), *map(os.path.realpath, PRIVATE_DIRECTORIES)}
+    covers = {str(ROOT), *map(os.path.realpath, jail["hidden"]), *map(os.path.realpath, PRIVATE_DIRECTORIES)}
     covers |= {ancestor for path in needed for ancestor in closed_ancestors(path)}
     covers = {path for path in covers if os.path.isdir(path)}
     outermost = [path for path in sorted(covers) if not any(below(path, other) for other in covers - {path})]
@@ -146,11 +184,19 @@ def cover(hidden: Iterable[str], directory: str, disk: int) -> None:
         kept = sorted(path for path in needed if below(path, place))
         handles = {path: os.open(path, os.O_PATH) for path in kept}
         private = place in map(os.path.realpath, PRIVATE_DIRECTORIES)
-        mount("tmpfs", place, "tmpfs", MS_NOSUID | MS_NODEV, f"size={disk},mode={'1777' if private else '755'}")
+        mount("tmpfs", place, "tmpfs", MS_NOSUID | MS_NODEV, f"{limits},mode={'1777' if private else '755'}")
         for path, handle in handles.items():
             os.makedirs(path, mode=0o755, exist_ok=True)
             mount(f"/proc/self/fd/{handle}", path, "", MS_BIND | MS_REC, "")
             os.close(handle)
+    shared = os.path.join(directory, RENDEZVOUS)
+    handle = os.open(shared, os.O_PATH)
+    mount("tmpfs", directory, "tmpfs", MS_NOSUID | MS_NODEV, f"{limits},mode=700,uid={jail['uid']},gid={jail['uid']}")
+    os.close(os.open(shared, os.O_CREAT, 0o600))
+    mount(f"/proc/self/fd/{handle}", shared, "", MS_BIND, "")
+    os.close(handle)
+    with contextlib.suppress(OSError):
+        mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, "hidepid=2")
 
 
 def closed_ancestors(path: str) -> list[str]:

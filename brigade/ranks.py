@@ -23,7 +23,6 @@ import os
 import random
 import re
 import selectors
-import shutil
 import signal
 import socket
 import struct
@@ -36,16 +35,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from brigade import forkserver
+from brigade import forkserver, isolation
 from brigade.course import ROOT, CourseError
-from brigade.isolation import Jail
 
 DEADLINE_S = {"gloo": 20.0, "nccl": 90.0}
 QUIET_S = 2.0  # all ranks blocked, nothing launched for so long, and a peer's launch missing: a deadlock
 GRACE_S = 0.3  # after the first failure, the time that other ranks get to report theirs
 OUTPUT_LIMIT = 20_000  # characters of a rank's output that are kept
+MESSAGE_LIMIT = 4_000  # ... and of the message of its exception
 BROKEN_LINK = re.compile("[Cc]onnection (closed|reset)|[Rr]emote (worker|process)|Broken pipe|ncclRemoteError")
-MESSAGE_LIMIT = 1 << 30  # bytes a rank may deliver at once
+TRACE_LIMIT = 1 << 16  # bytes of what it says of where it stands
+FRAMES_LIMIT = 30  # of an exception's
+SENT_LIMIT = 1 << 30  # bytes a rank may send to us, where no jail says less
 
 Event = dict[str, Any]
 
@@ -92,6 +93,10 @@ class RankFailure(Exception):
         self.output = output or []
 
 
+class ServerLost(CourseError):
+    """The fork server has ended, and its ranks with it. The next run starts another."""
+
+
 class Server:
     """The fork server of this process, started at first need and closed at exit."""
 
@@ -99,7 +104,7 @@ class Server:
         self._process: subprocess.Popen | None = None
         self._channel: socket.socket | None = None
         self.scratch = Path()
-        self.jail: Jail | None = None  # of all ranks from now on
+        self.jail: isolation.Jail | None = None  # of all ranks from now on
 
     def start(self) -> None:
         """Starts the server unless it runs; does not wait until it is ready."""
@@ -151,8 +156,8 @@ class Server:
             with self._exchange():
                 forkserver.send(self._channel, {"kill": pids} | self._jail())
                 self._answer("killed", on_exit)
-        except (OSError, CourseError):
-            for pid in pids:  # the server is gone, and on Linux its ranks went with it
+        except ServerLost:
+            for pid in pids:  # on Linux they went with it
                 forkserver.kill_group(pid)
 
     def _jail(self) -> dict[str, Any]:
@@ -161,28 +166,38 @@ class Server:
     def exits(self, on_exit: Callable[[int, int], None]) -> None:
         """Reads one message that came unasked."""
         with self._exchange():
-            message, _ = forkserver.receive(self._channel)
-        if message is None:
-            raise CourseError("the process that starts the ranks was killed; run the command again")
+            message = self._message()
         on_exit(message["exited"], message["status"])
 
     @contextlib.contextmanager
     def _exchange(self) -> Iterator[None]:
-        """Interrupted by Ctrl-C, half a message or an unread answer would stay for the next run: then we close."""
+        """Interrupted by Ctrl-C, half a message or an unread answer would stay for the next run: then we close.
+
+        Raises ServerLost where the server has gone; what its ranks had started is killed.
+        """
         try:
             yield
         except KeyboardInterrupt:
             self.close()
             raise
+        except (OSError, EOFError):
+            self.close()
+            if self.jail:
+                isolation.kill_user(self.jail.uid)
+            raise ServerLost("the process that starts the ranks has ended; does `import torch` work here?") from None
 
     def _answer(self, key: str, on_exit: Callable[[int, int], None]) -> Any:
         while True:
-            message, _ = forkserver.receive(self._channel)
-            if message is None:
-                raise CourseError("the process that starts the ranks ended at once; does `import torch` work here?")
+            message = self._message()
             if key in message:
                 return message[key]
             on_exit(message["exited"], message["status"])
+
+    def _message(self) -> dict[str, Any]:
+        message, _ = forkserver.receive(self._channel)
+        if message is None:
+            raise EOFError
+        return message
 
     def fileno(self) -> int:
         return self._channel.fileno()
@@ -198,7 +213,7 @@ class Server:
                 self._process.kill()
                 self._process.wait()
             self._process = None
-            shutil.rmtree(self.scratch, ignore_errors=True)
+            isolation.remove(self.scratch)
 
 
 def sweep() -> None:
@@ -207,7 +222,7 @@ def sweep() -> None:
         try:
             with open(lock, "r+") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(lock.parent, ignore_errors=True)
+                isolation.remove(lock.parent)
         except OSError:
             continue  # in use, or not ours
 
@@ -261,7 +276,8 @@ def run_ranks(
     if SERVER.jail:
         SERVER.scratch.chmod(0o711)  # the way to the run's directory, which will be the user's
     deadline = None if terminal else deadline or DEADLINE_S[backend]
-    run = _Run(world_size, deadline, stream, on_event, request["packages"])
+    most = SERVER.jail.sent if SERVER.jail else SENT_LIMIT
+    run = _Run(world_size, deadline, stream, on_event, request["packages"], most)
     try:
         run.fork(directory)
         for rank in run.ranks:
@@ -278,7 +294,7 @@ def run_ranks(
         failure = run.failure()
     finally:
         run.end()
-        shutil.rmtree(directory, ignore_errors=True)
+        isolation.remove(directory)
     if failure:
         raise failure
     results = RankResults(run.decoded())
@@ -303,7 +319,9 @@ class _Rank:
         self.result: bytes | None = None
         self.error: dict[str, Any] | None = None
         self.status: int | None = None
-        self.garbled = False
+        self.received = 0  # bytes
+        self.garbled = ""  # what is wrong with them
+        self.closed = False
         self.waiting: Event | None = None  # the launch it waits for now
         self.launches: list[Event] = []
 
@@ -345,11 +363,13 @@ class _Run:
         stream: bool,
         on_event: Callable[[int, Event], None] | None,
         packages: dict[str, dict[str, tuple[str, str]]],
+        most: int,
     ):
         self.ranks = [_Rank(number) for number in range(world_size)]
         self.deadline_s = deadline
         self.stream = stream  # else what a rank did last may not have arrived
         self.on_event = on_event
+        self.most = most
         self.files = {name: {path for path, _ in sources.values()} for name, sources in packages.items()}
         self.selector = selectors.DefaultSelector()
         self.last_news = time.monotonic()
@@ -417,7 +437,7 @@ class _Run:
         self._read(rank, rank.output, rank.printed, OUTPUT_LIMIT + 1)
 
     def _trace(self, rank: _Rank) -> None:
-        self._read(rank, rank.trace, rank.stack, 1 << 20)
+        self._read(rank, rank.trace, rank.stack, TRACE_LIMIT)
 
     def _control(self, rank: _Rank) -> None:
         try:
@@ -426,11 +446,17 @@ class _Run:
             data = b""
         if not data:
             self.selector.unregister(rank.control)
+            rank.closed = True
+            self._fail()
             return
         rank.buffer += data
+        rank.received += len(data)
+        if rank.received > self.most:
+            self._garbled(rank, f"sent more than {self.most} bytes: does it launch collectives without end?")
+            return
         while len(rank.buffer) >= 9:
             letter, (size,) = rank.buffer[:1], struct.unpack_from("<Q", rank.buffer, 1)
-            if letter not in (b"E", b"R", b"X") or size > MESSAGE_LIMIT:
+            if letter not in (b"E", b"R", b"X") or size > self.most:
                 self._garbled(rank)
                 return
             if len(rank.buffer) < 9 + size:
@@ -439,14 +465,14 @@ class _Run:
             del rank.buffer[: 9 + size]
             try:
                 events = self._frame(rank, letter, body)
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
                 self._garbled(rank)
                 return
             for event in events if self.on_event else []:
                 self.on_event(rank.number, event)
 
-    def _garbled(self, rank: _Rank) -> None:
-        rank.garbled = True
+    def _garbled(self, rank: _Rank, why: str = "wrote something unreadable to its channel") -> None:
+        rank.garbled = why
         self.selector.unregister(rank.control)
         self._fail()
 
@@ -460,14 +486,19 @@ class _Run:
         elif letter == b"X":
             error = json.loads(body)
             rank.error = {
-                "type": str(error["type"]),
-                "message": str(error["message"]),
+                "type": str(error["type"])[:MESSAGE_LIMIT],
+                "message": str(error["message"])[:MESSAGE_LIMIT],
                 "own": bool(error["own"]),
-                "frames": [[str(f), int(n), str(w), str(t)] for f, n, w, t in error["frames"]],
+                "frames": [
+                    [str(text)[:MESSAGE_LIMIT] for text in (f, int(n), w, t)]
+                    for f, n, w, t in error["frames"][-FRAMES_LIMIT:]
+                ],
             }
             self._fail()
         else:
             events = list(json.loads(body))
+            if not events:
+                raise ValueError("no message that a rank sends")
             for event in events:
                 self._event(rank, event)
         self.last_news = time.monotonic()
@@ -475,6 +506,8 @@ class _Run:
 
     def _event(self, rank: _Rank, event: Any) -> None:
         require_fields(event, EVENT_FIELDS)
+        if type(event.get("index", 0)) is not int:
+            raise ValueError("no event that a recorder makes")
         if event["kind"] == "launch":
             require_fields(event, LAUNCH_FIELDS)
             if event["index"] != len(rank.launches) or not all(type(member) is int for member in event["ranks"]):
@@ -580,18 +613,20 @@ class _Run:
         garbled = [rank for rank in self.ranks if rank.garbled]
         if garbled:
             number = garbled[0].number
-            return RankFailure("garbled", f"rank {number} wrote something unreadable to its channel", [], number)
+            return RankFailure("garbled", f"rank {number} {garbled[0].garbled}", [], number, output=output)
         raised = [rank for rank in self.ranks if rank.error]
         died = [rank for rank in self.ranks if rank.status is not None]
         # A rank whose peer has gone gets an exception from gloo or NCCL, or is aborted by it: it is not the cause.
+        closed = [rank for rank in self.ranks if rank.closed]
         first_hand = [rank for rank in raised if not BROKEN_LINK.search(rank.error["message"])]
-        culprit = (first_hand or sorted(died, key=lambda rank: rank.status == -signal.SIGABRT) or raised)[0]
+        culprit = (first_hand or sorted(died, key=lambda rank: rank.status == -signal.SIGABRT) or raised or closed)[0]
         if culprit.error:
             error = culprit.error
             summary = f"rank {culprit.number} raised {error['type']}: {error['message'] or '(no message)'}"
             frames = [f"  {Path(f).name}, line {n}, in {where}: {text}" for f, n, where, text in error["frames"]]
             return RankFailure("exception", summary, frames, culprit.number, error["type"], output)
-        summary = f"rank {culprit.number} ended without a result ({ending(culprit.status)})"
+        how = "it closed its channel" if culprit.status is None else ending(culprit.status)
+        summary = f"rank {culprit.number} ended without a result ({how})"
         return RankFailure("died", summary, lines, culprit.number, output=output)
 
     def _doing(self, rank: _Rank) -> str:
@@ -615,7 +650,7 @@ class _Run:
 
     def _where(self, rank: _Rank) -> str:
         """The innermost line of the submission, or of the scenario, that the rank stands on."""
-        frames = re.findall(r'File "(.+?)", line (\d+) in (.+)', rank.stack.decode(errors="replace"))
+        frames = re.findall(r'File "([^"\n]+)", line (\d+) in (.+)', rank.stack.decode(errors="replace"))
         packages = sorted(self.files, key=lambda name: name != "submission")
         for files in [self.files[name] for name in packages]:
             for path, line, name in frames:

@@ -8,9 +8,12 @@ of the same submission wherever it lies on disk. Nothing else in the directory i
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.abc
 import importlib.machinery
 import linecache
+import os
+import stat
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +24,7 @@ from brigade.course import MODULES, ROOT, CourseError, Module, module
 
 PACKAGE = "submission"
 PRIORS = ("own", "reference")
-MAX_SOURCE_BYTES = 1_000_000
+MAX_SOURCE_BYTES = 250_000
 
 Sources = dict[str, tuple[str, str]]  # module name -> (path of the file, text)
 
@@ -59,43 +62,82 @@ def directory(target: str | Path) -> Path:
 def read(target: str | Path, number: int, prior: str = "own") -> Submission:
     """The text of module `number` in `target`, and of the modules below it.
 
-    `prior` says whose earlier modules are used: the submission's "own" or the "reference". An earlier module
-    that is missing or broken is left out, for it may not be needed. Raises CourseError when the
-    module itself is missing, unreadable or not Python; the message is one line.
+    `prior` says whose earlier modules are used: the submission's "own" or the "reference"; of the latter only those
+    that the module or its checks name, and those that they name. An earlier module that is missing or broken is left
+    out, for it may not be needed. Raises CourseError when the module itself is missing, unreadable, outside of
+    `target` or not Python; the message is one line.
     """
     target = directory(target)
     entry = module(number)
     path = find(target, entry)
     if path is None:
         raise CourseError(f"module {number} is missing: there is no {entry.path} in {target}")
-    sources = {f"{entry.package}.{entry.name}": (str(path), source_text(path))}
-    earlier_target = ROOT / "solutions" if prior == "reference" else target
-    for earlier in MODULES[: number - 1]:
-        path = find(earlier_target, earlier)
+    text = source_text(path, target)
+    earlier: Sources = {}
+    within = ROOT / "solutions" if prior == "reference" else target
+    for other in MODULES[: number - 1]:
+        place = find(within, other)
         try:
-            if path is not None:
-                sources[f"{earlier.package}.{earlier.name}"] = (str(path), source_text(path))
+            if place is not None:
+                earlier[f"{other.package}.{other.name}"] = (str(place), source_text(place, within))
         except CourseError:
             continue
-    return Submission(target, sources)
+    if prior == "reference":
+        checks = [entry.checks, *(ROOT / "tests" / "scenarios").glob(f"m{number:02}_*.py")]
+        earlier = named([text, *(path.read_text() for path in checks)], earlier)
+    return Submission(target, {f"{entry.package}.{entry.name}": (str(path), text), **earlier})
 
 
-def source_text(path: Path) -> str:
-    """The text of a Python file. Raises CourseError where it is unreadable, too long or not Python."""
+def named(texts: list[str], sources: Sources) -> Sources:
+    """Those of `sources` whose package the texts name, and those that their texts name in turn."""
+    found: Sources = {}
+    while texts:
+        text = texts.pop()
+        for name, source in sources.items():
+            if name not in found and name.partition(".")[0] in text:
+                found[name] = source
+                texts.append(source[1])
+    return found
+
+
+def source_text(path: Path, within: Path) -> str:
+    """The text of a Python file. CourseError where it is unreadable, too long, outside of `within` or not Python."""
     try:
-        if path.stat().st_size > MAX_SOURCE_BYTES:
+        if not path.resolve().is_relative_to(within.resolve()):
+            raise CourseError(f"{path.name} is a link to a file outside of the submission")
+        with open(path.resolve(), "rb", opener=opened) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise CourseError(f"{path.name} is not an ordinary file")
+            content = file.read(MAX_SOURCE_BYTES + 1)
+        if len(content) > MAX_SOURCE_BYTES:
             raise CourseError(f"{path.name} is larger than {MAX_SOURCE_BYTES} bytes")
-        text = path.read_text(encoding="utf-8")
-        ast.parse(text, filename=str(path))
+        text = content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except OSError as error:
         raise CourseError(f"{path.name} cannot be read: {error.strerror}") from None
-    except SyntaxError as error:
-        where = f"{path.name}, line {error.lineno}" if error.lineno else path.name
-        line = (error.text or "").strip()[:100]
-        raise CourseError(f"{where}: {error.msg}" + (f": {line}" if line else "")) from None
-    except (ValueError, RecursionError, MemoryError) as error:
+    except (UnicodeDecodeError, RuntimeError) as error:  # RuntimeError: a link to itself
         raise CourseError(f"{path.name} is not a Python source file: {error}") from None
+    if wrong := fault(path.name, text):
+        raise CourseError(wrong)
     return text
+
+
+def opened(path: str, flags: int) -> int:
+    """Opens a file that has been looked at before: not what a link leads to by now, and without waiting for a pipe."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+
+
+@functools.lru_cache(maxsize=32)  # every check reads the same few files
+def fault(name: str, text: str) -> str:
+    """Why the text of the file `name` is not Python, in one line; "" where it is."""
+    try:
+        ast.parse(text, filename=name)
+    except SyntaxError as error:
+        where = f"{name}, line {error.lineno}" if error.lineno else name
+        line = (error.text or "").strip()[:100]
+        return f"{where}: {error.msg}" + (f": {line}" if line else "")
+    except (ValueError, RecursionError, MemoryError) as error:
+        return f"{name} is not a Python source file: {error}"
+    return ""
 
 
 class TextFinder(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):

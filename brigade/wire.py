@@ -5,7 +5,7 @@ here is None, a bool, a number, a string, bytes, a `torch.dtype`, a tensor, or a
 
     8 bytes                length of the header, little-endian
     header                 JSON {"value": tree, "sizes": [bytes of blob 0, bytes of blob 1, ...]}
-    blob 0, blob 1, ...    raw contents of tensors and bytes, in order
+    blob 0, blob 1, ...    raw contents of tensors and bytes, in order, each used once
 """
 
 from __future__ import annotations
@@ -25,6 +25,10 @@ DTYPES = {
         torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
     )
 }  # fmt: skip
+
+
+MOST_DIMENSIONS = 64  # of a tensor
+MOST_ENTRIES = 1 << 40  # of a dimension
 
 
 class WireError(ValueError):
@@ -80,7 +84,7 @@ def _flatten(value: Any, blobs: list[bytes]) -> Any:
     raise WireError(f"a {type(value).__name__} cannot travel")
 
 
-def _unflatten(node: Any, blobs: list[memoryview]) -> Any:
+def _unflatten(node: Any, blobs: list[memoryview | None]) -> Any:
     if node is None or isinstance(node, (bool, int, float, str)):
         return node
     if isinstance(node, list):
@@ -93,13 +97,23 @@ def _unflatten(node: Any, blobs: list[memoryview]) -> Any:
     if kind == "dtype":
         return DTYPES[content]
     if kind == "bytes":
-        return bytes(blobs[content])
+        return bytes(_taken(blobs, content))
     if kind == "tensor":
         index, name, shape = content
-        dtype, blob = DTYPES[name], blobs[index]
-        if any(type(size) is not int or size < 0 for size in shape) or math.prod(shape) * dtype.itemsize != len(blob):
+        dtype, blob = DTYPES[name], _taken(blobs, index)
+        if len(shape) > MOST_DIMENSIONS or any(type(n) is not int or not 0 <= n <= MOST_ENTRIES for n in shape):
+            raise WireError("no tensor has such a shape")
+        if math.prod(shape) * dtype.itemsize != len(blob):
             raise WireError("a tensor's shape does not fit its bytes")
         if not len(blob):
             return torch.empty(shape, dtype=dtype)
         return torch.frombuffer(bytearray(blob), dtype=dtype).reshape(shape)
     raise WireError(f"unknown kind {kind!r}")
+
+
+def _taken(blobs: list[memoryview | None], index: int) -> memoryview:
+    """Blob `index`, for the one time that it may be used: a thousand copies of it would fill our memory."""
+    blob, blobs[index] = blobs[index], None
+    if blob is None:
+        raise WireError("a blob is used twice")
+    return blob

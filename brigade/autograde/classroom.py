@@ -1,30 +1,42 @@
 """brigade grade --class: every submission below a directory, several at a time, into one gradebook.
 
 Each submission is graded by a process of its own, `brigade grade --submission`, with a results file in the directory
-`GRADEBOOK.results`. Beside it stands what it was made from: the text of the modules, the course, and the options. When
-all that is unchanged, an interrupted or repeated run takes the results as they are.
+`GRADEBOOK.results`. Beside it stands what it was made from: a hash of the modules' text, the course and the options.
+When that is unchanged, an interrupted or repeated run takes the results as they are.
 """
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import fcntl
 import hashlib
 import io
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
+import textwrap
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from brigade.autograde import formats, incoming, similarity
 from brigade.course import MODULES, ROOT, CourseError, Module
-from brigade.submission import find
+from brigade.submission import MAX_SOURCE_BYTES, find
 
-GRADING_BYTES = 1_300_000_000  # what grading one submission takes at most: the grader, the server and four ranks
-TRIES = 2  # for a grader that ends without results
+GRADING_BYTES = 1_000_000_000  # what grading one takes, four ranks included: 0.7 GB measured, and half as much again
+TRIES = 2  # for a grader that was killed
+END_S = 20.0  # that a grader gets to put everything away
+FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")  # what a spreadsheet takes a cell for that begins with one of these
+CODE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+Row = dict[str, "str | int"]
 
 
 @dataclass(frozen=True)
@@ -39,28 +51,44 @@ class Student:
     def made_from(self) -> Path:
         return self.results.with_suffix(".made-from")
 
+    @property
+    def log(self) -> Path:
+        return self.results.with_suffix(".log")
 
-def students(directory: Path, gradebook: Path) -> list[Student]:
-    """The submissions in a class's directory: its directories and zip files. Raises CourseError without any."""
+
+def results_of(gradebook: Path) -> Path:
+    return gradebook.with_name(gradebook.name + ".results")
+
+
+def students(directory: Path, gradebook: Path) -> tuple[list[Student], list[str]]:
+    """The submissions in a class's directory, its directories and zip files; and the names of what else is there.
+
+    Raises CourseError where there are none.
+    """
     if not directory.is_dir():
         raise CourseError(f"there is no directory {directory}")
-    results = gradebook.with_name(gradebook.name + ".results")
-    found = [
-        Student(path.stem if path.is_file() else path.name, path, results / f"{path.name}.json")
-        for path in sorted(directory.iterdir())
-        if not path.name.startswith(".") and path != results and (path.is_dir() or path.suffix == ".zip")
-    ]
+    ours = (gradebook, results_of(gradebook))
+    entries = [path for path in sorted(directory.iterdir()) if path.name[0] != "." and path not in ours]
+    found = [path for path in entries if path.is_dir() or path.suffix.lower() == ".zip"]
     if not found:
         raise CourseError(f"there are no submissions in {directory}: one directory or zip file per student")
+    plain = [path.name if path.is_dir() else path.stem for path in found]
+    names = [name if plain.count(name) == 1 else path.name for name, path in zip(plain, found)]  # a.zip beside a
+    results = results_of(gradebook)
+    everyone = [Student(formats.shown(n), path, results / f"{path.name}.json") for n, path in zip(names, found)]
+    return everyone, [formats.shown(path.name) for path in entries if path not in found]
+
+
+def texts(student: Student) -> dict[int, str]:
+    """The text of each module that can be found, by number; unreadable ones are left to the grading."""
+    found = {}
+    with contextlib.suppress(CourseError, OSError):
+        with incoming.opened(student.path) as directory:
+            for entry in MODULES:
+                if path := find(directory, entry):
+                    with open(path, "rb") as file:
+                        found[entry.number] = file.read(MAX_SOURCE_BYTES + 1).decode(errors="backslashreplace")
     return found
-
-
-def fingerprint(student: Student, course: str, options: Sequence[str]) -> str:
-    """Changes with the student's modules, the course and the options."""
-    digest = hashlib.sha256(json.dumps([course, *options]).encode())
-    for number, text in texts(student).items():
-        digest.update(f"{number}:{hashlib.sha256(text.encode()).hexdigest()}".encode())
-    return digest.hexdigest()
 
 
 def course_fingerprint() -> str:
@@ -71,93 +99,119 @@ def course_fingerprint() -> str:
     return digest.hexdigest()
 
 
-def texts(student: Student) -> dict[int, str]:
-    """The text of each module that can be found, by number; unreadable ones are left to the grading."""
+def outdated(everyone: Sequence[Student], options: Sequence[str]) -> dict[Student, str]:
+    """Those without results that were made from the same, and what new results would be made from."""
+    course = course_fingerprint()
     found = {}
-    try:
-        with incoming.opened(student.path) as directory:
-            for entry in MODULES:
-                if path := find(directory, entry):
-                    found[entry.number] = path.read_bytes()[:1_000_001].decode(errors="replace")
-    except (CourseError, OSError):
-        pass
+    for student in everyone:
+        everything = json.dumps([course, *options, texts(student)])
+        wanted = hashlib.sha256(everything.encode()).hexdigest()
+        if not (student.results.exists() and student.made_from.exists() and student.made_from.read_text() == wanted):
+            found[student] = wanted
     return found
 
 
-def grade_class(
-    everyone: Sequence[Student],
+@contextlib.contextmanager
+def locked(gradebook: Path) -> Iterator[int]:
+    """Keeps a second run away from the gradebook; yields the descriptor that does, for graders to hold as well."""
+    results = results_of(gradebook)
+    results.mkdir(mode=0o700, exist_ok=True)
+    with open(results / ".lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise CourseError(f"another run is writing to {gradebook}: wait for its end") from None
+        yield lock.fileno()
+
+
+def grade_all(
+    waiting: Mapping[Student, str],
     options: Sequence[str],
     *,
     at_once: int,
-    on_finish: Callable[[Student, bool], None],
+    lock: int,
+    on_finish: Callable[[Student], None],
 ) -> None:
-    """Grades all, `at_once` at a time. `on_finish` is told each student and whether the results were there already."""
-    course = course_fingerprint()
-    waiting = []
-    for student in everyone:
-        wanted = fingerprint(student, course, options)
-        if student.made_from.exists() and student.made_from.read_text() == wanted and student.results.exists():
-            on_finish(student, True)
-        else:
-            waiting.append((student, wanted, 1))
-    running: list[tuple[subprocess.Popen, Student, str, int]] = []
+    """Grades the students, `at_once` at a time; see `outdated` for `waiting`. Ends all graders when interrupted."""
+    queue = [(student, 1) for student in waiting]
+    running: list[tuple[subprocess.Popen, Student, int]] = []
     try:
-        while waiting or running:
-            while waiting and len(running) < at_once:
-                student, wanted, attempt = waiting.pop(0)
-                running.append((started(student, options), student, wanted, attempt))
+        while queue or running:
+            while queue and len(running) < at_once:
+                student, attempt = queue.pop(0)
+                running.append((started(student, options, lock), student, attempt))
             time.sleep(0.05)
             for job in [job for job in running if job[0].poll() is not None]:
                 running.remove(job)
-                process, student, wanted, attempt = job
-                if process.returncode == 0:
-                    student.made_from.write_text(wanted)
-                elif process.returncode < 0 and attempt < TRIES:  # killed from outside: not the submission's doing
-                    waiting.append((student, wanted, attempt + 1))
+                process, student, attempt = job
+                process.stdin.close()
+                if process.returncode < 0 and attempt < TRIES:  # from outside, for want of memory: not their doing
+                    queue.append((student, attempt + 1))
                     continue
-                on_finish(student, False)
+                if process.returncode == 0:
+                    student.made_from.write_text(waiting[student])
+                on_finish(student)
     finally:
         for process, *_ in running:
             process.terminate()
         for process, *_ in running:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(END_S)
+            process.kill()
             process.wait()
 
 
-def started(student: Student, options: Sequence[str]) -> subprocess.Popen:
-    command = [sys.executable, "-m", "brigade.cli", "grade", "--submission", str(student.path), "--out"]
-    with open(student.results.with_suffix(".log"), "w") as log:
+def started(student: Student, options: Sequence[str], lock: int) -> subprocess.Popen:
+    """The student's grader. It ends when this process does, because then its standard input ends."""
+    student.made_from.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "brigade.autograde.classroom", "--submission", str(student.path)]
+    with open(student.log, "w") as log:
         return subprocess.Popen(
-            [*command, str(student.results), *options],
+            [*command, "--out", str(student.results), *options],
+            cwd=ROOT,  # and not where a student's directory could be found as a package
+            stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
-            stdin=subprocess.DEVNULL,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            pass_fds=[lock],
+            start_new_session=True,  # Ctrl-C is for us; we then end the graders in order
         )
 
 
-def rows(everyone: Sequence[Student], entries: Sequence[Module]) -> list[dict[str, str | int]]:
-    """The gradebook: a row for each student, a column for each check with its points."""
-    table = []
-    for student in everyone:
-        row: dict[str, str | int] = {"student": student.name}
-        try:
-            result = json.loads(student.results.read_text())
-        except (OSError, ValueError):
-            table.append(row | {"score": 0, "note": "the grader gave no results: see its log"})
-            continue
-        row |= {"score": result["score"], "max": sum(test["max_score"] for test in result["tests"])}
-        for entry in entries:
-            mine = [test for test in result["tests"] if f"module {entry.number}" in test["tags"]]
-            row[f"module {entry.number}"] = sum(test["score"] for test in mine)
-            row |= {f"{entry.number}.{test['tags'][1].removeprefix('test_')}": test["score"] for test in mine}
-        row["note"] = " / ".join(result["output"].splitlines()[1:])
-        table.append(row)
-    return table
+def main() -> int:
+    """A grader of a class."""
+    from brigade import cli
+
+    def follow() -> None:
+        os.read(0, 1)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=follow, daemon=True).start()
+    return cli.main(["grade", *sys.argv[1:]])
 
 
-def written(table: Sequence[dict[str, str | int]]) -> str:
+def row(student: Student, entries: Sequence[Module]) -> Row:
+    """The student's line in the gradebook: the score, that of each module and of each check."""
+    line: Row = {"student": student.name}
+    try:
+        result = json.loads(student.results.read_text())
+    except (OSError, ValueError):
+        note = f"the grader gave no results: see {student.log.name}" if student.log.exists() else "not graded yet"
+        return line | {"score": 0, "note": note}
+    line |= {"score": result["score"], "max": sum(test["max_score"] for test in result["tests"])}
+    for entry in entries:
+        mine = [test for test in result["tests"] if f"module {entry.number}" in test["tags"]]
+        line[f"module {entry.number}"] = sum(test["score"] for test in mine)
+    for test in result["tests"]:
+        number, (_, name) = test["number"].split(".")[0], test["tags"]
+        if name.startswith("test_"):  # else the grading ended before it knew the checks
+            line[f"{number}.{name.removeprefix('test_')}"] = test["score"]
+    return line | {"note": " / ".join(result["output"].splitlines()[1:])}
+
+
+def written(table: Sequence[Row]) -> str:
     """The table as CSV; the columns of all rows."""
-    columns = list(dict.fromkeys(column for row in table for column in row if column != "note")) + ["note"]
+    longest = max(table, key=len)  # one that knows all checks, in order
+    columns = list(dict.fromkeys(column for row in (longest, *table) for column in row))
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, restval="")
     writer.writeheader()
@@ -167,28 +221,40 @@ def written(table: Sequence[dict[str, str | int]]) -> str:
 
 def guarded(value: str | int) -> str | int:
     """A spreadsheet must not take a student's name or a note for a formula."""
-    return "'" + value if isinstance(value, str) and value[:1] in ("=", "+", "-", "@") else value
+    return "'" + value if isinstance(value, str) and value.startswith(FORMULA) else value
 
 
-def hardest(table: Sequence[dict[str, str | int]]) -> list[tuple[str, int]]:
-    """The checks that fail, and how many students fail each, most first."""
-    counts: dict[str, int] = {}
-    for row in table:
-        for column, value in row.items():
-            if "." in column and value == 0:
-                counts[column] = counts.get(column, 0) + 1
-    return sorted(counts.items(), key=lambda pair: -pair[1])
-
-
-def near_identical(everyone: Sequence[Student]) -> list[similarity.Pair]:
-    """Pairs of students, or of a student and the reference, whose modules are alike."""
-    skeletons = {entry.number: (ROOT / "lessons" / entry.path).read_text() for entry in MODULES}
-    solutions = {entry.number: (ROOT / "solutions" / entry.path).read_text() for entry in MODULES}
-    return similarity.alike({s.name: texts(s) for s in everyone} | {"the reference": solutions}, skeletons)
-
-
-def save(gradebook: Path, everyone: Sequence[Student], entries: Sequence[Module]) -> list[dict[str, str | int]]:
+def save(gradebook: Path, everyone: Sequence[Student], entries: Sequence[Module]) -> list[Row]:
     """Writes the gradebook; returns its rows."""
-    table = rows(everyone, entries)
+    table = [row(student, entries) for student in everyone]
     formats.write(gradebook, written(table))
     return table
+
+
+def hardest(table: Sequence[Row]) -> list[tuple[str, int]]:
+    """The checks that fail, and how many students fail each, most first."""
+    return Counter(
+        column for row in table for column, value in row.items() if "." in column and value == 0
+    ).most_common()
+
+
+def near_identical(everyone: Sequence[Student], entries: Sequence[Module]) -> list[similarity.Group]:
+    """Students whose modules are alike; answers that come with the course take part under their directories' names."""
+    everybodys: dict[str, dict[int, str]] = {student.name: texts(student) for student in everyone}
+    given = {}
+    for entry in entries:
+        for place, path in (
+            ("solutions/", ROOT / "solutions" / entry.path),  # no student's name has a slash
+            ("tests/alternatives/", ROOT / "tests" / "alternatives" / f"{entry.package}.py"),
+        ):
+            everybodys.setdefault(place, {})[entry.number] = path.read_text()
+        reading = "".join(path.read_text() for path in sorted(entry.lesson.glob("*.md")))
+        given[entry.number] = [
+            (ROOT / "lessons" / entry.path).read_text(),
+            *map(textwrap.dedent, CODE.findall(reading)),
+        ]
+    return similarity.alike(everybodys, given)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -7,12 +7,14 @@ import contextlib
 import os
 import random
 import re
+import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from brigade import isolation, ranks
 from brigade.autograde import classroom, formats, incoming
@@ -27,8 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--class", dest="class_directory", metavar="DIR", help="a directory with one entry per student")
     parser.add_argument("--gradebook", metavar="FILE.csv", help="for --class: one row per student")
     parser.add_argument("--memory-gb", type=float, default=4.0, metavar="N", help="for --class: memory to use (4)")
-    parser.add_argument("--out", metavar="FILE", help="the results file; without it the text goes to the terminal")
-    parser.add_argument("--format", choices=formats.FORMATS, help="of the results file (default: gradescope)")
+    parser.add_argument("--out", metavar="FILE", help="the results file; without it they go to the terminal")
+    parser.add_argument("--format", choices=formats.FORMATS, help="default: gradescope; text on the terminal")
     parser.add_argument("--meta", action="append", default=[], metavar="NAME=VALUE", help="a field for classroom50")
     parser.add_argument("--modules", default="", metavar="LIST", help="such as 1-4 or 2,5; all without it")
     parser.add_argument("--prior", default="auto", choices=("auto", "own", "reference"), help="whose earlier modules")
@@ -39,82 +41,126 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Returns the exit status: 0 when the submission was graded, whatever its score."""
+    """Returns the exit status: 0 when everything was graded, whatever the score; 1 when a part of the class was not."""
     entries = selected(options.modules)
-    console = Console(stderr=True, highlight=False)
-    if options.class_directory:
-        return run_class(options, entries, console)
-    seed = random.randrange(10**6) if options.seed is None else options.seed
-    save = saver(options)
-    save(nothing_yet(entries, seed))  # before torch is imported: that takes seconds
+    for name, amount in (("--limit", options.limit), ("--memory-gb", options.memory_gb)):
+        if not 0 < amount < float("inf"):
+            raise CourseError(f"{name} {amount}: it takes a number above 0")
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
     if options.backend == "nccl":
         ranks.nccl_environment(2, options.share_gpu)
-    with isolated(options) as notes, incoming.opened(options.submission) as target:
-        if meddling := incoming.meddling(target):
-            notes.append(f"Ignored, and worth a look: {', '.join(meddling)}")
-        from brigade.autograde.grading import collect, grade
+    with sigterm_interrupts():
+        return run_class(options, entries, console) if options.class_directory else run_one(options, entries, console)
 
-        columns = (TextColumn("checks"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-            task = progress.add_task("", total=len(collect(entries)))
 
-            def follow(grading: Grading) -> None:
-                save(grading)
-                progress.update(task, completed=sum(outcome.finished for outcome in grading.outcomes))
+@contextlib.contextmanager
+def sigterm_interrupts() -> Iterator[None]:
+    """In the block SIGTERM is like Ctrl-C, so that everything is put away."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
-            grading = grade(
-                target,
-                entries,
-                seed=seed,
-                prior=options.prior,
-                backend=options.backend,
-                share_gpu=options.share_gpu,
-                total_s=options.limit,
-                notes=notes,
-                on_change=follow,
-            )
-    if options.out:
-        console.print(f"{grading.score} of {grading.max_score} points in {grading.seconds:.0f} s: {options.out}")
+
+def run_one(options: argparse.Namespace, entries: Sequence[Module], console: Console) -> int:
+    """Grades --submission into --out."""
+    if options.gradebook:
+        raise CourseError("--gradebook is for --class; the results of one submission go to --out")
+    render = writer(options)
+    out = results_file(options.out)
+    columns = (TextColumn("checks"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=None)
+
+        def follow(grading: Grading) -> None:
+            nonlocal latest
+            latest = grading
+            if out:
+                formats.write(out, render(grading))
+            done = sum(outcome.finished for outcome in grading.outcomes)
+            progress.update(task, total=len(grading.outcomes), completed=done)
+
+        latest = nothing_yet(entries, random.randrange(10**6) if options.seed is None else options.seed)
+        follow(latest)  # before torch is imported: that takes seconds
+        try:
+            with incoming.opened(options.submission) as target, isolated(options) as notes:
+                if meddling := incoming.meddling(target):
+                    notes.append(f"Ignored, and worth a look: {', '.join(meddling)}")
+                from brigade.autograde.grading import grade
+
+                grade(
+                    target,
+                    entries,
+                    seed=latest.seed,
+                    prior=options.prior,
+                    backend=options.backend,
+                    share_gpu=options.share_gpu,
+                    total_s=options.limit,
+                    notes=notes,
+                    on_change=follow,
+                )
+        except CourseError as error:
+            latest.notes.append(str(error))
+            follow(latest)
+            raise
+    if out:
+        console.print(f"{latest.score} of {latest.max_score} points in {latest.seconds:.0f} s: {out}", markup=False)
     else:
-        print(formats.text(grading))
+        print(render(latest), end="")
     return 0
 
 
 def run_class(options: argparse.Namespace, entries: Sequence[Module], console: Console) -> int:
-    """Grades a directory of submissions into --gradebook."""
-    if not options.gradebook or not Path(options.gradebook).parent.is_dir():
-        raise CourseError("--class needs --gradebook FILE.csv, in a directory that exists")
-    gradebook = Path(options.gradebook).resolve()
-    everyone = classroom.students(Path(options.class_directory).resolve(), gradebook)
-    everyone[0].results.parent.mkdir(exist_ok=True)
+    """Grades the submissions in the directory --class into --gradebook."""
+    if not options.gradebook or options.out or options.format or options.meta:
+        raise CourseError("--class writes to --gradebook FILE.csv, which it needs; --out, --format, --meta are for one")
+    gradebook = results_file(options.gradebook)
+    everyone, others = classroom.students(Path(options.class_directory).resolve(), gradebook)
     passed_on = ["--prior", options.prior, "--backend", options.backend, "--limit", str(options.limit)]
     passed_on += ["--modules", options.modules] if options.modules else []
     passed_on += ["--seed", str(1 if options.seed is None else options.seed)]  # the same cases for all, and for repeats
     passed_on += ["--share-gpu"] if options.share_gpu else []
-    room = int(options.memory_gb * 1e9 // classroom.GRADING_BYTES)
-    at_once = max(1, min(room, os.cpu_count() or 1, len(everyone)))
-    columns = (TextColumn("submissions"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    kept = 0
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=len(everyone))
+    if may_isolate():  # where ranks have no mounts of their own, one submission must not read another
+        isolation.close_off([Path(options.class_directory).resolve()])
+    with classroom.locked(gradebook) as lock:
+        waiting = classroom.outdated(everyone, passed_on)
+        room = int(options.memory_gb * 1e9 // classroom.GRADING_BYTES)
+        columns = (TextColumn("submissions"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        columns += (TextColumn("{task.fields[left]}"),)
+        started = time.monotonic()
+        with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+            task = progress.add_task("", total=len(waiting), left="")
 
-        def follow(student: classroom.Student, unchanged: bool) -> None:
-            nonlocal kept
-            kept += unchanged
+            def follow(student: classroom.Student) -> None:
+                table = classroom.save(gradebook, everyone, entries)
+                line = table[everyone.index(student)]
+                note = "" if student.made_from.exists() else f"; not graded: {line['note']}"
+                console.print(f"{student.name}: {line['score']} points{note}", markup=False)
+                done = progress.tasks[task].completed + 1
+                left = (time.monotonic() - started) / done * (len(waiting) - done)
+                progress.update(task, completed=done, left=f"about {left:.0f} s left" if done < len(waiting) else "")
+
             classroom.save(gradebook, everyone, entries)
-            progress.advance(task)
-
-        classroom.grade_class(everyone, passed_on, at_once=at_once, on_finish=follow)
+            at_once = max(1, min(room, cores()))
+            classroom.grade_all(waiting, passed_on, at_once=at_once, lock=lock, on_finish=follow)
     table = classroom.save(gradebook, everyone, entries)
-    report = Console(highlight=False, soft_wrap=True)
+    report = Console(highlight=False, soft_wrap=True, markup=False)
+    kept = len(everyone) - len(waiting)
     report.print(f"{len(everyone)} submissions, {kept} of them unchanged since they were graded: {gradebook}")
+    for name in others:
+        report.print(f"  neither a directory nor a zip file, and not looked at: {name}")
     for check, count in classroom.hardest(table)[:10]:
-        report.print(f"  {count} of {len(everyone)} fail {check}", markup=False)
-    for pair in classroom.near_identical(everyone):
-        report.print(
-            f"  near-identical: {pair.one} and {pair.other}, module {pair.module} ({pair.share:.0%})", markup=False
-        )
-    return 0
+        report.print(f"  {count} of {len(everyone)} fail {check}")
+    for group in classroom.near_identical(everyone, entries):
+        names = ", ".join(group.names)
+        report.print(f"  near-identical in module {group.module}: {names} ({group.share:.0%})")
+    return 0 if all(student.made_from.exists() for student in everyone) else 1
+
+
+def cores() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def selected(text: str) -> list[Module]:
@@ -123,7 +169,7 @@ def selected(text: str) -> list[Module]:
         return list(MODULES)
     numbers: set[int] = set()
     for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", part)
+        match = re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", part, re.ASCII)
         if not match:
             raise CourseError(f"--modules {text}: write it as 1-4 or 2,5")
         first, last = int(match[1]), int(match[2] or match[1])
@@ -133,25 +179,34 @@ def selected(text: str) -> list[Module]:
     return [module(number) for number in sorted(numbers)]
 
 
-def saver(options: argparse.Namespace) -> Callable[[Grading], None]:
-    """What writes the results file; nothing without --out."""
-    if not options.out:
-        return lambda grading: None
-    out = Path(options.out)
+def results_file(path: str | None) -> Path | None:
+    """Where results are written. Raises CourseError where that is impossible."""
+    if path is None:
+        return None
+    out = Path(path).resolve()
     if not out.parent.is_dir():
         raise CourseError(f"there is no directory {out.parent} for the results")
+    if out.exists() and not out.is_file():
+        raise CourseError(f"{out} is not a file that results could replace")
+    return out
+
+
+def writer(options: argparse.Namespace) -> Callable[[Grading], str]:
+    """What makes the results from the state of the grading. Raises CourseError where --meta is not as it must be."""
     if options.format == "classroom50":
-        given = dict(pair.partition("=")[::2] for pair in options.meta)
-        metadata = formats.classroom50_metadata(given)
-        return lambda grading: formats.write(out, formats.classroom50(grading, metadata))
-    render = formats.WRITERS[options.format or "gradescope"]
-    return lambda grading: formats.write(out, render(grading))
+        if malformed := [pair for pair in options.meta if "=" not in pair]:
+            raise CourseError(f"--meta {malformed[0]}: write it as NAME=VALUE")
+        metadata = formats.classroom50_metadata(dict(pair.split("=", 1) for pair in options.meta))
+        return lambda grading: formats.classroom50(grading, metadata)
+    if options.meta:
+        raise CourseError("--meta is for --format classroom50")
+    return formats.WRITERS[options.format or ("gradescope" if options.out else "text")]
 
 
 @contextlib.contextmanager
 def isolated(options: argparse.Namespace) -> Iterator[list[str]]:
     """Ranks are confined inside the block, where this process is root; notes say what is not protected."""
-    if sys.platform != "linux" or os.geteuid() != 0:
+    if not may_isolate():
         yield [
             "Graded without isolation, because the grader was not started as root: the submission ran as the same "
             "user, who can read the tests and write the results."
@@ -160,12 +215,19 @@ def isolated(options: argparse.Namespace) -> Iterator[list[str]]:
     private = [str(Path(path).resolve().parent) for path in (options.submission, options.out) if path]
     private = [path for path in private if path != "/"]
     with isolation.free_user() as uid:
-        ranks.SERVER.jail = isolation.Jail(uid, hidden=private)
+        # CUDA reserves more addresses than any limit on them would allow.
+        limits = {"memory": 0} if options.backend == "nccl" else {}
+        ranks.SERVER.jail = isolation.Jail(uid, hidden=private, **limits)
         try:
             yield probe()
         finally:
             ranks.SERVER.jail = None
             isolation.remove_files(uid)
+
+
+def may_isolate() -> bool:
+    """Whether ranks can be given to another user."""
+    return sys.platform == "linux" and os.geteuid() == 0
 
 
 def probe() -> list[str]:
@@ -177,4 +239,9 @@ def probe() -> list[str]:
         raise CourseError(f"the ranks cannot be isolated here: {failure.summary}") from None
     if found["uid"] == 0 or found["secrets"]:
         raise CourseError(f"the ranks are not isolated: user {found['uid']} can read {', '.join(found['secrets'])}")
+    if found["unreachable"]:
+        raise CourseError(
+            f"the ranks' user may not enter {found['unreachable'][0]}, and mounts of their own are not allowed here: "
+            "have Python and its packages where everybody may read them"
+        )
     return []

@@ -6,6 +6,7 @@ points and the words "did not finish". A check whose ranks die, or that is never
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import sys
@@ -76,6 +77,7 @@ def grade(
 ) -> Grading:
     """Grades the modules of `target`. `on_change` is called with the grading before the first check and after each.
 
+    It may raise OSError after a check (no space for the results): the grading goes on, and its last call counts.
     With `prior` "auto" earlier modules are the submission's own; what fails then, while an earlier module does not
     pass all its checks, is checked once more on the reference's: an error costs its points once.
     """
@@ -86,13 +88,19 @@ def grade(
 
     def examine(outcome: Outcome, whose: str) -> None:
         start = time.monotonic()
-        passed, text = verdict(target, outcome, whose, grading.seed, backend, share_gpu, began + total_s)
+        for _ in range(2):
+            try:
+                passed, text = verdict(target, outcome, whose, grading.seed, backend, share_gpu, began + total_s)
+                break
+            except ranks.ServerLost as lost:  # ended from outside, for want of memory perhaps: a second try
+                passed, text = False, str(lost)
         outcome.seconds += time.monotonic() - start
         if passed or not outcome.finished:  # a repeated check can only gain
             outcome.passed, outcome.text, outcome.prior = passed, text, whose
         outcome.finished = True
         grading.seconds = time.monotonic() - began
-        on_change(grading)
+        with contextlib.suppress(OSError):
+            on_change(grading)
 
     for outcome in grading.outcomes:
         examine(outcome, "reference" if prior == "reference" else "own")
@@ -115,7 +123,7 @@ def earlier_failed(grading: Grading, number: int, target: Path) -> bool:
 def verdict(
     target: Path, outcome: Outcome, whose: str, seed: int, backend: str, share_gpu: bool, ends_at: float
 ) -> tuple[bool, str]:
-    """Whether the check passes, and what the student is told."""
+    """Whether the check passes, and what the student is told. Raises ServerLost when the fork server has ended."""
     entry = MODULES[outcome.module - 1]
     checked = None
     try:
@@ -125,6 +133,8 @@ def verdict(
         checks(entry)[outcome.name](checked)
     except CheckFailed as failed:
         return False, shortened(str(failed), checked.output if checked else [])
+    except ranks.ServerLost:
+        raise
     except CourseError as error:
         return False, str(error)
     except Exception as error:  # an answer that a check did not foresee is wrong, and never a crash of the grader

@@ -27,30 +27,32 @@ MEDDLING = (
     "pytest",
 )
 LOOKED_AT = 10_000  # entries of a submission that are looked at in search of these
+MOST_AROUND = 100  # directories in which the modules are looked for, where they are not at the top
+MOST_ARCHIVE_BYTES = 30_000_000
+MOST_FILES = 100  # with a module's name, in an archive
 
 
 @contextlib.contextmanager
 def opened(path: str | Path) -> Iterator[Path]:
     """The directory in which `submission.find` finds the modules. Raises CourseError where nothing can be graded."""
     path = Path(path)
-    try:
-        if path.is_dir():
-            yield root_of(path)
-            return
-        if not path.exists():
-            raise CourseError(f"there is no submission {path}")
-        with tempfile.TemporaryDirectory(prefix="brigade-zip-") as directory:
-            unzip(path, Path(directory))
-            yield root_of(Path(directory))
-    except zipfile.BadZipFile:
-        raise CourseError(f"{path.name} is neither a directory nor a zip file") from None
+    if path.is_dir():
+        yield root_of(path)
+        return
+    if not path.is_file():
+        raise CourseError(f"there is no submission {path}, neither a directory nor a zip file")
+    if path.stat().st_size > MOST_ARCHIVE_BYTES:
+        raise CourseError(f"{path.name} is larger than {MOST_ARCHIVE_BYTES} bytes")
+    with tempfile.TemporaryDirectory(prefix="brigade-zip-") as directory:
+        unzip(path, Path(directory))
+        yield root_of(Path(directory))
 
 
 def root_of(directory: Path) -> Path:
     """The directory itself, or the one directory in it that has modules where it has none."""
     with contextlib.suppress(OSError):
         inner = sorted(Path(entry.path) for entry in os.scandir(directory) if entry.is_dir(follow_symlinks=False))
-        for place in (directory, *inner):
+        for place in (directory, *inner[:MOST_AROUND]):
             if any(find(place, entry) for entry in MODULES):
                 return place
     return directory
@@ -58,19 +60,29 @@ def root_of(directory: Path) -> Path:
 
 def unzip(archive: Path, directory: Path) -> None:
     """Writes the module files of a zip, and no others, each of them up to the size that a module may have."""
-    names = {entry.path.name for entry in MODULES}
-    with zipfile.ZipFile(archive) as bundle:
-        for member in bundle.infolist():
-            path = PurePosixPath(member.filename)
-            if path.name not in names or path.is_absolute() or ".." in path.parts or member.is_dir():
-                continue
-            target = directory.joinpath(*path.parts)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            try:
+    try:
+        with zipfile.ZipFile(archive) as bundle:
+            for member in members(bundle)[:MOST_FILES]:
+                target = directory.joinpath(*PurePosixPath(member.filename).parts)
+                target.parent.mkdir(parents=True, exist_ok=True)
                 with bundle.open(member) as source:
-                    target.write_bytes(source.read(MAX_SOURCE_BYTES + 1))  # one more, and `read` refuses it
-            except (OSError, RuntimeError, NotImplementedError, zipfile.BadZipFile) as error:  # encrypted, damaged
-                raise CourseError(f"{archive.name} cannot be unpacked: {error}") from None
+                    target.write_bytes(source.read(MAX_SOURCE_BYTES + 1))  # one more, and `submission.read` refuses it
+    except Exception as error:  # of a damaged file zipfile says so in many ways
+        raise CourseError(f"{archive.name} cannot be unpacked: {error}") from None
+
+
+def members(bundle: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
+    """What may be a module: by its name, inside the directory that is unpacked, and compressed as usual."""
+    names = {entry.path.name for entry in MODULES}
+    found = [(member, PurePosixPath(member.filename)) for member in bundle.infolist() if not member.is_dir()]
+    return [
+        member
+        for member, path in found
+        if path.name in names
+        and not path.is_absolute()
+        and ".." not in path.parts
+        and member.compress_type in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # others may want any amount of memory
+    ]
 
 
 def meddling(directory: Path) -> list[str]:

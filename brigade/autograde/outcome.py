@@ -52,6 +52,10 @@ class Grading:
     def of_module(self, number: int) -> list[Outcome]:
         return [outcome for outcome in self.outcomes if outcome.module == number]
 
+    def modules(self) -> list[tuple[int, list[Outcome]]]:
+        """The modules that are graded, by number, each with its checks."""
+        return [(number, self.of_module(number)) for number in sorted({outcome.module for outcome in self.outcomes})]
+
 
 def nothing_yet(entries: Sequence[Module], seed: int) -> Grading:
     """A grading that knows the modules' points and not yet their checks."""

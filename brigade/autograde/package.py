@@ -1,45 +1,69 @@
-"""Builds out/gradescope.zip, which an instructor uploads as the autograder: python -m brigade.autograde.package"""
+"""Builds out/gradescope.zip, which an instructor uploads to Gradescope: python -m brigade.autograde.package
+
+Everything that follows is an option of `brigade grade`, used for every submission.
+"""
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
-from brigade.course import ROOT
+from brigade import cli
+from brigade.autograde.command import selected
+from brigade.course import ROOT, CourseError
 
 SCRIPTS = Path(__file__).parent / "gradescope"
-NEEDED = ("brigade", "lessons", "solutions", "tests/scenarios", "requirements.txt", "pyproject.toml")
+NEEDED = ("LICENSE", "requirements.txt", "brigade/*.py", "brigade/autograde/*.py", "solutions/*/*.py")
+NEEDED += ("tests/test_m*.py", "tests/scenarios/*.py")
 NEEDED_PACKAGES = ("torch", "pytest", "rich", "numpy")  # of requirements.txt; notebooks and pictures are not graded
 
 
-def build(archive: Path) -> int:
-    """Writes the zip; returns the number of files in it."""
-    files = {path.name: path for path in SCRIPTS.iterdir()}
-    for name in NEEDED:
-        place = ROOT / name
-        for path in [place] if place.is_file() else sorted(place.rglob("*")):
-            if path.is_file() and path.suffix in (".py", ".toml", ".txt"):
-                files[path.relative_to(ROOT).as_posix()] = path
-    files |= {f"tests/{path.name}": path for path in sorted((ROOT / "tests").glob("test_m*.py"))}
+def build(archive: Path, options: Sequence[str] = ()) -> int:
+    """Writes the zip; returns the number of files in it. Raises CourseError for options that cannot be used there."""
+    contents = {"options": "".join(f"{word}\n" for word in checked(options))}
+    contents |= {path.name: path.read_text() for path in sorted(SCRIPTS.iterdir())}
+    for path in sorted(path for pattern in NEEDED for path in ROOT.glob(pattern)):
+        if path != Path(__file__).resolve():
+            contents[path.relative_to(ROOT).as_posix()] = path.read_text()
+    needed = re.compile(rf"({'|'.join(NEEDED_PACKAGES)})==")
+    lines = contents["requirements.txt"].splitlines(keepends=True)
+    contents["requirements.txt"] = "".join(line for line in lines if needed.match(line))
     archive.parent.mkdir(parents=True, exist_ok=True)
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as bundle:
-        for name, path in files.items():
-            text = path.read_text()
-            if name == "requirements.txt":
-                text = "".join(line for line in text.splitlines(keepends=True) if line.startswith(NEEDED_PACKAGES))
-            member = zipfile.ZipInfo(name)
-            member.external_attr = (0o755 if path.parent == SCRIPTS else 0o644) << 16
+        for name, text in contents.items():
+            member = zipfile.ZipInfo(name)  # dated 1980, so that equal contents make equal archives
+            member.external_attr = (0o755 if (SCRIPTS / name).exists() else 0o644) << 16
             member.compress_type = zipfile.ZIP_DEFLATED
             bundle.writestr(member, text)
-    return len(files)
+    return len(contents)
 
 
-def main() -> int:
-    argparse.ArgumentParser(description=__doc__, epilog="Example: python -m brigade.autograde.package").parse_args()
+def checked(options: Sequence[str]) -> Sequence[str]:
+    """The options, if `brigade grade` takes them: a mistake is found here, and not on Gradescope."""
+    chosen = cli.parser().parse_args(["grade", "--submission", "", *options])
+    if chosen.submission or chosen.out or chosen.format:
+        raise CourseError("--submission, --out and --format are given by Gradescope")
+    selected(chosen.modules)
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="Example: python -m brigade.autograde.package --modules 1-4 --limit 300",
+    )
+    _, options = parser.parse_known_args(arguments)
     archive = ROOT / "out" / "gradescope.zip"
-    count = build(archive)
+    try:
+        count = build(archive, options)
+    except CourseError as error:
+        print(f"brigade: {error}", file=sys.stderr)
+        return 2
     print(f"{archive.relative_to(ROOT)} holds {count} files: upload it as the autograder")
     return 0
 

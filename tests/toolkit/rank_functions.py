@@ -64,6 +64,12 @@ def strings_in(value: Any) -> Iterator[str]:
             yield from (inner for inner in (item.values() if type(item) is dict else item) if type(inner) is str)
 
 
+def mounts() -> str:
+    """What this rank sees mounted."""
+    with open("/proc/self/mounts") as file:
+        return file.read()
+
+
 def random_number() -> float:
     return torch.rand(()).item()
 

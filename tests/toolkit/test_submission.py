@@ -80,11 +80,24 @@ def test_later_modules_are_not_read(tmp_path):
 
 
 def test_earlier_modules_are_the_submissions_or_the_references(tmp_path):
-    lay(tmp_path)
+    lay(tmp_path, text := f"from ..{FIRST.package} import {FIRST.name}\n")
     own, reference = read(tmp_path, 2), read(tmp_path, 2, "reference")
-    assert own.sources[NAIVE][1] == "answer = 'own'\n"
+    assert own.sources[NAIVE][1] == text
     assert reference.sources[NAIVE][1] == (ROOT / "solutions" / FIRST.path).read_text()
     assert reference.sources[FLAT] == own.sources[FLAT], "the module itself is the submission's in any case"
+
+
+def packages_of(target: Path, number: int) -> set[str]:
+    return {name.partition(".")[0] for name in read(target, number, "reference").sources}
+
+
+def test_of_the_reference_only_what_is_named_is_read(tmp_path):
+    """By the module, by its checks, or by what is read of the reference."""
+    lay(tmp_path)
+    assert packages_of(tmp_path, 4) == {MODULES[3].package}
+    lay(tmp_path, f"from ..{SECOND.package} import {SECOND.name}\n", MODULES[3])
+    assert packages_of(tmp_path, 4) == {m.package for m in (MODULES[3], SECOND, FIRST)}, "module 2 names module 1"
+    assert MODULES[6].package in packages_of(tmp_path, 8), "its checks wrap their models in module 7's class"
 
 
 def test_earlier_modules_that_are_missing_or_broken_are_left_out(tmp_path):
@@ -149,6 +162,24 @@ def test_a_file_that_cannot_be_read(tmp_path):
     lay(tmp_path)
     (tmp_path / FIRST.path).chmod(0)
     assert "cannot be read" in refusal(tmp_path)
+
+
+def test_a_link_is_read_when_it_stays_inside(tmp_path):
+    (tmp_path / "submission").mkdir()
+    (tmp_path / "elsewhere.py").write_text("answer = 1\n")
+    (tmp_path / "submission" / FIRST.path.name).symlink_to("../elsewhere.py")
+    assert "outside of the submission" in refusal(tmp_path / "submission")
+    (tmp_path / "submission" / "mine.py").write_text("answer = 2\n")
+    (tmp_path / "submission" / SECOND.path.name).symlink_to("mine.py")
+    (tmp_path / "link").symlink_to("submission")
+    assert read(tmp_path / "link", 2).sources[FLAT][1] == "answer = 2\n"
+    assert NAIVE not in read(tmp_path / "link", 2).sources
+
+
+def test_what_editors_put_around_a_text_is_not_in_it(tmp_path):
+    lay(tmp_path)
+    (tmp_path / FIRST.path).write_bytes(b"\xef\xbb\xbfanswer = 'own'\r\n")
+    assert read(tmp_path, 1).sources[NAIVE][1] == "answer = 'own'\n"
 
 
 def test_a_link_to_nowhere_and_a_pipe_are_missing(tmp_path):

@@ -1,0 +1,105 @@
+"""Grades a class of twelve mixed submissions and says how long it took and how much memory, Linux only.
+
+Not part of `make test`: it takes minutes. Memory is the proportional set size of the class's whole process tree, once a
+second: pages that processes share count once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from pathlib import Path
+
+import psutil
+
+from brigade.course import MODULES, ROOT
+
+REFERENCE = {entry.number: (ROOT / "solutions" / entry.path).read_text() for entry in MODULES}
+SKELETONS = {entry.number: (ROOT / "lessons" / entry.path).read_text() for entry in MODULES}
+ALTERNATIVES = {e.number: (ROOT / "tests" / "alternatives" / f"{e.package}.py").read_text() for e in MODULES}
+
+
+def mutant(number: int, place: int) -> dict[int, str]:
+    """Module n with one of its mistakes."""
+    found = importlib.import_module(f"mutants.{MODULES[number - 1].package}").MUTANTS[place]
+    return {number: found.apply(REFERENCE[number])}
+
+
+def replaced(number: int, old: str, new: str) -> dict[int, str]:
+    """Module n with another text in place of `old`, which it must have."""
+    assert old in REFERENCE[number]
+    return {number: REFERENCE[number].replace(old, new, 1)}
+
+
+def submissions() -> dict[str, dict[int, str]]:
+    """Twelve of them, by name: module number -> text."""
+    return {
+        "right": REFERENCE,
+        "right.zip": REFERENCE,
+        "another style": ALTERNATIVES,
+        "not begun": SKELETONS,
+        "half": {number: (REFERENCE if number <= 4 else SKELETONS)[number] for number in REFERENCE},
+        "wrong from the start": REFERENCE | mutant(1, 5),
+        "two mistakes": REFERENCE | mutant(4, 0) | mutant(8, 0),
+        "three mistakes": REFERENCE | mutant(2, 1) | mutant(5, 2) | mutant(6, 3),
+        "deadlock": REFERENCE | replaced(3, "if self.synchronize:", "if self.synchronize and not dist.get_rank():"),
+        "no Python": REFERENCE | {5: "class GradBuffer(:\n"},
+        "leaves": REFERENCE | {6: "raise SystemExit\n"},
+        "empty": {},
+    }
+
+
+def write(directory: Path) -> None:
+    for name, texts in submissions().items():
+        if name.endswith(".zip"):
+            with zipfile.ZipFile(directory / name, "w") as bundle:
+                for number, text in texts.items():
+                    bundle.writestr(MODULES[number - 1].path.name, text)
+            continue
+        (directory / name).mkdir()
+        for number, text in texts.items():
+            path = directory / name / MODULES[number - 1].path
+            path.parent.mkdir()
+            path.write_text(text)
+
+
+def resident(process: psutil.Process) -> int:
+    """Bytes of the process and all below it."""
+    total = 0
+    for one in [process, *process.children(recursive=True)]:
+        try:
+            lines = Path(f"/proc/{one.pid}/smaps_rollup").read_text().splitlines()
+        except OSError:
+            continue  # it has ended
+        total += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+    return total
+
+
+def main() -> int:
+    argparse.ArgumentParser(description=__doc__, epilog="Example: python tests/class_of_12.py").parse_args()
+    with tempfile.TemporaryDirectory(prefix="brigade-class-") as directory:
+        everyone = Path(directory) / "class"
+        everyone.mkdir()
+        write(everyone)
+        gradebook = Path(directory) / "grades.csv"
+        command = ["-m", "brigade.cli", "grade", "--class", str(everyone), "--gradebook", str(gradebook)]
+        started, peak = time.monotonic(), 0
+        class_run = psutil.Popen([sys.executable, *command], cwd=ROOT)
+        while True:
+            try:
+                class_run.wait(1.0)
+                break
+            except (psutil.TimeoutExpired, subprocess.TimeoutExpired):
+                peak = max(peak, resident(class_run))
+        seconds = time.monotonic() - started
+        print(f"{len(submissions())} submissions in {seconds:.0f} s, at most {peak / 1e9:.2f} GB")
+    return class_run.returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""Submissions that attack the grader, and the score that each of them must get.
+
+`tests/toolkit/test_hostile.py` grades them, as an unprivileged user only: several would end everything that the user
+who runs them owns.
+"""
+
+from __future__ import annotations
+
+import importlib
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from brigade.course import MODULES, ROOT
+from brigade.isolation import FIRST_UID
+
+MODULE_1 = MODULES[0]
+SOME = ("test_gradients_are_averaged", "test_one_all_reduce_per_parameter")  # of module 1's checks: 3 points
+ONE = SOME[:1]  # 2 points
+ALL = ()
+# The text goes on only where it can do no harm.
+GUARD = f"""
+import os
+if not {FIRST_UID} <= os.getuid() < {FIRST_UID + 1000}:
+    raise SystemExit("not confined")
+"""
+
+
+@dataclass(frozen=True)
+class Hostile:
+    """A directory, or a zip, that is handed in.
+
+    `make` fills an empty directory. Graded on the `checks` of `modules` (ALL of them, or those that are named) within
+    `limit_s` seconds, it gets `score` points, and the first check that fails says `told`.
+    """
+
+    name: str
+    make: Callable[[Path], None]
+    score: int
+    told: str = ""
+    modules: tuple[int, ...] = (1,)
+    checks: tuple[str, ...] = SOME
+    limit_s: float = 60.0
+
+
+def reference(*evil: str) -> Callable[[Path], None]:
+    """Module 1's right answer, with `evil` after it."""
+    return files({1: (ROOT / "solutions" / MODULE_1.path).read_text() + guarded(*evil)})
+
+
+def skeleton(*evil: str) -> Callable[[Path], None]:
+    """Module 1 as the student gets it, with `evil` after it."""
+    return files({1: (ROOT / "lessons" / MODULE_1.path).read_text() + guarded(*evil)})
+
+
+def alone(*evil: str, numbers: tuple[int, ...] = (1,)) -> Callable[[Path], None]:
+    """Modules of nothing but `evil`, where NAME is the module's class."""
+    return files({number: guarded(*evil).replace("NAME", MODULES[number - 1].public[-1]) for number in numbers})
+
+
+def guarded(*evil: str) -> str:
+    return GUARD + "\n".join(map(textwrap.dedent, evil)) + "\n"
+
+
+def files(texts: dict[int, str]) -> Callable[[Path], None]:
+    """Modules, by number."""
+
+    def make(directory: Path) -> None:
+        for number, text in texts.items():
+            write(directory / MODULES[number - 1].path, text)
+
+    return make
+
+
+def write(path: Path, content: str | bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def every_case() -> list[Hostile]:
+    """Those of all files beside this one."""
+    names = sorted(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem != "__init__")
+    return [case for name in names for case in importlib.import_module(f"hostile.{name}").CASES]

@@ -1,0 +1,187 @@
+"""Forged results: files, frames on the rank's channel, values."""
+
+from hostile import ONE, Hostile, reference, skeleton
+
+UNREADABLE = "wrote something unreadable to its channel"
+NO_VALUE = "a rank delivered something unreadable"
+
+# The channel is the one Unix socket that a rank has. `message` makes what `wire.py` reads, from JSON texts.
+CHANNEL = """
+import json, socket, stat, struct, time
+def channel():
+    for fd in range(256):
+        try:
+            if stat.S_ISSOCK(os.fstat(fd).st_mode):
+                found = socket.socket(fileno=os.dup(fd))
+                if found.family == socket.AF_UNIX: return found
+        except OSError: pass
+def send(letter, body):
+    channel().sendall(letter + struct.pack("<Q", len(body)) + body)
+def message(value, sizes="[]", blobs=b""):
+    header = f'{{"value": {value}, "sizes": {sizes}}}'.encode()
+    return struct.pack("<Q", len(header)) + header + blobs
+LAUNCH = {"kind": "launch", "time": 0.0, "phase": "finish", "index": 0, "group": "0", "ranks": [0, 1],
+          "op": "all_reduce", "dtype": "float32", "numel": 3, "nbytes": 12, "parts": 1, "reduce_op": "SUM",
+          "root": None, "sync": True, "name": None}
+"""
+
+
+def sends(name: str, statement: str, told: str) -> Hostile:
+    """A rank that does this with its channel, and then waits."""
+    limit_s = 1 if told.startswith("stopped") else 60
+    return Hostile(name, skeleton(CHANNEL, statement, "time.sleep(60)"), 0, told, checks=ONE, limit_s=limit_s)
+
+
+def delivers(name: str, value: str, told: str = NO_VALUE) -> Hostile:
+    """... and says that this is its result; `value` is an expression for the bytes."""
+    return sends(f"result: {name}", f"send(b'R', {value})", told)
+
+
+# Everything that a results file might be, and everything that the grader has open.
+RESULTS = """
+import contextlib, glob
+FORGED = '{"score": 100, "tests": []}'
+places = ["results.json", "../results.json", "/autograder/results/results.json", "/tmp/results.json"]
+places += glob.glob("/tmp/*/results.json") + glob.glob("/proc/[0-9]*/fd/*") + glob.glob("/proc/[0-9]*/cwd/*.json")
+for pid in glob.glob("/proc/[0-9]*"):
+    with contextlib.suppress(OSError):
+        words = open(pid + "/cmdline").read().split(chr(0))
+        places += [word for word in words if word.endswith(".json")]
+for place in places:
+    with contextlib.suppress(OSError):
+        with open(place, "w") as file: file.write(FORGED)
+"""
+
+CASES = [
+    Hostile("writes results wherever it may", skeleton(RESULTS), 0, "part (b) is written"),
+    Hostile("writes results wherever it may, and is right", reference(RESULTS), 3),
+    # ---- frames
+    sends("garbage on the channel", "channel().sendall(os.urandom(100_000))", UNREADABLE),
+    sends("a frame of 2^63 bytes", "channel().sendall(b'R' + struct.pack('<Q', 1 << 63))", UNREADABLE),
+    sends("a frame of a gigabyte", "send(b'R', bytes(1 << 30))", UNREADABLE),
+    sends(
+        "a frame that never ends", "channel().sendall(b'R' + struct.pack('<Q', 1 << 20) + b'x')", "stopped after 1 s"
+    ),
+    sends(
+        "frames without end",
+        """
+event = b'[{"kind": "x", "time": 0.0, "phase": ""}]'
+frames = (b"E" + struct.pack("<Q", len(event)) + event) * 10_000
+found = channel()
+while True: found.sendall(frames)
+""",
+        "sent more than",
+    ),
+    sends("a frame of nothing", "send(b'E', b'[]')", UNREADABLE),
+    sends("descriptors on the channel", "while True: socket.send_fds(channel(), [b'E'], [0] * 250)", UNREADABLE),
+    sends("events without fields", "send(b'E', b'[{}]')", UNREADABLE),
+    sends("an event that is a launch of a list", "send(b'E', json.dumps([LAUNCH | {'op': []}]).encode())", UNREADABLE),
+    sends(
+        "an event whose index is a list",
+        "send(b'E', json.dumps([{'kind': 'end', 'time': 0.0, 'phase': '', 'index': []}]).encode())",
+        UNREADABLE,
+    ),
+    sends("events in events", "send(b'E', b'[' * 1_000_000)", UNREADABLE),
+    sends(
+        "a million events",
+        "event = {'kind': 'x', 'time': 0.0, 'phase': ''}\n"
+        "for _ in range(100): send(b'E', json.dumps([event] * 10_000).encode())",
+        "sent more than",
+    ),
+    sends(
+        "events that grow a hundred times in memory",
+        'event = b\'{"kind":"x","time":0.0,"phase":"","a":[\' + b\',\'.join([b\'[]\'] * 1_000_000) + b\']}\'\n'
+        "while True: send(b'E', b'[' + event + b']')",
+        "sent more than",
+    ),
+    sends(
+        "an exception with a million frames, in line 1e999",
+        'frames = \',\'.join([\'["f", 1e999, "w", "t"]\'] * 100_000)\n'
+        'send(b\'X\', (\'{"type": "E", "message": "m", "own": true, "frames": [\' + frames + "]}").encode())',
+        UNREADABLE,
+    ),
+    sends(
+        "an exception with a message of megabytes",
+        "send(b'X', json.dumps({'type': 'E', 'message': 'm' * 4_000_000, 'own': True, 'frames': []}).encode())",
+        "raised E: mmm",
+    ),
+    Hostile(
+        "stacks that take long to read",
+        skeleton(
+            CHANNEL,
+            """
+text = b'File "' * 200_000
+for fd in range(256):
+    try:
+        if stat.S_ISFIFO(os.fstat(fd).st_mode):
+            os.set_blocking(fd, False)
+            for _ in range(100):
+                try: os.write(fd, text)
+                except BlockingIOError: time.sleep(0.01)
+    except OSError: pass
+while True: pass
+""",
+        ),
+        0,
+        "stopped after 1 s",
+        limit_s=1,
+    ),
+    # ---- values
+    delivers("nothing", "b''"),
+    delivers("a pickle", "b'\\x80\\x04\\x95' + bytes(30)"),
+    delivers("an empty dict", "message('{\"dict\": []}')", "could not be examined"),
+    delivers("a list where a dict belongs", "message('[1, 2, 3]')", "could not be examined"),
+    delivers("a negative size", "message('{\"tensor\": [0, \"float32\", [-1, -1]]}', '[4]', b'abcd')"),
+    delivers("a blob of a negative size", "message('null', '[-1]')"),
+    delivers(
+        "a tensor of 2^62 entries", "message('{\"tensor\": [0, \"float32\", [4611686018427387904]]}', '[4]', b'abcd')"
+    ),
+    delivers(
+        "a shape whose product takes minutes",
+        "message('{\"tensor\": [0, \"float32\", [%s]]}' % ','.join(['9' * 4000] * 900), '[4]', b'abcd')",
+    ),
+    delivers(
+        "one blob a hundred thousand times",
+        "message('[%s]' % ','.join(['{\"bytes\": 0}'] * 100_000), '[1000000]', bytes(1_000_000))",
+    ),
+    delivers("lists in lists", "message('[' * 500_000 + ']' * 500_000)"),
+    delivers("many empty lists", "message('[%s]' % ','.join(['[]'] * 300_000))", "could not be examined"),
+    delivers(
+        "gradients that are NaN",
+        """message('{"dict": [["gradients", [{"dict": [["layers.0.weight", NaN]]}]], ["start", {"dict": []}]]}')""",
+        "could not be examined",
+    ),
+    Hostile(
+        "a gradient of NaN everywhere",
+        reference("""
+            class NaiveDDP(NaiveDDP):
+                def finish_grad_sync(self):
+                    super().finish_grad_sync()
+                    for p in self.module.parameters(): p.grad = torch.full_like(p, float("nan"))
+            """),
+        1,  # for the count of launches
+        "is nan, expected",
+    ),
+    Hostile(
+        "a tensor that pickles into a command",
+        reference("""
+            import sys
+            class Reduced:
+                def clone(self): return self
+                def __reduce__(self): return os.system, ("touch /tmp/was-here; kill -9 $PPID",)
+            class Evil(torch.Tensor):
+                @classmethod
+                def __torch_function__(cls, function, types, args=(), kwargs=None):
+                    caller = sys._getframe(1).f_code.co_name
+                    if function is torch.Tensor.detach and caller in ("gradients_of", "<dictcomp>"): return Reduced()
+                    return super().__torch_function__(function, types, args, kwargs or {})
+            class NaiveDDP(NaiveDDP):
+                def finish_grad_sync(self):
+                    super().finish_grad_sync()
+                    for p in self.module.parameters():
+                        if p.grad is not None: p.grad = p.grad.as_subclass(Evil)
+            """),
+        0,
+        "a Reduced cannot travel",
+    ),
+]

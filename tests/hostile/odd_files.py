@@ -1,0 +1,148 @@
+"""Submissions whose files are not what they seem."""
+
+from __future__ import annotations
+
+import os
+import stat
+import warnings
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+from brigade.course import ROOT
+from hostile import MODULE_1, ONE, Hostile, reference, write
+
+SOLUTION = ROOT / "solutions" / MODULE_1.path
+TEXT = SOLUTION.read_text()
+MISSING = "module 1 is missing"
+
+
+def odd(what: Callable[[Path], None]) -> Callable[[Path], None]:
+    """A directory in which `what` makes module 1's file."""
+
+    def make(directory: Path) -> None:
+        path = directory / MODULE_1.path
+        path.parent.mkdir(parents=True)
+        what(path)
+
+    return make
+
+
+def text(content: str | bytes) -> Callable[[Path], None]:
+    return odd(lambda path: write(path, content))
+
+
+def zipped(
+    *members: tuple[str, bytes], change: Callable[[bytes], bytes] = bytes, **options: int
+) -> Callable[[Path], None]:
+    """A zip of these members in the directory; `change` may damage it."""
+
+    def make(directory: Path) -> None:
+        archive = directory / "submission.zip"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a name that is there twice
+            with zipfile.ZipFile(archive, "w", **{"compression": zipfile.ZIP_DEFLATED, **options}) as bundle:
+                for name, content in members:
+                    bundle.writestr(name, content)
+        archive.write_bytes(change(archive.read_bytes()))
+
+    return make
+
+
+def large(path: Path) -> None:
+    with open(path, "wb") as file:
+        file.truncate(100_000_000)
+
+
+def linked_directory(directory: Path) -> None:
+    directory.joinpath(MODULE_1.package).symlink_to(SOLUTION.parent)
+
+
+def linked_inside(directory: Path) -> None:
+    write(directory / "my answer.py", TEXT)
+    directory.joinpath(MODULE_1.path.name).symlink_to("my answer.py")
+
+
+def named_oddly(directory: Path) -> None:
+    """In a directory whose name is no UTF-8, among others."""
+    reference("")(directory / "Zoë Ångström – 提交 (2)")
+    os.mkdir(os.fsencode(directory) + b"/\xff\xfe\n\x1b[2J")
+
+
+def read_only(directory: Path) -> None:
+    reference("")(directory)
+    for path in (directory / MODULE_1.path, directory / MODULE_1.package, directory):
+        path.chmod(stat.S_IMODE(path.stat().st_mode) & ~0o222)
+
+
+def encrypted(archive: bytes) -> bytes:
+    """With the bit that says so, in both headers."""
+    data = bytearray(archive)
+    data[6] |= 1
+    data[archive.index(b"PK\1\2") + 8] |= 1
+    return bytes(data)
+
+
+NAME = str(MODULE_1.path)
+
+CASES = [
+    Hostile("a link to the reference", odd(lambda path: path.symlink_to(SOLUTION)), 0, "outside of the submission"),
+    Hostile("a link to a directory of the reference", linked_directory, 0, "outside of the submission"),
+    Hostile("a link to a secret", odd(lambda path: path.symlink_to("/etc/shadow")), 0, "outside of the submission"),
+    Hostile("a link to itself", odd(lambda path: path.symlink_to(path.name)), 0, MISSING),
+    Hostile("a link inside the submission", linked_inside, 3),
+    Hostile("a pipe", odd(os.mkfifo), 0, MISSING),
+    Hostile("a device", odd(lambda path: os.mknod(path, 0o644 | stat.S_IFCHR, os.makedev(1, 5))), 0, MISSING),
+    Hostile("a link to a device", odd(lambda path: path.symlink_to("/dev/zero")), 0, MISSING),
+    Hostile("a directory", odd(os.mkdir), 0, MISSING),
+    Hostile("a hundred megabytes", odd(large), 0, "larger than"),
+    Hostile("spaces, accents, and names that are no text", named_oddly, 3),
+    Hostile("read-only", read_only, 3),
+    Hostile("null bytes", text(TEXT.encode() + b"\0"), 0, "null bytes"),
+    Hostile("UTF-16", text(TEXT.encode("utf-16")), 0, "is not a Python source file"),
+    Hostile(
+        "another encoding, which it names",
+        text(b"# coding: latin-1\nx = '\xe9'\n" + TEXT.encode()),
+        0,
+        "is not a Python source file",
+    ),
+    Hostile("a byte order mark and Windows lines", text(b"\xef\xbb\xbf" + TEXT.replace("\n", "\r\n").encode()), 3),
+    Hostile("brackets in brackets", text(TEXT + "x = " + "(" * 50_000 + ")" * 50_000), 0, "naive_ddp.py"),
+    Hostile("signs before signs", text(TEXT + "x = " + "-" * 100_000 + "1"), 0, "naive_ddp.py"),
+    Hostile("a sum of a hundred thousand", text(TEXT + "x = " + "1+" * 100_000 + "1"), 0, ""),
+    Hostile("as many small lists as fit", text(TEXT + "x = [" + "[]," * 80_000 + "]\n"), 2, checks=ONE),
+    Hostile("zip: the module", zipped((f"student/{NAME}", TEXT.encode())), 3),
+    Hostile(
+        "zip: paths that lead out",
+        zipped(*[(place + NAME, TEXT.encode()) for place in ("../", "/tmp/was-here/", "a/../../")]),
+        0,
+        MISSING,
+    ),
+    Hostile("zip: a hundred megabytes of nothing", zipped((NAME, bytes(100 << 20))), 0, "larger than"),
+    Hostile("zip: ten thousand modules", zipped(*[(f"{i}/{NAME}", b"") for i in range(10_000)], compression=0), 0),
+    Hostile(
+        "zip: a file that is a directory too",
+        zipped((NAME, b""), (f"{NAME}/naive_ddp.py", b"")),
+        0,
+        "cannot be unpacked",
+    ),
+    Hostile("zip: a name of a thousand letters", zipped(("x" * 1000 + "/naive_ddp.py", b"")), 0, "cannot be unpacked"),
+    Hostile("zip: encrypted", zipped((NAME, TEXT.encode()), change=encrypted), 0, "cannot be unpacked"),
+    Hostile(
+        "zip: a compression that takes memory", zipped((NAME, TEXT.encode()), compression=zipfile.ZIP_LZMA), 0, MISSING
+    ),
+    Hostile("zip: cut off", zipped((NAME, TEXT.encode()), change=lambda data: data[:-30]), 0, "cannot be unpacked"),
+    Hostile(
+        "zip: damaged inside",
+        zipped((NAME, TEXT.encode()), change=lambda data: data.replace(data[60:90], bytes(30), 1)),
+        0,
+        "cannot be unpacked",
+    ),
+    Hostile(
+        "zip: not one",
+        lambda directory: write(directory / "submission.zip", b"PK\3\4" + bytes(100)),
+        0,
+        "cannot be unpacked",
+    ),
+    Hostile("nothing", lambda directory: None, 0, MISSING),
+]

@@ -1,0 +1,82 @@
+"""Changing what the rank runs, in the hope that the verdict is made there."""
+
+from pathlib import Path
+
+from hostile import ALL, Hostile, reference, skeleton, write
+
+START_ONLY = 2  # points of 8, for parameters and buffers that start equal
+
+# The submission's own idea of an answer: nothing is averaged.
+NOTHING = """
+class NaiveDDP(NaiveDDP):
+    def finish_grad_sync(self): pass
+"""
+NAMES = ("conftest.py", "sitecustomize.py", "usercustomize.py", "torch/__init__.py", "brigade/__init__.py",
+         "brigade/rank.py", "pytest.py", "json.py", "scenarios/training.py")  # fmt: skip
+
+
+def shadows(directory: Path) -> None:
+    """The right answer among files that end every process that imports them."""
+    reference("")(directory)
+    write(directory / "pytest.ini", "[pytest]\naddopts = --collect-only\n")
+    for place in (directory, directory / "m01_naive_ddp"):
+        for name in NAMES:
+            write(place / name, "import os, pathlib\npathlib.Path('/tmp/was-here').touch()\nos._exit(0)\n")
+
+
+CASES = [
+    Hostile(
+        "torch.distributed does nothing",
+        reference("dist.all_reduce = dist.distributed_c10d.all_reduce = lambda *args, **kwargs: None"),
+        START_ONLY,
+        "is",
+        checks=ALL,
+    ),
+    Hostile(
+        "torch says that all tensors are equal",
+        reference(
+            NOTHING,
+            """
+torch.allclose = torch.equal = torch.Tensor.allclose = torch.Tensor.equal = lambda *args, **kwargs: True
+for name in ("__eq__", "__le__", "__lt__", "eq", "le", "isclose"):
+    setattr(torch.Tensor, name, lambda self, *args, **kwargs: True)
+""",
+        ),
+        START_ONLY,
+        "is",
+        checks=ALL,
+    ),
+    Hostile(
+        "timers that stand still",
+        reference("""
+            import time
+            for name in ("time", "monotonic", "perf_counter", "process_time"):
+                setattr(time, name, lambda: 0.0)
+            time.sleep = lambda seconds: None
+            """),
+        3,
+    ),
+    Hostile(
+        "the toolkit's own functions, for the skeleton",
+        skeleton("""
+            import sys
+            for name, module in list(sys.modules.items()):
+                if name.startswith("brigade.") and name != "brigade.submission":
+                    for inner in ("expect", "expect_equal", "verdict", "passed", "launches"):
+                        setattr(module, inner, lambda *args, **kwargs: True)
+            try: import brigade.feedback, brigade.autograde.grading
+            except ImportError: pass
+            """),
+        0,
+        "part (b) is written",
+    ),
+    Hostile(
+        "an empty value for every result",
+        skeleton("""
+            import brigade.wire
+            brigade.wire.encode = lambda value: b'\\x19' + bytes(7) + b'{"value": 1, "sizes": []}'
+            """),
+        0,
+    ),
+    Hostile("files that Python, pytest or the toolkit would import", shadows, 3),
+]

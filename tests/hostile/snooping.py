@@ -1,0 +1,126 @@
+"""Looking for answers: the reference, the tests, expected values, other processes, the network.
+
+Each raises SystemExit when it finds something, so that full points prove that there is nothing to be found.
+"""
+
+import functools
+import socket
+from pathlib import Path
+
+from brigade.course import ROOT
+from hostile import Hostile, reference, skeleton
+
+FOUND = "def found(what): raise SystemExit(f'found {what}')"
+
+
+@functools.cache
+def listener() -> socket.socket:
+    """Somebody on this machine who would answer."""
+    return socket.create_server(("127.0.0.1", 0))
+
+
+def calls_home(directory: Path) -> None:
+    attack = """
+        import socket
+        for address in (("127.0.0.1", PORT), ("192.0.2.1", 80)):
+            try: socket.create_connection(address, timeout=0.2)
+            except OSError: continue
+            found(address)
+        """
+    reference(FOUND, attack.replace("PORT", str(listener().getsockname()[1])))(directory)
+
+
+CASES = [
+    Hostile(
+        "imports the reference under the skeleton's names",
+        skeleton(
+            f"import sys; sys.path[:0] = ['', '..', {str(ROOT)!r}]", "from solutions.m01_naive_ddp.naive_ddp import *"
+        ),
+        0,
+        "rank 0 raised ModuleNotFoundError: No module named 'solutions'",
+    ),
+    Hostile(
+        "reads the course's files",
+        reference(
+            FOUND,
+            f"""
+            import contextlib
+            for name in ("solutions/m01_naive_ddp/naive_ddp.py", "tests/test_m01_naive_ddp.py", ".git/HEAD", "tests",
+                         "solutions", ".git"):
+                with contextlib.suppress(OSError):
+                    path = {str(ROOT)!r} + "/" + name
+                    found(os.listdir(path) if os.path.isdir(path) else open(path).read())
+            """,
+        ),
+        3,
+    ),
+    Hostile(
+        "reads the rest of the machine",
+        reference(
+            FOUND,
+            """
+import contextlib, glob
+for name in ("/etc/shadow", "/root/.bash_history", "/proc/1/environ", f"/proc/{os.getppid()}/environ"):
+    with contextlib.suppress(OSError): found(open(name).read())
+for place in ("/tmp", "/var/tmp", "/dev/shm"):
+    own = [path for path in glob.glob(place + "/**", recursive=True) if os.path.isfile(path)]
+    if strangers := [path for path in own if os.stat(path).st_uid != os.getuid()]: found(strangers)
+""",
+        ),
+        3,
+    ),
+    Hostile(
+        "looks at other processes",
+        reference(
+            FOUND,
+            """
+import glob
+for path in glob.glob("/proc/[0-9]*"):
+    if os.stat(path).st_uid not in (0, os.getuid()) or path != f"/proc/{os.getpid()}" and "brigade" in open(
+        path + "/cmdline").read(): found(path)
+""",
+        ),
+        3,
+    ),
+    Hostile(
+        "looks for secrets in its environment",
+        reference(
+            FOUND,
+            """
+for name, value in os.environ.items():
+    if "secret" in (name + value).lower() or name.startswith(("BRIGADE", "PYTEST")): found(name)
+""",
+        ),
+        3,
+    ),
+    Hostile(
+        "walks frames and objects for what the checks know",
+        reference(
+            FOUND,
+            """
+import gc, sys
+for name in list(sys.modules):
+    if name.startswith(("test_", "tests", "solutions", "pytest", "brigade.autograde")): found(name)
+    if name in ("brigade.feedback", "brigade.plugin", "brigade.events"): found(name)
+WORDS = ("expect_" + "gradients", "points(" + "2)", "--" + "submission")
+def look(value):
+    if type(value).__name__ in ("Case", "Grading", "Outcome", "Checked"): found(value)
+    if type(value) is str and any(word in value for word in WORDS): found(value[:100])
+    if type(value) is dict and {"expected", "truth"} & {key for key in value if type(key) is str}: found(list(value))
+frame = sys._getframe()
+while frame:
+    for value in list(frame.f_locals.values()): look(value)
+    frame = frame.f_back
+for thing in gc.get_objects():
+    if type(thing).__name__ in ("Case", "Grading", "Outcome", "Checked"): found(thing)
+    if type(thing) is dict and "packages" in thing:
+        for sources in thing["packages"].values():
+            for name, source in sources.items():
+                if name.startswith("test_"): found(name)
+                look(source[1])
+""",
+        ),
+        3,
+    ),
+    Hostile("calls home", calls_home, 3),
+]

@@ -1,0 +1,398 @@
+"""brigade grade --class: every submission is in the gradebook once, graded once, and copies are noticed."""
+
+import ast
+import csv
+import importlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+
+import psutil
+import pytest
+
+from brigade import cli
+from brigade.autograde import classroom, similarity
+from brigade.autograde.outcome import UNFINISHED
+from brigade.course import MODULES, ROOT, CourseError
+
+
+def answer(number, place="solutions"):
+    entry = MODULES[number - 1]
+    path = f"{place}/{entry.package}.py" if "alternatives" in place else f"{place}/{entry.path}"
+    return (ROOT / path).read_text()
+
+
+def hand_in(directory, name, answers):
+    """Writes a submission: a zip or flat files where the name says so, else as in lessons."""
+    paths = {number: MODULES[number - 1].path for number in answers}
+    files = {paths[n].name if name.endswith("-flat") else str(paths[n]): text for n, text in answers.items()}
+    directory.mkdir(exist_ok=True)
+    if name.endswith(".zip"):
+        with zipfile.ZipFile(directory / name, "w") as bundle:
+            for inside, text in files.items():
+                bundle.writestr(inside, text)
+        return
+    (directory / name).mkdir()
+    for inside, text in files.items():
+        path = directory / name / inside
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+
+
+def gradebook_rows(path):
+    return list(csv.DictReader(path.read_text().splitlines()))
+
+
+STUB = """if True:
+    import json, os, signal, sys, time
+    points = int(sys.argv[1])
+    if points < 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(float(os.environ.get("STUB_S", "0.05")))
+    tests = [{"score": points, "max_score": 8, "number": "1.1", "tags": ["module 1", "test_stub"]}]
+    output = str(points) + " of 8 points\\nNote one\\nNote two"
+    open(sys.argv[2], "w").write(json.dumps({"score": points, "tests": tests, "output": output}))
+"""
+
+
+def stub_started(student, options, lock):
+    """A grader that takes no time, instead of `classroom.started`: it gives what the student's file `points` says."""
+    student.made_from.unlink(missing_ok=True)
+    points = (student.path / "points").read_text()
+    return subprocess.Popen([sys.executable, "-c", STUB, points, str(student.results)], stdin=subprocess.PIPE)
+
+
+@pytest.fixture
+def stub(monkeypatch):
+    """Such graders in this process; gives the names of those graded."""
+    graded = []
+    monkeypatch.setattr(
+        classroom, "started", lambda student, *rest: graded.append(student.name) or stub_started(student, *rest)
+    )
+    return graded
+
+
+def small_class(directory, **points):
+    for name, value in points.items():
+        (directory / name).mkdir(parents=True)
+        (directory / name / "points").write_text(str(value))
+    return ["grade", "--class", str(directory), "--gradebook", str(directory.parent / "grades.csv"), "--modules", "1"]
+
+
+# A class from beginning to end
+
+
+def test_a_class_from_beginning_to_end(tmp_path):
+    """Five submissions: two right ones, one with a mistake, one that is no Python, an empty one; and an essay."""
+    directory, gradebook = tmp_path / "submissions", tmp_path / "grades.csv"
+    wrong = answer(1).replace("[*module.parameters(), *module.buffers()]", "module.parameters()")
+    hand_in(directory, "ada", {1: answer(1), 4: answer(4)})
+    hand_in(directory, "ada.zip", {1: wrong, 2: answer(2)})
+    hand_in(directory, "=bob-flat", {1: answer(1, "tests/alternatives")})
+    hand_in(directory, "carl", {1: "def f(:\n"})
+    (directory / "dora").mkdir()
+    (directory / "essay.pdf").write_text("not code")
+    command = [sys.executable, "-m", "brigade.cli", "grade", "--class", str(directory), "--gradebook", str(gradebook)]
+    done = subprocess.run([*command, "--modules", "1"], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "5 submissions, 0 of them unchanged" in done.stdout and "looked at: essay.pdf" in done.stdout
+    assert "3 of 5 fail 1.buffers_start_equal" in done.stdout
+    [copy] = [line for line in done.stdout.splitlines() if "near-identical" in line]
+    assert copy == "  near-identical in module 1: =bob-flat, tests/alternatives/ (100%)"
+    assert sorted(done.stderr.splitlines())[0] == "=bob-flat: 8 points"
+    table = gradebook_rows(gradebook)
+    assert [(row["student"], row["score"], row["max"], row["1.buffers_start_equal"]) for row in table] == [
+        ("'=bob-flat", "8", "8", "1"),
+        ("ada", "8", "8", "1"),
+        ("ada.zip", "7", "8", "0"),
+        ("carl", "0", "8", "0"),
+        ("dora", "0", "8", "0"),
+    ]
+    assert len(table[0]) == 4 + 7 + 1 and all(row["module 1"] == row["score"] for row in table)
+    assert not list(tmp_path.glob(".*")) and [p.name for p in (tmp_path / "grades.csv.results").glob(".*")] == [".lock"]
+
+
+def stopped(process, results, count, number):
+    """Sends a signal once `count` submissions are graded; returns those, with the times of their results."""
+    limit = time.monotonic() + 60
+    while len(done := list(results.glob("*.made-from"))) < count:
+        assert time.monotonic() < limit and process.poll() is None
+        time.sleep(0.01)
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(number)
+    process.communicate(timeout=60)
+    assert not psutil.wait_procs(children, timeout=30)[1]
+    return {path: path.with_suffix(".json").stat().st_mtime_ns for path in done}
+
+
+def test_interrupted_it_goes_on_where_it_was(tmp_path):
+    """Killed after the second submission, interrupted after the fourth."""
+    program = "import sys; sys.path[:0] = sys.argv[1:3]; import test_class as t; t.classroom.started = t.stub_started; "
+    program += "sys.exit(t.cli.main(sys.argv[3:]))"
+    options = small_class(tmp_path / "class", **{f"student{n}": n for n in range(7)})
+    command = [sys.executable, "-c", program, str(ROOT), str(ROOT / "tests" / "toolkit"), *options]
+    results = tmp_path / "grades.csv.results"
+    started = {
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+        "text": True,
+        "env": os.environ | {"STUB_S": "0.5"},
+    }
+    started["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # else a background job ignores it
+    first = stopped(subprocess.Popen(command, **started), results, 2, signal.SIGKILL)
+    process = subprocess.Popen(command, **started)
+    second = stopped(process, results, 4, signal.SIGINT)
+    assert process.returncode == 130 and second.items() >= first.items()
+    process = subprocess.Popen(command, **started)
+    printed, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert f"7 submissions, {len(second)} of them unchanged" in printed and len(errors.splitlines()) == 7 - len(second)
+    assert {path: path.with_suffix(".json").stat().st_mtime_ns for path in second} == second, "graded twice"
+    assert [row["score"] for row in gradebook_rows(tmp_path / "grades.csv")] == list("0123456")
+
+
+def test_a_grader_ends_with_its_class(tmp_path):
+    """However the class ended: a grader's standard input is a pipe from there."""
+    scratch, out = tmp_path / "scratch", tmp_path / "results.json"
+    scratch.mkdir()
+    command = [sys.executable, "-m", "brigade.autograde.classroom", "--submission", "solutions", "--out", str(out)]
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | {"TMPDIR": str(scratch)}
+    )
+    while not out.exists() and process.poll() is None:
+        time.sleep(0.01)
+    children = psutil.Process(process.pid).children(recursive=True)
+    _, errors = process.communicate(timeout=60)  # closes the pipe
+    assert process.returncode == 130 and b"Traceback" not in errors
+    assert UNFINISHED in json.loads(out.read_text())["output"]
+    assert not psutil.wait_procs(children, timeout=30)[1] and not list(scratch.iterdir())
+
+
+# What is graded again
+
+
+def test_only_what_changed_is_graded_again(stub, tmp_path, capfd):
+    directory = tmp_path / "class"
+    command = small_class(directory, ada=8, bob=3, carl=0)
+    hand_in(directory, "dora", {1: "one = 1\n"})
+    (directory / "dora" / "points").write_text("5")
+    assert cli.main(command) == 0 and sorted(stub) == ["ada", "bob", "carl", "dora"]
+    stub.clear()
+    (directory / "ada" / "notes.txt").write_text("is not looked at")
+    assert cli.main(command) == 0 and stub == []
+    assert "4 submissions, 4 of them unchanged" in capfd.readouterr().out
+    (directory / "dora" / MODULES[0].path).write_text("one = 2\n")
+    small_class(directory, emil=1)
+    assert cli.main(command) == 0 and sorted(stub) == ["dora", "emil"]
+    stub.clear()
+    assert cli.main([*command, "--seed", "2"]) == 0 and len(stub) == 5
+    stub.clear()
+    shutil.rmtree(directory / "bob")
+    (tmp_path / "grades.csv.results" / "ada.json").unlink()
+    assert cli.main([*command, "--seed", "2"]) == 0 and stub == ["ada"]
+    assert [row["student"] for row in gradebook_rows(tmp_path / "grades.csv")] == ["ada", "carl", "dora", "emil"]
+
+
+def test_a_grader_that_is_killed_gets_a_second_try(stub, tmp_path, capfd):
+    command = small_class(tmp_path / "class", ada=8, bob=-signal.SIGKILL)
+    assert cli.main(command) == 1
+    assert sorted(stub) == ["ada", "bob", "bob"]
+    assert "bob: 0 points; not graded: " in capfd.readouterr().err
+    [ada, bob] = gradebook_rows(tmp_path / "grades.csv")
+    assert ada["score"] == "8" and ada["note"] == "Note one / Note two"
+    assert bob["score"] == "0" and bob["1.stub"] == ""
+    (tmp_path / "class" / "bob" / "points").write_text("4")
+    assert cli.main(command) == 0 and stub[3:] == ["bob"]
+
+
+def test_progress_has_an_estimate(stub, tmp_path, capfd, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr("brigade.autograde.command.cores", lambda: 1)
+    assert cli.main(small_class(tmp_path / "class", **{f"student{n}": n for n in range(6)})) == 0
+    errors = capfd.readouterr().err
+    assert "6/6" in errors and "s left" in errors
+
+
+def test_two_runs_do_not_share_a_gradebook(stub, tmp_path, capfd):
+    command = small_class(tmp_path / "class", ada=8)
+    with classroom.locked(tmp_path / "grades.csv"):
+        assert cli.main(command) == 2
+    assert "another run is writing to" in capfd.readouterr().err
+    assert cli.main(command) == 0
+
+
+# Names and tables
+
+
+def test_names_of_submissions(tmp_path):
+    directory = tmp_path / "class"
+    for name in ("ada", "b.c", ".git", "class.csv.results"):
+        (directory / name).mkdir(parents=True)
+    for name in ("ada.zip", "eve.ZIP", "class.csv", "list.txt", ".hidden", os.fsdecode(b"\xff\x1b.zip")):
+        (directory / name).touch()
+    everyone, others = classroom.students(directory, directory / "class.csv")
+    assert [student.name for student in everyone] == ["ada", "ada.zip", "b.c", "eve", "??"]
+    assert others == ["list.txt"]
+    files = [path for student in everyone for path in (student.results, student.made_from, student.log)]
+    assert len(set(files)) == 15
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CourseError, match="there are no submissions in"):
+        classroom.students(tmp_path / "empty", tmp_path / "class.csv")
+
+
+@pytest.mark.parametrize("name", ["=1+1", "+1", "-1", "@A1", "\t=1", "\r=1"])
+def test_a_name_is_no_formula(name):
+    [row] = csv.DictReader(classroom.written([{"student": name, "score": 1}]).splitlines(keepends=True))
+    assert row["student"].startswith("'")
+    assert classroom.guarded(-1) == -1 and classroom.guarded("o=o") == "o=o"
+
+
+def test_columns_do_not_depend_on_who_comes_first():
+    known = {"student": "b", "score": 1, "max": 8, "module 1": 1, "1.a": 1, "1.b": 0, "note": ""}
+    unknown = {"student": "a", "score": 0, "max": 8, "module 1": 0, "note": "did not finish"}
+    nothing = {"student": "c", "score": 0, "note": "the grader gave no results: see c.log"}
+    for table in ([unknown, known, nothing], [nothing, known, unknown]):
+        assert classroom.written(table).splitlines()[0] == "student,score,max,module 1,1.a,1.b,note"
+    assert classroom.hardest([known, unknown, nothing, known]) == [("1.b", 2)]
+
+
+# Copies
+
+
+class Renamed(ast.NodeTransformer):
+    """Other names for variables, arguments and attributes that the text itself sets."""
+
+    def __init__(self, tree):
+        nodes = list(ast.walk(tree))
+        self.names = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+        self.names |= {node.arg for node in nodes if isinstance(node, ast.arg)} - {"self"}
+        self.names |= {n.attr for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}
+
+    def visit_Name(self, node):
+        node.id = node.id + "_2" if node.id in self.names else node.id
+        return node
+
+    def visit_arg(self, node):
+        node.arg, node.annotation = node.arg + "_2" if node.arg in self.names else node.arg, None
+        return node
+
+    def visit_Attribute(self, node):
+        self.generic_visit(node)
+        node.attr = node.attr + "_2" if node.attr in self.names else node.attr
+        return node
+
+
+def disguised(text):
+    """Other names, functions in reverse order, other line breaks and comments, no docstrings."""
+    tree = Renamed(tree := ast.parse(text)).visit(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+            node.body = node.body[1:] if ast.get_docstring(node) and node.body[1:] else node.body
+        if isinstance(node, (ast.Module, ast.ClassDef)):
+            functions = [inner for inner in node.body if isinstance(inner, (ast.FunctionDef, ast.ClassDef))]
+            node.body = [inner for inner in node.body if inner not in functions] + functions[::-1]
+    return ast.unparse(ast.fix_missing_locations(tree)).replace("\n", "  # see the lecture\n\n")
+
+
+def groups(number, texts):
+    """What is reported of module n when these are handed in: names -> share."""
+    everyone = [SimpleStudent(name, {number: text}) for name, text in texts.items()]
+    return {group.names: group.share for group in classroom.near_identical(everyone, [MODULES[number - 1]])}
+
+
+class SimpleStudent:
+    def __init__(self, name, texts):
+        self.name, self.texts = name, texts
+
+
+@pytest.fixture
+def texts_given(monkeypatch):
+    monkeypatch.setattr(classroom, "texts", lambda student: student.texts)
+
+
+@pytest.mark.parametrize("number", [4, 5, 6, 8])
+def test_disguised_copies_are_reported(number, texts_given):
+    alternative = answer(number, "tests/alternatives")
+    copies = {"ada": disguised(answer(number)), "bob": disguised(alternative), "carl": alternative}
+    found = groups(number, copies)
+    assert set(found) == {("ada", "solutions/"), ("bob", "carl", "tests/alternatives/")}
+    assert min(found.values()) > 0.95
+
+
+@pytest.mark.parametrize("number", [4, 5, 6, 8])
+def test_a_copy_with_a_mistake_is_reported(number, texts_given):
+    mutants = importlib.import_module(f"mutants.{MODULES[number - 1].package}").MUTANTS
+    found = groups(number, {str(place): mutant.apply(answer(number)) for place, mutant in enumerate(mutants[:8])})
+    assert set(found) == {(*map(str, range(8)), "solutions/")}
+
+
+@pytest.mark.parametrize("entry", MODULES, ids=lambda entry: entry.package)
+def test_what_is_not_copied_is_not_reported(entry, texts_given):
+    """The skeleton, the skeleton twice, right answers in different styles, and answers too short to tell apart."""
+    skeleton = (ROOT / "lessons" / entry.path).read_text()
+    assert groups(entry.number, {"ada": skeleton, "bob": skeleton, "carl": "", "dora": "def f(:\n" * 9}) == {}
+    if entry.number in (1, 2, 3, 7):
+        assert groups(entry.number, {"ada": answer(entry.number), "bob": disguised(answer(entry.number))}) == {}
+
+
+def test_answers_along_the_hints_are_not_reported(texts_given):
+    assert similarity.ALIKE > 0.49  # the most that such answers had in common
+    found = groups(4, {"ada": ALONG_THE_HINTS, "bob": ALONG_THE_HINTS.replace("p.", "q."), "carl": answer(4)})
+    assert found == {("ada", "bob"): 1.0, ("carl", "solutions/"): 1.0}
+
+
+ALONG_THE_HINTS = """
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+def plan_buckets(params, bucket_cap_bytes):
+    buckets, current, size = [], [], 0
+    for p in reversed(list(params)):
+        nbytes = p.numel() * p.element_size()
+        if current and (size + nbytes > bucket_cap_bytes or p.dtype != current[0].dtype):
+            buckets.append(current)
+            current, size = [], 0
+        current.append(p)
+        size += nbytes
+    if current:
+        buckets.append(current)
+    return buckets
+
+
+class Bucket:
+    def __init__(self, parameters, process_group):
+        self.parameters = parameters
+        self.process_group = process_group
+        self.missing = len(parameters)
+        self.flat = None
+        self.handle = None
+
+    def launch(self):
+        grads = []
+        for p in self.parameters:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            grads.append(p.grad.flatten())
+        self.flat = torch.cat(grads)
+        self.handle = dist.all_reduce(self.flat, group=self.process_group, async_op=True)
+
+    def finish(self):
+        self.handle.wait()
+        self.flat.div_(dist.get_world_size(self.process_group))
+        offset = 0
+        for p in self.parameters:
+            n = p.numel()
+            p.grad.copy_(self.flat[offset : offset + n].view_as(p.grad))
+            offset += n
+        self.flat = None
+        self.handle = None
+        self.missing = len(self.parameters)
+"""

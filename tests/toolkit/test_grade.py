@@ -1,0 +1,556 @@
+"""brigade grade: the results are right, complete at every instant, and readable by those who asked for them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from types import SimpleNamespace
+from xml.etree import ElementTree
+
+import jsonschema
+import psutil
+import pytest
+from mutants.m01_naive_ddp import MUTANTS
+
+from brigade import cli, ranks
+from brigade.autograde import command, formats, grading
+from brigade.autograde.outcome import UNFINISHED, Grading, Outcome, nothing_yet
+from brigade.course import MODULES, ROOT, CourseError
+
+INTEGER, NUMBER, TEXT = {"type": "integer", "minimum": 0}, {"type": "number", "minimum": 0}, {"type": "string"}
+LINE = TEXT | {"minLength": 1, "pattern": r"^[^\n]*$"}
+INSTANT = {"type": "string", "pattern": r"^\d{4}-\d{2}-\d{2}T\d{2}:\d{2}:\d{2}Z$"}
+
+
+def exactly(*optional, **properties):
+    """An object with these properties and no others; those in `optional` may be missing."""
+    required = [name for name in properties if name not in optional]
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+
+
+def some(of):
+    return {"type": "array", "items": of, "minItems": 1}
+
+
+SHOWN = {"enum": ["hidden", "after_due_date", "after_published", "visible"]}
+GRADESCOPE = exactly(
+    score=INTEGER,
+    execution_time=NUMBER,
+    output=TEXT,
+    visibility=SHOWN,
+    stdout_visibility=SHOWN,
+    tests=some(
+        exactly(
+            score=INTEGER,
+            max_score=INTEGER,
+            status={"enum": ["passed", "failed"]},
+            name=LINE,
+            number={"type": "string", "pattern": r"^\d\.\d+$"},
+            output=TEXT | {"maxLength": 4_004, "pattern": r"^([^\n]*\n){0,39}[^\n]*$"},
+            output_format={"const": "text"},
+            tags=some(LINE),
+            visibility=SHOWN,
+        )
+    ),
+    leaderboard=some(exactly(name=LINE, value=INTEGER, order={"enum": ["asc", "desc"]})),
+)
+CLASSROOM50 = exactly(
+    "graded_at",
+    "submitted_by",
+    **{
+        "schema": {"const": "classroom50/result/v1"},
+        "classroom": LINE,
+        "assignment": LINE,
+        "assignment_type": {"enum": ["individual", "group", "team"]},
+        "owner": LINE,
+        "submission": {"type": "string", "pattern": "^submit/"},
+        "commit": LINE,
+        "release": LINE,
+        "review": LINE,
+        "datetime": INSTANT,
+        "score": INTEGER,
+        "max-score": INTEGER,
+        "tests": some(
+            exactly(**{"test-name": LINE, "passed": {"type": "boolean"}, "score": INTEGER, "max-score": INTEGER})
+        ),
+        "graded_at": INSTANT,
+        "submitted_by": exactly("id", username=LINE, id={"type": ["integer", "null"]}),
+    },
+)
+COUNT, SECONDS = {"type": "string", "pattern": r"^\d+$"}, {"type": "string", "pattern": r"^\d+\.\d+$"}
+CASE = exactly(
+    "failure", classname=LINE, name=LINE, time=SECONDS, failure=some(exactly("text", message=LINE, text=TEXT))
+)
+JUNIT = exactly(
+    name=LINE,
+    time=SECONDS,
+    testsuite=some(
+        exactly(
+            **dict.fromkeys(("tests", "failures", "errors", "skipped"), COUNT),
+            **{"name": LINE, "time": SECONDS, "timestamp": INSTANT},
+            **{"testcase": some(CASE), "system-out": some(exactly("text", text=TEXT))},
+        )
+    ),
+)
+META = {
+    "CLASSROOM": "parallel",
+    "ASSIGNMENT": "brigade",
+    "ASSIGNMENT_TYPE": "individual",
+    "OWNER": "ada",
+    "SUBMISSION_TAG": "submit/2026-01-31T12-00-00Z-1a2b3c4",
+    "COMMIT_URL": "https://example.org/commit/1a2b3c4",
+    "RELEASE_URL": "https://example.org/releases/1",
+    "REVIEW_URL": "https://example.org/compare/1",
+}
+
+
+def plain(element):
+    """An XML element as a dict: attributes, text, and lists of children by tag."""
+    found = dict(element.attrib)
+    if element.text and element.text.strip():
+        found["text"] = element.text
+    for child in element:
+        found.setdefault(child.tag, []).append(plain(child))
+    return found
+
+
+def validated(text, form):
+    """(score, of how many, whether it says that it did not finish) of a results file; fails where it is not valid."""
+    if form == "text":
+        score, _, most, *_ = text.split()
+        return int(score), int(most), UNFINISHED in text
+    if form == "junit":
+        result = plain(ElementTree.fromstring(text.encode()))
+        jsonschema.validate(result, JUNIT)
+        for suite in result["testsuite"]:
+            assert int(suite["tests"]) == len(suite["testcase"])
+            assert int(suite["failures"]) == sum("failure" in case for case in suite["testcase"])
+        score, _, most, *_ = result["testsuite"][0]["system-out"][0]["text"].split()
+        return int(score), int(most), UNFINISHED in text
+    result = json.loads(text)
+    if form == "gradescope":
+        jsonschema.validate(result, GRADESCOPE)
+        assert all(test["score"] == (test["status"] == "passed") * test["max_score"] for test in result["tests"])
+        assert result["score"] == sum(test["score"] for test in result["tests"]) == result["leaderboard"][0]["value"]
+        return result["score"], sum(test["max_score"] for test in result["tests"]), UNFINISHED in result["output"]
+    jsonschema.validate(result, CLASSROOM50)
+    assert result["score"] == sum(test["score"] for test in result["tests"])
+    assert result["max-score"] == sum(test["max-score"] for test in result["tests"])
+    return result["score"], result["max-score"], UNFINISHED in text
+
+
+@pytest.fixture
+def grade(tmp_path, capfd, monkeypatch):
+    """Grades in this process, only the checks named (all, if none is); gives status, results, output and errors."""
+
+    def run(submission, *options, only=()):
+        with monkeypatch.context() as patch:
+            if only:
+                every = grading.checks
+                patch.setattr(grading, "checks", lambda entry: {n: c for n, c in every(entry).items() if n in only})
+            out = tmp_path / "results.json"
+            status = cli.main(["grade", "--submission", str(submission), "--out", str(out), *options])
+        printed, errors = capfd.readouterr()
+        assert "Traceback" not in printed + errors
+        result = json.loads(out.read_text()) if out.exists() else None
+        return SimpleNamespace(status=status, result=result, printed=printed, errors=errors)
+
+    return run
+
+
+@pytest.fixture
+def submit(tmp_path):
+    """Writes a submission: the reference, but for modules whose text is given; None leaves one out."""
+
+    def write(modules=None, name="submission", upto=2):
+        for entry in MODULES[:upto]:
+            text = (modules or {}).get(entry.number, (ROOT / "solutions" / entry.path).read_text())
+            path = tmp_path / name / entry.path
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if text is not None:
+                path.write_text(text)
+        return tmp_path / name
+
+    return write
+
+
+def reference(number):
+    return (ROOT / "solutions" / MODULES[number - 1].path).read_text()
+
+
+def mutated(name):
+    """Module 1 with a mistake in it."""
+    [mutant] = [mutant for mutant in MUTANTS if mutant.name == name]
+    return mutant.apply(reference(1))
+
+
+def scores(result):
+    """Points by module and the names of the checks that failed."""
+    points = {}
+    for test in result["tests"]:
+        module = int(test["tags"][0].split()[1])
+        points[module] = points.get(module, 0) + test["score"]
+    return points, {test["tags"][1] for test in result["tests"] if test["status"] == "failed"}
+
+
+# The forms of results, in every state
+
+
+def states():
+    """A grading from its beginning to its end."""
+    yield nothing_yet(MODULES, 7), 0, 100, True
+    outcomes = [Outcome(1, "test_one", "The first.", 3), Outcome(1, "test_two", "The second.", 5)]
+    outcomes.append(Outcome(2, "test_three", "The third.", 8))
+    state = Grading(outcomes, 7, notes=["a \x1b[31mred\x1b[0m file \udcff", "another\n"])
+    yield state, 0, 16, True
+    outcomes[0].passed = outcomes[0].finished = True
+    outcomes[0].text = ""
+    outcomes[1].finished, outcomes[1].text = True, "\x00\x1b[2J\ufffe\udc80]]>&<\r\n" * 50 + "x" * 10_000
+    yield state, 3, 16, True
+    outcomes[2].finished, outcomes[2].text = True, "\n".join(map(str, range(100)))
+    yield state, 3, 16, True  # what failed is to be repeated with the reference's earlier modules
+    outcomes[2].passed, outcomes[2].text, state.finished = True, "", True
+    yield state, 11, 16, False
+
+
+@pytest.mark.parametrize("form", formats.FORMATS)
+def test_results_are_valid_in_every_state(form, monkeypatch):
+    for name, value in META.items():
+        monkeypatch.setenv(name, value)
+    for state, score, most, unfinished in states():
+        metadata = formats.classroom50_metadata({"submitted_by": "ada"})
+        text = formats.classroom50(state, metadata) if form == "classroom50" else formats.WRITERS[form](state)
+        assert validated(text, form) == (score, most, unfinished)
+        assert text.isprintable() or set(filter(lambda c: not c.isprintable(), text)) == {"\n"}
+
+
+def test_classroom50_fields_come_from_options_and_environment(monkeypatch):
+    for name, value in META.items():
+        monkeypatch.setenv(name, value)
+    found = formats.classroom50_metadata({"owner": "bob", "datetime": "2026-01-31T12:00:00Z"})
+    assert found["owner"] == "bob" and found["classroom"] == "parallel" and found["datetime"] == "2026-01-31T12:00:00Z"
+    assert json.loads(formats.classroom50(nothing_yet(MODULES, 1), found))["datetime"] == "2026-01-31T12:00:00Z"
+    monkeypatch.delenv("RELEASE_URL")
+    with pytest.raises(
+        CourseError, match=r"needs release: as --meta release=\.\.\. or in the environment as RELEASE_URL"
+    ):
+        formats.classroom50_metadata({})
+
+
+def test_a_file_is_replaced_as_a_whole(tmp_path, monkeypatch):
+    out = tmp_path / "results.json"
+    formats.write(out, "before")
+    (tmp_path / ".results.json.part").write_text("left by one that was killed")
+
+    def disk_full(*_):
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", disk_full)
+        with pytest.raises(OSError, match="no space"):
+            formats.write(out, "after")
+    assert out.read_text() == "before" and len(list(tmp_path.iterdir())) == 1
+    formats.write(out, "after \udcff")
+    assert out.read_text() == "after ?"
+    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
+    assert out.stat().st_mode & 0o077 == 0
+
+
+# What is graded
+
+
+def test_reference_gets_all_points_in_every_form(grade, submit, tmp_path, monkeypatch):
+    """And each state that is written on the way is valid: with the right denominator, and never fewer points."""
+    written = []
+    monkeypatch.setattr(formats, "write", lambda path, text: written.append(text))
+    for name, value in META.items():
+        monkeypatch.setenv(name, value)
+    for form in formats.FORMATS:
+        written.clear()
+        assert grade(submit(), "--modules", "2", "--format", form, only=["test_mixed_dtypes"]).status == 0
+        found = [validated(text, form) for text in written]
+        assert found[0] == (0, 8, True) and found[1] == (0, 1, True) and found[-1] == (1, 1, False), found
+
+
+def test_points_are_what_the_checks_say(grade, submit):
+    """Module 1 has one mistake, module 2 is still the skeleton."""
+    unwritten = (ROOT / "lessons" / MODULES[1].path).read_text()
+    done = grade(submit({1: mutated("buffers not broadcast"), 2: unwritten}), "--modules", "1-2", "--prior", "own")
+    assert done.status == 0 and "7 of 16 points" in done.errors
+    points, failed = scores(done.result)
+    assert points == {1: 7, 2: 0} and failed == {"test_buffers_start_equal", *grading.checks(MODULES[1])}
+    told = {test["output"] for test in done.result["tests"] if test["number"].startswith("2.")}
+    assert told == {
+        "expected  module 2, part (a) is written\nhappened  it is still the skeleton's `raise NotImplementedError`"
+    }
+    assert validated(json.dumps(done.result), "gradescope") == (7, 16, False)
+
+
+def test_skeletons_get_nothing(grade):
+    done = grade(ROOT / "lessons", "--modules", "1,7")
+    assert done.status == 0 and validated(json.dumps(done.result), "gradescope") == (0, 16, False)
+
+
+@pytest.mark.parametrize("form", ["flat", "clone", "zip", "zip of a directory"])
+def test_forms_of_a_submission(form, grade, submit, tmp_path):
+    place = submit(name="solved/lessons" if form == "clone" else "solved")
+    files = [place / entry.path for entry in MODULES[:2]]
+    if form == "clone":
+        place = place.parent
+    elif form == "flat":
+        place = tmp_path / "flat"
+        place.mkdir()
+        for file in files:
+            file.rename(place / file.name)
+    elif form.startswith("zip"):
+        place = tmp_path / "submission.zip"
+        with zipfile.ZipFile(place, "w") as bundle:
+            for file in files:
+                inside = file.relative_to(tmp_path / "solved") if form == "zip" else file.relative_to(tmp_path)
+                bundle.write(file, inside)
+    done = grade(place, "--modules", "2", only=["test_bytes_on_the_wire"])
+    assert done.result["score"] == 1, done
+
+
+def test_missing_modules_and_broken_checks_count(grade, submit, monkeypatch):
+    """Nothing disappears from the denominator: no file, a file that is no Python, a check that falls over."""
+
+    def falls_over(submission):
+        raise ZeroDivisionError("in the check")
+
+    falls_over.__doc__, falls_over.pytestmark = "A check.", [pytest.mark.points(5).mark]
+    monkeypatch.setattr(grading, "checks", lambda entry: {f"test_{entry.number}": falls_over})
+    done = grade(submit({1: None, 2: "def f(:\n"}, upto=3), "--modules", "1-3")
+    assert validated(json.dumps(done.result), "gradescope") == (0, 15, False)
+    told = [test["output"] for test in done.result["tests"]]
+    assert "module 1 is missing" in told[0] and "flat_ddp.py, line 1: invalid syntax" in told[1]
+    assert "could not be examined (ZeroDivisionError: in the check)" in told[2]
+
+
+def test_seed_repeats_a_grading(grade, submit):
+    place, check = submit({1: mutated("divided by a literal 2")}), ["test_gradients_are_averaged"]
+    first = grade(place, "--modules", "1", only=check)
+    seed = first.result["output"].split("seed ")[1].split()[0]
+    again = grade(place, "--modules", "1", "--seed", seed, only=check)
+    other = grade(place, "--modules", "1", "--seed", str(int(seed) + 1), only=check)
+    told = [done.result["tests"][0]["output"] for done in (first, again, other)]
+    assert told[0] == told[1] != told[2]
+
+
+def one_check(number):
+    """The name of a module's first check that averages gradients, for which replicas must be equal."""
+    return next(name for name in grading.checks(MODULES[number - 1]) if "averaged" in name)
+
+
+def test_an_error_costs_its_points_once(grade, submit):
+    """Module 1 is wrong, 2 to 5 are right: auto and reference take points for module 1 only, own takes more."""
+    place = submit({1: mutated("broadcast from the last rank")}, upto=5)
+    names = {"test_parameters_start_equal", "test_one_all_reduce_per_parameter", *map(one_check, range(2, 6))}
+    for prior, modules, lost in (("auto", "1-5", {1}), ("reference", "1-2", {1}), ("own", "1-2", {1, 2})):
+        done = grade(place, "--modules", modules, "--prior", prior, only=names)
+        points, failed = scores(done.result)
+        assert {int(test["number"][0]) for test in done.result["tests"] if not test["score"]} == lost
+        assert points[1] == 1 and "test_parameters_start_equal" in failed
+
+
+def test_a_module_that_needs_its_own_broken_one_fails(grade, submit):
+    """Module 2 uses a name that only the submission's module 1 has, and that module is wrong."""
+    mine = (
+        mutated("broadcast from the last rank")
+        + "\n\ndef share(module, group):\n    broadcast_module_state(module, group)\n"
+    )
+    wanting = reference(2).replace("import broadcast_module_state", "import share")
+    wanting = wanting.replace("broadcast_module_state(module", "share(module")
+    done = grade(submit({1: mine, 2: wanting}), "--modules", "2", only=[one_check(2)])
+    [test] = done.result["tests"]
+    assert done.status == 0 and test["score"] == 0
+    assert test["output"].startswith("expected  parameters and buffers start"), "what it does with its own module 1"
+    right = mine.replace("group_src=dist.get_world_size(process_group) - 1", "group_src=0")
+    assert grade(submit({1: right, 2: wanting}), "--modules", "2", only=[one_check(2)]).result["score"]
+
+
+def test_feedback_fits_on_a_screen(grade, submit):
+    shouting = reference(1).replace(
+        "        for parameter in self.module.parameters():",
+        "        for line in range(500):\n            print('\\x1b[2J' + 'loud ' * 200)\n"
+        "        raise ValueError('\\n'.join('reason ' * 20 for line in range(300)))\n"
+        "        for parameter in self.module.parameters():",
+    )
+    done = grade(submit({1: shouting}), "--modules", "1", only=["test_gradients_are_averaged"])
+    [test] = done.result["tests"]
+    lines = test["output"].splitlines()
+    assert lines[0] == "expected  every rank runs to the end without an exception"
+    assert 24 <= len(lines) <= 40 and len(test["output"]) <= 4_010 and "\x1b" not in test["output"]
+
+
+def test_without_root_the_results_say_what_is_not_protected(grade, submit, monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    done = grade(submit(), "--modules", "1", only=["test_buffers_start_equal"])
+    assert done.result["score"] == 1 and "without isolation" in done.result["output"]
+    assert ranks.SERVER.jail is None
+
+
+def test_what_could_meddle_is_named(grade, submit):
+    place = submit()
+    (place / "torch").mkdir()
+    (place / "torch" / "__init__.py").write_text("raise SystemExit('imported')\n")
+    (place / "conftest.py").write_text("raise SystemExit('imported')\n")
+    done = grade(place, "--modules", "1", only=["test_buffers_start_equal"])
+    assert done.result["score"] == 1 and "worth a look: conftest.py, torch" in done.result["output"]
+
+
+# What the user typed
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (["--submission", "does/not/exist"], "there is no submission does/not/exist"),
+        (["--submission", __file__], "test_grade.py cannot be unpacked: File is not a zip file"),
+        (["--submission", "lessons", "--out", "does/not/exist/results.json"], "does/not/exist for the results"),
+        (["--submission", "lessons", "--out", "/"], "/ is not a file that results could replace"),
+        (["--submission", "lessons", "--modules", "9"], "there is no module 9"),
+        (["--submission", "lessons", "--modules", "4-2"], "4 comes after 2"),
+        (["--submission", "lessons", "--modules", "two"], "write it as 1-4 or 2,5"),
+        (["--submission", "lessons", "--format", "classroom50"], "needs classroom: as --meta classroom="),
+        (["--submission", "lessons", "--format", "classroom50", "--meta", "shoe=4"], "shoe: Classroom 50 has no such"),
+        (["--submission", "lessons", "--format", "classroom50", "--meta", "owner"], "write it as NAME=VALUE"),
+        (["--submission", "lessons", "--meta", "owner=ada"], "--meta is for --format classroom50"),
+        (["--submission", "lessons", "--gradebook", "a.csv"], "--gradebook is for --class"),
+        (["--submission", "lessons", "--limit", "nan"], "--limit nan: it takes a number above 0"),
+        (["--class", "lessons", "--memory-gb", "-1"], "--memory-gb -1.0: it takes a number above 0"),
+        (["--class", "lessons"], "--class writes to --gradebook FILE.csv, which it needs"),
+        (["--class", "does/not/exist", "--gradebook", "a.csv"], "does/not/exist"),
+        (["--class", "lessons", "--gradebook", "does/not/exist/a.csv"], "does/not/exist for the results"),
+    ],
+)
+def test_wrong_input_gets_one_line(options, line, capfd, monkeypatch):
+    for name in META:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(ranks, "run_ranks", lambda *_, **__: pytest.fail("said too late"))
+    assert cli.main(["grade", *options]) == 2
+    _, errors = capfd.readouterr()
+    assert errors.startswith("brigade: ") and errors.count("\n") == 1 and line in errors, errors
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "line"),
+    [
+        ("assignment_type", "pair", "assignment_type is individual, group or team, and not pair"),
+        ("submission", "v1", "submission is a tag such as submit/"),
+        ("datetime", "yesterday", "datetime is written as 2026-01-31T12:00:00Z"),
+    ],
+)
+def test_wrong_metadata_gets_one_line(name, value, line, monkeypatch):
+    for variable, right in META.items():
+        monkeypatch.setenv(variable, right)
+    with pytest.raises(CourseError, match=line):
+        formats.classroom50_metadata({name: value})
+
+
+def test_what_cannot_be_graded_says_so_in_its_results(grade, tmp_path):
+    (tmp_path / "mine.zip").write_text("no zip")
+    done = grade(tmp_path / "mine.zip")
+    assert done.status == 2
+    assert validated(json.dumps(done.result), "gradescope") == (0, 100, True)
+    assert "mine.zip cannot be unpacked: File is not a zip file" in done.result["output"]
+
+
+def test_without_out_the_results_are_printed(submit, capfd, monkeypatch):
+    monkeypatch.setattr(grading, "checks", lambda entry: {})
+    assert cli.main(["grade", "--submission", str(submit()), "--modules", "1"]) == 0
+    assert capfd.readouterr().out.startswith("0 of 0 points, seed ")
+    assert cli.main(["grade", "--submission", str(submit()), "--modules", "1", "--format", "junit"]) == 0
+    assert capfd.readouterr().out.startswith("<?xml")
+
+
+@pytest.mark.parametrize("text", ["", "1-8", "1-99"])
+def test_selected_modules(text):
+    if text == "1-99":
+        with pytest.raises(CourseError, match="there is no module 9"):
+            command.selected(text)
+    else:
+        assert [entry.number for entry in command.selected(text)] == list(range(1, 9))
+    assert [entry.number for entry in command.selected("5, 2-3,3")] == [2, 3, 5]
+
+
+# Killed
+
+
+@pytest.fixture
+def grader(tmp_path, submit):
+    """Starts a grader with a temporary directory of its own; gives the process, its results file and that directory."""
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    out = tmp_path / "results.json"
+    with zipfile.ZipFile(tmp_path / "mine.zip", "w") as bundle:
+        bundle.writestr("naive_ddp.py", mutated("buffers not broadcast"))
+    options = ["grade", "--submission", str(tmp_path / "mine.zip"), "--modules", "1,2", "--out", str(out)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "brigade.cli", *options],
+        cwd=ROOT,
+        env=os.environ | {"TMPDIR": str(scratch)},
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background ignores Ctrl-C
+    )
+    yield SimpleNamespace(process=process, out=out, scratch=scratch)
+    process.kill()
+    process.wait()
+
+
+def sample(grader, until, limit_s=120):
+    """Reads the results again and again until `until(finished checks)`; every time they are valid, and never worse."""
+    ends_at, best, seen = time.monotonic() + limit_s, 0, set()
+    while time.monotonic() < ends_at and grader.process.poll() is None:
+        if grader.out.exists():
+            text = grader.out.read_text()
+            score, most, unfinished = validated(text, "gradescope")
+            assert most == 16 and unfinished and score >= best
+            best = score
+            finished = sum(test["output"] != UNFINISHED for test in json.loads(text)["tests"])
+            seen.add(finished)
+            if until(finished):
+                return seen
+        time.sleep(0.005)
+    raise AssertionError(f"the grader ended or took too long: {seen}")
+
+
+def gone(processes, limit_s=30):
+    return not psutil.wait_procs(processes, timeout=limit_s)[1]
+
+
+@pytest.mark.parametrize("moment", ["the file is there", "torch is imported", "checks run"])
+def test_killed_at_any_moment_the_results_are_valid(moment, grader):
+    sample(grader, lambda finished: finished >= (3 if moment == "checks run" else 0))
+    if moment == "torch is imported":
+        time.sleep(0.7)
+    children = psutil.Process(grader.process.pid).children(recursive=True)
+    grader.process.kill()
+    grader.process.wait()
+    score, most, unfinished = validated(grader.out.read_text(), "gradescope")
+    assert most == 16 and unfinished and (score >= 1) == (moment == "checks run")
+    assert gone(children)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_it_puts_everything_away(number, grader):
+    sample(grader, lambda finished: finished >= (2 if number == signal.SIGINT else 0))
+    if number == signal.SIGTERM:
+        time.sleep(0.3)
+    children = psutil.Process(grader.process.pid).children(recursive=True)
+    grader.process.send_signal(number)
+    _, errors = grader.process.communicate(timeout=60)
+    assert grader.process.returncode == 130 and errors.endswith("brigade: stopped\n"), errors
+    assert "Traceback" not in errors
+    assert validated(grader.out.read_text(), "gradescope")[2]
+    assert gone(children) and not list(grader.scratch.iterdir())
+    assert not list(grader.out.parent.glob(".*"))
+
+
+def test_the_first_results_do_not_wait_for_torch():
+    program = "import sys, brigade.cli, brigade.autograde.command; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)

@@ -1,0 +1,385 @@
+"""Submissions that attack the grader cost their own points only, and leave nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import functools
+import json
+import os
+import random
+import re
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import hostile
+import psutil
+import pytest
+import rank_functions as functions
+import torch
+
+from brigade import isolation, ranks
+from brigade.autograde import command, formats, grading, incoming
+from brigade.autograde.outcome import Grading, nothing_yet
+from brigade.course import MODULES, ROOT, CourseError
+from brigade.plugin import Checked
+from brigade.reference import Case
+from scenarios import training
+
+CASES = hostile.every_case()
+PROOF = Path("/tmp/was-here")  # what attacks write when they run where they should not
+CAP_SYS_ADMIN, PR_CAPBSET_DROP = 21, 24
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="isolation needs Linux"),
+    pytest.mark.skipif(os.geteuid() != 0, reason="isolation needs root, and these are not run without it"),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def user() -> Iterator[int]:
+    """The user that ranks run as in this file, with a fork server of its own."""
+    os.environ["COURSE_SECRET"] = "the grader's own secret"
+    ranks.SERVER.close()
+    try:
+        with confined() as uid:
+            yield uid
+    finally:
+        del os.environ["COURSE_SECRET"]
+
+
+@contextlib.contextmanager
+def confined() -> Iterator[int]:
+    """Ranks are confined inside the block."""
+    with isolation.free_user() as uid:
+        ranks.SERVER.jail = isolation.Jail(uid)
+        try:
+            assert command.probe() == []
+            yield uid
+        finally:
+            ranks.SERVER.jail = None
+            ranks.SERVER.close()  # without the network, and with little of our environment
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One world size for each check, and no long look at a deadlock."""
+    monkeypatch.setattr(Checked, "worlds", lambda self, *sizes: [2] if len(sizes) > 1 else list(sizes))
+    monkeypatch.setattr(ranks, "QUIET_S", 0.3)
+
+
+class Graded:
+    """A submission that was graded as `brigade grade` does it, with a results file."""
+
+    def __init__(self, submission: Path, out: Path, case: hostile.Hostile, on_change: Callable = lambda grading: None):
+        self.out = out
+        self.started = time.monotonic()
+        entries = [MODULES[number - 1] for number in case.modules]
+        self.state = nothing_yet(entries, 1)
+
+        def save(state: Grading) -> None:
+            assert not out.exists() or out.read_text() == self.text, "somebody else has written the results"
+            self.state, self.text = state, formats.gradescope(state)
+            formats.write(out, self.text)
+            on_change(state)
+
+        save(self.state)
+        self.told = ""
+        try:
+            with incoming.opened(submission) as target:
+                self.meddling = incoming.meddling(target)
+                grading.grade(target, entries, seed=1, total_s=case.limit_s, on_change=save)
+        except CourseError as error:
+            self.told = str(error)
+        self.seconds = time.monotonic() - self.started
+
+    def failures(self) -> list[str]:
+        return [self.told] if self.told else [outcome.text for outcome in self.state.outcomes if not outcome.passed]
+
+
+def processes_of(uid: int) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if uid in process.uids():
+                found.append(process)
+    return found
+
+
+def files_of(uid: int) -> list[str]:
+    found = []
+    for place in isolation.PRIVATE_DIRECTORIES:
+        for entry in os.scandir(place) if os.path.isdir(place) else ():
+            with contextlib.suppress(FileNotFoundError):
+                if entry.stat(follow_symlinks=False).st_uid == uid:
+                    found.append(entry.path)
+    return found
+
+
+def expect_nothing_left(uid: int) -> None:
+    """No process, file or shared memory of the user; a fork server that runs."""
+    assert processes_of(uid) == []
+    assert files_of(uid) == []
+    assert not PROOF.exists()
+    assert not list(ranks.SERVER.scratch.glob("run-*"))
+    segments = Path("/proc/sysvipc/shm").read_text().splitlines()[1:]
+    assert not [line for line in segments if str(uid) in line.split()[7:11]]
+    assert ranks.SERVER._process.poll() is None
+
+
+def submission_in(directory: Path) -> Path:
+    archive = directory / "submission.zip"
+    return archive if archive.exists() else directory
+
+
+@pytest.fixture
+def submission(tmp_path: Path) -> Path:
+    directory = tmp_path / "submission"
+    directory.mkdir()
+    return directory
+
+
+def expect_fair(case: hostile.Hostile, directory: Path, uid: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gets what it is worth, in time, and leaves nothing behind."""
+    if case.checks:
+        collect = grading.collect
+        monkeypatch.setattr(grading, "collect", lambda entries: [o for o in collect(entries) if o.name in case.checks])
+    case.make(directory)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    graded = Graded(submission_in(directory), directory.parent / "results.json", case)
+    assert graded.state.score == case.score, graded.failures()
+    assert graded.told or all(outcome.finished for outcome in graded.state.outcomes)
+    assert graded.seconds < case.limit_s + 5
+    if case.told:
+        assert case.told in " ".join(graded.failures()[0].split())
+    results = json.loads(graded.out.read_text())
+    assert results["score"] == case.score and len(graded.text) < 100_000
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    print(f"{graded.seconds:.1f} s, {grown / 1000:.0f} MB")
+    assert grown < 500_000, "kB of memory"
+    expect_nothing_left(uid)
+    assert graded.out.read_text() == graded.text
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "-"))
+def test_it_gets_what_it_is_worth_and_leaves_nothing(case, user, submission, monkeypatch):
+    expect_fair(case, submission, user, monkeypatch)
+
+
+# ---- what a rank knows
+
+STANDS = """
+import time
+import torch
+class NaiveDDP(torch.nn.Module):
+    def __init__(self, module, process_group=None):
+        super().__init__()
+        self.module = module
+    def forward(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+    def finish_grad_sync(self):
+        time.sleep(60)
+"""
+
+
+def test_no_rank_holds_what_the_checks_know(monkeypatch):
+    """In its memory, all of it: neither another rank's weights and batches, nor expected values, nor the checks."""
+    case = Case(random.Random(5), "Plain", 2)
+    [seed] = random.Random(6).sample(range(2**30, 2**31), 1)
+    raw = [
+        {"weights": bytes_of(case.states[r]["layers.0.weight"]), "batch": bytes_of(case.batches[r][0][0]["x"])}
+        for r in (0, 1)
+    ]
+    common = {
+        "expected": bytes_of(case.gradients()["layers.0.weight"]),
+        "checks": b"expect_gradients(results, case",
+        "solution": b"dist.all_reduce(parameter.grad, group=self.process_group",
+        "results": b"results.json",
+        "secret": b"the grader's own secret",
+    }
+    found: list[set[str]] = []
+    end = ranks._Run.end
+
+    def look_and_end(run: ranks._Run) -> None:
+        for rank in run.ranks:
+            needles = {f"rank {r}'s {what}": data for r in (0, 1) for what, data in raw[r].items()} | common
+            regions = memory_of(rank.pid)
+            found.append({name for region in regions for name, needle in needles.items() if needle in region})
+        end(run)
+
+    monkeypatch.setattr(ranks._Run, "end", look_and_end)
+    sources = {"m01_naive_ddp.naive_ddp": ("naive_ddp.py", STANDS)}
+    with pytest.raises(ranks.RankFailure, match="stopped after 2 s"):
+        ranks.run_ranks(
+            training.train,
+            case.for_ranks(package="m01_naive_ddp", wrapper="NaiveDDP"),
+            mode="hold",
+            packages={"submission": sources},
+            seed=seed,
+            deadline=2,
+        )
+    assert found == [{f"rank {r}'s {what}" for what in raw[r]} for r in (0, 1)]
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.contiguous().flatten().view(torch.uint8).tolist())
+
+
+def memory_of(pid: int) -> Iterator[bytes]:
+    """What is resident of the memory that a process can write to."""
+    regions = re.findall(
+        r"^([0-9a-f]+)-([0-9a-f]+) rw.*?^Rss: +(\d+) kB", Path(f"/proc/{pid}/smaps").read_text(), re.M | re.S
+    )
+    with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
+        for start, end, resident in regions:
+            if int(resident):
+                memory.seek(int(start, 16))
+                with contextlib.suppress(OSError):
+                    yield memory.read(int(end, 16) - int(start, 16))
+
+
+# ---- the grader survives
+
+
+RIGHT = hostile.Hostile("the reference", hostile.reference(""), 8, checks=hostile.ALL)
+
+
+def test_a_fork_server_that_is_killed_is_started_again(user, submission, tmp_path):
+    """And the check that it served is run again: something from outside has done that."""
+    RIGHT.make(submission)
+    servers = []
+
+    def kill_once(state: Grading) -> None:
+        if sum(outcome.finished for outcome in state.outcomes) == 2 and not servers:
+            servers.append(ranks.SERVER._process.pid)
+            threading.Timer(0.05, os.kill, (servers[0], signal.SIGKILL)).start()
+
+    graded = Graded(submission, tmp_path / "results.json", RIGHT, kill_once)
+    assert graded.state.score == 8, graded.failures()
+    assert ranks.SERVER._process.pid != servers[0]
+    expect_nothing_left(user)
+
+
+def test_a_rank_that_is_killed_from_outside_costs_one_check(user, submission, tmp_path):
+    RIGHT.make(submission)
+
+    def kill_soon(state: Grading) -> None:
+        if sum(outcome.finished for outcome in state.outcomes) == 2:
+            threading.Thread(target=kill_first_process_of, args=(user,)).start()
+
+    graded = Graded(submission, tmp_path / "results.json", RIGHT, kill_soon)
+    failed = [outcome for outcome in graded.state.outcomes if not outcome.passed]
+    assert [outcome.name for outcome in failed] == ["test_gradients_are_averaged"]
+    assert "killed by SIGKILL" in failed[0].text
+    expect_nothing_left(user)
+
+
+def kill_first_process_of(uid: int) -> None:
+    while not (found := processes_of(uid)):
+        time.sleep(0.001)
+    found[0].kill()
+
+
+def test_a_full_disk_is_waited_for(user, submission, tmp_path):
+    """Results that cannot be written are written after a later check; meanwhile those of before stand there."""
+    RIGHT.make(submission)
+
+    def no_space(state: Grading) -> None:
+        if 1 <= sum(outcome.finished for outcome in state.outcomes) < 5:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    graded = Graded(submission, tmp_path / "results.json", RIGHT, no_space)
+    assert graded.state.score == 8 == json.loads(graded.out.read_text())["score"]
+
+
+@contextlib.contextmanager
+def running_grader(submission: Path, out: Path) -> Iterator[tuple[subprocess.Popen, int]]:
+    """`brigade grade` on a submission that never ends, with its ranks at work, and the user that they are."""
+    others = {process.uids().real for process in psutil.process_iter()}
+    arguments = ["grade", "--submission", str(submission), "--out", str(out), "--modules", "1"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "brigade.cli", *arguments], cwd=ROOT, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        users: set[int] = set()
+        while not users:
+            assert process.poll() is None, process.stderr.read()
+            new = {p.uids().real for p in psutil.Process(process.pid).children(recursive=True)} - others
+            users = {uid for uid in new if uid >= isolation.FIRST_UID}
+            time.sleep(0.02)
+        yield process, users.pop()
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name)
+def test_a_grader_that_is_ended_has_said_so_before(number, submission, tmp_path):
+    hostile.reference("open('left', 'w')\nos.fork()\nwhile True: pass")(submission)
+    out = tmp_path / "results.json"
+    with running_grader(submission, out) as (process, uid):
+        time.sleep(0.3)
+        process.send_signal(number)
+        process.wait(timeout=20)
+        results = json.loads(out.read_text())
+    assert results["score"] == 0 and "did not finish" in results["output"]
+    assert sum(test["max_score"] for test in results["tests"]) == 8
+    give_up = time.monotonic() + 5
+    while (processes_of(uid) or files_of(uid)) and time.monotonic() < give_up:
+        time.sleep(0.02)
+    assert not processes_of(uid) and not files_of(uid)
+
+
+def test_afterwards_the_next_submission_gets_its_points_as_soon_as_ever(user, submission, tmp_path):
+    RIGHT.make(submission)
+    seconds = []
+    for number in range(2):  # the second time on a fork server that has seen nothing yet
+        graded = Graded(submission, tmp_path / f"results-{number}.json", RIGHT)
+        assert graded.state.score == 8, graded.failures()
+        seconds.append(graded.seconds)
+        ranks.SERVER.close()
+        ranks.run_ranks(functions.reduce_once)
+    assert seconds[0] < 2 * seconds[1] + 2
+
+
+# ---- without namespaces
+
+
+@pytest.fixture(scope="module")
+def bare(user: int) -> Iterator[None]:
+    """A fork server that may be root but not mount anything nor leave the network, as in most containers."""
+
+    def give_up() -> None:
+        ctypes.CDLL(None).prctl(PR_CAPBSET_DROP, CAP_SYS_ADMIN, 0, 0, 0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranks.subprocess, "Popen", functools.partial(subprocess.Popen, preexec_fn=give_up))
+        ranks.SERVER.close()
+        ranks.SERVER.start()
+    assert list(ranks.run_ranks(functions.mounts, world_size=1)) == [Path("/proc/self/mounts").read_text()]
+    assert command.probe() == []
+    yield
+    ranks.SERVER.close()
+
+
+WITHOUT_NAMESPACES = (
+    "reads the course's files",
+    "writes results wherever it may, and is right",
+    "a directory 3000 deep",
+    "a daemon that waits for the end, and then writes results",
+    "processes that stop whoever comes to end them",
+    "files, links and pipes everywhere, and directories that nobody may enter",
+)
+
+
+@pytest.mark.parametrize("name", WITHOUT_NAMESPACES)
+def test_without_namespaces_too(name, bare, user, submission, monkeypatch):
+    [case] = [case for case in CASES if case.name == name]
+    expect_fair(case, submission, user, monkeypatch)

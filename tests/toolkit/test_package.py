@@ -1,0 +1,265 @@
+"""The Gradescope package, unpacked and run as Gradescope does it, with the packages that it asks for and no others."""
+
+import importlib.metadata
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+from mutants import m02_flat_ddp as mistakes
+from packaging.requirements import Requirement
+
+from brigade import cli, isolation
+from brigade.autograde import package
+from brigade.course import MODULES, ROOT
+
+OPTIONS = ["--modules", "1-2", "--seed", "7"]
+PR_CAPBSET_DROP, CAP_SYS_ADMIN = 24, 21
+
+# Appended to a right answer, which then fails if a rank sees what it must not see, or cannot import what it may.
+NOSY = """
+import os
+import wave  # of the standard library, and nothing else imports it
+
+root = {root!r}
+if not os.path.exists(root + "/source/brigade"):
+    raise RuntimeError("the rank has mounts of its own: this is not what was to be tried")
+for name in ("source/tests", "source/solutions", "results/results.json"):
+    if os.access(os.path.join(root, name), os.R_OK):
+        raise RuntimeError(name + " can be read")
+"""
+
+
+@pytest.fixture(scope="module")
+def archive(tmp_path_factory):
+    path = tmp_path_factory.mktemp("package") / "gradescope.zip"
+    package.build(path, OPTIONS)
+    return path
+
+
+@pytest.fixture(scope="module")
+def gradescope(archive):
+    """A directory like Gradescope's /autograder after setup.sh, which everybody may enter."""
+    root = Path(tempfile.mkdtemp(prefix="gradescope-"))
+    root.chmod(0o755)
+    unpack(archive, root / "source")
+    install(root / "source" / "requirements.txt", root / "source" / ".venv")
+    yield root
+    shutil.rmtree(root)
+
+
+def unpack(archive, directory):
+    with zipfile.ZipFile(archive) as bundle:
+        bundle.extractall(directory)
+        for member in bundle.infolist():
+            (directory / member.filename).chmod(member.external_attr >> 16)
+
+
+def install(requirements, environment):
+    """A virtual environment with these requirements and theirs, linked from the one that runs the tests."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
+    [site] = environment.glob("lib/python*/site-packages")
+    wanted = [Requirement(line) for line in requirements.read_text().splitlines()]
+    done = set()
+    while wanted:
+        requirement = wanted.pop()
+        if requirement.name in done or requirement.marker and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        done.add(requirement.name)
+        found = importlib.metadata.distribution(requirement.name)
+        wanted += [Requirement(line) for line in found.requires or []]
+        for name in {file.parts[0] for file in found.files} - {"..", "__pycache__"}:
+            if not (site / name).exists():
+                (site / name).symlink_to(found.locate_file(name))
+
+
+def prepared(gradescope):
+    """Its directories of a new submission, which is there already, and no results."""
+    for name in ("submission", "results"):
+        shutil.rmtree(gradescope / name, ignore_errors=True)
+        (gradescope / name).mkdir()
+    return gradescope / "submission", gradescope / "results" / "results.json"
+
+
+def started(gradescope, **options):
+    return subprocess.Popen(
+        ["./run_autograder"],
+        cwd=gradescope / "source",
+        env={"PATH": os.environ["PATH"], "AUTOGRADER_ROOT": str(gradescope)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        **options,
+    )
+
+
+def open_up(directories):
+    """Everybody may enter these directories now, as far as this process and what it starts can see."""
+    for closed in {place for path in directories for place in isolation.closed_ancestors(path)}:
+        handles = {path: os.open(path, os.O_PATH) for path in directories if isolation.below(path, closed)}
+        isolation.mount("tmpfs", closed, "tmpfs", 0, "mode=755")
+        for path, handle in handles.items():
+            os.makedirs(path, exist_ok=True)
+            isolation.mount(f"/proc/self/fd/{handle}", path, "", isolation.MS_BIND, "")
+
+
+def solution(number):
+    return (ROOT / "solutions" / MODULES[number - 1].path).read_text()
+
+
+def test_the_zip_holds_what_grading_needs_and_nothing_else(archive):
+    names = zipfile.ZipFile(archive).namelist()
+    top = {"run_autograder", "setup.sh", "options", "LICENSE", "requirements.txt", "brigade", "solutions", "tests"}
+    assert {name.split("/")[0] for name in names} == top
+    assert {entry.checks.relative_to(ROOT).as_posix() for entry in MODULES} <= set(names)
+    assert {f"solutions/{entry.path.as_posix()}" for entry in MODULES} <= set(names)
+    unwanted = re.compile(r"mutants|alternatives|hostile|toolkit|notebook|lab/|package|\.(md|png|ipynb|pyc)$")
+    assert not [name for name in names if unwanted.search(name)]
+
+
+def test_equal_courses_make_equal_zips(archive, tmp_path):
+    package.build(tmp_path / "again.zip", OPTIONS)
+    assert (tmp_path / "again.zip").read_bytes() == archive.read_bytes()
+
+
+def test_its_requirements_are_the_pinned_ones_for_grading(archive):
+    asked = zipfile.ZipFile(archive).read("requirements.txt").decode().splitlines()
+    assert set(asked) <= set((ROOT / "requirements.txt").read_text().splitlines())
+    assert {Requirement(line).name for line in asked} == {"torch", "pytest", "rich", "numpy"}
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (["--modules", "9"], "there is no module 9"),
+        (["--modles", "1"], "unrecognized arguments: --modles 1"),
+        (["--limit", "soon"], "invalid float value: 'soon'"),
+        (["--class", "."], "not allowed with"),
+        (["--out", "x.json"], "are given by Gradescope"),
+    ],
+)
+def test_wrong_options_are_found_when_it_is_built(options, line, monkeypatch, capsys):
+    monkeypatch.setattr(package, "SCRIPTS", Path("/nowhere"))  # so that nothing is written
+    try:
+        status = package.main(options)
+    except SystemExit as leaving:
+        status = leaving.code
+    assert status == 2 and line in capsys.readouterr().err
+
+
+def test_setup_prints_its_commands_and_runs_none(archive, tmp_path):
+    unpack(archive, tmp_path / "source")
+    (tmp_path / "bin").mkdir()
+    for name in ("apt-get", "python3", "chmod"):
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\ntouch {shlex.quote(str(tmp_path))}/ran-$0\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    environment = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "DRY_RUN": "1"}
+    before = sorted(tmp_path.rglob("*"))
+    done = subprocess.run([tmp_path / "source" / "setup.sh"], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert sorted(tmp_path.rglob("*")) == before
+    lines = done.stdout.splitlines()
+    assert lines and all(line.startswith("+ ") for line in lines)
+    assert [line.split()[1] for line in lines[:2]] == ["apt-get", "apt-get"]
+    assert any("whl/cpu torch==" in line for line in lines)
+
+
+def test_a_submission_is_graded(gradescope, tmp_path, monkeypatch):
+    """From `brigade submit` to results.json: full points for the right module, and the wrong one loses some."""
+    submission, results = prepared(gradescope)
+    mistake = next(mutant for mutant in mistakes.MUTANTS if mutant.name == "every parameter reduced by itself")
+    for number, text in ((1, solution(1)), (2, mistake.apply(solution(2)))):
+        path = tmp_path / MODULES[number - 1].path
+        path.parent.mkdir()
+        path.write_text(text)
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["submit", "--target", str(tmp_path)]) == 0
+    [handed_in] = tmp_path.glob("submission-*.zip")
+    with zipfile.ZipFile(handed_in) as bundle:
+        bundle.extractall(submission)
+
+    began = time.monotonic()
+    process = started(gradescope)
+    while not results.exists() and process.poll() is None:
+        time.sleep(0.01)
+    appeared = time.monotonic() - began
+    first = json.loads(results.read_text())
+    assert first["score"] == 0 and "did not finish" in first["output"], "there are results before torch is imported"
+    assert sum(test["max_score"] for test in first["tests"]) == 16
+    assert appeared < 10, "seconds, on a machine that is busy with other things; about 0.3 on one that is not"
+
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    last = json.loads(results.read_text())
+    assert {"score", "execution_time", "output", "visibility", "stdout_visibility", "tests", "leaderboard"} == set(last)
+    lost = [test for test in last["tests"] if test["score"] == 0]
+    assert set(mistake.caught_by) <= {test["tags"][1] for test in lost}, output
+    assert {test["tags"][0] for test in lost} == {"module 2"}
+    assert last["score"] == 16 - sum(test["max_score"] for test in lost)
+    assert "seed 7" in last["output"] and "did not finish" not in last["output"]
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="Gradescope's containers run Linux as root")
+def test_a_container_without_mounts_is_isolated_by_permissions(gradescope):
+    """What a root without CAP_SYS_ADMIN can do: a rank reads neither tests nor solutions nor results, and works."""
+    submission, results = prepared(gradescope)
+    (submission / MODULES[0].path.name).write_text(solution(1) + NOSY.format(root=str(gradescope)))
+
+    def like_a_container():
+        if isolation.unshare_mounts():
+            open_up((sys.prefix, sys.base_prefix))
+        isolation.prctl(PR_CAPBSET_DROP, CAP_SYS_ADMIN)
+
+    process = started(gradescope, preexec_fn=like_a_container)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    module_1 = [test for test in json.loads(results.read_text())["tests"] if "module 1" in test["tags"]]
+    assert [test["output"] for test in module_1] == [""] * len(module_1)
+
+
+def blocks_of_the_guide(language):
+    text = (ROOT / "docs" / "instructors.md").read_text()
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+def test_the_commands_in_the_instructors_guide_are_understood():
+    """Each `brigade` command in docs/instructors.md, and each `make gradescope`, has options that exist."""
+    blocks = blocks_of_the_guide("sh") + blocks_of_the_guide("yaml")
+    commands = [shlex.split(line) for block in blocks for line in block.splitlines()]
+    brigade = [words[words.index(name) + 1 :] for words in commands for name in words if name.endswith("bin/brigade")]
+    assert len(brigade) > 5
+    for words in brigade:
+        cli.parser().parse_args(words)
+    made = [words[2:] for words in commands if words[:2] == ["make", "gradescope"]]
+    assert made
+    for words in made:
+        for word in words:
+            package.checked(shlex.split(word.removeprefix("GRADE_OPTIONS=")))
+
+
+def test_the_guides_autograder_for_classroom50(archive, tmp_path):
+    """With a `sudo` that only notes what it is asked: set up, grade the checkout into result.json, hand that over."""
+    unpack(archive, tmp_path / "bundle")
+    (tmp_path / "bundle" / "autograder.py").write_text(blocks_of_the_guide("python")[0])
+    for name in ("checkout", "bin"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "bin" / "sudo").write_text(f"#!/bin/sh\necho $* >> {shlex.quote(str(tmp_path / 'asked'))}\n")
+    (tmp_path / "bin" / "sudo").chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    script = tmp_path / "bundle" / "autograder.py"
+    subprocess.run([sys.executable, script], cwd=tmp_path / "checkout", env=environment, check=True)
+    setup, grade, hand_over = [shlex.split(line) for line in (tmp_path / "asked").read_text().splitlines()]
+    assert setup == ["bash", str(tmp_path / "bundle" / "setup.sh")]
+    result = str(tmp_path / "checkout" / "result.json")
+    chosen = cli.parser().parse_args(grade[grade.index("brigade.cli") + 1 :])
+    assert (chosen.submission, chosen.out, chosen.format) == (str(tmp_path / "checkout"), result, "classroom50")
+    assert (chosen.modules, chosen.seed) == ("1-2", 7), "the options that the zip was built with"
+    assert hand_over == ["chown", str(os.getuid()), result]
