@@ -155,8 +155,9 @@ def close_off(paths: Iterable[Path]) -> None:
 def unshare_mounts() -> bool:
     """Whether this process has mounts (and shared memory) of its own now; False where that is not allowed."""
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.unshare(CLONE_NEWNS | CLONE_NEWIPC) != 0:
+    if libc.unshare(CLONE_NEWNS) != 0:
         return False
+    libc.unshare(CLONE_NEWIPC)  # without it, only the memory that a rank shares in System V's way stays
     return libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None) == 0
 
 

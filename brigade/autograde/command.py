@@ -63,6 +63,21 @@ def sigterm_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+@contextlib.contextmanager
+def interrupts_wait() -> Iterator[None]:
+    """An interrupt in the block is raised at its end. Torch and numpy swallow one while they are imported, or break."""
+    arrived = []
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, lambda *_: arrived.append(True)) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before):
+            signal.signal(number, handler)
+        if arrived:
+            raise KeyboardInterrupt
+
+
 def run_one(options: argparse.Namespace, entries: Sequence[Module], console: Console) -> int:
     """Grades --submission into --out."""
     if options.gradebook:
@@ -85,11 +100,16 @@ def run_one(options: argparse.Namespace, entries: Sequence[Module], console: Con
         follow(latest)  # before torch is imported: that takes seconds
         try:
             with incoming.opened(options.submission) as target, isolated(options) as notes:
+                ranks.SERVER.start()  # it imports torch while this process does
+                with interrupts_wait():
+                    from brigade.autograde import grading
+
+                    grading.collect(entries)
+                if ranks.SERVER.jail:
+                    probe()
                 if meddling := incoming.meddling(target):
                     notes.append(f"Ignored, and worth a look: {', '.join(meddling)}")
-                from brigade.autograde.grading import grade
-
-                grade(
+                grading.grade(
                     target,
                     entries,
                     seed=latest.seed,
@@ -219,7 +239,7 @@ def isolated(options: argparse.Namespace) -> Iterator[list[str]]:
         limits = {"memory": 0} if options.backend == "nccl" else {}
         ranks.SERVER.jail = isolation.Jail(uid, hidden=private, **limits)
         try:
-            yield probe()
+            yield []
         finally:
             ranks.SERVER.jail = None
             isolation.remove_files(uid)
@@ -230,7 +250,7 @@ def may_isolate() -> bool:
     return sys.platform == "linux" and os.geteuid() == 0
 
 
-def probe() -> list[str]:
+def probe() -> None:
     """Tries the isolation on a rank without a submission. Raises CourseError where it does not hold."""
     isolation.close_off([ROOT / name for name in isolation.SECRETS])
     try:
@@ -244,4 +264,3 @@ def probe() -> list[str]:
             f"the ranks' user may not enter {found['unreachable'][0]}, and mounts of their own are not allowed here: "
             "have Python and its packages where everybody may read them"
         )
-    return []

@@ -69,12 +69,12 @@ CASES = [
         checks=ONE,
     ),
     Hostile(
-        "a directory 3000 deep",
+        "a directory 1500 deep",
         reference("""
             for place in (".", "/tmp"):
                 os.chdir(place)
                 os.mkdir(str(os.getpid())); os.chdir(str(os.getpid()))
-                for _ in range(3000):
+                for _ in range(1500):
                     os.mkdir("d"); os.chdir("d")
             os.chdir("/")
             """),
