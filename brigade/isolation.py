@@ -59,7 +59,7 @@ def confine(jail: dict, directory: str, server: int) -> None:
     """Makes this process the user's, with its limits, in `directory`. Raises OSError where that is impossible."""
     mounted = unshare_mounts()
     shared = os.path.join(directory, RENDEZVOUS)
-    os.close(os.open(shared, os.O_CREAT | os.O_RDWR, 0o600))
+    os.close(os.open(shared, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600))
     for path in (directory, shared):
         os.chown(path, jail["uid"], jail["uid"])
     if mounted:

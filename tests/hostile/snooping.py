@@ -122,5 +122,26 @@ for thing in gc.get_objects():
         ),
         3,
     ),
+    Hostile(
+        "takes the mounts away, as root of a namespace of its own",
+        reference(
+            FOUND,
+            f"""
+            import ctypes
+            def in_namespace():
+                libc = ctypes.CDLL(None)
+                if libc.unshare(0x10000000 | 0x00020000): return
+                for place in ({str(ROOT)!r}, "/tmp", "/proc", "/root"):
+                    for _ in range(3): libc.umount2(place.encode(), 2)
+                libc.mount(b"proc", b"/proc", b"proc", 0, None)
+                if os.path.exists({str(ROOT)!r} + "/tests/hostile") or os.path.exists("/proc/1/status"): os._exit(1)
+            if not (child := os.fork()):
+                try: in_namespace()
+                finally: os._exit(0)
+            if os.waitpid(child, 0)[1]: found("what was hidden")
+            """,
+        ),
+        3,
+    ),
     Hostile("calls home", calls_home, 3),
 ]
