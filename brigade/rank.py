@@ -28,9 +28,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from brigade import holding, recording, submission, wire
+from brigade import holding, pacing, recording, submission, wire
 
-MODES = {"record": recording.RecordingGroup, "hold": holding.HoldingGroup}
+MODES = {"record": recording.RecordingGroup, "hold": holding.HoldingGroup, "pace": pacing.PacedGroup}
 UNSTREAMED_S = 0.5  # how long events are kept when they need not be streamed
 MAX_MESSAGE = 4_000  # characters of an exception's message that are passed on
 

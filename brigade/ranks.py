@@ -247,11 +247,11 @@ def run_ranks(
 ) -> RankResults:
     """Runs `function(*args)` on `world_size` ranks and returns one result per rank.
 
-    `deadline` is in seconds. `mode` is "record" or "hold" (`holding.py`). `packages` are importable in
-    the ranks, by name, from their texts. An argument made with `PerRank` gives each rank its own entry. `terminal`
-    leaves the ranks on this terminal, without a deadline, so that a debugger works. Without `stream`, events come in
-    batches: a measurement is disturbed less, and a deadlock is noticed at the deadline only. `on_event` is
-    called in this process with each event as it arrives. Raises RankFailure or CourseError.
+    `deadline` is in seconds. `mode` is "record", "hold" (`holding.py`) or "pace" (`pacing.py`). `packages` are
+    importable in the ranks, by name, from their texts. An argument made with `PerRank` gives each rank its own entry.
+    `terminal` leaves the ranks on this terminal, without a deadline, so that a debugger works. Without `stream`,
+    events come in batches: a measurement is disturbed less, and a deadlock is noticed at the deadline only. `on_event`
+    is called in this process with each event as it arrives. Raises RankFailure or CourseError.
     """
     if world_size < 1:
         raise CourseError(f"a world size of {world_size} is not possible: it takes at least one rank")

@@ -19,7 +19,7 @@ import inspect
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import fmean, median, quantiles
 
 import torch
@@ -27,21 +27,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from brigade import corpus, recording
+from brigade import corpus, pacing, recording
 from brigade.course import MODULES, Module
-from brigade.events import Event, Launch, launches
+from brigade.events import Event, launches
 from brigade.models import SIZES, Size, TinyLM, language_loss
-from brigade.rank import student
+from brigade.pacing import Link, Pace, sent_bytes
+from brigade.rank import device, student
 from brigade.ranks import RankResults, run_ranks
 from brigade.submission import Sources, read
 
-# How often a ring algorithm moves the whole buffer, but for a rank's own 1/N: an all-reduce is a reduce-scatter and an
-# all-gather. A broadcast or a reduce passes the buffer on from rank to rank, once.
-RING_PASSES = {"all_reduce": 2}
-
 PHASES = ("forward", "backward", "finish", "step")  # of one training step; "step" is the optimizer's
 FP32_BYTES = 4
-DEADLINE_S = 300.0
+DEADLINE_S = 900.0
+CALIBRATION = 9  # backward passes that are timed before a paced run
 
 # Nats per token on held-out text, on any rank. SGD does not amplify rounding as Adam does: with this workload, in
 # fp32, right answers were measured to differ from one process by 3e-7 at most, and the mistakes in `tests/mutants`
@@ -53,7 +51,8 @@ LOSS_TOLERANCE = 1e-4
 class Workload:
     """What every rung trains. `batch_size` counts sequences of all ranks together, `time` tokens in a sequence.
 
-    `bucket_mb` (MiB) is for rungs that have buckets, torch DDP among them.
+    `bucket_mb` (MiB) is for rungs that have buckets, torch DDP among them. With `link` the collectives take its time
+    (`pacing.py`); without, what they take on this machine.
     """
 
     size: Size = SIZES["tiny"]
@@ -64,6 +63,12 @@ class Workload:
     learning_rate: float = 0.05
     bucket_mb: float = 1.0
     seed: int = 0
+    link: Link | Pace | None = None
+
+
+# For emulated links: computation long enough, and gradients large enough, that the real collectives underneath
+# take a small part of the emulated time.
+PACED = Workload(batch_size=16, time=128, rounds=35, link=Pace(comm_ratio=0.8, latency_ratio=0.002))
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,7 @@ class Rung:
 TORCH_DDP = Rung("torch DDP", ("torch", "DistributedDataParallel"))
 TORCH_ZERO = Rung("torch DDP + ZeRO", TORCH_DDP.wrapper, ("torch", "ZeroRedundancyOptimizer"))
 ONE_PROCESS = Rung("one process")
+COMPUTATION = Rung("computation alone")  # every rank for itself, in turns with the others
 
 
 @dataclass(frozen=True)
@@ -136,12 +142,20 @@ def quartiles(values: Sequence[float]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Ladder:
-    """What `run_ladder` found. `truth` is the loss of one process, in nats per token; the last rungs are torch's."""
+    """What `run_ladder` found. `truth` is the loss of one process, in nats per token; the last rungs are torch's.
+
+    `computation` are the same steps without any communication; `link` is the emulated one, `backward_s` the length
+    of backward alone that it was made for, and `real_s` what an all-reduce of all gradients really takes.
+    """
 
     workload: Workload
     world_size: int
     truth: float
     rungs: list[Measured]
+    computation: Measured
+    link: Link | None
+    backward_s: float
+    real_s: float
 
     def rung(self, label: str) -> Measured:
         return next(rung for rung in self.rungs if rung.label == label)
@@ -153,6 +167,10 @@ class Ladder:
     def ratios(self, rung: Measured, base: str = TORCH_DDP.label) -> list[float]:
         """Step time as a multiple of that of the rung with the label `base`, for each round."""
         return [mine / theirs for mine, theirs in zip(rung.step_ms, self.rung(base).step_ms)]
+
+    def exposed_ms(self, rung: Measured) -> list[float]:
+        """For each round, how much longer the step took than without communication."""
+        return [mine - alone for mine, alone in zip(rung.step_ms, self.computation.step_ms)]
 
     def cpu_ratios(self, rung: Measured, base: str = TORCH_DDP.label) -> list[float]:
         """Processor time as a multiple of that of the rung with the label `base`, for each round."""
@@ -190,8 +208,8 @@ def reference() -> Sources:
 
 
 def steps_of(workload: Workload, rungs: Sequence[Rung]) -> int:
-    """How often `run_ladder` calls `on_step`: one process and torch's two rungs train too."""
-    return workload.rounds * (len(rungs) + 3)
+    """How often `run_ladder` calls `on_step`: one process, computation alone and torch's two rungs train too."""
+    return workload.rounds * (len(rungs) + 4)
 
 
 def run_ladder(
@@ -208,12 +226,21 @@ def run_ladder(
     Raises ValueError when the ranks cannot share a batch equally, and RankFailure or CourseError as `run_ranks` does.
     """
     workload = workload or Workload()
-    rungs = [*(course_rungs() if rungs is None else rungs), TORCH_DDP, TORCH_ZERO]
+    rungs = [*(course_rungs() if rungs is None else rungs), TORCH_DDP, TORCH_ZERO, COMPUTATION]
     sources = reference() if sources is None else sources
-    [alone] = run_rungs(workload, [ONE_PROCESS], sources, world_size=1, on_step=on_step)
+    [alone] = run_rungs(replace(workload, link=None), [ONE_PROCESS], sources, world_size=1, on_step=on_step)
     results = run_rungs(workload, rungs, sources, world_size=world_size, on_step=on_step)
-    truth = alone["losses"][ONE_PROCESS.label]
-    return Ladder(workload, world_size, truth, [measured(workload, rungs, rung, results) for rung in rungs])
+    *found, computation = [measured(workload, rungs, rung, results) for rung in rungs]
+    return Ladder(
+        workload,
+        world_size,
+        alone["losses"][ONE_PROCESS.label],
+        found,
+        computation,
+        Link(*results[0]["link"]) if workload.link else None,
+        results[0]["backward_s"],
+        results[0]["real_s"],
+    )
 
 
 def run_rungs(
@@ -237,7 +264,7 @@ def run_rungs(
         asdict(workload),
         [asdict(rung) for rung in rungs],
         world_size=world_size,
-        mode="record",
+        mode="pace" if workload.link else "record",
         packages={"submission": sources},
         seed=workload.seed,
         deadline=DEADLINE_S,
@@ -260,14 +287,11 @@ def measured(workload: Workload, rungs: Sequence[Rung], rung: Rung, results: Ran
         marks=[result["marks"][rung.label][workload.warmup :] for result in results],
         cpu_s=[result["cpu_s"][rung.label][workload.warmup :] for result in results],
         collectives=len(found) / len(results) / len(timed),
-        sent_bytes=sum(sent_bytes(launch, len(results)) for launch in found) / len(results) / len(timed),
+        sent_bytes=sum(sent_bytes(launch.op, launch.nbytes, len(results)) for launch in found)
+        / len(results)
+        / len(timed),
         losses=[result["losses"][rung.label] for result in results],
     )
-
-
-def sent_bytes(launch: Launch, world_size: int) -> float:
-    """What each rank sends for a launch on all ranks, on the average and with a ring algorithm."""
-    return RING_PASSES.get(launch.op, 1) * (world_size - 1) / world_size * launch.nbytes
 
 
 # What follows runs in the ranks.
@@ -318,33 +342,89 @@ def class_of(package: str, name: str) -> type:
 
 
 def train(workload: dict, rungs: list[dict]) -> dict:
-    """Takes all steps of all rungs. Returns by label "marks", "cpu_s" (see `Measured`), "losses" (on held-out text)."""
+    """Takes all steps of all rungs. Returns by label "marks", "cpu_s" (see `Measured`), "losses" (on held-out text).
+
+    And "link", the two numbers of a `Link` or None, "backward_s" and "real_s" (see `Ladder`).
+    """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if world_size == 1:
         torch.set_num_threads(1)  # nobody times it, and on a busy machine a second thread makes it slower
     # The seed differs between ranks: only replicas that are made equal start from rank 0's weights, those of the truth.
-    start = TinyLM(Size(**workload["size"]))
+    start = TinyLM(Size(**workload["size"])).to(device())
     with recording.phase("construct"):
         climbers = [climber(rung, copy.deepcopy(start), workload) for rung in rungs]
     text = corpus.text()
     generator = torch.Generator().manual_seed(workload["seed"])
+
+    def next_batch() -> list[Tensor]:
+        whole = corpus.batch(text, workload["batch_size"], workload["time"], generator)
+        return [tensor.chunk(world_size)[rank].to(device()) for tensor in whole]
+
+    link, backward_s, real_s = None, 0.0, 0.0
+    if world_size > 1:
+        backward_s, real_s = calibrate(start, *next_batch())
+        link = link_of(workload["link"], backward_s, sum(p.numel() * p.element_size() for p in start.parameters()))
+        pacing.use(link)
+        generator.manual_seed(workload["seed"])
     for turn in range(workload["rounds"]):
-        batch = corpus.batch(text, workload["batch_size"], workload["time"], generator)
-        tokens, targets = (whole.chunk(world_size)[rank] for whole in batch)
+        batch = next_batch()
         for place in random.Random(turn).sample(range(len(climbers)), len(climbers)):
             dist.barrier()
             recording.note("step", step=turn * len(rungs) + place, rung=rungs[place]["label"])
             cpu = time.process_time()
-            climbers[place].marks.append(take_step(climbers[place], tokens, targets))
+            climbers[place].marks.append(take_step(climbers[place], *batch))
             climbers[place].cpu_s.append(time.process_time() - cpu)
-    tokens, targets = corpus.batch(text, 64, workload["time"], generator)
+    tokens, targets = (tensor.to(device()) for tensor in corpus.batch(text, 64, workload["time"], generator))
     with torch.no_grad():
         losses = {c.label: language_loss(c.model(tokens), targets).item() for c in climbers}
     return {
         "marks": {c.label: c.marks for c in climbers},
         "cpu_s": {c.label: c.cpu_s for c in climbers},
         "losses": losses,
+        "link": [link.latency_s, link.bytes_per_s] if link else None,
+        "backward_s": backward_s,
+        "real_s": real_s,
     }
+
+
+def calibrate(model: nn.Module, tokens: Tensor, targets: Tensor) -> tuple[float, float]:
+    """Seconds of backward alone, and of one real all-reduce of all gradients: medians, averaged over ranks."""
+    backward, real = [], []
+    for _ in range(CALIBRATION):
+        model.zero_grad()
+        loss = language_loss(model(tokens), targets)
+        synchronize()
+        dist.barrier()
+        start = time.perf_counter()
+        loss.backward()
+        synchronize()
+        backward.append(time.perf_counter() - start)
+        flat = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+        dist.barrier()
+        start = time.perf_counter()
+        dist.all_reduce(flat)
+        synchronize()
+        real.append(time.perf_counter() - start)
+    model.zero_grad()
+    times = torch.tensor([median(backward), median(real)], dtype=torch.float64, device=device())
+    dist.all_reduce(times)
+    backward_s, real_s = (times / dist.get_world_size()).tolist()
+    return backward_s, real_s
+
+
+def link_of(wanted: dict | None, backward_s: float, grad_bytes: int) -> Link | None:
+    """The `Link` that a workload's `link` asks for, given as a dict."""
+    if wanted is None:
+        return None
+    if "comm_ratio" in wanted:
+        return Pace(**wanted).link(backward_s, grad_bytes, dist.get_world_size())
+    return Link(**wanted)
+
+
+def synchronize() -> None:
+    """Waits until the GPU, if there is one, has done what it was given."""
+    if device().type == "cuda":
+        torch.cuda.synchronize()
 
 
 def take_step(climber: Climber, tokens: Tensor, targets: Tensor) -> list[float]:
@@ -363,5 +443,6 @@ def take_step(climber: Climber, tokens: Tensor, targets: Tensor) -> list[float]:
     marks.append(time.perf_counter())
     with recording.phase("step"):
         climber.optimizer.step()
+        synchronize()
     marks.append(time.perf_counter())
     return marks
