@@ -1,4 +1,4 @@
-"""The command line: brigade check | next | hint | reset | submit | grade | skeletons."""
+"""The command line: brigade check | next | hint | reset | submit | grade | bench | trace | plan | skeletons."""
 
 from __future__ import annotations
 
@@ -312,6 +312,16 @@ def parser() -> argparse.ArgumentParser:
         "brigade grade --submission DIR --out results.json",
     )
     grading.add_arguments(grades)
+    from brigade.lab import command as lab
+
+    benches = command("bench", lab.bench, "Compare all modules and torch in one run.", "brigade bench --comm-ratio 0.8")
+    lab.bench_arguments(benches)
+    traces = command("trace", lab.trace, "Draw one training step of a module as a timeline.", "brigade trace 4")
+    lab.trace_arguments(traces)
+    plans = command(
+        "plan", lab.plan, "Predict step time, launches and memory.", "brigade plan --model gpt3-175b --dp 1024"
+    )
+    lab.plan_arguments(plans)
     makes = command("skeletons", make_skeletons, "Make the skeletons from the solutions.", "brigade skeletons --check")
     makes.add_argument("--check", action="store_true", help="change nothing; fail if a skeleton is out of date")
     return top
