@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from brigade.events import Event, launches, ready
+from brigade.events import Event, Launch, launches, ready
 
 if TYPE_CHECKING:
     from brigade.reference import Case
@@ -148,11 +148,17 @@ def expect_equal(
 
 
 def expect_overlap(
-    events: Sequence[Event], step: int, buckets: Sequence[Sequence[str]], where: str, unit: str = "bucket"
+    events: Sequence[Event],
+    step: int,
+    buckets: Sequence[Sequence[str]],
+    where: str,
+    unit: str = "bucket",
+    gathered: bool = False,
 ) -> None:
     """The step's launches, one for each bucket (the names of its parameters) and in their order, overlap with backward:
     each comes before the next bucket is complete, none is waited for in backward, all are at the finish. `unit` is
-    what the student calls a bucket."""
+    what the student calls a bucket. With `gathered`, one may be waited for in backward when a gradient of the next
+    bucket is ready: its second half can start then."""
     found = launches(events, step)
     complete = {name: place for place, name in ready(events, step)}
     for number, (launch, after) in enumerate(zip(found, buckets[1:])):
@@ -162,11 +168,13 @@ def expect_overlap(
             f"{where}: it was launched in {launch.phase}, when {listing(after)} were ready",
             f"{unit}s are launched only when backward is over?",
         )
-    blocking = [launch for launch in found if launch.sync or "backward" in launch.wait_phases]
+    nexts = [*buckets[1:], []] if gathered else [[]] * len(buckets)
+    blocking = [launch for launch, after in zip(found, nexts) if blocks_backward(launch, after, complete)]
     late = [launch for launch in found if launch.phase != "backward"]
     expect(
         not blocking and not late,
-        f"all {unit}s are launched in backward, and none is waited for there",
+        f"all {unit}s are launched in backward, and none is waited for there"
+        + (f" before a gradient of the next {unit} is ready" if gathered else ""),
         f"{where}: {len(blocking)} of {len(found)} were waited for in backward, {len(late)} launched later",
         "async_op=True, and wait in finish_grad_sync?" if blocking else "",
     )
@@ -176,6 +184,13 @@ def expect_overlap(
         "finish_grad_sync waits on every handle of the step before anything is read or written",
         f"{where}: {len(wrong)} of {len(found)} were never waited on, or changed before",
     )
+
+
+def blocks_backward(launch: Launch, after: Sequence[str], ready_at: Mapping[str, int]) -> bool:
+    """Whether backward waited for the launch before one of the gradients of `after` was ready: see `ready`."""
+    first = min((ready_at[name] for name in after if name in ready_at), default=float("inf"))
+    waits = [place for place, phase in zip(launch.waits, launch.wait_phases) if phase == "backward"]
+    return launch.sync or any(place < first for place in waits)
 
 
 def likely_cause(

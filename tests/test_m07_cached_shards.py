@@ -11,6 +11,7 @@ from brigade.events import launches, ready, summary
 from brigade.feedback import (
     CheckFailed,
     NotWritten,
+    blocks_backward,
     expect,
     expect_equal,
     expect_gradients,
@@ -189,19 +190,20 @@ def test_launches_are_those_of_module_6(submission):
         jobs = case.for_ranks(gather_grads=gather_grads, reallocate=None, **job(buckets_per_group))
         results = submission.run(m07_cached_shards.count_views, jobs, world_size=world)
         groups = groups_of(case, world, buckets_per_group)
+        gathers = ["backward", "finish_grad_sync"] if gather_grads else ["start_param_sync"]
         for rank, events in enumerate(results.events):
             for step in range(2):
                 where = f"rank {rank}, step {step} (buckets_per_group={buckets_per_group}, gather_grads={gather_grads})"
-                expect_launches(events, step, groups, "finish_grad_sync" if gather_grads else "start_param_sync", where)
+                expect_launches(events, step, groups, gathers, where)
 
 
 def expect_launches(events, step, groups, gathers, where):
-    """The launches of a step: a reduce-scatter and an all-gather for each group, the latter in the phase `gathers`."""
+    """The launches of a step: a reduce-scatter and an all-gather for each group, the latter in a phase of `gathers`."""
     found = launches(events, step)
     sizes = [numel for numel, _ in groups]
     scatter, gather = ([x for x in found if x.op == op] for op in ("reduce_scatter", "all_gather"))
     cause = ""
-    if gathers != "finish_grad_sync" and len(gather) > len(scatter):
+    if gathers == ["start_param_sync"] and len(gather) > len(scatter):
         cause = "without gather_grads no gradients are gathered: the all-gathers are those of the parameters?"
     elif len(found) > 2 * len(sizes):
         cause = "each bucket is launched by itself: does it happen inside coalesce, and with all of buckets_per_group?"
@@ -221,19 +223,22 @@ def expect_launches(events, step, groups, gathers, where):
             f"{where}: it was launched in {launch.phase}, when {listing(after)} were ready",
             "groups are launched only when backward is over?",
         )
-    for launch in found:
-        phase = "backward" if launch.op == "reduce_scatter" else gathers
+    for op, phases in (("reduce_scatter", ["backward"]), ("all_gather", gathers)):
+        others = [launch.phase for launch in found if launch.op == op and launch.phase not in phases]
         expect(
-            launch.phase == phase,
-            f"each {launch.op} is launched in {phase}",
-            f"{where}: one was launched in {launch.phase}",
+            not others,
+            f"each {op} is launched in {' or '.join(phases)}",
+            f"{where}: {len(others)} were launched in {listing(others)}",
         )
-        expect(
-            phase == "finish_grad_sync" or not (launch.sync or phase in launch.wait_phases),
-            f"{phase} launches each {launch.op} and goes on",
-            f"{where}: one was waited for in {phase}",
-            "asynchronous, and its handle kept for the finish?",
-        )
+    nexts = [*(names for _, names in groups[1:]), []] if "backward" in gathers else [[]] * len(groups)
+    blocking = [launch for launch, after in zip(scatter, nexts) if blocks_backward(launch, after, complete)]
+    blocking += [x for x in gather if x.sync or {"backward", "start_param_sync"} & set(x.wait_phases)]
+    expect(
+        not blocking,
+        "each launch goes on at once, and backward waits for none before a gradient of the next group is ready",
+        f"{where}: not so {summary(blocking)}",
+        "asynchronous, and its handle kept for later?",
+    )
     wrong = [launch for launch in found if step not in launch.wait_steps or launch.raced]
     expect(
         not wrong,

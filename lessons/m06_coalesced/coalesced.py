@@ -5,8 +5,8 @@ the shards of all ranks together. Buckets are joined into groups. The collective
 by one, launched as one.
 
 Cost per step: two launches for each group instead of one for each bucket, and the bytes of one all-reduce. A group is
-launched when its last bucket is ready, so large groups have fewer launches and less overlap. The second half need not
-carry gradients: module 8 lets it carry weights.
+launched when its last bucket is ready, so large groups have fewer launches and less overlap; its gather follows when
+half of the next group is ready. The second half need not carry gradients: module 8 lets it carry weights.
 """
 
 from __future__ import annotations
@@ -132,6 +132,7 @@ class CoalescedDDP(nn.Module):
         ]
         self.groups = self.make_groups(buckets_per_group)
         self.launched = 0  # groups 0 to launched - 1 are under way
+        self.gathers: list[Handle] = []  # of groups 0 to len(gathers) - 1, which have their averages
         for group in self.groups:
             for i in group.members:
                 group.buffer.params[i].register_post_accumulate_grad_hook(
@@ -151,16 +152,30 @@ class CoalescedDDP(nn.Module):
                         buffer.take_grad(i)
         return self.module(*args, **kwargs)
 
+    def launch_next(self) -> None:
+        """Starts the next group, and before it, on every rank, the gather of the group before."""
+        if self.gather_grads and len(self.gathers) < self.launched:
+            self.gather_next()
+        self.groups[self.launched].start_grad_sync()
+        self.launched += 1
+
+    def gather_next(self) -> None:
+        """Waits for the first group that is not gathered, and starts to complete its averages on all ranks."""
+        group = self.groups[len(self.gathers)]
+        group.finish_grad_sync()
+        self.gathers.append(group.start_gather(group.buffer.grad_data))
+
     def mark_ready(self, group: BucketGroup, i: int) -> None:
         """Runs in backward when parameter i of the group's buffer has its gradient."""
-        # As in module 5, but what is complete and launched, in order, is a group.
+        # As in module 5, but what is complete and launched, in order, is a group. And with `gather_grads`: when half of
+        # the gradients of the next group are ready, the group before it has had time to be reduced. Gather it.
         # TODO: part (f)
         raise NotImplementedError("module 6, part (f)")
 
     def finish_grad_sync(self) -> None:
         """Starts the groups that never became complete and waits for all; gathers the averages if `gather_grads`."""
-        # A gradient that never came has to be taken too. All gathers can be under way at once. With main_grad,
-        # parameter.grad is made from it at the end, unless only the own shards are averages.
+        # A gradient that never came has to be taken too. The last group is not gathered yet. At the end nothing of this
+        # step may be left. With main_grad, parameter.grad is made from it, unless only the own shards are averages.
         # TODO: part (g)
         raise NotImplementedError("module 6, part (g)")
         for buffer in self.grad_buffers:

@@ -5,8 +5,8 @@ the shards of all ranks together. Buckets are joined into groups. The collective
 by one, launched as one.
 
 Cost per step: two launches for each group instead of one for each bucket, and the bytes of one all-reduce. A group is
-launched when its last bucket is ready, so large groups have fewer launches and less overlap. The second half need not
-carry gradients: module 8 lets it carry weights.
+launched when its last bucket is ready, so large groups have fewer launches and less overlap; its gather follows when
+half of the next group is ready. The second half need not carry gradients: module 8 lets it carry weights.
 """
 
 from __future__ import annotations
@@ -157,6 +157,7 @@ class CoalescedDDP(nn.Module):
         ]
         self.groups = self.make_groups(buckets_per_group)
         self.launched = 0  # groups 0 to launched - 1 are under way
+        self.gathers: list[Handle] = []  # of groups 0 to len(gathers) - 1, which have their averages
         for group in self.groups:
             for i in group.members:
                 group.buffer.params[i].register_post_accumulate_grad_hook(
@@ -183,37 +184,56 @@ class CoalescedDDP(nn.Module):
                         buffer.take_grad(i)
         return self.module(*args, **kwargs)
 
+    def launch_next(self) -> None:
+        """Starts the next group, and before it, on every rank, the gather of the group before."""
+        if self.gather_grads and len(self.gathers) < self.launched:
+            self.gather_next()
+        self.groups[self.launched].start_grad_sync()
+        self.launched += 1
+
+    def gather_next(self) -> None:
+        """Waits for the first group that is not gathered, and starts to complete its averages on all ranks."""
+        group = self.groups[len(self.gathers)]
+        group.finish_grad_sync()
+        self.gathers.append(group.start_gather(group.buffer.grad_data))
+
     def mark_ready(self, group: BucketGroup, i: int) -> None:
         """Runs in backward when parameter i of the group's buffer has its gradient."""
-        # As in module 5, but what is complete and launched, in order, is a group.
+        # As in module 5, but what is complete and launched, in order, is a group. And with `gather_grads`: when half of
+        # the gradients of the next group are ready, the group before it has had time to be reduced. Gather it.
         ### BEGIN SOLUTION part (f)
         group.buffer.take_grad(i)
         if not self.synchronize:
             return
         group.missing -= 1
         while self.launched < len(self.groups) and self.groups[self.launched].missing == 0:
-            self.groups[self.launched].start_grad_sync()
-            self.launched += 1
+            self.launch_next()
+        if self.gather_grads and len(self.gathers) < self.launched < len(self.groups):
+            coming = self.groups[self.launched]
+            if 2 * coming.missing <= len(coming.members):
+                self.gather_next()
         ### END SOLUTION
 
     def finish_grad_sync(self) -> None:
         """Starts the groups that never became complete and waits for all; gathers the averages if `gather_grads`."""
-        # A gradient that never came has to be taken too. All gathers can be under way at once. With main_grad,
-        # parameter.grad is made from it at the end, unless only the own shards are averages.
+        # A gradient that never came has to be taken too. The last group is not gathered yet. At the end nothing of this
+        # step may be left. With main_grad, parameter.grad is made from it, unless only the own shards are averages.
         ### BEGIN SOLUTION part (g)
         for group in self.groups[self.launched :]:
             for i in group.members:
                 group.buffer.take_grad(i)
-            group.start_grad_sync()
-        self.launched = 0
-        gathers = []
+            self.launch_next()
+        if self.gather_grads:
+            while len(self.gathers) < len(self.groups):
+                self.gather_next()
+            for handle in self.gathers:
+                handle.wait()
+        else:
+            for group in self.groups:
+                group.finish_grad_sync()
         for group in self.groups:
-            group.finish_grad_sync()
             group.missing = len(group.members)
-            if self.gather_grads:
-                gathers.append(group.start_gather(group.buffer.grad_data))
-        for handle in gathers:
-            handle.wait()
+        self.launched, self.gathers = 0, []
         ### END SOLUTION
         for buffer in self.grad_buffers:
             buffer.started.clear()

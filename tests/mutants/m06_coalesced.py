@@ -25,13 +25,17 @@ MAKE = "self.group_class(buffer, indices[first : first + length], self.process_g
 UNLESS = "        if not self.synchronize:\n            return\n"
 LAUNCH = (
     "        while self.launched < len(self.groups) and self.groups[self.launched].missing == 0:\n"
-    "            self.groups[self.launched].start_grad_sync()\n"
-    "            self.launched += 1\n"
+    "            self.launch_next()\n"
 )
-TAKE_MISSING = "            for i in group.members:\n                group.buffer.take_grad(i)\n            group.start"
-RESET = "            group.missing = len(group.members)\n"
-IF_GATHER = "            if self.gather_grads:\n"
-WAIT_GATHERS = "        for handle in gathers:\n            handle.wait()\n"
+START = "        self.groups[self.launched].start_grad_sync()\n"
+BEFORE = "        if self.gather_grads and len(self.gathers) < self.launched:\n            self.gather_next()\n"
+HALF = "if 2 * coming.missing <= len(coming.members):"
+REDUCED = "        group.finish_grad_sync()\n        self.gathers"
+TAKE_MISSING = "            for i in group.members:\n                group.buffer.take_grad(i)\n            self.launch"
+RESET = "        for group in self.groups:\n            group.missing = len(group.members)\n"
+IF_GATHER = "        if self.gather_grads:\n            while"
+WAIT_GATHERS = "            for handle in self.gathers:\n                handle.wait()\n"
+NEW_STEP = "self.launched, self.gathers = 0, []\n"
 CLEAR = "            buffer.started.clear()\n"
 START_PARAMS = "            group.start_param_sync()\n"
 FINISH_PARAMS = "        for group in self.groups:\n            group.finish_param_sync()\n"
@@ -131,11 +135,11 @@ MUTANTS = [
     ),
     Mutant(
         "divided while the launch is under way",
-        "            self.launched += 1\n        ### END",
-        "            for index in self.groups[self.launched].bucket_indices:\n"
-        "                start, end = group.buffer.layout.bucket_ranges[index]\n"
-        "                group.buffer.grad_data[start:end] /= dist.get_world_size(self.process_group)\n"
-        "            self.launched += 1\n        ### END",
+        START,
+        START + "        group = self.groups[self.launched]\n"
+        "        for index in group.bucket_indices:\n"
+        "            start, end = group.buffer.layout.bucket_ranges[index]\n"
+        "            group.buffer.grad_data[start:end] /= dist.get_world_size(self.process_group)\n",
         ("test_launches_and_volume",),
         "while a collective is under way",
     ),
@@ -221,18 +225,42 @@ MUTANTS = [
     Mutant(
         "everything launched at the finish",
         LAUNCH,
-        "        pass\n",
+        "",
         ("test_groups_overlap_with_backward",),
         "groups are launched only when backward is over",
     ),
     Mutant(
         "waited for in backward",
-        LAUNCH,
-        LAUNCH.replace(
-            "start_grad_sync()\n", "start_grad_sync()\n            self.groups[self.launched].finish_grad_sync()\n"
-        ),
+        START,
+        START + "        self.groups[self.launched].finish_grad_sync()\n",
         ("test_groups_overlap_with_backward",),
         "wait in finish_grad_sync",
+    ),
+    Mutant(
+        "gathered as soon as it is launched",
+        HALF,
+        "if True:",
+        ("test_groups_overlap_with_backward",),
+        "wait in finish_grad_sync",
+    ),
+    Mutant(
+        "the gather before the next launch on some ranks only",
+        BEFORE,
+        "",
+        ("test_steps_and_subgroups",),
+    ),
+    Mutant(
+        "gathered before it is reduced",
+        REDUCED,
+        "        self.gathers",
+        ("test_gradients_are_averaged",),
+        "waited on",
+    ),
+    Mutant(
+        "the handles of the last step kept",
+        NEW_STEP,
+        "self.launched = 0\n",
+        ("test_launches_and_volume",),
     ),
     Mutant(
         "launched in the order of being ready",
@@ -240,8 +268,7 @@ MUTANTS = [
         "        if group.missing == 0:\n"
         "            self.groups.remove(group)\n"
         "            self.groups.insert(self.launched, group)\n"
-        "            group.start_grad_sync()\n"
-        "            self.launched += 1\n",
+        "            self.launch_next()\n",
         ("test_steps_and_subgroups",),
         "in the order of the buckets",
     ),
@@ -250,16 +277,22 @@ MUTANTS = [
     Mutant(
         "a gradient that never came not taken",
         TAKE_MISSING,
-        "            group.start",
+        "            self.launch",
         ("test_steps_and_subgroups",),
         "was not exchanged",
     ),
-    Mutant("always gathered", IF_GATHER, "            if True:\n", ("test_shards_without_gather",), "gather_grads"),
+    Mutant(
+        "always gathered",
+        IF_GATHER,
+        "        if True:\n            while",
+        ("test_shards_without_gather",),
+        "gather_grads",
+    ),
     Mutant("gathers not waited for", WAIT_GATHERS, "", ("test_gradients_are_averaged",), "waited on"),
     Mutant(
         "only the last gather waited for",
         WAIT_GATHERS,
-        WAIT_GATHERS.replace("in gathers", "in gathers[-1:]"),
+        WAIT_GATHERS.replace("in self.gathers", "in self.gathers[-1:]"),
         ("test_launches_and_volume",),
         "one handle is kept",
     ),

@@ -192,8 +192,8 @@ MUTANTS = [
         "a default argument that all caches share",
         INIT,
         INIT.replace("dp_size: int", "dp_size: int, views={}").replace("] = {}", "] = views"),
-        AVERAGED,
-        "that it stands for: of this buffer",
+        FOLLOW,
+        "it was right until reallocate()",
     ),
     Mutant(
         "a constructor that loses buckets_per_group",
