@@ -276,6 +276,11 @@ def climb(
     )
 
 
+def rehearse(workload: Workload, rungs: Sequence[Rung], sources: Sources, **how: Any) -> None:
+    """Two steps of every rung, watched closely: raises RankFailure soon where a rung does not get through."""
+    run_rungs(replace(workload, rounds=2, warmup=0, link=None), rungs, sources, stream=True, **how)
+
+
 def run_rungs(
     workload: Workload,
     rungs: Sequence[Rung],
@@ -287,8 +292,9 @@ def run_rungs(
     deadline: float = DEADLINE_S,
     on_step: Callable[[], None] | None = None,
     run: Callable[..., RankResults] = run_ranks,
+    stream: bool = False,
 ) -> RankResults:
-    """What `train` returns on each rank, with the events. Raises as `climb`."""
+    """What `train` returns on each rank, with the events. Raises as `climb`. `stream`: see `run_ranks`."""
     if workload.batch_size % world_size:
         raise ValueError(f"{world_size} ranks cannot share a batch of {workload.batch_size} sequences equally")
     if workload.link and backend != "gloo":
@@ -309,7 +315,7 @@ def run_rungs(
         packages={"submission": sources},
         seed=workload.seed,
         deadline=deadline,
-        stream=False,
+        stream=stream,
         on_event=follow,
     )
 
