@@ -160,7 +160,10 @@ def workload_of(options: argparse.Namespace, link: Link | Pace | None, world_siz
 
 
 def swept(text: str, entries: Sequence[Module]) -> list[float]:
-    """The bucket sizes that --sweep asks for, in MiB, ascending. Raises CourseError, for a module without buckets too."""
+    """The bucket sizes that --sweep asks for, in MiB, ascending.
+
+    Raises CourseError, for modules without buckets too.
+    """
     try:
         sizes = sorted({float(part) for part in text.split(",")})
     except ValueError:

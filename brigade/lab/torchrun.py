@@ -189,9 +189,10 @@ def doing(events: list[Event]) -> str:
 
 
 def on_ranks(command: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
-    """The command, with failures of ranks in words. Where ranks are given, only rank 0 speaks, and who failed by itself.
+    """The command, with failures of ranks in words.
 
-    There it does not return: a process that has used gloo may be aborted when Python tears it down.
+    Where ranks are given, only rank 0 speaks, and who failed by itself. There it does not
+    return: a process that has used gloo may be aborted when Python tears it down.
     """
 
     def run(options: argparse.Namespace) -> int:
