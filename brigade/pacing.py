@@ -10,6 +10,7 @@ A rank does not know when its peers launch: one that comes early counts its time
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -103,18 +104,25 @@ class PacedWork(RecordedWork):
     def __init__(self, inner: dist.Work, recorder: Recorder, index: int, outputs: Sequence[torch.Tensor]):
         super().__init__(inner, recorder, index)
         self._outputs = list(outputs)
-        self._future: torch.futures.Future = torch.futures.Future()
+        self._over: torch.futures.Future = torch.futures.Future()  # the launch's time on the link
+        self._future = self._over
+        with contextlib.suppress(RuntimeError, NotImplementedError):  # gloo's reduce_scatter has no future
+            # The failure of a future that C++ has made is one for torch DDP's reducer too; ours would end the process.
+            both = torch.futures.collect_all([inner.get_future(), self._over])
+            self._future = both.then(lambda done: done.wait() and self._outputs)
 
-    def carry(self, ends_at: float) -> None:
-        """Runs on the link's thread: completes the launch at `ends_at`, or when it is really complete."""
+    def carry(self, ends_at: float) -> float:
+        """Runs on the link's thread: completes the launch at `ends_at`, or when it is really complete. Returns when."""
         try:
             self._inner.wait()
         except Exception as error:  # such as a peer that has gone: for whoever waits
-            self._future.set_exception(error)
-            return
+            self._over.set_exception(error)
+            return time.perf_counter()
+        ends_at = max(ends_at, time.perf_counter())
         time.sleep(max(0.0, ends_at - time.perf_counter()))
         self._recorder.note("end", index=self._index)
-        self._future.set_result(self._outputs)
+        self._over.set_result(self._outputs)
+        return ends_at  # not when the sleep was over: that is late each time, and would add up
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         self._recorder.note("wait", index=self._index)
@@ -154,5 +162,4 @@ def complete(launched: queue.SimpleQueue) -> None:
     free_at = 0.0
     while True:
         work, launched_at, seconds = launched.get()
-        work.carry(max(free_at, launched_at) + seconds)
-        free_at = time.perf_counter()
+        free_at = work.carry(max(free_at, launched_at) + seconds)

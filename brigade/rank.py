@@ -23,6 +23,7 @@ import sys
 import threading
 import time
 import traceback
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -111,10 +112,25 @@ def main(control_fd: int, output_fd: int, trace_fd: int, server: int) -> None:
 
 
 def run(request: dict[str, Any], sink: Any) -> Any:
-    global _device
-    rank, world_size, backend = request["rank"], request["world_size"], request["backend"]
     os.chdir(request["directory"])
     os.environ.update(request["environment"])
+    store = dist.FileStore(os.path.join(request["directory"], "rendezvous"), request["world_size"])
+    return perform(request, sink, store)
+
+
+def perform(
+    request: dict[str, Any],
+    sink: Any,
+    store: dist.Store,
+    local_rank: int | None = None,
+    timeout: timedelta | None = None,
+) -> Any:
+    """Becomes a rank: starts the process group over `store`, and returns what the request's function does.
+
+    `local_rank` is this rank's place among those of its machine, which picks its GPU; `timeout` that of a collective.
+    """
+    global _device
+    rank, world_size, backend = request["rank"], request["world_size"], request["backend"]
     for package, sources in request["packages"].items():
         submission.install(package, sources)
     if request["mode"] == "hold" or "scenarios" in request["packages"]:
@@ -122,12 +138,11 @@ def run(request: dict[str, Any], sink: Any) -> Any:
     torch.set_num_threads(request["threads"])
     torch.manual_seed(request["seed"] + rank)  # replicas that are not made equal are not equal
     if backend == "nccl":
-        _device = torch.device("cuda", rank % torch.cuda.device_count())
+        _device = torch.device("cuda", (rank if local_rank is None else local_rank) % torch.cuda.device_count())
         torch.cuda.set_device(_device)
     recorder = recording.Recorder(sink)
     recording.install(recorder)
-    store = dist.FileStore(os.path.join(request["directory"], "rendezvous"), world_size)
-    recording.start_process_group(MODES[request["mode"]], recorder, backend, store, rank, world_size)
+    recording.start_process_group(MODES[request["mode"]], recorder, backend, store, rank, world_size, timeout)
     function = functools.reduce(getattr, request["function"].split("."), importlib.import_module(request["module"]))
     result = function(*request["args"])
     if backend == "nccl":

@@ -283,11 +283,18 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def start_process_group(
-    group_class: type[RecordingGroup], recorder: Recorder, backend: str, store: dist.Store, rank: int, world_size: int
+    group_class: type[RecordingGroup],
+    recorder: Recorder,
+    backend: str,
+    store: dist.Store,
+    rank: int,
+    world_size: int,
+    timeout: timedelta | None = None,
 ) -> None:
     """Makes the default process group of this rank, and every later one, a `group_class` around `backend`.
 
-    `backend` is "gloo", or "nccl" (CPU tensors still travel by gloo).
+    `backend` is "gloo", or "nccl" (CPU tensors still travel by gloo). `timeout` is that of each collective; torch's
+    own, 30 minutes with gloo, if None.
     """
 
     def create(options: Any, _: Any) -> RecordingGroup:
@@ -299,7 +306,7 @@ def start_process_group(
 
     dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu", "cuda"])
     _keep_to_the_recording_group(backend)
-    dist.init_process_group(BACKEND, store=store, rank=rank, world_size=world_size)
+    dist.init_process_group(BACKEND, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def complete_group(

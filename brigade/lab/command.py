@@ -3,15 +3,190 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from brigade.course import CourseError, Module
+from brigade.lab import links
+
+if TYPE_CHECKING:
+    from brigade.lab.ladder import Workload
+    from brigade.pacing import Link, Pace
+
+
+SIZES = ("tiny", "small", "medium", "large", "xl")  # of `models.py`, which imports torch
+SWEPT_MB = "0.03,0.1,0.3,1,4"  # of the 3.3 MiB of gradients that the tiny model has
+SWEPT = "4,5,8"
+FIRST_WITH_BUCKETS = 4  # of the modules
 
 
 def bench_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `brigade bench`."""
+    number = {"type": int, "metavar": "N"}
+    parser.add_argument("--modules", default="", metavar="LIST", help="such as 1-4 or 2,5; all without it")
+    parser.add_argument("--target", default="solutions", metavar="DIR", help="whose modules: solutions (default), "
+                        "lessons, or a directory")  # fmt: skip
+    parser.add_argument("--ranks", **number, help="how many (default 2; under torchrun as many as it starts)")
+    parser.add_argument(
+        "--rounds", **number, help="steps of each rung, the first 5 not timed (default 30, emulated 35)"
+    )
+    parser.add_argument("--size", choices=SIZES, default="tiny", help="of the model (default tiny)")
+    parser.add_argument("--batch", **number, help="sequences in a step, of all ranks together (default 8, emulated 16)")
+    parser.add_argument("--time", **number, help="tokens in a sequence (default 64, emulated 128)")
+    parser.add_argument(
+        "--bucket-mb", type=float, default=1.0, metavar="MB", help="size of the buckets in MiB (default 1)"
+    )
+    parser.add_argument(
+        "--sweep",
+        nargs="?",
+        const=SWEPT_MB,
+        metavar="LIST",
+        help=f"compare bucket sizes instead, in MiB (default {SWEPT_MB}), of torch DDP and of modules {SWEPT}",
+    )
+    parser.add_argument("--backend", choices=("gloo", "nccl"), help="default: nccl where every rank can have a GPU")
+    parser.add_argument(
+        "--share-gpu", action="store_true", help="several NCCL ranks on one GPU: its times mean nothing"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write everything that was measured")
+    parser.add_argument("--csv", metavar="FILE", help="write the table")
+    parser.add_argument("--png", metavar="FILE", help="draw it")
+    parser.add_argument("--deadline", type=float, default=900.0, metavar="SECONDS", help="for all ranks (default 900)")
+    links.add_arguments(parser)
 
 
 def bench(options: argparse.Namespace) -> int:
-    """brigade bench"""
-    raise NotImplementedError
+    """brigade bench, on ranks of its own or on those that torchrun has started."""
+    from brigade.lab.torchrun import on_ranks
+
+    return on_ranks(run_bench)(options)
+
+
+def run_bench(options: argparse.Namespace) -> int:
+    """Returns the exit status: 0 good, 1 a rung trains otherwise than one process does. Raises as `ladder.climb`."""
+    from brigade import ranks
+    from brigade.autograde.command import results_file, selected
+    from brigade.lab import ladder, plots, torchrun
+    from brigade.lab.bench import Bench, save_csv, save_json, sweep_rungs, written
+
+    world_size = number_of_ranks(options.ranks)
+    entries = selected(options.modules or (SWEPT if options.sweep else ""))
+    link = links.chosen(options, world_size)
+    workload = workload_of(options, link, world_size)
+    sizes = swept(options.sweep, entries) if options.sweep else []
+    files = {kind: results_file(getattr(options, kind)) for kind in ("json", "csv", "png")}
+    backend = options.backend or default_backend(world_size)
+    if backend == "nccl" and not torchrun.given():
+        ranks.nccl_environment(world_size, options.share_gpu)
+    entries, sources, left_out = written(options.target, entries)
+    console = Console(highlight=False, soft_wrap=True)
+    for sentence in left_out:
+        console.print(sentence, markup=False)
+    rungs = [ladder.rung_of(entry) for entry in entries]
+    rungs = sweep_rungs(rungs, sizes) if sizes else [*rungs, *ladder.TORCH]
+    how = {"world_size": world_size, "backend": backend, "share_gpu": options.share_gpu, "deadline": options.deadline}
+    if torchrun.given():
+        how["run"] = torchrun.run_given
+    elif options.target != "solutions":  # a deadlock is found within seconds here, and there at the deadline only
+        ladder.rehearse(workload, rungs, sources, **how)
+    with progress("training steps", ladder.steps_of(workload, rungs)) as advance:
+        found = Bench(rungs, ladder.climb(workload, rungs, sources, on_step=advance, **how))
+    for table in plots.bench_tables(found):
+        console.print(table)
+        console.print()
+    for sentence in found.remarks():
+        console.print(sentence)
+    wrong = found.ladder.wrong()
+    console.print("\n".join(wrong) if wrong else plots.verdict(found.ladder))
+    for kind, write in (("json", save_json), ("csv", save_csv), ("png", plots.bench_picture)):
+        if files[kind]:
+            write(found, files[kind])
+            console.print(f"{getattr(options, kind)} written", markup=False)
+    return 1 if wrong else 0
+
+
+def number_of_ranks(wanted: int | None) -> int:
+    """As many as are given, else as many as are wanted. Raises CourseError where both are known and differ."""
+    from brigade.lab import torchrun
+
+    if torchrun.given():
+        given = torchrun.world_size()
+        if wanted not in (None, given):
+            raise CourseError(f"--ranks {wanted}: torchrun has started {given}; leave --ranks out")
+        return given
+    if wanted is not None and wanted < 1:
+        raise CourseError(f"--ranks {wanted}: it takes at least one rank")
+    return wanted or 2
+
+
+def default_backend(world_size: int) -> str:
+    """nccl where each of several ranks on this machine can have a GPU of its own, else gloo."""
+    import torch
+
+    from brigade.lab import torchrun
+
+    here = torchrun.place()[3] if torchrun.given() else world_size
+    return "nccl" if world_size > 1 and here <= torch.cuda.device_count() else "gloo"
+
+
+def workload_of(options: argparse.Namespace, link: Link | Pace | None, world_size: int) -> Workload:
+    """What the options ask for. Raises CourseError where that cannot be trained or timed."""
+    from brigade.lab import ladder
+    from brigade.models import SIZES
+
+    base = replace(ladder.PACED, link=link) if link else ladder.Workload()
+    wanted = {"batch_size": options.batch, "time": options.time, "rounds": options.rounds}
+    wanted = {name: value for name, value in wanted.items() if value is not None}
+    workload = replace(base, size=SIZES[options.size], bucket_mb=options.bucket_mb, **wanted)
+    if workload.rounds < workload.warmup + 2:
+        least = workload.warmup + 2
+        raise CourseError(
+            f"--rounds {workload.rounds}: it takes {least}, for the first {workload.warmup} are not timed"
+        )
+    if workload.batch_size < 1 or workload.batch_size % world_size:
+        raise CourseError(
+            f"{world_size} ranks cannot share a batch of {workload.batch_size} sequences equally: --batch says how many"
+        )
+    if workload.time < 1:
+        raise CourseError(f"--time {workload.time}: a sequence has at least one token")
+    for name, value in (("--bucket-mb", options.bucket_mb), ("--deadline", options.deadline)):
+        if not 0 < value < float("inf"):
+            raise CourseError(f"{name} {value:g}: it takes a number above 0")
+    return workload
+
+
+def swept(text: str, entries: Sequence[Module]) -> list[float]:
+    """The bucket sizes that --sweep asks for, in MiB, ascending.
+
+    Raises CourseError, for modules without buckets too.
+    """
+    try:
+        sizes = sorted({float(part) for part in text.split(",")})
+    except ValueError:
+        sizes = []
+    if not sizes or not all(0 < size < float("inf") for size in sizes):
+        raise CourseError(f"--sweep {text}: write it as 0.1,1,10, sizes in MiB")
+    for entry in entries:
+        if entry.number < FIRST_WITH_BUCKETS:
+            raise CourseError(f"--sweep compares bucket sizes, and module {entry.number} has no buckets")
+    return sizes
+
+
+@contextlib.contextmanager
+def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
+    """A bar on a terminal's standard error while the block runs; gives what advances it by one."""
+    console = Console(stderr=True)
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    # Seldom: it runs beside what is being timed.
+    with Progress(
+        *columns, console=console, refresh_per_second=2, transient=True, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda: bar.advance(task)
 
 
 def trace_arguments(parser: argparse.ArgumentParser) -> None:

@@ -42,12 +42,12 @@ def demo() -> int:
     console.print(
         "Bucket Brigade: data-parallel training, built step by step.\n\n"
         "Two processes on this machine train the same small language model on the source of Python's standard\n"
-        "library, once with each module of the course and once with torch DDP. One process does it alone first."
+        "library, once with each module of the course and once with torch DDP. Then one process does it alone."
     )
     columns = (TextColumn("training steps"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
         with Progress(*columns, console=console) as progress:
-            task = progress.add_task("", total=ladder.steps_of(workload, rungs))
+            task = progress.add_task("", total=ladder.steps_of(workload, [*rungs, *ladder.TORCH]))
             found = ladder.run_ladder(workload, rungs, on_step=lambda: progress.advance(task))
     except (CourseError, RankFailure) as error:
         print(f"demo: {error}", file=sys.stderr)

@@ -15,12 +15,14 @@ Ranks import this file, so it needs torch only; `plots.py` makes the table and t
 from __future__ import annotations
 
 import copy
+import ctypes
 import inspect
 import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean, median, quantiles
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,8 +30,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from brigade import corpus, pacing, recording
-from brigade.course import MODULES, Module
+from brigade.course import MODULES, CourseError, Module
 from brigade.events import Event, launches
+from brigade.lab.kept import kept_bytes, torch_bucket_bytes
 from brigade.models import SIZES, Size, TinyLM, language_loss
 from brigade.pacing import Link, Pace, sent_bytes
 from brigade.rank import device, student
@@ -75,16 +78,19 @@ PACED = Workload(batch_size=16, time=128, rounds=35, link=Pace(comm_ratio=0.8, l
 class Rung:
     """Who averages the gradients and who steps: classes, as (package, name), of a submission's modules or of torch.
 
-    Without a wrapper nobody averages: for one process. Without an optimizer every rank has the plain one.
+    Without a wrapper nobody averages: for one process. Without an optimizer every rank has the plain one. `bucket_mb`
+    (MiB) is that of the workload if None.
     """
 
     label: str
     wrapper: tuple[str, str] | None = None
     optimizer: tuple[str, str] | None = None
+    bucket_mb: float | None = None
 
 
 TORCH_DDP = Rung("torch DDP", ("torch", "DistributedDataParallel"))
 TORCH_ZERO = Rung("torch DDP + ZeRO", TORCH_DDP.wrapper, ("torch", "ZeroRedundancyOptimizer"))
+TORCH = (TORCH_DDP, TORCH_ZERO)
 ONE_PROCESS = Rung("one process")
 COMPUTATION = Rung("computation alone")  # every rank for itself, in turns with the others
 
@@ -94,9 +100,9 @@ class Measured:
     """One rung of a finished ladder; everything but the losses is about the rounds after the warm-up.
 
     `marks[rank][round]` are seconds: the start of the step, and the end of each of its `PHASES`. `cpu_s[rank][round]`
-    is the processor time of the step, all threads of the rank together. `collectives`
-    and `sent_bytes`, what a rank has to send with ring algorithms, are per step, the mean over ranks; `losses` are per
-    rank, in nats per token.
+    is the processor time of the step, all threads of the rank together. `collectives` and `sent_bytes`, what a rank
+    has to send with ring algorithms, are per step, the mean over ranks. Per rank are `losses`, in nats per token, and
+    `grad_bytes` and `state_bytes`: what is kept of gradients and optimizer state between steps (`kept.py`).
     """
 
     label: str
@@ -105,6 +111,8 @@ class Measured:
     collectives: float
     sent_bytes: float
     losses: list[float]
+    grad_bytes: list[int]
+    state_bytes: list[int]
 
     @property
     def step_ms(self) -> list[float]:
@@ -145,17 +153,25 @@ class Ladder:
     """What `run_ladder` found. `truth` is the loss of one process, in nats per token; the last rungs are torch's.
 
     `computation` are the same steps without any communication; `link` is the emulated one, `backward_s` the length
-    of backward alone that it was made for, and `real_s` what an all-reduce of all gradients really takes.
+    of backward alone that it was made for, and `real_s` what an all-reduce of all gradients, `model_bytes`, really
+    takes.
     """
 
     workload: Workload
     world_size: int
+    backend: str
     truth: float
     rungs: list[Measured]
     computation: Measured
     link: Link | None
     backward_s: float
     real_s: float
+    model_bytes: int
+
+    @property
+    def link_s(self) -> float | None:
+        """What an all-reduce of all gradients takes on the emulated link; None without one."""
+        return self.link.seconds("all_reduce", self.model_bytes, self.world_size) if self.link else None
 
     def rung(self, label: str) -> Measured:
         return next(rung for rung in self.rungs if rung.label == label)
@@ -208,39 +224,61 @@ def reference() -> Sources:
 
 
 def steps_of(workload: Workload, rungs: Sequence[Rung]) -> int:
-    """How often `run_ladder` calls `on_step`: one process, computation alone and torch's two rungs train too."""
-    return workload.rounds * (len(rungs) + 4)
+    """How often `climb` calls `on_step`: one process and computation alone train too."""
+    return workload.rounds * (len(rungs) + 2)
 
 
 def run_ladder(
     workload: Workload | None = None,
     rungs: Sequence[Rung] | None = None,
     sources: Sources | None = None,
+    **how: Any,
+) -> Ladder:
+    """`climb` with the rungs (the course's, by default) and then torch's two."""
+    return climb(workload or Workload(), [*(course_rungs() if rungs is None else rungs), *TORCH], sources, **how)
+
+
+def climb(
+    workload: Workload,
+    rungs: Sequence[Rung],
+    sources: Sources | None = None,
     *,
     world_size: int = 2,
+    backend: str = "gloo",
+    share_gpu: bool = False,
+    deadline: float = DEADLINE_S,
     on_step: Callable[[], None] | None = None,
+    run: Callable[..., RankResults] = run_ranks,
 ) -> Ladder:
-    """Trains one process, then all rungs (the course's, by default) and torch's two in turns, and compares.
+    """Trains all rungs in turns on `world_size` ranks, then one process, and compares.
 
-    `sources` are the submission's modules, by default the solutions; `on_step` is called as each step begins.
-    Raises ValueError when the ranks cannot share a batch equally, and RankFailure or CourseError as `run_ranks` does.
+    `sources` are the submission's modules, by default the solutions; `on_step` is called as each step begins; `run`
+    runs the ranks, as `run_ranks` does. Raises ValueError when the ranks cannot share a batch equally, CourseError
+    when an emulated link is to run on NCCL, and RankFailure or CourseError as `run_ranks` does.
     """
-    workload = workload or Workload()
-    rungs = [*(course_rungs() if rungs is None else rungs), TORCH_DDP, TORCH_ZERO, COMPUTATION]
     sources = reference() if sources is None else sources
-    [alone] = run_rungs(replace(workload, link=None), [ONE_PROCESS], sources, world_size=1, on_step=on_step)
-    results = run_rungs(workload, rungs, sources, world_size=world_size, on_step=on_step)
-    *found, computation = [measured(workload, rungs, rung, results) for rung in rungs]
+    how = {"backend": backend, "share_gpu": share_gpu, "deadline": deadline, "on_step": on_step}
+    together = [*rungs, COMPUTATION]
+    results = run_rungs(workload, together, sources, world_size=world_size, run=run, **how)
+    [alone] = run_rungs(replace(workload, link=None), [ONE_PROCESS], sources, world_size=1, **how)
+    *found, computation = [measured(workload, together, rung, results) for rung in together]
     return Ladder(
-        workload,
-        world_size,
-        alone["losses"][ONE_PROCESS.label],
-        found,
-        computation,
-        Link(*results[0]["link"]) if workload.link else None,
-        results[0]["backward_s"],
-        results[0]["real_s"],
+        workload=workload,
+        world_size=world_size,
+        backend=backend,
+        truth=alone["losses"][ONE_PROCESS.label],
+        rungs=found,
+        computation=computation,
+        link=Link(*results[0]["link"]) if results[0]["link"] else None,
+        backward_s=results[0]["backward_s"],
+        real_s=results[0]["real_s"],
+        model_bytes=results[0]["model_bytes"],
     )
+
+
+def rehearse(workload: Workload, rungs: Sequence[Rung], sources: Sources, **how: Any) -> None:
+    """Two steps of every rung, watched closely: raises RankFailure soon where a rung does not get through."""
+    run_rungs(replace(workload, rounds=2, warmup=0, link=None), rungs, sources, stream=True, **how)
 
 
 def run_rungs(
@@ -249,26 +287,35 @@ def run_rungs(
     sources: Sources,
     *,
     world_size: int,
+    backend: str = "gloo",
+    share_gpu: bool = False,
+    deadline: float = DEADLINE_S,
     on_step: Callable[[], None] | None = None,
+    run: Callable[..., RankResults] = run_ranks,
+    stream: bool = False,
 ) -> RankResults:
-    """What `train` returns on each rank, with the events."""
+    """What `train` returns on each rank, with the events. Raises as `climb`. `stream`: see `run_ranks`."""
     if workload.batch_size % world_size:
         raise ValueError(f"{world_size} ranks cannot share a batch of {workload.batch_size} sequences equally")
+    if workload.link and backend != "gloo":
+        raise CourseError(f"an emulated link needs the backend gloo: {backend} does not wait on the CPU")
 
     def follow(rank: int, event: Event) -> None:
         if on_step and rank == 0 and event.get("kind") == "step":
             on_step()
 
-    return run_ranks(
+    return run(
         train,
         asdict(workload),
         [asdict(rung) for rung in rungs],
         world_size=world_size,
+        backend=backend,
+        share_gpu=share_gpu,
         mode="pace" if workload.link else "record",
         packages={"submission": sources},
         seed=workload.seed,
-        deadline=DEADLINE_S,
-        stream=False,
+        deadline=deadline,
+        stream=stream,
         on_event=follow,
     )
 
@@ -291,6 +338,8 @@ def measured(workload: Workload, rungs: Sequence[Rung], rung: Rung, results: Ran
         / len(results)
         / len(timed),
         losses=[result["losses"][rung.label] for result in results],
+        grad_bytes=[result["kept"][rung.label]["gradients"] for result in results],
+        state_bytes=[result["kept"][rung.label]["optimizer state"] for result in results],
     )
 
 
@@ -314,10 +363,8 @@ def climber(rung: dict, model: nn.Module, workload: dict) -> Climber:
     wrapper = model
     if rung["wrapper"]:
         wrapper_class = class_of(*rung["wrapper"])
-        sizes = {
-            "bucket_cap_mb": workload["bucket_mb"],
-            "bucket_numel": int(workload["bucket_mb"] * 2**20 / FP32_BYTES),
-        }
+        bucket_mb = workload["bucket_mb"] if rung["bucket_mb"] is None else rung["bucket_mb"]
+        sizes = {"bucket_cap_mb": bucket_mb, "bucket_numel": max(1, int(bucket_mb * 2**20 / FP32_BYTES))}
         accepted = inspect.signature(wrapper_class).parameters
         wrapper = wrapper_class(model, **{name: size for name, size in sizes.items() if name in accepted})
     options = {"lr": workload["learning_rate"], "momentum": 0.9}
@@ -342,9 +389,10 @@ def class_of(package: str, name: str) -> type:
 
 
 def train(workload: dict, rungs: list[dict]) -> dict:
-    """Takes all steps of all rungs. Returns by label "marks", "cpu_s" (see `Measured`), "losses" (on held-out text).
+    """Takes all steps of all rungs. Returns by label "marks", "cpu_s" (see `Measured`), "losses" (on held-out text) and
+    "kept" (see `kept_bytes`).
 
-    And "link", the two numbers of a `Link` or None, "backward_s" and "real_s" (see `Ladder`).
+    And "link", the two numbers of a `Link` or None, "backward_s", "real_s" and "model_bytes" (see `Ladder`).
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if world_size == 1:
@@ -353,7 +401,7 @@ def train(workload: dict, rungs: list[dict]) -> dict:
     start = TinyLM(Size(**workload["size"])).to(device())
     with recording.phase("construct"):
         climbers = [climber(rung, copy.deepcopy(start), workload) for rung in rungs]
-    text = corpus.text()
+    text = same_on_all(corpus.text())
     generator = torch.Generator().manual_seed(workload["seed"])
 
     def next_batch() -> list[Tensor]:
@@ -361,9 +409,10 @@ def train(workload: dict, rungs: list[dict]) -> dict:
         return [tensor.chunk(world_size)[rank].to(device()) for tensor in whole]
 
     link, backward_s, real_s = None, 0.0, 0.0
+    model_bytes = sum(parameter.nbytes for parameter in start.parameters())
     if world_size > 1:
         backward_s, real_s = calibrate(start, *next_batch())
-        link = link_of(workload["link"], backward_s, sum(p.numel() * p.element_size() for p in start.parameters()))
+        link = link_of(workload["link"], backward_s, model_bytes)
         pacing.use(link)
         generator.manual_seed(workload["seed"])
     for turn in range(workload["rounds"]):
@@ -381,10 +430,30 @@ def train(workload: dict, rungs: list[dict]) -> dict:
         "marks": {c.label: c.marks for c in climbers},
         "cpu_s": {c.label: c.cpu_s for c in climbers},
         "losses": losses,
+        "kept": {c.label: kept(c) for c in climbers},
         "link": [link.latency_s, link.bytes_per_s] if link else None,
         "backward_s": backward_s,
         "real_s": real_s,
+        "model_bytes": model_bytes,
     }
+
+
+def kept(climber: Climber) -> dict[str, int]:
+    """Bytes that the rung keeps on this rank, by kind, torch DDP's flat tensors among the gradients."""
+    found = kept_bytes(climber.model, climber.wrapper, climber.optimizer)
+    found["gradients"] += torch_bucket_bytes(climber.wrapper)
+    return found
+
+
+def same_on_all(text: bytes) -> bytes:
+    """Rank 0's text, on every rank: another machine may have another Python."""
+    length = torch.tensor([len(text)], device=device())
+    dist.broadcast(length, 0)
+    whole = bytearray(text[: length.item()].ljust(length.item()))
+    shared = torch.frombuffer(whole, dtype=torch.uint8).to(device())
+    dist.broadcast(shared, 0)
+    shared = shared.cpu()
+    return ctypes.string_at(shared.data_ptr(), len(shared))
 
 
 def calibrate(model: nn.Module, tokens: Tensor, targets: Tensor) -> tuple[float, float]:

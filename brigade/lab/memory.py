@@ -3,11 +3,10 @@
     found = measure()
     found[0].fullest(4)     bytes by kind of the first rung, on that of 4 ranks which holds most
 
-Parameters, gradients and optimizer state are counted in the ranks, after two steps of AdamW: each block of memory once,
-however many tensors are views of it. What a step needs only while it runs is not counted: activations, the flat
-tensors of modules 2 and 4. Beside that stand the formulas of ZeRO (arXiv 1910.02054), stage 1. In fp32 they are, for P
-parameters on N ranks, 4P + 4P + 8P/N bytes: only the state is divided. Gradients are not freed, neither there nor
-here: after the reduce-scatter a rank needs 1/N of them and keeps all. Stage 2 is about that.
+Parameters, gradients and optimizer state are counted in the ranks (`kept.py` says how), after two steps of AdamW.
+Beside that stand the formulas of ZeRO (arXiv 1910.02054), stage 1. In fp32 they are, for P parameters on N ranks,
+4P + 4P + 8P/N bytes: only the state is divided. Gradients are not freed, neither there nor here: after the
+reduce-scatter a rank needs 1/N of them and keeps all. Stage 2 is about that.
 
 Ranks import this file, so rich and matplotlib are imported where they are used.
 """
@@ -17,18 +16,19 @@ from __future__ import annotations
 import argparse
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from brigade import recording
 from brigade.course import MODULES, ROOT, CourseError
+from brigade.lab.kept import KINDS, Bytes, kept_bytes
 from brigade.lab.ladder import FP32_BYTES, TORCH_DDP, TORCH_ZERO, Rung, class_of, course_rungs, reference
 from brigade.models import SIZES, Size, TinyLM, language_loss
 from brigade.ranks import RankFailure, run_ranks
@@ -39,11 +39,8 @@ if TYPE_CHECKING:
 
 WORLD_SIZES = (1, 2, 4)
 BUCKET_MB = 1.0  # MiB
-KINDS = ("parameters", "gradients", "optimizer state")
 PICTURE = MODULES[-1].lesson / "memory.png"
 DEADLINE_S = 120.0
-
-Bytes = dict[str, int]  # by kind
 
 
 @dataclass(frozen=True)
@@ -281,24 +278,7 @@ def count(rung: dict, model: nn.Module) -> Bytes:
         if hasattr(wrapper, "finish_grad_sync"):
             wrapper.finish_grad_sync()
         optimizer.step()
-    inner = getattr(optimizer, "optim", optimizer)
-    grad_buffers = getattr(wrapper, "grad_buffers", [])
-    kept = {
-        "parameters": [*model.parameters(), *(b.param_data for b in grad_buffers)],
-        "gradients": [
-            *(p.grad for p in model.parameters()),
-            *(getattr(p, "main_grad", None) for p in model.parameters()),
-            *(buffer.grad_data for buffer in grad_buffers),
-            *buckets,
-        ],
-        # What the inner optimizer steps on is a part of the parameters, or a master.
-        "optimizer state": [
-            *(value for entries in inner.state.values() for value in entries.values()),
-            *(p for group in inner.param_groups for p in group["params"]),
-        ],
-    }
-    seen: set[int] = set()
-    return {kind: new_bytes(kept[kind], seen) for kind in KINDS}
+    return kept_bytes(model, wrapper, optimizer, buckets)
 
 
 def see_bucket(buckets, bucket):  # torch refuses annotations that are strings, as they are in this file
@@ -313,18 +293,6 @@ def optimizer_of(rung: dict, model: nn.Module, wrapper: nn.Module) -> torch.opti
         return torch.optim.AdamW(model.parameters())
     divides_buckets = rung["wrapper"] and rung["optimizer"][0] != "torch"
     return class_of(*rung["optimizer"])(wrapper if divides_buckets else model.parameters(), torch.optim.AdamW, lr=1e-3)
-
-
-def new_bytes(values: Iterable[object], seen: set[int]) -> int:
-    """The memory of the tensors among the values, but for blocks that were `seen`; those that it counts are then."""
-    nbytes = 0
-    for value in values:
-        if isinstance(value, Tensor):
-            block = value.untyped_storage()
-            if block.data_ptr() not in seen:
-                seen.add(block.data_ptr())
-                nbytes += block.nbytes()
-    return nbytes
 
 
 def main() -> int:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
 
 from matplotlib.figure import Figure
 from rich import box
 from rich.table import Table
 
-from brigade.lab.ladder import LOSS_TOLERANCE, PHASES, TORCH_ZERO, Ladder, quartiles
+from brigade.lab.bench import Bench, Row, Spread
+from brigade.lab.ladder import LOSS_TOLERANCE, PHASES, TORCH_DDP, Ladder
 
 # From Okabe and Ito's colours for all kinds of colour vision; their lightness differs, so that they work in grey too.
 COLOURS = {
@@ -60,34 +61,93 @@ def ladder_table(ladder: Ladder) -> Table:
     return table
 
 
-def zero_sentence(ladder: Ladder) -> str:
-    """How the course's last rung compares with torch's way to do the same, medians and quartiles over rounds."""
-    mine = ladder.rungs[-3]
-    cells = []
-    for ratios in (ladder.ratios(mine, TORCH_ZERO.label), ladder.cpu_ratios(mine, TORCH_ZERO.label)):
-        lower, upper = quartiles(ratios)
-        cells.append(f"{median(ratios):.2f} [{lower:.2f}-{upper:.2f}]")
-    return f"{mine.label} against {TORCH_ZERO.label}: step time {cells[0]}, CPU time {cells[1]}"
+def bench_tables(found: Bench) -> list[Table]:
+    """What `brigade bench` shows, in tables that are 80 columns wide at most."""
+    return [sweep_table(found)] if found.is_sweep else [time_table(found), volume_table(found)]
 
 
-def ratio_table(ladder: Ladder) -> Table:
-    """Step time and processor time of each rung as multiples of torch DDP's, medians and quartiles over rounds."""
-    table = Table(
-        title=f"Ratios to torch DDP within a round: {ladder.workload.rounds - ladder.workload.warmup} rounds, "
-        f"buckets of {ladder.workload.bucket_mb:g} MiB",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-    )
-    table.add_column("rung", no_wrap=True)
-    for heading in ("step time\nmedian", "\nquartiles", "CPU time\nmedian", "\nquartiles"):
-        table.add_column(heading, justify="right")
-    for rung in ladder.rungs:
-        cells = []
-        for ratios in (ladder.ratios(rung), ladder.cpu_ratios(rung)):
-            cells += [f"{median(ratios):.2f}", "-".join(f"{value:.2f}" for value in quartiles(ratios))]
-        table.add_row(rung.label, *cells)
+def bench_title(found: Bench) -> str:
+    """Such as: 2 ranks (gloo), 30 timed steps each, in turns"""
+    ladder = found.ladder
+    timed = ladder.workload.rounds - ladder.workload.warmup
+    ranks = "1 rank" if ladder.world_size == 1 else f"{ladder.world_size} ranks"
+    return f"{ranks} ({ladder.backend}), {timed} timed steps each, in turns"
+
+
+def bench_table(title: str, first: str, headings: Sequence[str]) -> Table:
+    """An empty table with a column for names and one for each heading."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0, show_edge=False)
+    table.add_column(first, no_wrap=True)
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
     return table
+
+
+def range_of(spread: Spread, digits: int) -> str:
+    """The quartiles, such as: 1.02-1.10"""
+    return f"{spread.lower:.{digits}f}-{spread.upper:.{digits}f}"
+
+
+def time_table(found: Bench) -> Table:
+    """Where the time goes: a row for each rung."""
+    headings = ("step ms", "\nquartiles", "ratio to\ntorch DDP", "\nquartiles", "exposed\nms", "CPU time\nratio")
+    buckets = f"buckets of {found.ladder.workload.bucket_mb:g} MiB"
+    table = bench_table(f"Step time: {bench_title(found)}; {buckets}", "rung", headings)
+    for row in found.rows():
+        table.add_row(
+            row.rung,
+            f"{row.step_ms.median:.1f}",
+            range_of(row.step_ms, 1),
+            f"{row.ratio.median:.2f}",
+            range_of(row.ratio, 2),
+            f"{row.exposed_ms.median:.1f}",
+            f"{row.cpu_ratio.median:.2f}",
+        )
+    alone = found.ladder.computation
+    table.add_section()
+    table.add_row(alone.label, f"{alone.median_ms:.1f}", range_of(Spread(alone.median_ms, *alone.quartiles_ms), 1))
+    return table
+
+
+def volume_table(found: Bench) -> Table:
+    """What is sent in a step and kept between steps: a row for each rung."""
+    rounds = found.ladder.workload.rounds
+    headings = (
+        "collectives\nper step",
+        "MB sent\nper step",
+        "gradients\nMB",
+        "state\nMB",
+        f"loss after\n{rounds} steps",
+    )
+    table = bench_table("Sent in a step by a rank, and kept between steps on the fullest", "rung", headings)
+    for row in found.rows():
+        cells = (f"{row.sent_mb:.2f}", f"{row.grad_mb:.2f}", f"{row.state_mb:.2f}", f"{row.loss:.5f}")
+        table.add_row(row.rung, f"{row.collectives:g}", *cells)
+    return table
+
+
+def sweep_table(found: Bench) -> Table:
+    """A row for each rung and bucket size."""
+    headings = ("step ms", "\nquartiles", "ratio to\ntorch DDP", "\nquartiles", "exposed\nms", "collectives\nper step")
+    table = bench_table(f"Bucket sizes: {bench_title(found)}", "rung, buckets", headings)
+    rows = found.rows()
+    for row, following in zip(rows, [*rows[1:], None]):
+        table.add_row(
+            row.rung,
+            f"{row.step_ms.median:.1f}",
+            range_of(row.step_ms, 1),
+            f"{row.ratio.median:.2f}",
+            range_of(row.ratio, 2),
+            f"{row.exposed_ms.median:.1f}",
+            f"{row.collectives:g}",
+            end_section=following is not None and family(following.rung) != family(row.rung),
+        )
+    return table
+
+
+def family(label: str) -> str:
+    """A sweep's rung without its bucket size."""
+    return label.rpartition(", ")[0]
 
 
 def verdict(ladder: Ladder) -> str:
@@ -137,5 +197,62 @@ def ladder_picture(ladder: Ladder, path: Path) -> None:
     axes.set_title(f"The ladder on {ladder.world_size} ranks: medians of {len(rungs[0].step_ms)} steps", loc="left")
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside lower center", ncols=5, frameon=False, fontsize=9)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def bench_picture(found: Bench, path: Path) -> None:
+    """Draws bars of the ladder, or lines of the sweep, as a PNG file."""
+    if found.is_sweep:
+        sweep_picture(found, path)
+    else:
+        ladder_picture(found.ladder, path)
+
+
+# For lines: beside their colours, which are Okabe and Ito's too, they differ in mark and dash.
+LINES = (
+    {"color": "#0072b2", "marker": "o", "linestyle": "-"},
+    {"color": "#d55e00", "marker": "s", "linestyle": "--"},
+    {"color": "#009e73", "marker": "^", "linestyle": "-."},
+    {"color": "#cc79a7", "marker": "D", "linestyle": (0, (5, 1, 1, 1, 1, 1))},
+    {"color": "#56b4e9", "marker": "v", "linestyle": (0, (1, 1))},
+)
+TORCH_LINE = {"color": "#1a1a1a", "marker": "x", "linestyle": "-"}
+
+
+def sweep_picture(found: Bench, path: Path) -> None:
+    """Draws step time over bucket size, a line of medians for each rung; bars reach from quartile to quartile."""
+    families: dict[str, list[Row]] = {}
+    for row in found.rows():
+        families.setdefault(family(row.rung), []).append(row)
+    figure = Figure(figsize=(9, 5), dpi=100, layout="constrained")
+    axes = figure.subplots()
+    for place, (name, rows) in enumerate(families.items()):
+        style = TORCH_LINE if name == TORCH_DDP.label else LINES[place % len(LINES)]
+        shift = 1.03 ** (place - (len(families) - 1) / 2)  # so that the bars can be told apart
+        spreads = [row.step_ms for row in rows]
+        axes.errorbar(
+            [row.bucket_mb * shift for row in rows],
+            [one.median for one in spreads],
+            yerr=[[one.median - one.lower for one in spreads], [one.upper - one.median for one in spreads]],
+            capsize=3,
+            markersize=6,
+            elinewidth=1,
+            label=name,
+            **style,
+        )
+    alone = found.ladder.computation.median_ms
+    axes.axhline(alone, color="#777777", linewidth=1, linestyle=":", label=found.ladder.computation.label)
+    sizes = sorted({row.bucket_mb for row in found.rows()})
+    axes.set_xscale("log")
+    axes.set_xticks(sizes, [f"{size:g}" for size in sizes])
+    axes.minorticks_off()
+    axes.set_xlabel("size of the buckets (MiB)")
+    axes.set_ylabel("time of one training step (ms)")
+    axes.set_title(f"{bench_title(found)}: medians and quartiles", loc="left")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="#dddddd", linewidth=0.6)
+    axes.set_axisbelow(True)
+    figure.legend(loc="outside lower center", ncols=min(5, len(families) + 1), frameon=False, fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed import all_reduce as imported_by_another_name
 from torch.distributed.distributed_c10d import _coalescing_manager as coalescing_manager
 
-from brigade import recording
+from brigade import pacing, recording
 from brigade.recording import phase
 
 # ---- how a run ends: test_ranks.py
@@ -642,3 +642,64 @@ def coalesce_on_a_device() -> None:
 def all_reduce_with_gaps() -> None:
     """Reduces every second column, which gloo would take for consecutive memory."""
     dist.all_reduce(torch.ones(4, 6)[:, ::2])
+
+
+# ---- what takes how long: test_pacing.py
+
+
+def on_link(latency_s: float, bytes_per_s: float, name: str, *args: Any) -> Any:
+    """What another function of this file does, on an emulated link."""
+    pacing.use(pacing.Link(latency_s, bytes_per_s))
+    return globals()[name](*args)
+
+
+def timed(call: Callable[[], Any]) -> float:
+    """Seconds that a call takes, with all ranks starting it together."""
+    dist.barrier()
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def wait_for_the_link(count: int) -> dict[str, float]:
+    """Seconds that one collective after the other takes, and `count` that are launched at once."""
+    x = torch.ones(4)
+    processor = time.process_time()
+    one = timed(lambda: dist.all_reduce(x))
+    processor = time.process_time() - processor
+
+    def launch_all() -> None:
+        for handle in [dist.all_reduce(torch.ones(4), async_op=True) for _ in range(count)]:
+            handle.wait()
+
+    def launch_and_work() -> None:
+        handle = dist.all_reduce(x, async_op=True)
+        time.sleep(one)
+        handle.wait()
+
+    subgroup = dist.new_group([0, 1])
+    return {
+        "one": one,
+        "processor": processor,
+        "all": timed(launch_all),
+        "overlapped": timed(launch_and_work),
+        "subgroup": timed(lambda: dist.all_reduce(x, group=subgroup)),
+        "barrier": timed(dist.barrier),
+    }
+
+
+def ask_for_completion() -> list[bool]:
+    """Whether a launch is completed at once, and after it was waited for."""
+    handle = dist.all_reduce(torch.ones(4), async_op=True)
+    answers = [handle.is_completed()]
+    handle.wait()
+    return [*answers, handle.is_completed()]
+
+
+def train_ddp_with_a_peer_that_ends() -> None:
+    """torch DDP, of which rank 1 ends after its first step."""
+    ddp = nn.parallel.DistributedDataParallel(nn.Linear(8, 8))
+    for _ in range(3):
+        ddp(torch.ones(2, 8)).sum().backward()
+        if dist.get_rank() == 1:
+            os._exit(0)

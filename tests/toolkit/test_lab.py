@@ -37,7 +37,7 @@ def test_every_module_and_torch_train_as_one_process_does(climbed):
     torch_labels = ["torch DDP", "torch DDP + ZeRO"]
     assert [rung.label for rung in found.rungs] == [f"{e.number} {e.public[-1]}" for e in MODULES] + torch_labels
     assert found.wrong() == []
-    assert steps == ladder.steps_of(WORKLOAD, ladder.course_rungs())
+    assert steps == ladder.steps_of(WORKLOAD, [*ladder.course_rungs(), *ladder.TORCH])
     assert found.ratio(found.rung("torch DDP")) == 1.0
     assert set(found.ratios(found.rung(torch_labels[1]), torch_labels[1])) == {1.0}
     assert all(cpu > 0 for rung in found.rungs for cpu in rung.cpu_ms)
@@ -58,7 +58,7 @@ def test_collectives_and_bytes_of_a_step_are_counted(climbed):
 
 def test_step_times_are_those_of_the_slowest_rank():
     marks = [[[0, 1, 2, 3, 4], [0, 1, 2, 3, 9]], [[0, 1, 2, 3, 6], [0, 1, 2, 3, 5]]]
-    rung = ladder.Measured("1 NaiveDDP", marks, [[0.5, 0.5], [0.25, 1.0]], 1.0, 4.0, [3.0, 3.0])
+    rung = ladder.Measured("1 NaiveDDP", marks, [[0.5, 0.5], [0.25, 1.0]], 1.0, 4.0, [3.0, 3.0], [4, 4], [4, 4])
     assert rung.step_ms == [6000, 9000]
     assert rung.median_ms == 7500
     assert rung.quartiles_ms == (6750, 8250)

@@ -1,0 +1,226 @@
+"""Ranks that are given: `torchrun` (or whatever sets its variables) has started this process as one of them.
+
+    given()                 whether that is so
+    run_given(function)     as `ranks.run_ranks`, with this process as a rank
+    on_ranks(command)       the command, such that ranks that are given speak with one voice, rank 0's
+
+`run_ranks` forks ranks on this machine and watches them from outside. Here nobody stands outside: every process runs
+the same command, becomes its rank where the command runs ranks, and sends what it found to rank 0, which alone goes on.
+The others end there. A watchdog in each process keeps the deadline.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import socket
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from brigade import ranks
+from brigade.course import CourseError
+from brigade.ranks import BROKEN_LINK, DEADLINE_S, Event, RankFailure, RankResults, describe, importable
+
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# torchrun ends its other processes as soon as one has failed. Who has nothing of its own to tell waits for that; if
+# nothing comes, because the failure was on another machine, it ends by itself.
+OTHERS_FIRST_S = 5.0
+LAST_WORDS_S = 1.0  # for the other ranks to tell where they are, when the deadline is over
+UNREACHABLE = "could not be reached; is GLOO_SOCKET_IFNAME the interface that the machines share?"
+
+
+def given() -> bool:
+    """Whether this process is one of the ranks that `torchrun` has started."""
+    return all(os.environ.get(name) for name in VARIABLES)
+
+
+def place() -> tuple[int, int, int, int]:
+    """This process's rank, how many ranks there are, and the same among those of this machine."""
+    try:
+        return tuple(int(os.environ[name]) for name in VARIABLES[:4])
+    except ValueError:
+        raise CourseError(f"{', '.join(VARIABLES[:4])} are not all numbers: torchrun sets them") from None
+
+
+def world_size() -> int:
+    """How many ranks are given."""
+    return place()[1]
+
+
+def run_given(
+    function: Callable[..., Any],
+    *args: Any,
+    world_size: int = 2,
+    backend: str = "gloo",
+    deadline: float | None = None,
+    mode: str = "record",
+    packages: dict[str, dict[str, tuple[str, str]]] | None = None,
+    seed: int = 0,
+    share_gpu: bool = False,
+    stream: bool = True,
+    on_event: Callable[[int, Event], None] | None = None,
+) -> RankResults:
+    """As `run_ranks`, on the ranks that are given. Returns on rank 0 only: other processes end here, with status 0.
+
+    Times in events and results are each machine's own (`time.perf_counter`). `on_event` is called on rank 0, with its
+    own events; output is not kept, and events are never streamed. Raises CourseError on every rank alike where the run
+    is impossible, and RankFailure on the rank that it concerns. When the deadline is over, the process says where it is
+    and ends, with status 1.
+    """
+    rank, size, local_rank, local_size = place()
+    if size != world_size:
+        raise CourseError(f"{size} ranks are given, and {world_size} were asked for")
+    if backend == "nccl":
+        os.environ.update(ranks.nccl_environment(local_size, share_gpu)[local_rank])
+    from torch import distributed as dist
+
+    from brigade import rank as inside
+
+    module, sources = importable(function)
+    deadline_s = deadline or DEADLINE_S[backend]
+    events: list[Event] = []
+
+    def take(event: Event) -> None:
+        events.append(event)
+        if on_event and rank == 0:
+            on_event(0, event)
+
+    request = {
+        "rank": rank,
+        "world_size": size,
+        "backend": backend,
+        "mode": mode,
+        "module": module,
+        "function": function.__qualname__,
+        "packages": {**sources, **(packages or {})},
+        "threads": max(1, (os.cpu_count() or 1) // local_size),
+        "seed": seed,
+        "args": args,
+    }
+    watchdog = threading.Timer(deadline_s, stop, (deadline_s, rank, events))
+    watchdog.daemon = True
+    watchdog.start()
+    timeout = timedelta(seconds=deadline_s + 2 * OTHERS_FIRST_S)  # the watchdog speaks first
+    ranks.import_dynamo()  # whoever makes the first optimizer would, in a second, and leave a directory behind
+    try:
+        store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
+        result = inside.perform(request, take, dist.PrefixStore("brigade", store), local_rank, timeout)
+        gathered = gather(result, events)
+    except CourseError:
+        raise
+    except Exception as error:
+        raise failure(error, inside.describe(error, request), rank, events) from None
+    watchdog.cancel()
+    if rank:
+        leave(0)
+    results = RankResults(value for value, _ in gathered)
+    results.events = [of_rank for _, of_rank in gathered]
+    results.output = [""] * size
+    return results
+
+
+def gather(result: Any, events: list[Event]) -> list[tuple[Any, list[Event]]]:
+    """(result, events) of every rank, on rank 0; an empty list on others."""
+    import torch
+    from torch import distributed as dist
+
+    from brigade import pacing, wire
+
+    pacing.use(None)
+    recorded = json.dumps(events).encode()  # before the gathering is recorded as well
+    packed = bytearray(zlib.compress(wire.encode([result, recorded]), level=1))
+    length = torch.tensor([len(packed)])
+    lengths = [torch.zeros_like(length) for _ in range(dist.get_world_size())]
+    dist.all_gather(lengths, length)  # on the CPU, by gloo, whatever carries the gradients
+    longest = max(int(one) for one in lengths)
+    mine = torch.frombuffer(packed.ljust(longest), dtype=torch.uint8)
+    all_packed = [torch.empty_like(mine) for _ in lengths] if dist.get_rank() == 0 else None
+    dist.gather(mine, all_packed)
+    found = []
+    for one, size in zip(all_packed or [], lengths):
+        value, recorded = wire.decode(zlib.decompress(ctypes.string_at(one.data_ptr(), int(size))))
+        found.append((value, json.loads(recorded)))
+    return found
+
+
+def failure(error: Exception, told: dict[str, Any], rank: int, events: list[Event]) -> RankFailure:
+    """What became of this rank, in words."""
+    where = f"rank {rank} on {socket.gethostname()}"
+    message = told["message"].partition("\n")[0] or "(no message)"
+    if BROKEN_LINK.search(told["message"]):
+        time.sleep(OTHERS_FIRST_S)  # whoever has failed is to say why
+        return RankFailure("died", f"{where} lost a peer {doing(events)}: {message}", [], rank)
+    if "connectFullMesh" in told["message"]:
+        return RankFailure("died", f"{where}: a peer {UNREACHABLE}", [], rank)
+    frames = [f"  {os.path.basename(f)}, line {n}, in {name}: {line}" for f, n, name, line in told["frames"]]
+    return RankFailure("exception", f"{where} raised {told['type']}: {message}", frames, rank, told["type"])
+
+
+def stop(deadline_s: float, rank: int, events: list[Event]) -> None:
+    """Ends this process when the deadline is over: nothing in it may be trusted to end by itself."""
+    where = f"rank {rank} on {socket.gethostname()}"
+    print(f"brigade: stopped after {deadline_s:g} s: {where} is {doing(events)}", file=sys.stderr, flush=True)
+    time.sleep(LAST_WORDS_S)
+    os._exit(1)
+
+
+def doing(events: list[Event]) -> str:
+    """Such as: waiting in all_reduce #3 (fc2.weight, 4096 B)"""
+    found, waiting = {}, None
+    for event in list(events):
+        if event["kind"] == "launch":
+            found[event["index"]] = event
+        elif event["kind"] == "wait":
+            waiting = found.get(event["index"])
+        elif event["kind"] == "done":
+            waiting = None
+    if waiting:
+        return f"waiting in {describe(waiting)}"
+    if not found:
+        return "in setup, before the first collective"
+    return f"in {events[-1]['phase']}, after {describe(list(found.values())[-1])}"
+
+
+def on_ranks(command: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+    """The command, with failures of ranks in words.
+
+    Where ranks are given, only rank 0 speaks, and who failed by itself. There it does not
+    return: a process that has used gloo may be aborted when Python tears it down.
+    """
+
+    def run(options: argparse.Namespace) -> int:
+        speaks = not given() or os.environ["RANK"] == "0"
+        if not speaks:
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        try:
+            status, message = command(options), ""
+        except RankFailure as error:
+            status, message, speaks = 1, str(error), True
+        except (CourseError, OSError, KeyboardInterrupt) as error:
+            if not given():
+                raise
+            status, message = (130, "stopped") if isinstance(error, KeyboardInterrupt) else (2, str(error))
+        if message and speaks:
+            print(f"brigade: {message}", file=sys.stderr, flush=True)
+        if not given():
+            return status
+        if status and not speaks:
+            time.sleep(OTHERS_FIRST_S)
+        leave(status)
+
+    return run
+
+
+def leave(status: int) -> None:
+    """Ends this process at once, its output written and its fork server closed."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    ranks.SERVER.close()
+    os._exit(status)
