@@ -2,13 +2,14 @@
 #   PYTHON=python3.12              which Python makes the virtual environment (3.10 or newer)
 #   TORCH_INDEX=https://...        a package index to take torch from, such as one with CPU builds only
 #   GRADE_OPTIONS="--modules 1-4"  for make gradescope: options of `brigade grade`, used for every submission
+#   GPU_OPTIONS="--minutes 9"      for make gpu-check: its options
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 
-.PHONY: help demo test setup figures gradescope soak lint clean
+.PHONY: help demo test setup figures gradescope gpu-check claims soak lint clean
 
 help:
 	@echo "make demo     train the ladder on real text, draw it, check one right and one wrong answer"
@@ -16,6 +17,8 @@ help:
 	@echo "make setup    the virtual environment in .venv; then: source .venv/bin/activate"
 	@echo "make figures  draw the readings' pictures anew from runs on this machine"
 	@echo "make gradescope  the autograder for Gradescope as out/gradescope.zip"
+	@echo "make gpu-check  checks, mutants and the ladder on NCCL; needs only a python3 with torch and pytest"
+	@echo "make claims   the experiments behind the readings' claims; about two minutes"
 	@echo "make soak     all graded checks 30 times while both cores are busy; about half an hour"
 
 demo: setup
@@ -45,6 +48,12 @@ figures: setup
 
 gradescope: setup
 	$(BIN)/python -m brigade.autograde.package $(GRADE_OPTIONS)
+
+gpu-check:
+	$(PYTHON) -m brigade.lab.gpu_check $(GPU_OPTIONS)
+
+claims: setup
+	$(BIN)/python -m brigade.lab.claims
 
 soak: setup
 	$(BIN)/python tests/soak.py

@@ -97,6 +97,7 @@ def preload() -> None:
     import torch.nn.parallel
 
     import brigade.holding
+    import brigade.kernels
     import brigade.models
     import brigade.rank
     import brigade.reference  # noqa: F401

@@ -44,9 +44,7 @@ class HoldingGroup(RecordingGroup):
             targets = []  # only the root receives
         for target in targets:
             target.data.fill_(filler(target.dtype))
-        work = getattr(self._inner, method)(*args, **kwargs)
-        if work is None:
-            return None
+        work = self._perform(method, args, kwargs)
         self._note_end(work, index)
         given_tensors = [tensor for place in places for tensor in tensors_in(given[place])]
         results = tensors_in(copies[outputs]) if targets else []
@@ -85,6 +83,12 @@ class HeldWork(RecordedWork):
                 target.data.copy_(result)
             self._given, self._at_launch, self._results = [], [], []
         return True
+
+    def _await(self, timeout: timedelta | None) -> None:
+        super()._await(timeout)
+        if any(tensor.is_cuda for tensor in self._given):
+            # Else a rank that waits for ever would seem to have what it waits for, and a deadlock to be none.
+            torch.cuda.current_stream().synchronize()
 
     def is_completed(self) -> bool:
         return self.wait()

@@ -116,15 +116,19 @@ class RecordedWork(dist.Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         self._recorder.note("wait", index=self._index)
-        if timeout is None or timeout == timedelta(0):
-            self._inner.wait()
-        else:
-            self._inner.wait(timeout)
+        self._await(timeout)
         if self._index in self._recorder.end_with_wait:
             self._recorder.end_with_wait.discard(self._index)
             self._recorder.note("end", index=self._index)
         self._recorder.note("done", index=self._index)
         return True
+
+    def _await(self, timeout: timedelta | None) -> None:
+        """Until the result is there; on CUDA, until whatever is computed next will find it there."""
+        if timeout is None or timeout == timedelta(0):
+            self._inner.wait()
+        else:
+            self._inner.wait(timeout)
 
     def synchronize(self) -> None:
         self.wait()
@@ -152,6 +156,25 @@ class RecordedWork(dist.Work):
         self._recorder.note("wait", index=self._index)
         self._recorder.note("done", index=self._index)
         return self._inner.get_future()
+
+
+class Finished(dist.Work):
+    """The handle of a call for which the inner group gave none: there is nothing left to wait for.
+
+    Since torch 2.8 NCCL's group gives no handle for a call with async_op=False, which it puts on the current stream.
+    """
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+    def get_future(self) -> torch.futures.Future:
+        raise NotImplementedError("a call with async_op=False has no future")
 
 
 # Where each method of a process group keeps its tensors: (operation, outputs, inputs), as positions in its
@@ -201,12 +224,14 @@ class RecordingGroup(dist.ProcessGroup):
         self._ranks = ranks
 
     def call(self, method: str, args: list[Any], kwargs: dict[str, Any], index: int) -> dist.Work | None:
-        """Performs launch `index`. Returns its handle, or None where torch gives none."""
-        work = getattr(self._inner, method)(*args, **kwargs)
-        if work is None:
-            return None
+        """Performs launch `index` and returns its handle."""
+        work = self._perform(method, args, kwargs)
         self._note_end(work, index)
         return RecordedWork(work, self._recorder, index)
+
+    def _perform(self, method: str, args: list[Any], kwargs: dict[str, Any]) -> dist.Work:
+        work = getattr(self._inner, method)(*args, **kwargs)
+        return Finished() if work is None else work
 
     def _note_end(self, work: dist.Work, index: int) -> None:
         try:

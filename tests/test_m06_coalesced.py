@@ -105,6 +105,20 @@ def test_coalesce_is_one_launch(submission):
                         {f"call {i}": result_of([calls[r][i] for r in group], place) for i in range(count)},
                         ranks=[rank],
                     )
+                expect_kernels(results.events[rank], len(blocks), f"rank {rank}")
+
+
+def expect_kernels(events, blocks, where):
+    """On GPUs, where events say what NCCL launched: so many blocks of coalesced calls were as many kernels."""
+    for event in events:
+        if event["kind"] == "kernels" and event["counts"] is not None:
+            counts = event["counts"]
+            expect(
+                sum(counts.values()) == blocks,
+                f"on the GPU {blocks} blocks of coalesced calls are {blocks} kernels of NCCL",
+                f"{where}: {listing([f'{count} {name}' for name, count in counts.items()], 8) or 'none'}",
+                "the calls of a block are launched one by one?",
+            )
 
 
 def expect_one_launch(found, op, count, where):

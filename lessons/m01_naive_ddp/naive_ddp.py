@@ -21,7 +21,7 @@ def broadcast_module_state(module: nn.Module, process_group: dist.ProcessGroup |
     group calls it. `process_group` None means the default group.
     """
     # Go through all parameters and all buffers, and broadcast each from rank 0 *of the group*.
-    # Broadcasting writes into the tensor behind autograd's back: use tensor.detach().
+    # Broadcasting writes into the tensor behind autograd's back: use tensor.detach(). NCCL takes contiguous ones only.
     # TODO: part (a)
     raise NotImplementedError("module 1, part (a)")
 

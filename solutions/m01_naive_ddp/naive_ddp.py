@@ -21,10 +21,12 @@ def broadcast_module_state(module: nn.Module, process_group: dist.ProcessGroup |
     group calls it. `process_group` None means the default group.
     """
     # Go through all parameters and all buffers, and broadcast each from rank 0 *of the group*.
-    # Broadcasting writes into the tensor behind autograd's back: use tensor.detach().
+    # Broadcasting writes into the tensor behind autograd's back: use tensor.detach(). NCCL takes contiguous ones only.
     ### BEGIN SOLUTION part (a)
     for tensor in [*module.parameters(), *module.buffers()]:
-        dist.broadcast(tensor.detach(), group=process_group, group_src=0)
+        whole = tensor.detach().contiguous()  # the tensor itself, unless it is transposed or the like
+        dist.broadcast(whole, group=process_group, group_src=0)
+        tensor.detach().copy_(whole)
     ### END SOLUTION
 
 

@@ -3,7 +3,7 @@
 from mutants import Mutant
 
 STATE = "[*module.parameters(), *module.buffers()]"
-BROADCAST = "dist.broadcast(tensor.detach(), group=process_group, group_src=0)"
+BROADCAST = "dist.broadcast(whole, group=process_group, group_src=0)"
 REDUCE = "dist.all_reduce(parameter.grad, group=self.process_group)"
 DIVIDE = "parameter.grad /= dist.get_world_size(self.process_group)"
 ZEROS = "parameter.grad = torch.zeros_like(parameter)"

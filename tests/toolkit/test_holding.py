@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import rank_functions as functions
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from brigade.holding import filler
+from brigade.holding import HoldingGroup, filler
 from brigade.ranks import RankFailure, run_ranks
+from brigade.recording import Recorder, RecordingGroup
 from brigade.wire import encode
 
 WORLD = 3
@@ -135,3 +139,31 @@ def test_coalescing_with_a_device_says_what_to_do():
 def test_a_tensor_with_gaps_is_refused():
     with pytest.raises(RankFailure, match="needs a tensor without gaps in memory"):
         run_ranks(functions.all_reduce_with_gaps, mode="hold")
+
+
+class LikeNCCL:
+    """Sums over two ranks with equal tensors, and gives no handle for a synchronous call, as NCCL's group does."""
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 2
+
+    def allreduce(self, tensors: list[Tensor], options: Any) -> None:
+        for tensor in tensors:
+            tensor.mul_(2)
+
+
+@pytest.mark.parametrize("group_class", [RecordingGroup, HoldingGroup])
+def test_a_synchronous_call_without_a_handle_has_its_result(group_class):
+    events: list[dict[str, Any]] = []
+    group = group_class(LikeNCCL(), Recorder(events.append), "group", [0, 1])
+    tensor, options = torch.ones(3), dist.AllreduceOptions()
+    options.asyncOp = False
+    work = group.allreduce([tensor], options)
+    assert work is not None, "torch waits for what it is given"
+    work.wait()
+    assert tensor.tolist() == [2, 2, 2]
+    assert [event["kind"] for event in events] == ["launch", "wait", "end", "done"]
+    assert events[0]["sync"]

@@ -25,11 +25,11 @@ def mutants(entry):
     return importlib.import_module(f"mutants.{entry.package}").MUTANTS
 
 
-def with_text(entry, text, backend, seed=0):
-    """What a check examines: the reference, but for the text of one module."""
+def with_text(entry, text, backend, seed=0, **options):
+    """What a check examines: the reference, but for the text of one module. `options` are those of `Checked`."""
     sources = read("solutions", entry.number).sources
     key = f"{entry.package}.{entry.name}"
-    return Checked(sources | {key: (sources[key][0], text)}, seed=seed, backend=backend)
+    return Checked(sources | {key: (sources[key][0], text)}, seed=seed, backend=backend, **options)
 
 
 @pytest.fixture
@@ -45,13 +45,16 @@ ALL_MUTANTS = [
 
 
 @pytest.mark.parametrize(("entry", "mutant"), ALL_MUTANTS)
-def test_mutant_is_caught(entry, mutant, backend):
+def test_mutant_is_caught(entry, mutant, request):
     """Every check that the mutant names fails, as a check and not by accident, and tells the likely cause."""
+    option = request.config.option
     text = mutant.apply((ROOT / "solutions" / entry.path).read_text())
     assert mutant.caught_by, "a mutant that no check catches"
     for name in mutant.caught_by:
         with pytest.raises(CheckFailed) as failed:
-            checks(entry)[name](with_text(entry, text, backend))
+            checks(entry)[name](
+                with_text(entry, text, option.backend, share_gpu=option.share_gpu, deadline=option.deadline)
+            )
         assert not isinstance(failed.value, NotWritten)
         told = re.sub(r"\s+", " ", str(failed.value))
         if name == mutant.caught_by[0]:

@@ -1,0 +1,103 @@
+"""make gpu-check, as far as it can be tried without a GPU: on gloo, with little to do, and its arithmetic."""
+
+import importlib
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from brigade.course import MODULES, ROOT, module
+from brigade.lab import gpu_check, ladder
+from brigade.lab.gpu_check import Found, Plan, Ran, Stage
+from brigade.models import Size
+
+TINY = ladder.Workload(
+    size=Size(d_model=16, d_ff=32, layers=1, heads=2, vocabulary=256), batch_size=4, time=8, rounds=2, warmup=0
+)
+
+
+@pytest.mark.parametrize("entry", MODULES, ids=lambda entry: entry.package)
+def test_the_sample_has_two_mutants_of_each_module(entry):
+    known = {mutant.name for mutant in importlib.import_module(f"mutants.{entry.package}").MUTANTS}
+    assert len(set(gpu_check.MUTANTS[entry.number]) & known) == 2
+
+
+def test_without_rich_and_matplotlib_it_can_be_imported():
+    program = "import sys; sys.modules['rich'] = sys.modules['matplotlib'] = sys.modules['numpy'] = None\n"
+    program += "import brigade.lab.gpu_check, brigade.lab.ladder, brigade.kernels"
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=60)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so(tmp_path, capsys):
+    assert gpu_check.main(["--out", str(tmp_path / "report.md")]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("gpu-check: ") and "needs a GPU" in said and said.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "said"), [(["--modules", "9"], "there is no module 9"), (["--minutes", "0"], "must be above zero")]
+)
+def test_a_wrong_option_gets_a_sentence(options, said, capsys):
+    assert gpu_check.main(["--backend", "gloo", *options]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_all_stages_on_gloo(tmp_path, monkeypatch, capsys):
+    """Everything but NCCL itself; module 2 has the quickest checks."""
+    plan = Plan("gloo", modules=(module(2),), minutes=4, workload=TINY)
+    monkeypatch.setattr(gpu_check, "planned", lambda options: plan)
+    out = tmp_path / "below" / "report.md"
+    assert gpu_check.main(["--backend", "gloo", "--out", str(out)]) == 0, capsys.readouterr().out
+    report = out.read_text()
+    assert "**Everything passed.**" in report and "What failed" not in report
+    assert "| Checks of module 2 | 7 | 0 | 0 |" in report and "| Mutants | 2 | 0 | 0 |" in report
+    assert f"| torch | {torch.__version__} |" in report and str(ROOT) not in report
+    assert all(f"| {entry.number} {entry.public[-1]} |" in report for entry in MODULES)
+    for name in gpu_check.MUTANTS[2]:
+        assert f"| `test_mutant_is_caught[2-{name.replace(' ', '-')}]` | passed |" in report
+
+
+def test_a_stage_is_ended_when_its_time_is_used_up():
+    started = time.monotonic()
+    stage = gpu_check.mutant_stage(Plan("gloo"), started + 4)
+    assert time.monotonic() - started < 18
+    assert stage.problem.startswith("stopped after 4 s") and not stage.good
+    late = [gpu_check.mutant_stage(Plan("gloo"), started), gpu_check.ladder_stage(Plan("gloo"), started)]
+    assert all(stage.problem == "not reached: the time was used up" and not stage.good for stage in late)
+
+
+def test_nothing_else_is_tried_when_the_first_all_reduce_fails(monkeypatch):
+    monkeypatch.setattr(gpu_check, "launch_stage", lambda plan: Stage("A first all-reduce", 1.0, problem="no NCCL"))
+    said = []
+    found = gpu_check.run(Plan("gloo"), said.append)
+    assert said == ["A first all-reduce: NOT GOOD, 1.0 s (no NCCL)"]
+    assert not found.good and found.stages[-1].problem.startswith("not tried")
+
+
+def test_what_pytest_told():
+    lines = [
+        '{"collected": 3}',
+        '{"name": "a::one", "outcome": "passed", "seconds": 1.5, "text": ""}',
+        '{"name": "a::two", "outcome": "failed", "seconds": 2.0, "text": "expected"}',
+        '{"name": "a::thr',  # it was killed while it wrote
+    ]
+    tests, collected = gpu_check.read_record("\n".join(lines))
+    assert collected == 3
+    assert tests == (Ran("a::one", "passed", 1.5), Ran("a::two", "failed", 2.0, "expected"))
+
+
+def test_the_report_has_what_failed():
+    passed, wrong = Ran("t.py::test_good", "passed", 1.0), Ran("t.py::test_bad", "failed", 2.0, f"in {ROOT}/x.py ```")
+    stages = [Stage("Checks of module 1", 3.0, (passed, wrong), missing=4), Stage("The ladder", 5.0, problem="stopped")]
+    found = Found(Plan(share_gpu=True), [("GPU", "1 × NVIDIA Example")], stages)
+    report = gpu_check.report(found)
+    assert not found.good and "**Not everything passed.**" in report
+    assert "| GPU | 1 × NVIDIA Example |" in report and "several ranks on one GPU" in report
+    assert "| Checks of module 1 | 1 | 1 | 0 | 4 | 3.0 | **not good** |" in report
+    failures = report.partition("## What failed")[2]
+    assert "### Checks of module 1: test_bad" in failures and "in ./x.py" in failures and "stopped" in failures
+    assert failures.count("```") == 4
