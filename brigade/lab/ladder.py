@@ -42,7 +42,7 @@ from brigade.submission import Sources, read
 PHASES = ("forward", "backward", "finish", "step")  # of one training step; "step" is the optimizer's
 FP32_BYTES = 4
 DEADLINE_S = 900.0
-CALIBRATION = 9  # backward passes that are timed before a paced run
+CALIBRATION = 9  # rounds whose backward an emulated link is made for: a busy machine's speed changes
 
 # Nats per token on held-out text, on any rank. SGD does not amplify rounding as Adam does: with this workload, in
 # fp32, right answers were measured to differ from one process by 3e-7 at most, and the mistakes in `tests/mutants`
@@ -303,7 +303,7 @@ def run_rungs(
         raise CourseError(f"an emulated link needs the backend gloo: {backend} does not wait on the CPU")
 
     def follow(rank: int, event: Event) -> None:
-        if on_step and rank == 0 and event.get("kind") == "step":
+        if on_step and rank == 0 and event.get("kind") == "step" and event["step"] is not None:
             on_step()
 
     return run(
@@ -410,15 +410,11 @@ def train(workload: dict, rungs: list[dict]) -> dict:
         whole = corpus.batch(text, workload["batch_size"], workload["time"], generator)
         return [tensor.chunk(world_size)[rank].to(device()) for tensor in whole]
 
-    link, backward_s, real_s = None, 0.0, 0.0
-    model_bytes = sum(parameter.nbytes for parameter in start.parameters())
-    if world_size > 1:
-        backward_s, real_s = calibrate(start, *next_batch())
-        link = link_of(workload["link"], backward_s, model_bytes)
-        pacing.use(link)
-        generator.manual_seed(workload["seed"])
+    calibration = Calibration(start, workload["link"])
     for turn in range(workload["rounds"]):
         batch = next_batch()
+        for _ in range(CALIBRATION if turn == 0 else 1):
+            calibration.measure(*batch)
         for place in random.Random(turn).sample(range(len(climbers)), len(climbers)):
             dist.barrier()
             recording.note("step", step=turn * len(rungs) + place, rung=rungs[place]["label"])
@@ -435,10 +431,7 @@ def train(workload: dict, rungs: list[dict]) -> dict:
         "cpu_s": {c.label: c.cpu_s for c in climbers},
         "losses": losses,
         "kept": {c.label: kept(c) for c in climbers},
-        "link": [link.latency_s, link.bytes_per_s] if link else None,
-        "backward_s": backward_s,
-        "real_s": real_s,
-        "model_bytes": model_bytes,
+        **calibration.found(),
     }
 
 
@@ -460,38 +453,66 @@ def same_on_all(text: bytes) -> bytes:
     return ctypes.string_at(shared.data_ptr(), len(shared))
 
 
-def calibrate(model: nn.Module, tokens: Tensor, targets: Tensor) -> tuple[float, float]:
-    """Seconds of backward alone, and of one real all-reduce of all gradients: medians, averaged over ranks."""
-    backward, real = [], []
-    for _ in range(CALIBRATION):
-        model.zero_grad()
-        loss = language_loss(model(tokens), targets)
+class Calibration:
+    """What backward takes alone, measured anew in every round, and the emulated link that belongs to it.
+
+    `wanted` is a workload's `link`, as a dict. The link is in use from the first `measure` on.
+    """
+
+    def __init__(self, model: nn.Module, wanted: dict | None):
+        self.model = model
+        self.wanted = wanted
+        self.model_bytes = sum(parameter.nbytes for parameter in model.parameters())
+        self.backward_s: list[float] = []
+        self.real_s: list[float] = []
+        self.links: list[Link] = []
+
+    def measure(self, tokens: Tensor, targets: Tensor) -> None:
+        """Times backward alone and one real all-reduce of all gradients, and takes the mean over ranks."""
+        if dist.get_world_size() == 1:
+            return
+        pacing.use(None)
+        recording.note("step", step=None)  # what follows belongs to no step
+        loss = language_loss(self.model(tokens), targets)
         synchronize()
         dist.barrier()
-        start = time.perf_counter()
+        marks = [time.perf_counter()]
         loss.backward()
         synchronize()
-        backward.append(time.perf_counter() - start)
-        flat = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+        marks.append(time.perf_counter())
+        flat = torch.cat([parameter.grad.flatten() for parameter in self.model.parameters()])
+        self.model.zero_grad()
         dist.barrier()
-        start = time.perf_counter()
+        marks.append(time.perf_counter())
         dist.all_reduce(flat)
         synchronize()
-        real.append(time.perf_counter() - start)
-    model.zero_grad()
-    times = torch.tensor([median(backward), median(real)], dtype=torch.float64, device=device())
-    dist.all_reduce(times)
-    backward_s, real_s = (times / dist.get_world_size()).tolist()
-    return backward_s, real_s
+        marks.append(time.perf_counter())
+        times = torch.tensor([marks[1] - marks[0], marks[3] - marks[2]], dtype=torch.float64).to(device())
+        dist.all_reduce(times)
+        backward_s, real_s = (times / dist.get_world_size()).tolist()
+        self.backward_s.append(backward_s)
+        self.real_s.append(real_s)
+        if self.wanted:
+            self.links.append(self.link())
+            pacing.use(self.links[-1])
 
+    def link(self) -> Link:
+        if "comm_ratio" in self.wanted:
+            backward_s = median(self.backward_s[-CALIBRATION:])
+            return Pace(**self.wanted).link(backward_s, self.model_bytes, dist.get_world_size())
+        return Link(**self.wanted)
 
-def link_of(wanted: dict | None, backward_s: float, grad_bytes: int) -> Link | None:
-    """The `Link` that a workload's `link` asks for, given as a dict."""
-    if wanted is None:
-        return None
-    if "comm_ratio" in wanted:
-        return Pace(**wanted).link(backward_s, grad_bytes, dist.get_world_size())
-    return Link(**wanted)
+    def found(self) -> dict[str, Any]:
+        """For `Ladder`, medians over the rounds: "link", two numbers or None, "backward_s", "real_s"; "model_bytes"."""
+        link = None
+        if self.links:
+            link = [median(getattr(one, name) for one in self.links) for name in ("latency_s", "bytes_per_s")]
+        return {
+            "link": link,
+            "backward_s": median(self.backward_s or [0.0]),
+            "real_s": median(self.real_s or [0.0]),
+            "model_bytes": self.model_bytes,
+        }
 
 
 def synchronize() -> None:
