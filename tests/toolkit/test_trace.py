@@ -46,9 +46,11 @@ def test_an_emulated_link_carries_one_collective_at_a_time(traced):
             found = line.collectives(rank)
             assert {one.row for one in found} == {0}
             assert all(one.end_ms <= other.start_ms for one, other in pairwise(found))
+            carried_ms = 0.0
             for one in found:
                 assert one.launched_ms <= one.start_ms
-                assert one.end_ms - one.start_ms >= 0.99e3 * LINK.seconds(one.op, one.nbytes, 2)
+                carried_ms += 1e3 * LINK.seconds(one.op, one.nbytes, 2)
+                assert one.end_ms >= found[0].launched_ms + carried_ms
 
 
 def test_communication_after_backward_is_exposed(traced):
@@ -61,9 +63,11 @@ def test_waits_are_inside_of_the_phase_that_waits(traced):
     for number in (1, 2, 3, 6):
         for rank in range(2):
             finish = traced[number].phase(rank, "finish")
+            # Module 6 waits for a group in backward, half a group later.
+            start_ms = traced[number].phase(rank, "backward").start_ms if number == 6 else finish.start_ms
             waits = [span for span in traced[number].spans if span.rank == rank and span.kind == "wait"]
             assert waits
-            assert all(finish.start_ms <= span.start_ms < span.end_ms <= finish.end_ms for span in waits)
+            assert all(start_ms <= span.start_ms < span.end_ms <= finish.end_ms for span in waits)
             assert all(one.waited_ms >= one.end_ms - 0.1 for one in traced[number].collectives(rank))
 
 
