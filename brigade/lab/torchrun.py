@@ -19,6 +19,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 import zlib
 from collections.abc import Callable
 from datetime import timedelta
@@ -104,7 +105,8 @@ def run_given(
         "seed": seed,
         "args": args,
     }
-    watchdog = threading.Timer(deadline_s, stop, (deadline_s, rank, events))
+    files = {path for path, _ in request["packages"].get("submission", {}).values()}
+    watchdog = threading.Timer(deadline_s, stop, (deadline_s, rank, events, files))
     watchdog.daemon = True
     watchdog.start()
     timeout = timedelta(seconds=deadline_s + 2 * OTHERS_FIRST_S)  # the watchdog speaks first
@@ -163,10 +165,13 @@ def failure(error: Exception, told: dict[str, Any], rank: int, events: list[Even
     return RankFailure("exception", f"{where} raised {told['type']}: {message}", frames, rank, told["type"])
 
 
-def stop(deadline_s: float, rank: int, events: list[Event]) -> None:
+def stop(deadline_s: float, rank: int, events: list[Event], files: set[str]) -> None:
     """Ends this process when the deadline is over: nothing in it may be trusted to end by itself."""
-    where = f"rank {rank} on {socket.gethostname()}"
-    print(f"brigade: stopped after {deadline_s:g} s: {where} is {doing(events)}", file=sys.stderr, flush=True)
+    who = f"rank {rank} on {socket.gethostname()}"
+    frames = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])
+    lines = [f", at {os.path.basename(f.filename)}:{f.lineno} in {f.name}" for f in frames if f.filename in files]
+    where = lines[-1] if lines else ""
+    print(f"brigade: stopped after {deadline_s:g} s: {who} is {doing(events)}{where}", file=sys.stderr, flush=True)
     time.sleep(LAST_WORDS_S)
     os._exit(1)
 

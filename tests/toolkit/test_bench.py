@@ -1,0 +1,393 @@
+"""`brigade bench`: its options, what it prints and writes, submissions that are half written, ranks of torchrun."""
+
+import argparse
+import csv
+import json
+import os
+import re
+import struct
+import subprocess
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+
+from brigade import cli
+from brigade.course import MODULES, ROOT, CourseError, module
+from brigade.lab import bench, command, ladder, links, torchrun
+from brigade.models import SIZES
+from brigade.pacing import Link, Pace
+
+SMALL = ("--rounds", 7, "--batch", 2, "--time", 8)  # of the tiny model
+
+
+@pytest.fixture(autouse=True)
+def outside_torchrun(monkeypatch):
+    for name in torchrun.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def brigade(capfd):
+    """Runs `brigade bench` in this process; gives its exit status, output and errors."""
+
+    def run(*arguments):
+        status = cli.main(["bench", *map(str, arguments)])
+        out, err = capfd.readouterr()
+        assert "Traceback" not in out + err
+        return SimpleNamespace(returncode=status, stdout=out, stderr=err)
+
+    return run
+
+
+def submission(directory, changes=(), modules=(1,)):
+    """A directory with the solutions of some modules; `changes` are (module, pattern, replacement)."""
+    for number in modules:
+        entry = module(number)
+        text = (ROOT / "solutions" / entry.path).read_text()
+        for changed, pattern, replacement in changes:
+            if changed == number:
+                text, count = re.subn(pattern, replacement, text)
+                assert count == 1
+        (directory / entry.package).mkdir()
+        (directory / entry.path).write_text(text)
+    return directory
+
+
+def losses(path):
+    return [rung["losses"] for rung in json.loads(path.read_text())["ladder"]["rungs"]]
+
+
+# ---- links
+
+
+def test_named_links_are_what_they_are_said_to_be():
+    backward_s = 4 * 1_998_235_200 * 32_768 / (0.4 * 989.4e12)
+    assert links.BACKWARD_S == pytest.approx(backward_s) == pytest.approx(0.6618, abs=1e-4)
+    with torch.device("meta"):
+        parameters = list(ladder.TinyLM(SIZES["xl"]).parameters())
+    assert sum(parameter.numel() for parameter in parameters) == links.PARAMETERS
+    rates = {"nvlink4": 450e9, "pcie4": 31.508e9, "100gbe": 12.5e9, "10gbe": 1.25e9}
+    latencies = {"nvlink4": 3.4e-6, "pcie4": 5.7e-6, "100gbe": 14e-6, "10gbe": 14e-6}
+    assert list(links.NAMED) == list(rates)
+    for name, link in links.NAMED.items():
+        for ranks in (2, 8):
+            pace = link.pace(ranks)
+            sent = 4 * 1_998_235_200 * 2 * (ranks - 1) / ranks
+            assert pace.comm_ratio == pytest.approx(sent / rates[name] / backward_s, rel=1e-3)
+            assert pace.latency_ratio == pytest.approx(2 * (ranks - 1) * latencies[name] / backward_s)
+            # Beside the set-up itself, the pace is the link again.
+            again = pace.link(backward_s, 4 * 1_998_235_200, ranks)
+            assert again.bytes_per_s == pytest.approx(link.bytes_per_s)
+            assert again.latency_s == pytest.approx(link.latency_s)
+
+
+def options(*arguments):
+    parser = argparse.ArgumentParser()
+    links.add_arguments(parser)
+    return parser.parse_args([str(argument) for argument in arguments])
+
+
+def test_three_ways_to_say_which_link():
+    assert links.chosen(options(), 2) is None
+    assert links.chosen(options("--comm-ratio", 0.8), 2) == Pace(0.8, links.LATENCY_RATIO)
+    assert links.chosen(options("--comm-ratio", 2, "--latency-ratio", 0), 2) == Pace(2, 0)
+    assert links.chosen(options("--bandwidth-gbps", 8, "--latency-us", 50), 2) == Link(50e-6, 1e9)
+    assert links.chosen(options("--link", "10gbe"), 4) == links.NAMED["10gbe"].pace(4)
+    assert ladder.PACED.link == Pace(0.8, links.LATENCY_RATIO)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--link", "10gbe", "--comm-ratio", 1], "--link and --comm-ratio exclude each other"),
+        (["--latency-ratio", 1], "--latency-ratio goes with --comm-ratio"),
+        (["--latency-us", 1, "--comm-ratio", 1], "--latency-us goes with --bandwidth-gbps"),
+        (["--comm-ratio", 0], "--comm-ratio 0: it takes a number above 0"),
+        (["--bandwidth-gbps", "nan"], "--bandwidth-gbps nan: it takes a number above 0"),
+        (["--comm-ratio", 1, "--latency-ratio", -1], "--latency-ratio -1: it takes a number that is not negative"),
+        (["--comm-ratio", 1, "--ranks", 1], "--comm-ratio needs two ranks or more"),
+        (["--ranks", 0], "--ranks 0: it takes at least one rank"),
+        (["--ranks", 3], "3 ranks cannot share a batch of 8 sequences equally: --batch says how many"),
+        (["--rounds", 6], "--rounds 6: it takes 7, for the first 5 are not timed"),
+        (["--time", 0], "--time 0: a sequence has at least one token"),
+        (["--bucket-mb", 0], "--bucket-mb 0: it takes a number above 0"),
+        (["--deadline", -1], "--deadline -1: it takes a number above 0"),
+        (["--modules", "9"], "there is no module 9"),
+        (["--sweep", "1,x"], "--sweep 1,x: write it as 0.1,1,10, sizes in MiB"),
+        (["--sweep", "--modules", 3], "--sweep compares bucket sizes, and module 3 has no buckets"),
+        (["--target", "does/not/exist"], "there is no directory does/not/exist"),
+        (["--target", "lessons", "--modules", "1-2"], "Module 2 is left out: module 2, part (a) is not written yet."),
+        (["--json", "does/not/exist.json"], "there is no directory"),
+    ],
+)
+def test_wrong_input_gets_one_line(brigade, arguments, sentence):
+    done = brigade(*arguments)
+    assert done.returncode == 2
+    assert sentence in done.stderr and done.stderr.startswith("brigade: ") and done.stderr.count("\n") == 1, done
+
+
+def test_a_link_is_not_emulated_on_nccl():
+    with pytest.raises(CourseError, match="an emulated link needs the backend gloo"):
+        ladder.climb(ladder.PACED, [ladder.TORCH_DDP], backend="nccl")
+
+
+def test_nccl_is_the_default_where_every_rank_has_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert [command.default_backend(ranks) for ranks in (1, 2, 3)] == ["gloo", "nccl", "gloo"]
+    for name, value in zip(torchrun.VARIABLES, ("5", "8", "1", "2", "localhost", "0")):
+        monkeypatch.setenv(name, value)
+    assert command.number_of_ranks(None) == 8
+    assert command.default_backend(8) == "nccl", "of eight ranks, two are on this machine"
+    with pytest.raises(CourseError, match="--ranks 2: torchrun has started 8"):
+        command.number_of_ranks(2)
+
+
+# ---- what it prints and writes
+
+
+@pytest.fixture(scope="module")
+def written_files(tmp_path_factory):
+    """What `brigade bench --modules 1,8` with an emulated link wrote."""
+    directory = tmp_path_factory.mktemp("bench")
+    paths = SimpleNamespace(**{kind: directory / f"bench.{kind}" for kind in ("json", "csv", "png")})
+    arguments = ["--modules", "1,8", *SMALL, "--comm-ratio", 0.5, "--latency-ratio", 0.01]
+    for kind, path in vars(paths).items():
+        arguments += [f"--{kind}", path]
+    assert cli.main(["bench", *map(str, arguments)]) == 0
+    return paths
+
+
+def test_the_json_is_complete_and_can_be_read_again(written_files, tmp_path):
+    content = json.loads(written_files.json.read_text())
+    assert content["made_with"]["torch"] == torch.__version__
+    found = bench.load_json(written_files.json)
+    assert found.ladder.workload == replace(
+        ladder.PACED, rounds=7, batch_size=2, time=8, link=Pace(comm_ratio=0.5, latency_ratio=0.01)
+    )
+    assert (found.ladder.world_size, found.ladder.backend) == (2, "gloo")
+    again = tmp_path / "again.json"
+    bench.save_json(found, again)
+    assert json.loads(again.read_text()) == content
+    assert bench.load_json(again) == found
+    assert [row["rung"] for row in content["rows"]] == [row.rung for row in found.rows()]
+
+
+def test_the_numbers_of_a_row_are_those_of_the_run(written_files):
+    found = bench.load_json(written_files.json)
+    naive, zero, ddp, sharded = found.rows()
+    assert [row.rung for row in found.rows()] == ["1 NaiveDDP", "8 ZeroOptimizer", "torch DDP", "torch DDP + ZeRO"]
+    steps, torch_steps, alone = (
+        rung.step_ms for rung in (*(found.ladder.rungs[place] for place in (0, 2)), found.ladder.computation)
+    )
+    assert len(steps) == 2
+    assert naive.step_ms.median == pytest.approx(sum(steps) / 2)
+    assert naive.step_ms.lower == pytest.approx(min(steps) + abs(steps[0] - steps[1]) / 4)
+    assert naive.ratio.median == pytest.approx(sum(a / b for a, b in zip(steps, torch_steps)) / 2)
+    assert naive.exposed_ms.median == pytest.approx(sum(a - b for a, b in zip(steps, alone)) / 2)
+    nbytes = found.ladder.model_bytes
+    assert nbytes == 4 * sum(p.numel() for p in ladder.TinyLM(SIZES["tiny"]).parameters())
+    assert (naive.grad_mb, naive.state_mb) == (nbytes / 1e6, nbytes / 1e6)  # SGD keeps one momentum per parameter
+    assert ddp.grad_mb == 2 * nbytes / 1e6  # and the buckets
+    assert nbytes / 2e6 <= zero.state_mb <= 0.51 * nbytes / 1e6
+    assert 0.45 * nbytes / 1e6 <= sharded.state_mb <= 0.55 * nbytes / 1e6
+    assert naive.sent_mb == nbytes / 1e6
+
+
+def test_the_link_has_the_ratio_that_was_asked_for(written_files):
+    found = bench.load_json(written_files.json).ladder
+    assert found.link_s == pytest.approx(0.51 * found.backward_s)
+    naive = found.rung("1 NaiveDDP")
+    least_s = naive.collectives * found.link.seconds("all_reduce", 0, 2) + 0.5 * found.backward_s
+    assert all(1e3 * least_s <= step for step in found.exposed_ms(naive))
+
+
+def test_the_table_can_be_read_by_other_programs(written_files):
+    with written_files.csv.open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    for line, row in zip(lines, bench.load_json(written_files.json).rows()):
+        assert line["rung"] == row.rung
+        assert float(line["exposed_ms_upper"]) == row.exposed_ms.upper
+        assert float(line["state_mb"]) == row.state_mb
+    assert len(lines) == 4
+    assert written_files.png.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+def test_what_is_printed_fits_a_pipe_and_says_how_far_to_trust_it(brigade):
+    done = brigade("--modules", "1", *SMALL, "--bandwidth-gbps", 1000)
+    assert done.returncode == 0, done
+    tables = done.stdout.split("The link is emulated")[0].splitlines()
+    assert max(map(len, tables)) <= 80
+    assert "The link is emulated, 0.0 us a message and 1e+03 Gbit/s in each direction" in done.stdout
+    assert "Do not trust these times: the real one underneath takes" in done.stdout
+    assert "all losses are equal within" in done.stdout
+
+
+def test_the_emulation_is_trusted_up_to_a_fifth(written_files):
+    found = bench.load_json(written_files.json)
+
+    def remarks(share):
+        return bench.Bench(found.rungs, replace(found.ladder, real_s=share * found.ladder.link_s)).remarks()
+
+    assert "20 % of that." in remarks(0.199)[1] and "trust" not in remarks(0.199)[1]
+    assert remarks(0.21)[1].startswith("Do not trust these times: the real one underneath takes")
+    assert remarks(0.1)[2].startswith("8 ZeroOptimizer against torch DDP + ZeRO: step time ")
+
+
+def test_what_is_no_bench_is_refused(tmp_path, written_files):
+    for text in ("", "{}", "[1]", json.dumps(json.loads(written_files.json.read_text()) | {"ladder": {}})):
+        (tmp_path / "x.json").write_text(text)
+        with pytest.raises(CourseError, match="x.json is not what brigade bench --json writes"):
+            bench.load_json(tmp_path / "x.json")
+
+
+def test_a_sweep_compares_sizes_in_one_run(brigade, tmp_path):
+    paths = {kind: tmp_path / f"sweep.{kind}" for kind in ("json", "png")}
+    done = brigade("--sweep", "4,0.3", "--modules", "4,5", *SMALL, "--json", paths["json"], "--png", paths["png"])
+    assert done.returncode == 0, done
+    found = bench.load_json(paths["json"])
+    assert found.is_sweep
+    labels = [
+        f"{name}, {size} MiB" for name in ("4 BucketedDDP", "5 BufferedDDP", "torch DDP") for size in ("0.3", "4")
+    ]
+    rows = found.rows()
+    assert [row.rung for row in rows] == labels
+    assert [row.bucket_mb for row in rows] == [0.3, 4.0] * 3
+    assert [row.ratio.median for row in rows[4:]] == [1.0, 1.0]  # torch DDP, to itself with the same buckets
+    assert all(few.collectives == 1 < many.collectives for many, few in zip(rows[::2], rows[1::2]))
+    assert struct.unpack(">II", paths["png"].read_bytes()[16:24]) == (900, 500)
+    table = done.stdout.split("No link is emulated")[0]
+    assert all(label in table for label in labels) and max(map(len, table.splitlines())) <= 80
+
+
+# ---- submissions
+
+
+def test_what_is_not_written_is_left_out(tmp_path):
+    submission(tmp_path, [(5, r"\Z", '\nraise NotImplementedError("module 5, part (b)")\n')], modules=(1, 2, 4, 5, 6))
+    (tmp_path / MODULES[1].path).write_text("def (\n")
+    chosen, sources, sentences = bench.written(str(tmp_path), MODULES)
+    assert [entry.number for entry in chosen] == [1, 4]
+    assert len(sources) == 4
+    assert sentences == [
+        "Module 2 is left out: flat_ddp.py, line 1: invalid syntax: def (.",
+        "Module 3 is left out: module 3 is missing.",
+        "Module 5 is left out: module 5, part (b) is not written yet.",
+        "Module 6 is left out: module 5, part (b) is not written yet.",
+        "Module 7 is left out: module 7 is missing.",
+        "Module 8 is left out: module 8 is missing.",
+    ]
+
+
+def test_all_of_the_solutions_are_written():
+    chosen, sources, sentences = bench.written("solutions", MODULES)
+    assert (chosen, len(sources), sentences) == (list(MODULES), len(MODULES), [])
+
+
+def test_a_submission_that_trains_otherwise_fails(brigade, tmp_path):
+    done = brigade("--target", submission(tmp_path, [(1, r"parameter\.grad /= .*", "pass")]), *SMALL)
+    assert done.returncode == 1
+    assert "Module 3 is left out: module 3 is missing." in done.stdout
+    assert "1 NaiveDDP does not train as one process does: rank 1 has a loss of" in done.stdout
+
+
+def test_a_submission_that_deadlocks_is_stopped_soon(brigade, tmp_path):
+    mistake = r"\1if dist.get_rank(self.process_group) == 0:\n\1    \2"
+    pattern = r"( +)(dist\.all_reduce\(.*\))"
+    done = brigade("--target", submission(tmp_path, [(1, pattern, mistake)]), "--modules", 1, *SMALL)
+    assert done.returncode == 1
+    assert re.match("brigade: (deadlock|rank . called)", done.stderr), done.stderr
+
+
+# ---- ranks of torchrun
+
+
+def under_torchrun(tmp_path, *arguments, timeout=60):
+    """`brigade bench` on two ranks that torchrun starts; its exit status, output and errors."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    (tmp_path / "tmp").mkdir()  # torchrun leaves a directory there when a rank fails
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*run, "-m", "brigade.cli", "bench", *map(str, arguments)],
+        cwd=ROOT,
+        env=environment | {"TMPDIR": str(tmp_path / "tmp"), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    left = [
+        process.pid
+        for process in psutil.process_iter()
+        if str(tmp_path) in " ".join([*cmdline(process), process_environment(process)])
+    ]
+    assert not left, "a process has outlived the run"
+    return done
+
+
+def cmdline(process):
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+def process_environment(process):
+    try:
+        return process.environ().get("TMPDIR", "")
+    except (psutil.Error, OSError):
+        return ""
+
+
+def test_torchrun_gives_the_losses_of_a_local_run(brigade, tmp_path):
+    arguments = ("--modules", "1,4", *SMALL)
+    local, given = tmp_path / "local.json", tmp_path / "given.json"
+    assert brigade(*arguments, "--json", local).returncode == 0
+    done = under_torchrun(tmp_path, *arguments, "--json", given)
+    assert done.returncode == 0, done.stderr
+    assert losses(given) == losses(local)
+    found = bench.load_json(given)
+    assert found.ladder.truth == bench.load_json(local).ladder.truth
+    assert [row.collectives for row in found.rows()] == [row.collectives for row in bench.load_json(local).rows()]
+    assert len(found.ladder.rungs[0].marks) == 2, "one for each rank"
+    assert done.stdout.count("Step time: 2 ranks (gloo)") == 1, "only rank 0 prints"
+    assert all(path.name.startswith("torchelastic_") for path in (tmp_path / "tmp").iterdir()), "that one is torchrun's"
+
+
+def test_under_torchrun_an_error_is_one_sentence(tmp_path):
+    done = under_torchrun(tmp_path, *SMALL, "--batch", 5)
+    assert done.returncode != 0
+    assert done.stderr.count("brigade: 2 ranks cannot share a batch of 5 sequences equally") == 1
+    assert "brigade/cli.py" not in done.stderr  # no traceback of ours; torchrun shows its own
+
+
+def test_under_torchrun_a_rank_that_fails_says_why(tmp_path):
+    raising = r"\1if dist.get_rank() == 1:\n\1    raise ValueError('no more')\n\1\2"
+    target = submission(tmp_path, [(1, r"( +)(dist\.all_reduce\(.*\))", raising)])
+    done = under_torchrun(tmp_path, "--target", target, "--modules", 1, *SMALL)
+    assert done.returncode != 0
+    assert re.search(r"^brigade: rank 1 on .* raised ValueError: no more\n  naive_ddp.py, line ", done.stderr, re.M)
+    assert done.stderr.count("brigade: ") == 1, "the other rank leaves the word to the one that failed"
+
+
+def test_under_torchrun_a_peer_that_hangs_is_not_waited_for(tmp_path):
+    hanging = r"\1if dist.get_rank() == 1:\n\1    __import__('time').sleep(1000)\n\1\2"
+    target = submission(tmp_path, [(1, r"( +)(dist\.all_reduce\(.*\))", hanging)])
+    done = under_torchrun(tmp_path, "--target", target, "--modules", 1, *SMALL, "--deadline", 8)
+    assert done.returncode != 0
+    where = r", at naive_ddp\.py:\d+ in finish_grad_sync$"
+    for rank, what in ((0, "waiting in all_reduce #"), (1, "in ")):
+        assert re.search(rf"^brigade: stopped after 8 s: rank {rank} on .* is {what}.*{where}", done.stderr, re.M)
+
+
+def test_what_a_rank_was_doing():
+    launch = {"kind": "launch", "phase": "backward", "op": "all_reduce", "dtype": "float32", "nbytes": 8, "name": "w"}
+    events = [launch | {"index": 0}]
+    assert torchrun.doing([]) == "in setup, before the first collective"
+    assert torchrun.doing(events) == "in backward, after all_reduce #0 (w, float32, 8 B)"
+    events.append({"kind": "wait", "phase": "finish", "index": 0})
+    assert torchrun.doing(events) == "waiting in all_reduce #0 (w, float32, 8 B)"
+    events.append({"kind": "done", "phase": "finish", "index": 0})
+    assert torchrun.doing(events) == "in finish, after all_reduce #0 (w, float32, 8 B)"
