@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from importlib import import_module
 
+ROUNDS = 20  # steps of each rung
 MODULE = 3
 MUTANT = "synchronous all-reduce in the hook"  # of tests/mutants: the numbers are right, nothing overlaps
 
@@ -38,11 +40,13 @@ def demo() -> int:
     from brigade.ranks import RankFailure
 
     console = Console(highlight=False, soft_wrap=True)
-    workload, rungs = ladder.Workload(), ladder.course_rungs()
+    workload, rungs = replace(ladder.PACED, rounds=ROUNDS), ladder.course_rungs()
     console.print(
         "Bucket Brigade: data-parallel training, built step by step.\n\n"
         "Two processes on this machine train the same small language model on the source of Python's standard\n"
-        "library, once with each module of the course and once with torch DDP. Then one process does it alone."
+        "library, once with each module of the course and once with torch DDP. Then one process does it alone.\n"
+        "The link between the two is emulated: to move all gradients takes "
+        f"{workload.link.comm_ratio:g} of the time of backward."
     )
     columns = (TextColumn("training steps"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
@@ -58,7 +62,6 @@ def demo() -> int:
         print("\n".join(f"demo: {sentence}" for sentence in wrong), file=sys.stderr)
         return 1
     console.print(plots.verdict(found))
-    console.print("The ranks share this machine's cores and talk through its memory; over a network the ratios differ.")
     picture = ROOT / "out" / "ladder.png"
     plots.ladder_picture(found, picture)
     console.print(f"The picture is {picture.relative_to(ROOT)}.\n")
