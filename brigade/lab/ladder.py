@@ -465,7 +465,6 @@ class Calibration:
         self.model_bytes = sum(parameter.nbytes for parameter in model.parameters())
         self.backward_s: list[float] = []
         self.real_s: list[float] = []
-        self.links: list[Link] = []
 
     def measure(self, tokens: Tensor, targets: Tensor) -> None:
         """Times backward alone and one real all-reduce of all gradients, and takes the mean over ranks."""
@@ -492,23 +491,21 @@ class Calibration:
         backward_s, real_s = (times / dist.get_world_size()).tolist()
         self.backward_s.append(backward_s)
         self.real_s.append(real_s)
-        if self.wanted:
-            self.links.append(self.link())
-            pacing.use(self.links[-1])
+        pacing.use(self.link(self.backward_s[-CALIBRATION:]))
 
-    def link(self) -> Link:
+    def link(self, backward_s: list[float]) -> Link | None:
+        """The link that is wanted where backward takes the median of `backward_s`."""
+        if not self.wanted or not backward_s:
+            return None
         if "comm_ratio" in self.wanted:
-            backward_s = median(self.backward_s[-CALIBRATION:])
-            return Pace(**self.wanted).link(backward_s, self.model_bytes, dist.get_world_size())
+            return Pace(**self.wanted).link(median(backward_s), self.model_bytes, dist.get_world_size())
         return Link(**self.wanted)
 
     def found(self) -> dict[str, Any]:
-        """For `Ladder`, medians over the rounds: "link", two numbers or None, "backward_s", "real_s"; "model_bytes"."""
-        link = None
-        if self.links:
-            link = [median(getattr(one, name) for one in self.links) for name in ("latency_s", "bytes_per_s")]
+        """For `Ladder`: medians over all rounds, "backward_s" and "real_s", the "link" for these, "model_bytes"."""
+        link = self.link(self.backward_s)
         return {
-            "link": link,
+            "link": [link.latency_s, link.bytes_per_s] if link else None,
             "backward_s": median(self.backward_s or [0.0]),
             "real_s": median(self.real_s or [0.0]),
             "model_bytes": self.model_bytes,
