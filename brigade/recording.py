@@ -61,11 +61,13 @@ class Recorder:
         self._parameters = dict(module.named_parameters())
 
     def name_of(self, tensors: list[torch.Tensor]) -> str | None:
-        """The parameter whose memory (or whose gradient's) is the launch's tensor; None for a copy."""
+        """The parameter whose memory (or whose gradient's) is the launch's tensor; None for a copy, or for several."""
         if len(tensors) != 1:
             return None
-        address = tensors[0].data_ptr()
+        address, numel = tensors[0].data_ptr(), tensors[0].numel()
         for name, parameter in self._parameters.items():
+            if parameter.numel() != numel:
+                continue
             if parameter.data_ptr() == address or (parameter.grad is not None and parameter.grad.data_ptr() == address):
                 return name
         return None

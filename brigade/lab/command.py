@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -11,18 +12,21 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from brigade.course import CourseError, Module
+from brigade.course import ROOT, CourseError, Module, module
 from brigade.lab import links
 
 if TYPE_CHECKING:
     from brigade.lab.ladder import Workload
     from brigade.pacing import Link, Pace
+    from brigade.ranks import RankFailure
 
 
 SIZES = ("tiny", "small", "medium", "large", "xl")  # of `models.py`, which imports torch
 SWEPT_MB = "0.03,0.1,0.3,1,4"  # of the 3.3 MiB of gradients that the tiny model has
 SWEPT = "4,5,8"
 FIRST_WITH_BUCKETS = 4  # of the modules
+MOST_RANKS = 64  # of a timeline, in which one must see something
+TRACE_S = 300.0  # a run of `brigade trace` takes some 10 s on two cores
 
 
 def bench_arguments(parser: argparse.ArgumentParser) -> None:
@@ -191,11 +195,83 @@ def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
 
 def trace_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `brigade trace`."""
+    parser.description += " The ranks compute on the CPU. Without options for the link, moving all gradients takes 0.8 "
+    parser.description += "of backward."
+    parser.add_argument("number", metavar="N", help="the module's number")
+    where = "lessons (default), solutions, or a directory"
+    parser.add_argument("--target", default="lessons", metavar="DIR", help=where)
+    whose = "whose earlier modules are used"
+    parser.add_argument("--prior", default="own", choices=("own", "reference"), help=whose)
+    parser.add_argument("--torch", action="store_true", help="torch DDP's step below, from the same run")
+    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="how many (default 2)")
+    parser.add_argument(
+        "--bucket-mb", type=float, default=1.0, metavar="MB", help="size of a bucket in MiB (default 1)"
+    )
+    parser.add_argument("--png", metavar="FILE", help="the picture (default out/trace-N.png)")
+    parser.add_argument("--json", metavar="FILE", help="for Perfetto or chrome://tracing (default out/trace-N.json)")
+    links.add_arguments(parser)
+    parser.add_argument("--no-pace", action="store_true", help="no emulated link: what the collectives take here")
 
 
 def trace(options: argparse.Namespace) -> int:
     """brigade trace N"""
-    raise NotImplementedError
+    entry = module(options.number)
+    if not 2 <= options.ranks <= MOST_RANKS:
+        raise CourseError(f"--ranks {options.ranks}: a timeline takes 2 ranks or more, and {MOST_RANKS} at most")
+    if not 0 < options.bucket_mb < float("inf"):
+        raise CourseError(f"--bucket-mb {options.bucket_mb:g}: it takes a number above 0")
+    link = links.chosen(options, options.ranks)
+    if link and options.no_pace:
+        raise CourseError("--no-pace emulates no link: leave it out, or what describes one")
+
+    from brigade.autograde.command import results_file
+    from brigade.cli import console, shown
+    from brigade.submission import read
+
+    sources = read(options.target, entry.number, options.prior).sources
+    files = {kind: results_file(getattr(options, kind)) for kind in ("png", "json")}
+    files = {kind: file or ROOT / "out" / f"trace-{entry.number}.{kind}" for kind, file in files.items()}
+
+    from brigade.lab import ladder, timeline
+    from brigade.ranks import RankFailure
+
+    usual = timeline.WORKLOAD
+    workload = replace(
+        usual,
+        batch_size=usual.batch_size // 2 * options.ranks,
+        bucket_mb=options.bucket_mb,
+        link=None if options.no_pace else link or usual.link,
+    )
+    rungs = [ladder.rung_of(entry), *([ladder.TORCH_DDP] if options.torch else [])]
+    how = {"world_size": options.ranks, "deadline": TRACE_S}
+    try:
+        if options.target != "solutions":
+            ladder.rehearse(replace(workload, batch_size=options.ranks, time=8), rungs, sources, **how)
+        with progress("training steps", workload.rounds * (len(rungs) + 1)) as advance:
+            timelines = timeline.trace(rungs, sources, workload=workload, on_step=advance, **how)
+    except RankFailure as failure:
+        raise CourseError(unfinished(failure, entry.number)) from None
+    timeline.draw(timelines, files["png"], width=1200)
+    timeline.save_chrome(timelines, files["json"])
+    for found in timelines:
+        console.print(f"{found.label}: a step of {found.lengths}, {found.count}")
+        if never := sum(collective.waited_ms is None for collective in found.launched):
+            console.print(f"  {never} of {len(found.launched)} collectives of all ranks were never waited for")
+    console.print(timelines[0].carrier)
+    console.print(f"{shown(files['png'])}  the picture", markup=False)
+    console.print(f"{shown(files['json'])}  for https://ui.perfetto.dev or chrome://tracing", markup=False)
+    return 0
+
+
+def unfinished(failure: RankFailure, number: int) -> str:
+    """What a run that failed tells its user: what is not written yet, or what happened on which rank."""
+    part = re.search(r"module (\d+), (part \(\w\))", failure.summary)
+    if failure.error != "NotImplementedError" or not part:
+        return str(failure)
+    advice = f"`brigade check {part[1]}` says what to do"
+    if int(part[1]) < number:
+        advice += ", and --prior reference uses ours"
+    return f"module {part[1]}, {part[2]} is not written yet: {advice}"
 
 
 def plan_arguments(parser: argparse.ArgumentParser) -> None:

@@ -55,7 +55,8 @@ class Workload:
     """What every rung trains. `batch_size` counts sequences of all ranks together, `time` tokens in a sequence.
 
     `bucket_mb` (MiB) is for rungs that have buckets, torch DDP among them. With `link` the collectives take its time
-    (`pacing.py`); without, what they take on this machine.
+    (`pacing.py`); without, what they take on this machine. With `named` the record says which parameter a launch is
+    on, if it is on one, which takes a little time.
     """
 
     size: Size = SIZES["tiny"]
@@ -67,6 +68,7 @@ class Workload:
     bucket_mb: float = 1.0
     seed: int = 0
     link: Link | Pace | None = None
+    named: bool = False
 
 
 # For emulated links: computation long enough, and gradients large enough, that the real collectives underneath
@@ -420,6 +422,8 @@ def train(workload: dict, rungs: list[dict]) -> dict:
         for place in random.Random(turn).sample(range(len(climbers)), len(climbers)):
             dist.barrier()
             recording.note("step", step=turn * len(rungs) + place, rung=rungs[place]["label"])
+            if workload["named"]:
+                recording.name_parameters(climbers[place].model)
             cpu = time.process_time()
             climbers[place].marks.append(take_step(climbers[place], *batch))
             climbers[place].cpu_s.append(time.process_time() - cpu)

@@ -352,21 +352,11 @@ def large_figures() -> None:
 def show_timelines(timelines: Sequence[Timeline], titles: Sequence[str]) -> None:
     """Draws the timelines below each other, on one time axis."""
     import matplotlib.pyplot as plt
-    from matplotlib.patches import Patch
 
-    from brigade.lab import plots
-    from brigade.lab.timeline import draw_panel
+    from brigade.lab.timeline import draw_panels
 
-    figure, panels = plt.subplots(len(timelines), sharex=True, squeeze=False, figsize=(13, 1.8 + 3.2 * len(timelines)))
-    for axes, timeline, title in zip(panels[:, 0], timelines, titles):
-        draw_panel(axes, timeline)
-        axes.grid(visible=False, axis="y")
-        axes.tick_params(labelsize=18)
-        axes.set_title(title, loc="left")
-    panels[-1, 0].set_xlabel("time since the step began (ms)")
-    handles = [Patch(facecolor=colour, edgecolor="#777777") for colour in plots.COLOURS.values()]
-    names = [plots.NAMES.get(name, name) for name in plots.COLOURS]
-    figure.legend(handles, names, loc="outside lower center", ncols=len(names), frameon=False, columnspacing=1.2)
+    figure = plt.figure(figsize=(15, 1.6 + (0.6 + 1.1 * timelines[0].world_size) * len(timelines)))
+    draw_panels(figure, timelines, titles, size=15)
     plt.show()
 
 

@@ -1,128 +1,406 @@
-"""One training step as a timeline: what each rank computed, and when each of its collectives was under way."""
+"""One training step as a timeline: what each rank computed, and when each of its collectives was under way.
+
+    [timeline] = trace([rung_of(module(3))])
+    draw([timeline], path)      a picture
+    chrome([timeline])          the same for https://ui.perfetto.dev and chrome://tracing
+
+The link is the emulated one of the workload (`pacing.py`); with `link=None` it is the machine's own. Ranks compute on
+the CPU: of a GPU the record knows when work was queued, not when it ran.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from brigade.events import launches
-from brigade.lab.ladder import PHASES, Rung, Workload, measured, reference, run_rungs, step_number
+from brigade.events import Event, Launch, launches
+from brigade.lab.ladder import (
+    COMPUTATION,
+    PACED,
+    PHASES,
+    Rung,
+    Workload,
+    measured,
+    reference,
+    run_rungs,
+    step_number,
+)
 from brigade.lab.plots import COLOURS, NAMES
 from brigade.models import Size
+from brigade.pacing import Link
 from brigade.submission import Sources
 
-# Few parameters, large ones and a short batch: the collectives can be told apart, and take about as long as backward.
-WORKLOAD = Workload(
-    size=Size(d_model=256, d_ff=704, layers=2, heads=4, vocabulary=256), batch_size=4, rounds=25, bucket_mb=2.0
+# Few parameters, large ones: the collectives can be told apart.
+WORKLOAD = replace(
+    PACED, size=Size(d_model=192, d_ff=512, layers=2, heads=4, vocabulary=256), rounds=15, warmup=3, named=True
 )
+STYLES = {  # of collectives: shades of one colour, and hatches for those who see no shades
+    "all_reduce": {"facecolor": COLOURS["collective"], "edgecolor": "#6b4a00"},
+    "reduce_scatter": {"facecolor": "#f7cf7c", "edgecolor": "#6b4a00", "hatch": "////"},
+    "all_gather": {"facecolor": "#fff3d6", "edgecolor": "#6b4a00", "hatch": "..."},
+    "reduce": {"facecolor": "#f7cf7c", "edgecolor": "#6b4a00", "hatch": "\\\\\\\\"},
+    "broadcast": {"facecolor": "#fff3d6", "edgecolor": "#6b4a00", "hatch": "xxx"},
+}
+OTHER = {"facecolor": "#ffffff", "edgecolor": "#6b4a00"}
+WAITING = {"facecolor": "#ffffff", "edgecolor": "#999999", "hatch": "////"}
+LANES = 2.6  # the distance from one rank to the next
 
 
 @dataclass(frozen=True)
 class Span:
-    """What one rank did from `start_ms` to `end_ms`, counted from the start of the step.
-
-    `kind` is one of `ladder.PHASES`, or the operation of a collective such as "all_reduce"; then `row` counts from 0
-    the collectives that were under way at once.
-    """
+    """What one rank did from `start_ms` to `end_ms`, counted from the start of the step: `kind` is one of
+    `ladder.PHASES`, or "wait" where it waited for a collective in one of them."""
 
     rank: int
     kind: str
     start_ms: float
     end_ms: float
-    row: int = 0
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One launch on one rank. It was called at `launched_ms`, and under way from `start_ms` to `end_ms`.
+
+    An emulated link carries one collective at a time, so `start_ms` is later than the launch when the link was busy.
+    Where the record does not say when it was complete, it ends with the step.
+    The rank waited for it until `waited_ms` (None: it never did). `number` counts the launches of its `op` in the
+    step, `parts` the tensors in a coalesced one; `name` is the parameter's, where the launch is on one. `row` counts
+    from 0 the collectives that were under way at once.
+    """
+
+    rank: int
+    op: str
+    number: int
+    name: str | None
+    dtype: str
+    nbytes: int
+    parts: int
+    phase: str
+    launched_ms: float
+    start_ms: float
+    end_ms: float
+    waited_ms: float | None
+    row: int
+
+    @property
+    def title(self) -> str:
+        """Such as "all-reduce 3", or with the parameter's name."""
+        return f"{self.op.replace('_', '-')} {self.name or self.number}"
+
+    @property
+    def labels(self) -> list[str]:
+        """What could be written into its block, the longest first."""
+        number, size = str(self.number), f"{self.nbytes / 1e6:.2g} MB"
+        short = (self.name or "").removesuffix(".weight")
+        return [*([f"{short}, {size}", short] if short else []), f"{number}: {size}", number]
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """One step of one rung: the one whose length is the median of all that were timed."""
+    """One step of one rung, the one whose length is the median of all that were timed.
+
+    `exposed_ms` is how much longer a step takes than without communication (median over the timed rounds), `link` the
+    emulated one, `backward_ms` the length of backward alone.
+    """
 
     label: str
+    world_size: int
     spans: list[Span]
+    launched: list[Collective]
+    exposed_ms: float
+    link: Link | None
+    backward_ms: float
 
     @property
     def end_ms(self) -> float:
         return max(span.end_ms for span in self.spans)
 
-    def collectives(self, rank: int) -> list[Span]:
-        return [span for span in self.spans if span.rank == rank and span.kind not in PHASES]
+    @property
+    def count(self) -> str:
+        """Such as: 1 collective"""
+        count = len(self.collectives(0))
+        return f"{count} collective" + ("" if count == 1 else "s")
+
+    @property
+    def lengths(self) -> str:
+        """Such as: 131 ms, 44 ms exposed"""
+        return f"{self.end_ms:.0f} ms, {max(0.0, self.exposed_ms):.0f} ms exposed"
+
+    @property
+    def carrier(self) -> str:
+        """What carried the gradients, in a sentence."""
+        if self.link is None:
+            return "The link is this machine's own: the ranks share its cores and talk through its memory."
+        return (
+            f"The link is emulated: {1e6 * self.link.latency_s:.0f} us for a message and "
+            f"{8e-9 * self.link.bytes_per_s:.3g} Gbit/s each way, where backward alone takes {self.backward_ms:.0f} ms."
+        )
+
+    def phase(self, rank: int, kind: str) -> Span:
+        return next(span for span in self.spans if span.rank == rank and span.kind == kind)
+
+    def collectives(self, rank: int) -> list[Collective]:
+        return [collective for collective in self.launched if collective.rank == rank]
 
 
 def trace(
     rungs: Sequence[Rung],
     sources: Sources | None = None,
     *,
-    workload: Workload = WORKLOAD,
+    workload: Workload | None = None,
     world_size: int = 2,
+    **how: Any,
 ) -> list[Timeline]:
     """Runs the rungs in turns, in one run of ranks, and returns a timeline for each.
 
-    `ladder.TORCH_DDP` may be among the rungs; `sources` are by default the solutions. Raises as `ladder.run_ladder`.
+    `ladder.TORCH_DDP` may be among the rungs; `sources` are by default the solutions; `how` goes to `ladder.run_rungs`,
+    which also says what is raised.
     """
-    results = run_rungs(workload, rungs, reference() if sources is None else sources, world_size=world_size)
+    workload = workload or WORKLOAD
+    running = [*rungs, COMPUTATION]
+    sources = reference() if sources is None else sources
+    results = run_rungs(workload, running, sources, world_size=world_size, **how)
+    alone = measured(workload, running, COMPUTATION, results).step_ms
+    link = Link(*results[0]["link"]) if results[0]["link"] else None
     timelines = []
     for rung in rungs:
-        found = measured(workload, rungs, rung, results)
+        found = measured(workload, running, rung, results)
         lengths = found.step_ms
         turn = sorted(range(len(lengths)), key=lengths.__getitem__)[(len(lengths) - 1) // 2]
-        step = step_number(rungs, rung, workload.warmup + turn)
         marks = [rounds[turn] for rounds in found.marks]
         zero = min(times[0] for times in marks)
-        spans = []
+        spans, launched = [], []
         for rank, times in enumerate(marks):
-            for phase, start, end in zip(PHASES, times, times[1:]):
-                spans.append(Span(rank, phase, 1e3 * (start - zero), 1e3 * (end - zero)))
-            rows: list[float] = []  # when the last collective of each row ended
-            for launch in launches(results.events[rank], step):
-                if launch.end is None:  # torch gave no future that would tell
-                    continue
-                row = next((i for i, end in enumerate(rows) if end <= launch.start), len(rows))
-                rows[row : row + 1] = [launch.end]
-                spans.append(Span(rank, launch.op, 1e3 * (launch.start - zero), 1e3 * (launch.end - zero), row))
-        timelines.append(Timeline(rung.label, spans))
+            edges = [1e3 * (time - zero) for time in times]
+            spans += [Span(rank, kind, start, end) for kind, start, end in zip(PHASES, edges, edges[1:])]
+            events = results.events[rank]
+            mine = launches(events, step_number(running, rung, workload.warmup + turn))
+            for launch in mine:
+                launch.end = launch.end or times[-1]  # torch gave no future that would tell, or the run was over first
+            waits = waiting(events, mine)
+            spans += [Span(rank, "wait", 1e3 * (a - zero), 1e3 * (b - zero)) for a, b in joined([*waits.values()])]
+            launched += collectives(rank, mine, {index: end for index, (_, end) in waits.items()}, zero, bool(link))
+        exposed_ms = median(step - without for step, without in zip(lengths, alone))
+        timelines.append(
+            Timeline(rung.label, world_size, spans, launched, exposed_ms, link, 1e3 * results[0]["backward_s"])
+        )
     return timelines
 
 
-def draw(timelines: Sequence[Timeline], path: Path, titles: Sequence[str] | None = None) -> None:
-    """Draws the timelines below each other on one time axis, as a PNG file 900 pixels wide."""
-    figure = Figure(figsize=(9, 0.85 + 2.3 * len(timelines)), dpi=100, layout="constrained")
+def waiting(events: Sequence[Event], found: Sequence[Launch]) -> dict[int, tuple[float, float]]:
+    """For each launch that was waited for, when the first wait began and when it was over, in seconds."""
+    first = {launch.index: events[launch.waits[0]]["time"] for launch in found if launch.waits}
+    over: dict[int, float] = {}
+    for event in events:
+        if event["kind"] == "done" and event["index"] in first:
+            over.setdefault(event["index"], event["time"])
+    return {index: (start, over[index]) for index, start in first.items() if index in over}
+
+
+def joined(intervals: list[tuple[float, float]], gap_s: float = 1e-4) -> list[tuple[float, float]]:
+    """The intervals in order, those together that are not further apart than `gap_s`; shorter ones are left out."""
+    merged: list[tuple[float, float]] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1] + gap_s:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        else:
+            merged.append((start, end))
+    return [(start, end) for start, end in merged if end - start > gap_s]
+
+
+def collectives(
+    rank: int, found: Sequence[Launch], over: dict[int, float], zero: float, one_at_a_time: bool
+) -> list[Collective]:
+    """The launches of one rank's step; times in seconds become milliseconds since `zero`. `over`: when waits ended."""
+    numbers: dict[str, int] = {}
+    rows: list[float] = []  # when the last collective of each row ended
+    placed = []
+    for launch in found:
+        start, row = launch.start, 0
+        if one_at_a_time:
+            start = max([start, *rows])
+        else:
+            row = next((i for i, end in enumerate(rows) if end <= start), len(rows))
+        end = max(start, launch.end)
+        rows[row : row + 1] = [end]
+        number = numbers[launch.op] = numbers.get(launch.op, -1) + 1
+        placed.append(
+            Collective(
+                rank,
+                launch.op,
+                number,
+                launch.name,
+                launch.dtype,
+                launch.nbytes,
+                launch.parts,
+                launch.phase,
+                launched_ms=1e3 * (launch.start - zero),
+                start_ms=1e3 * (start - zero),
+                end_ms=1e3 * (end - zero),
+                waited_ms=1e3 * (over[launch.index] - zero) if launch.index in over else None,
+                row=row,
+            )
+        )
+    return placed
+
+
+def chrome(timelines: Sequence[Timeline]) -> dict[str, Any]:
+    """The timelines in the Trace Event Format of Chrome, one process for each rank of each.
+
+    Times are in microseconds. Arrows lead from a launch to the collective, where the link was busy. What was under
+    way at once has threads of its own, because slices of one thread must not overlap.
+    """
+    named: list[dict[str, Any]] = []
+    events: list[dict[str, Any]] = []
+    for place, timeline in enumerate(timelines):
+        for rank in range(timeline.world_size):
+            process = place * timeline.world_size + rank
+            mine = timeline.collectives(rank)
+            threads = {0: "computation", 1: "communication"}
+            threads |= {row + 1: f"communication {row + 1}" for row in {c.row for c in mine} if row}
+            names = [("process_name", 0, {"name": f"{timeline.label}, rank {rank}"})]
+            names += [("process_sort_index", 0, {"sort_index": process})]
+            names += [("thread_name", thread, {"name": name}) for thread, name in threads.items()]
+            named += [{"name": n, "ph": "M", "pid": process, "tid": tid, "args": args} for n, tid, args in names]
+            for span in timeline.spans:
+                if span.rank == rank:
+                    name = NAMES.get(span.kind, span.kind)
+                    events.append(slice_of(name, "computation", process, 0, span.start_ms, span.end_ms))
+            for collective in mine:
+                lane = process, collective.row + 1
+                args = {
+                    "bytes": collective.nbytes,
+                    "dtype": collective.dtype,
+                    "tensors": collective.parts,
+                    "launched in": collective.phase,
+                    "launched at (ms)": round(collective.launched_ms, 3),
+                    "waited for until (ms)": None if collective.waited_ms is None else round(collective.waited_ms, 3),
+                }
+                events.append(
+                    slice_of(collective.title, collective.op, *lane, collective.start_ms, collective.end_ms, args)
+                )
+                if collective.launched_ms < collective.start_ms:
+                    arrow = {"name": "launch", "cat": collective.op, "id": len(events), "pid": process}
+                    events.append(arrow | {"ph": "s", "tid": 0, "ts": microseconds(collective.launched_ms)})
+                    events.append(
+                        arrow | {"ph": "f", "bp": "e", "tid": lane[1], "ts": microseconds(collective.start_ms)}
+                    )
+    events.sort(key=lambda event: (event["ts"], -event.get("dur", 0)))  # what contains another slice comes first
+    return {"traceEvents": named + events, "displayTimeUnit": "ms"}
+
+
+def save_chrome(timelines: Sequence[Timeline], path: Path) -> None:
+    """Writes `chrome(timelines)` as JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(chrome(timelines)))
+
+
+def slice_of(
+    name: str, category: str, process: int, thread: int, start_ms: float, end_ms: float, args: dict | None = None
+) -> dict[str, Any]:
+    start, end = microseconds(start_ms), microseconds(end_ms)
+    length = {"ts": start, "dur": end - start}
+    return {"name": name, "cat": category, "ph": "X", "pid": process, "tid": thread, **length, "args": args or {}}
+
+
+def microseconds(ms: float) -> int:
+    """Whole ones, so that no sum of start and length is rounded beyond the next start."""
+    return round(1e3 * ms)
+
+
+def draw(timelines: Sequence[Timeline], path: Path, titles: Sequence[str] | None = None, *, width: int = 900) -> None:
+    """Draws the timelines below each other on one time axis, as a PNG file `width` pixels wide.
+
+    `titles` stand above, by default the labels; the lengths are written beside them.
+    """
+    ranks = timelines[0].world_size
+    figure = Figure(figsize=(width / 100, 0.95 + (0.3 + ranks) * len(timelines)), dpi=100, layout="constrained")
+    draw_panels(figure, timelines, titles or [f"{t.label}, {t.count}" for t in timelines], size=9)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="png")
+
+
+def draw_panels(figure: Figure, timelines: Sequence[Timeline], titles: Sequence[str], size: float) -> None:
+    """A panel for each timeline, with a legend below; `size` is that of the text in points."""
     panels = figure.subplots(len(timelines), sharex=True, squeeze=False)[:, 0]
-    for axes, timeline, title in zip(panels, timelines, titles or [t.label for t in timelines]):
-        draw_panel(axes, timeline)
-        axes.set_title(title, loc="left", fontsize=10)
+    for axes, timeline, title in zip(panels, timelines, titles):
+        draw_panel(axes, timeline, size)
+        axes.set_title(title, loc="left", fontsize=size + 1)
+        axes.set_title(timeline.lengths, loc="right", fontsize=size + 1)
     panels[-1].set_xlim(0, 1.01 * max(timeline.end_ms for timeline in timelines))
     panels[-1].set_xlabel("time since the step began (ms)")
-    names = [*PHASES, "collective"]
-    handles = [Patch(facecolor=COLOURS[name], edgecolor="#777777", label=NAMES.get(name, name)) for name in names]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(names), frameon=False, fontsize=9)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    found = {collective.op for timeline in timelines for collective in timeline.launched}
+    ops = [*filter(found.__contains__, STYLES), *sorted(found - STYLES.keys())]
+    handles = [Patch(facecolor=COLOURS[kind], label=NAMES.get(kind, kind)) for kind in PHASES]
+    handles += [Patch(**WAITING, label="waits")]
+    handles += [Patch(**STYLES.get(op, OTHER), label=op.replace("_", "-")) for op in ops]
+    figure.legend(
+        handles=handles,
+        loc="outside lower center",
+        ncols=len(handles),
+        frameon=False,
+        fontsize=size,
+        handlelength=1.5,
+        handletextpad=0.5,
+        columnspacing=1.2,
+    )
+    figure.draw_without_rendering()  # now it is known how much room there is in a block
+    for axes, timeline in zip(panels, timelines):
+        for rank in range(timeline.world_size):
+            label_collectives(axes, timeline.collectives(rank), LANES * rank, size - 1)
 
 
-def draw_panel(axes: Axes, timeline: Timeline) -> None:
+def draw_panel(axes: Axes, timeline: Timeline, size: float) -> None:
     """Two lanes for each rank, from the top: computation, and the collectives under way."""
     ticks: dict[str, float] = {}
-    for rank in sorted({span.rank for span in timeline.spans}):
-        top = 2.6 * rank
-        ticks |= {f"rank {rank} computes": top + 0.3, f"rank {rank} communicates": top + 1.3}
-        depth = 1 + max((span.row for span in timeline.collectives(rank)), default=0)
+    for rank in range(timeline.world_size):
+        top = LANES * rank
+        ticks |= {f"rank {rank} computes": top + 0.4, f"rank {rank} communicates": top + 1.5}
         for span in timeline.spans:
-            place, height, colour = top, 0.6, COLOURS.get(span.kind, COLOURS["collective"])
-            if span.kind not in PHASES:
-                height = 1.2 / depth
-                place = top + 0.7 + span.row * height
             if span.rank == rank:
+                style = WAITING if span.kind == "wait" else {"facecolor": COLOURS[span.kind], "edgecolor": "white"}
                 length = span.end_ms - span.start_ms
-                axes.barh(
-                    place, length, height, span.start_ms, align="edge", color=colour, edgecolor="white", linewidth=0.4
-                )
-        end = top + 2.1
-    axes.set_yticks([*ticks.values()], [*ticks], fontsize=9)
-    axes.set_ylim(end, -0.2)
+                axes.barh(top, length, 0.8, span.start_ms, align="edge", linewidth=0.4, **style)
+        mine = timeline.collectives(rank)
+        for collective, (place, height) in zip(mine, places(mine, top)):
+            length = collective.end_ms - collective.start_ms
+            style = STYLES.get(collective.op, OTHER)
+            axes.barh(place, length, height, collective.start_ms, align="edge", linewidth=0.7, **style)
+    axes.set_yticks([*ticks.values()], [*ticks], fontsize=size)
+    axes.tick_params(axis="y", length=0)
+    axes.set_ylim(LANES * timeline.world_size - 0.5, -0.15)
     axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(visible=False, axis="y")
     axes.grid(axis="x", color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)
+
+
+def places(mine: Sequence[Collective], top: float) -> list[tuple[float, float]]:
+    """Where the blocks of a rank's collectives are, from above, and how high; those under way at once share a lane."""
+    depth = 1 + max((collective.row for collective in mine), default=0)
+    return [(top + 0.95 + collective.row * 1.1 / depth, 1.1 / depth) for collective in mine]
+
+
+def label_collectives(axes: Axes, mine: Sequence[Collective], top: float, size: float) -> None:
+    """Writes into each block the longest of its labels that fits, or nothing."""
+    for collective, (place, height) in zip(mine, places(mine, top)):
+        middle = (collective.start_ms + collective.end_ms) / 2, place + height / 2
+        (left, below), (right, above) = axes.transData.transform(
+            [(collective.start_ms, place + height), (collective.end_ms, place)]
+        )
+        for label in collective.labels:
+            ground = {"facecolor": STYLES.get(collective.op, OTHER)["facecolor"], "edgecolor": "none", "pad": 0.8}
+            text = axes.text(*middle, label, fontsize=size, ha="center", va="center", bbox=ground)
+            text.set_in_layout(False)
+            extent = text.get_window_extent()
+            if extent.width + 5 <= right - left and extent.height + 2 <= above - below:
+                break
+            text.remove()

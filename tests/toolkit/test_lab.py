@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from brigade.course import MODULES, module
-from brigade.lab import demo, figures, ladder, plots, timeline
+from brigade.lab import demo, ladder, plots
 from brigade.models import Size, TinyLM
 
 SIZE = Size(d_model=16, d_ff=32, layers=1, heads=2, vocabulary=256)
@@ -98,36 +98,6 @@ def test_the_ladder_can_be_drawn(climbed, tmp_path):
     path = tmp_path / "out" / "ladder.png"
     plots.ladder_picture(climbed[0], path)
     assert png_size(path)[0] == 900
-
-
-def test_a_timeline_shows_where_the_collectives_are(tmp_path):
-    entries = MODULES[:3]
-    rungs = [*map(ladder.rung_of, entries), ladder.TORCH_DDP]
-    found = timeline.trace(rungs, workload=replace(WORKLOAD, rounds=3))
-    naive, flat, overlapped, torch_ddp = found
-    for line, count in ((naive, len(PARAMETERS)), (flat, 1), (overlapped, len(PARAMETERS))):
-        for rank in range(2):
-            backward = next(s for s in line.spans if s.rank == rank and s.kind == "backward")
-            starts = [span.start_ms for span in line.collectives(rank)]
-            assert len(starts) == count
-            assert all(start < backward.end_ms for start in starts) == (line is overlapped)
-            assert all(start > backward.end_ms for start in starts) == (line is not overlapped)
-    assert torch_ddp.collectives(0)
-    assert figures.title(entries[1], flat).endswith(" ms, 1 collective")
-    path = tmp_path / "timeline.png"
-    timeline.draw(found, path, ["a title"] * 4)
-    assert png_size(path)[0] == 900
-
-
-def test_collectives_that_were_under_way_at_once_do_not_hide_each_other():
-    line = timeline.trace([ladder.rung_of(module(3))], workload=WORKLOAD)[0]
-    for rank in range(2):
-        spans = line.collectives(rank)
-        for place, one in enumerate(spans):
-            assert all(
-                one.row != other.row or one.end_ms <= other.start_ms or other.end_ms <= one.start_ms
-                for other in spans[place + 1 :]
-            )
 
 
 def test_the_demo_fails_when_a_loss_differs(climbed, monkeypatch, capsys):

@@ -1,0 +1,232 @@
+"""A timeline shows what ranks did, its files can be read, and `brigade trace` says what stands in its way."""
+
+import json
+import sys
+from dataclasses import replace
+from itertools import pairwise
+
+import matplotlib.image
+import pytest
+
+from brigade import cli, course
+from brigade.course import MODULES, ROOT, module
+from brigade.lab import figures, ladder, timeline
+from brigade.models import Size, TinyLM
+from brigade.pacing import Link
+
+SIZE = Size(d_model=16, d_ff=32, layers=1, heads=2, vocabulary=256)
+PARAMETERS = dict(TinyLM(SIZE).named_parameters())
+LINK = Link(latency_s=0.002, bytes_per_s=1e7)
+WORKLOAD = ladder.Workload(size=SIZE, batch_size=4, time=8, rounds=3, warmup=1, bucket_mb=0.01, link=LINK, named=True)
+
+
+@pytest.fixture(scope="module")
+def traced():
+    """By module number, a step on an emulated link; torch DDP's is 0."""
+    numbers = (1, 2, 3, 6)
+    rungs = [*(ladder.rung_of(module(number)) for number in numbers), ladder.TORCH_DDP]
+    return dict(zip((*numbers, 0), timeline.trace(rungs, workload=WORKLOAD)))
+
+
+def test_a_timeline_shows_where_the_collectives_are(traced):
+    for number, count in ((1, len(PARAMETERS)), (2, 1), (3, len(PARAMETERS))):
+        line = traced[number]
+        for rank in range(2):
+            backward = line.phase(rank, "backward")
+            found = line.collectives(rank)
+            assert len(found) == count
+            assert all(one.launched_ms < backward.end_ms for one in found) == (number == 3)
+            assert all(one.launched_ms > backward.end_ms for one in found) == (number != 3)
+    assert traced[0].collectives(0)
+
+
+def test_an_emulated_link_carries_one_collective_at_a_time(traced):
+    for line in traced.values():
+        for rank in range(2):
+            found = line.collectives(rank)
+            assert {one.row for one in found} == {0}
+            assert all(one.end_ms <= other.start_ms for one, other in pairwise(found))
+            for one in found:
+                assert one.launched_ms <= one.start_ms
+                assert one.end_ms - one.start_ms >= 0.99e3 * LINK.seconds(one.op, one.nbytes, 2)
+
+
+def test_communication_after_backward_is_exposed(traced):
+    latency_ms = 1e3 * LINK.seconds("all_reduce", 0, 2)
+    assert traced[1].exposed_ms >= 0.9 * len(PARAMETERS) * latency_ms
+    assert traced[1].exposed_ms > traced[2].exposed_ms >= 0.9 * latency_ms
+
+
+def test_waits_are_inside_of_the_phase_that_waits(traced):
+    for number in (1, 2, 3, 6):
+        for rank in range(2):
+            finish = traced[number].phase(rank, "finish")
+            waits = [span for span in traced[number].spans if span.rank == rank and span.kind == "wait"]
+            assert waits
+            assert all(finish.start_ms <= span.start_ms < span.end_ms <= finish.end_ms for span in waits)
+            assert all(one.waited_ms >= one.end_ms - 0.1 for one in traced[number].collectives(rank))
+
+
+def test_collectives_say_what_they_carry(traced):
+    names = {number: [one.name for one in line.collectives(0)] for number, line in traced.items()}
+    assert names[1] == list(PARAMETERS)
+    assert sorted(names[3]) == sorted(PARAMETERS)
+    assert names[2] == [None] and set(names[6]) == {None, "head.weight"}  # of one bucket it is the only one
+    halves = [one.title for one in traced[6].collectives(0)]
+    assert {"reduce-scatter head.weight", "reduce-scatter 1", "all-gather head.weight", "all-gather 1"} <= set(halves)
+    assert traced[2].collectives(1)[0].nbytes == 4 * sum(parameter.numel() for parameter in PARAMETERS.values())
+
+
+def test_without_an_emulated_link_collectives_do_not_hide_each_other():
+    line = timeline.trace([ladder.rung_of(module(3))], workload=replace(WORKLOAD, link=None))[0]
+    assert line.link is None and "this machine's own" in line.carrier
+    for rank in range(2):
+        found = line.collectives(rank)
+        for place, one in enumerate(found):
+            assert one.start_ms == one.launched_ms
+            assert all(
+                one.row != other.row or one.end_ms <= other.start_ms or other.end_ms <= one.start_ms
+                for other in found[place + 1 :]
+            )
+
+
+def expect_chrome_trace(events, ranks):
+    """What Perfetto and chrome://tracing need: see the docstring of `timeline.chrome`."""
+    known = [event for event in events if event["ph"] == "M"]
+    assert events[: len(known)] == known
+    threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in known if e["name"] == "thread_name"}
+    processes = {e["pid"]: e["args"]["name"] for e in known if e["name"] == "process_name"}
+    assert set(processes) == set(range(ranks)) == {e["pid"] for e in known if e["name"] == "process_sort_index"}
+    assert len(set(processes.values())) == ranks
+    times = [event["ts"] for event in events[len(known) :]]
+    assert times == sorted(times) and times[0] >= 0
+    slices = [event for event in events if event["ph"] == "X"]
+    assert all(event["dur"] >= 0 and (event["pid"], event["tid"]) in threads for event in slices)
+    for (process, thread), name in threads.items():
+        mine = [event for event in slices if (event["pid"], event["tid"]) == (process, thread)]
+        if name == "computation":
+            assert {event["name"] for event in mine} >= {"forward", "backward", "optimizer step"}
+        else:
+            assert name.startswith("communication") and mine
+            assert all(one["ts"] + one["dur"] <= other["ts"] for one, other in pairwise(mine))
+            assert all({"bytes", "dtype", "launched at (ms)"} <= event["args"].keys() for event in mine)
+    starts, ends = ([event for event in events if event["ph"] == letter] for letter in "sf")
+    assert sorted(event["id"] for event in starts) == sorted(event["id"] for event in ends)
+
+
+def test_the_chrome_trace_can_be_read(traced):
+    found = json.loads(json.dumps(timeline.chrome([*traced.values()])))
+    expect_chrome_trace(found["traceEvents"], ranks=2 * len(traced))
+    assert [event for event in found["traceEvents"] if event["ph"] == "s"]  # module 3 launches while the link is busy
+    assert found["displayTimeUnit"] == "ms"
+
+
+def colours(path):
+    """The colours of a picture's pixels, and its width."""
+    pixels = matplotlib.image.imread(path)
+    rgb = (255 * pixels[..., :3]).round().astype(int)
+    return {f"#{r:02x}{g:02x}{b:02x}" for r, g, b in {tuple(pixel) for pixel in rgb.reshape(-1, 3)}}, pixels.shape[1]
+
+
+def test_a_picture_has_all_that_was_traced(traced, tmp_path):
+    path = tmp_path / "out" / "timeline.png"
+    timeline.draw([traced[2], traced[6]], path)
+    found, width = colours(path)
+    styles = [timeline.STYLES[op]["facecolor"] for op in ("all_reduce", "reduce_scatter", "all_gather")]
+    assert {timeline.COLOURS["forward"], timeline.COLOURS["backward"], *styles} <= found
+    assert width == 900
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(timeline, "WORKLOAD", WORKLOAD)
+
+
+def brigade(capsys, *arguments):
+    status = cli.main([str(argument) for argument in arguments])
+    out, err = capsys.readouterr()
+    assert "Traceback" not in out + err
+    return status, out, err
+
+
+def test_the_command_writes_a_picture_and_a_trace(quick, capsys, tmp_path):
+    picture, events = tmp_path / "step.png", tmp_path / "step.json"
+    options = ("--torch", "--latency-us", 500, "--bandwidth-gbps", 1, "--png", picture, "--json", events)
+    status, out, err = brigade(capsys, "trace", 2, "--target", "solutions", *options)
+    assert status == 0 and not err
+    assert "2 FlatDDP: a step of " in out and "torch DDP: a step of " in out and " ms exposed, 1 collective" in out
+    assert "The link is emulated: 500 us for a message and 1 Gbit/s each way" in out
+    assert str(picture) in out and str(events) in out
+    assert timeline.COLOURS["collective"] in colours(picture)[0]
+    expect_chrome_trace(json.loads(events.read_text())["traceEvents"], ranks=4)
+
+
+def submission(directory, number, change=lambda text: text):
+    """The solutions of modules 1 to `number`, the last one changed."""
+    for entry in MODULES[:number]:
+        (directory / entry.package).mkdir()
+        text = (ROOT / "solutions" / entry.path).read_text()
+        (directory / entry.path).write_text(change(text) if entry.number == number else text)
+    return directory
+
+
+def test_what_is_not_written_yet_is_named(quick, capsys, tmp_path):
+    submission(tmp_path, 1)
+    skeleton = MODULES[1]
+    (tmp_path / skeleton.package).mkdir()
+    (tmp_path / skeleton.path).write_text((ROOT / "lessons" / skeleton.path).read_text())
+    status, _, err = brigade(capsys, "trace", 2, "--target", tmp_path)
+    assert status == 2
+    assert err == "brigade: module 2, part (a) is not written yet: `brigade check 2` says what to do\n"
+    status, _, err = brigade(capsys, "trace", 1, "--target", tmp_path / "nowhere")
+    assert (status, err) == (2, f"brigade: there is no directory {tmp_path / 'nowhere'}\n")
+
+
+def test_a_deadlock_is_told_rank_by_rank(quick, capsys, tmp_path):
+    def only_rank_0(text):
+        head = "def finish_grad_sync(self) -> None:"
+        assert head in text
+        return text.replace(head, f"{head}\n        if dist.get_rank(): return", 1)
+
+    status, _, err = brigade(capsys, "trace", 2, "--target", submission(tmp_path, 2, only_rank_0))
+    assert status == 2
+    assert err.startswith("brigade: ") and "rank 0" in err and "rank 1" in err
+
+
+def test_a_collective_that_nobody_waits_for_is_counted(quick, capsys, tmp_path):
+    def forgets(text):
+        assert "handle.wait()" in text
+        return text.replace("handle.wait()", "pass", 1)
+
+    files = ("--png", tmp_path / "step.png", "--json", tmp_path / "step.json")
+    status, printed, _ = brigade(capsys, "trace", 3, "--target", submission(tmp_path, 3, forgets), *files)
+    assert status == 0
+    assert f"{2 * len(PARAMETERS)} of {2 * len(PARAMETERS)} collectives of all ranks were never waited for" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["9"], "there is no module 9: the course has modules 1 to"),
+        (["2", "--ranks", "1"], "--ranks 1: a timeline takes 2 ranks or more"),
+        (["2", "--bucket-mb", "0"], "--bucket-mb 0: it takes a number above 0"),
+        (["2", "--comm-ratio", "-1"], "--comm-ratio -1: it takes a number above 0"),
+        (["2", "--no-pace", "--comm-ratio", "0.8"], "--no-pace emulates no link"),
+        (["2", "--png", "no/such/place.png"], "there is no directory"),
+    ],
+)
+def test_wrong_input_gets_one_line(quick, capsys, arguments, line):
+    status, _, err = brigade(capsys, "trace", *arguments, "--target", "solutions")
+    assert status == 2
+    assert line in err and err.startswith("brigade: ") and err.count("\n") == 1
+
+
+def test_the_readings_have_their_pictures_redrawn(quick, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(figures, "MODULES", MODULES[:2])
+    monkeypatch.setattr(figures, "ROOT", tmp_path)
+    monkeypatch.setattr(course, "ROOT", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["figures"])
+    assert figures.main() == 0
+    assert capsys.readouterr().out.count(" ms exposed") == 3
+    for entry in MODULES[:2]:
+        assert colours(tmp_path / "lessons" / entry.package / "timeline.png")[1] == 900
