@@ -112,11 +112,8 @@ class Server:
             return
         self.close()
         sweep()
-        self.scratch = Path(tempfile.mkdtemp(prefix="brigade-"))
+        self.scratch, lock = own_directory()  # held by the server as long as it lives
         mine, theirs = socket.socketpair()
-        lock = os.open(self.scratch / "new", os.O_CREAT | os.O_RDWR)
-        fcntl.flock(lock, fcntl.LOCK_EX)  # held by the server as long as it lives: see `sweep`
-        os.rename(self.scratch / "new", self.scratch / "lock")  # so that no `sweep` ever finds it unlocked
         program = (
             f"import sys; sys.path[:1] = [{str(ROOT)!r}]; from brigade.forkserver import serve; "
             f"serve({theirs.fileno()}, {lock}, {str(self.scratch)!r}, {str(ROOT)!r})"
@@ -214,6 +211,15 @@ class Server:
                 self._process.wait()
             self._process = None
             isolation.remove(self.scratch)
+
+
+def own_directory() -> tuple[Path, int]:
+    """A new temporary directory, and a descriptor that locks it. Once nobody has that open, `sweep` removes it."""
+    directory = Path(tempfile.mkdtemp(prefix="brigade-"))
+    lock = os.open(directory / "new", os.O_CREAT | os.O_RDWR)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    os.rename(directory / "new", directory / "lock")  # so that no `sweep` ever finds it unlocked
+    return directory, lock
 
 
 def sweep() -> None:

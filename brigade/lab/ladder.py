@@ -20,7 +20,7 @@ import inspect
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean, median, quantiles
 from typing import Any
 
@@ -81,13 +81,14 @@ class Rung:
     """Who averages the gradients and who steps: classes, as (package, name), of a submission's modules or of torch.
 
     Without a wrapper nobody averages: for one process. Without an optimizer every rank has the plain one. `bucket_mb`
-    (MiB) is that of the workload if None.
+    (MiB) is that of the workload if None; `arguments` are further ones of the wrapper.
     """
 
     label: str
     wrapper: tuple[str, str] | None = None
     optimizer: tuple[str, str] | None = None
     bucket_mb: float | None = None
+    arguments: dict[str, Any] = field(default_factory=dict)
 
 
 TORCH_DDP = Rung("torch DDP", ("torch", "DistributedDataParallel"))
@@ -368,7 +369,8 @@ def climber(rung: dict, model: nn.Module, workload: dict) -> Climber:
         bucket_mb = workload["bucket_mb"] if rung["bucket_mb"] is None else rung["bucket_mb"]
         sizes = {"bucket_cap_mb": bucket_mb, "bucket_numel": max(1, int(bucket_mb * 2**20 / FP32_BYTES))}
         accepted = inspect.signature(wrapper_class).parameters
-        wrapper = wrapper_class(model, **{name: size for name, size in sizes.items() if name in accepted})
+        sizes = {name: size for name, size in sizes.items() if name in accepted}
+        wrapper = wrapper_class(model, **sizes, **rung["arguments"])
     options = {"lr": workload["learning_rate"], "momentum": 0.9}
     if not rung["optimizer"]:
         optimizer = torch.optim.SGD(model.parameters(), **options)

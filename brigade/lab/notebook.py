@@ -16,13 +16,11 @@ from __future__ import annotations
 import ast
 import atexit
 import contextlib
-import fcntl
 import json
 import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import textwrap
 import time
 from collections.abc import Sequence
@@ -32,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from brigade.course import MODULES, ROOT, module
-from brigade.ranks import Event, describe, ending, loopback_interface
+from brigade.ranks import Event, describe, ending, loopback_interface, own_directory
 from brigade.submission import read
 
 if TYPE_CHECKING:
@@ -90,8 +88,8 @@ class Ranks:
 
     def __init__(self, deadline_s: float):
         self.deadline_s = deadline_s
-        self._directory = Path(tempfile.mkdtemp(prefix="brigade-"))
-        self._guard = start_guard(self._directory)
+        self._directory, lock = own_directory()
+        self._guard = start_guard(self._directory, lock)
         self._client: Any = None
         self._controller: subprocess.Popen | None = None
         self._engines: list[subprocess.Popen] = []
@@ -290,11 +288,11 @@ def import_path() -> str:
     return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
-def start_guard(directory: Path) -> subprocess.Popen:
-    """A process that outlives this one, however it ends, to end the ranks and remove their directory."""
-    lock = os.open(directory / "new", os.O_CREAT | os.O_RDWR)
-    fcntl.flock(lock, fcntl.LOCK_EX)  # should the guard be killed too, `ranks.sweep` removes the directory later
-    os.rename(directory / "new", directory / "lock")
+def start_guard(directory: Path, lock: int) -> subprocess.Popen:
+    """A process that outlives this one, however it ends, to end the ranks and remove their directory.
+
+    It holds the lock: should it be killed too, `ranks.sweep` removes the directory later.
+    """
     program = "import sys; from brigade.lab.notebook import guard; guard(sys.argv[1])"
     process = subprocess.Popen(
         [sys.executable, "-c", program, str(directory)],

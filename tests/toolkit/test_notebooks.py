@@ -22,8 +22,9 @@ from brigade.course import MODULES, ROOT
 from brigade.events import launches
 from brigade.lab.notebook import Ranks, RanksError, show, start_ranks
 
-NOTEBOOKS = [ROOT / "notebooks" / f"{entry.package.removeprefix('m')}.ipynb" for entry in MODULES]
-CELL_S = 60
+STEMS = ["00_overview", *(entry.package.removeprefix("m") for entry in MODULES)]
+NOTEBOOKS = [ROOT / "notebooks" / f"{stem}.ipynb" for stem in STEMS]
+CELL_S = 120
 
 
 @pytest.fixture(scope="module", autouse=True)
