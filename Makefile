@@ -18,7 +18,7 @@ help:
 	@echo "make figures  draw the readings' pictures anew from runs on this machine"
 	@echo "make gradescope  the autograder for Gradescope as out/gradescope.zip"
 	@echo "make gpu-check  checks, mutants and the ladder on NCCL; needs only a python3 with torch and pytest"
-	@echo "make claims   the experiments behind the readings' claims; about two minutes"
+	@echo "make claims   the experiments behind the readings' claims, in a minute"
 	@echo "make soak     all graded checks 30 times while both cores are busy; about half an hour"
 
 demo: setup

@@ -48,7 +48,7 @@ def test_a_wrong_option_gets_a_sentence(options, said, capsys):
 
 def test_all_stages_on_gloo(tmp_path, monkeypatch, capsys):
     """Everything but NCCL itself; module 2 has the quickest checks."""
-    plan = Plan("gloo", modules=(module(2),), minutes=4, workload=TINY)
+    plan = Plan("gloo", modules=(module(2),), minutes=20, workload=TINY)
     monkeypatch.setattr(gpu_check, "planned", lambda options: plan)
     out = tmp_path / "below" / "report.md"
     assert gpu_check.main(["--backend", "gloo", "--out", str(out)]) == 0, capsys.readouterr().out
@@ -64,7 +64,7 @@ def test_all_stages_on_gloo(tmp_path, monkeypatch, capsys):
 def test_a_stage_is_ended_when_its_time_is_used_up():
     started = time.monotonic()
     stage = gpu_check.mutant_stage(Plan("gloo"), started + 4)
-    assert time.monotonic() - started < 18
+    assert time.monotonic() - started < 30
     assert stage.problem.startswith("stopped after 4 s") and not stage.good
     late = [gpu_check.mutant_stage(Plan("gloo"), started), gpu_check.ladder_stage(Plan("gloo"), started)]
     assert all(stage.problem == "not reached: the time was used up" and not stage.good for stage in late)

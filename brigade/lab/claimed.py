@@ -1,0 +1,666 @@
+"""The claims that the readings check, in their order, each with its experiment."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+import timeit
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from brigade import submission
+from brigade.events import launches
+from brigade.lab import claimed_ranks, memory
+from brigade.lab.claimed_ranks import summary
+from brigade.lab.claims import CITED, CannotMeasure, Claim, Finding
+from brigade.lab.ladder import FP32_BYTES, reference
+from brigade.models import tiny_lm
+from brigade.pacing import sent_bytes
+from brigade.ranks import RankResults, run_ranks
+
+MIB = 2**20
+DEADLINE_S = 60.0
+
+# Five articles that the course grew out of, and others by name.
+XL = "an article that times buckets on an XL model"
+BUCKETS = "an article on buckets and sharded optimizers"
+PADDING = "an article on Megatron-LM's gradient buffer"
+COALESCING = "an article on coalesced communication"
+SHARDS = "an article on cached shards"
+
+CLAIMS: list[Claim] = []
+
+
+def claim(
+    name: str, module: int, text: str, source: str, rule: str, verdict: str
+) -> Callable[[Callable[[], Finding]], Callable[[], Finding]]:
+    """Enters a claim with the function that is its experiment."""
+
+    def enter(experiment: Callable[[], Finding]) -> Callable[[], Finding]:
+        CLAIMS.append(Claim(name, module, text, source, rule, verdict, experiment))
+        return experiment
+
+    return enter
+
+
+def cited(name: str, module: int, text: str, source: str, why: str) -> None:
+    """Enters a claim that cannot be measured here."""
+    CLAIMS.append(Claim(name, module, text, source, why, CITED))
+
+
+def right_if(condition: bool, otherwise: str = "wrong") -> str:
+    return "right" if condition else otherwise
+
+
+def by_share(holds: Sequence[bool]) -> str:
+    """ "right" if the claim holds in all cases, "wrong" if in none."""
+    return right_if(all(holds), "depends" if any(holds) else "wrong")
+
+
+def on_ranks(function: Callable[..., Any], *args: Any, **options: Any) -> RankResults:
+    """Runs one of `claimed_ranks` with the solutions at hand."""
+    return run_ranks(function, *args, packages={"submission": reference()}, seed=0, deadline=DEADLINE_S, **options)
+
+
+@functools.cache
+def solution(package: str) -> ModuleType:
+    """A module of the reference, imported here."""
+    submission.install("reference", reference())
+    return importlib.import_module(f"reference.{package}.{package.split('_', 1)[1]}")
+
+
+def xl_parameters() -> dict[str, torch.nn.Parameter]:
+    """Those of the XL model by name, without their memory."""
+    return dict(tiny_lm("xl", "meta").named_parameters())
+
+
+def xl_bytes() -> int:
+    return FP32_BYTES * sum(parameter.numel() for parameter in xl_parameters().values())
+
+
+# ---- module 1
+
+
+@claim(
+    "xl-size", 1, "The gradients of the XL model (d_model 1600, 48 layers) are 1.7 GB", XL,
+    "right within 5 %", "wrong",
+)  # fmt: skip
+def xl_size() -> Finding:
+    nbytes = xl_bytes()
+    return Finding(
+        f"{f'{nbytes // FP32_BYTES:,}'.replace(',', ' ')} parameters, {nbytes / 1e9:.2f} GB in fp32",
+        right_if(abs(nbytes / 1.7e9 - 1) < 0.05),
+    )
+
+
+@claim(
+    "xl-all-reduce-time", 1, "All-reducing them takes 1.9 ms on NVLink at 900 GB/s", XL,
+    "right if an all-reduce on two ranks could take 1.9 ms at 450 GB/s, which is what an H100 sends in one direction",
+    "wrong",
+)  # fmt: skip
+def xl_all_reduce_time() -> Finding:
+    sent = sent_bytes("all_reduce", xl_bytes(), 2)
+    return Finding(
+        f"computed: {1e3 * sent / 450e9:.1f} ms at 450 GB/s, {1e3 * sent / 370e9:.1f} ms at the 370 GB/s that were "
+        "measured on 8 H100 (nccl-tests; cited)",
+        right_if(sent / 450e9 <= 1.9e-3),
+    )
+
+
+@claim(
+    "xl-backward", 1, "Backward of that model takes about 950 ms", XL,
+    "right if it is less than the whole naive step of the same article, backward included", "wrong",
+)  # fmt: skip
+def xl_backward() -> Finding:
+    return Finding("from its own table: a whole naive step takes 808.66 ms", right_if(950 < 808.66))
+
+
+# ---- module 2
+
+
+@claim(
+    "latency", 2, "With one all-reduce per parameter, latency dominates", BUCKETS,
+    "right if all-reducing the gradients of TinyLM tiny one by one takes more than twice as long as in one tensor",
+    "right",
+)  # fmt: skip
+def latency() -> Finding:
+    found = on_ranks(claimed_ranks.launch_times, 20, stream=False)[0]
+    ratios = [one / flat for one, flat in zip(found["one by one"], found["flat"])]
+    return Finding(
+        f"39 all-reduces {summary(found['one by one'])} ms, one with the same bytes {summary(found['flat'])} ms: "
+        f"{summary(ratios)} times as long",
+        right_if(median(ratios) > 2),
+    )
+
+
+@claim(
+    "flatten", 2, "Flatten, reduce, done: fewer collectives and nothing else changes", BUCKETS,
+    "right if nothing is copied and no memory is allocated for it", "wrong",
+)  # fmt: skip
+def flatten() -> Finding:
+    found = on_ranks(claimed_ranks.flat_copies, 100)[0]
+    return Finding(
+        f"for TinyLM tiny {found['copied'] / 1e6:.2f} MB are copied (in and out) in {summary(found['ms'], 2)} ms, and "
+        f"{found['allocated'] / 1e6:.2f} MB allocated",
+        right_if(found["copied"] == 0 and found["allocated"] == 0),
+    )
+
+
+@claim(
+    "one-flat-tensor", 2, "One flat tensor holds all gradients", BUCKETS,
+    "right if gradients of fp32 and bf16 keep their dtypes in it", "wrong",
+)  # fmt: skip
+def one_flat_tensor() -> Finding:
+    flat = torch.cat([torch.ones(1), torch.ones(1, dtype=torch.bfloat16)])
+    return Finding(f"torch.cat of fp32 and bf16 is {flat.dtype}, silently", right_if(flat.dtype == torch.bfloat16))
+
+
+# ---- module 3
+
+
+@claim(
+    "early-layers", 3, "Communication for early layers overlaps with gradient computation in later ones", BUCKETS,
+    "right if gradients of early layers are ready before those of later ones", "wrong",
+)  # fmt: skip
+def early_layers() -> Finding:
+    model, order = tiny_lm("tiny"), []
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
+    model(torch.zeros(1, 8, dtype=torch.long)).sum().backward()
+    return Finding(
+        f"of {len(order)} gradients {order[0]} is ready first, {order[-1]} last",
+        right_if(order.index("blocks.0.q.weight") < order.index("blocks.3.q.weight")),
+    )
+
+
+@claim(
+    "hook-argument", 3, "A post-accumulate hook is called with the gradient",
+    "picotron's `DataParallelNaive` ([issue 39](https://github.com/huggingface/picotron/issues/39))",
+    "right if its argument is the gradient", "wrong",
+)  # fmt: skip
+def hook_argument() -> Finding:
+    weight, given = torch.nn.Parameter(torch.tensor(1.0)), []
+    weight.register_post_accumulate_grad_hook(given.append)
+    (3 * weight).backward()
+    what = "the parameter" if given[0] is weight else "another tensor"
+    return Finding(
+        f"with {what}: {given[0].item():g}, where the weight is 1 and the gradient 3",
+        right_if(given[0] is weight.grad),
+    )
+
+
+@claim(
+    "last-handle", 3, "Waiting on the last handle is enough",
+    "a wrong answer that passed the tests of CS336's assignment in 15 of 16 runs",
+    "right if an earlier, larger all-reduce is complete in all of 50 attempts", "wrong",
+)  # fmt: skip
+def last_handle() -> Finding:
+    counts = on_ranks(claimed_ranks.unfinished, 50)
+    return Finding(
+        f"an all-reduce of 16 MB, launched before, was not complete in {min(counts)} to {max(counts)} of 50 attempts",
+        right_if(max(counts) == 0),
+    )
+
+
+# ---- module 4
+
+
+@claim(
+    "xl-buckets", 4, "XL has 435, 339, 98 and 8 buckets at 1, 10, 100 and 1000 MB", XL,
+    "right if the rule of module 4 gives the same numbers, with caps in MiB", "right",
+)  # fmt: skip
+def xl_buckets() -> Finding:
+    parameters, caps = list(xl_parameters().values()), [1, 10, 100, 1000]
+    plan_buckets = solution("m04_bucketed_ddp").plan_buckets
+    before = [len(plan_buckets(parameters, cap * MIB)) for cap in caps]
+    after = [len(dist._compute_bucket_assignment_by_size(parameters[::-1], [cap * MIB])[0]) for cap in caps]
+    return Finding(
+        f"{listed(before)} where a bucket closes before the cap would be exceeded; {listed(after)} with torch DDP's "
+        "rule, which closes it after",
+        right_if(before == [435, 339, 98, 8]),
+    )
+
+
+@claim(
+    "xl-170-buckets", 4, "One expects 170 buckets of 10 MB; matrices larger than that double the number", XL,
+    "right if the gradients fill 170 buckets within 5 %", "wrong",
+)  # fmt: skip
+def xl_170_buckets() -> Finding:
+    sizes = [FP32_BYTES * parameter.numel() for parameter in xl_parameters().values()]
+    large = [size for size in sizes if size > 10 * MIB]
+    full = sum(sizes) / (10 * MIB)
+    return Finding(
+        f"{full:.0f} full buckets of 10 MiB; {len(large)} tensors above the cap carry {sum(large) / 1e9:.2f} of "
+        f"{sum(sizes) / 1e9:.2f} GB, and so lower the number of buckets",
+        right_if(abs(full / 170 - 1) < 0.05),
+    )
+
+
+@claim(
+    "xl-tensors", 4, "The QKV projections have 30 MB each, the largest FFN matrices 61 MB", XL,
+    "right within 5 %, in MB or in MiB", "wrong",
+)  # fmt: skip
+def xl_tensors() -> Finding:
+    sizes = {name: FP32_BYTES * parameter.numel() for name, parameter in xl_parameters().items()}
+    q, ffn, head = (sizes[name] for name in ("blocks.0.q.weight", "blocks.0.w1.weight", "head.weight"))
+
+    def near(nbytes: int, claimed_mb: int) -> bool:
+        return any(abs(nbytes / unit / claimed_mb - 1) < 0.05 for unit in (1e6, MIB))
+
+    return Finding(
+        f"q, k and v {q / 1e6:.2f} MB each, FFN matrices {ffn / 1e6:.2f} MB; embedding and head {head / MIB:.1f} MiB",
+        right_if(near(q, 30) and near(ffn, 61)),
+    )
+
+
+@claim(
+    "xl-step-times", 4, "Step time varies by 2 to 3 % over these bucket sizes", XL,
+    "right if the slowest of the article's own times is at most 3 % above the quickest", "wrong",
+)  # fmt: skip
+def xl_step_times() -> Finding:
+    published_ms = [1003.69, 1092.64, 993.28, 980.18]
+    spread = max(published_ms) / min(published_ms) - 1
+    return Finding(
+        f"from its own table: {100 * spread:.1f} %, and not monotone, 10 MB being the slowest", right_if(spread <= 0.03)
+    )
+
+
+# ---- module 5
+
+
+@claim(
+    "ring-length", 5, "NCCL's ring needs lengths divisible by lcm(N, 128, 2^16)", PADDING,
+    "right if a length that is not divisible by it cannot be all-reduced, or reduce-scattered in equal shards", "wrong",
+)  # fmt: skip
+def ring_length() -> Finding:
+    odd, divisible = on_ranks(claimed_ranks.any_length, [65_537, 65_538], world_size=3)[0]
+    return Finding(
+        f"on 3 ranks 65 537 elements are all-reduced: {yes(odd['reduced'])}, reduce-scattered: "
+        f"{yes(odd['scattered'])}; 65 538, divisible by 3 only: {yes(divisible['reduced'])}, "
+        f"{yes(divisible['scattered'])} (on gloo; NCCL takes any count as well)",
+        right_if(not (odd["reduced"] and divisible["reduced"] and divisible["scattered"])),
+    )
+
+
+@claim(
+    "alignment", 5, "Buffers are aligned to 128 bytes", PADDING,
+    "right if parameters of one fp32 element lie 128 bytes apart, or buckets of one such parameter", "wrong",
+)  # fmt: skip
+def alignment() -> Finding:
+    plan_layout = solution("m05_grad_buffer").plan_layout
+    apart = FP32_BYTES * plan_layout([1, 1], None, 2).param_ranges[1][0]
+    long = FP32_BYTES * plan_layout([1, 1], 1, 2).bucket_ranges[1][0]
+    return Finding(
+        f"by Megatron-LM's rule parameters start at multiples of 64 elements, {apart} bytes in fp32, and a bucket has "
+        f"at least 128 elements, {long} bytes",
+        right_if(128 in (apart, long)),
+    )
+
+
+cited(
+    "padding-always", 5, "Padding happens always", PADDING,
+    "in Megatron-LM only with the distributed optimizer, see `_pad_end_of_bucket_if_needed`",
+)  # fmt: skip
+
+
+@claim(
+    "bucket-size", 5, "`bucket_size=40000000` is 40 MB", PADDING,
+    "right if a bucket that holds as much has 40 MB, in fp32 or in bf16", "wrong",
+)  # fmt: skip
+def bucket_size() -> Finding:
+    layout = solution("m05_grad_buffer").plan_layout([40_000_000, 1], 40_000_000, 2)
+    start, end = layout.bucket_ranges[0]
+    sizes = [(end - start) * dtype.itemsize / 1e6 for dtype in (torch.float32, torch.bfloat16)]
+    return Finding(
+        f"it counts elements: {sizes[0]:.0f} MB in fp32, {sizes[1]:.0f} MB in bf16",
+        right_if(any(abs(size / 40 - 1) < 0.05 for size in sizes)),
+    )
+
+
+@claim(
+    "padding-overhead", 5, "The overhead of padding is under 1 %", PADDING,
+    "right if in all of the cases, wrong if in none", "depends",
+)  # fmt: skip
+def padding_overhead() -> Finding:
+    plan_layout, found = solution("m05_grad_buffer").plan_layout, {}
+    for numel in (40_000_000, 100_000):
+        for ranks in (8, 96):
+            for pad_for_busbw in (False, True):
+                most = plan_layout([1], None, ranks, pad_for_busbw).numel - 1
+                grown = plan_layout([numel], None, ranks, pad_for_busbw).numel / numel - 1
+                found[numel, ranks, pad_for_busbw] = 100 * (most / numel if numel > 10**6 else grown)
+    return Finding(
+        f"padded to 2^16, a bucket of 40 million grows by at most {found[40_000_000, 8, True]:.2f} % for 8 ranks and "
+        f"{found[40_000_000, 96, True]:.2f} % for 96, one of 100 000 by {found[100_000, 8, True]:.0f} % and "
+        f"{found[100_000, 96, True]:.0f} %; without 2^16 the latter by {found[100_000, 8, False]:.1f} % and "
+        f"{found[100_000, 96, False]:.1f} %",
+        by_share([percent < 1 for percent in found.values()]),
+    )
+
+
+@claim(
+    "published-layout", 5, "Megatron-LM's code, as published there, lays out a buffer", PADDING,
+    "right if it runs, and every bucket of an example gets all of its elements", "wrong",
+)  # fmt: skip
+def published_layout() -> Finding:
+    try:
+        torch.float32.itemsize()
+        raised = "nothing"
+    except TypeError:
+        raised = "TypeError"
+    # 21 buckets of 3105 gradients: each is padded to a multiple of 32, their sum, 65 205, to one of 2^16.
+    buffer = torch.zeros(65_536)
+    last = [buffer[start : start + 3136] for start in range(0, 21 * 3136, 3136)][-1]
+    return Finding(
+        f"`dtype.itemsize()` raises {raised}; of 21 buckets that need {21 * 3136} elements, in a buffer of "
+        f"{buffer.numel()}, the last has {last.numel()} for 3105 gradients, silently",
+        right_if(raised == "nothing" and last.numel() >= 3105),
+    )
+
+
+cited(
+    "nvls", 5, "120 becomes 320 GB/s, since alignment enables NVLS", PADDING,
+    "it takes NVLink switches; in NCCL 2.28.9 (`nvls.cc`) NVLS depends on hardware, operation and dtype",
+)  # fmt: skip
+
+
+# ---- module 6
+
+
+@claim(
+    "coalesce-all", 6, "20 buckets become one launch; no downside", COALESCING,
+    "right if the one launch comes no later in backward than the first of those of single buckets", "wrong",
+)  # fmt: skip
+def coalesce_all() -> Finding:
+    found = {}
+    for buckets_per_group in (1, None):
+        events = on_ranks(claimed_ranks.grouped_step, buckets_per_group).events[0]
+        scatters = launches(events, 0)
+        ready = [place for place, event in enumerate(events) if event["kind"] == "ready"]
+        found[buckets_per_group] = (len(scatters), sum(place < scatters[0].place for place in ready), len(ready))
+    (several, early, total), (one, late, _) = found[1], found[None]
+    return Finding(
+        f"{several} buckets of TinyLM tiny, one in a group: the first of {several} launches comes when {early} of "
+        f"{total} gradients are ready; all in one group: {one} launch, when {late} are",
+        right_if(one == 1 and late <= early),
+    )
+
+
+cited(
+    "coalesced-for-nothing", 6, "Coalesced, more and smaller buckets cost nothing", COALESCING,
+    "it takes GPUs; pull request [98793](https://github.com/pytorch/pytorch/pull/98793) reports, for 64 all-reduces "
+    "with NCCL, 22.19 ms one by one, 16.93 ms coalesced and 16.38 ms as one flat tensor",
+)  # fmt: skip
+
+
+@claim(
+    "manager-device", 6, "Pass `device='cuda'` to the coalescing manager", COALESCING,
+    "right if the calls in the block are done, and an all-reduce after it", "wrong",
+)  # fmt: skip
+def manager_device() -> Finding:
+    text, device = (on_ranks(claimed_ranks.manage, f"device={given}")[0] for given in ("'cuda'", "torch.device('cpu')"))
+    return Finding(
+        f"{text['raised'] or 'nothing'} is raised, and with a `torch.device` {device['raised'] or 'nothing'} (gloo); "
+        f"an all-reduce of 1 and 2 afterwards gives {text['after']:g} and {device['after']:g}",
+        right_if(text["results"] == [[3.0], [3.0]] and text["after"] == 3),
+    )
+
+
+@claim(
+    "manager-mixtures", 6, "The manager coalesces what is called in a block when possible",
+    "the docstring of torch's `_coalescing_manager`",
+    "right if a maximum and a sum in one block have their own results, and an all-reduce works after an exception in a "
+    "block", "wrong",
+)  # fmt: skip
+def manager_mixtures() -> Finding:
+    names = ("a maximum and a sum", "an all-reduce and an all-gather", "an exception")
+    ops, kinds, exception = (on_ranks(claimed_ranks.manage, name)[0] for name in names)
+    got = listed([f"{value:g}" for result in ops["results"] for value in result])
+    return Finding(
+        f"the maximum and the sum of 1 and 2 become {got}; an all-reduce and an all-gather: "
+        f"{kinds['raised'] or 'no exception'}; after an exception in a block the next sum is {exception['after']:g}",
+        right_if(ops["results"] == [[2.0], [3.0]] and exception["after"] == 3),
+    )
+
+
+@claim(
+    "manager-public", 6, "Coalescing is public since torch 1.10", COALESCING,
+    "right if torch.distributed has a coalescing manager without an underscore", "wrong",
+)  # fmt: skip
+def manager_public() -> Finding:
+    names = [name for name in dir(dist) if "coalesc" in name]
+    return Finding(
+        f"torch {torch.__version__.partition('+')[0]} has {', '.join(f'`{name}`' for name in names)}",
+        right_if(any("manager" in name and not name.startswith("_") for name in names)),
+    )
+
+
+@claim(
+    "benchmark-loop", 6, "Its benchmark, 20 all-reduces of one tensor, times the same work twice", COALESCING,
+    "right if both ways give the same number", "wrong",
+)  # fmt: skip
+def benchmark_loop() -> Finding:
+    found = on_ranks(claimed_ranks.twenty_times)[0]
+    return Finding(
+        f"1 becomes {found['one by one']:.0f} one by one, {found['coalesced']:.0f} coalesced",
+        right_if(found["one by one"] == found["coalesced"]),
+    )
+
+
+@claim(
+    "reduce-scatter-bytes", 6, "A reduce-scatter sends half of what an all-reduce sends",
+    "nccl-tests, PERFORMANCE.md: (n−1)/n and 2(n−1)/n of the buffer",
+    "right within 10 %, by the bytes that the kernel counts for a rank on gloo", "wrong",
+)  # fmt: skip
+def reduce_scatter_bytes() -> Finding:
+    if not Path("/proc/self/io").exists():
+        raise CannotMeasure("only Linux counts what a process writes")
+    found = on_ranks(claimed_ranks.written_bytes)[0]
+    return Finding(
+        "of S bytes a rank sends "
+        f"{found['all_reduce']:.2f} S in an all-reduce, {found['reduce_scatter']:.2f} S in a reduce-scatter, "
+        f"{found['all_gather']:.2f} S in an all-gather: gloo's reduce-scatter is an all-reduce and a slice",
+        right_if(abs(2 * found["reduce_scatter"] / found["all_reduce"] - 1) < 0.1),
+    )
+
+
+# ---- module 7
+
+
+def best_us(function: Callable[[], object]) -> float:
+    """Microseconds of a call, the least disturbed of many."""
+    return min(timeit.repeat(function, number=10, repeat=500)) / 10 * 1e6
+
+
+def all_slices(bucket: torch.Tensor, ranks: int) -> list[torch.Tensor]:
+    length = bucket.numel() // ranks
+    return [bucket[rank * length : (rank + 1) * length] for rank in range(ranks)]
+
+
+@functools.cache
+def slice_us() -> float:
+    bucket = torch.zeros(1_000_000)
+    return best_us(lambda: bucket[100:200])
+
+
+@claim(
+    "slice", 7, "A slice costs 10 to 50 µs of CPU time", SHARDS, "right if the quickest of 500 takes 10 µs or more",
+    "wrong",
+)  # fmt: skip
+def one_slice() -> Finding:
+    bucket = torch.zeros(1_000_000)
+    times = {ranks: best_us(lambda ranks=ranks: all_slices(bucket, ranks)) for ranks in (8, 32)}
+    return Finding(
+        f"{slice_us():.1f} µs; all shards of a bucket {times[8]:.1f} µs for 8 ranks, {times[32]:.0f} µs for 32",
+        right_if(slice_us() >= 10),
+    )
+
+
+@claim(
+    "40k-slices", 7, "40 slices a step are 1.2 ms, and 40 000 in 1000 steps 40 s", SHARDS,
+    "right if 40 000 slices take 20 s or more", "wrong",
+)  # fmt: skip
+def many_slices() -> Finding:
+    seconds = 40_000 * slice_us() * 1e-6
+    return Finding(
+        f"{seconds:.2f} s; even at the article's own 30 µs a slice {40_000 * 30e-6:.1f} s", right_if(seconds >= 20)
+    )
+
+
+@claim(
+    "caching", 7, "Caching saves about 1 ms a step, with 20 buckets", SHARDS,
+    "right if 40 times all shards of a bucket, made anew or found in a cache, differ by 0.5 to 2 ms for 8, 32 and 128 "
+    "ranks, wrong if for none", "depends",
+)  # fmt: skip
+def caching() -> Finding:
+    bucket, cache = torch.zeros(1_000_000), {(0, 3): torch.zeros(1)}
+    cached = best_us(lambda: cache[0, 3])
+    saved = {ranks: 0.04 * (best_us(lambda ranks=ranks: all_slices(bucket, ranks)) - cached) for ranks in (8, 32, 128)}
+    words = listed([f"{ms:.1f} ms for {ranks}" for ranks, ms in saved.items()])
+    return Finding(
+        f"{words} ranks; slicing only the own shard, without a cache, saves all but {0.04 * slice_us():.2f} ms of it",
+        by_share([0.5 <= ms <= 2 for ms in saved.values()]),
+    )
+
+
+cited(
+    "eager-views", 7, "Megatron-LM makes the views in the constructor", SHARDS,
+    "its lists are filled with None there, and with views at their first use, in `start_grad_sync` and "
+    "`start_param_sync`",
+)  # fmt: skip
+
+
+# ---- module 8
+
+
+@functools.cache
+def held() -> dict[str, memory.Held]:
+    """What each rung keeps on 1, 2 and 4 ranks, by its label."""
+    return {one.case.label: one for one in memory.measure()}
+
+
+def per_parameter(label: str, world_size: int, kind: str | None = None) -> float:
+    """Bytes per parameter on the fullest rank, of one kind or of all."""
+    one = held()[label]
+    nbytes = one.fullest(world_size)
+    return (nbytes[kind] if kind else memory.total(nbytes)) / one.numel
+
+
+@claim(
+    "adam-16-bytes", 8, "Adam in fp32 takes 16 bytes per parameter: 16 GB for 1 billion", BUCKETS, "right within 1 %",
+    "right",
+)  # fmt: skip
+def adam_16_bytes() -> Finding:
+    naive, torch_ddp = per_parameter("1 NaiveDDP", 1), per_parameter("torch DDP", 1)
+    return Finding(
+        f"{naive:.2f} bytes of parameters, gradients and state, without activations; torch DDP at its defaults holds "
+        f"{torch_ddp:.2f}",
+        right_if(abs(naive / 16 - 1) < 0.01),
+    )
+
+
+@claim(
+    "optimizer-8-to-2", 8, "On 4 GPUs the optimizer's 8 GB become 2", BUCKETS,
+    "right if the state on the fullest of 4 ranks is a quarter, within 1 %", "right",
+)  # fmt: skip
+def optimizer_8_to_2() -> Finding:
+    whole, part = (per_parameter("8 ZeroOptimizer", n, "optimizer state") for n in (1, 4))
+    all_whole, all_part = (per_parameter("8 ZeroOptimizer", n) for n in (1, 4))
+    return Finding(
+        f"{whole:.2f} bytes of state per parameter become {part:.2f}; all together falls from {all_whole:.2f} to "
+        f"{all_part:.2f} only, for parameters and gradients stay whole",
+        right_if(abs(4 * part / whole - 1) < 0.01),
+    )
+
+
+@claim(
+    "billions-fit", 8, "So billion-parameter models train without running out of memory", BUCKETS,
+    "right if what XL needs on a rank falls below any limit with enough ranks, wrong if it does not fall at all",
+    "depends",
+)  # fmt: skip
+def billions_fit() -> Finding:
+    numel = xl_bytes() // FP32_BYTES
+    gb = {n: memory.total(memory.STAGE_1.held(numel, n)) / 1e9 for n in (1, 2, 8, 64, 10**9)}
+    return Finding(
+        f"by ZeRO's formula XL takes {gb[1]:.2f} GB on one rank, {gb[2]:.2f} on each of 2, {gb[8]:.2f} of 8, "
+        f"{gb[64]:.2f} of 64, never less than {gb[10**9]:.2f}, and activations come on top",
+        right_if(gb[10**9] < 0.1, "depends" if gb[64] < 0.9 * gb[1] else "wrong"),
+    )
+
+
+@claim(
+    "equal-shares", 8, "Memory of the optimizer is divided by the number of ranks", BUCKETS,
+    "right if the fullest of 2, 8, 64 and 512 ranks has at most 1 % more than the mean, whole parameters or shards, "
+    "wrong if that is so in no case", "depends",
+)  # fmt: skip
+def equal_shares() -> Finding:
+    numels = [parameter.numel() for parameter in xl_parameters().values()]
+    whole, shards = {}, {}
+    for ranks in (2, 8, 64, 512):
+        loads = [0] * ranks
+        for numel in sorted(numels, reverse=True):
+            loads[loads.index(min(loads))] += numel
+        mean = sum(numels) / ranks
+        whole[ranks] = max(loads) / mean
+        shards[ranks] = solution("m05_grad_buffer").plan_layout(numels[::-1], 40_000_000, ranks).numel / sum(numels)
+    return Finding(
+        f"whole parameters of XL, given out greedily: {listed([f'{r:.3f}' for r in whole.values()])} times the mean on "
+        f"the fullest of {listed(list(whole))} ranks; shards of buckets: at most {max(shards.values()):.4f} times",
+        by_share([share <= 1.01 for share in [*whole.values(), *shards.values()]]),
+    )
+
+
+@claim(
+    "sharding-traffic", 8, "Sharing costs additional communication", BUCKETS,
+    "right if all three ways send more than one all-reduce of the gradients, by 2 % or more; wrong if none does",
+    "half right",
+)  # fmt: skip
+def sharding_traffic() -> Finding:
+    numel = sum(parameter.numel() for parameter in tiny_lm("tiny", "meta").parameters())
+    one = sent_bytes("all_reduce", FP32_BYTES * numel, 2)
+    words, more = [], []
+    for kind in ("ZeroOptimizer", "ShardedOptimizer", "torch DDP + ZeroRedundancyOptimizer"):
+        step = launches(on_ranks(claimed_ranks.sharing_steps, kind).events[0], 2)
+        sent = sum(sent_bytes(launch.op, launch.nbytes, 2) for launch in step)
+        ops = listed([f"{count} {op}" for op, count in Counter(launch.op for launch in step).items()])
+        words.append(f"{kind} {sent / one:.2f} times an all-reduce of all gradients ({ops})")
+        more.append(sent / one > 1.02)
+    verdict = right_if(all(more), "half right" if any(more) else "wrong")
+    return Finding("; ".join(words) + ", with ring algorithms", verdict)
+
+
+cited(
+    "all-gather-parameters", 8, '"All-gather the updated parameters"', BUCKETS,
+    "the published code broadcasts each parameter from its owner, and skips the reduce where `grad is None`: ranks "
+    "that use different layers wait for each other for ever",
+)  # fmt: skip
+
+
+@claim(
+    "bf16-18-bytes", 8, "bf16 with fp32 gradients: 18 bytes per parameter become 6 + 12/N",
+    "Megatron-LM, docs/api-guide/dist_optimizer.md", "right within 1 % on 1, 2 and 4 ranks", "right",
+)  # fmt: skip
+def bf16_18_bytes() -> Finding:
+    found = {n: per_parameter("8 ZeroOptimizer, bf16", n) for n in (1, 2, 4)}
+    return Finding(
+        f"{listed([f'{nbytes:.2f}' for nbytes in found.values()])} bytes on the fullest of 1, 2 and 4 ranks",
+        right_if(all(math.isclose(nbytes, 6 + 12 / n, rel_tol=0.01) for n, nbytes in found.items())),
+    )
+
+
+def listed(values: Sequence[object]) -> str:
+    """Such as: 1, 2 and 3"""
+    words = [str(value) for value in values]
+    return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else words[0]
+
+
+def yes(condition: bool) -> str:
+    return "yes" if condition else "no"

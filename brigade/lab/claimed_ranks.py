@@ -1,0 +1,220 @@
+"""What ranks do in the experiments of `claimed.py`."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _coalescing_manager
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from brigade import recording
+from brigade.models import language_loss, tiny_lm
+from brigade.rank import student
+
+# torch 2.13 gave these new names.
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def launch_times(rounds: int) -> dict[str, list[float]]:
+    """Milliseconds of all-reducing TinyLM's gradients one by one, and as one tensor; in turns."""
+    sizes = [parameter.numel() for parameter in tiny_lm("tiny", "meta").parameters()]
+    found: dict[str, list[float]] = {"one by one": [], "flat": []}
+    for _ in range(rounds):
+        for name, shapes in (("one by one", sizes), ("flat", [sum(sizes)])):
+            tensors = [torch.zeros(shape) for shape in shapes]
+            dist.barrier()
+            start = time.perf_counter()
+            for tensor in tensors:
+                dist.all_reduce(tensor)
+            found[name].append(1e3 * (time.perf_counter() - start))
+    return found
+
+
+class Ledger(TorchDispatchMode):
+    """Counts the bytes that copying operations write, and those of new memory, in what runs inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copied = self.allocated = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            if function._overloadpacket.__name__ in ("cat", "copy_", "clone"):
+                self.copied += result.nbytes
+            memory = {tensor.untyped_storage().data_ptr() for tensor in recording.tensors_in(list(args))}
+            if result.untyped_storage().data_ptr() not in memory:
+                self.allocated += result.nbytes
+        return result
+
+
+def flat_copies(rounds: int) -> dict:
+    """Bytes that module 2's finish copies and allocates for TinyLM, and milliseconds of that copying alone."""
+    model = tiny_lm()
+    ddp = student("m02_flat_ddp", "FlatDDP")(model)
+    gradients = []
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+        gradients.append(parameter.grad)
+    with Ledger() as ledger:
+        ddp.finish_grad_sync()
+    times = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        for gradient, piece in zip(gradients, flat.split([gradient.numel() for gradient in gradients])):
+            gradient.copy_(piece.view(gradient.shape))
+        times.append(1e3 * (time.perf_counter() - start))
+    return {"copied": ledger.copied, "allocated": ledger.allocated, "ms": times}
+
+
+def unfinished(attempts: int) -> int:
+    """How often a large all-reduce is not complete when a small one, launched after it, was waited for."""
+    count = 0
+    for _ in range(attempts):
+        first = dist.all_reduce(torch.ones(4_000_000), async_op=True)
+        last = dist.all_reduce(torch.ones(1), async_op=True)
+        last.wait()
+        count += not first.is_completed()
+        first.wait()
+    return count
+
+
+def any_length(numels: list[int]) -> list[dict]:
+    """Whether tensors of these lengths can be all-reduced, and reduce-scattered in equal shards."""
+    found = []
+    for numel in numels:
+        whole = torch.ones(numel)
+        dist.all_reduce(whole)
+        reduced = bool((whole == dist.get_world_size()).all())
+        try:
+            reduce_scatter(torch.empty(numel // dist.get_world_size()), whole)
+            scattered = True
+        except (RuntimeError, ValueError):
+            scattered = False
+        found.append({"reduced": reduced, "scattered": scattered})
+    return found
+
+
+def grouped_step(buckets_per_group: int | None) -> None:
+    """A step of module 6 with 22 buckets; events of kind "ready" say when each gradient is."""
+    model = tiny_lm()
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _: recording.note("ready"))
+    ddp = student("m06_coalesced", "CoalescedDDP")(model, bucket_numel=32_000, buckets_per_group=buckets_per_group)
+    ddp.gather_grads = False
+    tokens = torch.randint(256, (2, 16))
+    recording.note("step", step=0)
+    language_loss(ddp(tokens), tokens).backward()
+    ddp.finish_grad_sync()
+
+
+def reduced(op: Any = dist.ReduceOp.SUM) -> Tensor:
+    """An all-reduce of what this rank has: 1 on rank 0 and 2 on rank 1."""
+    tensor = torch.tensor([dist.get_rank() + 1.0])
+    dist.all_reduce(tensor, op)
+    return tensor
+
+
+def gathered() -> Tensor:
+    tensor = torch.empty(dist.get_world_size())
+    all_gather(tensor, torch.tensor([dist.get_rank() + 1.0]))
+    return tensor
+
+
+def interrupted() -> Tensor:
+    raise KeyError("on purpose")
+
+
+BLOCKS: dict[str, tuple[Any, list[Callable[[], Tensor]]]] = {
+    "device='cuda'": ("cuda", [reduced, reduced]),
+    "device=torch.device('cpu')": (torch.device("cpu"), [reduced, reduced]),
+    "a maximum and a sum": (None, [lambda: reduced(dist.ReduceOp.MAX), reduced]),
+    "an all-reduce and an all-gather": (None, [reduced, gathered]),
+    "an exception": (None, [reduced, interrupted]),
+}
+
+
+def manage(name: str) -> dict:
+    """What a block of torch's coalescing manager gives, or the exception's name, and a sum afterwards (1 + 2)."""
+    pass_device, calls = BLOCKS[name]
+    results, raised = [], ""
+    try:
+        with _coalescing_manager(device=pass_device):
+            results = [call() for call in calls]
+    except (RuntimeError, TypeError, KeyError, AssertionError) as error:
+        raised = type(error).__name__
+    found = [result.tolist() for result in results] if not raised else []
+    return {"results": found, "raised": raised, "after": reduced().item()}
+
+
+def twenty_times() -> dict[str, float]:
+    """One tensor of ones, all-reduced 20 times: one by one, and in one coalesced block."""
+    one_by_one, coalesced = torch.ones(1), torch.ones(1)
+    for _ in range(20):
+        dist.all_reduce(one_by_one)
+    with _coalescing_manager():
+        for _ in range(20):
+            dist.all_reduce(coalesced)
+    return {"one by one": one_by_one.item(), "coalesced": coalesced.item()}
+
+
+def written_bytes() -> dict[str, float]:
+    """What this process writes for each collective, as a multiple of the tensor's bytes. Linux counts it."""
+
+    def written() -> int:
+        return int(dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())["wchar"])
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    calls = {
+        "all_reduce": lambda whole: dist.all_reduce(whole),
+        "reduce_scatter": lambda whole: reduce_scatter(whole.chunk(size)[rank], whole),
+        "all_gather": lambda whole: all_gather(whole, whole.chunk(size)[rank]),
+    }
+    tensors = [torch.ones(96_000) for _ in range(20)]
+    found = {}
+    for name, call in calls.items():
+        before = written()
+        for tensor in tensors:
+            call(tensor)
+        found[name] = (written() - before) / sum(tensor.nbytes for tensor in tensors)
+    return found
+
+
+def sharing_steps(kind: str) -> None:
+    """Three steps with an optimizer whose state is divided, or with torch DDP and none; see step 2 of the record."""
+    torch.manual_seed(0)  # equal weights, for ShardedOptimizer
+    model = ddp = tiny_lm()
+    if kind == "ShardedOptimizer":
+        optimizer = student("m08_zero_optimizer", kind)(model.parameters(), torch.optim.AdamW)
+    elif kind == "ZeroOptimizer":
+        ddp = student("m07_cached_shards", "CachedDDP")(model, bucket_numel=2**18)
+        optimizer = student("m08_zero_optimizer", kind)(ddp, torch.optim.AdamW)
+    else:
+        from torch.distributed.optim import ZeroRedundancyOptimizer  # importing it warns of what torch itself uses
+
+        ddp = DistributedDataParallel(model, bucket_cap_mb=1)
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
+    tokens = torch.randint(256, (2, 16))
+    for step in range(3):
+        recording.note("step", step=step)
+        optimizer.zero_grad()
+        language_loss(ddp(tokens), tokens).backward()
+        if kind == "ZeroOptimizer":
+            ddp.finish_grad_sync()
+        optimizer.step()
+
+
+def summary(values: list[float], digits: int = 1) -> str:
+    """Median and quartiles, such as: 12.3 (11.9 to 13.0)"""
+    lower, middle, upper = statistics.quantiles(values, n=4, method="inclusive")
+    return f"{middle:.{digits}f} ({lower:.{digits}f} to {upper:.{digits}f})"

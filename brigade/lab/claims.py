@@ -1,0 +1,211 @@
+"""Claims about data parallelism, checked by experiment: python -m brigade.lab.claims
+
+`claimed.py` has them, in the order of the readings. Each has a rule that makes a verdict of what its experiment
+measures, and the verdict that the reading gives: where the two differ, the command fails. A claim without an experiment
+cannot be measured here; then its source is all there is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from brigade.course import MODULES, ROOT, CourseError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+PAGE = ROOT / "docs" / "claims.md"
+VERDICTS = ("right", "half right", "depends", "wrong")
+CITED = "cited"  # instead of a verdict
+
+
+class CannotMeasure(Exception):
+    """What an experiment needs is not on this machine; the message says what."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What an experiment measured, in words with units and spread, and the verdict that the claim's rule gives."""
+
+    measured: str
+    verdict: str
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What somebody says. `verdict` is the reading's; without an experiment it is `CITED`, and `rule` says why.
+
+    `module` is the one whose reading discusses it.
+    """
+
+    name: str
+    module: int
+    claim: str
+    source: str
+    rule: str
+    verdict: str
+    experiment: Callable[[], Finding] | None = None
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A claim and what was found here; `finding` is None where nothing could be measured, and `why` says why."""
+
+    claim: Claim
+    finding: Finding | None
+    why: str = ""
+
+    @property
+    def holds(self) -> bool:
+        """Whether the reading is right about the claim, as far as could be measured."""
+        return self.finding is None or self.finding.verdict == self.claim.verdict
+
+    @property
+    def measured(self) -> str:
+        return self.finding.measured if self.finding else self.why
+
+    @property
+    def verdict(self) -> str:
+        if self.holds:
+            return self.claim.verdict
+        return f"{self.finding.verdict}, but the reading says: {self.claim.verdict}"
+
+
+def check(claim: Claim) -> Checked:
+    """Runs the claim's experiment, if there is one. Raises RankFailure or CourseError as `run_ranks` does."""
+    if claim.experiment is None:
+        return Checked(claim, None, f"not measured: {claim.rule}")
+    try:
+        return Checked(claim, claim.experiment())
+    except CannotMeasure as reason:
+        return Checked(claim, None, f"not measured: {reason}")
+
+
+def chosen(names: Sequence[str]) -> list[Claim]:
+    """The claims of these names; all without names. Raises CourseError for a name that is none."""
+    from brigade.lab.claimed import CLAIMS
+
+    known = {claim.name: claim for claim in CLAIMS}
+    for name in names:
+        if name not in known:
+            raise CourseError(f"there is no claim {name!r}; --list shows them all")
+    return [known[name] for name in names] or list(CLAIMS)
+
+
+def page(found: Iterable[Checked]) -> str:
+    """The table of docs/claims.md: claims, sources, rules and verdicts by module, and what was measured."""
+    lines = [
+        "# Claims, checked",
+        "",
+        "What articles, papers and documentation say about data parallelism, what was measured here, and what becomes "
+        "of it. `make claims` repeats all experiments, `python -m brigade.lab.claims NAME` one. The command fails "
+        "where a measurement, by the rule in the table, gives another verdict than the reading. This page is "
+        "written by `python -m brigade.lab.claims --write`.",
+        "",
+        "Measured on two CPU cores that ran other programs too, with gloo over loopback and two ranks, unless a row "
+        "says otherwise; in brackets are quartiles. *Cited* claims cannot be measured without GPUs, or are about "
+        "somebody's source code.",
+    ]
+    number = 0
+    for checked in found:
+        claim = checked.claim
+        if claim.module != number:
+            number = claim.module
+            entry = MODULES[number - 1]
+            lines += [
+                "",
+                f"## Module {number}: [{entry.title}](../lessons/{entry.package}/README.md)",
+                "",
+                "| name | claim | source | measured here | rule | verdict |",
+                "|---|---|---|---|---|---|",
+            ]
+        rule = "" if claim.experiment is None else claim.rule
+        cells = (f"`{claim.name}`", claim.claim, claim.source, checked.measured, rule, checked.verdict)
+        lines.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def claims_table(found: Iterable[Checked]) -> Table:
+    """The same for the terminal, without the rules."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.HORIZONTALS, show_edge=False, show_lines=True, padding=(0, 1))
+    for heading, ratio in (("claim", 4), ("source", 2), ("measured here", 5), ("verdict", 2)):
+        table.add_column(heading, ratio=ratio, overflow="fold")
+    for checked in found:
+        claim = checked.claim
+        cells = (f"{claim.claim}\n({claim.name})", claim.source, checked.measured, checked.verdict)
+        table.add_row(*(re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", cell) for cell in cells))  # links are for Markdown
+    return table
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m brigade.lab.claims",
+        description="Runs the experiments behind the readings' claims and prints claim, source, what was measured here "
+        "and the verdict. All of them take less than a minute on two cores.",
+        epilog="Example: python -m brigade.lab.claims last-handle",
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help="only these claims")
+    parser.add_argument("--list", action="store_true", help="show the names, and run nothing")
+    parser.add_argument("--write", action="store_true", help="write docs/claims.md anew; takes no names")
+    options = parser.parse_args()
+    if options.write and options.names:
+        parser.error("--write takes no names: the page has all claims")
+    return options
+
+
+def main() -> int:
+    """Returns the exit status: 0 good, 1 a verdict is not the reading's, 2 it cannot run here, 130 stopped."""
+    options = parse()
+    try:
+        return claims(options.names, show_only=options.list, write=PAGE if options.write else None)
+    except KeyboardInterrupt:
+        print("\nclaims: stopped", file=sys.stderr)
+        return 130
+
+
+def claims(names: Sequence[str], *, show_only: bool = False, write: Path | None = None) -> int:
+    # Imported here, so that Ctrl-C is quiet while torch is loading too.
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from brigade.ranks import RankFailure
+
+    console = Console(highlight=False, markup=False)
+    found = []
+    try:
+        asked = chosen(names)
+        if show_only:
+            for claim in asked:
+                console.print(f"{claim.name:<24} module {claim.module}: {claim.claim}", soft_wrap=True)
+            return 0
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+            task = progress.add_task("", total=len(asked))
+            for claim in asked:
+                progress.update(task, description=claim.name)
+                found.append(check(claim))
+                progress.advance(task)
+    except (CourseError, RankFailure) as error:
+        print(f"claims: {error}", file=sys.stderr)
+        return 2
+    console.print(claims_table(found))
+    wrong = [checked for checked in found if not checked.holds]
+    for checked in wrong:
+        console.print(f"{checked.claim.name}: {checked.verdict}; the rule: {checked.claim.rule}", soft_wrap=True)
+    if write and not wrong:
+        write.write_text(page(found))
+        console.print(f"{write.name} written", soft_wrap=True)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
