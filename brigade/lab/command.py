@@ -283,11 +283,19 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
     add("--bucket-mb", type=float, default=25.0, metavar="MB", help="bucket size in MiB (25)")
     add("--dtype", default="fp32", choices=("fp32", "bf16"), help="of the parameters (fp32)")
     add("--optimizer", default="adamw", choices=("adamw", "sgd"), help="sgd has momentum (adamw)")
-    add("--link", default="100gbe", metavar="NAME", help="between neighbours: nvlink4, pcie4, 100gbe or 10gbe (100gbe)")
-    add("--bandwidth-gbps", type=float, metavar="X", help="gigabits a second in each direction, instead of the link's")
+    add(
+        "--link", default="100gbe", metavar="NAME", help=f"between neighbours, one of {', '.join(links.NAMED)} (100gbe)"
+    )
+    add("--bandwidth-gbps", type=float, metavar="X", help="the rate in each direction in Gbit/s, instead of the link's")
     add("--latency-us", type=float, metavar="X", help="microseconds for each message, instead of the link's")
     add("--tflops", type=float, metavar="X", help="peak of a rank's device (an H100's: 494.7 in fp32, 989.4 in bf16)")
-    add("--mfu", type=float, default=0.4, metavar="X", help="the part of the peak that computation reaches (0.4)")
+    add(
+        "--mfu",
+        type=float,
+        default=links.UTILISATION,
+        metavar="X",
+        help=f"the part of the peak that computation reaches ({links.UTILISATION})",
+    )
     add("--backward-ms", type=float, metavar="X", help="backward as it was measured, instead of --tflops and --mfu")
     add("--json", action="store_true", help="print JSON instead of a table")
 

@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from brigade.lab.kept import KINDS, Bytes
 from brigade.lab.ladder import COMPUTATION, FP32_BYTES, TORCH_DDP, Rung
-from brigade.lab.memory import KINDS, Bytes, cases
+from brigade.lab.links import PEAK_FLOPS
+from brigade.lab.memory import cases
 from brigade.lab.programs import program_of, rule_of, simulate
 from brigade.lab.setting import Machine, Setting
 from brigade.models import SIZES, Block, Size, TinyLM
@@ -37,20 +39,11 @@ MAX_RANKS = 4096
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-@dataclass(frozen=True)
-class Device:
-    """What a rank computes with. `tflops` are a second's, for fp32 (in TF32) and bf16; `memory_gb` is what it has."""
-
-    label: str
-    tflops: dict[str, float]
-    memory_gbps: float
-    memory_gb: float
-
-
-# NVIDIA H100 datasheet, SXM: dense rates, which are half of those that it gives for sparse matrices.
-H100 = Device("H100 SXM", {"fp32": 494.7, "bf16": 989.4}, memory_gbps=3350, memory_gb=80)
-# Of the device's rate, how much a training step reaches: 21 % in GPT-3's, 46 % in PaLM's (arXiv 2204.02311, table 3).
-MFU = 0.4
+# NVIDIA H100 Tensor Core GPU datasheet, SXM: dense rates, which are half of those that it gives for sparse matrices.
+DEVICE = "H100"
+DEVICE_TFLOPS = {"fp32": 494.7, "bf16": PEAK_FLOPS / 1e12}  # fp32 in TF32
+DEVICE_MEMORY_GB = 80
+DEVICE_MEMORY_GBPS = 3350  # gigabytes per second
 
 
 @dataclass(frozen=True)
@@ -102,7 +95,8 @@ def machine_of(
 
 def rungs() -> list[Rung]:
     """All that can be planned: the cases of `memory.py`, those of the course first."""
-    return sorted({case.rung for case in cases()}, key=lambda rung: rung.label)
+    found = {case.rung.label: case.rung for case in cases()}
+    return [found[label] for label in sorted(found)]
 
 
 def plan(setting: Setting, link: Link, chosen: Sequence[Rung] | None = None) -> list[Planned]:

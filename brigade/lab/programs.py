@@ -127,12 +127,24 @@ def buffered(program: Program) -> None:
 
 
 def coalesced(program: Program) -> None:
+    """One bucket in each group. A group is gathered when half of the gradients of the next one are ready."""
     buckets = program.setting.by_layout
-    gathers = []
-    for number, nbytes in zip(program.backward("reduce_scatter", buckets), buckets.nbytes):
-        program.wait(number)
-        gathers.append(program.launch("all_gather", nbytes))
-    program.wait(*gathers)
+    reduced: list[int] = []
+    gathered: list[int] = []
+
+    def gather() -> None:
+        place = len(gathered)
+        program.wait(reduced[place])
+        gathered.append(program.launch("all_gather", buckets.nbytes[place]))
+
+    for members, nbytes in zip(buckets.members, buckets.nbytes):
+        for ready, i in enumerate(members, 1):
+            program.compute(program.setting.machine.backward_s[i])
+            if 2 * ready >= len(members) and len(gathered) < len(reduced):
+                gather()
+        reduced.append(program.launch("reduce_scatter", nbytes))
+    gather()
+    program.wait(*gathered)
     program.step()
 
 
