@@ -53,22 +53,6 @@ class Link:
         return messages * self.latency_s + carried / self.bytes_per_s
 
 
-# Links by name. Rates are those of the wire, in one direction; collectives reach less (NCCL on eight H100: about 370 of
-# NVLink's 450 GB/s). Latencies of one message are those by which NCCL itself chooses, in microseconds: `hwLat` in
-# src/graph/tuning.cc, ring algorithm, protocol Simple, which large messages use: NVLink 3.4, PCI 5.7, network 14.0.
-LINKS: dict[str, Link] = {
-    # nvidia.com/en-us/data-center/technologies/hopper-architecture: 900 GB/s for each GPU, both directions together.
-    "nvlink4": Link(3.4e-6, 450e9),
-    # PCI Express Base Specification 4.0: 16 GT/s on each of 16 lanes, of which the coding 128b/130b leaves 31.5 GB/s.
-    "pcie4": Link(5.7e-6, 16e9 * 16 * 128 / 130 / 8),
-    # IEEE 802.3: the rate of the name, before headers.
-    "100gbe": Link(14.0e-6, 100e9 / 8),
-    # TCP from program to program takes 20 us: Hurwitz and Feng, Initial End-to-End Performance Evaluation of 10-Gigabit
-    # Ethernet, Hot Interconnects 11, 2003.
-    "10gbe": Link(20.0e-6, 10e9 / 8),
-}
-
-
 @dataclass(frozen=True)
 class Pace:
     """A link relative to computation, so that it means the same on a slow machine and on a quick one.

@@ -276,8 +276,32 @@ def unfinished(failure: RankFailure, number: int) -> str:
 
 def plan_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `brigade plan`."""
+    add = parser.add_argument
+    add("--model", default="xl", metavar="NAME", help="tiny, small, medium, large, xl, gpt3-6.7b or gpt3-175b (xl)")
+    add("--dp", type=int, default=8, metavar="N", help="data-parallel ranks, 1 to 4096 (8)")
+    add("--tokens", type=int, default=4096, metavar="N", help="tokens of each rank in a step (4096)")
+    add("--bucket-mb", type=float, default=25.0, metavar="MB", help="bucket size in MiB (25)")
+    add("--dtype", default="fp32", choices=("fp32", "bf16"), help="of the parameters (fp32)")
+    add("--optimizer", default="adamw", choices=("adamw", "sgd"), help="sgd has momentum (adamw)")
+    add(
+        "--link", default="100gbe", metavar="NAME", help=f"between neighbours, one of {', '.join(links.NAMED)} (100gbe)"
+    )
+    add("--bandwidth-gbps", type=float, metavar="X", help="the rate in each direction in Gbit/s, instead of the link's")
+    add("--latency-us", type=float, metavar="X", help="microseconds for each message, instead of the link's")
+    add("--tflops", type=float, metavar="X", help="peak of a rank's device (an H100's: 494.7 in fp32, 989.4 in bf16)")
+    add(
+        "--mfu",
+        type=float,
+        default=links.UTILISATION,
+        metavar="X",
+        help=f"the part of the peak that computation reaches ({links.UTILISATION})",
+    )
+    add("--backward-ms", type=float, metavar="X", help="backward as it was measured, instead of --tflops and --mfu")
+    add("--json", action="store_true", help="print JSON instead of a table")
 
 
 def plan(options: argparse.Namespace) -> int:
     """brigade plan"""
-    raise NotImplementedError
+    from brigade.lab import plan_command
+
+    return plan_command.run(options)

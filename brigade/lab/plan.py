@@ -1,0 +1,162 @@
+"""`brigade plan`: what a training step costs with each rung, from shapes alone, for any model and number of ranks.
+
+    found = plan(model, "tiny", world_size=8, ...)
+
+A rank computes for as long as its floating-point operations and its memory traffic take, and launches by the rule of
+the rung (`programs.py`). A collective takes the time of a ring (`pacing.Link`), after those before it. Nothing is run
+and no memory allocated: the model lies on the meta device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from brigade.lab.kept import KINDS, Bytes
+from brigade.lab.ladder import COMPUTATION, FP32_BYTES, TORCH_DDP, Rung
+from brigade.lab.links import PEAK_FLOPS
+from brigade.lab.memory import cases
+from brigade.lab.programs import program_of, rule_of, simulate
+from brigade.lab.setting import Machine, Setting
+from brigade.models import SIZES, Block, Size, TinyLM
+from brigade.pacing import Link, sent_bytes
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+# For plans only. Layers, d_model, heads, context: arXiv 2005.14165, table 2.1. GPT-3's feed-forward has two matrices of
+# 4 d_model, SwiGLU has three: of 8/3 d_model each they are as large. Head and embedding are not tied here.
+GPT3 = {
+    "gpt3-6.7b": Size(d_model=4096, d_ff=10_944, layers=32, heads=32, vocabulary=50_257, context=2048),
+    "gpt3-175b": Size(d_model=12_288, d_ff=32_768, layers=96, heads=96, vocabulary=50_257, context=2048),
+}
+MODELS = SIZES | GPT3
+MAX_RANKS = 4096
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+# NVIDIA H100 Tensor Core GPU datasheet, SXM: dense rates, which are half of those that it gives for sparse matrices.
+DEVICE = "H100"
+DEVICE_TFLOPS = {"fp32": 494.7, "bf16": PEAK_FLOPS / 1e12}  # fp32 in TF32
+DEVICE_MEMORY_GB = 80
+DEVICE_MEMORY_GBPS = 3350  # gigabytes per second
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A rung's step. `sent_bytes` are what a rank sends on the average, `held` what the fullest rank keeps between two
+    steps, by kind; `exposed_s` is how much longer the step takes than computation alone."""
+
+    label: str
+    launches: int
+    sent_bytes: float
+    step_s: float
+    exposed_s: float
+    held: Bytes
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(self.held.values())
+
+
+def model_of(size: Size, dtype: str = "fp32") -> TinyLM:
+    """The model on the meta device."""
+    with torch.device("meta"):
+        return TinyLM(size).to(DTYPES[dtype])
+
+
+def backward_flops(model: TinyLM, tokens: int, time: int) -> list[int]:
+    """Floating-point operations of backward up to the gradient of each parameter, in the order of registration.
+
+    A matrix of n elements takes 2n for each token in forward and twice that in backward; causal attention over
+    sequences of `time` tokens 2 d_model time, also twice; it comes before the gradient of v. The rest counts as none.
+    """
+    flops = dict.fromkeys(model.parameters(), 0)
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            flops[module.weight] += 4 * module.weight.numel() * tokens
+        elif isinstance(module, Block):
+            flops[module.v.weight] += 4 * model.size.d_model * time * tokens
+    return list(flops.values())
+
+
+def machine_of(
+    flops: Sequence[int], flops_per_s: float, memory_bytes_per_s: float, backward_s: float | None = None
+) -> Machine:
+    """A rank that does `flops` in backward, half as many in forward; or takes `backward_s`, divided in proportion."""
+    backward_s = sum(flops) / flops_per_s if backward_s is None else backward_s
+    shares = tuple(backward_s * one / sum(flops) for one in flops)
+    return Machine(backward_s / 2, shares, memory_bytes_per_s, memory_bytes_per_s)
+
+
+def rungs() -> list[Rung]:
+    """All that can be planned: the cases of `memory.py`, those of the course first."""
+    found = {case.rung.label: case.rung for case in cases()}
+    return [found[label] for label in sorted(found)]
+
+
+def plan(setting: Setting, link: Link, chosen: Sequence[Rung] | None = None) -> list[Planned]:
+    """A row for each rung, all of `rungs()` by default."""
+    alone_s = simulate(program_of(COMPUTATION, setting), link)
+    found = []
+    for rung in rungs() if chosen is None else chosen:
+        program = program_of(rung, setting)
+        step_s = simulate(program, link)
+        sent = sum(sent_bytes(one.op, one.nbytes, setting.world_size) for one in program.launches)
+        found.append(Planned(rung.label, len(program.launches), sent, step_s, step_s - alone_s, held(rung, setting)))
+    return found
+
+
+def held(rung: Rung, setting: Setting) -> Bytes:
+    """Bytes by kind on the fullest rank between two steps, counted as `memory.py` counts them; padding included."""
+    rule, numel, itemsize = rule_of(rung), setting.numel, setting.itemsize
+    buffer_bytes = sum(setting.by_layout.nbytes)  # of fp32
+    parameters = buffer_bytes * itemsize // FP32_BYTES if rule.params_in_buffer else numel * itemsize
+    gradients = buffer_bytes if rule.grads_in_buffer else rule.grad_copies * numel * itemsize
+    if rule.grads_in_buffer and itemsize < FP32_BYTES and rule.state != "shards":
+        gradients += numel * itemsize  # rounded copies, which a plain optimizer reads
+    values = setting.optimizer.values
+    if rule.state == "shards":
+        masters = itemsize < FP32_BYTES
+        state = buffer_bytes * (values + masters) // setting.world_size
+    else:
+        state = values * (max(setting.owned) if rule.state == "parameters" else numel * itemsize)
+    return dict(zip(KINDS, (parameters, gradients, state)))
+
+
+def plan_table(found: Sequence[Planned], title: str) -> Table:
+    """A row for each rung; 80 columns wide at most."""
+    from rich import box
+    from rich.table import Table
+
+    torch_s = next(one.step_s for one in found if one.label == TORCH_DDP.label)
+    time_unit, seconds = ("s", 1.0) if torch_s >= 1 else ("ms", 1e-3)
+    size_unit, size = ("GB", 1e9) if max(one.held_bytes for one in found) >= 1e10 else ("MB", 1e6)
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0, show_edge=False)
+    table.add_column("rung", no_wrap=True)
+    for heading in (
+        f"step\n{time_unit}",
+        "of torch\nDDP's",
+        f"exposed\n{time_unit}",
+        "launches",
+        f"sent\n{size_unit}",
+        f"state\n{size_unit}",
+        f"memory\n{size_unit}",
+    ):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for one in found:
+        table.add_row(
+            one.label,
+            f"{one.step_s / seconds:,.1f}",
+            f"{one.step_s / torch_s:.2f}",
+            f"{one.exposed_s / seconds:,.1f}",
+            f"{one.launches:,}",
+            f"{one.sent_bytes / size:,.1f}",
+            f"{one.held[KINDS[-1]] / size:,.1f}",
+            f"{one.held_bytes / size:,.1f}",
+        )
+    return table

@@ -1,0 +1,251 @@
+"""How well `brigade plan` predicts, for all rungs on emulated links: python -m brigade.lab.validate
+
+    points = validate(world_size=2, bucket_mb=1.0)
+    median(point.error for point in points)
+
+Nothing in a prediction is fitted to what it predicts. It takes from the same run: the link, and how long the steps
+without communication take; and from a short run before it: how quickly this machine copies memory, and how much longer
+than the link's time a collective of a few bytes takes here, for the emulator adds some real work to each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean, median
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from brigade import pacing
+from brigade.course import CourseError
+from brigade.lab import ladder
+from brigade.lab.ladder import PACED, TORCH_DDP, TORCH_ZERO, Ladder, Workload, course_rungs
+from brigade.lab.plan import backward_flops, model_of, plan
+from brigade.lab.setting import OPTIMIZERS, Machine, Setting
+from brigade.pacing import Link
+from brigade.ranks import RankFailure, run_ranks
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+POINTS = ((2, 0.5), (2, 1.0), (2, 2.0), (4, 1.0))  # (ranks, MiB)
+REPEATS = 30  # of what is timed in the short run
+QUEUE = 8  # launches that follow each other in it
+LARGE = 2**18  # elements
+LATENCY_S = 200e-6  # of the link in it
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@dataclass(frozen=True)
+class Overheads:
+    """What is measured without any rung, in a short run; the launches' in processor time. See `Machine`."""
+
+    copy_bytes_per_s: float
+    launch_s: float
+    launch_s_per_byte: float
+    wake_s: float
+
+
+@dataclass(frozen=True)
+class Point:
+    """One rung, predicted and measured; the times are those of a step, in milliseconds."""
+
+    label: str
+    world_size: int
+    bucket_mb: float
+    predicted_ms: float
+    measured_ms: float
+    predicted_exposed_ms: float
+    measured_exposed_ms: float
+
+    @property
+    def error(self) -> float:
+        """Of the step time, relative to what was measured; positive where the prediction is too long."""
+        return self.predicted_ms / self.measured_ms - 1
+
+
+def validate(
+    world_size: int, bucket_mb: float, workload: Workload = PACED, *, on_step: Callable[[], None] | None = None
+) -> list[Point]:
+    """A point for each rung of the ladder, all of one run. Raises as `run_ladder` does."""
+    workload = replace(workload, bucket_mb=bucket_mb)
+    overheads = overheads_of(world_size, workload)
+    return compare(ladder.run_ladder(workload, world_size=world_size, on_step=on_step), overheads)
+
+
+def compare(found: Ladder, overheads: Overheads) -> list[Point]:
+    """What the plan says of each rung of a ladder that has been measured on an emulated link."""
+    points = []
+    for planned in plan(setting_of(found, overheads), found.link, [*course_rungs(), TORCH_DDP, TORCH_ZERO]):
+        rung = found.rung(planned.label)
+        points.append(
+            Point(
+                planned.label,
+                found.world_size,
+                found.workload.bucket_mb,
+                1e3 * planned.step_s,
+                rung.median_ms,
+                1e3 * planned.exposed_s,
+                median(found.exposed_ms(rung)),
+            )
+        )
+    return points
+
+
+def setting_of(found: Ladder, overheads: Overheads) -> Setting:
+    """The ladder's model and ranks, with the times of its steps without communication."""
+    workload = found.workload
+    model = model_of(workload.size)
+    flops = backward_flops(model, workload.batch_size * workload.time // found.world_size, workload.time)
+    alone = found.computation
+    # Phases are medians over all ranks, a step is as long as that of the slowest.
+    phases = {phase: alone.phase_ms(phase) / 1e3 for phase in ("forward", "backward", "step")}
+    slower = alone.median_ms / 1e3 / sum(phases.values())
+    backward_s = tuple(slower * phases["backward"] * one / sum(flops) for one in flops)
+    optimizer = OPTIMIZERS["sgd"]
+    parameters = list(model.parameters())
+    touched = (2 + 1 + 2 * optimizer.values) * sum(parameter.nbytes for parameter in parameters)
+    shared = max(1.0, found.world_size / CORES)  # what all ranks have to do at once takes so much longer
+    machine = Machine(
+        slower * phases["forward"],
+        backward_s,
+        touched / (slower * phases["step"]),
+        overheads.copy_bytes_per_s / shared,
+        overheads.launch_s * shared,
+        overheads.launch_s_per_byte * shared,
+        overheads.wake_s,
+    )
+    return Setting(parameters, found.world_size, workload.bucket_mb, optimizer, machine)
+
+
+def overheads_of(world_size: int, workload: Workload) -> Overheads:
+    """The mean over ranks of what `time_overheads` finds."""
+    numels = [parameter.numel() for parameter in model_of(workload.size).parameters()]
+    found = run_ranks(time_overheads, sum(numels), sum(numels) // len(numels), world_size=world_size, mode="pace")
+    return Overheads(*(fmean(values) for values in zip(*found)))
+
+
+def validation_table(points: Sequence[Point]) -> Table:
+    """A row for each point, and the median error below; 80 columns wide at most."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False, show_footer=True)
+    table.add_column("ranks", justify="right")
+    table.add_column(" MiB", justify="right")
+    table.add_column(" rung", "median error", no_wrap=True)
+    middle = median(abs(point.error) for point in points)
+    for heading, footer in (
+        ("step ms\npredicted", ""),
+        ("\nmeasured", ""),
+        ("\nerror", f"{middle:.1%}"),
+        ("exposed ms\npredicted", ""),
+        ("\nmeasured", ""),
+    ):
+        table.add_column(heading, footer, justify="right", no_wrap=True)
+    for place, point in enumerate(points):
+        last = place + 1 == len(points) or points[place + 1].bucket_mb != point.bucket_mb
+        table.add_row(
+            str(point.world_size),
+            f"{point.bucket_mb:g}",
+            f" {point.label}",
+            f"{point.predicted_ms:.1f}",
+            f"{point.measured_ms:.1f}",
+            f"{point.error:+.1%}",
+            f"{point.predicted_exposed_ms:.1f}",
+            f"{point.measured_exposed_ms:.1f}",
+            end_section=last,
+        )
+    return table
+
+
+# What follows runs in the ranks.
+
+
+def time_overheads(numel: int, small: int) -> list[float]:
+    """The fields of `Overheads`, in order. All are means, since a step has many launches and some are interrupted."""
+    whole = torch.ones(numel)
+    copy_s = fmean(timed(whole.clone) for _ in range(REPEATS))
+    link = Link(LATENCY_S, 1e12)
+    pacing.use(link)
+    few, many = torch.zeros(small), torch.zeros(LARGE)
+    few_s, many_s = (fmean(launch_s(tensor) for _ in range(REPEATS)) for tensor in (few, many))
+    per_byte = max(0.0, (many_s - few_s) / (many.nbytes - few.nbytes))
+    alone_s = fmean(timed(lambda: dist.all_reduce(few)) for _ in range(REPEATS))
+    wake_s = alone_s - few_s - link.seconds("all_reduce", few.nbytes, dist.get_world_size())
+    return [2 * whole.nbytes / copy_s, max(0.0, few_s - per_byte * few.nbytes), per_byte, max(0.0, wake_s)]
+
+
+def launch_s(tensor: Tensor) -> float:
+    """Processor time of one all-reduce, of all threads of this rank together."""
+    dist.barrier()
+    start = time.process_time()
+    handles = [dist.all_reduce(tensor, async_op=True) for _ in range(QUEUE)]
+    for handle in handles:
+        handle.wait()
+    return (time.process_time() - start) / QUEUE
+
+
+def timed(call: Callable[[], object]) -> float:
+    dist.barrier()
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def points_of(texts: Sequence[str]) -> list[tuple[int, float]]:
+    """Such as "2x0.5": two ranks, buckets of 0.5 MiB. CourseError for anything else."""
+    found = []
+    for text in texts:
+        ranks, _, bucket_mb = text.partition("x")
+        try:
+            found.append((int(ranks), float(bucket_mb)))
+        except ValueError:
+            raise CourseError(f"{text} is not such as 2x0.5: ranks, and the size of buckets in MiB") from None
+        if found[-1][0] < 2 or PACED.batch_size % found[-1][0] or not found[-1][1] > 0:
+            raise CourseError(f"{text}: the ranks, two or more, have to divide {PACED.batch_size} sequences equally")
+    return found
+
+
+def main() -> int:
+    names = [f"{ranks}x{bucket_mb:g}" for ranks, bucket_mb in POINTS]
+    parser = argparse.ArgumentParser(
+        prog="python -m brigade.lab.validate",
+        description="Trains every rung on an emulated link and compares with what brigade plan predicts. On two cores "
+        "about a minute for each number of ranks and bucket size.",
+        epilog="Example: python -m brigade.lab.validate 2x0.5 2x1",
+    )
+    parser.add_argument("points", nargs="*", metavar="RANKSxMB", help=f"default: {' '.join(names)}")
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(highlight=False, soft_wrap=True)
+    columns = (TextColumn("steps"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    points: list[Point] = []
+    try:
+        asked = points_of(parser.parse_args().points or names)
+        before = os.getloadavg()[0]
+        with Progress(*columns, console=console, transient=True) as progress:
+            task = progress.add_task("", total=len(asked) * ladder.steps_of(PACED, course_rungs()))
+            for world_size, bucket_mb in asked:
+                points += validate(world_size, bucket_mb, on_step=lambda: progress.advance(task))
+    except (CourseError, RankFailure) as error:
+        print(f"validate: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nvalidate: stopped", file=sys.stderr)
+        return 130
+    console.print(validation_table(points))
+    console.print(f"{CORES} cores; processes that wanted them: {before:.1f} before, {os.getloadavg()[0]:.1f} after")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,263 @@
+"""The plan's arithmetic on cases done by hand, and that it launches, sends and keeps what the ranks really do."""
+
+import io
+import json
+import math
+import time
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+from brigade import cli
+from brigade.course import CourseError
+from brigade.events import launches
+from brigade.lab import ladder, memory, plan, programs, validate
+from brigade.lab.setting import OPTIMIZERS, Machine, Setting
+from brigade.models import SIZES, Size
+from brigade.pacing import Link, Pace
+from brigade.ranks import run_ranks
+
+SIZE = Size(d_model=64, d_ff=128, layers=2, heads=2, vocabulary=256)
+BUCKET_MB = 0.1
+LINK = Link(latency_s=0.01, bytes_per_s=1024)
+PCIE = Link(latency_s=5e-6, bytes_per_s=3e10)
+ETHERNET = Link(latency_s=1e-5, bytes_per_s=1e10)
+
+
+def two_parameters(world_size=2, bucket_bytes=512, **overheads):
+    """1024 and 512 bytes; forward takes 1 s, backward 3 s for the second and 2 s for the first, a whole step 1 s."""
+    parameters = [nn.Parameter(torch.empty(numel, device="meta")) for numel in (256, 128)]
+    machine = Machine(1.0, (2.0, 3.0), step_bytes_per_s=5 * 1536, copy_bytes_per_s=math.inf, **overheads)
+    return Setting(parameters, world_size, bucket_bytes / 2**20, OPTIMIZERS["sgd"], machine)
+
+
+def planned(setting, link, label=None):
+    found = {one.label: one for one in plan.plan(setting, link)}
+    return found[label] if label else found
+
+
+def planned_model(name, world_size, bucket_mb, dtype="fp32"):
+    model = plan.model_of(plan.MODELS[name], dtype)
+    flops = plan.backward_flops(model, 1024, min(1024, model.size.context))
+    machine = plan.machine_of(flops, 1e14, 1e12)
+    return Setting(list(model.parameters()), world_size, bucket_mb, OPTIMIZERS["adamw"], machine)
+
+
+# An all-reduce takes 2 messages and (here) 1.00 or 0.50 s for the bytes, its halves and a broadcast one message.
+BY_HAND = {
+    "1 NaiveDDP": 6 + 1.02 + 0.52 + 1,
+    "2 FlatDDP": 6 + 1.52 + 1,
+    "3 OverlappedDDP": 6 + 1.02 + 1,  # the second parameter's ends at 4.52, during backward
+    "4 BucketedDDP": 6 + 1.02 + 1,
+    "5 BufferedDDP": 6 + 1.02 + 1,
+    "6 CoalescedDDP": 6 + 0.26 + 0.51 + 0.51 + 1,  # the first gather, then the second reduce-scatter and gather
+    "7 CachedDDP": 6 + 0.26 + 0.51 + 0.51 + 1,
+    "8 ZeroOptimizer": 6 + 0.51 + 1 / 2 + 0.26 + 0.51,
+    "8 ShardedOptimizer": 6 + 1.01 + 0.51 + 2 / 3 + 1.01 + 0.51,  # the owner of the first steps on 2/3
+    "torch DDP": 6 + 1.02 + 1,
+    "torch DDP + ZeRO": 6 + 1.02 + 2 / 3 + 1.01 + 0.51,
+}
+
+
+def test_steps_that_were_computed_by_hand():
+    found = planned(two_parameters(), LINK)
+    assert {label: one.step_s for label, one in found.items()} == pytest.approx(BY_HAND)
+    assert {label: one.exposed_s for label, one in found.items()} == pytest.approx(
+        {label: step_s - 7 for label, step_s in BY_HAND.items()}
+    )
+
+
+def test_one_bucket_for_all_hides_nothing():
+    found = planned(two_parameters(bucket_bytes=2048), LINK)
+    for label in ("4 BucketedDDP", "5 BufferedDDP", "torch DDP"):
+        assert found[label].step_s == pytest.approx(BY_HAND["2 FlatDDP"])
+
+
+def test_one_rank_has_nothing_to_wait_for():
+    for one in planned(two_parameters(world_size=1), LINK).values():
+        assert one.step_s == pytest.approx(7)
+        assert one.sent_bytes == 0
+
+
+def test_copies_launches_and_waking_take_time():
+    by_hand = two_parameters(launch_s=0.1, launch_s_per_byte=0.1 / 1024, wake_s=0.01)
+    assert planned(by_hand, LINK, "1 NaiveDDP").step_s == pytest.approx(BY_HAND["1 NaiveDDP"] + 0.2 + 0.15 + 0.02)
+    # Launched at 4 + 0.15 and 6.15 + 0.2; only the second wait takes woken from.
+    assert planned(by_hand, LINK, "5 BufferedDDP").step_s == pytest.approx(6.35 + 1.02 + 0.01 + 1)
+    slow = two_parameters()
+    slow = replace(slow, machine=replace(slow.machine, copy_bytes_per_s=1536))
+    # Out of the gradients, into the flat tensor; divided: read and written; out of it, back into the gradients.
+    assert planned(slow, LINK, "2 FlatDDP").step_s == pytest.approx(BY_HAND["2 FlatDDP"] + 6)
+
+
+@pytest.mark.parametrize("world_size", [2, 8, 1024])
+def test_a_slower_link_never_helps(world_size):
+    setting = planned_model("small", world_size, 10)
+    links = [PCIE, replace(PCIE, latency_s=1e-4), Link(latency_s=1e-4, bytes_per_s=1e9)]
+    for quick, slow in zip(links, links[1:]):
+        before, after = planned(setting, quick), planned(setting, slow)
+        assert all(after[label].step_s >= before[label].step_s for label in before)
+
+
+def test_what_a_rank_sends_tends_to_twice_the_gradients():
+    sent = []
+    for world_size in (1, 2, 4, 64, 4096):
+        setting = planned_model("small", world_size, 25)
+        sent.append(planned(setting, ETHERNET, "2 FlatDDP").sent_bytes / (4 * setting.numel))
+    assert sent == sorted(sent) == pytest.approx([2 * (n - 1) / n for n in (1, 2, 4, 64, 4096)])
+
+
+@pytest.mark.parametrize(
+    ("bucket_mb", "closed_before", "closed_after"), [(1, 435, 338), (10, 339, 242), (100, 98, 65), (1000, 8, 8)]
+)
+def test_the_buckets_of_the_xl_table(bucket_mb, closed_before, closed_after):
+    setting = planned_model("xl", 2, bucket_mb)
+    found = planned(setting, PCIE)
+    assert found["4 BucketedDDP"].launches == closed_before
+    assert found["torch DDP"].launches == closed_after
+    assert found["5 BufferedDDP"].launches == closed_after  # also closes once it is full
+    assert (found["1 NaiveDDP"].launches, found["2 FlatDDP"].launches) == (435, 1)
+
+
+def setting_of_small(optimizer, bucket_mb=BUCKET_MB, dtype="fp32"):
+    model = plan.model_of(SIZE, dtype)
+    machine = plan.machine_of(plan.backward_flops(model, 32, 16), 1e9, 1e9)
+    return Setting(list(model.parameters()), 2, bucket_mb, optimizer, machine)
+
+
+@pytest.fixture(scope="module")
+def climbed():
+    """A short ladder of all rungs on an emulated link."""
+    workload = ladder.Workload(
+        SIZE, batch_size=4, time=16, rounds=4, warmup=2, bucket_mb=BUCKET_MB, link=Pace(0.5, 0.01)
+    )
+    return ladder.run_ladder(workload)
+
+
+def test_the_ranks_launch_and_send_what_is_planned(climbed):
+    found = planned(setting_of_small(OPTIMIZERS["sgd"]), ETHERNET)
+    assert [one.label for one in climbed.rungs] == [label for label in found if label != "8 ShardedOptimizer"]
+    assert found["4 BucketedDDP"].launches > 3
+    for rung in climbed.rungs:
+        assert (rung.collectives, rung.sent_bytes) == (found[rung.label].launches, found[rung.label].sent_bytes)
+
+
+def test_the_sharded_optimizer_launches_what_is_planned():
+    [rung] = [one for one in plan.rungs() if one.label == "8 ShardedOptimizer"]
+    program = programs.program_of(rung, setting_of_small(OPTIMIZERS["adamw"]))
+    case = asdict(rung) | {"dtype": "float32"}
+    results = run_ranks(
+        memory.count_all, asdict(SIZE), [case], world_size=2, packages={"submission": ladder.reference()}
+    )
+    found = [(one.op, one.nbytes) for one in launches(results.events[0])]
+    assert found == 2 * [(one.op, one.nbytes) for one in program.launches]  # two steps
+
+
+def test_what_a_rank_keeps_is_what_is_counted():
+    for one in memory.measure(SIZE, (2,)):
+        dtype = {"float32": "fp32", "bfloat16": "bf16"}[one.case.dtype]
+        setting = setting_of_small(OPTIMIZERS["adamw"], memory.BUCKET_MB, dtype)
+        counted, held = one.fullest(2), plan.held(one.case.rung, setting)
+        assert held["parameters"] == counted["parameters"], one.case.label
+        assert held["gradients"] == counted["gradients"], one.case.label
+        steps = 4 * len(setting.parameters)  # AdamW's, of which the plan says that they are left out
+        padding = 12 * (64 * len(setting.parameters) + 128)
+        assert held["optimizer state"] - padding <= counted["optimizer state"] <= held["optimizer state"] + steps
+
+
+def test_the_formulas_of_zero_hold_for_large_models():
+    setting = planned_model("gpt3-175b", 1024, 25)
+    found = planned(setting, ETHERNET)
+    for label, formula in (("1 NaiveDDP", memory.WHOLE), ("8 ZeroOptimizer", memory.STAGE_1)):
+        assert found[label].held_bytes == pytest.approx(memory.total(formula.held(setting.numel, 1024)), rel=1e-3)
+    bf16 = planned(planned_model("gpt3-175b", 1024, 25, "bf16"), ETHERNET, "8 ZeroOptimizer")
+    expected = memory.total(memory.STAGE_1_BF16.held(setting.numel, 1024))
+    assert bf16.held_bytes == pytest.approx(expected, rel=1e-3)
+
+
+def test_every_rung_has_a_rule_and_every_model_its_size():
+    assert [rung for rung in plan.rungs() if not programs.rule_of(rung)] == []
+    assert {rung.label for rung in ladder.course_rungs()} < {rung.label for rung in plan.rungs()}
+    numels = {name: planned_model(name, 1, 25).numel for name in plan.MODELS}
+    assert list(numels) == [*SIZES, "gpt3-6.7b", "gpt3-175b"]
+    assert numels["gpt3-175b"] == pytest.approx(175e9, rel=0.005)
+    assert numels["gpt3-6.7b"] == pytest.approx(6.7e9, rel=0.03)
+
+
+def test_backward_is_twice_what_forward_multiplies():
+    model = plan.model_of(SIZE)
+    matrices = sum(p.numel() for p in model.parameters() if p.dim() == 2) - model.embedding.weight.numel()
+    attention = 2 * 2 * SIZE.d_model * 16 * SIZE.layers
+    assert sum(plan.backward_flops(model, 100, 16)) == 100 * (4 * matrices + attention)
+
+
+def test_thousands_of_ranks_are_planned_in_seconds():
+    start = time.process_time()
+    planned(planned_model("gpt3-175b", 4096, 1), ETHERNET)
+    assert time.process_time() - start < 4
+
+
+def test_the_command_prints_a_table_and_its_assumptions(capsys):
+    assert cli.main(["plan", "--model", "gpt3-175b", "--dp", "1024", "--dtype", "bf16"]) == 0
+    text = capsys.readouterr().out
+    table, _, assumed = text.partition("Assumed:")
+    assert max(map(len, table.splitlines())) <= 80
+    assert all(rung.label in table for rung in plan.rungs())
+    assert "1024 ranks" in assumed and "12.5 GB/s" in assumed and "fp32 masters" in assumed
+    assert "Data parallelism alone cannot train gpt3-175b" in assumed
+
+
+def test_the_command_prints_json(capsys):
+    options = ["--model", "tiny", "--dp", "2", "--latency-us", "0", "--bandwidth-gbps", "8", "--backward-ms", "40"]
+    assert cli.main(["plan", *options, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    rows = {row["label"]: row for row in found["rungs"]}
+    nbytes = 4 * planned_model("tiny", 2, 25).numel
+    assert rows["2 FlatDDP"]["sent_bytes"] == nbytes
+    assert rows["2 FlatDDP"]["exposed_s"] == pytest.approx(nbytes / 1e9, rel=0.01)  # and copies at an H100's rate
+    assert found["options"]["dp"] == 2 and "as measured" in " ".join(found["assumptions"])
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--model", "gpt4"], "--model gpt4: it takes one of tiny, small, medium,"),
+        (["--dp", "0"], "--dp 0: it takes 1 to 4096 ranks"),
+        (["--link", "string"], "--link string: it takes one of nvlink4, pcie4, 100gbe, 10gbe"),
+        (["--bucket-mb", "nan"], "--bucket-mb nan: it takes a number above 0"),
+        (["--latency-us", "-1"], "--latency-us -1.0: it takes a number that is not negative"),
+        (["--mfu", "2"], "--mfu 2.0: it takes a number above 0, at most 1"),
+    ],
+)
+def test_errors_are_one_sentence(options, sentence, capsys):
+    assert cli.main(["plan", *options]) == 2
+    assert capsys.readouterr().err.startswith(f"brigade: {sentence}")
+
+
+def test_a_ladder_is_compared_with_its_plan(climbed):
+    points = validate.compare(climbed, validate.Overheads(1e10, 0.0, 0.0, 0.0))
+    assert [point.label for point in points] == [rung.label for rung in climbed.rungs]
+    assert all(point.measured_ms == rung.median_ms for point, rung in zip(points, climbed.rungs))
+    setting = validate.setting_of(climbed, validate.Overheads(1e10, 0.0, 0.0, 0.0))
+    alone_s = programs.simulate(programs.program_of(ladder.COMPUTATION, setting), climbed.link)
+    assert 1e3 * alone_s == pytest.approx(climbed.computation.median_ms)
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(validate.validation_table(points))
+    assert max(map(len, console.export_text().splitlines())) <= 80
+    assert validate.Point("a", 2, 1.0, 110.0, 100.0, 0.0, 0.0).error == pytest.approx(0.1)
+
+
+def test_overheads_are_measured_in_ranks():
+    found = validate.overheads_of(2, replace(ladder.PACED, size=SIZE))
+    assert found.copy_bytes_per_s > 0 and found.launch_s >= 0
+    assert found.launch_s_per_byte >= 0 and found.wake_s >= 0
+
+
+def test_points_that_cannot_be_run_are_refused():
+    assert validate.points_of(["2x0.5", "4x1"]) == [(2, 0.5), (4, 1.0)]
+    for text in ("2", "x", "1x1", "3x1", "2x0"):
+        with pytest.raises(CourseError, match=f"^{text}"):
+            validate.points_of([text])
