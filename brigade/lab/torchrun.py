@@ -50,6 +50,11 @@ def place() -> tuple[int, int, int, int]:
         raise CourseError(f"{', '.join(VARIABLES[:4])} are not all numbers: torchrun sets them") from None
 
 
+def cores() -> int:
+    """How many of this machine's processor cores are ours."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def world_size() -> int:
     """How many ranks are given."""
     return place()[1]
@@ -101,7 +106,7 @@ def run_given(
         "module": module,
         "function": function.__qualname__,
         "packages": {**sources, **(packages or {})},
-        "threads": max(1, (os.cpu_count() or 1) // local_size),
+        "threads": max(1, cores() // local_size),
         "seed": seed,
         "args": args,
     }
@@ -207,7 +212,8 @@ def on_ranks(command: Callable[[argparse.Namespace], int]) -> Callable[[argparse
         try:
             status, message = command(options), ""
         except RankFailure as error:
-            status, message, speaks = 1, str(error), True
+            printed = [f"[rank {r}] {line}" for r, text in enumerate(error.output) for line in text.splitlines()[-20:]]
+            status, message, speaks = 1, "\n".join([str(error), *printed]), True
         except (CourseError, OSError, KeyboardInterrupt) as error:
             if not given():
                 raise
