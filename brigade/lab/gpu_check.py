@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -190,14 +190,14 @@ def launch_stage(plan: Plan) -> Stage:
     return Stage("A first all-reduce", time.monotonic() - started, problem=problem, lines=tuple(lines))
 
 
-def check_stages(plan: Plan, deadline: float) -> list[Stage]:
-    """The graded checks of each module on the reference, `plan.jobs` modules at a time."""
+def check_stages(plan: Plan, deadline: float) -> Iterator[Stage]:
+    """The graded checks of each module on the reference, `plan.jobs` modules at a time; each as it is done."""
 
     def run(entry: Module) -> Stage:
         return test_stage(f"Checks of module {entry.number}", plan, [str(entry.checks)], deadline)
 
     with ThreadPoolExecutor(plan.jobs) as pool:
-        return list(pool.map(run, plan.modules))
+        yield from pool.map(run, plan.modules)
 
 
 def mutant_stage(plan: Plan, deadline: float) -> Stage:
