@@ -135,6 +135,7 @@ def plan_table(found: Sequence[Planned], title: str) -> Table:
 
     torch_s = next(one.step_s for one in found if one.label == TORCH_DDP.label)
     time_unit, seconds = ("s", 1.0) if torch_s >= 1 else ("ms", 1e-3)
+    digits = 1 if torch_s / seconds >= 10 else 3
     size_unit, size = ("GB", 1e9) if max(one.held_bytes for one in found) >= 1e10 else ("MB", 1e6)
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0, show_edge=False)
     table.add_column("rung", no_wrap=True)
@@ -151,9 +152,9 @@ def plan_table(found: Sequence[Planned], title: str) -> Table:
     for one in found:
         table.add_row(
             one.label,
-            f"{one.step_s / seconds:,.1f}",
+            f"{one.step_s / seconds:,.{digits}f}",
             f"{one.step_s / torch_s:.2f}",
-            f"{one.exposed_s / seconds:,.1f}",
+            f"{one.exposed_s / seconds:,.{digits}f}",
             f"{one.launches:,}",
             f"{one.sent_bytes / size:,.1f}",
             f"{one.held[KINDS[-1]] / size:,.1f}",

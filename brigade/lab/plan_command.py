@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import textwrap
 from dataclasses import asdict
 
 from rich.console import Console
@@ -14,6 +15,8 @@ from brigade.lab import plan
 from brigade.lab.links import NAMED
 from brigade.lab.setting import OPTIMIZERS, Setting
 from brigade.pacing import Link
+
+WIDTH = 80  # columns
 
 
 def run(options: argparse.Namespace) -> int:
@@ -33,9 +36,10 @@ def run(options: argparse.Namespace) -> int:
         source = "as measured"
     else:
         source = f"{options.mfu:.0%} of {tflops:,g} TFLOPS" + ("" if options.tflops else f" ({plan.DEVICE})")
+    ranks = f"{options.dp} rank" + ("" if options.dp == 1 else "s")
     assumptions = [
         f"{options.model}: {setting.numel / 1e9:,.3f} billion parameters in {options.dtype}, {optimizer.label}",
-        f"{options.dp} ranks, {options.tokens:,} tokens each in a step, in sequences of {time:,}",
+        f"{ranks}, {options.tokens:,} tokens each in a step, in sequences of {time:,}",
         f"computation: backward {shown(sum(machine.backward_s))}, {source}; forward {shown(machine.forward_s)}, half "
         f"as long; optimizer and copies at {plan.DEVICE_MEMORY_GBPS:,} GB/s",
         f"link: {link_name(options)}{link.bytes_per_s / 1e9:,.4g} GB/s in each direction and "
@@ -54,9 +58,12 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps({"options": options_of(options), "assumptions": assumptions, "rungs": rungs}, indent=2))
         return 0
     console = Console(highlight=False, soft_wrap=True)
-    console.print(plan.plan_table(found, f"One step of {options.model} on {options.dp} ranks, as predicted"))
-    for line in ["", "Assumed:", *(f"- {one}" for one in assumptions), *warnings(options, found)]:
-        console.print(line, markup=False)
+    console.print(plan.plan_table(found, f"One step of {options.model} on {ranks}, as predicted"))
+    console.print("\nAssumed:")
+    for one in assumptions:
+        console.print(textwrap.fill(f"- {one}", WIDTH, subsequent_indent="  "), markup=False)
+    for one in warnings(options, found):
+        console.print("\n" + textwrap.fill(one, WIDTH), markup=False)
     return 0
 
 
@@ -110,13 +117,12 @@ def warnings(options: argparse.Namespace, found: list[plan.Planned]) -> list[str
     said = []
     least = min(found, key=lambda one: one.held_bytes)
     if least.held_bytes > plan.DEVICE_MEMORY_GB * 1e9:
-        said += [
-            "",
+        said.append(
             f"A rank needs {least.held_bytes / 1e9:,.0f} GB at the least ({least.label}); an {plan.DEVICE} has "
             f"{plan.DEVICE_MEMORY_GB} GB. Data parallelism alone cannot train {options.model}. Real systems divide "
             "gradients and weights too (ZeRO 2 and 3, FSDP), and the model itself (tensor and pipeline parallelism); "
-            "then each data-parallel rank has a part of these gradients to average.",
-        ]
+            "then each data-parallel rank has a part of these gradients to average."
+        )
     if options.link == "nvlink4" and options.dp > 8:
-        said += ["", "NVLink joins the 8 GPUs of a node: a ring of more ranks also crosses a slower network."]
+        said.append("NVLink joins the 8 GPUs of a node: a ring of more ranks also crosses a slower network.")
     return said

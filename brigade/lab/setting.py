@@ -101,7 +101,7 @@ class Setting:
     def by_layout(self) -> Buckets:
         """The buckets of modules 5 to 8, padding included, in bytes of the gradients' dtype."""
         backwards = range(len(self.parameters))[::-1]
-        bucket_numel = int(self.bucket_mb * 2**20 / FP32_BYTES)
+        bucket_numel = max(1, int(self.bucket_mb * 2**20 / FP32_BYTES))
         numels = [self.parameters[i].numel() for i in backwards]
         layout = solution("plan_layout")(numels, bucket_numel, self.world_size)
         members: list[list[int]] = [[] for _ in layout.bucket_ranges]

@@ -243,7 +243,7 @@ def main() -> int:
         print("\nvalidate: stopped", file=sys.stderr)
         return 130
     console.print(validation_table(points))
-    console.print(f"{CORES} cores; processes that wanted them: {before:.1f} before, {os.getloadavg()[0]:.1f} after")
+    console.print(f"{CORES} cores, load average {before:.1f} before and {os.getloadavg()[0]:.1f} after")
     return 0
 
 

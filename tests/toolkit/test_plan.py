@@ -12,7 +12,7 @@ from rich.console import Console
 from torch import nn
 
 from brigade import cli
-from brigade.course import CourseError
+from brigade.course import ROOT, CourseError
 from brigade.events import launches
 from brigade.lab import ladder, memory, plan, programs, validate
 from brigade.lab.setting import OPTIMIZERS, Machine, Setting
@@ -204,10 +204,20 @@ def test_the_command_prints_a_table_and_its_assumptions(capsys):
     assert cli.main(["plan", "--model", "gpt3-175b", "--dp", "1024", "--dtype", "bf16"]) == 0
     text = capsys.readouterr().out
     table, _, assumed = text.partition("Assumed:")
-    assert max(map(len, table.splitlines())) <= 80
+    assert max(map(len, text.splitlines())) <= 80
     assert all(rung.label in table for rung in plan.rungs())
+    assumed = " ".join(assumed.split())
     assert "1024 ranks" in assumed and "12.5 GB/s" in assumed and "fp32 masters" in assumed
     assert "Data parallelism alone cannot train gpt3-175b" in assumed
+
+
+def test_the_example_in_the_document_is_what_the_command_prints(capsys):
+    assert cli.main(["plan", "--model", "gpt3-175b", "--dp", "1024"]) == 0
+    assert lines(capsys.readouterr().out) in lines(ROOT.joinpath("docs", "plan.md").read_text())
+
+
+def lines(text):
+    return "\n".join(line.rstrip() for line in text.splitlines())
 
 
 def test_the_command_prints_json(capsys):
