@@ -48,7 +48,7 @@ connect() { # ADDRESS, and the command that leads to the host
     "$@" ip link set lo up
     "$@" ip address add "$address/24" dev wire
     "$@" ip link set wire up
-    "$@" tc qdisc add dev wire root tbf rate "$rate" burst 256kb latency 100ms
+    "$@" tc qdisc add dev wire root tbf rate "$rate" burst 256kb limit 64mb # longer than any queue: nothing is dropped
 }
 
 ip link add wire type veth peer name wire netns "$second" || cannot "this kernel has no veth devices"
