@@ -18,6 +18,7 @@ from brigade.course import ROOT, CourseError
 
 SCRIPTS = Path(__file__).parent / "gradescope"
 NEEDED = ("LICENSE", "requirements.txt", "brigade/*.py", "brigade/autograde/*.py", "solutions/*/*.py")
+NEEDED += ("brigade/lab/__init__.py", "brigade/lab/command.py", "brigade/lab/links.py")  # what the command line imports
 NEEDED += ("tests/test_m*.py", "tests/scenarios/*.py")
 NEEDED_PACKAGES = ("torch", "pytest", "rich", "numpy")  # of requirements.txt; notebooks and pictures are not graded
 
