@@ -82,8 +82,8 @@ def use(link: Link | None) -> None:
 class PacedGroup(RecordingGroup):
     """Performs every launch at once, and completes it when its time on the link is over.
 
-    The real collectives follow each other as well, on one thread of gloo. On two of them, ranks were seen to die of
-    memory that gloo had spoilt, in one run of module 8 in about twenty.
+    The real collectives follow each other as well, on one thread of gloo. On its usual two, ranks died in gloo of
+    corrupted memory in 3 of 80 runs of module 8 (100 rounds each, torch 2.13); on one thread in none of 49.
     """
 
     gloo_threads = 1
