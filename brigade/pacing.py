@@ -80,13 +80,7 @@ def use(link: Link | None) -> None:
 
 
 class PacedGroup(RecordingGroup):
-    """Performs every launch at once, and completes it when its time on the link is over.
-
-    The real collectives follow each other as well, on one thread of gloo. On its usual two, ranks died in gloo of
-    corrupted memory in 3 of 80 runs of module 8 (100 rounds each, torch 2.13); on one thread in none of 49.
-    """
-
-    gloo_threads = 1
+    """Performs every launch at once, and completes it when its time on the link is over."""
 
     def call(self, method: str, args: list[Any], kwargs: dict[str, Any], index: int) -> dist.Work | None:
         op, outputs, inputs = METHODS[method]
@@ -110,15 +104,10 @@ class PacedWork(RecordedWork):
         super().__init__(inner, recorder, index)
         self._outputs = list(outputs)
         self._error: Exception | None = None
-        self._over: torch.futures.Future = torch.futures.Future()  # the launch, one way or the other
-        # An exception that `then` raises is one in C++ too. That of `set_exception` is not: torch DDP's reducer takes
-        # it for tensors, and the process ends.
-        self._future = self._over.then(self._outcome)
-
-    def _outcome(self, _: torch.futures.Future) -> list[torch.Tensor]:
-        if self._error:
-            raise self._error
-        return self._outputs
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._told: torch.futures.Future | None = None  # when it is over; only for those who want a future: they cost
+        self._future: torch.futures.Future | None = None
 
     def carry(self, ends_at: float) -> float:
         """Runs on the link's thread: completes the launch at `ends_at`, or when it is really complete. Returns when."""
@@ -126,25 +115,29 @@ class PacedWork(RecordedWork):
             self._inner.wait()
         except Exception as error:  # such as a peer that has gone: for whoever waits
             self._error = error
-            self._over.set_result(None)
-            return time.perf_counter()
-        ends_at = max(ends_at, time.perf_counter())
+        ends_at = time.perf_counter() if self._error else max(ends_at, time.perf_counter())
         time.sleep(max(0.0, ends_at - time.perf_counter()))
-        self._recorder.note("end", index=self._index)
-        self._over.set_result(None)
+        if not self._error:
+            self._recorder.note("end", index=self._index)
+        with self._lock:
+            self._over.set()
+        if self._told:
+            self._told.set_result(None)
         return ends_at  # not when the sleep was over: that is late each time, and would add up
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         self._recorder.note("wait", index=self._index)
-        self._future.wait()
+        self._over.wait()
+        if self._error:
+            raise self._error
         self._recorder.note("done", index=self._index)
         return True
 
     def is_completed(self) -> bool:
-        return self._future.done()
+        return self._over.is_set()
 
     def is_success(self) -> bool:
-        return self._future.done() and self._inner.is_success()
+        return self._over.is_set() and not self._error
 
     def result(self) -> list[torch.Tensor]:
         self.wait()
@@ -153,7 +146,23 @@ class PacedWork(RecordedWork):
     def get_future(self) -> torch.futures.Future:
         self._recorder.note("wait", index=self._index)
         self._recorder.note("done", index=self._index)
+        with self._lock:
+            if self._future:
+                return self._future
+            told: torch.futures.Future = torch.futures.Future()
+            # An exception that `then` raises is one in C++ too. That of `set_exception` is not: torch DDP's reducer
+            # takes it for tensors, and the process ends.
+            self._future = told.then(self._outcome)
+            if not self._over.is_set():
+                self._told = told
+                return self._future
+        told.set_result(None)
         return self._future
+
+    def _outcome(self, _: torch.futures.Future) -> list[torch.Tensor]:
+        if self._error:
+            raise self._error
+        return self._outputs
 
 
 _traffic: queue.SimpleQueue | None = None

@@ -21,7 +21,6 @@ Scenarios add their own kinds with `note`. Only this file and `ranks.py` know ho
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -219,8 +218,6 @@ class RecordingGroup(dist.ProcessGroup):
     Subclasses decide what becomes of the tensors, in `call`.
     """
 
-    gloo_threads: int | None = None  # how many collectives gloo performs at once; its own number if None
-
     def __init__(self, inner: dist.ProcessGroup, recorder: Recorder, name: str, ranks: list[int]):
         super().__init__(inner.rank(), inner.size())
         self._inner = inner
@@ -331,7 +328,7 @@ def start_process_group(
         ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
         arguments = (options.store, options.group_rank, options.group_size, options.timeout)
         group = group_class(dist.ProcessGroup(*arguments[:3]), recorder, str(options.group_id), ranks)
-        register_backends((group._inner, group), backend, *arguments, gloo_threads=group_class.gloo_threads)
+        register_backends((group._inner, group), backend, *arguments)
         return group
 
     dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu", "cuda"])
@@ -355,12 +352,10 @@ def register_backends(
     rank: int,
     world_size: int,
     timeout: timedelta,
-    gloo_threads: int | None = None,
 ) -> None:
     """Gives the groups the backends that `init_process_group` would: the inner group works through them, and the
     recording one keeps in them what torch asks of any group, such as its name."""
-    how = gloo_options(timeout, gloo_threads) if gloo_threads else timeout
-    gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, world_size, how)
+    gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, world_size, timeout)
     backends = [("cpu", dist.ProcessGroup.BackendType.GLOO, gloo)]
     if backend == "nccl":
         options = dist.ProcessGroupNCCL.Options()
@@ -371,17 +366,6 @@ def register_backends(
         for device, kind, implementation in backends:
             group._register_backend(torch.device(device), kind, implementation)
             group._set_default_backend(kind)
-
-
-def gloo_options(timeout: timedelta, threads: int) -> Any:
-    """What gloo takes by itself, but for the number of its threads."""
-    options = dist.ProcessGroupGloo._Options()
-    interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    options._devices = [dist.ProcessGroupGloo.create_device(interface=name) for name in interfaces.split(",") if name]
-    options._devices = options._devices or [dist.ProcessGroupGloo.create_default_device()]
-    options._timeout = timeout
-    options._threads = threads
-    return options
 
 
 def _keep_to_the_recording_group(backend: str) -> None:

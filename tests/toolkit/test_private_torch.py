@@ -48,9 +48,3 @@ def test_behaviour_of_the_coalescing_manager():
 def test_one_of_both_names_exists(name):
     old = {"reduce_scatter": "reduce_scatter_tensor", "all_gather": "all_gather_into_tensor"}[name]
     assert hasattr(dist, f"{name}_single") or hasattr(dist, old), "torch has renamed the collective once more"
-
-
-def test_options_of_gloo():
-    options = dist.ProcessGroupGloo._Options()
-    for name in ("_devices", "_timeout", "_threads"):
-        assert hasattr(options, name), f"gloo_options in brigade/recording.py needs ProcessGroupGloo._Options.{name}"
