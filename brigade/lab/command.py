@@ -40,7 +40,7 @@ def bench_arguments(parser: argparse.ArgumentParser) -> None:
         "--rounds", **number, help="steps of each rung, the first 5 not timed (default 30, emulated 35)"
     )
     parser.add_argument("--size", choices=SIZES, default="tiny", help="of the model (default tiny)")
-    parser.add_argument("--batch", **number, help="sequences in a step, of all ranks together (default 8, emulated 16)")
+    parser.add_argument("--batch", **number, help="sequences in a step, of all ranks together (default 8, emulated 24)")
     parser.add_argument("--time", **number, help="tokens in a sequence (default 64, emulated 128)")
     parser.add_argument(
         "--bucket-mb", type=float, default=1.0, metavar="MB", help="size of the buckets in MiB (default 1)"

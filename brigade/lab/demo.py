@@ -40,7 +40,7 @@ def demo() -> int:
     from brigade.ranks import RankFailure
 
     console = Console(highlight=False, soft_wrap=True)
-    workload, rungs = replace(ladder.PACED, rounds=ROUNDS), ladder.course_rungs()
+    workload, rungs = replace(ladder.PACED, batch_size=16, rounds=ROUNDS), ladder.course_rungs()
     console.print(
         "Bucket Brigade: data-parallel training, built step by step.\n\n"
         "Two processes on this machine train the same small language model on the source of Python's standard\n"

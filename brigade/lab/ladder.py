@@ -73,7 +73,7 @@ class Workload:
 
 # For emulated links: computation long enough, and gradients large enough, that the real collectives underneath
 # take a small part of the emulated time.
-PACED = Workload(batch_size=16, time=128, rounds=35, link=Pace(comm_ratio=0.8, latency_ratio=0.002))
+PACED = Workload(batch_size=24, time=128, rounds=35, link=Pace(comm_ratio=0.8, latency_ratio=0.002))
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,12 @@ from brigade.submission import Sources
 
 # Few parameters, large ones: the collectives can be told apart.
 WORKLOAD = replace(
-    PACED, size=Size(d_model=192, d_ff=512, layers=2, heads=4, vocabulary=256), rounds=15, warmup=3, named=True
+    PACED,
+    size=Size(d_model=192, d_ff=512, layers=2, heads=4, vocabulary=256),
+    batch_size=16,
+    rounds=15,
+    warmup=3,
+    named=True,
 )
 STYLES = {  # of collectives: shades of one colour, and hatches for those who see no shades
     "all_reduce": {"facecolor": COLOURS["collective"], "edgecolor": "#6b4a00"},
