@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import json
 import os
+import random
 import sys
 import time
 import zipfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +23,9 @@ from rich.text import Text
 
 from brigade import ranks, skeletons
 from brigade.course import MODULES, ROOT, CourseError, Module, module
-from brigade.submission import directory, find, read
+from brigade.submission import Sources, directory, find, read
 
-HINTS_SHOWN = ROOT / ".brigade-hints.json"  # how far each module's hints were read; losing it does no harm
+PROGRESS = ROOT / ".brigade-progress.json"  # hints that were read, modules that passed; losing it does no harm
 
 
 class Terminal(Console):
@@ -35,35 +38,61 @@ class Terminal(Console):
 console = Terminal(highlight=False, soft_wrap=True)
 
 
-class Report:
-    """A pytest plugin that shows each graded check as it ends, and keeps the score."""
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one check. `text` is what the student reads of it, "" where it passed."""
 
-    def __init__(self, quiet: bool = False):
+    title: str
+    passed: bool
+    text: str
+
+
+class Report:
+    """A pytest plugin that shows each graded check as it ends, and keeps the score.
+
+    With the outcomes of the run `before` it shows what differs from them, beginning with what failed then.
+    """
+
+    def __init__(self, quiet: bool = False, before: dict[str, Outcome] | None = None):
         self.quiet = quiet
+        self.before = before or {}
+        self.outcomes: dict[str, Outcome] = {}  # by pytest's name of the check
         self.earned = self.possible = 0
         self.failed: list[Any] = []
         self.broken: list[str] = []
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items.sort(key=lambda item: item.nodeid in self.before and self.before[item.nodeid].passed)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.when != "call" and report.passed:
             return
         points = getattr(report, "brigade_points", 0)
+        title = getattr(report, "brigade_title", report.nodeid)
         self.possible += points
         if report.passed:
             self.earned += points
-            self._say(Text.assemble(("  ✓ ", "green"), f"{points}/{points}  {report.brigade_title}"))
+        else:
+            self.failed.append(report)
+        outcome = Outcome(title, report.passed, "" if report.passed else feedback(report))
+        self.outcomes[report.nodeid] = outcome
+        if self.quiet or outcome == self.before.get(report.nodeid):
             return
-        self.failed.append(report)
-        self._say(Text.assemble(("  ✗ ", "red"), f"0/{points}  {getattr(report, 'brigade_title', report.nodeid)}"))
-        self._say(Text(indented(feedback(report))))
+        sign, colour, got = ("✓", "green", points) if report.passed else ("✗", "red", 0)
+        console.print(Text.assemble((f"  {sign} ", colour), f"{got}/{points}  {title}"))
+        if outcome.text:
+            console.print(Text(indented(outcome.text)))
 
     def pytest_collectreport(self, report: Any) -> None:
         if report.failed:
             self.broken.append(str(report.longrepr))
 
-    def _say(self, text: Text) -> None:
-        if not self.quiet:
-            console.print(text)
+    def unchanged(self) -> str:
+        """One line on the checks that were not shown, because they ended as before; "" without any."""
+        same = [outcome for name, outcome in self.outcomes.items() if outcome == self.before.get(name)]
+        failing = [f"still fails: {outcome.title}" for outcome in same if not outcome.passed]
+        passing = [f"{len(same) - len(failing)} pass as before"] if len(same) > len(failing) else []
+        return "; ".join(passing + failing)
 
 
 def feedback(report: Any) -> str:
@@ -80,9 +109,9 @@ def indented(text: str, by: int = 9) -> str:
     return "\n".join(" " * by + line for line in text.splitlines())
 
 
-def run_checks(entry: Module, options: argparse.Namespace, quiet: bool = False) -> Report:
-    """Runs a module's graded checks in this process. Raises CourseError when they could not run at all."""
-    report = Report(quiet)
+def run_checks(entry: Module, options: argparse.Namespace, **how: Any) -> Report:
+    """Runs a module's graded checks in this process; `how` is for `Report`. Raises CourseError when they cannot run."""
+    report = Report(**how)
     arguments = [str(entry.checks), f"--rootdir={ROOT}", f"--config-file={ROOT / 'pyproject.toml'}"]
     arguments += ["-p", "no:terminal", "-p", "no:cacheprovider"]
     arguments += [f"--target={options.target}", f"--prior={options.prior}"]
@@ -119,14 +148,15 @@ def check(options: argparse.Namespace) -> int:
         if not options.number:
             raise CourseError("--debug runs one module's checks: say which, as in `brigade check 3 --debug`")
         console.print("One rank, no deadline. A check that needs a second rank to fail passes here.")
-    seen = saved(entries, options)
-    status = check_once(entries, options)
-    if options.watch:
-        watch(entries, options, seen)
-    return status
+    if not options.watch:
+        return check_once(entries, options, {})
+    if options.seed is None:
+        options.seed = random.randrange(2**32)  # the same cases in every run, so that what they say can be compared
+    return watch(entries, options)
 
 
-def check_once(entries: Sequence[Module], options: argparse.Namespace) -> int:
+def check_once(entries: Sequence[Module], options: argparse.Namespace, before: dict[str, Outcome]) -> int:
+    """Checks the modules one after another, and updates `before`, the outcomes of the last time."""
     earned = possible = 0
     status = 0
     for entry in entries:
@@ -134,23 +164,74 @@ def check_once(entries: Sequence[Module], options: argparse.Namespace) -> int:
         path = find(Path(options.target), entry)
         console.print(Text.assemble((f"Module {entry.number}: {entry.title}", "bold"), f"  {shown(path)}"))
         try:
-            read(options.target, entry.number, options.prior)
+            sources = read(options.target, entry.number, options.prior).sources
         except CourseError as error:
             console.print(f"  ✗ {error}", markup=False)
             possible += entry.points
             status = 2
             continue
-        report = run_checks(entry, options)
-        console.print(f"  {report.earned} of {report.possible} points, {time.monotonic() - started:.1f} s")
+        report = run_checks(entry, options, before=before)
+        seconds = time.monotonic() - started
+        if unchanged := report.unchanged():
+            console.print(f"  {unchanged}", markup=False)
+        before.update(report.outcomes)
+        console.print(f"  {report.earned} of {report.possible} points, {seconds:.1f} s")
         if any(f"module {earlier.number}, part" in str(failed.longrepr) for failed in report.failed
                for earlier in MODULES[: entry.number - 1]):  # fmt: skip
             console.print("  It builds on an earlier module that is not written yet: --prior reference uses ours.")
         console.print()
+        mine = Path(options.target) != ROOT / "solutions"
+        if mine and report.possible == entry.points and not report.failed and not options.debug:
+            finished(entry, sources, options, len(entries) == 1)
         earned, possible = earned + report.earned, possible + report.possible
         status = max(status, 1 if report.failed else 0)
     if len(entries) > 1:
         console.print(f"{earned} of {possible} points")
     return status
+
+
+def finished(entry: Module, sources: Sources, options: argparse.Namespace, show: bool) -> None:
+    """Remembers that these sources pass; shows, the first time, what the module bought, and what comes next."""
+    key = fingerprint(entry, sources)
+    news = key != progress("passed").get(entry.package)
+    remember("passed", entry.package, key)
+    if not show or not news:
+        return
+    from brigade.lab import bought
+    from brigade.lab.command import progress as bar
+
+    try:
+        with bar("training steps", bought.steps_of(entry)) as advance:
+            rows = bought.bought(entry, sources, advance)
+    except ranks.RankFailure as failure:
+        console.print(f"  What it bought cannot be measured: {failure.summary}\n", markup=False)
+        return
+    console.print(bought.table(rows))
+    console.print()
+    if entry is not MODULES[-1]:
+        console.print(f"Module {entry.number} is done. `brigade next` shows what comes now.", markup=False)
+
+
+def fingerprint(entry: Module, sources: Sources) -> str:
+    """Of the module's checks and all that they examine."""
+    texts = [entry.checks.read_text(), *(text for _, (_, text) in sorted(sources.items()))]
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()
+
+
+def progress(kind: str) -> dict[str, Any]:
+    """What is remembered of each module, by its package: "hints" that were shown, the fingerprint that "passed"."""
+    try:
+        return dict(json.loads(PROGRESS.read_text())[kind])
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def remember(kind: str, package: str, value: Any) -> None:
+    """For `progress`; a directory that cannot be written forgets."""
+    content = {name: progress(name) for name in ("hints", "passed")}
+    content[kind][package] = value
+    with contextlib.suppress(OSError):
+        PROGRESS.write_text(json.dumps(content))
 
 
 def shown(path: Path | None) -> str:
@@ -162,15 +243,16 @@ def shown(path: Path | None) -> str:
     return str(path)
 
 
-def watch(entries: Sequence[Module], options: argparse.Namespace, seen: list[float]) -> None:
-    """Runs the checks again whenever one of the modules' files is saved, until Ctrl-C. `seen`: see `saved`."""
-    console.print("Waiting for a file to be saved. Ctrl-C ends.")
+def watch(entries: Sequence[Module], options: argparse.Namespace) -> int:
+    """Checks now, and whenever one of the modules' files is saved what changes by that, until Ctrl-C."""
+    outcomes: dict[str, Outcome] = {}
     while True:
-        time.sleep(0.2)
-        if (now := saved(entries, options)) != seen:
-            seen = now
-            console.rule(time.strftime("%H:%M:%S"))
-            check_once(entries, options)
+        seen = saved(entries, options)
+        check_once(entries, options, outcomes)
+        console.print("Waiting for a file to be saved. Ctrl-C ends.")
+        while saved(entries, options) == seen:
+            time.sleep(0.2)
+        console.rule(time.strftime("%H:%M:%S"))
 
 
 def saved(entries: Sequence[Module], options: argparse.Namespace) -> list[float]:
@@ -184,23 +266,28 @@ def next_step(options: argparse.Namespace) -> int:
     options.target = str(directory(options.target).resolve())
     for entry in MODULES:
         try:
-            read(options.target, entry.number, options.prior)
-            report = run_checks(entry, options, quiet=True)
+            sources = read(options.target, entry.number, options.prior).sources
+            key = fingerprint(entry, sources)
+            done = progress("passed").get(entry.package) == key
+            report = None if done else run_checks(entry, options, quiet=True)
         except CourseError as error:
             console.print(f"→ {error}", markup=False)
             return 1
-        if not report.failed:
-            console.print(f"✓ Module {entry.number}: {entry.title}, {report.earned} points")
+        if report is None or not report.failed:
+            remember("passed", entry.package, key)
+            console.print(f"✓ Module {entry.number}: {entry.title}, {entry.points} points")
             continue
         first = report.failed[0]
         console.print(f"→ Module {entry.number}: {entry.title}, {report.earned} of {report.possible} points")
         console.print(f"  read    {shown(entry.lesson / 'README.md')}  ({entry.minutes} minutes for the module)")
         console.print(f"  edit    {shown(find(Path(options.target), entry))}")
+        console.print(f"  check   brigade check {entry.number} --watch")
         console.print(f"  stuck?  brigade hint {entry.number}")
         console.print(f"\n  first check that fails: {first.brigade_title}")
         console.print(Text(indented(feedback(first))))
         return 1
-    console.print(f"All {len(MODULES)} modules pass.")
+    console.print(f"All {len(MODULES)} modules pass. `brigade submit` makes the zip to hand in;", markup=False)
+    console.print("the written questions are in assignments.md.")
     return 0
 
 
@@ -208,17 +295,12 @@ def hint(options: argparse.Namespace) -> int:
     """brigade hint N: the next of the module's hints, which grow more explicit."""
     entry = module(options.number)
     hints = [part for part in (entry.lesson / "hints.md").read_text().split("\n## ")[1:] if part.strip()]
-    try:
-        shown_before = json.loads(HINTS_SHOWN.read_text())
-        place = 0 if options.again else int(shown_before.get(entry.package, 0))
-    except (OSError, ValueError, AttributeError):
-        shown_before, place = {}, 0
-    place = min(place, len(hints) - 1)
+    before = progress("hints").get(entry.package, 0)
+    place = 0 if options.again or not isinstance(before, int) else min(before, len(hints) - 1)
     console.print(Markdown("## " + hints[place]))
     left = len(hints) - place - 1
     console.print(f"\n{left} more: `brigade hint {entry.number}`" if left else "\nThat was the last one.", markup=False)
-    with contextlib.suppress(OSError):
-        HINTS_SHOWN.write_text(json.dumps(shown_before | {entry.package: place + 1}))
+    remember("hints", entry.package, place + 1)
     return 0
 
 

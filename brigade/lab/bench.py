@@ -179,7 +179,8 @@ def written(target: str, entries: Sequence[Module]) -> tuple[list[Module], Sourc
         else:
             chosen.append(entry)
     if not chosen:
-        raise CourseError(f"nothing to compare in {where}: " + " ".join(sentences))
+        advice = "--target solutions compares the reference."
+        raise CourseError(f"nothing to compare in {where}: {' '.join(sentences)} {advice}")
     return chosen, sources, sentences
 
 

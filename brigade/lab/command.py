@@ -33,8 +33,8 @@ def bench_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `brigade bench`."""
     number = {"type": int, "metavar": "N"}
     parser.add_argument("--modules", default="", metavar="LIST", help="such as 1-4 or 2,5; all without it")
-    parser.add_argument("--target", default="solutions", metavar="DIR", help="whose modules: solutions (default), "
-                        "lessons, or a directory")  # fmt: skip
+    where = "lessons (default; what is not written is left out), solutions, or a directory"
+    parser.add_argument("--target", default="lessons", metavar="DIR", help=where)
     parser.add_argument("--ranks", **number, help="how many (default 2; under torchrun as many as it starts)")
     parser.add_argument(
         "--rounds", **number, help="steps of each rung, the first 5 not timed (default 30, emulated 35)"

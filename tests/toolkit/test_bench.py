@@ -35,7 +35,7 @@ def brigade(capfd):
     """Runs `brigade bench` in this process; gives its exit status, output and errors."""
 
     def run(*arguments):
-        status = cli.main(["bench", *map(str, arguments)])
+        status = cli.main(["bench", "--target", "solutions", *map(str, arguments)])
         out, err = capfd.readouterr()
         assert "Traceback" not in out + err
         return SimpleNamespace(returncode=status, stdout=out, stderr=err)
@@ -157,7 +157,7 @@ def written_files(tmp_path_factory):
     arguments = ["--modules", "1,8", *SMALL, "--comm-ratio", 0.5, "--latency-ratio", 0.01]
     for kind, path in vars(paths).items():
         arguments += [f"--{kind}", path]
-    assert cli.main(["bench", *map(str, arguments)]) == 0
+    assert cli.main(["bench", "--target", "solutions", *map(str, arguments)]) == 0
     return paths
 
 
@@ -311,7 +311,7 @@ def under_torchrun(tmp_path, *arguments, timeout=60):
     (tmp_path / "tmp").mkdir()  # torchrun leaves a directory there when a rank fails
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [*run, "-m", "brigade.cli", "bench", *map(str, arguments)],
+        [*run, "-m", "brigade.cli", "bench", "--target", "solutions", *map(str, arguments)],
         cwd=ROOT,
         env=environment | {"TMPDIR": str(tmp_path / "tmp"), "OMP_NUM_THREADS": "1"},
         capture_output=True,

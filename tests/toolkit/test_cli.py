@@ -1,10 +1,13 @@
 """The command line, as a student meets it: one clear line for every wrong input, and nothing of theirs lost."""
 
+import re
 import signal
 import subprocess
 import sys
 import threading
+import time
 import zipfile
+from dataclasses import replace
 from types import SimpleNamespace
 
 import psutil
@@ -13,6 +16,7 @@ import torch
 
 from brigade import cli, skeletons
 from brigade.course import MODULES, ROOT
+from brigade.lab import bought
 
 
 @pytest.fixture
@@ -26,6 +30,19 @@ def brigade(capfd):
         return SimpleNamespace(returncode=status, stdout=out, stderr=err)
 
     return run
+
+
+@pytest.fixture(autouse=True)
+def progress(tmp_path_factory, monkeypatch):
+    """The file that remembers, new for every test."""
+    path = tmp_path_factory.mktemp("progress") / "progress.json"
+    monkeypatch.setattr(cli, "PROGRESS", path)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def short_measurement(monkeypatch):
+    monkeypatch.setattr(bought, "WORKLOAD", replace(bought.WORKLOAD, rounds=3, warmup=1, batch_size=2, time=16))
 
 
 @pytest.fixture
@@ -137,8 +154,7 @@ def test_submit_makes_a_zip_of_the_modules(lessons, tmp_path, monkeypatch, capsy
     assert "module 2 is missing" in capsys.readouterr().out
 
 
-def test_hints_come_one_after_another(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(cli, "HINTS_SHOWN", tmp_path / "hints.json")
+def test_hints_come_one_after_another(capsys):
     seen = []
     for _ in range(4):
         assert cli.main(["hint", "1"]) == 0
@@ -168,8 +184,56 @@ def test_debug_runs_one_rank_on_this_terminal(lessons):
     assert "2 of 2 points" in done.stdout
 
 
-def test_watch_runs_again_after_a_save(lessons):
-    command = [sys.executable, "-u", "-m", "brigade.cli", "check", "1", "--watch", "--only", "buffers"]
+def test_next_does_not_repeat_what_passed(brigade, lessons, monkeypatch):
+    brigade("next", "--target", lessons)
+    monkeypatch.setattr(cli, "run_checks", lambda *_, **__: pytest.fail("the checks ran again"))
+    assert "✓ Module 1" in brigade("next", "--target", lessons).stdout
+    file = lessons / MODULES[0].path
+    file.write_text(file.read_text() + "# another line\n")
+    with pytest.raises(pytest.fail.Exception, match="ran again"):
+        brigade("next", "--target", lessons)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", '{"hints": 3, "passed": []}', '{"hints": {"m01_naive_ddp": "x"}}'])
+def test_a_damaged_progress_file_does_no_harm(brigade, progress, content):
+    progress.write_text(content)
+    assert "1. Nudge" in brigade("hint", 1).stdout
+    assert "2. Approach" in brigade("hint", 1).stdout
+
+
+def test_a_finished_module_shows_once_what_it_bought(brigade, lessons):
+    entry = MODULES[1]
+    (lessons / entry.package).mkdir()
+    (lessons / entry.path).write_text((ROOT / "solutions" / entry.path).read_text())
+    done = brigade("check", 2, "--target", lessons)
+    assert "What it bought" in done.stdout, done.stdout
+    before, after = (re.search(rf"^ *{label} +(.*)$", done.stdout, re.MULTILINE)[1].split()
+                     for label in ("1 NaiveDDP", "2 FlatDDP"))  # fmt: skip
+    assert (before[0], after[0]) == ("39", "1")  # launches: parameters, dtypes
+    assert before[1] == after[1] == "3.48"  # MB sent: the gradients
+    copied, new, views, state = -4, -3, -2, -1
+    assert (before[copied], after[copied]) == ("0.00", "6.96")  # into the flat tensor and back
+    assert (before[new], after[new]) == ("0.00", "3.48")  # the flat tensor
+    assert before[views] == "0" and before[state] == after[state] == "3.48"  # momentum
+    assert "What it bought" not in brigade("check", 2, "--target", lessons).stdout
+    assert "brigade next" in done.stdout
+
+
+def test_a_module_that_passes_on_the_reference_only_buys_nothing_yet(brigade, lessons):
+    """The module before is a skeleton: there is nothing to compare with, and one line says so."""
+    for number, where in ((2, "lessons"), (3, "solutions")):
+        entry = MODULES[number - 1]
+        (lessons / entry.package).mkdir()
+        (lessons / entry.path).write_text((ROOT / where / entry.path).read_text())
+    done = brigade("check", 3, "--target", lessons)
+    assert done.returncode == 0 and "12 of 12 points" in done.stdout, done.stdout
+    assert "What it bought cannot be measured: " in done.stdout
+
+
+@pytest.fixture
+def watched(lessons):
+    """`brigade check 1 --watch` on one's own lessons."""
+    command = [sys.executable, "-u", "-m", "brigade.cli", "check", "1", "--watch", "--only", "start_equal"]
     command += ["--target", str(lessons)]
     process = subprocess.Popen(
         command,
@@ -181,18 +245,32 @@ def test_watch_runs_again_after_a_save(lessons):
     )
     alarm = threading.Timer(60, process.kill)
     alarm.start()
-    try:
-        lines = read_until(process, "Waiting for a file")
-        assert any("1 of 1 points" in line for line in lines)
-        file = lessons / MODULES[0].path
-        file.write_text(file.read_text().replace("[*module.parameters(), *module.buffers()]", "module.parameters()"))
-        assert any("are buffers broadcast" in line for line in read_until(process, "0 of 1 points"))
-        process.send_signal(2)
-        assert process.wait(timeout=20) == 130
-    finally:
-        alarm.cancel()
-        process.kill()
-    assert not [child for child in psutil.Process().children(recursive=True) if child.pid == process.pid]
+    yield process
+    alarm.cancel()
+    process.kill()
+    process.wait()
+
+
+def test_watch_runs_again_after_a_save_and_shows_what_changed(watched, lessons):
+    lines = read_until(watched, "Waiting for a file")
+    assert any("2 of 2 points" in line for line in lines)
+    file = lessons / MODULES[0].path
+    right = file.read_text()
+    wrong = right.replace("[*module.parameters(), *module.buffers()]", "module.parameters()")
+    for text, expected, absent in [
+        (wrong, ["are buffers broadcast", "1 pass as before", "1 of 2 points"], "parameters, frozen ones too"),
+        (wrong + "# nothing\n", ["1 pass as before; still fails: ", "1 of 2 points"], "are buffers broadcast"),
+        (right, ["1/1", "1 pass as before", "2 of 2 points"], "expected"),
+    ]:
+        saved = time.monotonic()
+        file.write_text(text)
+        read_until(watched, "Module 1")
+        began = time.monotonic() - saved
+        shown = "".join(read_until(watched, "Waiting for a file"))
+        assert began < 2 and all(line in shown for line in expected) and absent not in shown, (began, shown)
+    watched.send_signal(signal.SIGINT)
+    assert watched.wait(timeout=20) == 130
+    assert not psutil.pid_exists(watched.pid)
 
 
 def read_until(process, text):
