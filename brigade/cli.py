@@ -256,7 +256,7 @@ def make_skeletons(options: argparse.Namespace) -> int:
     if options.check:
         outdated = skeletons.outdated()
         for path in outdated:
-            console.print(f"{shown(path)} differs from what its solution makes: run `brigade skeletons`")
+            console.print(f"{shown(path)} is not what it is made of: run `brigade skeletons`")
         return 1 if outdated else 0
     for path in skeletons.write():
         console.print(f"{shown(path)} written")
@@ -322,8 +322,8 @@ def parser() -> argparse.ArgumentParser:
         "plan", lab.plan, "Predict step time, launches and memory.", "brigade plan --model gpt3-175b --dp 1024"
     )
     lab.plan_arguments(plans)
-    makes = command("skeletons", make_skeletons, "Make the skeletons from the solutions.", "brigade skeletons --check")
-    makes.add_argument("--check", action="store_true", help="change nothing; fail if a skeleton is out of date")
+    makes = command("skeletons", make_skeletons, "Make the skeletons and the handout.", "brigade skeletons --check")
+    makes.add_argument("--check", action="store_true", help="change nothing; fail if a file is out of date")
     return top
 
 

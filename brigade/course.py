@@ -63,6 +63,11 @@ MODULES = (
 )  # fmt: skip
 
 
+def module_with(name: str) -> Module:
+    """The module of this public name."""
+    return next(entry for entry in MODULES if name in entry.public)
+
+
 def module(number: int | str) -> Module:
     """The module of this number. Raises CourseError with a sentence for the user."""
     for entry in MODULES:

@@ -1,4 +1,4 @@
-"""Skeletons are made from the solutions, so that the two cannot drift apart.
+"""Skeletons are made from the solutions, and documents that list modules from the table: they cannot drift apart.
 
 A solution marks what the student writes, in the convention of nbgrader:
 
@@ -16,6 +16,7 @@ import re
 import time
 from pathlib import Path
 
+from brigade import handout
 from brigade.course import MODULES, ROOT, CourseError, Module
 
 BLOCK = re.compile(
@@ -38,17 +39,19 @@ def skeleton(entry: Module) -> str:
 
 
 def outdated() -> list[Path]:
-    """The files in `lessons` that are not what their solution makes."""
-    files = [(ROOT / "lessons" / entry.path, skeleton(entry)) for entry in MODULES]
-    return [path for path, text in files if not path.is_file() or path.read_bytes() != text.encode()]
+    """The skeletons and documents that are not what they are made of."""
+    files = {ROOT / "lessons" / entry.path: skeleton(entry) for entry in MODULES} | handout.documents(ROOT)
+    return [path for path, text in files.items() if not path.is_file() or path.read_bytes() != text.encode()]
 
 
 def write() -> list[Path]:
-    """Makes all skeletons anew; returns the files that changed, each with a backup of what was there beside it."""
+    """Makes all of them anew; returns the files that changed. Of a skeleton, what was there is kept beside it."""
     changed = outdated()
     for entry in MODULES:
         if ROOT / "lessons" / entry.path in changed:
             reset(entry)
+    for path, text in handout.documents(ROOT).items():
+        path.write_text(text)
     return changed
 
 

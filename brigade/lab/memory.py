@@ -27,9 +27,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from brigade import recording
-from brigade.course import MODULES, ROOT, CourseError
+from brigade.course import ROOT, CourseError, module_with
 from brigade.lab.kept import KINDS, Bytes, kept_bytes
-from brigade.lab.ladder import FP32_BYTES, TORCH_DDP, TORCH_ZERO, Rung, class_of, course_rungs, reference
+from brigade.lab.ladder import FP32_BYTES, TORCH_DDP, TORCH_ZERO, Rung, class_of, course_rungs, reference, rung_of
 from brigade.models import SIZES, Size, TinyLM, language_loss
 from brigade.ranks import RankFailure, run_ranks
 from brigade.submission import Sources
@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 
 WORLD_SIZES = (1, 2, 4)
 BUCKET_MB = 1.0  # MiB
-PICTURE = MODULES[-1].lesson / "memory.png"
+ZERO = module_with("ZeroOptimizer")
+PICTURE = ZERO.lesson / "memory.png"
 DEADLINE_S = 120.0
 
 
@@ -106,10 +107,10 @@ def total(held: Bytes) -> int:
 
 def cases() -> list[Case]:
     """Those that keep all state on every rank, then those that divide it."""
-    *before, zero = course_rungs()
-    sharded = Rung(f"{MODULES[-1].number} ShardedOptimizer", None, (MODULES[-1].package, "ShardedOptimizer"))
+    plain, zero = [rung for rung in course_rungs() if not rung.optimizer], rung_of(ZERO)
+    sharded = Rung(f"{ZERO.number} ShardedOptimizer", None, (ZERO.package, "ShardedOptimizer"))
     return [
-        *(Case(rung, WHOLE) for rung in (*before, TORCH_DDP)),
+        *(Case(rung, WHOLE) for rung in (*plain, TORCH_DDP)),
         *(Case(rung, STAGE_1) for rung in (sharded, zero, TORCH_ZERO)),
         Case(zero, STAGE_1_BF16, "bfloat16"),
     ]

@@ -20,7 +20,7 @@ from brigade.lab.kept import KINDS, Bytes
 from brigade.lab.ladder import COMPUTATION, FP32_BYTES, TORCH_DDP, Rung
 from brigade.lab.links import PEAK_FLOPS
 from brigade.lab.memory import cases
-from brigade.lab.programs import program_of, rule_of, simulate
+from brigade.lab.programs import program_of, rule_of, simulate, with_rules
 from brigade.lab.setting import Machine, Setting
 from brigade.models import SIZES, Block, Size, TinyLM
 from brigade.pacing import Link, sent_bytes
@@ -94,8 +94,8 @@ def machine_of(
 
 
 def rungs() -> list[Rung]:
-    """All that can be planned: the cases of `memory.py`, those of the course first."""
-    found = {case.rung.label: case.rung for case in cases()}
+    """All that can be planned: the cases of `memory.py` that have a rule, those of the course first."""
+    found = {rung.label: rung for rung in with_rules(case.rung for case in cases())}
     return [found[label] for label in sorted(found)]
 
 

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from brigade.course import CourseError
 from brigade.lab import plan
+from brigade.lab.ladder import course_rungs
 from brigade.lab.links import NAMED
 from brigade.lab.setting import OPTIMIZERS, Setting
 from brigade.pacing import Link
@@ -53,6 +54,9 @@ def run(options: argparse.Namespace) -> int:
             "bf16: modules 5 to 8 accumulate and reduce gradients in fp32, and 8 ZeroOptimizer keeps fp32 masters; "
             "everything else is in bf16, the optimizer's state too, which saves memory and loses precision"
         )
+    planned = {one.label for one in found}
+    if missing := [rung.label for rung in course_rungs() if rung.label not in planned]:
+        assumptions.append(f"not planned, for want of a rule: {', '.join(missing)}")
     if options.json:
         rungs = [asdict(one) | {"held_bytes": one.held_bytes} for one in found]
         print(json.dumps({"options": options_of(options), "assumptions": assumptions, "rungs": rungs}, indent=2))
