@@ -19,7 +19,7 @@ from rich.markdown import Markdown
 from rich.text import Text
 
 from brigade import ranks, skeletons
-from brigade.course import MODULES, ROOT, CourseError, Module, module
+from brigade.course import HAS_SOLUTIONS, MODULES, ROOT, TARGETS, CourseError, Module, module
 from brigade.submission import directory, find, read
 
 HINTS_SHOWN = ROOT / ".brigade-hints.json"  # how far each module's hints were read; losing it does no harm
@@ -111,6 +111,8 @@ def run_checks(entry: Module, options: argparse.Namespace, quiet: bool = False) 
 def check(options: argparse.Namespace) -> int:
     """brigade check [N]"""
     options.target = str(directory(options.target).resolve())
+    if options.prior == "reference":
+        directory("solutions")
     ranks.SERVER.start()  # it imports torch meanwhile
     if options.backend == "nccl":
         ranks.nccl_environment(2, options.share_gpu)
@@ -144,7 +146,8 @@ def check_once(entries: Sequence[Module], options: argparse.Namespace) -> int:
         console.print(f"  {report.earned} of {report.possible} points, {time.monotonic() - started:.1f} s")
         if any(f"module {earlier.number}, part" in str(failed.longrepr) for failed in report.failed
                for earlier in MODULES[: entry.number - 1]):  # fmt: skip
-            console.print("  It builds on an earlier module that is not written yet: --prior reference uses ours.")
+            advice = ": --prior reference uses ours" if HAS_SOLUTIONS else ""
+            console.print(f"  It builds on an earlier module that is not written yet{advice}.")
         console.print()
         earned, possible = earned + report.earned, possible + report.possible
         status = max(status, 1 if report.failed else 0)
@@ -182,6 +185,8 @@ def saved(entries: Sequence[Module], options: argparse.Namespace) -> list[float]
 def next_step(options: argparse.Namespace) -> int:
     """brigade next: the first module that does not pass all its checks, and the first of those that fail."""
     options.target = str(directory(options.target).resolve())
+    if options.prior == "reference":
+        directory("solutions")
     for entry in MODULES:
         try:
             read(options.target, entry.number, options.prior)
@@ -277,8 +282,7 @@ def parser() -> argparse.ArgumentParser:
         return added
 
     def target(added: argparse.ArgumentParser) -> None:
-        where = "lessons (default), solutions, or a directory"
-        added.add_argument("--target", default="lessons", metavar="DIR", help=where)
+        added.add_argument("--target", default="lessons", metavar="DIR", help=TARGETS)
 
     def checking(added: argparse.ArgumentParser) -> None:
         target(added)
@@ -303,15 +307,18 @@ def parser() -> argparse.ArgumentParser:
     resets = command("reset", reset, "Restore a module's skeleton; your file is kept beside it.", "brigade reset 3")
     resets.add_argument("number", metavar="N", help="the module's number")
     target(command("submit", submit, "Make the zip file to hand in, in this directory.", "brigade submit"))
-    from brigade.autograde import command as grading
+    if HAS_SOLUTIONS:
+        from brigade.autograde import command as grading
 
-    grades = command(
-        "grade",
-        grading.run,
-        "Grade a submission, or a directory of them.",
-        "brigade grade --submission DIR --out results.json",
-    )
-    grading.add_arguments(grades)
+        grades = command(
+            "grade",
+            grading.run,
+            "Grade a submission, or a directory of them.",
+            "brigade grade --submission DIR --out results.json",
+        )
+        grading.add_arguments(grades)
+        makes = command("skeletons", make_skeletons, "Make the skeletons and the handout.", "brigade skeletons --check")
+        makes.add_argument("--check", action="store_true", help="change nothing; fail if a file is out of date")
     from brigade.lab import command as lab
 
     benches = command("bench", lab.bench, "Compare all modules and torch in one run.", "brigade bench --comm-ratio 0.8")
@@ -322,13 +329,15 @@ def parser() -> argparse.ArgumentParser:
         "plan", lab.plan, "Predict step time, launches and memory.", "brigade plan --model gpt3-175b --dp 1024"
     )
     lab.plan_arguments(plans)
-    makes = command("skeletons", make_skeletons, "Make the skeletons and the handout.", "brigade skeletons --check")
-    makes.add_argument("--check", action="store_true", help="change nothing; fail if a file is out of date")
     return top
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit status: 0 good, 1 checks failed, 2 the command cannot be done."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if not HAS_SOLUTIONS and arguments and arguments[0] in ("grade", "skeletons"):
+        print(f"brigade: this edition has no solutions, which `brigade {arguments[0]}` needs", file=sys.stderr)
+        return 2
     options = parser().parse_args(arguments)
     try:
         return options.run(options)

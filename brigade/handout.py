@@ -28,7 +28,7 @@ def documents(root: Path) -> dict[Path, str]:
 
 def filled(text: str, root: Path) -> str:
     """The document with its made parts made anew. Raises CourseError where a reading has no questions."""
-    parts = {"modules": modules, "deliverables": deliverables, "assignments": assignments}
+    parts = {"modules": modules, "deliverables": deliverables, "assignments": assignments, "students": students}
     return MADE.sub(lambda found: f"{found[1]}\n{parts[found[2]](root)}\n{found[3]}", text)
 
 
@@ -39,6 +39,11 @@ def modules(root: Path) -> str:
         for e in MODULES
     ]
     return table(("", "module", "idea", "points", "minutes", "difficulty"), rows)
+
+
+def students(root: Path) -> str:
+    """What the README tells students; the README of the student edition says it too."""
+    return (root / "README.md").read_text().partition("\n## Students\n\n")[2].partition("\n## ")[0]
 
 
 def deliverables(root: Path) -> str:

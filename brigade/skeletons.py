@@ -17,8 +17,9 @@ import time
 from pathlib import Path
 
 from brigade import handout
-from brigade.course import MODULES, ROOT, CourseError, Module
+from brigade.course import HAS_SOLUTIONS, MODULES, ROOT, CourseError, Module
 
+KEPT = "skeletons"  # where the student edition, which has no solutions, keeps them
 BLOCK = re.compile(
     r"^( *)### BEGIN SOLUTION (part \(\w\))\n(?:(?! *### BEGIN SOLUTION).*\n)*? *### END SOLUTION\n", re.MULTILINE
 )
@@ -26,6 +27,8 @@ BLOCK = re.compile(
 
 def skeleton(entry: Module) -> str:
     """The text of a module's skeleton. Raises CourseError where the solution's marks do not pair up."""
+    if not HAS_SOLUTIONS:
+        return (ROOT / KEPT / entry.path).read_text()
     solution = (ROOT / "solutions" / entry.path).read_text()
 
     def unwritten(block: re.Match[str]) -> str:

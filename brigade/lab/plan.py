@@ -114,7 +114,8 @@ def plan(setting: Setting, link: Link, chosen: Sequence[Rung] | None = None) -> 
 def held(rung: Rung, setting: Setting) -> Bytes:
     """Bytes by kind on the fullest rank between two steps, counted as `memory.py` counts them; padding included."""
     rule, numel, itemsize = rule_of(rung), setting.numel, setting.itemsize
-    buffer_bytes = sum(setting.by_layout.nbytes)  # of fp32
+    needs_buffer = rule.params_in_buffer or rule.grads_in_buffer or rule.state == "shards"
+    buffer_bytes = sum(setting.by_layout.nbytes) if needs_buffer else 0  # of fp32
     parameters = buffer_bytes * itemsize // FP32_BYTES if rule.params_in_buffer else numel * itemsize
     gradients = buffer_bytes if rule.grads_in_buffer else rule.grad_copies * numel * itemsize
     if rule.grads_in_buffer and itemsize < FP32_BYTES and rule.state != "shards":
