@@ -92,7 +92,8 @@ def selected(text: str) -> list[Module]:
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first:
             raise CourseError(f"--modules {text}: {first} comes after {last}")
-        numbers |= {module(number).number for number in range(first, min(last, len(MODULES) + 1) + 1)}
+        end = max(first, min(last, len(MODULES) + 1))  # far enough to meet one that there is not
+        numbers |= {module(number).number for number in range(first, end + 1)}
     return [module(number) for number in sorted(numbers)]
 
 
