@@ -22,7 +22,7 @@ from rich.markdown import Markdown
 from rich.text import Text
 
 from brigade import ranks, skeletons
-from brigade.course import MODULES, ROOT, CourseError, Module, module
+from brigade.course import HAS_SOLUTIONS, MODULES, ROOT, TARGETS, CourseError, Module, module
 from brigade.submission import Sources, directory, find, read
 
 PROGRESS = ROOT / ".brigade-progress.json"  # hints that were read, modules that passed; losing it does no harm
@@ -140,6 +140,8 @@ def run_checks(entry: Module, options: argparse.Namespace, **how: Any) -> Report
 def check(options: argparse.Namespace) -> int:
     """brigade check [N]"""
     options.target = str(directory(options.target).resolve())
+    if options.prior == "reference":
+        directory("solutions")
     ranks.SERVER.start()  # it imports torch meanwhile
     if options.backend == "nccl":
         ranks.nccl_environment(2, options.share_gpu)
@@ -178,7 +180,8 @@ def check_once(entries: Sequence[Module], options: argparse.Namespace, before: d
         console.print(f"  {report.earned} of {report.possible} points, {seconds:.1f} s")
         if any(f"module {earlier.number}, part" in str(failed.longrepr) for failed in report.failed
                for earlier in MODULES[: entry.number - 1]):  # fmt: skip
-            console.print("  It builds on an earlier module that is not written yet: --prior reference uses ours.")
+            advice = ": --prior reference uses ours" if HAS_SOLUTIONS else ""
+            console.print(f"  It builds on an earlier module that is not written yet{advice}.")
         console.print()
         mine = Path(options.target) != ROOT / "solutions"
         if mine and report.possible == entry.points and not report.failed and not options.debug:
@@ -264,6 +267,8 @@ def saved(entries: Sequence[Module], options: argparse.Namespace) -> list[float]
 def next_step(options: argparse.Namespace) -> int:
     """brigade next: the first module that does not pass all its checks, and the first of those that fail."""
     options.target = str(directory(options.target).resolve())
+    if options.prior == "reference":
+        directory("solutions")
     for entry in MODULES:
         try:
             sources = read(options.target, entry.number, options.prior).sources
@@ -338,7 +343,7 @@ def make_skeletons(options: argparse.Namespace) -> int:
     if options.check:
         outdated = skeletons.outdated()
         for path in outdated:
-            console.print(f"{shown(path)} differs from what its solution makes: run `brigade skeletons`")
+            console.print(f"{shown(path)} is not what it is made of: run `brigade skeletons`")
         return 1 if outdated else 0
     for path in skeletons.write():
         console.print(f"{shown(path)} written")
@@ -359,8 +364,7 @@ def parser() -> argparse.ArgumentParser:
         return added
 
     def target(added: argparse.ArgumentParser) -> None:
-        where = "lessons (default), solutions, or a directory"
-        added.add_argument("--target", default="lessons", metavar="DIR", help=where)
+        added.add_argument("--target", default="lessons", metavar="DIR", help=TARGETS)
 
     def checking(added: argparse.ArgumentParser) -> None:
         target(added)
@@ -385,15 +389,18 @@ def parser() -> argparse.ArgumentParser:
     resets = command("reset", reset, "Restore a module's skeleton; your file is kept beside it.", "brigade reset 3")
     resets.add_argument("number", metavar="N", help="the module's number")
     target(command("submit", submit, "Make the zip file to hand in, in this directory.", "brigade submit"))
-    from brigade.autograde import command as grading
+    if HAS_SOLUTIONS:
+        from brigade.autograde import command as grading
 
-    grades = command(
-        "grade",
-        grading.run,
-        "Grade a submission, or a directory of them.",
-        "brigade grade --submission DIR --out results.json",
-    )
-    grading.add_arguments(grades)
+        grades = command(
+            "grade",
+            grading.run,
+            "Grade a submission, or a directory of them.",
+            "brigade grade --submission DIR --out results.json",
+        )
+        grading.add_arguments(grades)
+        makes = command("skeletons", make_skeletons, "Make the skeletons and the handout.", "brigade skeletons --check")
+        makes.add_argument("--check", action="store_true", help="change nothing; fail if a file is out of date")
     from brigade.lab import command as lab
 
     benches = command("bench", lab.bench, "Compare all modules and torch in one run.", "brigade bench --comm-ratio 0.8")
@@ -404,13 +411,15 @@ def parser() -> argparse.ArgumentParser:
         "plan", lab.plan, "Predict step time, launches and memory.", "brigade plan --model gpt3-175b --dp 1024"
     )
     lab.plan_arguments(plans)
-    makes = command("skeletons", make_skeletons, "Make the skeletons from the solutions.", "brigade skeletons --check")
-    makes.add_argument("--check", action="store_true", help="change nothing; fail if a skeleton is out of date")
     return top
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit status: 0 good, 1 checks failed, 2 the command cannot be done."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if not HAS_SOLUTIONS and arguments and arguments[0] in ("grade", "skeletons"):
+        print(f"brigade: this edition has no solutions, which `brigade {arguments[0]}` needs", file=sys.stderr)
+        return 2
     options = parser().parse_args(arguments)
     try:
         return options.run(options)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent  # the course's own files: lessons, solutions, tests
+HAS_SOLUTIONS = (ROOT / "solutions").is_dir()  # not so in the student edition
+REFERENCE = "solutions" if HAS_SOLUTIONS else "lessons"  # whose modules the lab takes where nobody says
+TARGETS = "lessons (default), solutions, or a directory" if HAS_SOLUTIONS else "lessons (default), or a directory"
 
 
 class CourseError(Exception):
@@ -63,9 +67,43 @@ MODULES = (
 )  # fmt: skip
 
 
+def module_with(name: str) -> Module:
+    """The module of this public name."""
+    return next(entry for entry in MODULES if name in entry.public)
+
+
 def module(number: int | str) -> Module:
     """The module of this number. Raises CourseError with a sentence for the user."""
     for entry in MODULES:
         if str(number) == str(entry.number):
             return entry
     raise CourseError(f"there is no module {number}: the course has modules 1 to {len(MODULES)}")
+
+
+def selected(text: str) -> list[Module]:
+    """The modules that a list such as 1-4,6 names; all for an empty one. Raises CourseError."""
+    if not text:
+        return list(MODULES)
+    numbers: set[int] = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", part, re.ASCII)
+        if not match:
+            raise CourseError(f"--modules {text}: write it as 1-4 or 2,5")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first:
+            raise CourseError(f"--modules {text}: {first} comes after {last}")
+        end = max(first, min(last, len(MODULES) + 1))  # far enough to meet one that there is not
+        numbers |= {module(number).number for number in range(first, end + 1)}
+    return [module(number) for number in sorted(numbers)]
+
+
+def results_file(path: str | None) -> Path | None:
+    """Where results are written. Raises CourseError where that is impossible."""
+    if path is None:
+        return None
+    out = Path(path).resolve()
+    if not out.parent.is_dir():
+        raise CourseError(f"there is no directory {out.parent} for the results")
+    if out.exists() and not out.is_file():
+        raise CourseError(f"{out} is not a file that results could replace")
+    return out

@@ -92,6 +92,12 @@ class RankFailure(Exception):
         self.kind, self.summary, self.lines, self.rank, self.error = kind, summary, lines, rank, error
         self.output = output or []
 
+    @property
+    def unwritten(self) -> str:
+        """The part of a skeleton at which a rank ended, such as "module 3, part (b)"; "" if it failed otherwise."""
+        part = re.search(r"module \d+, part \(\w\)", self.summary)
+        return part[0] if part and self.error == "NotImplementedError" else ""
+
 
 class ServerLost(CourseError):
     """The fork server has ended, and its ranks with it. The next run starts another."""

@@ -1,4 +1,4 @@
-"""Skeletons are made from the solutions, so that the two cannot drift apart.
+"""Skeletons are made from the solutions, and documents that list modules from the table: they cannot drift apart.
 
 A solution marks what the student writes, in the convention of nbgrader:
 
@@ -16,8 +16,10 @@ import re
 import time
 from pathlib import Path
 
-from brigade.course import MODULES, ROOT, CourseError, Module
+from brigade import handout
+from brigade.course import HAS_SOLUTIONS, MODULES, ROOT, CourseError, Module
 
+KEPT = "skeletons"  # where the student edition, which has no solutions, keeps them
 BLOCK = re.compile(
     r"^( *)### BEGIN SOLUTION (part \(\w\))\n(?:(?! *### BEGIN SOLUTION).*\n)*? *### END SOLUTION\n", re.MULTILINE
 )
@@ -25,6 +27,8 @@ BLOCK = re.compile(
 
 def skeleton(entry: Module) -> str:
     """The text of a module's skeleton. Raises CourseError where the solution's marks do not pair up."""
+    if not HAS_SOLUTIONS:
+        return (ROOT / KEPT / entry.path).read_text()
     solution = (ROOT / "solutions" / entry.path).read_text()
 
     def unwritten(block: re.Match[str]) -> str:
@@ -38,17 +42,19 @@ def skeleton(entry: Module) -> str:
 
 
 def outdated() -> list[Path]:
-    """The files in `lessons` that are not what their solution makes."""
-    files = [(ROOT / "lessons" / entry.path, skeleton(entry)) for entry in MODULES]
-    return [path for path, text in files if not path.is_file() or path.read_bytes() != text.encode()]
+    """The skeletons and documents that are not what they are made of."""
+    files = {ROOT / "lessons" / entry.path: skeleton(entry) for entry in MODULES} | handout.documents(ROOT)
+    return [path for path, text in files.items() if not path.is_file() or path.read_bytes() != text.encode()]
 
 
 def write() -> list[Path]:
-    """Makes all skeletons anew; returns the files that changed, each with a backup of what was there beside it."""
+    """Makes all of them anew; returns the files that changed. Of a skeleton, what was there is kept beside it."""
     changed = outdated()
     for entry in MODULES:
         if ROOT / "lessons" / entry.path in changed:
             reset(entry)
+    for path, text in handout.documents(ROOT).items():
+        path.write_text(text)
     return changed
 
 

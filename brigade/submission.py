@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from brigade.course import MODULES, ROOT, CourseError, Module, module
+from brigade.course import HAS_SOLUTIONS, MODULES, ROOT, CourseError, Module, module
 
 PACKAGE = "submission"
 PRIORS = ("own", "reference")
@@ -47,6 +47,8 @@ def find(target: Path, entry: Module) -> Path | None:
 
 def directory(target: str | Path) -> Path:
     """`lessons`, `solutions` or a path, as a directory that exists. Raises CourseError."""
+    if str(target) == "solutions" and not HAS_SOLUTIONS:
+        raise CourseError("this edition has no solutions: --target takes lessons or a directory, --prior takes own")
     try:
         path = ROOT / target if str(target) in ("lessons", "solutions") else Path(target).expanduser()
         exists = path.exists()
@@ -74,7 +76,7 @@ def read(target: str | Path, number: int, prior: str = "own") -> Submission:
         raise CourseError(f"module {number} is missing: there is no {entry.path} in {target}")
     text = source_text(path, target)
     earlier: Sources = {}
-    within = ROOT / "solutions" if prior == "reference" else target
+    within = directory("solutions") if prior == "reference" else target
     for other in MODULES[: number - 1]:
         place = find(within, other)
         try:

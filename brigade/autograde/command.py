@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import os
 import random
-import re
 import signal
 import sys
 import time
@@ -19,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from brigade import isolation, ranks
 from brigade.autograde import classroom, formats, incoming
 from brigade.autograde.outcome import Grading, nothing_yet
-from brigade.course import MODULES, ROOT, CourseError, Module, module
+from brigade.course import ROOT, CourseError, Module, results_file, selected
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -181,34 +180,6 @@ def run_class(options: argparse.Namespace, entries: Sequence[Module], console: C
 def cores() -> int:
     """Processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def selected(text: str) -> list[Module]:
-    """The modules that a list such as 1-4,6 names; all for an empty one. Raises CourseError."""
-    if not text:
-        return list(MODULES)
-    numbers: set[int] = set()
-    for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", part, re.ASCII)
-        if not match:
-            raise CourseError(f"--modules {text}: write it as 1-4 or 2,5")
-        first, last = int(match[1]), int(match[2] or match[1])
-        if last < first:
-            raise CourseError(f"--modules {text}: {first} comes after {last}")
-        numbers |= {module(number).number for number in range(first, min(last, len(MODULES) + 1) + 1)}
-    return [module(number) for number in sorted(numbers)]
-
-
-def results_file(path: str | None) -> Path | None:
-    """Where results are written. Raises CourseError where that is impossible."""
-    if path is None:
-        return None
-    out = Path(path).resolve()
-    if not out.parent.is_dir():
-        raise CourseError(f"there is no directory {out.parent} for the results")
-    if out.exists() and not out.is_file():
-        raise CourseError(f"{out} is not a file that results could replace")
-    return out
 
 
 def writer(options: argparse.Namespace) -> Callable[[Grading], str]:

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from brigade import cli
-from brigade.autograde.command import selected
-from brigade.course import ROOT, CourseError
+from brigade.course import ROOT, CourseError, selected
 
 SCRIPTS = Path(__file__).parent / "gradescope"
 NEEDED = ("LICENSE", "requirements.txt", "brigade/*.py", "brigade/autograde/*.py", "solutions/*/*.py")

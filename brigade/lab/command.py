@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from brigade.course import ROOT, CourseError, Module, module
+from brigade.course import HAS_SOLUTIONS, ROOT, TARGETS, CourseError, Module, module, results_file, selected
 from brigade.lab import links
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def bench_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `brigade bench`."""
     number = {"type": int, "metavar": "N"}
     parser.add_argument("--modules", default="", metavar="LIST", help="such as 1-4 or 2,5; all without it")
-    where = "lessons (default; what is not written is left out), solutions, or a directory"
+    where = f"{TARGETS}; what is not written is left out"
     parser.add_argument("--target", default="lessons", metavar="DIR", help=where)
     parser.add_argument("--ranks", **number, help="how many (default 2; under torchrun as many as it starts)")
     parser.add_argument(
@@ -73,7 +73,6 @@ def bench(options: argparse.Namespace) -> int:
 def run_bench(options: argparse.Namespace) -> int:
     """Returns the exit status: 0 good, 1 a rung trains otherwise than one process does. Raises as `ladder.climb`."""
     from brigade import ranks
-    from brigade.autograde.command import results_file, selected
     from brigade.lab import ladder, plots, torchrun
     from brigade.lab.bench import Bench, save_csv, save_json, sweep_rungs, written
 
@@ -198,8 +197,7 @@ def trace_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description += " The ranks compute on the CPU. Without options for the link, moving all gradients takes 0.8 "
     parser.description += "of backward."
     parser.add_argument("number", metavar="N", help="the module's number")
-    where = "lessons (default), solutions, or a directory"
-    parser.add_argument("--target", default="lessons", metavar="DIR", help=where)
+    parser.add_argument("--target", default="lessons", metavar="DIR", help=TARGETS)
     whose = "whose earlier modules are used"
     parser.add_argument("--prior", default="own", choices=("own", "reference"), help=whose)
     parser.add_argument("--torch", action="store_true", help="torch DDP's step below, from the same run")
@@ -224,7 +222,6 @@ def trace(options: argparse.Namespace) -> int:
     if link and options.no_pace:
         raise CourseError("--no-pace emulates no link: leave it out, or what describes one")
 
-    from brigade.autograde.command import results_file
     from brigade.cli import console, shown
     from brigade.submission import read
 
@@ -269,7 +266,7 @@ def unfinished(failure: RankFailure, number: int) -> str:
     if failure.error != "NotImplementedError" or not part:
         return str(failure)
     advice = f"`brigade check {part[1]}` says what to do"
-    if int(part[1]) < number:
+    if int(part[1]) < number and HAS_SOLUTIONS:
         advice += ", and --prior reference uses ours"
     return f"module {part[1]}, {part[2]} is not written yet: {advice}"
 

@@ -12,6 +12,7 @@ in the report, and the exit status is not zero.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import platform
@@ -40,18 +41,6 @@ RECORD = "BRIGADE_GPU_CHECK"  # the environment variable that tells pytest where
 
 # By which part of the whole time each stage has to be over.
 CHECKS_PART, MUTANTS_PART = 0.7, 0.85
-
-# Two mistakes a module, which show whatever carries the data: none makes ranks wait for each other for ever.
-MUTANTS = {
-    1: ("summed, not averaged", "asynchronous without a wait"),
-    2: ("every parameter reduced by itself", "gradient replaced by a piece of the flat tensor"),
-    3: ("only the last handle waited on", "launched after backward"),
-    4: ("everything launched at the finish", "the result not copied back"),
-    5: ("gradients copied into the buffer in the hook", "main_grad not cleared"),
-    6: ("the first shard on every rank", "reduce-scatters launched one by one"),
-    7: ("views made anew every time", "views kept when the buffer moves"),
-    8: ("the gathering of weights not waited for", "clipped by the local norm"),
-}
 
 
 @dataclass(frozen=True)
@@ -200,12 +189,19 @@ def check_stages(plan: Plan, deadline: float) -> Iterator[Stage]:
         yield from pool.map(run, plan.modules)
 
 
+def sample(entry: Module) -> tuple[str, ...]:
+    """The names of the module's mutants that are tried."""
+    if str(ROOT / "tests") not in sys.path:
+        sys.path.insert(0, str(ROOT / "tests"))
+    return importlib.import_module(f"mutants.{entry.package}").SAMPLE
+
+
 def mutant_stage(plan: Plan, deadline: float) -> Stage:
     """The sample of mutants, each of which the checks that it names must catch."""
     places = [
         f"tests/toolkit/test_mutants.py::test_mutant_is_caught[{entry.number}-{name.replace(' ', '-')}]"
         for entry in plan.modules
-        for name in MUTANTS[entry.number]
+        for name in sample(entry)
     ]
     return test_stage("Mutants", plan, places, deadline)
 

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from brigade import corpus, pacing, recording
-from brigade.course import MODULES, CourseError, Module
+from brigade.course import MODULES, REFERENCE, CourseError, Module
 from brigade.events import Event, launches
 from brigade.lab.kept import kept_bytes, torch_bucket_bytes
 from brigade.models import SIZES, Size, TinyLM, language_loss
@@ -222,8 +222,8 @@ def course_rungs() -> list[Rung]:
 
 
 def reference() -> Sources:
-    """The text of all solutions."""
-    return read("solutions", MODULES[-1].number).sources
+    """The text of all solutions; in the student edition, which has none, of the student's own modules."""
+    return read(REFERENCE, MODULES[-1].number).sources
 
 
 def steps_of(workload: Workload, rungs: Sequence[Rung]) -> int:

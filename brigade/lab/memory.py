@@ -27,9 +27,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from brigade import recording
-from brigade.course import MODULES, ROOT, CourseError
+from brigade.course import MODULES, ROOT, TARGETS, CourseError, Module, module_with
+from brigade.lab.bench import written
 from brigade.lab.kept import KINDS, Bytes, kept_bytes
-from brigade.lab.ladder import FP32_BYTES, TORCH_DDP, TORCH_ZERO, Rung, class_of, course_rungs, reference
+from brigade.lab.ladder import FP32_BYTES, TORCH_DDP, TORCH_ZERO, Rung, class_of, reference, rung_of
 from brigade.models import SIZES, Size, TinyLM, language_loss
 from brigade.ranks import RankFailure, run_ranks
 from brigade.submission import Sources
@@ -39,7 +40,8 @@ if TYPE_CHECKING:
 
 WORLD_SIZES = (1, 2, 4)
 BUCKET_MB = 1.0  # MiB
-PICTURE = MODULES[-1].lesson / "memory.png"
+ZERO = module_with("ZeroOptimizer")
+PICTURE = ZERO.lesson / "memory.png"
 DEADLINE_S = 120.0
 
 
@@ -104,14 +106,15 @@ def total(held: Bytes) -> int:
     return sum(held.values())
 
 
-def cases() -> list[Case]:
-    """Those that keep all state on every rank, then those that divide it."""
-    *before, zero = course_rungs()
-    sharded = Rung(f"{MODULES[-1].number} ShardedOptimizer", None, (MODULES[-1].package, "ShardedOptimizer"))
+def cases(entries: Sequence[Module] = MODULES) -> list[Case]:
+    """Those that keep all state on every rank, then those that divide it: of these modules, and torch's."""
+    rungs = [rung_of(entry) for entry in entries]
+    sharded = Rung(f"{ZERO.number} ShardedOptimizer", None, (ZERO.package, "ShardedOptimizer"))
+    divided = [sharded, rung_of(ZERO)] if ZERO in entries else []
     return [
-        *(Case(rung, WHOLE) for rung in (*before, TORCH_DDP)),
-        *(Case(rung, STAGE_1) for rung in (sharded, zero, TORCH_ZERO)),
-        Case(zero, STAGE_1_BF16, "bfloat16"),
+        *(Case(rung, WHOLE) for rung in (*(rung for rung in rungs if not rung.optimizer), TORCH_DDP)),
+        *(Case(rung, STAGE_1) for rung in (*divided, TORCH_ZERO)),
+        *(Case(rung, STAGE_1_BF16, "bfloat16") for rung in divided[1:]),
     ]
 
 
@@ -120,9 +123,10 @@ def measure(
     world_sizes: Sequence[int] = WORLD_SIZES,
     sources: Sources | None = None,
     *,
+    entries: Sequence[Module] = MODULES,
     on_case: Callable[[], None] | None = None,
 ) -> list[Held]:
-    """Trains every case for two steps on each number of ranks, and counts.
+    """Trains every case of `entries` for two steps on each number of ranks, and counts.
 
     `sources` are the submission's modules, by default the solutions; `on_case` is called as each case begins. Raises
     RankFailure or CourseError as `run_ranks` does.
@@ -132,7 +136,7 @@ def measure(
         if on_case and rank == 0 and event["kind"] == "case":
             on_case()
 
-    chosen = cases()
+    chosen = cases(entries)
     found = {
         world_size: run_ranks(
             count_all,
@@ -296,24 +300,30 @@ def optimizer_of(rung: dict, model: nn.Module, wrapper: nn.Module) -> torch.opti
 
 
 def main() -> int:
-    argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="python -m brigade.lab.memory",
         description="Counts the bytes that every rung keeps on 1, 2 and 4 ranks, prints them beside the formulas of "
-        f"ZeRO and draws {PICTURE.relative_to(ROOT)}. About 20 seconds on two cores.",
+        "ZeRO and draws out/memory.png, for the solutions the reading's picture. About 20 seconds on two cores.",
         epilog="Example: python -m brigade.lab.memory",
-    ).parse_args()
+    )
+    parser.add_argument("--target", default="lessons", metavar="DIR", help=TARGETS)
+    target = parser.parse_args().target
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     console = Console(highlight=False, soft_wrap=True)
     columns = (TextColumn("rungs"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
+        entries, sources, left_out = written(target, MODULES)
+        for sentence in left_out:
+            console.print(sentence, markup=False)
         with Progress(*columns, console=console, transient=True) as progress:
-            task = progress.add_task("", total=len(cases()) * len(WORLD_SIZES))
-            found = measure(on_case=lambda: progress.advance(task))
+            task = progress.add_task("", total=len(cases(entries)) * len(WORLD_SIZES))
+            found = measure(sources=sources, entries=entries, on_case=lambda: progress.advance(task))
         console.print(memory_table(found))
-        memory_picture(found, PICTURE)
-        console.print(f"{PICTURE.relative_to(ROOT)} written")
+        picture = PICTURE if target == "solutions" else ROOT / "out" / "memory.png"
+        memory_picture(found, picture)
+        console.print(f"{picture.relative_to(ROOT)} written")
     except (CourseError, RankFailure, OSError) as error:
         print(f"memory: {error}", file=sys.stderr)
         return 2

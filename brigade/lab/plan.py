@@ -20,7 +20,7 @@ from brigade.lab.kept import KINDS, Bytes
 from brigade.lab.ladder import COMPUTATION, FP32_BYTES, TORCH_DDP, Rung
 from brigade.lab.links import PEAK_FLOPS
 from brigade.lab.memory import cases
-from brigade.lab.programs import program_of, rule_of, simulate
+from brigade.lab.programs import program_of, rule_of, simulate, with_rules
 from brigade.lab.setting import Machine, Setting
 from brigade.models import SIZES, Block, Size, TinyLM
 from brigade.pacing import Link, sent_bytes
@@ -94,8 +94,8 @@ def machine_of(
 
 
 def rungs() -> list[Rung]:
-    """All that can be planned: the cases of `memory.py`, those of the course first."""
-    found = {case.rung.label: case.rung for case in cases()}
+    """All that can be planned: the cases of `memory.py` that have a rule, those of the course first."""
+    found = {rung.label: rung for rung in with_rules(case.rung for case in cases())}
     return [found[label] for label in sorted(found)]
 
 
@@ -114,7 +114,8 @@ def plan(setting: Setting, link: Link, chosen: Sequence[Rung] | None = None) -> 
 def held(rung: Rung, setting: Setting) -> Bytes:
     """Bytes by kind on the fullest rank between two steps, counted as `memory.py` counts them; padding included."""
     rule, numel, itemsize = rule_of(rung), setting.numel, setting.itemsize
-    buffer_bytes = sum(setting.by_layout.nbytes)  # of fp32
+    needs_buffer = rule.params_in_buffer or rule.grads_in_buffer or rule.state == "shards"
+    buffer_bytes = sum(setting.by_layout.nbytes) if needs_buffer else 0  # of fp32
     parameters = buffer_bytes * itemsize // FP32_BYTES if rule.params_in_buffer else numel * itemsize
     gradients = buffer_bytes if rule.grads_in_buffer else rule.grad_copies * numel * itemsize
     if rule.grads_in_buffer and itemsize < FP32_BYTES and rule.state != "shards":

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from brigade.course import CourseError
 from brigade.lab import plan
+from brigade.lab.ladder import course_rungs
 from brigade.lab.links import NAMED
 from brigade.lab.setting import OPTIMIZERS, Setting
 from brigade.pacing import Link
@@ -31,7 +32,12 @@ def run(options: argparse.Namespace) -> int:
     optimizer = OPTIMIZERS[options.optimizer]
     setting = Setting(list(model.parameters()), options.dp, options.bucket_mb, optimizer, machine)
     link = link_of(options)
-    found = plan.plan(setting, link)
+    found, missing = [], [f"{one.label}, for want of a rule" for one in course_rungs() if one not in plan.rungs()]
+    for rung in plan.rungs():
+        try:
+            found += plan.plan(setting, link, [rung])
+        except CourseError as reason:  # without solutions, bucket rules are the student's own
+            missing.append(f"{rung.label}: {reason}")
     if backward_s:
         source = "as measured"
     else:
@@ -53,6 +59,7 @@ def run(options: argparse.Namespace) -> int:
             "bf16: modules 5 to 8 accumulate and reduce gradients in fp32, and 8 ZeroOptimizer keeps fp32 masters; "
             "everything else is in bf16, the optimizer's state too, which saves memory and loses precision"
         )
+    assumptions += [f"not planned: {one}" for one in missing]
     if options.json:
         rungs = [asdict(one) | {"held_bytes": one.held_bytes} for one in found]
         print(json.dumps({"options": options_of(options), "assumptions": assumptions, "rungs": rungs}, indent=2))

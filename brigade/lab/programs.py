@@ -10,7 +10,7 @@ taken to do the same at the same time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from brigade.lab.ladder import FP32_BYTES, Rung
@@ -223,9 +223,19 @@ RULES = {
 }
 
 
+def classes(rung: Rung) -> tuple[str | None, str | None]:
+    """The names by which `RULES` knows a rung."""
+    return rung.wrapper and rung.wrapper[1], rung.optimizer and rung.optimizer[1]
+
+
 def rule_of(rung: Rung) -> Rule:
     """The rule of a rung's classes. Raises KeyError for classes without one."""
-    return RULES[rung.wrapper and rung.wrapper[1], rung.optimizer and rung.optimizer[1]]
+    return RULES[classes(rung)]
+
+
+def with_rules(rungs: Iterable[Rung]) -> list[Rung]:
+    """Those that have a rule: a module without one is not planned."""
+    return [rung for rung in rungs if classes(rung) in RULES]
 
 
 def program_of(rung: Rung, setting: Setting) -> Program:

@@ -1,23 +1,24 @@
 """What is planned: a model's parameters, their buckets, the optimizer, and how long a rank computes.
 
-Which gradients share a bucket is decided by the solutions' own `plan_buckets` and `plan_layout`. Gradients become ready
-in the reverse order of the parameters' registration, as TinyLM's do.
+Which gradients share a bucket is decided by the solutions' own `plan_buckets` and `plan_layout`, in the student edition
+by the student's. Gradients become ready in the reverse order of the parameters' registration, as TinyLM's do.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import heapq
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
 from torch import nn
 
-from brigade.course import MODULES
-from brigade.lab.ladder import FP32_BYTES, reference
-from brigade.submission import install
+from brigade.course import HAS_SOLUTIONS, REFERENCE, CourseError, Module, module_with
+from brigade.lab.ladder import FP32_BYTES
+from brigade.submission import install, read
 
 PACKAGE = "planned_solutions"
 
@@ -93,8 +94,9 @@ class Setting:
     def by_cap(self) -> Buckets:
         """Module 4's buckets."""
         place = {parameter: i for i, parameter in enumerate(self.parameters)}
-        planned = solution("plan_buckets")(self.parameters, int(self.bucket_mb * 2**20))
-        members = [[place[parameter] for parameter in bucket] for bucket in planned]
+        with planner("plan_buckets") as plan_buckets:
+            planned = plan_buckets(self.parameters, int(self.bucket_mb * 2**20))
+            members = [[place[parameter] for parameter in bucket] for bucket in planned]
         return Buckets(members, [sum(self.nbytes[i] for i in bucket) for bucket in members])
 
     @functools.cached_property
@@ -103,11 +105,12 @@ class Setting:
         backwards = range(len(self.parameters))[::-1]
         bucket_numel = max(1, int(self.bucket_mb * 2**20 / FP32_BYTES))
         numels = [self.parameters[i].numel() for i in backwards]
-        layout = solution("plan_layout")(numels, bucket_numel, self.world_size)
-        members: list[list[int]] = [[] for _ in layout.bucket_ranges]
-        for i, bucket in zip(backwards, layout.bucket_of):
-            members[bucket].append(i)
-        return Buckets(members, [(end - start) * FP32_BYTES for start, end in layout.bucket_ranges])
+        with planner("plan_layout") as plan_layout:
+            layout = plan_layout(numels, bucket_numel, self.world_size)
+            members: list[list[int]] = [[] for _ in layout.bucket_ranges]
+            for i, bucket in zip(backwards, layout.bucket_of):
+                members[bucket].append(i)
+            return Buckets(members, [(end - start) * FP32_BYTES for start, end in layout.bucket_ranges])
 
     @functools.cached_property
     def by_torch(self) -> Buckets:
@@ -134,14 +137,25 @@ class Buckets:
     nbytes: list[int]
 
 
-@functools.cache
-def solution(name: str) -> Callable:
-    """A public function of the solutions, by its name."""
-    return getattr(next(module for module in solutions() if hasattr(module, name)), name)
+@contextlib.contextmanager
+def planner(name: str) -> Iterator[Callable]:
+    """`plan_buckets` or `plan_layout` of the solutions, imported in this process: they are ours.
+
+    In the student edition it is the student's own: whatever goes wrong inside becomes a CourseError that says so.
+    """
+    entry = module_with(name)
+    try:
+        yield getattr(imported(entry), name)
+    except NotImplementedError as part:
+        raise CourseError(f"{part} is not written yet") from None
+    except Exception as error:
+        if HAS_SOLUTIONS or isinstance(error, CourseError):
+            raise
+        raise CourseError(f"your own {name} does not work: `brigade check {entry.number}` says more") from None
 
 
 @functools.cache
-def solutions() -> list[ModuleType]:
-    """The modules of the solutions, imported in this process: they are ours."""
-    install(PACKAGE, reference())
-    return [importlib.import_module(f"{PACKAGE}.{entry.package}.{entry.name}") for entry in MODULES]
+def imported(entry: Module) -> ModuleType:
+    """A module of the solutions, or else the student's, with the earlier ones that it imports."""
+    install(PACKAGE, read(REFERENCE, entry.number).sources)
+    return importlib.import_module(f"{PACKAGE}.{entry.package}.{entry.name}")

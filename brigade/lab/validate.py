@@ -28,6 +28,7 @@ from brigade.course import CourseError
 from brigade.lab import ladder
 from brigade.lab.ladder import PACED, TORCH_DDP, TORCH_ZERO, Ladder, Workload, course_rungs
 from brigade.lab.plan import backward_flops, model_of, plan
+from brigade.lab.programs import with_rules
 from brigade.lab.setting import OPTIMIZERS, Machine, Setting
 from brigade.pacing import Link
 from brigade.ranks import RankFailure, run_ranks
@@ -83,7 +84,8 @@ def validate(
 def compare(found: Ladder, overheads: Overheads) -> list[Point]:
     """What the plan says of each rung of a ladder that has been measured on an emulated link."""
     points = []
-    for planned in plan(setting_of(found, overheads), found.link, [*course_rungs(), TORCH_DDP, TORCH_ZERO]):
+    rungs = with_rules([*course_rungs(), TORCH_DDP, TORCH_ZERO])
+    for planned in plan(setting_of(found, overheads), found.link, rungs):
         rung = found.rung(planned.label)
         points.append(
             Point(

@@ -1,4 +1,8 @@
-"""Small, plausible mistakes in the reference. The suite proves at every run that the checks catch them."""
+"""Small, plausible mistakes in the reference. The suite proves at every run that the checks catch them.
+
+Each module's file has its `MUTANTS`, and as `SAMPLE` the names of two for `make gpu-check`, which show whatever carries
+the data: neither makes ranks wait for each other for ever.
+"""
 
 from __future__ import annotations
 

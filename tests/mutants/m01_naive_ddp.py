@@ -131,3 +131,5 @@ MUTANTS = [
         ("test_several_steps", "test_one_all_reduce_per_parameter"),
     ),
 ]
+
+SAMPLE = ("summed, not averaged", "asynchronous without a wait")

@@ -107,3 +107,5 @@ MUTANTS = [
     ),
     Mutant("reduced over the world", REDUCE, "dist.all_reduce(flat)", ("test_steps_and_subgroups",)),
 ]
+
+SAMPLE = ("every parameter reduced by itself", "gradient replaced by a piece of the flat tensor")

@@ -171,3 +171,5 @@ MUTANTS = [
         ("test_steps_and_subgroups",),
     ),
 ]
+
+SAMPLE = ("only the last handle waited on", "launched after backward")

@@ -134,3 +134,5 @@ MUTANTS = [
         ("test_steps_and_subgroups",),
     ),
 ]
+
+SAMPLE = ("everything launched at the finish", "the result not copied back")

@@ -215,3 +215,5 @@ MUTANTS = [
         ("test_steps_and_subgroups",),
     ),
 ]
+
+SAMPLE = ("gradients copied into the buffer in the hook", "main_grad not cleared")

@@ -298,3 +298,5 @@ MUTANTS = [
     ),
     Mutant("main_grad not started anew", CLEAR, "            pass\n", ("test_steps_and_subgroups",), "start anew"),
 ]
+
+SAMPLE = ("the first shard on every rank", "reduce-scatters launched one by one")

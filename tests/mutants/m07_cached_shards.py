@@ -252,3 +252,5 @@ MUTANTS = [
     Mutant("the rank in the world", RANK, "self.rank = dist.get_rank()", STEPS, "for this rank of the group"),
     Mutant("the size of the world", SIZE, "size = dist.get_world_size()", STEPS, "as many as the group has ranks"),
 ]
+
+SAMPLE = ("views made anew every time", "views kept when the buffer moves")

@@ -669,3 +669,5 @@ ZERO = [
 ]
 
 MUTANTS = [*SHARDED, *ZERO]
+
+SAMPLE = ("the gathering of weights not waited for", "clipped by the local norm")

@@ -116,7 +116,7 @@ def test_three_ways_to_say_which_link():
         (["--time", 0], "--time 0: a sequence has at least one token"),
         (["--bucket-mb", 0], "--bucket-mb 0: it takes a number above 0"),
         (["--deadline", -1], "--deadline -1: it takes a number above 0"),
-        (["--modules", "9"], "there is no module 9"),
+        (["--modules", "99"], "there is no module"),
         (["--sweep", "1,x"], "--sweep 1,x: write it as 0.1,1,10, sizes in MiB"),
         (["--sweep", "--modules", 3], "--sweep compares bucket sizes, and module 3 has no buckets"),
         (["--target", "does/not/exist"], "there is no directory does/not/exist"),

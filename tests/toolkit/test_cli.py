@@ -57,7 +57,7 @@ def lessons(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["check", "9"], "there is no module 9: the course has modules 1 to"),
+        (["check", "99"], "there is no module 99: the course has modules 1 to"),
         (["check", "three"], "there is no module three"),
         (["check", "1", "--target", "does/not/exist"], "there is no directory does/not/exist"),
         (["check", "1", "--target", __file__], "is not a directory"),

@@ -96,6 +96,6 @@ def test_errors_are_one_line(monkeypatch, capsys):
         raise CourseError("there is no directory solutions")
 
     monkeypatch.setattr(memory, "measure", fail)
-    monkeypatch.setattr(sys, "argv", ["memory"])
+    monkeypatch.setattr(sys, "argv", ["memory", "--target", "solutions"])
     assert memory.main() == 2
     assert capsys.readouterr().err == "memory: there is no directory solutions\n"

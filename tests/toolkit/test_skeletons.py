@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import rank_functions as functions
 
-from brigade import skeletons
+from brigade import handout, skeletons
 from brigade.course import MODULES, ROOT, CourseError
 from brigade.ranks import run_ranks
 from brigade.submission import read
@@ -25,14 +25,16 @@ def solution(entry) -> str:
 
 @pytest.fixture
 def course(tmp_path, monkeypatch) -> Path:
-    """A copy of the course in which skeletons may be written."""
-    for name in ("lessons", "solutions"):
+    """A copy of the course in which skeletons and documents may be written."""
+    for name in ("lessons", "solutions", "tests"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "*.bak"))
+    for name in handout.DOCUMENTS:
+        shutil.copy(ROOT / name, tmp_path)
     monkeypatch.setattr(skeletons, "ROOT", tmp_path)
     return tmp_path
 
 
-def test_the_skeletons_are_what_the_solutions_make():
+def test_skeletons_and_documents_are_what_they_are_made_of():
     assert skeletons.outdated() == [], "run `brigade skeletons`"
 
 
@@ -112,9 +114,18 @@ def test_write_makes_what_is_outdated_and_nothing_else(course):
     changed, missing = (course / "lessons" / entry.path for entry in MODULES[:2])
     changed.write_text("# my work\n")
     missing.unlink()
-    assert skeletons.outdated() == [changed, missing] == skeletons.write()
+    document = course / "assignments.md"
+    document.write_text(document.read_text().replace("**100**", "**99**"))
+    assert skeletons.outdated() == [changed, missing, document] == skeletons.write()
     assert skeletons.outdated() == []
     assert [backup.read_text() for backup in (course / "lessons").rglob("*.bak")] == ["# my work\n"]
+
+
+def test_a_reading_without_questions_gets_a_sentence(course):
+    reading = course / "lessons" / MODULES[0].package / "README.md"
+    reading.write_text(reading.read_text().replace("## Questions", "## The end"))
+    with pytest.raises(CourseError, match=f"^lessons/{MODULES[0].package}/README.md does not end with"):
+        skeletons.outdated()
 
 
 BEGIN, END = "    ### BEGIN SOLUTION part (a)\n", "    ### END SOLUTION\n"

@@ -213,7 +213,7 @@ def test_a_collective_that_nobody_waits_for_is_counted(quick, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["9"], "there is no module 9: the course has modules 1 to"),
+        (["99"], "there is no module 99: the course has modules 1 to"),
         (["2", "--ranks", "1"], "--ranks 1: a timeline takes 2 ranks or more"),
         (["2", "--bucket-mb", "0"], "--bucket-mb 0: it takes a number above 0"),
         (["2", "--comm-ratio", "-1"], "--comm-ratio -1: it takes a number above 0"),

@@ -1,0 +1,208 @@
+"""The student edition: nothing in it gives an answer away, and everything that a student needs works there."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from test_docs import dead_links
+from test_skeletons import PARTS
+
+from brigade.autograde.grading import grade
+from brigade.course import MODULES, ROOT
+
+FIRST = MODULES[0]
+TELLING = 60  # characters of a line; shorter ones say the same in many programs
+KEPT_OUT = {"solutions", "mutants", "alternatives", "hostile", "toolkit", "notebooks", "autograde", "slurm", "student"}
+
+
+def git(*arguments: str, cwd: Path = ROOT) -> str:
+    return subprocess.run(["git", *arguments], cwd=cwd, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.fixture(scope="module")
+def edition(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `make student` makes of a clone in which secrets lie about, some of which git tracks."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("this is no clone: git says which files belong to the edition")
+    clone = tmp_path_factory.mktemp("clone")
+    for name in git("ls-files", "-z", "--cached", "--others", "--exclude-standard").split("\0"):
+        if (ROOT / name).is_file():
+            (clone / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, clone / name)
+    lesson = f"lessons/{FIRST.package}"
+    for name in ("secret.md", "docs/secret.md", "brigade/lab/secret.py", "tests/secret.py", f"{lesson}/secret.txt"):
+        (clone / name).write_text("a secret that git tracks\n")
+    git("init", "--quiet", cwd=clone)
+    git("add", "--all", cwd=clone)
+    for name in ("brigade/secret.py", f"{lesson}/secret.py", "student/secret.md"):
+        (clone / name).write_text("a secret of the maintainer's own\n")
+    (clone / "lessons" / FIRST.path).write_text("# a secret, half-written\n")
+    assert typed(clone, "brigade.edition").startswith("out/student and out/student.zip hold ")
+    made = clone / "out" / "student"
+    with zipfile.ZipFile(made.with_suffix(".zip")) as bundle:
+        zipped = {Path(name).relative_to("student") for name in bundle.namelist() if not name.endswith("/")}
+    assert zipped == {path.relative_to(made) for path in made.rglob("*") if path.is_file()}
+    return made
+
+
+def at_home(place: Path) -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(place), "COLUMNS": "300"}
+
+
+def texts(edition: Path) -> dict[str, str]:
+    files = [path for path in edition.rglob("*") if path.is_file() and path.suffix not in (".png", ".pyc")]
+    return {path.relative_to(edition).as_posix(): path.read_text() for path in files}
+
+
+def typed(edition: Path, command: str, status: int = 0) -> str:
+    """What a command prints there: its output, then its errors. It has to end with this status, and in no traceback."""
+    words = shlex.split(command)
+    words = [sys.executable, "-m", *({"brigade": ["brigade.cli"]}.get(words[0], words[:1])), *words[1:]]
+    done = subprocess.run(words, cwd=edition, env=at_home(edition), capture_output=True, text=True, timeout=120)
+    assert done.returncode == status and "Traceback" not in done.stdout + done.stderr, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.fixture
+def written(edition: Path):
+    """Copies the reference's module 1 into `lessons`, and puts the skeleton back in the end."""
+    path = edition / "lessons" / FIRST.path
+    skeleton = path.read_text()
+    shutil.copy(ROOT / "solutions" / FIRST.path, path)
+    yield path
+    path.write_text(skeleton)
+    for left in (*path.parent.glob("*.bak"), *edition.glob("submission-*.zip")):
+        left.unlink()
+
+
+def test_no_secret_is_in_it(edition):
+    found = texts(edition)
+    assert not [name for name in found if KEPT_OUT & {*Path(name).parts}]
+    assert not [name for name, text in found.items() if "secret" in name or "a secret" in text]
+    assert not [name for name, text in found.items() if "Mutant(" in text]
+    assert {name for name, text in found.items() if "### BEGIN SOLUTION" in text} == {"brigade/skeletons.py"}
+
+
+def test_no_answer_is_in_it(edition):
+    """Not a telling line of what the student has to write, the last hints aside, and of what a full answer contains."""
+    secret, shown = set(), set()
+    for entry in MODULES:
+        solution = (ROOT / "solutions" / entry.path).read_text()
+        secret |= {line.strip() for _, part in PARTS.findall(solution) for line in part.splitlines()}
+        answers = (ROOT / "solutions" / entry.package / "answers.md").read_text()
+        secret |= {line.strip() for line in answers.splitlines()[4:]}
+        shown |= {line.strip() for line in PARTS.sub("", solution).splitlines()}
+    secret = {line for line in secret - shown if len(line) >= TELLING}
+    assert len(secret) > 100
+    for name, text in texts(edition).items():
+        told = secret & {line.strip() for line in text.splitlines()}
+        assert not told or name.endswith("/hints.md"), f"{name}: {told}"
+
+
+def test_links_lead_somewhere(edition):
+    documents = list(edition.rglob("*.md"))
+    assert len(documents) > 2 * len(MODULES)
+    assert {str(path): dead for path in documents if (dead := dead_links(path))} == {}
+
+
+def test_targets_of_make_and_commands_of_the_readme_exist(edition):
+    make = ["make", "--dry-run", "--always-make"]
+    for target in re.findall(r"make (\w+) ", (edition / "Makefile").read_text()):
+        subprocess.run([*make, target], cwd=edition, capture_output=True, check=True)
+    readme = (edition / "README.md").read_text()
+    assert "<!--" not in readme and "(lessons/m08_zero_optimizer/README.md)" in readme
+    blocks = re.findall(r"^```\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
+    lines = [line.partition("#")[0].split() for block in blocks for line in block.splitlines()]
+    commands = [words[1:] for words in lines if words[0] == "brigade"]
+    assert len(commands) > 5
+    program = f"from brigade import cli\nfor words in {commands}: cli.parser().parse_args(words)"
+    subprocess.run([sys.executable, "-c", program], cwd=edition, env=at_home(edition), check=True)
+    for words in lines:
+        assert words[0] in ("brigade", "make", "source", "python"), words
+        if words[0] == "make":
+            subprocess.run([*make, *words[1:]], cwd=edition, capture_output=True, check=True)
+        if words[0] == "python":
+            typed(edition, " ".join([*words[2:], "--help"]))
+
+
+def test_a_skeleton_is_checked(edition):
+    said = typed(edition, "brigade check 1", status=1)
+    assert "to do: module 1, part (a)" in said and f"0 of {FIRST.points} points" in said
+
+
+def test_a_right_answer_passes_and_is_graded_and_reset(edition, written):
+    assert f"{FIRST.points} of {FIRST.points} points" in typed(edition, "brigade check 1")
+    typed(edition, "brigade submit")
+    [archive] = edition.glob("submission-*.zip")
+    handed_in = edition.parent / "handed-in"
+    with zipfile.ZipFile(archive) as bundle:
+        bundle.extractall(handed_in)
+    grading = grade(handed_in, [FIRST, MODULES[1]], seed=1, prior="own")
+    assert sum(outcome.score for outcome in grading.of_module(1)) == FIRST.points
+    assert sum(outcome.score for outcome in grading.of_module(2)) == 0
+    said = typed(edition, "brigade reset 1")
+    [backup] = written.parent.glob("*.bak")
+    assert backup.name in said and backup.read_text() == (ROOT / "solutions" / FIRST.path).read_text()
+    assert written.read_text() == (ROOT / "lessons" / FIRST.path).read_text()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "brigade check 1 --target solutions",
+        "brigade check 2 --prior reference",
+        "brigade next --prior reference",
+        "brigade trace 1 --target solutions",
+        "brigade trace 2 --prior reference",
+        "brigade bench --target solutions",
+        "brigade grade --submission lessons",
+        "brigade skeletons --check",
+    ],
+)
+def test_what_needs_solutions_says_in_one_sentence_that_there_are_none(edition, command):
+    said = typed(edition, command, status=2)
+    assert re.match(r"brigade: this edition has no solutions\b", said) and said.count("\n") == 1, said
+
+
+def test_plain_pytest_says_so_too(edition):
+    command = f"pytest {FIRST.checks.relative_to(ROOT)} --prior reference"
+    said = typed(edition, command, status=pytest.ExitCode.USAGE_ERROR)
+    assert "ERROR: this edition has no solutions" in said
+
+
+def test_help_names_no_solutions(edition):
+    said = "".join(typed(edition, f"brigade {command} --help") for command in ("", "check", "bench", "trace"))
+    assert "solutions" not in said and "grade " not in said
+
+
+@pytest.mark.parametrize("command", ["brigade bench", "brigade.lab.memory", "brigade.lab.demo"])
+def test_what_is_not_written_is_left_out_in_words(edition, command):
+    assert "module 1, part (a) is not written yet" in typed(edition, command, status=2)
+
+
+def test_a_plan_uses_the_students_own_rules_for_buckets(edition):
+    said = typed(edition, "brigade plan --model tiny")
+    assert "1 NaiveDDP" in said and "torch DDP" in said
+    assert "not planned: 4 BucketedDDP: module 4, part (a) is not written yet" in said
+    path = edition / "lessons" / MODULES[3].path
+    skeleton = path.read_text()
+    for text, line in (
+        ((ROOT / "solutions" / MODULES[3].path).read_text(), "\n4 BucketedDDP "),
+        ("x = 1\n", "not planned: 4 BucketedDDP: your own plan_buckets does not work: `brigade check 4` says more"),
+    ):
+        path.write_text(text)
+        assert line in re.sub(r"\n +", " ", typed(edition, "brigade plan --model tiny"))
+    path.write_text(skeleton)
+
+
+def test_claims_are_measured_as_far_as_the_modules_go(edition):
+    said = " ".join(typed(edition, "brigade.lab.claims xl-size xl-buckets").split())
+    assert "7.99 GB in fp32" in said and "not measured: module 4, part (a) is" in said
