@@ -9,7 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 
-.PHONY: help demo test setup figures gradescope gpu-check claims soak lint clean
+.PHONY: help demo test setup figures gradescope gpu-check claims promises soak lint clean
 
 help:
 	@echo "make demo     train the ladder on real text, draw it, check one right and one wrong answer"
@@ -19,6 +19,7 @@ help:
 	@echo "make gradescope  the autograder for Gradescope as out/gradescope.zip"
 	@echo "make gpu-check  checks, mutants and the ladder on NCCL; needs only a python3 with torch and pytest"
 	@echo "make claims   the experiments behind the readings' claims, in a minute"
+	@echo "make promises  measure what the course promises, on a machine that does nothing else"
 	@echo "make soak     all graded checks 30 times while both cores are busy; about half an hour"
 
 demo: setup
@@ -40,6 +41,7 @@ $(INSTALLED): requirements.txt pyproject.toml
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/codespell
 	$(BIN)/brigade skeletons --check
 
 figures: setup
@@ -54,6 +56,9 @@ gpu-check:
 
 claims: setup
 	$(BIN)/python -m brigade.lab.claims
+
+promises: setup
+	$(BIN)/python tests/promises.py
 
 soak: setup
 	$(BIN)/python tests/soak.py
