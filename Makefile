@@ -3,7 +3,7 @@
 #   GRADE_OPTIONS="--modules 1-4"  for make gradescope: options of `brigade grade`, used for every submission
 #   GPU_OPTIONS="--minutes 9"      for make gpu-check: its options
 
-.PHONY: help demo test figures gradescope student gpu-check claims soak lint
+.PHONY: help demo test figures gradescope student gpu-check claims promises soak lint
 
 help:
 	@echo "make demo     train the ladder on real text, draw it, check one right and one wrong answer"
@@ -14,6 +14,7 @@ help:
 	@echo "make student  the course without its answers, for students, as out/student and out/student.zip"
 	@echo "make gpu-check  checks, mutants and the ladder on NCCL; needs only a python3 with torch and pytest"
 	@echo "make claims   the experiments behind the readings' claims, in a minute"
+	@echo "make promises  measure what the course promises, on a machine that does nothing else"
 	@echo "make soak     all graded checks 30 times while both cores are busy; about half an hour"
 
 demo: setup
@@ -25,6 +26,7 @@ test: setup lint
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/codespell
 	$(BIN)/brigade skeletons --check
 
 figures: setup
@@ -42,6 +44,9 @@ gpu-check:
 
 claims: setup
 	$(BIN)/python -m brigade.lab.claims
+
+promises: setup
+	$(BIN)/python tests/promises.py
 
 soak: setup
 	$(BIN)/python tests/soak.py

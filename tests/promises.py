@@ -1,0 +1,240 @@
+"""`make promises`: the figures that the course promises, measured on this machine.
+
+Each stands below a command that prints it. Let nothing else run meanwhile: times beside other work mean nothing.
+Exit status 0 if all promises are held, 1 if one is missed, 2 if a command fails, 130 if stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from itertools import groupby
+from pathlib import Path
+from statistics import median
+
+import psutil
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from brigade.course import MODULES, ROOT, CourseError, module
+from brigade.lab.bench import Bench, load_json
+from brigade.lab.ladder import TORCH_DDP, TORCH_ZERO, rung_of
+
+MODULE_S, CHECKS_S, DEMO_S = 6.0, 45.0, 90.0
+BUCKETED = (4, 5, 6, 7)  # modules whose buckets are those of torch DDP
+BUCKETED_RATIO, ZERO_RATIO = 1.05, 1.0
+BENCH = "brigade bench --comm-ratio 0.8 --target solutions"
+LEFT_COMMAND = "brigade check 5 --target solutions"  # the one that is killed
+GONE_WITHIN_S = 15.0  # after the kill; the fork server has to notice it
+
+
+@dataclass(frozen=True)
+class Promise:
+    """What is promised, the command that shows it, the aim, what was measured, and whether the promise is held."""
+
+    figure: str
+    command: str
+    aim: str
+    measured: str
+    held: bool
+
+
+def at_most(figure: str, command: str, limit: float, values: Sequence[float], unit: str = "") -> Promise:
+    """A figure that was measured once or several times: the median is what must not be above `limit`."""
+    unit = f" {unit}" if unit else ""
+    measured = f"{median(values):.2f}{unit}"
+    if len(values) > 1:
+        measured += f" ({min(values):.2f} to {max(values):.2f})"
+    return Promise(figure, command, f"at most {limit:g}{unit}", measured, median(values) <= limit)
+
+
+def ladder_promises(benches: Sequence[Bench]) -> list[Promise]:
+    """Step times against torch's, each the median over the rounds of a run; the optimizer state of module 8."""
+    zero = rung_of(MODULES[-1]).label
+    wanted = [(rung_of(module(n)).label, TORCH_DDP.label, BUCKETED_RATIO) for n in BUCKETED]
+    wanted.append((zero, TORCH_ZERO.label, ZERO_RATIO))
+    rows = []
+    for label, base, limit in wanted:
+        values = [median(bench.ladder.ratios(bench.ladder.rung(label), base)) for bench in benches]
+        rows.append(at_most(f"step time, {label} to {base}", BENCH, limit, values))
+    ladder = benches[0].ladder
+    # One moment in fp32 for each gradient in fp32, on 1/N of the buffer, in which padding is counted.
+    limit_mb = max(ladder.rung(zero).grad_bytes) / ladder.world_size / 1e6
+    state_mb = max(max(bench.ladder.rung(zero).state_bytes) for bench in benches) / 1e6
+    whole_mb = max(ladder.rung(TORCH_DDP.label).state_bytes) / 1e6
+    aim = f"{limit_mb:.3f} MB, 1/{ladder.world_size} of {whole_mb:.3f} and padding"
+    found = f"{state_mb:.3f} MB on the fullest rank"
+    rows.append(Promise(f"optimizer state, {zero}", BENCH, aim, found, state_mb <= limit_mb))
+    return rows
+
+
+def left_promise(how: str, command: str, processes: Sequence[str], files: Sequence[str]) -> Promise:
+    """What is still there when a run has ended."""
+    measured = f"{len(processes)} and {len(files)}"
+    if named := [*processes, *files]:
+        measured += ": " + ", ".join(named)
+    return Promise(f"left {how}: processes, files", command, "0 and 0", measured, not named)
+
+
+def arguments(command: str) -> list[str]:
+    """What to run for a command of the table, with this Python and the course of this directory."""
+    program, *rest = shlex.split(command)
+    return [sys.executable, *(["-m", "brigade.cli", *rest] if program == "brigade" else rest)]
+
+
+def run(command: str, **options: str) -> float:
+    """Runs a command of the table with further options; returns how many seconds it took. Raises CourseError."""
+    more = [word for name, value in options.items() for word in (f"--{name}", value)]
+    started = time.monotonic()
+    done = subprocess.run([*arguments(command), *more], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise CourseError(f"`{command}` ended with status {done.returncode}:\n{done.stdout}{done.stderr}")
+    return time.monotonic() - started
+
+
+def timed(figure: str, command: str, limit_s: float, repetitions: int) -> Promise:
+    return at_most(figure, command, limit_s, [run(command) for _ in range(repetitions)], "s")
+
+
+def benches(repetitions: int) -> list[Bench]:
+    with tempfile.TemporaryDirectory(prefix="brigade-promises-") as directory:
+        paths = [Path(directory) / f"{number}.json" for number in range(repetitions)]
+        for path in paths:
+            run(BENCH, json=str(path))
+        return [load_json(path) for path in paths]
+
+
+def processes_in(place: Path) -> list[psutil.Process]:
+    """All that have `place` for their temporary files, which those inherit that one of them starts."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("TMPDIR") == str(place):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def left_after(how: str, end: Callable[[subprocess.Popen], None], again: bool = False) -> Promise:
+    """Starts a run of checks, has `end` end it once its ranks are there, and looks for what is left.
+
+    With `again` another run follows first, for what only the next start can remove.
+    """
+    with tempfile.TemporaryDirectory(prefix="promises-") as directory:
+        place = Path(directory)
+        started = {
+            "cwd": ROOT,
+            "env": os.environ | {"TMPDIR": directory},
+            "stdout": subprocess.DEVNULL,
+            "stderr": subprocess.DEVNULL,
+        }
+        command = subprocess.Popen(arguments(LEFT_COMMAND), **started, start_new_session=True)
+        while command.poll() is None and len(processes_in(place)) < 3:  # itself, the fork server, a rank
+            time.sleep(0.02)
+        end(command)
+        command.wait()
+        if again:
+            subprocess.run(arguments(LEFT_COMMAND), **started)
+        ends_at = time.monotonic() + GONE_WITHIN_S
+        while (processes_in(place) or any(place.iterdir())) and time.monotonic() < ends_at:
+            time.sleep(0.1)
+        left = [process.name() for process in processes_in(place)]
+        return left_promise(how, LEFT_COMMAND, left, [path.name for path in place.iterdir()])
+
+
+def interrupt(command: subprocess.Popen) -> None:
+    """What Ctrl-C does: the terminal's processes get SIGINT."""
+    os.killpg(command.pid, signal.SIGINT)
+
+
+def kill_all(command: subprocess.Popen) -> None:
+    """The command and its fork server, which nobody survives to tidy up after."""
+    everyone = [command, *psutil.Process(command.pid).children()]
+    for process in everyone:
+        process.kill()
+
+
+def measured(repetitions: int, on_stage: Callable[[str], None]) -> list[Promise]:
+    """All rows. `on_stage` is told what is being measured."""
+    rows = []
+    for entry in MODULES:
+        on_stage(f"checks of module {entry.number}")
+        command = f"brigade check {entry.number} --target solutions"
+        rows.append(timed(f"checks of module {entry.number}", command, MODULE_S, repetitions))
+    on_stage("all checks")
+    rows.append(timed("all graded checks", "brigade check --target solutions", CHECKS_S, repetitions))
+    on_stage("the demo")
+    rows.append(timed("make demo", "python -m brigade.lab.demo", DEMO_S, 1))
+    on_stage(f"{repetitions} benches")
+    rows += ladder_promises(benches(repetitions))
+    on_stage("what is left")
+    rows.append(left_after("after a run", lambda command: None))
+    rows.append(left_after("after Ctrl-C", interrupt))
+    rows.append(left_after("after SIGKILL", subprocess.Popen.kill))
+    rows.append(left_after("after SIGKILL of it and of its fork server, once another has run", kill_all, again=True))
+    return rows
+
+
+def tables(rows: Sequence[Promise]) -> list[Table]:
+    """One for each command, which is its title; 80 columns wide at most."""
+    found = []
+    for command, group in groupby(rows, lambda row: row.command):
+        found.append(
+            Table(
+                title=command, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0)
+            )
+        )
+        for heading, width in (("figure", 30), ("aim", 18), ("measured", 22), ("held", 4)):
+            found[-1].add_column(heading, width=width, overflow="fold")
+        for row in group:
+            found[-1].add_row(row.figure, row.aim, row.measured, "yes" if row.held else "NO")
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description="Measures what the course promises. Let nothing else run meanwhile.",
+        epilog="Example: python tests/promises.py --repetitions 1",
+    )
+    parser.add_argument("--repetitions", type=int, default=3, metavar="N", help="of each time but the demo's (3)")
+    options = parser.parse_args()
+    if options.repetitions < 1:
+        parser.error("--repetitions takes at least 1")
+    console = Console(highlight=False)
+    load = os.getloadavg()[0]
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    try:
+        with Progress(*columns, console=Console(stderr=True), transient=True, refresh_per_second=1) as progress:
+            task = progress.add_task("", total=None)
+            rows = measured(options.repetitions, lambda stage: progress.update(task, description=stage))
+    except CourseError as error:
+        print(f"promises: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\npromises: stopped", file=sys.stderr)
+        return 130
+    for table in tables(rows):
+        console.print(table, "")
+    missed = sum(not row.held for row in rows)
+    console.print(
+        f"{missed} of {len(rows)} promises missed. Python {platform.python_version()}, torch {version('torch')}, "
+        f"{os.cpu_count()} cores, a load average of {load:.1f} before.",
+        soft_wrap=True,
+    )
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
