@@ -10,6 +10,8 @@ import sys
 from dataclasses import replace
 from importlib import import_module
 
+from brigade.lab.script import ended
+
 ROUNDS = 20  # steps of each rung
 MODULE = 3
 MUTANT = "synchronous all-reduce in the hook"  # of tests/mutants: the numbers are right, nothing overlaps
@@ -23,21 +25,16 @@ def main() -> int:
         "compares them, and shows how an answer is checked. About a minute on two cores; no GPU is needed.",
         epilog="Example: python -m brigade.lab.demo",
     ).parse_args()
-    try:
-        return demo()
-    except KeyboardInterrupt:
-        print("\ndemo: stopped", file=sys.stderr)
-        return 130
+    return ended("demo", demo)
 
 
 def demo() -> int:
     # Imported here, so that Ctrl-C is quiet while torch is loading too.
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from brigade.course import ROOT, CourseError
+    from brigade.course import ROOT
     from brigade.lab import ladder, plots
-    from brigade.ranks import RankFailure
+    from brigade.lab.command import progress
 
     console = Console(highlight=False, soft_wrap=True)
     workload, rungs = replace(ladder.PACED, batch_size=16, rounds=ROUNDS), ladder.course_rungs()
@@ -48,14 +45,8 @@ def demo() -> int:
         "The link between the two is emulated: to move all gradients takes "
         f"{workload.link.comm_ratio:g} of the time of backward."
     )
-    columns = (TextColumn("training steps"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    try:
-        with Progress(*columns, console=console) as progress:
-            task = progress.add_task("", total=ladder.steps_of(workload, [*rungs, *ladder.TORCH]))
-            found = ladder.run_ladder(workload, rungs, on_step=lambda: progress.advance(task))
-    except (CourseError, RankFailure) as error:
-        print(f"demo: {error}", file=sys.stderr)
-        return 2
+    with progress("training steps", ladder.steps_of(workload, [*rungs, *ladder.TORCH])) as advance:
+        found = ladder.run_ladder(workload, rungs, on_step=advance)
     console.print()
     console.print(plots.ladder_table(found))
     if wrong := found.wrong():

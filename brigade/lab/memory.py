@@ -27,11 +27,12 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from brigade import recording
-from brigade.course import MODULES, ROOT, CourseError
+from brigade.course import MODULES, ROOT
 from brigade.lab.kept import KINDS, Bytes, kept_bytes
 from brigade.lab.ladder import FP32_BYTES, TORCH_DDP, TORCH_ZERO, Rung, class_of, course_rungs, reference
+from brigade.lab.script import ended
 from brigade.models import SIZES, Size, TinyLM, language_loss
-from brigade.ranks import RankFailure, run_ranks
+from brigade.ranks import run_ranks
 from brigade.submission import Sources
 
 if TYPE_CHECKING:
@@ -302,24 +303,20 @@ def main() -> int:
         f"ZeRO and draws {PICTURE.relative_to(ROOT)}. About 20 seconds on two cores.",
         epilog="Example: python -m brigade.lab.memory",
     ).parse_args()
+    return ended("memory", show)
+
+
+def show() -> int:
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from brigade.lab.command import progress
 
     console = Console(highlight=False, soft_wrap=True)
-    columns = (TextColumn("rungs"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    try:
-        with Progress(*columns, console=console, transient=True) as progress:
-            task = progress.add_task("", total=len(cases()) * len(WORLD_SIZES))
-            found = measure(on_case=lambda: progress.advance(task))
-        console.print(memory_table(found))
-        memory_picture(found, PICTURE)
-        console.print(f"{PICTURE.relative_to(ROOT)} written")
-    except (CourseError, RankFailure, OSError) as error:
-        print(f"memory: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\nmemory: stopped", file=sys.stderr)
-        return 130
+    with progress("rungs", len(cases()) * len(WORLD_SIZES)) as advance:
+        found = measure(on_case=advance)
+    console.print(memory_table(found))
+    memory_picture(found, PICTURE)
+    console.print(f"{PICTURE.relative_to(ROOT)} written")
     return 0
 
 
