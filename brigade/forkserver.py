@@ -33,6 +33,7 @@ from brigade import isolation
 
 FDS_PER_RANK = 3
 PR_SET_CHILD_SUBREAPER = 36
+PATIENCE_S = 10.0  # with ranks that are killed and do not end
 
 
 def serve(descriptor: int, lock: int, scratch: str, import_path: str) -> None:
@@ -146,9 +147,9 @@ def reap(ranks: set[int]) -> dict[int, int]:
             kill_group(pid)
 
 
-def kill(doomed: set[int], ranks: set[int], jail: dict | None = None, timeout_s: float = 10.0) -> None:
+def kill(doomed: set[int], ranks: set[int], jail: dict | None = None) -> None:
     """Kills these ranks and whatever they started, and returns when they are reaped."""
-    give_up = time.monotonic() + timeout_s
+    give_up = time.monotonic() + PATIENCE_S
     if jail:
         isolation.kill_user(jail["uid"])
     for pid in doomed & ranks:

@@ -49,6 +49,10 @@ class Link:
     latency_s: float
     bytes_per_s: float
 
+    @property
+    def described(self) -> str:
+        return f"{1e6 * self.latency_s:.1f} us a message and {8e-9 * self.bytes_per_s:.3g} Gbit/s in each direction"
+
     def seconds(self, op: str, nbytes: float, world_size: int) -> float:
         """How long a collective on a buffer of `nbytes` takes, all parts of a coalesced one together."""
         if world_size == 1:

@@ -276,7 +276,7 @@ def run_ranks(
         "module": module,
         "function": function.__qualname__,
         "packages": {**sources, **(packages or {})},
-        "threads": 1 if mode == "hold" else max(1, (os.cpu_count() or 1) // world_size),  # checks are small
+        "threads": 1 if mode == "hold" else max(1, cores() // world_size),  # checks are small
         "seed": random.randrange(2**31) if seed is None else seed,
         "terminal": terminal,
         "stream": stream,
@@ -730,6 +730,11 @@ def import_dynamo() -> None:
         importlib.import_module("torch._dynamo")
         if before == unused:
             del os.environ[name]
+
+
+def cores() -> int:
+    """How many of this machine's processor cores are ours."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def loopback_interface() -> str:

@@ -23,7 +23,6 @@ from typing import Any
 from brigade.course import HAS_SOLUTIONS, MODULES, ROOT, CourseError, Module, module
 
 PACKAGE = "submission"
-PRIORS = ("own", "reference")
 MAX_SOURCE_BYTES = 250_000
 
 Sources = dict[str, tuple[str, str]]  # module name -> (path of the file, text)

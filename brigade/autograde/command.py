@@ -161,7 +161,7 @@ def run_class(options: argparse.Namespace, entries: Sequence[Module], console: C
                 progress.update(task, completed=done, left=f"about {left:.0f} s left" if done < len(waiting) else "")
 
             classroom.save(gradebook, everyone, entries)
-            at_once = max(1, min(room, cores()))
+            at_once = max(1, min(room, ranks.cores()))
             classroom.grade_all(waiting, passed_on, at_once=at_once, lock=lock, on_finish=follow)
     table = classroom.save(gradebook, everyone, entries)
     report = Console(highlight=False, soft_wrap=True, markup=False)
@@ -175,11 +175,6 @@ def run_class(options: argparse.Namespace, entries: Sequence[Module], console: C
         names = ", ".join(group.names)
         report.print(f"  near-identical in module {group.module}: {names} ({group.share:.0%})")
     return 0 if all(student.made_from.exists() for student in everyone) else 1
-
-
-def cores() -> int:
-    """Processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def writer(options: argparse.Namespace) -> Callable[[Grading], str]:

@@ -107,9 +107,8 @@ class Bench:
         said = []
         if ladder.link:
             said.append(
-                f"The link is emulated, {1e6 * ladder.link.latency_s:.1f} us a message and "
-                f"{8e-9 * ladder.link.bytes_per_s:.3g} Gbit/s in each direction: {gradients} takes "
-                f"{1e3 * ladder.link_s:.1f} ms; {backward}."
+                f"The link is emulated, {ladder.link.described}: {gradients} takes {1e3 * ladder.link_s:.1f} ms; "
+                f"{backward}."
             )
             share = ladder.real_s / ladder.link_s
             real = f"the real one underneath takes {1e3 * ladder.real_s:.1f} ms, {100 * share:.0f} % of that"
@@ -179,8 +178,8 @@ def written(target: str, entries: Sequence[Module]) -> tuple[list[Module], Sourc
         else:
             chosen.append(entry)
     if not chosen:
-        advice = "--target solutions compares the reference."
-        raise CourseError(f"nothing to compare in {where}: {' '.join(sentences)} {advice}")
+        advice = " --target solutions compares the reference." if HAS_SOLUTIONS else ""
+        raise CourseError(f"nothing to compare in {where}: {' '.join(sentences)}{advice}")
     return chosen, sources, sentences
 
 

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import math
 import timeit
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
-from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from brigade import submission
 from brigade.events import launches
 from brigade.lab import claimed_ranks, memory
 from brigade.lab.claimed_ranks import summary
 from brigade.lab.claims import CITED, CannotMeasure, Claim, Finding
 from brigade.lab.ladder import FP32_BYTES, reference
+from brigade.lab.setting import solution
 from brigade.models import tiny_lm
 from brigade.pacing import sent_bytes
 from brigade.ranks import RankResults, run_ranks
@@ -68,13 +66,6 @@ def by_share(holds: Sequence[bool]) -> str:
 def on_ranks(function: Callable[..., Any], *args: Any, **options: Any) -> RankResults:
     """Runs one of `claimed_ranks` with the solutions at hand."""
     return run_ranks(function, *args, packages={"submission": reference()}, seed=0, deadline=DEADLINE_S, **options)
-
-
-@functools.cache
-def solution(package: str) -> ModuleType:
-    """A module of the reference, imported here."""
-    submission.install("reference", reference())
-    return importlib.import_module(f"reference.{package}.{package.split('_', 1)[1]}")
 
 
 def xl_parameters() -> dict[str, torch.nn.Parameter]:
@@ -219,7 +210,7 @@ def last_handle() -> Finding:
 )  # fmt: skip
 def xl_buckets() -> Finding:
     parameters, caps = list(xl_parameters().values()), [1, 10, 100, 1000]
-    plan_buckets = solution("m04_bucketed_ddp").plan_buckets
+    plan_buckets = solution("plan_buckets")
     before = [len(plan_buckets(parameters, cap * MIB)) for cap in caps]
     after = [len(dist._compute_bucket_assignment_by_size(parameters[::-1], [cap * MIB])[0]) for cap in caps]
     return Finding(
@@ -295,7 +286,7 @@ def ring_length() -> Finding:
     "right if parameters of one fp32 element lie 128 bytes apart, or buckets of one such parameter", "wrong",
 )  # fmt: skip
 def alignment() -> Finding:
-    plan_layout = solution("m05_grad_buffer").plan_layout
+    plan_layout = solution("plan_layout")
     apart = FP32_BYTES * plan_layout([1, 1], None, 2).param_ranges[1][0]
     long = FP32_BYTES * plan_layout([1, 1], 1, 2).bucket_ranges[1][0]
     return Finding(
@@ -316,7 +307,7 @@ cited(
     "right if a bucket that holds as much has 40 MB, in fp32 or in bf16", "wrong",
 )  # fmt: skip
 def bucket_size() -> Finding:
-    layout = solution("m05_grad_buffer").plan_layout([40_000_000, 1], 40_000_000, 2)
+    layout = solution("plan_layout")([40_000_000, 1], 40_000_000, 2)
     start, end = layout.bucket_ranges[0]
     sizes = [(end - start) * dtype.itemsize / 1e6 for dtype in (torch.float32, torch.bfloat16)]
     return Finding(
@@ -330,7 +321,7 @@ def bucket_size() -> Finding:
     "right if in all of the cases, wrong if in none", "depends",
 )  # fmt: skip
 def padding_overhead() -> Finding:
-    plan_layout, found = solution("m05_grad_buffer").plan_layout, {}
+    plan_layout, found = solution("plan_layout"), {}
     for numel in (40_000_000, 100_000):
         for ranks in (8, 96):
             for pad_for_busbw in (False, True):
@@ -610,7 +601,7 @@ def equal_shares() -> Finding:
             loads[loads.index(min(loads))] += numel
         mean = sum(numels) / ranks
         whole[ranks] = max(loads) / mean
-        shards[ranks] = solution("m05_grad_buffer").plan_layout(numels[::-1], 40_000_000, ranks).numel / sum(numels)
+        shards[ranks] = solution("plan_layout")(numels[::-1], 40_000_000, ranks).numel / sum(numels)
     return Finding(
         f"whole parameters of XL, given out greedily: {listed([f'{r:.3f}' for r in whole.values()])} times the mean on "
         f"the fullest of {listed(list(whole))} ranks; shards of buckets: at most {max(shards.values()):.4f} times",

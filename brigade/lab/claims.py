@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from brigade.course import HAS_SOLUTIONS, MODULES, ROOT, CourseError
+from brigade.lab.script import ended
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -178,11 +179,8 @@ def parse() -> argparse.Namespace:
 def main() -> int:
     """Returns the exit status: 0 good, 1 a verdict is not the reading's, 2 it cannot run here, 130 stopped."""
     options = parse()
-    try:
-        return claims(options.names, show_only=options.list, write=PAGE if options.write else None)
-    except KeyboardInterrupt:
-        print("\nclaims: stopped", file=sys.stderr)
-        return 130
+    write = PAGE if options.write else None
+    return ended("claims", lambda: claims(options.names, show_only=options.list, write=write))
 
 
 def claims(names: Sequence[str], *, show_only: bool = False, write: Path | None = None) -> int:
@@ -190,26 +188,20 @@ def claims(names: Sequence[str], *, show_only: bool = False, write: Path | None 
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from brigade.ranks import RankFailure
-
     console = Console(highlight=False, markup=False)
     found = []
-    try:
-        asked = chosen(names)
-        if show_only:
-            for claim in asked:
-                console.print(f"{claim.name:<24} module {claim.module}: {claim.claim}", soft_wrap=True)
-            return 0
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-            task = progress.add_task("", total=len(asked))
-            for claim in asked:
-                progress.update(task, description=claim.name)
-                found.append(check(claim))
-                progress.advance(task)
-    except (CourseError, RankFailure) as error:
-        print(f"claims: {error}", file=sys.stderr)
-        return 2
+    asked = chosen(names)
+    if show_only:
+        for claim in asked:
+            console.print(f"{claim.name:<24} module {claim.module}: {claim.claim}", soft_wrap=True)
+        return 0
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=len(asked))
+        for claim in asked:
+            progress.update(task, description=claim.name)
+            found.append(check(claim))
+            progress.advance(task)
     console.print(claims_table(found))
     wrong = [checked for checked in found if not checked.holds]
     for checked in wrong:

@@ -156,10 +156,15 @@ def workload_of(options: argparse.Namespace, link: Link | Pace | None, world_siz
         )
     if workload.time < 1:
         raise CourseError(f"--time {workload.time}: a sequence has at least one token")
-    for name, value in (("--bucket-mb", options.bucket_mb), ("--deadline", options.deadline)):
-        if not 0 < value < float("inf"):
-            raise CourseError(f"{name} {value:g}: it takes a number above 0")
+    check_above_zero("--bucket-mb", options.bucket_mb)
+    check_above_zero("--deadline", options.deadline)
     return workload
+
+
+def check_above_zero(name: str, value: float) -> None:
+    """Raises CourseError for an option whose value is no number above 0."""
+    if not 0 < value < float("inf"):
+        raise CourseError(f"{name} {value:g}: it takes a number above 0")
 
 
 def swept(text: str, entries: Sequence[Module]) -> list[float]:
@@ -216,8 +221,7 @@ def trace(options: argparse.Namespace) -> int:
     entry = module(options.number)
     if not 2 <= options.ranks <= MOST_RANKS:
         raise CourseError(f"--ranks {options.ranks}: a timeline takes 2 ranks or more, and {MOST_RANKS} at most")
-    if not 0 < options.bucket_mb < float("inf"):
-        raise CourseError(f"--bucket-mb {options.bucket_mb:g}: it takes a number above 0")
+    check_above_zero("--bucket-mb", options.bucket_mb)
     link = links.chosen(options, options.ranks)
     if link and options.no_pace:
         raise CourseError("--no-pace emulates no link: leave it out, or what describes one")

@@ -10,6 +10,8 @@ import sys
 from dataclasses import replace
 from importlib import import_module
 
+from brigade.lab.script import ended
+
 ROUNDS = 20  # steps of each rung
 MODULE = 3
 MUTANT = "synchronous all-reduce in the hook"  # of tests/mutants: the numbers are right, nothing overlaps
@@ -23,30 +25,21 @@ def main() -> int:
         "compares them, and shows how an answer is checked. About a minute on two cores; no GPU is needed.",
         epilog="Example: python -m brigade.lab.demo",
     ).parse_args()
-    try:
-        return demo()
-    except KeyboardInterrupt:
-        print("\ndemo: stopped", file=sys.stderr)
-        return 130
+    return ended("demo", demo)
 
 
 def demo() -> int:
     # Imported here, so that Ctrl-C is quiet while torch is loading too.
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from brigade.course import HAS_SOLUTIONS, MODULES, REFERENCE, ROOT, CourseError
+    from brigade.course import HAS_SOLUTIONS, MODULES, REFERENCE, ROOT
     from brigade.lab import ladder, plots
     from brigade.lab.bench import written
-    from brigade.ranks import RankFailure
+    from brigade.lab.command import progress
 
     console = Console(highlight=False, soft_wrap=True)
     workload = replace(ladder.PACED, batch_size=16, rounds=ROUNDS)
-    try:
-        entries, sources, left_out = written(REFERENCE, MODULES)
-    except CourseError as error:
-        print(f"demo: {error}", file=sys.stderr)
-        return 2
+    entries, sources, left_out = written(REFERENCE, MODULES)
     rungs = [ladder.rung_of(entry) for entry in entries]
     console.print(
         "Bucket Brigade: data-parallel training, built step by step.\n\n"
@@ -57,16 +50,10 @@ def demo() -> int:
     )
     for sentence in left_out:
         console.print(sentence)
-    columns = (TextColumn("training steps"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    try:
-        with Progress(*columns, console=console) as progress:
-            if not HAS_SOLUTIONS:  # a deadlock of the student's is found within seconds here
-                ladder.rehearse(workload, rungs, sources, world_size=2)
-            task = progress.add_task("", total=ladder.steps_of(workload, [*rungs, *ladder.TORCH]))
-            found = ladder.run_ladder(workload, rungs, sources, on_step=lambda: progress.advance(task))
-    except (CourseError, RankFailure) as error:
-        print(f"demo: {error}", file=sys.stderr)
-        return 2
+    if not HAS_SOLUTIONS:  # a deadlock of the student's is found within seconds here
+        ladder.rehearse(workload, rungs, sources, world_size=2)
+    with progress("training steps", ladder.steps_of(workload, [*rungs, *ladder.TORCH])) as advance:
+        found = ladder.run_ladder(workload, rungs, sources, on_step=advance)
     console.print()
     console.print(plots.ladder_table(found))
     if wrong := found.wrong():

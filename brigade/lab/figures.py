@@ -9,10 +9,10 @@ from __future__ import annotations
 import argparse
 import sys
 
-from brigade.course import MODULES, ROOT, CourseError
+from brigade.course import MODULES, ROOT
 from brigade.lab.ladder import rung_of
+from brigade.lab.script import ended
 from brigade.lab.timeline import draw, trace
-from brigade.ranks import RankFailure
 
 
 def main() -> int:
@@ -21,20 +21,17 @@ def main() -> int:
         description="Redraws lessons/mNN_*/timeline.png from real runs on two ranks, on an emulated link.",
         epilog="Example: python -m brigade.lab.figures",
     ).parse_args()
-    try:
-        for before, entry in zip((None, *MODULES), MODULES):
-            shown = [entry] if before is None else [before, entry]
-            timelines = trace([rung_of(one) for one in shown])
-            path = entry.lesson / "timeline.png"
-            draw(timelines, path, [f"{found.label}, {one.idea}" for one, found in zip(shown, timelines)])
-            lengths = " and ".join(found.lengths for found in timelines)
-            print(f"{path.relative_to(ROOT)} written: {lengths}")
-    except (CourseError, RankFailure) as error:
-        print(f"figures: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\nfigures: stopped", file=sys.stderr)
-        return 130
+    return ended("figures", figures)
+
+
+def figures() -> int:
+    for before, entry in zip((None, *MODULES), MODULES):
+        shown = [entry] if before is None else [before, entry]
+        timelines = trace([rung_of(one) for one in shown])
+        path = entry.lesson / "timeline.png"
+        draw(timelines, path, [f"{found.label}, {one.idea}" for one, found in zip(shown, timelines)])
+        lengths = " and ".join(found.lengths for found in timelines)
+        print(f"{path.relative_to(ROOT)} written: {lengths}")
     return 0
 
 

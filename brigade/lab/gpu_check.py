@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from brigade.course import MODULES, ROOT, CourseError, Module, module
+from brigade.lab.script import ended
 
 if TYPE_CHECKING:
     from brigade.lab.ladder import Ladder, Workload
@@ -470,15 +471,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 everything passed, 1 something did not, 2 it cannot run here, 130 stopped."""
     options = parse(arguments)
+    return ended("gpu-check", lambda: checked(options))
+
+
+def checked(options: argparse.Namespace) -> int:
     out = options.out or ROOT / ("docs" if options.backend == "nccl" else "out") / "gpu_report.md"
-    try:
-        found = run(planned(options), lambda line: print(line, flush=True))
-    except CourseError as error:
-        print(f"gpu-check: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\ngpu-check: stopped", file=sys.stderr)
-        return 130
+    found = run(planned(options), lambda line: print(line, flush=True))
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(report(found))
     print(f"{'Everything passed' if found.good else 'NOT everything passed'}: {out}")

@@ -140,6 +140,10 @@ class Measured:
         """For each round, the processor time of the step on all ranks together."""
         return [1e3 * sum(ranks) for ranks in zip(*self.cpu_s)]
 
+    def exposed_ms(self, alone: Measured) -> list[float]:
+        """For each round, how much longer the step took than `alone`, the one without communication."""
+        return [mine - without for mine, without in zip(self.step_ms, alone.step_ms)]
+
     @property
     def loss(self) -> float:
         return fmean(self.losses)
@@ -189,7 +193,7 @@ class Ladder:
 
     def exposed_ms(self, rung: Measured) -> list[float]:
         """For each round, how much longer the step took than without communication."""
-        return [mine - alone for mine, alone in zip(rung.step_ms, self.computation.step_ms)]
+        return rung.exposed_ms(self.computation)
 
     def cpu_ratios(self, rung: Measured, base: str = TORCH_DDP.label) -> list[float]:
         """Processor time as a multiple of that of the rung with the label `base`, for each round."""

@@ -27,12 +27,13 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from brigade import recording
-from brigade.course import MODULES, ROOT, TARGETS, CourseError, Module, module_with
+from brigade.course import MODULES, ROOT, TARGETS, Module, module_with
 from brigade.lab.bench import written
 from brigade.lab.kept import KINDS, Bytes, kept_bytes
 from brigade.lab.ladder import FP32_BYTES, TORCH_DDP, TORCH_ZERO, Rung, class_of, reference, rung_of
+from brigade.lab.script import ended
 from brigade.models import SIZES, Size, TinyLM, language_loss
-from brigade.ranks import RankFailure, run_ranks
+from brigade.ranks import run_ranks
 from brigade.submission import Sources
 
 if TYPE_CHECKING:
@@ -308,28 +309,24 @@ def main() -> int:
     )
     parser.add_argument("--target", default="lessons", metavar="DIR", help=TARGETS)
     target = parser.parse_args().target
+    return ended("memory", lambda: show(target))
+
+
+def show(target: str) -> int:
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from brigade.lab.command import progress
 
     console = Console(highlight=False, soft_wrap=True)
-    columns = (TextColumn("rungs"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    try:
-        entries, sources, left_out = written(target, MODULES)
-        for sentence in left_out:
-            console.print(sentence, markup=False)
-        with Progress(*columns, console=console, transient=True) as progress:
-            task = progress.add_task("", total=len(cases(entries)) * len(WORLD_SIZES))
-            found = measure(sources=sources, entries=entries, on_case=lambda: progress.advance(task))
-        console.print(memory_table(found))
-        picture = PICTURE if target == "solutions" else ROOT / "out" / "memory.png"
-        memory_picture(found, picture)
-        console.print(f"{picture.relative_to(ROOT)} written")
-    except (CourseError, RankFailure, OSError) as error:
-        print(f"memory: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\nmemory: stopped", file=sys.stderr)
-        return 130
+    entries, sources, left_out = written(target, MODULES)
+    for sentence in left_out:
+        console.print(sentence, markup=False)
+    with progress("rungs", len(cases(entries)) * len(WORLD_SIZES)) as advance:
+        found = measure(sources=sources, entries=entries, on_case=advance)
+    console.print(memory_table(found))
+    picture = PICTURE if target == "solutions" else ROOT / "out" / "memory.png"
+    memory_picture(found, picture)
+    console.print(f"{picture.relative_to(ROOT)} written")
     return 0
 
 

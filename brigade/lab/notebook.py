@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from brigade.course import MODULES, ROOT, module
-from brigade.ranks import Event, describe, ending, loopback_interface, own_directory
+from brigade.ranks import Event, cores, describe, ending, loopback_interface, own_directory
 from brigade.submission import read
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class Ranks:
             "directory": str(self._directory),
             "environment": {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", loopback_interface())},
             "packages": {"solutions": read("solutions", len(MODULES)).sources},
-            "threads": max(1, (os.cpu_count() or 1) // self.world_size),
+            "threads": max(1, cores() // self.world_size),
             "seed": 0,
         }
         everyone = range(self.world_size)

@@ -56,6 +56,7 @@ STYLES = {  # of collectives: shades of one colour, and hatches for those who se
 }
 OTHER = {"facecolor": "#ffffff", "edgecolor": "#6b4a00"}
 WAITING = {"facecolor": "#ffffff", "edgecolor": "#999999", "hatch": "////"}
+GAP_S = 1e-4  # a wait that is shorter is none
 LANES = 2.6  # the distance from one rank to the next
 
 
@@ -144,10 +145,7 @@ class Timeline:
         """What carried the gradients, in a sentence."""
         if self.link is None:
             return "The link is this machine's own: the ranks share its cores and talk through its memory."
-        return (
-            f"The link is emulated: {1e6 * self.link.latency_s:.0f} us for a message and "
-            f"{8e-9 * self.link.bytes_per_s:.3g} Gbit/s each way, where backward alone takes {self.backward_ms:.0f} ms."
-        )
+        return f"The link is emulated, {self.link.described}; backward alone takes {self.backward_ms:.0f} ms."
 
     def phase(self, rank: int, kind: str) -> Span:
         return next(span for span in self.spans if span.rank == rank and span.kind == kind)
@@ -173,7 +171,7 @@ def trace(
     running = [*rungs, COMPUTATION]
     sources = reference() if sources is None else sources
     results = run_rungs(workload, running, sources, world_size=world_size, **how)
-    alone = measured(workload, running, COMPUTATION, results).step_ms
+    alone = measured(workload, running, COMPUTATION, results)
     link = Link(*results[0]["link"]) if results[0]["link"] else None
     timelines = []
     for rung in rungs:
@@ -193,7 +191,7 @@ def trace(
             waits = waiting(events, mine)
             spans += [Span(rank, "wait", 1e3 * (a - zero), 1e3 * (b - zero)) for a, b in joined([*waits.values()])]
             launched += collectives(rank, mine, {index: end for index, (_, end) in waits.items()}, zero, bool(link))
-        exposed_ms = median(step - without for step, without in zip(lengths, alone))
+        exposed_ms = median(found.exposed_ms(alone))
         timelines.append(
             Timeline(rung.label, world_size, spans, launched, exposed_ms, link, 1e3 * results[0]["backward_s"])
         )
@@ -210,15 +208,15 @@ def waiting(events: Sequence[Event], found: Sequence[Launch]) -> dict[int, tuple
     return {index: (start, over[index]) for index, start in first.items() if index in over}
 
 
-def joined(intervals: list[tuple[float, float]], gap_s: float = 1e-4) -> list[tuple[float, float]]:
-    """The intervals in order, those together that are not further apart than `gap_s`; shorter ones are left out."""
+def joined(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The intervals in order, those together that are not further apart than `GAP_S`; shorter ones are left out."""
     merged: list[tuple[float, float]] = []
     for start, end in sorted(intervals):
-        if merged and start <= merged[-1][1] + gap_s:
+        if merged and start <= merged[-1][1] + GAP_S:
             merged[-1] = merged[-1][0], max(end, merged[-1][1])
         else:
             merged.append((start, end))
-    return [(start, end) for start, end in merged if end - start > gap_s]
+    return [(start, end) for start, end in merged if end - start > GAP_S]
 
 
 def collectives(

@@ -27,7 +27,7 @@ from typing import Any
 
 from brigade import ranks
 from brigade.course import CourseError
-from brigade.ranks import BROKEN_LINK, DEADLINE_S, Event, RankFailure, RankResults, describe, importable
+from brigade.ranks import BROKEN_LINK, DEADLINE_S, Event, RankFailure, RankResults, cores, describe, importable
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # torchrun ends its other processes as soon as one has failed. Who has nothing of its own to tell waits for that; if
@@ -48,11 +48,6 @@ def place() -> tuple[int, int, int, int]:
         return tuple(int(os.environ[name]) for name in VARIABLES[:4])
     except ValueError:
         raise CourseError(f"{', '.join(VARIABLES[:4])} are not all numbers: torchrun sets them") from None
-
-
-def cores() -> int:
-    """How many of this machine's processor cores are ours."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def world_size() -> int:

@@ -26,12 +26,14 @@ from torch import Tensor
 from brigade import pacing
 from brigade.course import CourseError
 from brigade.lab import ladder
+from brigade.lab.command import progress
 from brigade.lab.ladder import PACED, TORCH_DDP, TORCH_ZERO, Ladder, Workload, course_rungs
 from brigade.lab.plan import backward_flops, model_of, plan
 from brigade.lab.programs import with_rules
+from brigade.lab.script import ended
 from brigade.lab.setting import OPTIMIZERS, Machine, Setting
 from brigade.pacing import Link
-from brigade.ranks import RankFailure, run_ranks
+from brigade.ranks import cores, run_ranks
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -41,7 +43,6 @@ REPEATS = 30  # of what is timed in the short run
 QUEUE = 8  # launches that follow each other in it
 LARGE = 2**18  # elements
 LATENCY_S = 200e-6  # of the link in it
-CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @dataclass(frozen=True)
@@ -72,11 +73,9 @@ class Point:
         return self.predicted_ms / self.measured_ms - 1
 
 
-def validate(
-    world_size: int, bucket_mb: float, workload: Workload = PACED, *, on_step: Callable[[], None] | None = None
-) -> list[Point]:
+def validate(world_size: int, bucket_mb: float, on_step: Callable[[], None] | None = None) -> list[Point]:
     """A point for each rung of the ladder, all of one run. Raises as `run_ladder` does."""
-    workload = replace(workload, bucket_mb=bucket_mb)
+    workload = replace(PACED, bucket_mb=bucket_mb)
     overheads = overheads_of(world_size, workload)
     return compare(ladder.run_ladder(workload, world_size=world_size, on_step=on_step), overheads)
 
@@ -114,7 +113,7 @@ def setting_of(found: Ladder, overheads: Overheads) -> Setting:
     optimizer = OPTIMIZERS["sgd"]
     parameters = list(model.parameters())
     touched = (2 + 1 + 2 * optimizer.values) * sum(parameter.nbytes for parameter in parameters)
-    shared = max(1.0, found.world_size / CORES)  # what all ranks have to do at once takes so much longer
+    shared = max(1.0, found.world_size / cores())  # what all ranks have to do at once takes so much longer
     machine = Machine(
         slower * phases["forward"],
         backward_s,
@@ -225,27 +224,21 @@ def main() -> int:
         epilog="Example: python -m brigade.lab.validate 2x0.5 2x1",
     )
     parser.add_argument("points", nargs="*", metavar="RANKSxMB", help=f"default: {' '.join(names)}")
+    asked = parser.parse_args().points or names
+    return ended("validate", lambda: show_points(points_of(asked)))
+
+
+def show_points(asked: Sequence[tuple[int, float]]) -> int:
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     console = Console(highlight=False, soft_wrap=True)
-    columns = (TextColumn("steps"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    before = os.getloadavg()[0]
     points: list[Point] = []
-    try:
-        asked = points_of(parser.parse_args().points or names)
-        before = os.getloadavg()[0]
-        with Progress(*columns, console=console, transient=True) as progress:
-            task = progress.add_task("", total=len(asked) * ladder.steps_of(PACED, course_rungs()))
-            for world_size, bucket_mb in asked:
-                points += validate(world_size, bucket_mb, on_step=lambda: progress.advance(task))
-    except (CourseError, RankFailure) as error:
-        print(f"validate: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\nvalidate: stopped", file=sys.stderr)
-        return 130
+    with progress("steps", len(asked) * ladder.steps_of(PACED, [*course_rungs(), *ladder.TORCH])) as advance:
+        for world_size, bucket_mb in asked:
+            points += validate(world_size, bucket_mb, on_step=advance)
     console.print(validation_table(points))
-    console.print(f"{CORES} cores, load average {before:.1f} before and {os.getloadavg()[0]:.1f} after")
+    console.print(f"{cores()} cores, load average {before:.1f} before and {os.getloadavg()[0]:.1f} after")
     return 0
 
 

@@ -75,13 +75,11 @@ class GradBuffer:
         with_params: bool = False,
     ):
         self.params = list(params)
-        dtype, device = self.params[0].dtype, self.params[0].device
-        self.has_main_grad = grad_dtype is not None and grad_dtype.itemsize > dtype.itemsize
+        first = self.params[0]
+        self.has_main_grad = grad_dtype is not None and grad_dtype.itemsize > first.itemsize
         self.layout = plan_layout([p.numel() for p in self.params], bucket_numel, dp_size, pad_for_busbw)
-        self.grad_data = torch.zeros(
-            self.layout.numel, dtype=grad_dtype if self.has_main_grad else dtype, device=device
-        )
-        self.param_data = torch.zeros(self.layout.numel, dtype=dtype, device=device) if with_params else None
+        self.grad_data = first.new_zeros(self.layout.numel, dtype=grad_dtype if self.has_main_grad else None)
+        self.param_data = first.new_zeros(self.layout.numel) if with_params else None
         self.started: set[int] = set()  # main_grads that hold something of the step that is accumulating
         self.point_into_buffer()
 
@@ -129,6 +127,8 @@ class BufferedDDP(nn.Module):
     `parameter.main_grad`, and after the finish `parameter.grad` is a copy of it in the parameter's dtype.
     """
 
+    with_params = False  # module 6 keeps the parameters in buffers too
+
     def __init__(
         self,
         module: nn.Module,
@@ -145,14 +145,21 @@ class BufferedDDP(nn.Module):
         for parameter in reversed([p for p in module.parameters() if p.requires_grad]):
             by_dtype[parameter.dtype].append(parameter)
         size = dist.get_world_size(process_group)
-        self.grad_buffers = [GradBuffer(params, bucket_numel, size, grad_dtype) for params in by_dtype.values()]
-        self.buckets = [Bucket(b, index) for b in self.grad_buffers for index in range(len(b.layout.bucket_ranges))]
+        self.grad_buffers = [
+            GradBuffer(params, bucket_numel, size, grad_dtype, with_params=self.with_params)
+            for params in by_dtype.values()
+        ]
+        self.buckets = self.make_buckets()
         self.launched = 0  # buckets 0 to launched - 1 are under way
         for bucket in self.buckets:
             for i in bucket.members:
                 bucket.buffer.params[i].register_post_accumulate_grad_hook(
                     lambda _, bucket=bucket, i=i: self.mark_ready(bucket, i)
                 )
+
+    def make_buckets(self) -> list[Bucket]:
+        """What is counted and launched at once, in the order of the launches."""
+        return [Bucket(b, index) for b in self.grad_buffers for index in range(len(b.layout.bucket_ranges))]
 
     def forward(self, *args, **kwargs):
         # Autograd adds to a gradient that exists, in place: so let those that zero_grad removed be the views again.
@@ -168,6 +175,7 @@ class BufferedDDP(nn.Module):
 
     def launch_next(self) -> None:
         """Starts the all-reduce of the next bucket's slice, in place and without waiting."""
+        # It is self.buckets[self.launched]. Keep the handle in it; it is launched from now on.
         # TODO: part (f)
         raise NotImplementedError("module 5, part (f)")
 

@@ -11,7 +11,6 @@ half of the next group is ready. The second half need not carry gradients: modul
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
@@ -21,8 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d as c10d
 
-from ..m01_naive_ddp.naive_ddp import broadcast_module_state
-from ..m05_grad_buffer.grad_buffer import GradBuffer
+from ..m05_grad_buffer.grad_buffer import BufferedDDP, GradBuffer
 
 # torch 2.13 gave these new names.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -95,6 +93,7 @@ class BucketGroup:
 
     def start_grad_sync(self) -> None:
         """Starts to average the gradients: one launch, a reduce-scatter of every bucket into its own shard."""
+        # In a `coalesce` block call `reduce_scatter` for each of the `shards`, and keep the handle for the finish.
         ### BEGIN SOLUTION part (c)
         with coalesce(self.process_group) as self.grad_handle:
             for own, bucket in self.shards(self.buffer.grad_data):
@@ -107,6 +106,7 @@ class BucketGroup:
 
     def start_gather(self, data: torch.Tensor) -> Handle:
         """Starts to complete the buckets of a flat tensor from all ranks' shards: one launch."""
+        # The same with `all_gather`: the whole is its output, the own shard its input.
         ### BEGIN SOLUTION part (d)
         with coalesce(self.process_group) as handle:
             for own, bucket in self.shards(data):
@@ -123,8 +123,8 @@ class BucketGroup:
         self.param_handle.wait()
 
 
-class CoalescedDDP(nn.Module):
-    """Wraps a model whose parameters and gradients lie in `grad_buffers`, and reduces these group by group.
+class CoalescedDDP(BufferedDDP):
+    """Module 5's wrapper, but that its parameters lie in `grad_buffers` too, and its buckets are launched in `groups`.
 
     `bucket_numel` counts elements; `buckets_per_group` None makes one group of each buffer; `grad_dtype` is module 5's.
     With `gather_grads` all gradients are averages after the finish, so that any optimizer works; without it the own
@@ -132,6 +132,7 @@ class CoalescedDDP(nn.Module):
     `finish_param_sync`.
     """
 
+    with_params = True
     group_class = BucketGroup  # module 7 has another
 
     def __init__(
@@ -142,47 +143,24 @@ class CoalescedDDP(nn.Module):
         grad_dtype: torch.dtype | None = None,
         process_group: dist.ProcessGroup | None = None,
     ):
-        super().__init__()
-        self.module = module
-        self.process_group = process_group
+        self.buckets_per_group = buckets_per_group
+        super().__init__(module, bucket_numel, grad_dtype, process_group)  # calls make_buckets
+        self.groups = self.buckets  # so module 5 counts and launches groups
         self.gather_grads = True
-        self.synchronize = True  # no_sync turns it off
-        broadcast_module_state(module, process_group)
-        size = dist.get_world_size(process_group)
-        by_dtype: dict[torch.dtype, list[nn.Parameter]] = defaultdict(list)
-        for parameter in reversed([p for p in module.parameters() if p.requires_grad]):
-            by_dtype[parameter.dtype].append(parameter)
-        self.grad_buffers = [
-            GradBuffer(params, bucket_numel, size, grad_dtype, with_params=True) for params in by_dtype.values()
-        ]
-        self.groups = self.make_groups(buckets_per_group)
-        self.launched = 0  # groups 0 to launched - 1 are under way
         self.gathers: list[Handle] = []  # of groups 0 to len(gathers) - 1, which have their averages
-        for group in self.groups:
-            for i in group.members:
-                group.buffer.params[i].register_post_accumulate_grad_hook(
-                    lambda _, group=group, i=i: self.mark_ready(group, i)
-                )
 
-    def make_groups(self, buckets_per_group: int | None) -> list[BucketGroup]:
+    def make_buckets(self) -> list[BucketGroup]:
         """Groups of consecutive buckets, in the order of the buffers; a group has buckets of one buffer only."""
+        # Make each one with self.group_class.
         ### BEGIN SOLUTION part (e)
         groups = []
         for buffer in self.grad_buffers:
             indices = range(len(buffer.layout.bucket_ranges))
-            length = buckets_per_group or len(indices)
+            length = self.buckets_per_group or len(indices)
             for first in range(0, len(indices), length):
                 groups.append(self.group_class(buffer, indices[first : first + length], self.process_group))
         return groups
         ### END SOLUTION
-
-    def forward(self, *args, **kwargs):
-        if torch.is_grad_enabled():
-            for buffer in self.grad_buffers:
-                for i, parameter in enumerate(buffer.params):
-                    if parameter.grad is None and not buffer.has_main_grad:
-                        buffer.take_grad(i)
-        return self.module(*args, **kwargs)
 
     def launch_next(self) -> None:
         """Starts the next group, and before it, on every rank, the gather of the group before."""
@@ -199,15 +177,10 @@ class CoalescedDDP(nn.Module):
 
     def mark_ready(self, group: BucketGroup, i: int) -> None:
         """Runs in backward when parameter i of the group's buffer has its gradient."""
-        # As in module 5, but what is complete and launched, in order, is a group. And with `gather_grads`: when half of
-        # the gradients of the next group are ready, the group before it has had time to be reduced. Gather it.
+        super().mark_ready(group, i)
+        # That launched what is complete. And with `gather_grads`: when half of the gradients of the next group are
+        # ready, the group before it has had time to be reduced. Gather it.
         ### BEGIN SOLUTION part (f)
-        group.buffer.take_grad(i)
-        if not self.synchronize:
-            return
-        group.missing -= 1
-        while self.launched < len(self.groups) and self.groups[self.launched].missing == 0:
-            self.launch_next()
         if self.gather_grads and len(self.gathers) < self.launched < len(self.groups):
             coming = self.groups[self.launched]
             if 2 * coming.missing <= len(coming.members):
@@ -250,12 +223,3 @@ class CoalescedDDP(nn.Module):
         """Waits until all parameters are complete."""
         for group in self.groups:
             group.finish_param_sync()
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backward passes inside the block accumulate gradients without any communication."""
-        before, self.synchronize = self.synchronize, False
-        try:
-            yield
-        finally:
-            self.synchronize = before

@@ -17,11 +17,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ..m05_grad_buffer.grad_buffer import GradBuffer
 from ..m06_coalesced.coalesced import CoalescedDDP
 
 Params = Iterable[Any]  # parameters, or dicts of "params" and options of their own, as for any torch optimizer
+ProcessGroup = dist.ProcessGroup | None  # None is the default group
 
 
 def options_of(group: dict[str, Any]) -> dict[str, Any]:
@@ -29,15 +31,9 @@ def options_of(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
-def run_closure(closure: Callable[[], Any] | None) -> Any:
-    """What the closure returns, usually the loss, after it has computed the gradients anew."""
-    with torch.enable_grad():
-        return None if closure is None else closure()
-
-
 @torch.no_grad()
 def clip_by_global_norm(
-    grads: list[Tensor], max_norm: float, device: torch.device, process_group: dist.ProcessGroup | None
+    grads: list[Tensor], max_norm: float, device: torch.device, process_group: ProcessGroup
 ) -> Tensor:
     """Scales gradients, of which each rank has a part, so that the 2-norm of all together is `max_norm` at most.
 
@@ -56,7 +52,7 @@ def clip_by_global_norm(
     ### END SOLUTION
 
 
-class ShardedOptimizer(torch.optim.Optimizer):
+class ShardedOptimizer(Optimizer):
     """Any torch optimizer, for a model that is the same on all ranks; each rank steps on the parameters it owns.
 
     `param_groups` hold all parameters, those of `optim`, the inner optimizer, the owned ones. A trainable parameter
@@ -64,18 +60,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(
-        self,
-        params: Params,
-        optimizer_cls: type[torch.optim.Optimizer],
-        process_group: dist.ProcessGroup | None = None,
-        **defaults: Any,
+        self, params: Params, optimizer_cls: type[Optimizer], process_group: ProcessGroup = None, **defaults: Any
     ):
         self.process_group = process_group
         self.rank, self.size = dist.get_rank(process_group), dist.get_world_size(process_group)
         self.owner: dict[nn.Parameter, int] = {}  # rank in the group
         self.loads = [0] * self.size  # bytes of parameters that each rank owns
         self.reduced = False  # whether this step's gradients are reduced already
-        self.optim: torch.optim.Optimizer | None = None
+        self.optim: Optimizer | None = None
         super().__init__(params, optimizer_cls([{"params": []}], **defaults).defaults)  # calls add_param_group
         self.optim = optimizer_cls([self.inner_group(group) for group in self.param_groups], **defaults)
 
@@ -124,7 +116,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Reduces the gradients (unless clipping did), steps on the owned parameters, broadcasts all."""
-        loss = run_closure(closure)
+        with torch.enable_grad():  # a closure computes the gradients anew
+            loss = closure() if closure else None
         # Options may have changed since the last step, through a scheduler; the inner groups have copies of them.
         ### BEGIN SOLUTION part (d)
         self.reduce_grads()
@@ -157,7 +150,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         raise RuntimeError("ShardedOptimizer makes no checkpoints: each rank has its part of the state in .optim")
 
 
-def is_elementwise(optimizer_cls: type[torch.optim.Optimizer], defaults: dict[str, Any], device: torch.device) -> bool:
+def is_elementwise(optimizer_cls: type[Optimizer], defaults: dict[str, Any], device: torch.device) -> bool:
     """Whether the two parts of a vector, each with an optimizer of its own, end where the whole does."""
     values = torch.linspace(-1, 1, 8, dtype=torch.float64, device=device)
 
@@ -190,7 +183,7 @@ class Piece:
     is_master: bool
 
 
-class ZeroOptimizer(torch.optim.Optimizer):
+class ZeroOptimizer(Optimizer):
     """An elementwise torch optimizer, divided among the ranks as the buckets of `ddp` are.
 
     Without `param_groups` it has one group of all the model's parameters. It sets `ddp.gather_grads` to False: after
@@ -199,18 +192,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(
-        self,
-        ddp: CoalescedDDP,
-        optimizer_cls: type[torch.optim.Optimizer],
-        param_groups: Params | None = None,
-        **defaults: Any,
+        self, ddp: CoalescedDDP, optimizer_cls: type[Optimizer], param_groups: Params | None = None, **defaults: Any
     ):
         self.ddp = ddp
         self.rank, self.size = dist.get_rank(ddp.process_group), dist.get_world_size(ddp.process_group)
         self.device = next(ddp.module.parameters()).device
         self.places = {p: (buffer, i) for buffer in ddp.grad_buffers for i, p in enumerate(buffer.params)}
         self.pieces: dict[nn.Parameter, Piece] = {}  # of the parameters of which this rank has a part
-        self.optim: torch.optim.Optimizer | None = None
+        self.optim: Optimizer | None = None
         params = ddp.module.parameters() if param_groups is None else param_groups
         super().__init__(params, optimizer_cls([{"params": []}], **defaults).defaults)  # calls add_param_group
         if not is_elementwise(optimizer_cls, defaults, self.device):
@@ -256,7 +245,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Steps on the own shards, after `ddp.finish_grad_sync()`, and gathers the weights of all ranks."""
-        loss = run_closure(closure)
+        with torch.enable_grad():  # a closure computes the gradients anew
+            loss = closure() if closure else None
         # Take the flat tensors from the buffer in every step: `reallocate` replaces them.
         ### BEGIN SOLUTION part (f)
         for group, inner in zip(self.param_groups, self.optim.param_groups):
@@ -301,26 +291,24 @@ class ZeroOptimizer(torch.optim.Optimizer):
         everyone: list[Any] = [None] * self.size
         dist.all_gather_object(everyone, mine, self.ddp.process_group)
         for number, parameter in enumerate(self.parameters()):
-            entries = next((known[number] for known in everyone if number in known), {})
-            state = {
-                key: self.gathered(parameter, v, lambda inner, key=key: self.optim.state[inner][key])
-                if isinstance(v, torch.dtype)
-                else v
-                for key, v in entries.items()
-            }
+            piece = self.pieces.get(parameter)
+            state = next((dict(known[number]) for known in everyone if number in known), {})
+            for key, value in state.items():
+                if isinstance(value, torch.dtype):
+                    state[key] = self.gathered(parameter, value, piece and self.optim.state[piece.inner][key])
             if state:
                 result["state"][number] = state
             if parameter in self.places and parameter.itemsize < 4:
-                result["masters"][number] = self.gathered(parameter, torch.float32, lambda inner: inner)
+                result["masters"][number] = self.gathered(parameter, torch.float32, piece and piece.inner)
         return result
         ### END SOLUTION
 
     @torch.no_grad()
-    def gathered(self, parameter: nn.Parameter, dtype: torch.dtype, part: Callable[[Tensor], Tensor]) -> Tensor:
-        """A tensor in the shape of the parameter, put together from `part(piece.inner)` of all ranks."""
+    def gathered(self, parameter: nn.Parameter, dtype: torch.dtype, part: Tensor | None) -> Tensor:
+        """A tensor in the shape of the parameter, put together from what all ranks have of it, `part` or nothing."""
         whole = torch.zeros(parameter.numel(), dtype=dtype, device=self.device)
-        if piece := self.pieces.get(parameter):
-            whole[piece.local] = part(piece.inner)
+        if part is not None:
+            whole[self.pieces[parameter].local] = part
         dist.all_reduce(whole, group=self.ddp.process_group)  # each element is zero on all ranks but one
         return whole.view(parameter.shape)
 
@@ -333,18 +321,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         # The inner optimizer has numbers of its own for its pieces, in the same order.
         ### BEGIN SOLUTION part (h)
-        numbers = [number for number, parameter in enumerate(self.parameters()) if parameter in self.pieces]
-        pieces = [piece for parameter in self.parameters() if (piece := self.pieces.get(parameter))]
-        inner: dict[int, dict[str, Any]] = {}
-        for place, (number, piece) in enumerate(zip(numbers, pieces)):
-            parameter = self.parameters()[number]
-            entries = state_dict["state"].get(number, {}).items()
-            inner[place] = {k: v.flatten()[piece.local].clone() if is_like(v, parameter) else v for k, v in entries}
-            if piece.is_master:
-                masters = state_dict.get("masters", {})
-                now = piece.buffer.param_data[piece.place]
-                piece.inner.copy_(masters[number].flatten()[piece.local] if number in masters else now)
-        self.optim.load_state_dict({"state": inner, "param_groups": self.optim.state_dict()["param_groups"]})
+        masters = state_dict.get("masters", {})
+        inner: list[dict[str, Any]] = []
+        for number, parameter in enumerate(self.parameters()):
+            if piece := self.pieces.get(parameter):
+                entries = state_dict["state"].get(number, {}).items()
+                inner.append({k: v.flatten()[piece.local].clone() if is_like(v, parameter) else v for k, v in entries})
+                if piece.is_master:
+                    now = piece.buffer.param_data[piece.place]
+                    piece.inner.copy_(masters[number].flatten()[piece.local] if number in masters else now)
+        groups = self.optim.state_dict()["param_groups"]
+        self.optim.load_state_dict({"state": dict(enumerate(inner)), "param_groups": groups})
         ### END SOLUTION
 
 

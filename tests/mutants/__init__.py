@@ -23,7 +23,12 @@ class Mutant:
     cause: str = ""
 
     def apply(self, text: str) -> str:
-        """The reference's text with the mistake in it. Raises ValueError unless `old` stands there exactly once."""
+        """The reference's text with the mistake in it.
+
+        Raises ValueError unless `old` stands there exactly once, SyntaxError where the text is not Python any more.
+        """
         if text.count(self.old) != 1:
             raise ValueError(f"mutant {self.name!r}: its old text occurs {text.count(self.old)} times in the reference")
-        return text.replace(self.old, self.new)
+        mutated = text.replace(self.old, self.new)
+        compile(mutated, self.name, "exec")
+        return mutated

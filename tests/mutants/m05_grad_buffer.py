@@ -8,8 +8,8 @@ FULL = "is_full = bucket_numel is not None and end - bucket_start >= bucket_nume
 LAST = "if is_full or place == len(numels) - 1:"
 PAD = "end = round_up(end, multiple)"
 FROZEN = "@dataclass(frozen=True)"
-ZEROS = "self.grad_data = torch.zeros("
-HAS_MAIN = "self.has_main_grad = grad_dtype is not None and grad_dtype.itemsize > dtype.itemsize"
+ZEROS = "self.grad_data = first.new_zeros("
+HAS_MAIN = "self.has_main_grad = grad_dtype is not None and grad_dtype.itemsize > first.itemsize"
 IS_VIEW = "if parameter.grad is view:\n            return\n"
 ADD = "view.add_(parameter.grad)"
 IF_STARTED = "if self.has_main_grad and i in self.started:"
@@ -141,7 +141,7 @@ MUTANTS = [
     Mutant(
         "the buffer not zeroed when it is allocated",
         ZEROS,
-        "self.grad_data = torch.ones(",
+        "self.grad_data = first.new_ones(",
         ("test_buckets_overlap_with_backward",),
         "allocated without zeros",
     ),
@@ -207,7 +207,7 @@ MUTANTS = [
         ("test_zero_grad_in_any_form",),
     ),
     Mutant("counters not reset", RESET, "pass\n        self.launched = 0", ("test_buckets_overlap_with_backward",)),
-    Mutant("no_sync without effect", UNLESS, "", ("test_steps_and_subgroups",)),
+    Mutant("no_sync without effect", UNLESS, "pass\n", ("test_steps_and_subgroups",)),
     Mutant(
         "padded for the world instead of the group, and averaged over it",
         REDUCE,

@@ -17,16 +17,13 @@ SCATTER = "reduce_scatter(own, bucket, dist.ReduceOp.AVG, self.process_group)\n"
 WAIT_GRADS = "        self.grad_handle.wait()\n"
 PARAM_DATA = "self.param_handle = self.start_gather(self.buffer.param_data)\n"
 WAIT_PARAMS = "        self.param_handle.wait()\n"
-BROADCAST = "        broadcast_module_state(module, process_group)\n"
-WITH_PARAMS = "GradBuffer(params, bucket_numel, size, grad_dtype, with_params=True)"
-LENGTH = "length = buckets_per_group or len(indices)\n"
+MODULE_5 = "        super().__init__(module, bucket_numel, grad_dtype, process_group)  # calls make_buckets\n"
+WITH_PARAMS = "with_params = True"
+LENGTH = "length = self.buckets_per_group or len(indices)\n"
 FIRSTS = "for first in range(0, len(indices), length):"
 MAKE = "self.group_class(buffer, indices[first : first + length], self.process_group)"
-UNLESS = "        if not self.synchronize:\n            return\n"
-LAUNCH = (
-    "        while self.launched < len(self.groups) and self.groups[self.launched].missing == 0:\n"
-    "            self.launch_next()\n"
-)
+READY = "        super().mark_ready(group, i)\n"
+NEXT = "    def launch_next(self) -> None:\n"
 START = "        self.groups[self.launched].start_grad_sync()\n"
 BEFORE = "        if self.gather_grads and len(self.gathers) < self.launched:\n            self.gather_next()\n"
 HALF = "if 2 * coming.missing <= len(coming.members):"
@@ -185,11 +182,19 @@ MUTANTS = [
         ("test_shards_without_gather",),
         "for the finish",
     ),
-    Mutant("replicas not made equal", BROADCAST, "", ("test_gradients_are_averaged",), "broadcast, all of them"),
+    Mutant(
+        "replicas not made equal",
+        MODULE_5,
+        "        own = {name: value.clone() for name, value in module.state_dict().items()}\n"
+        + MODULE_5
+        + "        module.load_state_dict(own)\n",
+        ("test_gradients_are_averaged",),
+        "broadcast, all of them",
+    ),
     Mutant(
         "parameters not in the buffers",
         WITH_PARAMS,
-        WITH_PARAMS.replace(", with_params=True", ""),
+        "with_params = False",
         ("test_shards_without_gather",),
         "with_params=True",
     ),
@@ -207,7 +212,7 @@ MUTANTS = [
         ("test_launches_and_volume",),
         "buckets_per_group=None",
     ),
-    Mutant("None crashes", LENGTH, "length = buckets_per_group\n", ("test_gradients_are_averaged",)),
+    Mutant("None crashes", LENGTH, "length = self.buckets_per_group\n", ("test_gradients_are_averaged",)),
     Mutant(
         "groups are of the world",
         MAKE,
@@ -224,8 +229,8 @@ MUTANTS = [
     ),
     Mutant(
         "everything launched at the finish",
-        LAUNCH,
-        "",
+        READY,
+        "        group.buffer.take_grad(i)\n",
         ("test_groups_overlap_with_backward",),
         "groups are launched only when backward is over",
     ),
@@ -264,16 +269,21 @@ MUTANTS = [
     ),
     Mutant(
         "launched in the order of being ready",
-        LAUNCH,
-        "        if group.missing == 0:\n"
+        READY,
+        "        if self.synchronize and group.missing == 1:\n"
         "            self.groups.remove(group)\n"
-        "            self.groups.insert(self.launched, group)\n"
-        "            self.launch_next()\n",
+        "            self.groups.insert(self.launched, group)\n" + READY,
         ("test_steps_and_subgroups",),
         "in the order of the buckets",
     ),
     Mutant("counters not reset", RESET, "", ("test_groups_overlap_with_backward",), "only when backward is over"),
-    Mutant("no_sync without effect", UNLESS, "", ("test_steps_and_subgroups",), "launch inside no_sync"),
+    Mutant(
+        "no_sync without effect",
+        NEXT,
+        "    @contextmanager\n    def no_sync(self):\n        yield\n\n" + NEXT,
+        ("test_steps_and_subgroups",),
+        "launch inside no_sync",
+    ),
     Mutant(
         "a gradient that never came not taken",
         TAKE_MISSING,

@@ -384,11 +384,11 @@ def threads_launch() -> int:
     return 50
 
 
-def train_ddp(process_group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:
+def train_ddp() -> dict[str, Tensor]:
     """Four steps of torch DDP with several buckets (the first of which holds 1 MiB); the weights."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(30, 800), nn.BatchNorm1d(800), nn.Tanh(), nn.Linear(800, 400), nn.Linear(400, 9))
-    ddp = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.1, process_group=process_group)
+    ddp = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.1)
     optimizer = torch.optim.Adam(ddp.parameters(), lr=0.01)
     generator = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(4):

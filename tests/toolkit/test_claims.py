@@ -1,6 +1,7 @@
 """The claims that the readings check: every row has its experiment, its rule can fail, and the page is up to date."""
 
 import re
+import sys
 from dataclasses import replace
 
 import pytest
@@ -86,8 +87,9 @@ def test_what_this_machine_cannot_measure_is_said():
     assert checked.measured == "not measured: only ships can" and checked.holds and checked.verdict == "wrong"
 
 
-def test_an_unknown_name_gets_a_sentence(capsys):
-    assert claims.claims(["no-such-claim"]) == 2
+def test_an_unknown_name_gets_a_sentence(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["claims", "no-such-claim"])
+    assert claims.main() == 2
     assert capsys.readouterr().err == "claims: there is no claim 'no-such-claim'; --list shows them all\n"
 
 

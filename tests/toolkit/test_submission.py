@@ -219,9 +219,9 @@ def test_modules_import_each_other_relatively(tmp_path, layout):
     assert import_in_ranks(tmp_path, 2, FLAT) == {"answer": "own"}
 
 
-def import_error(target: Path, number: int = 1, name: str = NAIVE) -> RankFailure:
+def import_error(target: Path) -> RankFailure:
     with pytest.raises(RankFailure) as caught:
-        import_in_ranks(target, number, name)
+        import_in_ranks(target, 1, NAIVE)
     return caught.value
 
 

@@ -161,7 +161,7 @@ def test_the_command_writes_a_picture_and_a_trace(quick, capsys, tmp_path):
     status, out, err = brigade(capsys, "trace", 2, "--target", "solutions", *options)
     assert status == 0 and not err
     assert "2 FlatDDP: a step of " in out and "torch DDP: a step of " in out and " ms exposed, 1 collective" in out
-    assert "The link is emulated: 500 us for a message and 1 Gbit/s each way" in out
+    assert "The link is emulated, 500.0 us a message and 1 Gbit/s in each direction" in out
     assert str(picture) in out and str(events) in out
     assert timeline.COLOURS["collective"] in colours(picture)[0]
     expect_chrome_trace(json.loads(events.read_text())["traceEvents"], ranks=4)
