@@ -22,7 +22,7 @@ from statistics import median
 
 import torch
 
-from brigade.course import MODULES, CourseError, Module, module_with
+from brigade.course import HAS_SOLUTIONS, MODULES, CourseError, Module, module_with
 from brigade.lab.ladder import TORCH_DDP, TORCH_ZERO, Ladder, Measured, Rung, Workload, quartiles, rung_of
 from brigade.models import Size
 from brigade.pacing import Link, Pace
