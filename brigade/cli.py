@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import sys
 import time
 import zipfile
@@ -25,6 +26,7 @@ from brigade import ranks, skeletons
 from brigade.course import HAS_SOLUTIONS, MODULES, ROOT, TARGETS, CourseError, Module, module
 from brigade.submission import Sources, directory, find, read
 
+LABEL = re.compile(r"^\*\*(\(\w\)(?:, \(\w\))*)\*\*", re.MULTILINE)  # in hints: **(b)**, or **(b), (c)**
 PROGRESS = ROOT / ".brigade-progress.json"  # hints that were read, modules that passed; losing it does no harm
 
 
@@ -132,7 +134,10 @@ def run_checks(entry: Module, options: argparse.Namespace, **how: Any) -> Report
         raise KeyboardInterrupt
     if report.broken or status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         if options.only and status == pytest.ExitCode.NO_TESTS_COLLECTED:
-            raise CourseError(f"module {entry.number} has no check whose name contains {options.only!r}")
+            names = ", ".join(re.findall(r"^def test_(\w+)", entry.checks.read_text(), re.MULTILINE))
+            raise CourseError(
+                f"module {entry.number} has no check whose name contains {options.only!r}; it has {names}"
+            )
         raise CourseError("the checks could not run:\n" + "\n".join(report.broken))
     return report
 
@@ -274,22 +279,24 @@ def next_step(options: argparse.Namespace) -> int:
             sources = read(options.target, entry.number, options.prior).sources
             key = fingerprint(entry, sources)
             done = progress("passed").get(entry.package) == key
-            report = None if done else run_checks(entry, options, quiet=True)
+            begun = sources[f"{entry.package}.{entry.name}"][1] != skeletons.skeleton(entry)
+            report = run_checks(entry, options, quiet=True) if begun and not done else None
         except CourseError as error:
             console.print(f"→ {error}", markup=False)
             return 1
-        if report is None or not report.failed:
+        if done or report and not report.failed:
             remember("passed", entry.package, key)
             console.print(f"✓ Module {entry.number}: {entry.title}, {entry.points} points")
             continue
-        first = report.failed[0]
-        console.print(f"→ Module {entry.number}: {entry.title}, {report.earned} of {report.possible} points")
+        state = f"{report.earned} of {report.possible} points" if report else f"{entry.points} points to earn"
+        console.print(f"→ Module {entry.number}: {entry.title}, {state}")
         console.print(f"  read    {shown(entry.lesson / 'README.md')}  ({entry.minutes} minutes for the module)")
         console.print(f"  edit    {shown(find(Path(options.target), entry))}")
         console.print(f"  check   brigade check {entry.number} --watch")
         console.print(f"  stuck?  brigade hint {entry.number}")
-        console.print(f"\n  first check that fails: {first.brigade_title}")
-        console.print(Text(indented(feedback(first))))
+        if report:
+            console.print(f"\n  first check that fails: {report.failed[0].brigade_title}")
+            console.print(Text(indented(feedback(report.failed[0]))))
         return 1
     console.print(f"All {len(MODULES)} modules pass. `brigade submit` makes the zip to hand in;", markup=False)
     console.print("the written questions are in assignments.md.")
@@ -297,16 +304,41 @@ def next_step(options: argparse.Namespace) -> int:
 
 
 def hint(options: argparse.Namespace) -> int:
-    """brigade hint N: the next of the module's hints, which grow more explicit."""
+    """brigade hint N [PART]: the next hint on a part, by default on the first that is not written."""
     entry = module(options.number)
-    hints = [part for part in (entry.lesson / "hints.md").read_text().split("\n## ")[1:] if part.strip()]
-    before = progress("hints").get(entry.package, 0)
+    steps = (entry.lesson / "hints.md").read_text().split("\n## ")[1:]
+    parts = sorted({part for step in steps for label in LABEL.findall(step) for part in re.findall(r"\w", label)})
+    part = (options.part or first_unwritten(entry)).strip("()").lower()
+    if not part:
+        example = f"`brigade hint {entry.number} {parts[0]}`"
+        raise CourseError(f"all of module {entry.number} is written: say which part, as in {example}")
+    if part not in parts:
+        raise CourseError(f"module {entry.number} has no part {part}: it has {', '.join(parts)}")
+    hints = [f"{step.splitlines()[0]}\n\n{about}" for step in steps if (about := on_part(step, part))]
+    shown_before = progress("hints").get(entry.package)
+    shown_before = shown_before if isinstance(shown_before, dict) else {}
+    before = shown_before.get(part, 0)
     place = 0 if options.again or not isinstance(before, int) else min(before, len(hints) - 1)
-    console.print(Markdown("## " + hints[place]))
+    console.print(Markdown("## " + hints[place]) if console.is_terminal else hints[place], markup=False)
     left = len(hints) - place - 1
-    console.print(f"\n{left} more: `brigade hint {entry.number}`" if left else "\nThat was the last one.", markup=False)
-    remember("hints", entry.package, place + 1)
+    again = f"`brigade hint {entry.number} {part}`"
+    console.print(f"\n{left} more on part {part}: {again}" if left else "\nThat was the last one.", markup=False)
+    remember("hints", entry.package, shown_before | {part: place + 1})
     return 0
+
+
+def first_unwritten(entry: Module) -> str:
+    """The letter of the first part in the student's file that is not written; "" where there is none."""
+    path = ROOT / "lessons" / entry.path
+    found = re.search(rf'NotImplementedError\("module {entry.number}, part \((\w)\)"\)', path.read_text())
+    return found[1] if found else ""
+
+
+def on_part(step: str, part: str) -> str:
+    """What a step of the hints says on a part."""
+    about = re.split(f"(?={LABEL.pattern})", step, flags=re.MULTILINE)[1:]
+    texts = zip(about[::2], about[1::2])
+    return "".join(text for label, text in texts if f"({part})" in label).rstrip()
 
 
 def reset(options: argparse.Namespace) -> int:
@@ -356,7 +388,8 @@ def parser() -> argparse.ArgumentParser:
         description="Bucket Brigade: data-parallel training, built step by step.",
         epilog="Example: brigade check 3",
     )
-    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    top.set_defaults(run=lambda options: top.print_help() or 2)
+    commands = top.add_subparsers(metavar="COMMAND")
 
     def command(name: str, run: Any, summary: str, example: str) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=summary, description=summary, epilog=f"Example: {example}")
@@ -383,9 +416,10 @@ def parser() -> argparse.ArgumentParser:
     checking(checks)
     checks.add_argument("--watch", action="store_true", help="run them again whenever the file is saved")
     checking(command("next", next_step, "Show what to do next.", "brigade next"))
-    hints = command("hint", hint, "Show the next hint of a module.", "brigade hint 3")
+    hints = command("hint", hint, "Show the next hint on a part of a module.", "brigade hint 3")
     hints.add_argument("number", metavar="N", help="the module's number")
-    hints.add_argument("--again", action="store_true", help="start with the first hint")
+    hints.add_argument("part", nargs="?", metavar="PART", help="such as b; by default the first that is not written")
+    hints.add_argument("--again", action="store_true", help="begin with its first hint again")
     resets = command("reset", reset, "Restore a module's skeleton; your file is kept beside it.", "brigade reset 3")
     resets.add_argument("number", metavar="N", help="the module's number")
     target(command("submit", submit, "Make the zip file to hand in, in this directory.", "brigade submit"))

@@ -37,6 +37,7 @@ from typing import Any
 
 from brigade import forkserver, isolation
 from brigade.course import ROOT, CourseError
+from brigade.events import OUTSIDE
 
 DEADLINE_S = {"gloo": 20.0, "nccl": 90.0}
 QUIET_S = 2.0  # all ranks blocked, nothing launched for so long, and a peer's launch missing: a deadlock
@@ -657,8 +658,8 @@ class _Run:
             names = " and ".join(f"rank {number}" for number in missing)
             missing_text = f", which {names} never launched" if missing else ""
             return f"waits in {describe(rank.waiting)}{missing_text}{where}"
-        phase = rank.events[-1].get("phase") if rank.events else "setup"
-        return f"is in {phase} {last}{where}"
+        phase = rank.events[-1].get("phase", OUTSIDE) if rank.events else OUTSIDE
+        return f"is busy {last}{where}" if phase == OUTSIDE else f"is in {phase} {last}{where}"
 
     def _where(self, rank: _Rank) -> str:
         """The innermost line of the submission, or of the scenario, that the rank stands on."""

@@ -125,8 +125,8 @@ class BufferedDDP(nn.Module):
 
     def _launch(self):
         buffer, (start, end), _ = self._plan[len(self._handles)]
+        buffer.grad_data[start:end] /= self.size  # Python assigns the slice to its own place: nothing moves
         data = buffer.grad_data[start:end]
-        data.div_(self.size)
         self._handles.append(dist.all_reduce(data, group=self.group, async_op=True))
 
     def finish_grad_sync(self):

@@ -1,6 +1,7 @@
 """The command line, as a student meets it: one clear line for every wrong input, and nothing of theirs lost."""
 
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -61,7 +62,7 @@ def lessons(tmp_path):
         (["check", "three"], "there is no module three"),
         (["check", "1", "--target", "does/not/exist"], "there is no directory does/not/exist"),
         (["check", "1", "--target", __file__], "is not a directory"),
-        (["check", "1", "--only", "zebra"], "no check whose name contains 'zebra'"),
+        (["check", "1", "--only", "zebra"], "no check whose name contains 'zebra'; it has parameters_start_equal, "),
         (["check", "--debug"], "say which"),
         (["hint", "0"], "there is no module 0"),
         (["reset", "x"], "there is no module x"),
@@ -160,8 +161,36 @@ def test_hints_come_one_after_another(capsys):
         assert cli.main(["hint", "1"]) == 0
         seen.append(capsys.readouterr().out)
     assert len(set(seen[:3])) == 3 and seen[3] == seen[2]
+    assert "**(a)**" in seen[0] and "**(b)**" not in seen[0]
     assert cli.main(["hint", "1", "--again"]) == 0
     assert capsys.readouterr().out == seen[0]
+
+
+def test_hints_are_on_the_first_part_that_is_not_written(tmp_path, monkeypatch, brigade):
+    entry = MODULES[3]
+    shutil.copytree(entry.lesson, tmp_path / "lessons" / entry.package)
+    monkeypatch.setattr(cli, "ROOT", tmp_path)
+    file = tmp_path / "lessons" / entry.path
+    unwritten = file.read_text()
+    file.write_text(re.sub(r"raise NotImplementedError.*part \([ab]\).*", "pass", unwritten))
+    shown = brigade("hint", 4).stdout
+    assert "**(b), (c)**" in shown and "(a)" not in shown and "(d)" not in shown
+    assert "1. Nudge" in brigade("hint", 4, "e").stdout
+    assert brigade("hint", 4, "z").stderr == "brigade: module 4 has no part z: it has a, b, c, d, e, f\n"
+    file.write_text(re.sub(r"raise NotImplementedError.*", "pass", unwritten))
+    assert "all of module 4 is written: say which part" in brigade("hint", 4).stderr
+
+
+@pytest.mark.parametrize("entry", MODULES, ids=lambda entry: entry.package)
+def test_every_part_has_three_hints(entry):
+    steps = (entry.lesson / "hints.md").read_text().split("\n## ")[1:]
+    parts = re.findall(r"part \((\w)\)\"", (ROOT / "lessons" / entry.path).read_text())
+    assert parts and all(cli.on_part(step, part) for step in steps for part in parts)
+
+
+def test_without_a_command_all_are_listed(brigade):
+    done = brigade()
+    assert done.returncode == 2 and all(name in done.stdout for name in ("check", "next", "hint", "submit"))
 
 
 def test_next_names_the_first_unfinished_module(brigade, lessons):
