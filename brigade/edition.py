@@ -20,10 +20,10 @@ TAKEN = (".gitignore", "LICENSE", "assignments.md", "pyproject.toml", "setup.mk"
 TAKEN += ("brigade/*.py", "tests/test_m*.py", "tests/scenarios/*.py")
 TAKEN += ("docs/claims.md", "docs/gpus.md", "docs/plan.md")
 TAKEN += ("lessons/*/README.md", "lessons/*/hints.md", "lessons/*/*.png", "lessons/*/*.py")
-LAB = "__init__ bench claimed claimed_ranks claims command demo kept ladder links memory plan plan_command plots"
+LAB = "__init__ bench claimed claimed_ranks claims command demo experiment kept ladder links memory plan plan_command plots"
 LAB += " programs setting timeline torchrun validate"
 TAKEN += tuple(f"brigade/lab/{name}.py" for name in LAB.split())
-PACKAGES = ("torch", "pytest", "numpy", "matplotlib", "rich")  # of requirements.txt
+PACKAGES = ("torch", "pytest", "numpy", "matplotlib", "rich", "psutil")  # of requirements.txt
 OUT = ROOT / "out" / "student"
 
 

@@ -250,7 +250,7 @@ def near_identical(everyone: Sequence[Student], entries: Sequence[Module]) -> li
             everybodys.setdefault(place, {})[entry.number] = path.read_text()
         reading = "".join(path.read_text() for path in sorted(entry.lesson.glob("*.md")))
         given[entry.number] = [
-            (ROOT / "lessons" / entry.path).read_text(),
+            *(path.read_text() for path in sorted(entry.lesson.glob("*.py"))),  # the skeleton, and scripts to measure
             *map(textwrap.dedent, CODE.findall(reading)),
         ]
     return similarity.alike(everybodys, given)

@@ -1,0 +1,44 @@
+"""What the measuring scripts beside the readings share.
+
+    def main(run):
+        print(run(step, 3)[0])  # what rank 0 returned
+
+    if __name__ == "__main__":
+        experiment(main, module=3)
+
+They run as `python lessons/m03_overlapped_ddp/order.py`, or with the directory of other modules behind it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from brigade.course import CourseError
+from brigade.ranks import RankFailure, RankResults, run_ranks
+from brigade.submission import read
+
+
+def experiment(main: Callable[[Callable[..., RankResults]], Any], module: int) -> None:
+    """Calls `main(run)`; `run` is `run_ranks` with the modules, up to this one, of the directory that the user names.
+
+    Exits with status 1 and one sentence where the directory or a module is missing, not written yet, or fails.
+    """
+    parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__)
+    parser.add_argument(
+        "target", nargs="?", default="lessons", metavar="DIR", help="whose modules: lessons (default), or a directory"
+    )
+    target = parser.parse_args().target
+    try:
+        main(functools.partial(run_ranks, packages={"submission": read(target, module).sources}))
+    except CourseError as error:
+        sys.exit(f"{error}")
+    except RankFailure as failure:
+        from brigade.lab.command import unfinished
+
+        sys.exit(unfinished(failure, 1))
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,30 @@
+"""Prints how long all-reduces take on two ranks, in ms: of one element, of TinyLM's gradients at once, one by one."""
+
+import statistics
+import time
+
+import torch
+import torch.distributed as dist
+
+from brigade.models import tiny_lm
+from brigade.ranks import run_ranks
+
+
+def measure(rounds=20):
+    sizes = [p.numel() for p in tiny_lm("tiny", "meta").parameters()]
+    cases = {"one element": [1], "one flat tensor": [sum(sizes)], f"{len(sizes)} tensors": sizes}
+    samples = {name: [] for name in cases}
+    for _ in range(rounds):
+        for name, numels in cases.items():
+            tensors = [torch.zeros(numel) for numel in numels]
+            dist.barrier()
+            start = time.perf_counter()
+            for tensor in tensors:
+                dist.all_reduce(tensor)
+            samples[name].append(1e3 * (time.perf_counter() - start))
+    return {name: statistics.mean(times) for name, times in samples.items()}
+
+
+if __name__ == "__main__":
+    for name, ms in run_ranks(measure)[0].items():
+        print(f"{name}: {ms:.2f} ms")

@@ -1,0 +1,25 @@
+"""Prints what torch DDP launches for TinyLM in three steps, without find_unused_parameters and with it."""
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from brigade import recording
+from brigade.events import launches
+from brigade.models import language_loss, tiny_lm
+from brigade.ranks import run_ranks
+
+
+def three_steps(find_unused_parameters):
+    ddp = DistributedDataParallel(tiny_lm(), find_unused_parameters=find_unused_parameters)
+    tokens = torch.randint(256, (2, 16))
+    for step in range(3):
+        recording.note("step", step=step)
+        language_loss(ddp(tokens), tokens).backward()
+
+
+if __name__ == "__main__":
+    for find_unused_parameters in (False, True):
+        print(f"find_unused_parameters={find_unused_parameters}")
+        for launch in launches(run_ranks(three_steps, find_unused_parameters).events[0]):
+            when = "construction" if launch.step is None else f"step {launch.step}"
+            print(f"  {when}: {launch.op} of {launch.nbytes} B, {launch.dtype}")

@@ -1,0 +1,52 @@
+"""Prints how many MB a step of TinyLM copies, adds, zeroes and allocates with modules 4 and 5, beyond the bare one."""
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from brigade.lab.experiment import experiment
+from brigade.models import language_loss, tiny_lm
+from brigade.rank import student
+
+KINDS = {"cat": "copied", "clone": "copied", "copy_": "copied", "add_": "added", "zero_": "zeroed"}
+
+
+class Ledger(TorchDispatchMode):
+    """Adds up what torch writes, in MB: copies, sums in place, zeros, and new memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.mb = {"copied": 0, "added": 0, "zeroed": 0, "allocated": 0}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            if kind := KINDS.get(function.overloadpacket.__name__):
+                self.mb[kind] += result.nbytes / 1e6
+            memory = result.untyped_storage().data_ptr()
+            if memory not in [arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, torch.Tensor)]:
+                self.mb["allocated"] += result.nbytes / 1e6
+        return result
+
+
+def third_step(package, wrapper):
+    model = tiny_lm()
+    ddp = student(package, wrapper)(model) if wrapper else model
+    tokens = torch.randint(256, (4, 64))
+    for _ in range(3):
+        with Ledger() as ledger:
+            ddp.zero_grad()
+            language_loss(ddp(tokens), tokens).backward()
+            if wrapper:
+                ddp.finish_grad_sync()
+    return ledger.mb
+
+
+def main(run):
+    bare = run(third_step, "", "")[0]
+    for package, wrapper in [("m04_bucketed_ddp", "BucketedDDP"), ("m05_grad_buffer", "BufferedDDP")]:
+        found = run(third_step, package, wrapper)[0]
+        print(f"{wrapper}:", ", ".join(f"{mb - bare[kind]:.2f} MB {kind}" for kind, mb in found.items()))
+
+
+if __name__ == "__main__":
+    experiment(main, module=5)

@@ -1,0 +1,59 @@
+"""Prints what is exposed of the reduce-scatters, in parts of backward, by buckets in a group.
+
+An emulated link, on which a reduce-scatter of all gradients takes 0.8 of backward, and starting a launch 4 % or 0.2 %.
+"""
+
+import random
+import statistics
+import time
+
+import torch
+import torch.distributed as dist
+
+from brigade import pacing
+from brigade.lab.experiment import experiment
+from brigade.models import language_loss, tiny_lm
+from brigade.rank import student
+
+HALF = 0.8  # what the link needs for a reduce-scatter of all gradients, as a part of backward
+CASES = [1, 2, 4, None]  # buckets_per_group
+
+
+def backward(ddp, tokens):
+    loss = language_loss(ddp(tokens), tokens)
+    dist.barrier()
+    start = time.perf_counter()
+    loss.backward()
+    return time.perf_counter() - start
+
+
+def measure(start, rounds=6):
+    wrapper = student("m06_coalesced", "CoalescedDDP")
+    ddps = {case: wrapper(tiny_lm(), bucket_numel=32_000, buckets_per_group=case) for case in CASES}
+    tokens = torch.randint(256, (8, 128))
+    found = {case: [] for case in CASES}
+    pace = pacing.Pace(2 * HALF, 2 * start)  # those of an all-reduce, which is two halves
+    for turn in range(rounds):
+        with ddps[1].no_sync():
+            alone = backward(ddps[1], tokens)  # without communication: the measure of everything else
+        pacing.use(pace.link(alone, ddps[1].grad_buffers[0].grad_data.nbytes, dist.get_world_size()))
+        for case in random.Random(turn).sample(CASES, len(CASES)):
+            ddp = ddps[case]
+            ddp.gather_grads = False
+            ddp.zero_grad()
+            during = backward(ddp, tokens)
+            middle = time.perf_counter()
+            ddp.finish_grad_sync()
+            found[case].append((during + time.perf_counter() - middle) / alone - 1)
+    return [[case or "all", len(ddps[case].groups), statistics.median(found[case][1:])] for case in CASES]
+
+
+def main(run):
+    for start in (0.04, 0.002):
+        print(f"to start a launch takes {start:.1%} of backward")
+        for length, groups, exposed in run(measure, start, deadline=200, stream=False, mode="pace")[0]:
+            print(f"  {length} buckets in a group, {groups} launches: {exposed:.2f} of backward")
+
+
+if __name__ == "__main__":
+    experiment(main, module=6)

@@ -1,0 +1,45 @@
+"""Prints what torch's own _coalescing_manager makes of good and bad blocks, on two ranks that hold 1 and 2."""
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _coalescing_manager
+
+from brigade.ranks import run_ranks
+
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def mine():
+    return torch.tensor([dist.get_rank() + 1.0])  # on ranks 0 and 1 together: SUM 3, MAX 2
+
+
+def all_reduce(op=dist.ReduceOp.SUM):
+    tensor = mine()
+    dist.all_reduce(tensor, op)
+    return tensor
+
+
+CASES = {
+    "two sums": (None, [all_reduce, all_reduce]),
+    "device='cuda'": ("cuda", [all_reduce, all_reduce]),
+    "device=torch.device('cpu')": (torch.device("cpu"), [all_reduce, all_reduce]),
+    "MAX, then SUM": (None, [lambda: all_reduce(dist.ReduceOp.MAX), all_reduce]),
+    "all-reduce, then all-gather": (None, [all_reduce, lambda: all_gather(torch.empty(2), mine())]),
+    "an exception after the first": (None, [all_reduce, lambda: 1 / 0]),
+}
+
+
+def attempt(name):
+    device, calls = CASES[name]
+    try:
+        with _coalescing_manager(device=device):
+            results = [call() for call in calls]
+        outcome = [result.item() for result in results]
+    except (RuntimeError, TypeError, ZeroDivisionError) as error:
+        outcome = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+    return f"{outcome}; a SUM afterwards: {all_reduce().item()}"
+
+
+if __name__ == "__main__":
+    for name in CASES:
+        print(f"{name}: {run_ranks(attempt, name)[0]}")

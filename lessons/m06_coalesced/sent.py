@@ -1,0 +1,53 @@
+"""Prints what each rank sends for gloo's collectives, in bytes and in writes, one by one and coalesced (Linux).
+
+The kernel counts what a process writes.
+"""
+
+import sys
+
+import torch
+import torch.distributed as dist
+
+from brigade.ranks import run_ranks
+
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def written():
+    with open("/proc/self/io") as counts:
+        fields = dict(line.split(": ") for line in counts)
+    return int(fields["wchar"]), int(fields["syscw"])
+
+
+def measure():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    calls = {
+        "all_reduce": lambda whole: dist.all_reduce(whole),
+        "reduce_scatter": lambda whole: reduce_scatter(whole.chunk(size)[rank], whole),
+        "all_gather": lambda whole: all_gather(whole, whole.chunk(size)[rank]),
+    }
+    tensors = [torch.ones(96_000) for _ in range(20)]
+    found = {}
+    for name, call in calls.items():
+        marks = [written()]
+        for tensor in tensors:
+            call(tensor)
+        marks.append(written())
+        with dist._coalescing_manager():
+            for tensor in tensors:
+                call(tensor)
+        marks.append(written())
+        (before, one), (middle, two), (_, three) = marks
+        share = (middle - before) / sum(tensor.nbytes for tensor in tensors)
+        found[name] = f"{share:.2f} of the bytes sent; {two - one} writes one by one, {three - two} coalesced"
+    return found
+
+
+if __name__ == "__main__":
+    if sys.platform != "linux":
+        sys.exit("only Linux counts what a process writes")
+    for size in (2, 4):
+        print(f"{size} ranks")
+        for name, found in run_ranks(measure, world_size=size)[0].items():
+            print(f"  {name}: {found}")

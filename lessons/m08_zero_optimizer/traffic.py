@@ -1,0 +1,48 @@
+"""Prints the launches and MB of TinyLM's third step: with both of module 8's optimizers, and with torch's."""
+
+import collections
+
+import torch
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from brigade import recording
+from brigade.events import launches
+from brigade.lab.experiment import experiment
+from brigade.models import language_loss, tiny_lm
+from brigade.rank import student
+
+TORCH = "torch DDP + ZeroRedundancyOptimizer"
+
+
+def three_steps(kind):
+    torch.manual_seed(0)  # equal weights, for ShardedOptimizer
+    model = ddp = tiny_lm()
+    if kind == "ShardedOptimizer":
+        optimizer = student("m08_zero_optimizer", kind)(model.parameters(), torch.optim.AdamW)
+    elif kind == "ZeroOptimizer":
+        ddp = student("m07_cached_shards", "CachedDDP")(model, bucket_numel=2**18)
+        optimizer = student("m08_zero_optimizer", kind)(ddp, torch.optim.AdamW)
+    else:
+        ddp = DistributedDataParallel(model, bucket_cap_mb=1)
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
+    tokens = torch.randint(256, (4, 64))
+    for step in range(3):
+        recording.note("step", step=step)
+        optimizer.zero_grad()
+        language_loss(ddp(tokens), tokens).backward()
+        if kind == "ZeroOptimizer":
+            ddp.finish_grad_sync()
+        optimizer.step()
+
+
+def main(run):
+    for kind in ("ShardedOptimizer", "ZeroOptimizer", TORCH):
+        third = launches(run(three_steps, kind).events[0], 2)
+        for op, count in collections.Counter(launch.op for launch in third).items():
+            mb = sum(launch.nbytes for launch in third if launch.op == op) / 1e6
+            print(f"{kind}: {count} {op}, {mb:.2f} MB")
+
+
+if __name__ == "__main__":
+    experiment(main, module=8)

@@ -1,0 +1,119 @@
+"""The measuring scripts beside the readings run, and print what is said there that does not depend on the machine."""
+
+import re
+import runpy
+import subprocess
+import sys
+
+import pytest
+
+from brigade.course import MODULES, ROOT
+from brigade.skeletons import skeleton
+
+MODULE_FILES = {entry.path for entry in MODULES}
+SCRIPTS = [
+    path for path in sorted(ROOT.glob("lessons/*/*.py")) if path.relative_to(ROOT / "lessons") not in MODULE_FILES
+]
+RUNS_MODULES = [path for path in SCRIPTS if "experiment(main" in path.read_text()]
+
+# Regular expressions, by directory and file, of what must stand in the output, in this order.
+PRINTED = {
+    "m02/launches": [r"one element: [\d.]+ ms", r"one flat tensor: [\d.]+ ms", r"39 tensors: [\d.]+ ms"],
+    "m03/hooks": [r"tensor hook: \[4.0, 6.0\]", r"its .grad: \[5.0, 5.0\]", r"its argument: \[3.0, 7.0\]"],
+    "m03/order": [
+        *2 * ["'a.weight': 14.58, 'b.weight': 14.84"],
+        *2 * ["'a.weight': 10.06, 'b.weight': 10.06"],
+        r"rank 0 called all_reduce #2 \(b.weight, float32, 80 B\) where rank 1 called all_reduce #2 \(a.weight",
+        "deadlock: every rank has stopped",
+        r"rank 0 waits in all_reduce #3 \(a.weight, float32, 48 B\), which rank 1 never launched",
+    ],
+    "m04/order": [
+        *4 * ["'a.weight': 14.58, 'b.weight': 14.84"],
+        *2 * ["'a.weight': 29.18, 'b.weight': 30.71"],
+        *2 * ["'a.weight': 14.59, 'b.weight': 30.71"],
+    ],
+    "m04/buckets": ["1 MiB: 435", "10 MiB: 339", "100 MiB: 98", "1000 MiB: 8"],
+    "m04/torch_ddp": [
+        "=False",
+        "step 0: all_reduce of 3478016 B",
+        *2 * ["step 1: broadcast"],
+        "step 2: all_reduce of 11",
+        "step 2: all_reduce of 23",
+        "=True",
+        *3 * [r"step 2: all_reduce of \d+ B"],
+    ],
+    "m05/ledger": [
+        "BucketedDDP: 6.96 MB copied", "0.00 MB added", "3.48 MB allocated",
+        "BufferedDDP: 0.00 MB copied", "3.48 MB added", "3.48 MB zeroed", "0.00 MB allocated",
+    ],
+    "m05/small": [": 1.0000", r"1.0 \+ 256 .*: 1.2559", r"0.0 \+ 256 .*: 0.2520", ": 0.5000", ": 1.0234"],
+    "m06/manager": [
+        r"two sums: \[3.0, 3.0\]; a SUM afterwards: 3.0",
+        "TypeError: .*; a SUM afterwards: 1.0",
+        "RuntimeError: .*; a SUM afterwards: 1.0",
+        r"MAX, then SUM: \[2.0, 2.0\]; a SUM afterwards: 3.0",
+        "all-gather: .*; a SUM afterwards: 3.0",
+        "ZeroDivisionError: .*; a SUM afterwards: 1.0",
+    ],
+    "m06/ends": 2 * [f"{groups} launches: " for groups in (22, 11, 6, 1)],
+    "m06/sent": [
+        "2 ranks", "all_reduce: 1.00 ", "reduce_scatter: 1.00 ", "all_gather: 0.50 ",
+        "4 ranks", "all_reduce: 1.50 ", "reduce_scatter: 1.50 ", "all_gather: 0.75 ",
+    ],
+    "m07/views": ["40000000 elements", "128 ranks", "all by slicing: .* for 98 of XL", "all by chunk", "own", "cached"],
+    "m07/stale": ["in the new tensor: 1.0"],
+    "m08/traffic": [
+        "ShardedOptimizer: 39 reduce, 3.48 MB", "ShardedOptimizer: 39 broadcast, 3.48 MB",
+        "ZeroOptimizer: 4 reduce_scatter, 3.48 MB", "ZeroOptimizer: 4 all_gather, 3.48 MB",
+        "Zero.*: 4 all_reduce, 3.48 MB", "Zero.*: 39 broadcast, 3.48 MB",
+    ],
+    "m08/wire": ["2 ranks", *(names := ["all_reduce", "reduce_scatter", "all_gather", "broadcast"]), "4 ranks", *names],
+    "m08/against": [r"torch +1.00 ", "torch, flat", "ZeroOptimizer", "ShardedOptimizer"],
+    "m08/masters": ["without a master: 1.0", "with a master: 0.8984"],
+    "m08/elementwise": ["Adafactor: refused", "Adam: elementwise", "LBFGS: refused", "Muon: refused"],
+}  # fmt: skip
+
+
+def name(path):
+    return f"{path.parent.name[:3]}/{path.stem}"
+
+
+def test_every_script_is_known():
+    assert sorted(PRINTED) == sorted(name(path) for path in SCRIPTS)
+    for path in SCRIPTS:
+        assert f"python {path.relative_to(ROOT)}" in path.with_name("README.md").read_text()
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=name)
+def test_a_script_prints_what_its_reading_says(path, monkeypatch, capsys):
+    """In this process, so that all share one fork server."""
+    monkeypatch.setattr(sys, "argv", [str(path), *(["solutions"] if path in RUNS_MODULES else [])])
+    runpy.run_path(str(path), run_name="__main__")
+    printed = capsys.readouterr().out
+    assert re.search(".*".join(PRINTED[name(path)]), printed, re.DOTALL), printed
+
+
+@pytest.mark.parametrize("path", RUNS_MODULES, ids=name)
+def test_a_skeleton_is_one_sentence(path, tmp_path, monkeypatch, capsys):
+    for entry in MODULES:
+        (tmp_path / entry.path.name).write_text(skeleton(entry))
+    monkeypatch.setattr(sys, "argv", [str(path), str(tmp_path)])
+    if name(path) == "m08/elementwise":
+        runpy.run_path(str(path), run_name="__main__")  # of what is given
+        return
+    with pytest.raises(SystemExit) as left:
+        runpy.run_path(str(path), run_name="__main__")
+    assert re.fullmatch(
+        r"module \d, part \(\w\) is not written yet: `brigade check \d` says what to do", left.value.code
+    )
+
+
+def test_a_script_runs_from_the_command_line():
+    def run(*arguments):
+        command = [sys.executable, "lessons/m04_bucketed_ddp/buckets.py", *arguments]
+        return subprocess.run(command, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+
+    done = run("solutions")
+    assert done.returncode == 0 and "10 MiB: 339 buckets" in done.stdout and not done.stderr
+    done = run("no/such/directory")
+    assert (done.returncode, done.stdout) == (1, "") and done.stderr == "there is no directory no/such/directory\n"
