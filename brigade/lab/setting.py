@@ -12,11 +12,10 @@ import heapq
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 
 from torch import nn
 
-from brigade.course import HAS_SOLUTIONS, REFERENCE, CourseError, Module, module_with
+from brigade.course import HAS_SOLUTIONS, REFERENCE, CourseError, module_with
 from brigade.lab.ladder import FP32_BYTES
 from brigade.submission import install, read
 
@@ -137,25 +136,23 @@ class Buckets:
     nbytes: list[int]
 
 
+@functools.cache
+def solution(name: str) -> Callable:
+    """A public function of the solutions, imported in this process; in the student edition, of the student's own."""
+    entry = module_with(name)
+    install(PACKAGE, read(REFERENCE, entry.number).sources)
+    return getattr(importlib.import_module(f"{PACKAGE}.{entry.package}.{entry.name}"), name)
+
+
 @contextlib.contextmanager
 def planner(name: str) -> Iterator[Callable]:
-    """`plan_buckets` or `plan_layout` of the solutions, imported in this process: they are ours.
-
-    In the student edition it is the student's own: whatever goes wrong inside becomes a CourseError that says so.
-    """
-    entry = module_with(name)
+    """`solution(name)`. What is not written yet, or does not work in the student edition, becomes a CourseError."""
     try:
-        yield getattr(imported(entry), name)
+        yield solution(name)
     except NotImplementedError as part:
         raise CourseError(f"{part} is not written yet") from None
     except Exception as error:
         if HAS_SOLUTIONS or isinstance(error, CourseError):
             raise
-        raise CourseError(f"your own {name} does not work: `brigade check {entry.number}` says more") from None
-
-
-@functools.cache
-def imported(entry: Module) -> ModuleType:
-    """A module of the solutions, or else the student's, with the earlier ones that it imports."""
-    install(PACKAGE, read(REFERENCE, entry.number).sources)
-    return importlib.import_module(f"{PACKAGE}.{entry.package}.{entry.name}")
+        number = module_with(name).number
+        raise CourseError(f"your own {name} does not work: `brigade check {number}` says more") from None

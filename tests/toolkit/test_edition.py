@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shlex
@@ -105,6 +106,21 @@ def test_no_answer_is_in_it(edition):
     for name, text in texts(edition).items():
         told = secret & {line.strip() for line in text.splitlines()}
         assert not told or name.endswith("/hints.md"), f"{name}: {told}"
+
+
+def test_what_it_imports_is_in_it(edition):
+    """The files of the lab are named one by one."""
+    found = texts(edition)
+    names = set()
+    for name, text in found.items():
+        for node in ast.walk(ast.parse(text)) if name.endswith(".py") else ():
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("brigade"):
+                names |= {node.module, *(f"{node.module}.{one.name}" for one in node.names)}
+    files = {name.replace(".", "/") + ".py" for name in names}
+    theirs = {path.relative_to(ROOT).as_posix() for path in (ROOT / "brigade").rglob("*.py")}
+    assert len(files & theirs) > 20
+    left_out = files & theirs - {*found}
+    assert {name for name in left_out if not name.startswith("brigade/autograde/")} == set()
 
 
 def test_links_lead_somewhere(edition):
