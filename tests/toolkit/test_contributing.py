@@ -88,7 +88,7 @@ def test_the_files_of_a_module_are_there(entry):
     example = MODULES[2]
     files = re.findall(r"^\| `([\w./]+)` \| (.*?) \|", TEXT, re.MULTILINE)
     names = [(name, what) for name, what in files if example.name in name]
-    assert len(names) == 10
+    assert len(names) == 11
     for name, what in names:
         path = name.replace(example.package[1:], entry.package[1:]).replace(example.name, entry.name)
         assert (ROOT / path).is_file() or "may be missing" in what, f"there is no {path}"

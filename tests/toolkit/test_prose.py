@@ -61,7 +61,8 @@ def fault_of(target: str, document: Path) -> str:
     if "://" in target:
         return ""
     path, _, anchor = target.partition("#")
-    place = (document.parent / path).resolve() if path else document
+    base = ROOT if document.parent.name == "student" else document.parent  # those are for the top of the edition
+    place = (base / path).resolve() if path else document
     if not place.exists():
         return f"there is no {path}"
     if not place.is_relative_to(ROOT):
@@ -96,7 +97,8 @@ def paths() -> list[str]:
 
 
 def missing_file(code: str) -> bool:
-    """Whether inline code is a path into the course at which nothing is; * stands for anything."""
+    """Whether inline code is a path into the course at which nothing is; * and NN stand for anything."""
+    code = code.replace("NN", "*")
     if not re.fullmatch(rf"(?:{'|'.join(PLACES)})/[\w./*-]*", code) or code in GENERATED:
         return False
     return not (fnmatch.filter(paths(), code) if "*" in code else (ROOT / code).exists())
@@ -137,8 +139,8 @@ def test_what_is_named_is_there(document):
 
 
 def test_what_is_not_there_is_found():
-    assert missing_file("brigade/rang.py") and missing_file("lessons/m99_*/README.md") and missing_file("tests/tool")
-    assert not missing_file("tests/toolkit/") and not missing_file("lessons/*/README.md")
+    assert missing_file("brigade/rang.py") and missing_file("lessons/mNN_*/READ.md") and missing_file("tests/tool")
+    assert not missing_file("tests/toolkit/") and not missing_file("lessons/mNN_*/README.md")
     assert missing_name("brigade.ranks.run_rank") and missing_name("torch.distributed.all_reduces(x)")
     assert not missing_name("brigade.ranks.run_ranks(f)") and not missing_name("torch.nn.utils.clip_grad_norm_")
 
@@ -233,7 +235,6 @@ FIGURES = {
     r"over after (\d+) % of `--minutes`": 100 * gpu_check.CHECKS_PART,
     r"mutants after (\d+) %": 100 * gpu_check.MUTANTS_PART,
     r"each run of ranks after (\d+) s": gpu_check.RUN_DEADLINE_S,
-    r"the checks must catch all (\d+)": sum(len(mutants) for mutants in gpu_check.MUTANTS.values()),
     r"by default (\d+) % of an H100's peak": 100 * links.UTILISATION,
 }
 
