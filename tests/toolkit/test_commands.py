@@ -1,0 +1,340 @@
+"""Every command that a document tells a reader to type works: most are run as written, the others are looked at.
+
+Commands are the lines of fenced blocks without a language (those that begin with a program we know) or in sh or bash
+(all of them), and inline code that begins with such a program. `RUN` and `NOT_RUN` account for each of them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from brigade import cli
+from brigade.course import MODULES, ROOT
+
+PROGRAMS = (
+    "brigade", "make", "python", "python3", "pytest", "jupyter", "torchrun", "sbatch", "pip", "source", "grep", "ip",
+    "bash", "git", "ruff", "codespell", "tests/two_hosts.sh",
+)  # fmt: skip
+BEFORE = r"(?:sudo )?(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?"  # what may stand before a program
+COMMAND = re.compile(rf"{BEFORE}(?:{'|'.join(map(re.escape, PROGRAMS))}) \S.*", re.DOTALL)
+PLACEHOLDERS = {"NAME": "xl-size", "RATE": "500mbit"}
+LIMIT_S = 120
+AT_ONCE = 2  # commands that are run
+
+
+@dataclass(frozen=True)
+class Run:
+    """Commands, as a pattern of the whole text, that are run in a copy of the course, and must end with `status`.
+
+    In the copy `lessons` holds the solutions if `written`, else the skeletons.
+    """
+
+    pattern: str
+    status: int = 0
+    written: bool = True
+
+
+@dataclass(frozen=True)
+class NotRun:
+    """Commands that are only looked at, and the reason."""
+
+    pattern: str
+    reason: str
+
+
+ACCOUNTS = [
+    # ---- the student's
+    Run("brigade check 1( --only buffers| --debug| --target solutions)?"),
+    Run("brigade check 2 --prior reference"),
+    Run(r"\.venv/bin/brigade check 3 --seed 481516"),
+    Run("pytest tests/test_m01_naive_ddp.py"),
+    Run("brigade next", status=1, written=False),
+    Run("brigade hint 1"),
+    Run("brigade reset 1", written=False),
+    Run(r"(\.venv/bin/)?brigade submit( --target solutions)?"),
+    NotRun("brigade check 1 --watch", "it ends with Ctrl-C; tests/toolkit/test_cli.py does that"),
+    NotRun(
+        "brigade check [2-9]( --target solutions| --prior reference)?", "as with module 1; make test runs all checks"
+    ),
+    NotRun("brigade check( --target solutions)?", "as with one module; make test runs all checks"),
+    NotRun(r"pytest tests/test_m0[2-8]\w+\.py", "as with module 1; make test runs all checks"),
+    NotRun("brigade check 3( --backend nccl)? --share-gpu", "it takes a GPU"),
+    # ---- the instructor's
+    Run(r"sudo \.venv/bin/brigade grade --submission submission\.zip --modules 3 --seed 481516"),
+    NotRun(r".*brigade grade --submission submission\.zip.*", "as with one module, but longer"),
+    NotRun(".*brigade grade --class submissions.*", "minutes; tests/toolkit/test_class.py grades a class"),
+    NotRun("brigade grade|brigade grade --backend nccl", "the name of a command, or a part of one"),
+    Run("grep -rnE .* submissions .*", status=1),
+    NotRun("jupyter lab notebooks", "it opens a browser; tests/toolkit/test_notebooks.py runs all notebooks"),
+    # ---- the laboratory's
+    Run("brigade trace 4 --target solutions --torch"),
+    NotRun("brigade trace [136]( --no-pace --target solutions)?", "as with module 4"),
+    Run("brigade bench --modules 1-4"),
+    NotRun("brigade bench.*", "as with modules 1-4, but longer"),
+    Run("brigade plan( .*)?"),
+    Run("python -m brigade.lab.claims (NAME|slice)"),
+    NotRun("python -m brigade.lab.claims --write", "a minute; tests/toolkit/test_claims.py writes a page"),
+    NotRun("python -m brigade.lab.(demo|memory|validate)", "long; tests/toolkit has tests of each"),
+    Run('python -c "from brigade.models import tiny_lm; .*"'),
+    NotRun(r"python \w+\.py( unused)?", "a script that stands in the reading"),
+    # ---- several machines, GPUs
+    NotRun("torchrun .*", "several GPUs or machines; tests/toolkit/test_bench.py and test_two_hosts.py start torchrun"),
+    NotRun("sbatch .*", "it takes a Slurm cluster"),
+    NotRun(".*tests/two_hosts.sh .*", "it takes network namespaces; tests/toolkit/test_two_hosts.py runs it"),
+    NotRun("ip address", "a program of the system's"),
+    NotRun("python3 -m brigade.lab.gpu_check .*", "it takes a GPU; tests/toolkit/test_gpu_check.py runs it on gloo"),
+    # ---- the maintainer's
+    Run("brigade skeletons", written=False),
+    NotRun("source .venv/bin/activate", "it changes the shell that types it"),
+    NotRun("python tests/promises.py --repetitions 1", "minutes; tests/toolkit/test_promises.py tests it"),
+    NotRun(r"pytest tests/toolkit/test_(ranks\.py|mutants\.py -k 3-)", "make test runs these"),
+    NotRun("(TORCH_INDEX=.* )?make .*", "each target is tried with make -n; what it runs has tests of its own"),
+]
+
+
+def documents() -> list[Path]:
+    return [
+        path
+        for pattern in ("*.md", "docs/*.md", "lessons/*/*.md", "solutions/*/*.md", "student/*.md", "notebooks/*.ipynb")
+        for path in sorted(ROOT.glob(pattern))
+    ]
+
+
+def markdown(document: Path) -> str:
+    """The document's text; of a notebook, that of its cells of prose."""
+    if document.suffix != ".ipynb":
+        return document.read_text()
+    cells = json.loads(document.read_text())["cells"]
+    return "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+
+
+def commands_in(text: str) -> list[str]:
+    """The commands in a text in Markdown, as they are written, without the comment behind them."""
+    found = []
+    for language, block in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        if language in ("", "sh", "bash"):
+            for line in block.replace("\\\n", " ").splitlines():
+                line = re.sub(r"\s+# .*", "", line)
+                if COMMAND.fullmatch(line) or (language and line.strip()):
+                    found.append(re.sub(r" {2,}", " ", line))
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    inline = [code.replace("\n", " ") for code in re.findall(r"(?<!`)`([^`]+)`(?!`)", prose)]
+    return found + [code for code in inline if COMMAND.fullmatch(code)]
+
+
+@cache
+def commands() -> dict[str, str]:
+    """Each command and the first document that has it."""
+    found: dict[str, str] = {}
+    for document in documents():
+        for command in commands_in(markdown(document)):
+            found.setdefault(command, document.relative_to(ROOT).as_posix())
+    return found
+
+
+def account_of(command: str) -> Run | NotRun | None:
+    """The first that fits."""
+    return next((one for one in ACCOUNTS if re.fullmatch(one.pattern, command)), None)
+
+
+def filled(command: str) -> str:
+    """The command with something in the place of each placeholder."""
+    for name, value in PLACEHOLDERS.items():
+        command = re.sub(rf"(?<= ){name}\b", value, command)
+    return command
+
+
+# ---- all are accounted for
+
+
+def test_commands_are_found():
+    text = "Type `brigade check 3`,\n`brigade` or `brigade/cli.py`.\n\n```\nmake demo   # quick\nsteps 1 2\n```\n"
+    text += "```sh\nls -l\nbrigade bench \\\n    --ranks 4\n```\n```python\nmake = 1\n```\n`sudo make\ntest`\n"
+    assert commands_in(text) == [
+        "make demo", "ls -l", "brigade bench --ranks 4", "brigade check 3", "sudo make test",
+    ]  # fmt: skip
+    assert len(commands()) > 80
+
+
+@pytest.mark.parametrize("command", commands())
+def test_the_command_is_accounted_for(command):
+    assert account_of(command), f"{commands()[command]} has a command that ACCOUNTS does not have"
+
+
+@pytest.mark.parametrize("account", ACCOUNTS, ids=lambda one: one.pattern)
+def test_the_account_is_of_a_command(account):
+    assert account in [account_of(command) for command in commands()], "no document has such a command any more"
+    assert isinstance(account, Run) or account.reason
+
+
+# ---- all are looked at
+
+
+@pytest.mark.parametrize("command", commands())
+def test_the_command_exists(command):
+    """The program, its options and the files that it names."""
+    words = shlex.split(re.sub(r"^sudo ", "", filled(command)))
+    variables = [words.pop(0) for _ in range(len(words)) if re.match(r"[A-Z_]+=", words[0])]
+    program, arguments = words[0].removeprefix(".venv/bin/"), words[1:]
+    if program == "make":
+        expect_target(arguments, variables)
+    elif program == "brigade":
+        expect_brigade(arguments)
+    elif program in ("python", "python3"):
+        expect_python(arguments, ROOT / commands()[command])
+    elif program == "pytest":
+        assert (ROOT / arguments[0]).is_file() and arguments[1::2] in ([], ["-k"])
+    elif program == "torchrun":
+        expect_torchrun(arguments)
+    elif program == "sbatch":
+        script = next(place for place, word in enumerate(arguments) if word.endswith(".sbatch"))
+        assert set(arguments[:script:2]) <= {"--nodes"}
+        assert subprocess.run(["bash", "-n", ROOT / arguments[script]]).returncode == 0
+        expect_brigade(["bench", *arguments[script + 1 :]])
+    elif program == "tests/two_hosts.sh":
+        assert subprocess.run(["bash", "-n", ROOT / program]).returncode == 0
+        expect_brigade(["bench", *arguments[1:]])
+    elif program == "jupyter":
+        assert importlib.util.find_spec(f"jupyter{arguments[0]}") and (ROOT / arguments[1]).is_dir()
+    elif program == "source":
+        assert arguments == [".venv/bin/activate"]
+    else:
+        assert isinstance(account_of(command), Run) or program == "ip"
+
+
+def expect_brigade(arguments: list[str]) -> None:
+    """Its own parser takes them. `grade` may be named without what it grades."""
+    if arguments[0] == "grade" and not {"--submission", "--class"} & set(arguments):
+        arguments = [*arguments, "--submission", "submission.zip"]
+    cli.parser().parse_args(arguments)  # or SystemExit
+
+
+def expect_target(arguments: list[str], variables: list[str]) -> None:
+    made = "\n".join(path.read_text() for path in (ROOT / "Makefile", *ROOT.glob("*.mk")))
+    for name, _, value in (word.partition("=") for word in [*variables, *arguments] if "=" in word):
+        assert re.search(rf"^#   .*\b{name}\b", made, re.MULTILINE), f"no target takes {name}"
+        if name == "GRADE_OPTIONS":
+            expect_brigade(["grade", *value.split()])
+    done = subprocess.run(["make", "-n", *arguments, *variables], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@cache
+def help_of(*program: str) -> str:
+    done = subprocess.run([sys.executable, *program, "--help"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def expect_python(arguments: list[str], document: Path) -> None:
+    if arguments[0] == "-c":
+        compile(arguments[1], "command", "exec")
+    elif arguments[0] == "-m":
+        said = help_of("-m", arguments[1])
+        options = [word for word in arguments[2:] if word.startswith("-")]
+        assert all(re.search(rf"{option}\b", said) for option in options), said
+    elif arguments[0] == "tests/promises.py":
+        assert (
+            arguments[1]
+            in subprocess.run([sys.executable, ROOT / arguments[0], "--help"], capture_output=True, text=True).stdout
+        )
+    elif not any((place / arguments[0]).is_file() for place in (ROOT, document.parent)):
+        assert f"# {arguments[0]}" in document.read_text() or f"`{arguments[0]}`" in document.read_text()
+
+
+def expect_torchrun(arguments: list[str]) -> None:
+    from torch.distributed.run import get_args_parser
+
+    options = get_args_parser().parse_args(arguments)
+    assert options.module and options.training_script == "brigade.cli"
+    expect_brigade(options.training_script_args)
+
+
+# ---- most are run
+
+
+def to_run() -> list[str]:
+    return [command for command in commands() if isinstance(account_of(command), Run)]
+
+
+@pytest.fixture(scope="module")
+def ended() -> Iterator[dict[str, subprocess.CompletedProcess]]:
+    """All commands that are run, in two copies of the course: one with solutions for lessons, one with skeletons."""
+    with tempfile.TemporaryDirectory(prefix="commands-") as directory:
+        os.chmod(directory, 0o755)  # a grader that is root has ranks that are not
+        places = {written: copy_of_the_course(Path(directory) / str(written), written) for written in (True, False)}
+
+        def run(command: str) -> subprocess.CompletedProcess:
+            place = places[account_of(command).written]
+            return subprocess.run(
+                ["bash", "-c", re.sub("^sudo ", "", filled(command))],
+                cwd=place,
+                env=environment(place),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=LIMIT_S,
+            )
+
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            yield dict(zip(to_run(), pool.map(run, to_run())))
+
+
+def copy_of_the_course(place: Path, written: bool) -> Path:
+    """Beside the course, what an instructor has: a zip that was handed in, and a directory of submissions."""
+    ignored = shutil.ignore_patterns(".git", ".venv", "out", "__pycache__", ".*_cache", "*.egg-info", "*.zip")
+    shutil.copytree(ROOT, place, ignore=ignored)
+    (place / ".venv").mkdir()
+    (place / ".venv" / "bin").symlink_to(Path(sys.executable).parent)
+    with zipfile.ZipFile(place / "submission.zip", "w") as bundle:
+        for entry in MODULES:
+            bundle.write(ROOT / "solutions" / entry.path, entry.path)
+            if written:
+                shutil.copy(ROOT / "solutions" / entry.path, place / "lessons" / entry.path)
+    for name in ("solutions", "lessons"):
+        shutil.copytree(ROOT / name, place / "submissions" / name, ignore=ignored)
+    return place
+
+
+def environment(place: Path) -> dict[str, str]:
+    """That of a terminal in `place`, with the virtual environment active: the copy's brigade, not the installed one."""
+    bare = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return bare | {"PATH": path, "PYTHONPATH": str(place), "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+@pytest.mark.parametrize("command", to_run())
+def test_the_command_works(command, ended):
+    done = ended[command]
+    assert done.returncode == account_of(command).status, done.stdout
+    assert "Traceback" not in done.stdout
+
+
+def test_the_plan_that_is_shown_is_the_one_that_is_made(ended):
+    assert ended["brigade plan --model gpt3-175b --dp 1024"].stdout in (ROOT / "docs" / "plan.md").read_text()
+
+
+def test_the_copy_is_what_is_run(tmp_path):
+    """Not the course that is installed in this environment."""
+    (tmp_path / "brigade").mkdir()
+    (tmp_path / "brigade" / "__init__.py").write_text("")
+    (tmp_path / "brigade" / "cli.py").write_text("main = lambda: print('the copy')\n")
+    done = subprocess.run(["bash", "-c", "brigade"], cwd=tmp_path, env=environment(tmp_path), capture_output=True)
+    assert done.stdout == b"the copy\n"

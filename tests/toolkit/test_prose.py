@@ -1,0 +1,262 @@
+"""What the documents say is there: links, anchors, files, checks, names of ours and of torch's, figures of the code.
+
+Spelling is codespell's (`make lint`, configured in pyproject.toml); here only whether it is British throughout.
+"""
+
+from __future__ import annotations
+
+import ast
+import fnmatch
+import importlib
+import importlib.metadata
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from test_commands import documents, markdown
+
+from brigade import ranks
+from brigade.autograde import similarity
+from brigade.cli import parser
+from brigade.course import MODULES, ROOT
+from brigade.lab import gpu_check, links
+
+PLACES = ("brigade", "docs", "lessons", "notebooks", "slurm", "solutions", "tests")
+GENERATED = ("docs/gpu_report.md",)  # not there until somebody makes it
+AMERICAN = ("optimizer", "optimizers", "optimization", "program", "programs")  # names of the field; computer programs
+TORCH = Path(torch.__file__).parent
+PINNED = re.search(r"^torch==(\S+)", (ROOT / "requirements.txt").read_text(), re.MULTILINE)[1]
+
+every_document = pytest.mark.parametrize("document", documents(), ids=lambda path: path.relative_to(ROOT).as_posix())
+
+
+def prose(document: Path) -> str:
+    """Without blocks of code."""
+    return re.sub(r"^```.*?^```$", "", markdown(document), flags=re.MULTILINE | re.DOTALL)
+
+
+def code_in(document: Path) -> list[str]:
+    """The inline code, each on one line."""
+    return [" ".join(code.split()) for code in re.findall(r"(?<!`)`([^`]+)`(?!`)", prose(document))]
+
+
+# ---- links
+
+
+@cache
+def anchors(document: Path) -> set[str]:
+    """Those that GitHub makes of the headings: lower case, hyphens for spaces, no punctuation, a number if repeated."""
+    found: list[str] = []
+    for heading in re.findall(r"^#+ (.*)$", prose(document), re.MULTILINE):
+        text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).lower()
+        slug = re.sub(r"[^\w\- ]", "", text).replace(" ", "-")
+        found.append(f"{slug}-{found.count(slug)}" if slug in found else slug)
+    return set(found)
+
+
+def fault_of(target: str, document: Path) -> str:
+    """Why a link does not lead anywhere; "" where it does, and for addresses of other sites."""
+    if "://" in target:
+        return ""
+    path, _, anchor = target.partition("#")
+    base = ROOT if document.parent.name == "student" else document.parent  # those are for the top of the edition
+    place = (base / path).resolve() if path else document
+    if not place.exists():
+        return f"there is no {path}"
+    if not place.is_relative_to(ROOT):
+        return f"{path} is outside of the repository"
+    if anchor and (place.suffix != ".md" or anchor not in anchors(place)):
+        return f"{place.name} has no heading {anchor}"
+    return ""
+
+
+@every_document
+def test_links_lead_somewhere(document):
+    targets = re.findall(r"\]\(\s*([^)\s]+)\s*\)", prose(document))
+    assert [fault for target in targets if (fault := fault_of(target, document))] == []
+
+
+def test_a_link_that_leads_nowhere_is_found():
+    document = ROOT / "docs" / "plan.md"
+    assert fault_of("plans.md", document) == "there is no plans.md"
+    assert fault_of("#where-it-is-right", document) == "plan.md has no heading where-it-is-right"
+    assert fault_of("../../x", document) and fault_of("../Makefile#help", document)
+    for good in ("#where-it-is-wrong-and-why", "claims.md#module-1-naive-data-parallelism", "../README.md#gpus"):
+        assert fault_of(good, document) == ""
+
+
+# ---- names of ours
+
+
+@cache
+def paths() -> list[str]:
+    """All files of the course."""
+    return [path.relative_to(ROOT).as_posix() for place in PLACES for path in (ROOT / place).rglob("*.*")]
+
+
+def missing_file(code: str) -> bool:
+    """Whether inline code is a path into the course at which nothing is; * and NN stand for anything."""
+    code = code.replace("NN", "*")
+    if not re.fullmatch(rf"(?:{'|'.join(PLACES)})/[\w./*-]*", code) or code in GENERATED:
+        return False
+    return not (fnmatch.filter(paths(), code) if "*" in code else (ROOT / code).exists())
+
+
+@cache
+def tests() -> set[str]:
+    """The names of all test functions."""
+    trees = [ast.parse(path.read_text()) for path in (ROOT / "tests").rglob("test_*.py")]
+    return {node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+
+
+def missing_name(code: str) -> bool:
+    """Whether inline code is a dotted name in `brigade` or `torch`, possibly called, that cannot be resolved."""
+    if not (dotted := re.match(r"((?:brigade|torch)(?:\.\w+)+)(?:$|\()", code)):
+        return False
+    names = dotted[1].split(".")
+    for length in range(len(names), 0, -1):
+        try:
+            found = importlib.import_module(".".join(names[:length]))
+        except ModuleNotFoundError:
+            continue
+        for name in names[length:]:
+            if not hasattr(found, name):
+                return True
+            found = getattr(found, name)
+        return False
+    return True
+
+
+@every_document
+def test_what_is_named_is_there(document):
+    for code in code_in(document):
+        assert not missing_file(code), f"there is no {code}"
+        assert not missing_name(code), f"{code} cannot be resolved"
+        if re.fullmatch(r"test_\w+", code):
+            assert code in tests(), f"there is no test {code}"
+
+
+def test_what_is_not_there_is_found():
+    assert missing_file("brigade/rang.py") and missing_file("lessons/mNN_*/READ.md") and missing_file("tests/tool")
+    assert not missing_file("tests/toolkit/") and not missing_file("lessons/mNN_*/README.md")
+    assert missing_name("brigade.ranks.run_rank") and missing_name("torch.distributed.all_reduces(x)")
+    assert not missing_name("brigade.ranks.run_ranks(f)") and not missing_name("torch.nn.utils.clip_grad_norm_")
+
+
+def test_files_named_in_the_code_are_there():
+    """In docstrings and comments, by the end of their path."""
+    for path in paths():
+        if path.endswith(".py"):
+            for code in re.findall(r"`(?!torch/)([\w./]+\.py)`", (ROOT / path).read_text()):
+                assert any(f"/{other}".endswith(f"/{code}") for other in paths()), f"{path} names {code}"
+
+
+# ---- names of torch's
+
+SECTION = "## How Megatron-LM and torch DDP do it\n"
+ALWAYS = (
+    "torch/nn/parallel/distributed.py",
+    "torch/nn/modules/module.py",
+    "torch/_tensor.py",
+)  # DDP, and what all know
+OURS = {"finish_grad_sync", "tiny", "python torch_ddp.py", "python torch_ddp.py unused"}  # in paragraphs about torch
+
+
+def torch_source(path: str) -> str:
+    """The text of a file of torch's; of one in C++ that of its header, for only that is installed."""
+    if path.endswith(".cpp"):
+        path = f"torch/include/{path[:-4]}.hpp"
+    return (TORCH.parent / path).read_text()
+
+
+def torch_names(text: str) -> list[tuple[str, list[str]]]:
+    """(name, files that may have it): inline code in paragraphs about torch, and names before a file in brackets."""
+    found = []
+    for paragraph in re.split(r"\n\s*\n", text):
+        paragraph = " ".join(paragraph.split())
+        codes = re.findall(r"`([^`]+)`", paragraph)
+        files = [code for code in codes if code.startswith("torch/")]
+        if paragraph.startswith("**torch"):
+            others = [code for code in codes if code not in OURS and not code.startswith(("torch/", "torch."))]
+            found += [(code, [*files, *ALWAYS]) for code in others]
+        for names, file in re.findall(r"((?:`\w+`(?:, | and | )?)+)\(`(torch/[\w/]+\.py)`\)", paragraph):
+            found += [(name, [file]) for name in re.findall(r"`(\w+)`", names)]
+    return found
+
+
+@pytest.mark.skipif(torch.__version__.partition("+")[0] != PINNED, reason=f"the readings are about torch {PINNED}")
+@pytest.mark.parametrize("entry", MODULES, ids=lambda entry: entry.package)
+def test_torch_has_what_the_reading_names(entry):
+    section = (entry.lesson / "README.md").read_text().partition(SECTION)[2].partition("\n## ")[0]
+    for file in re.findall(r"`(torch/[\w/]+\.\w+)`", section):
+        assert torch_source(file)
+    names = torch_names(section)
+    assert names
+    for code, files in names:
+        word = re.match(r"(?:\w+(?:::|\.))*(\w+)", code)[1]
+        assert any(re.search(rf"\b{word}\b", torch_source(file)) for file in files), f"{code} is not in {files}"
+
+
+def test_a_name_that_torch_has_not_is_found():
+    text = "**torch DDP** (`torch/_utils.py`) calls\n`_verify`.\n\nMegatron calls `_a` and `_b` (`torch/_utils.py`)."
+    names = torch_names(text)
+    assert [name for name, _ in names] == ["_verify", "_a", "_b"]
+    assert not re.search(r"\b_verify\b", torch_source("torch/nn/parallel/distributed.py"))
+
+
+# ---- figures of the code
+
+
+def default(command: str, option: str):
+    """Of an option of `brigade`."""
+    needed = {"trace": ["1"], "grade": ["--submission", "x"]}
+    return getattr(parser().parse_args([command, *needed.get(command, [])]), option)
+
+
+LIMIT = re.search(r"--limit (\d+)", (ROOT / "brigade/autograde/gradescope/run_autograder").read_text())[1]
+FIGURES = {
+    r"`--deadline`, (\d+) s by default": ranks.DEADLINE_S["nccl"],
+    r"(\d+) s with gloo, \d+ s with NCCL": ranks.DEADLINE_S["gloo"],
+    r"\d+ s with gloo, (\d+) s with NCCL": ranks.DEADLINE_S["nccl"],
+    r"an endless loop after (\d+)": ranks.DEADLINE_S["gloo"],
+    r"when for (\d+) s nothing was launched": ranks.QUIET_S,
+    r"until `--deadline` \((\d+) s\)": default("bench", "deadline"),
+    r"stopped after (\d+) s: rank 3 on node2": default("bench", "deadline"),
+    r"the same (\d+) checks": sum(
+        len(re.findall(r"^@pytest.mark.points", e.checks.read_text(), re.M)) for e in MODULES
+    ),
+    r"checks, worth (\d+) points": sum(entry.points for entry in MODULES),
+    r"worth as many points as its modules have \((\d+) for all\)": sum(entry.points for entry in MODULES),
+    r"`--limit` is (\d+) s there": LIMIT,
+    r"fit into `--memory-gb` \((\d+)\)": default("grade", "memory_gb"),
+    r"groups that share (\d+) % or more": 100 * similarity.ALIKE,
+    r"over after (\d+) % of `--minutes`": 100 * gpu_check.CHECKS_PART,
+    r"mutants after (\d+) %": 100 * gpu_check.MUTANTS_PART,
+    r"each run of ranks after (\d+) s": gpu_check.RUN_DEADLINE_S,
+    r"by default (\d+) % of an H100's peak": 100 * links.UTILISATION,
+}
+
+
+@pytest.mark.parametrize("pattern", FIGURES)
+def test_a_figure_is_the_codes(pattern):
+    said = {path.name: re.findall(pattern, " ".join(prose(path).split())) for path in documents()}
+    assert any(said.values()), "no document says this any more"
+    for name, figures in said.items():
+        assert all(float(figure) == float(FIGURES[pattern]) for figure in figures), name
+
+
+# ---- spelling
+
+
+@every_document
+def test_the_spelling_is_british(document):
+    """The opposite of codespell's list of British words that an American would write otherwise."""
+    distribution = importlib.metadata.distribution("codespell")
+    [words] = [file for file in distribution.files if file.name == "dictionary_en-GB_to_en-US.txt"]
+    pairs = [line.strip().split("->") for line in words.read_text().splitlines() if "->" in line]
+    british = {american.strip(): word for word, others in pairs for american in others.split(",") if american.strip()}
+    text = re.sub(r"\]\([^)]*\)", "]", re.sub(r"`[^`]*`", "", prose(document)))
+    found = {word for word in re.findall(r"[A-Za-z]+", text) if word.lower() in british}
+    assert {word: british[word.lower()] for word in found if word.lower() not in AMERICAN} == {}
