@@ -32,6 +32,7 @@ lint: setup
 figures: setup
 	$(BIN)/python -m brigade.lab.figures
 	$(BIN)/python -m brigade.lab.memory --target solutions
+	$(BIN)/brigade bench --target solutions --comm-ratio 0.8 --png docs/ladder.png
 
 gradescope: setup
 	$(BIN)/python -m brigade.autograde.package $(GRADE_OPTIONS)
