@@ -18,6 +18,19 @@ def numbers(listed):
     return re.findall(r"^(\d+)\. ", listed, re.MULTILINE)
 
 
+SECTIONS = """What changed; The problem, in one picture; The idea; Your task; The checks; Measure it yourself;
+Claims, checked; How Megatron-LM and torch DDP do it; What is left; Questions"""
+
+
+@pytest.mark.parametrize("entry", MODULES, ids=lambda entry: entry.package)
+def test_readings_have_the_same_sections(entry):
+    reading = text("lessons", entry.package, "README.md")
+    assert "; ".join(re.findall(r"^## (.*)$", reading, re.MULTILINE)) == SECTIONS.replace("\n", " ")
+    beginning, _, changed = reading.partition("## What changed\n")
+    assert re.search(r"^\*\*Goal:\*\* .*^\*\*Minutes:\*\* .*^\*One idea:\* ", beginning, re.MULTILINE | re.DOTALL)
+    assert len(re.findall("^- ", changed.partition("\n## ")[0], re.MULTILINE)) == 5
+
+
 @pytest.mark.parametrize("entry", MODULES, ids=lambda entry: entry.package)
 def test_reading_agrees_with_the_course(entry):
     reading = text("lessons", entry.package, "README.md")
