@@ -83,7 +83,7 @@ def test_a_link_that_leads_nowhere_is_found():
     assert fault_of("plans.md", document) == "there is no plans.md"
     assert fault_of("#where-it-is-right", document) == "plan.md has no heading where-it-is-right"
     assert fault_of("../../x", document) and fault_of("../Makefile#help", document)
-    for good in ("#where-it-is-wrong-and-why", "claims.md#module-1-naive-data-parallelism", "../README.md#gpus"):
+    for good in ("#where-it-is-wrong-and-why", "claims.md#module-1-naive-data-parallelism", "../README.md#students"):
         assert fault_of(good, document) == ""
 
 
@@ -105,7 +105,7 @@ def missing_file(code: str) -> bool:
 
 
 @cache
-def tests() -> set[str]:
+def names_of_tests() -> set[str]:
     """The names of all test functions."""
     trees = [ast.parse(path.read_text()) for path in (ROOT / "tests").rglob("test_*.py")]
     return {node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
@@ -135,7 +135,7 @@ def test_what_is_named_is_there(document):
         assert not missing_file(code), f"there is no {code}"
         assert not missing_name(code), f"{code} cannot be resolved"
         if re.fullmatch(r"test_\w+", code):
-            assert code in tests(), f"there is no test {code}"
+            assert code in names_of_tests(), f"there is no test {code}"
 
 
 def test_what_is_not_there_is_found():
