@@ -224,11 +224,6 @@ FIGURES = {
     r"when for (\d+) s nothing was launched": ranks.QUIET_S,
     r"until `--deadline` \((\d+) s\)": default("bench", "deadline"),
     r"stopped after (\d+) s: rank 3 on node2": default("bench", "deadline"),
-    r"the same (\d+) checks": sum(
-        len(re.findall(r"^@pytest.mark.points", e.checks.read_text(), re.M)) for e in MODULES
-    ),
-    r"checks, worth (\d+) points": sum(entry.points for entry in MODULES),
-    r"worth as many points as its modules have \((\d+) for all\)": sum(entry.points for entry in MODULES),
     r"`--limit` is (\d+) s there": LIMIT,
     r"fit into `--memory-gb` \((\d+)\)": default("grade", "memory_gb"),
     r"groups that share (\d+) % or more": 100 * similarity.ALIKE,
