@@ -33,6 +33,7 @@ from brigade.lab.ladder import TORCH_DDP, TORCH_ZERO, rung_of
 
 MODULE_S, CHECKS_S, DEMO_S = 6.0, 45.0, 90.0
 BUCKETED = (4, 5, 6, 7)  # modules whose buckets are those of torch DDP
+ZERO = 8  # the module with torch's ZeroRedundancyOptimizer for a rival
 BUCKETED_RATIO, ZERO_RATIO = 1.05, 1.0
 BENCH = "brigade bench --comm-ratio 0.8 --target solutions"
 LEFT_COMMAND = "brigade check 5 --target solutions"  # the one that is killed
@@ -61,7 +62,7 @@ def at_most(figure: str, command: str, limit: float, values: Sequence[float], un
 
 def ladder_promises(benches: Sequence[Bench]) -> list[Promise]:
     """Step times against torch's, each the median over the rounds of a run; the optimizer state of module 8."""
-    zero = rung_of(MODULES[-1]).label
+    zero = rung_of(module(ZERO)).label
     wanted = [(rung_of(module(n)).label, TORCH_DDP.label, BUCKETED_RATIO) for n in BUCKETED]
     wanted.append((zero, TORCH_ZERO.label, ZERO_RATIO))
     rows = []

@@ -74,7 +74,7 @@ def test_the_picture_is_the_code():
         ("    holding --> recording\n", "    holding --> wire\n", "holding --> wire is not in the code"),
         ("    pacing --> recording\n", "", "pacing --> recording is not in the picture"),
         ("ranks -.-> wire", "ranks --> wire", "ranks --> wire is not in the code"),
-        ("        events\n", "        event\n", "there is no module event"),
+        ("        traps\n", "        trap\n", "there is no module trap"),
     ],
 )
 def test_a_picture_of_other_code_is_noticed(old, new, fault):
