@@ -8,7 +8,7 @@ from test_mutants import checks, with_text
 
 from brigade import ranks
 from brigade.course import MODULES, ROOT
-from brigade.feedback import CheckFailed
+from brigade.verdict import CheckFailed
 
 MODULE_3 = MODULES[2]
 LAUNCH = "handle = dist.all_reduce(parameter.grad, group=self.process_group, async_op=True)"
