@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from brigade.events import Event, Launch, launches, ready
+from brigade.verdict import CheckFailed
 
 if TYPE_CHECKING:
     from brigade.reference import Case
@@ -18,19 +19,6 @@ Tensors = Mapping[str, "Tensor | None"]
 # Allowed differences of one step's gradients, relative to the largest entry of any rank's own gradient.
 ONE_STEP = {torch.float32: 1e-5, torch.float64: 1e-10, torch.bfloat16: 2**-7}
 MANY_STEPS = 1e-8  # in float64, relative to the largest entry; in float32 Adam turns rounding into 1e-2 within 20 steps
-
-
-class CheckFailed(AssertionError):
-    """A check's verdict, in the words that the student reads."""
-
-    def __init__(self, expected: str, happened: str, cause: str = ""):
-        self.expected, self.happened, self.cause = expected, happened, cause
-        parts = [("expected", expected), ("happened", happened), ("cause", cause)]
-        super().__init__("\n".join(f"{name:<9} {text}".replace("\n", "\n" + " " * 10) for name, text in parts if text))
-
-
-class NotWritten(CheckFailed):
-    """The part of the module that the check needs is still the skeleton's."""
 
 
 def expect_start(starts: Sequence[Tensors], case: Case, kind: str = "parameters and buffers") -> None:

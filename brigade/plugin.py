@@ -22,8 +22,8 @@ import pytest
 
 from brigade import ranks
 from brigade.course import MODULES, CourseError
-from brigade.feedback import CheckFailed, NotWritten
 from brigade.submission import directory, read
+from brigade.verdict import CheckFailed, NotWritten
 
 
 @dataclass
@@ -121,6 +121,14 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "points(n): what a graded check is worth")
     if config.getoption("--seed") is None:
         config.option.seed = random.randrange(10**6)
+    try:
+        directory(config.getoption("--target"))
+        if config.getoption("--prior") == "reference":
+            directory("solutions")
+        if config.getoption("--backend") == "nccl":
+            ranks.nccl_environment(1, share_gpu=False)
+    except CourseError as error:
+        raise pytest.UsageError(str(error)) from None
     if not config.getoption("collectonly"):
         ranks.SERVER.start()  # it imports torch while this process does
         import torch
@@ -130,14 +138,6 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.set_num_threads(1)  # the truth is small, and on a busy machine a second thread is waited for
     if config.getoption("--backend") is None:
         config.option.backend = default_backend()
-    try:
-        directory(config.getoption("--target"))
-        if config.getoption("--prior") == "reference":
-            directory("solutions")
-        if config.option.backend == "nccl":
-            ranks.nccl_environment(1, share_gpu=False)
-    except CourseError as error:
-        raise pytest.UsageError(str(error)) from None
 
 
 def default_backend() -> str:

@@ -19,9 +19,9 @@ import torch
 from brigade import ranks
 from brigade.autograde.outcome import Grading, Outcome
 from brigade.course import MODULES, ROOT, CourseError, Module
-from brigade.feedback import CheckFailed
 from brigade.plugin import Checked, seed_of
 from brigade.submission import read
+from brigade.verdict import CheckFailed
 
 TOTAL_S = 900.0  # for one submission; what has not run by then counts as failed
 DEADLINE_S = 20.0  # for one run of ranks

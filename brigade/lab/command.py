@@ -233,8 +233,10 @@ def trace(options: argparse.Namespace) -> int:
     files = {kind: results_file(getattr(options, kind)) for kind in ("png", "json")}
     files = {kind: file or ROOT / "out" / f"trace-{entry.number}.{kind}" for kind, file in files.items()}
 
+    from brigade.ranks import SERVER, RankFailure
+
+    SERVER.start()  # it imports torch while this process does
     from brigade.lab import ladder, timeline
-    from brigade.ranks import RankFailure
 
     usual = timeline.WORKLOAD
     workload = replace(

@@ -32,7 +32,10 @@ def demo() -> int:
     # Imported here, so that Ctrl-C is quiet while torch is loading too.
     from rich.console import Console
 
+    from brigade import ranks
     from brigade.course import HAS_SOLUTIONS, MODULES, REFERENCE, ROOT
+
+    ranks.SERVER.start()  # it imports torch while this process does
     from brigade.lab import ladder, plots
     from brigade.lab.bench import written
     from brigade.lab.command import progress

@@ -213,7 +213,7 @@ def test_a_grader_that_is_killed_gets_a_second_try(stub, tmp_path, capfd):
 def test_progress_has_an_estimate(stub, tmp_path, capfd, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "100")
-    monkeypatch.setattr("brigade.autograde.command.cores", lambda: 1)
+    monkeypatch.setattr("brigade.ranks.cores", lambda: 1)
     assert cli.main(small_class(tmp_path / "class", **{f"student{n}": n for n in range(6)})) == 0
     errors = capfd.readouterr().err
     assert "6/6" in errors and "s left" in errors

@@ -7,9 +7,9 @@ import re
 import pytest
 
 from brigade.course import MODULES, ROOT
-from brigade.feedback import CheckFailed, NotWritten
 from brigade.plugin import Checked
 from brigade.submission import read
+from brigade.verdict import CheckFailed, NotWritten
 
 WRAPPERS = [entry for entry in MODULES if entry.public[-1].endswith("DDP")]
 

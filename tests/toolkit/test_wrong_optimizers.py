@@ -4,7 +4,7 @@ import pytest
 from test_mutants import checks, with_text
 
 from brigade.course import MODULES, ROOT
-from brigade.feedback import CheckFailed
+from brigade.verdict import CheckFailed
 
 MODULE_8 = MODULES[7]
 REFERENCE = (ROOT / "solutions" / MODULE_8.path).read_text()
