@@ -25,7 +25,7 @@ def own_slice(bucket, ranks, rank):
 
 
 def microseconds(function):
-    return min(timeit.repeat(function, number=10, repeat=500)) / 10 * 1e6  # the least disturbed of 500
+    return min(timeit.repeat(function, number=10, repeat=1000)) / 10 * 1e6  # the least disturbed of 1000
 
 
 def ways(bucket, ranks):
