@@ -9,8 +9,6 @@ from test_m05_grad_buffer import BUCKET_NUMEL, planned
 
 from brigade.events import launches, ready, summary
 from brigade.feedback import (
-    CheckFailed,
-    NotWritten,
     blocks_backward,
     expect,
     expect_equal,
@@ -19,6 +17,7 @@ from brigade.feedback import (
     expect_weights,
     listing,
 )
+from brigade.verdict import CheckFailed, NotWritten
 from scenarios import m05_grad_buffer, m07_cached_shards, training
 
 WRONG_VIEW = (
