@@ -10,7 +10,6 @@ from test_m05_grad_buffer import BUCKET_NUMEL, planned
 from brigade.events import launches, ready, summary
 from brigade.feedback import (
     CheckFailed,
-    NotWritten,
     blocks_backward,
     expect,
     expect_equal,
@@ -19,6 +18,7 @@ from brigade.feedback import (
     expect_weights,
     listing,
 )
+from brigade.verdict import NotWritten
 from scenarios import m05_grad_buffer, m07_cached_shards, training
 
 WRONG_VIEW = (
