@@ -159,6 +159,8 @@ def test_the_sharded_optimizer_launches_what_is_planned():
 
 def test_what_a_rank_keeps_is_what_is_counted():
     for one in memory.measure(SIZE, (2,)):
+        if not programs.with_rules([one.case.rung]):
+            continue
         dtype = {"float32": "fp32", "bfloat16": "bf16"}[one.case.dtype]
         setting = setting_of_small(OPTIMIZERS["adamw"], memory.BUCKET_MB, dtype)
         counted, held = one.fullest(2), plan.held(one.case.rung, setting)

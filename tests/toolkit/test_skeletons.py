@@ -115,7 +115,7 @@ def test_write_makes_what_is_outdated_and_nothing_else(course):
     changed.write_text("# my work\n")
     missing.unlink()
     document = course / "assignments.md"
-    document.write_text(document.read_text().replace("**100**", "**99**"))
+    document.write_text(document.read_text().replace("**total**", "**sum**"))
     assert skeletons.outdated() == [changed, missing, document] == skeletons.write()
     assert skeletons.outdated() == []
     assert [backup.read_text() for backup in (course / "lessons").rglob("*.bak")] == ["# my work\n"]
