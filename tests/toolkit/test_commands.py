@@ -65,7 +65,7 @@ ACCOUNTS = [
     Run(r"\.venv/bin/brigade check 3 --seed 481516"),
     Run("pytest tests/test_m01_naive_ddp.py"),
     Run("brigade next", status=1, written=False),
-    Run("brigade hint 1", written=False),
+    Run("brigade hint 1( c)?", written=False),
     Run("brigade reset 1", written=False),
     Run(r"(\.venv/bin/)?brigade submit( --target solutions)?"),
     NotRun("brigade check 1 --watch", "it ends with Ctrl-C; tests/toolkit/test_cli.py does that"),
