@@ -48,7 +48,7 @@ class Module:
 
 
 MODULES = (
-    Module(1, "m01_naive_ddp", "Naive data parallelism", 8, 30, 1, ("broadcast_module_state", "NaiveDDP"),
+    Module(1, "m01_naive_ddp", "Naive data parallelism", 8, 40, 1, ("broadcast_module_state", "NaiveDDP"),
            "one all-reduce per parameter, after backward"),
     Module(2, "m02_flat_ddp", "One flat all-reduce", 8, 30, 2, ("FlatDDP",),
            "one all-reduce per dtype, after backward"),
@@ -56,13 +56,13 @@ MODULES = (
            "one all-reduce per parameter, during backward"),
     Module(4, "m04_bucketed_ddp", "Buckets", 15, 60, 3, ("plan_buckets", "BucketedDDP"),
            "one all-reduce per bucket, during backward"),
-    Module(5, "m05_grad_buffer", "Gradients in one buffer", 15, 75, 4, ("plan_layout", "GradBuffer", "BufferedDDP"),
+    Module(5, "m05_grad_buffer", "Gradients in one buffer", 15, 90, 4, ("plan_layout", "GradBuffer", "BufferedDDP"),
            "one all-reduce per bucket, during backward, without copies"),
-    Module(6, "m06_coalesced", "Coalesced collectives", 12, 60, 4, ("coalesce", "BucketGroup", "CoalescedDDP"),
+    Module(6, "m06_coalesced", "Coalesced collectives", 12, 90, 4, ("coalesce", "BucketGroup", "CoalescedDDP"),
            "one reduce-scatter and one all-gather per group of buckets"),
     Module(7, "m07_cached_shards", "Cached shards", 8, 30, 2, ("ShardCache", "CachedDDP"),
            "one reduce-scatter and one all-gather per group, no new views"),
-    Module(8, "m08_zero_optimizer", "A ZeRO optimizer", 22, 120, 5, ("ShardedOptimizer", "ZeroOptimizer"),
+    Module(8, "m08_zero_optimizer", "A ZeRO optimizer", 22, 150, 5, ("ShardedOptimizer", "ZeroOptimizer"),
            "reduce-scatter, step on the own shard, all-gather of weights"),
 )  # fmt: skip
 

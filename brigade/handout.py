@@ -38,7 +38,8 @@ def modules(root: Path) -> str:
         (e.number, f"[{e.title}](lessons/{e.package}/README.md)", e.idea, e.points, e.minutes, f"{e.difficulty} of 5")
         for e in MODULES
     ]
-    return table(("", "module", "idea", "points", "minutes", "difficulty"), rows)
+    total = ("", "", "", f"**{sum(e.points for e in MODULES)}**", f"**{sum(e.minutes for e in MODULES)}**", "")
+    return table(("", "module", "idea", "points", "minutes", "difficulty"), [*rows, total])
 
 
 def students(root: Path) -> str:
