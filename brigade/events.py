@@ -23,6 +23,7 @@ class Launch:
     sync: bool
     reduce_op: str | None
     name: str | None
+    memory: str | None  # of the parameter of that name: its "weight" or its "gradient"
     phase: str
     step: int | None  # of the training loop; None before the first
     place: int
@@ -43,7 +44,7 @@ def launches(events: Sequence[Event], step: int | None = None, *, phase: str | N
         if kind == "step":
             now = event.get("step")
         elif kind == "launch":
-            fields = ("op", "dtype", "numel", "nbytes", "parts", "sync", "reduce_op", "name", "phase")
+            fields = ("op", "dtype", "numel", "nbytes", "parts", "sync", "reduce_op", "name", "memory", "phase")
             found[index] = Launch(
                 index=index, step=now, place=place, start=event["time"], **{name: event[name] for name in fields}
             )
@@ -70,6 +71,17 @@ def ready(events: Sequence[Event], step: int) -> list[tuple[int, str]]:
             now = event.get("step")
         elif event.get("kind") == "ready" and now == step:
             found.append((place, event.get("name")))
+    return found
+
+
+def passes(events: Sequence[Event], step: int) -> list[int]:
+    """The positions in the record at which the backward passes of a step begin."""
+    now, found = None, []
+    for place, event in enumerate(events):
+        if event.get("kind") == "step":
+            now = event.get("step")
+        elif event.get("kind") == "phase" and event.get("phase") == "backward" and now == step:
+            found.append(place)
     return found
 
 

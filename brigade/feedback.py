@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from brigade.events import Event, Launch, launches, ready
+from brigade.causes import Evidence, of_record
+from brigade.events import Event, Launch, launches, passes, ready
 from brigade.verdict import CheckFailed
 
 if TYPE_CHECKING:
@@ -30,7 +32,9 @@ def expect_start(starts: Sequence[Tensors], case: Case, kind: str = "parameters 
     if kind in ("parameters", "buffers"):
         truth = {name: t for name, t in truth.items() if (name in case.parameters()) == (kind == "parameters")}
     suspects = {
-        f"this rank still has its own: are {kind} broadcast, all of them?": [case.states[rank] for rank in case.group],
+        f"this rank still has its own: are {kind} broadcast, all of them, and not copies of them?": [
+            case.states[rank] for rank in case.group
+        ],
         "they are those of rank 0 of the world, not of the group?": [case.states[0]] * len(case.group),
         "they are those of the last rank: broadcast from the wrong one?": [case.states[case.group[-1]]]
         * len(case.group),
@@ -49,32 +53,63 @@ def expect_gradients(
     tolerance: Mapping[torch.dtype, float] | float = ONE_STEP,
 ) -> None:
     """After the first finish_grad_sync, every rank of the case's group has the average gradients."""
-    own = {"each rank still has its own gradient: not reduced, or the result is not used?": [
-        case.gradients([rank]) for rank in case.group
-    ]}  # fmt: skip
+    own = [case.gradients([rank]) for rank in case.group]
+    size = len(case.group)
+    unused = {
+        "each rank still has its own gradient: not reduced, or the result is not used?": own,
+        f"each rank has its own gradient, divided by {size}: not reduced, or a copy of it was?": [
+            {name: value if value is None else value / size for name, value in mine.items()} for mine in own
+        ],
+    }
     expect_equal(
-        what or f"after finish_grad_sync gradients are the average over ranks {listing(case.group)}",
+        what or f"after finish_grad_sync gradients are the average over {numbered(case.group)}",
         [results[rank]["gradients"][0] for rank in case.group],
         case.gradients(),
         ranks=case.group,
         world_size=case.world_size,
-        suspects=own | dict(suspects or {}) if len(case.group) > 1 else suspects,
+        suspects=unused | dict(suspects or {}) if size > 1 else suspects,
         tolerance=tolerance,
         scale=case.largest_entries(),
+        evidence=evidence_of(results, case),
     )
+
+
+def evidence_of(results: Sequence[Mapping[str, Any]], case: Case) -> Evidence:
+    """What the first step's record says of mistakes, and whether the replicas began alike."""
+    evidence = of_record(getattr(results, "events", None), case)
+    start = case.start()
+    for rank in case.group:
+        begin = results[rank].get("start", start) if isinstance(results[rank], Mapping) else start
+        if not evidence.mistake and not all(same(begin.get(name), value) for name, value in start.items()):
+            return replace(
+                evidence, mistake=f"rank {rank} did not start as rank {case.group[0]} did: see the checks of that"
+            )
+    return evidence
 
 
 def expect_weights(results: Sequence[Mapping[str, Any]], case: Case) -> None:
     """After all steps, every rank of the case's group has the weights that one process gets."""
     weights, _ = case.train()
-    expect_equal(
-        f"weights after {len(case.batches[0])} steps of {case.optimizer} on ranks {listing(case.group)} "
-        "are those of one process",
-        [results[rank]["weights"] for rank in case.group],
-        weights,
-        ranks=case.group,
-        tolerance=MANY_STEPS,
-    )
+    try:
+        expect_equal(
+            f"weights after {len(case.batches[0])} steps of {case.optimizer} on {numbered(case.group)} "
+            "are those of one process",
+            [results[rank]["weights"] for rank in case.group],
+            weights,
+            ranks=case.group,
+            tolerance=MANY_STEPS,
+        )
+    except CheckFailed as failed:
+        raise CheckFailed(failed.expected, failed.happened, cause_in_the_first_step(results, case, failed)) from None
+
+
+def cause_in_the_first_step(results: Sequence[Mapping[str, Any]], case: Case, failed: CheckFailed) -> str:
+    """Why its gradients were wrong already; if they were right, the cause that is known."""
+    try:
+        expect_gradients(results, case)
+    except CheckFailed as first:
+        return first.cause
+    return failed.cause
 
 
 def expect_equal(
@@ -87,6 +122,7 @@ def expect_equal(
     suspects: Mapping[str, Sequence[Tensors]] | None = None,
     tolerance: Mapping[torch.dtype, float] | float = ONE_STEP,
     scale: Mapping[str, float] | None = None,
+    evidence: Evidence | None = None,
 ) -> None:
     """Every rank's tensors equal `expected` (None counts as zero on both sides), else CheckFailed.
 
@@ -95,6 +131,7 @@ def expect_equal(
     of the expected tensor, or of what it was made from (`scale`, by name), or to 1/10 of the largest entry of all
     where that is more: a gradient that cancels keeps the rounding errors of its terms, which are as large as the
     others'. In fp32 a sum of n such terms is off by about sqrt(n) * 6e-8 of them, 7e-7 for 6 examples of 24 features.
+    `evidence` is what the record shows.
     """
     ranks = list(range(len(actual))) if ranks is None else list(ranks)
     scale = scale or {}
@@ -131,7 +168,10 @@ def expect_equal(
     names = sorted({entry[1] for entry in wrong}, key=list(expected).index)
     if len(wrong) > 1:
         happened += f"\n{len(wrong)} of {len(actual) * len(expected)} are wrong: {listing(names)}"
-    cause = likely_cause(wrong, actual, ranks, world_size or len(actual), suspects or {})
+    evidence = evidence or Evidence()
+    cause = evidence.mistake or likely_cause(
+        wrong, actual, expected, world_size or len(actual), suspects or {}, evidence
+    )
     raise CheckFailed(what, happened, cause)
 
 
@@ -184,18 +224,23 @@ def blocks_backward(launch: Launch, after: Sequence[str], ready_at: Mapping[str,
 def likely_cause(
     wrong: list[tuple[int, str, Tensor | None, Tensor, float]],
     actual: Sequence[Tensors],
-    ranks: Sequence[int],
+    expected: Tensors,
     world_size: int,
     suspects: Mapping[str, Sequence[Tensors]],
+    evidence: Evidence,
 ) -> str:
     """The mistake that would explain all the wrong tensors, or nothing."""
+    if evidence.synchronous and all(value is None for tensors in actual for value in tensors.values()):
+        return "p.grad was overwritten? A collective works in place, and returns None unless it has async_op=True"
     if all(found is None for _, _, found, _, _ in wrong):
         return "a gradient that is None on some rank must still take part, as zeros, and receive the average?"
     if any(found is not None and found.is_floating_point() and found.isnan().any() for _, _, found, _, _ in wrong):
-        return (
-            "NaN stands where a collective's result belongs until its handle was waited on: a handle was "
-            "never waited on, or the result was read too early?"
-        )
+        until = "NaN stands where a collective's result belongs until its handle was waited on: "
+        if evidence.forgotten:
+            return until + "a handle was never waited on"
+        if evidence.forgotten == 0:
+            return until + "all handles were, so the result was read too early, or belongs to another tensor?"
+        return until + "a handle was never waited on, or the result was read too early?"
     for cause, values in suspects.items():
         if all(same(found, values[place].get(name)) for place, name, found, _, _ in wrong):
             return cause
@@ -205,13 +250,16 @@ def likely_cause(
         factor = ratios[0]
         every = "every gradient" if len({name for _, name, *_ in wrong}) > 1 else "it"
         known = [
+            *[(1 / size, f"{every} is exactly {size}× too small: ReduceOp.AVG has divided already?")]
+            * evidence.averaged,
             (size, f"{every} is exactly {size}× too large: summed over the ranks, not averaged?"),
             (
                 size / world_size,  # 1 where the group is the world
-                f"{every} is divided by {world_size}, the size of the world, not by {size}, the size of the group?",
+                f"{every} is divided by {world_size}, the size of the world, not by {size}, the size of the group?"
+                + (f" Or twice by {size}?" if size * size == world_size else ""),
             ),
             (1 / size, f"{every} is exactly {size}× too small: divided twice?"),
-            (size / 2, f"{every} is divided by 2 where the group has {size} ranks?"),
+            (size / 2, f"{every} is divided by 2 where the group has {size} rank{'s' * (size > 1)}?"),
             (2, f"{every} is exactly 2× too large: counted twice?"),
         ]
         for value, cause in known:
@@ -219,10 +267,62 @@ def likely_cause(
                 return cause
         if abs(factor - 1) > 0.02:  # weights that are a little wrong have a factor too
             return f"{every} is {factor:.4g}× what it should be: divided by the wrong number?"
+    if moved := displaced(wrong, actual, expected):
+        return moved
     first = wrong[0][1]
     if size > 1 and any(not same(actual[0].get(first), tensors.get(first)) for tensors in actual[1:]):
         return f"the ranks do not agree: {first} was not exchanged, or not all of it?"
     return ""
+
+
+def displaced(
+    wrong: list[tuple[int, str, Tensor | None, Tensor, float]], actual: Sequence[Tensors], expected: Tensors
+) -> str:
+    """Whether the wrong entries are right ones that belong elsewhere, or at least add up as the right ones do."""
+    right = flat(expected.values())
+    found = flat(value for _, _, value, _, _ in wrong)
+    floating = all(truth.is_floating_point() for _, _, _, truth, _ in wrong)
+    if not floating or len(found) < 8 or found.isnan().any():
+        return ""
+    margin = 2e-6 * float(right.abs().max())
+    ordered = right.sort().values
+    place = torch.searchsorted(ordered, found).clamp(1, len(ordered) - 1)
+    nearest = torch.minimum((ordered[place - 1] - found).abs(), (ordered[place] - found).abs())
+    if bool((found != 0).any()) and bool((nearest <= margin).all()):
+        return (
+            "all entries are right ones that belong elsewhere: the flat tensor is cut at wrong places, or out of order?"
+        )
+    sums = [flat(tensors.values()).sum() for tensors in actual]
+    if len(actual) > 1 and all(abs(float(each - right.sum())) < 1e-6 * float(right.abs().sum()) for each in sums):
+        return (
+            "the sum of all entries is right, their places are not: are the parameters in the same order on all ranks? "
+            "A set has another one on each"
+        )
+    return ""
+
+
+def flat(tensors: Iterable[Tensor | None]) -> Tensor:
+    """All entries of those that are not None, in float64."""
+    return torch.cat([torch.zeros(0, dtype=torch.float64), *(t.double().flatten() for t in tensors if t is not None)])
+
+
+def launched_in_no_sync(events: Sequence[Event], step: int) -> list[Launch]:
+    """The launches of a step before its last backward pass began; all others are inside no_sync."""
+    begins = passes(events, step)
+    return [launch for launch in launches(events, step) if len(begins) > 1 and launch.place < begins[-1]]
+
+
+def expect_silence(events: Sequence[Sequence[Event]], ranks: Iterable[int], steps: int = 1) -> None:
+    """Backward passes inside no_sync launch nothing: those of a step before its last one."""
+    for rank in ranks:
+        for step in range(steps):
+            early = launched_in_no_sync(events[rank], step)
+            expect(
+                not early,
+                "backward passes inside no_sync launch nothing",
+                f"rank {rank}, step {step}: they made {len(early)} of {len(launches(events[rank], step))} launches",
+                "is self.synchronize asked before anything is counted or launched?",
+            )
 
 
 def expect(condition: bool, expected: str, happened: str, cause: str = "") -> None:
@@ -250,6 +350,11 @@ def ratio(found: Tensor | None, truth: Tensor) -> float | None:
     a, b = found.double().flatten(), truth.double().flatten()
     k = float(a @ b / (b @ b))
     return k if torch.allclose(a, k * b, rtol=1e-2, atol=1e-2 * abs(k) * float(b.abs().max())) and k else None
+
+
+def numbered(ranks: Sequence[int]) -> str:
+    """Such as "rank 0", or "ranks 1, 3"."""
+    return f"rank{'s' * (len(ranks) > 1)} {listing(ranks)}"
 
 
 def listing(names: Sequence[Any], limit: int = 4) -> str:

@@ -20,9 +20,9 @@ from typing import Any
 
 import pytest
 
-from brigade import ranks
+from brigade import causes, ranks
 from brigade.course import MODULES, CourseError
-from brigade.submission import directory, read
+from brigade.submission import Sources, directory, read
 from brigade.verdict import CheckFailed, NotWritten
 
 
@@ -75,13 +75,13 @@ class Checked:
             )
         except ranks.RankFailure as failure:
             self.output = failure.output
-            raise story(failure) from None
+            raise story(failure, self.sources) from None
         self.output = results.output
         return results
 
 
-def story(failure: ranks.RankFailure) -> CheckFailed:
-    """A failed run in the words of a failed check."""
+def story(failure: ranks.RankFailure, sources: Sources) -> CheckFailed:
+    """A failed run in the words of a failed check; `sources` are what ran."""
     if failure.unwritten:
         return NotWritten(f"{failure.unwritten} is written", "it is still the skeleton's `raise NotImplementedError`")
     expected = {
@@ -90,17 +90,15 @@ def story(failure: ranks.RankFailure) -> CheckFailed:
         "deadlock": "all ranks call the same collectives, so that none waits forever",
         "mismatch": "all ranks call the same collectives in the same order",
     }.get(failure.kind, "every rank delivers its result")
-    causes = {
+    usual = {
         "deadline": "a loop that does not end, or a rank that waits for something that never comes?",
         "deadlock": "a collective is skipped on some ranks only, by a condition that is not the same on all of them?",
         "mismatch": "a collective is skipped or added on some ranks only, or the order depends on the rank?",
         "died": "the process was ended from inside (os._exit, a crash): a check must run to its end",
     }
-    cause = causes.get(failure.kind, "")
-    if failure.error == "TypeError" and "argument" in failure.summary:
-        cause = "the signature differs from the one in the skeleton?"
-    elif failure.error == "NameError" and " has no " in failure.summary:
-        cause = "the name was changed or deleted? The skeleton has it; `brigade reset` brings it back"
+    cause = usual.get(failure.kind, "")
+    if failure.kind == "exception":
+        cause = causes.of_exception(failure, sources)
     return CheckFailed(expected, "\n".join([failure.summary, *failure.lines]), cause)
 
 

@@ -16,6 +16,7 @@ import importlib
 import importlib.abc
 import json
 import os
+import random
 import signal
 import socket
 import struct
@@ -44,6 +45,8 @@ FINISHED_ANSWERS = (
     ("torch.distributed._composable.replicate", "replicate"),
 )
 NOT_IMPORTED_YET = "torch.distributed.optim.zero_redundancy_optimizer"
+
+SCATTERED = 1000  # parameters; half of them leave holes for those of the model
 
 _device = torch.device("cpu")
 
@@ -144,10 +147,24 @@ def perform(
     recording.install(recorder)
     recording.start_process_group(MODES[request["mode"]], recorder, backend, store, rank, world_size, timeout)
     function = functools.reduce(getattr, request["function"].split("."), importlib.import_module(request["module"]))
+    kept = scatter(request["seed"] + rank) if request["mode"] == "hold" else []
     result = function(*request["args"])
+    kept.clear()
     if backend == "nccl":
         torch.cuda.synchronize()
     return result
+
+
+def scatter(seed: int) -> list[torch.nn.Parameter]:
+    """Parameters with holes between them, to be kept while a model is built: its own lie in memory in a random order.
+
+    Ranks are forked, and would otherwise have equal addresses: what goes by them, such as the order of a set, would
+    agree by accident, as it does on no cluster.
+    """
+    tensor, rng = torch.zeros(0), random.Random(seed)
+    parameters = [torch.nn.Parameter(tensor) for _ in range(SCATTERED)]
+    rng.shuffle(parameters)
+    return parameters[::2]  # the others are freed in this order, and their memory is given out again in another
 
 
 def forbid_finished_answers() -> None:
@@ -176,12 +193,14 @@ class Refusing(importlib.abc.MetaPathFinder):
 
 
 def describe(error: BaseException, request: dict[str, Any]) -> dict[str, Any]:
-    """The exception as the parent shows it: its frames in the submission; if there are none, all but the toolkit's."""
+    """The exception as the parent shows it: its frames in the submission; else in the scenario; else all but ours."""
     frames = traceback.extract_tb(error.__traceback__)
     toolkit = os.path.dirname(os.path.abspath(__file__))
     files = {path for path, _ in request["packages"].get(submission.PACKAGE, {}).values()}
     own = [frame for frame in frames if frame.filename in files]
-    others = [frame for frame in frames if os.path.dirname(frame.filename) != toolkit]
+    ours = {path for sources in request["packages"].values() for path, _ in sources.values()}
+    others = [frame for frame in frames if frame.filename in ours]
+    others = others or [frame for frame in frames if os.path.dirname(frame.filename) != toolkit]
     return {
         "type": type(error).__name__,
         "message": str(error)[:MAX_MESSAGE],

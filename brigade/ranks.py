@@ -45,6 +45,13 @@ GRACE_S = 0.3  # after the first failure, the time that other ranks get to repor
 OUTPUT_LIMIT = 20_000  # characters of a rank's output that are kept
 MESSAGE_LIMIT = 4_000  # ... and of the message of its exception
 BROKEN_LINK = re.compile("[Cc]onnection (closed|reset)|[Rr]emote (worker|process)|Broken pipe|ncclRemoteError")
+JARGON = (
+    (r"(group )?<brigade\.\w+\.\w+Group object at 0x\w+>", "process_group"),
+    (r"\b(Held|Recorded)Work\b", "Work"),
+    (r"\b(Holding|Recording|Paced)Group\b", "ProcessGroup"),
+    (r"(?m)^terminate called .*\n?", ""),
+    (r"(  what\(\):  )?\[enforce fail at [^\]]*\] ?", "gloo: "),
+)
 TRACE_LIMIT = 1 << 16  # bytes of what it says of where it stands
 FRAMES_LIMIT = 30  # of an exception's
 SENT_LIMIT = 1 << 30  # bytes a rank may send to us, where no jail says less
@@ -56,7 +63,7 @@ EVENT_FIELDS: dict[str, tuple[type, ...]] = {"kind": (str,), "time": (float,), "
 LAUNCH_FIELDS: dict[str, tuple[type, ...]] = {
     "index": (int,), "group": (str,), "ranks": (list,), "op": (str,), "dtype": (str, type(None)), "numel": (int,),
     "nbytes": (int,), "parts": (int,), "reduce_op": (str, type(None)), "root": (int, type(None)), "sync": (bool,),
-    "name": (str, type(None)),
+    "name": (str, type(None)), "memory": (str, type(None)),
 }  # fmt: skip
 
 
@@ -77,8 +84,11 @@ class RankFailure(Exception):
     `kind`: "exception" (a rank raised), "died" (its process ended), "deadline", "deadlock" (all wait and a launch
     is missing), "mismatch" (the ranks called different collectives) or "garbled" (unreadable result).
     `rank` is the first to fail, where one is to blame; `lines` say one thing per rank; `error` is the exception's
-    type name; `output` is what the ranks printed.
+    type name; `output` is what the ranks printed, `events` what they recorded.
     """
+
+    events: list[list[Event]]
+    own = False  # whether `lines` are the submission's, where a rank raised
 
     def __init__(
         self,
@@ -91,7 +101,7 @@ class RankFailure(Exception):
     ):
         super().__init__("\n".join([summary, *lines]))
         self.kind, self.summary, self.lines, self.rank, self.error = kind, summary, lines, rank, error
-        self.output = output or []
+        self.output, self.events = output or [], []
 
     @property
     def unwritten(self) -> str:
@@ -309,6 +319,7 @@ def run_ranks(
         run.end()
         isolation.remove(directory)
     if failure:
+        failure.events = [rank.events for rank in run.ranks]
         raise failure
     results = RankResults(run.decoded())
     results.events = [rank.events for rank in run.ranks]
@@ -352,7 +363,7 @@ class _Rank:
             self.control.sendall(struct.pack("<Q", len(data)) + data)
 
     def text(self) -> str:
-        text = self.printed[:OUTPUT_LIMIT].decode(errors="replace")
+        text = plain(self.printed[:OUTPUT_LIMIT].decode(errors="replace"))
         return text + ("\n... (more was printed)" if len(self.printed) > OUTPUT_LIMIT else "")
 
     def take(self, event: Event) -> None:
@@ -500,7 +511,7 @@ class _Run:
             error = json.loads(body)
             rank.error = {
                 "type": str(error["type"])[:MESSAGE_LIMIT],
-                "message": str(error["message"])[:MESSAGE_LIMIT],
+                "message": plain(str(error["message"])[:MESSAGE_LIMIT]),
                 "own": bool(error["own"]),
                 "frames": [
                     [str(text)[:MESSAGE_LIMIT] for text in (f, int(n), w, t)]
@@ -637,7 +648,9 @@ class _Run:
             error = culprit.error
             summary = f"rank {culprit.number} raised {error['type']}: {error['message'] or '(no message)'}"
             frames = [f"  {Path(f).name}, line {n}, in {where}: {text}" for f, n, where, text in error["frames"]]
-            return RankFailure("exception", summary, frames, culprit.number, error["type"], output)
+            failure = RankFailure("exception", summary, frames, culprit.number, error["type"], output)
+            failure.own = error["own"]
+            return failure
         how = "it closed its channel" if culprit.status is None else ending(culprit.status)
         summary = f"rank {culprit.number} ended without a result ({how})"
         return RankFailure("died", summary, lines, culprit.number, output=output)
@@ -693,6 +706,13 @@ def describe(event: Event) -> str:
         return f"barrier #{event['index']}"
     name = event.get("name")
     return f"{event['op']} #{event['index']} ({name + ', ' if name else ''}{event['dtype']}, {event['nbytes']} B)"
+
+
+def plain(text: str) -> str:
+    """Without the names of the toolkit's classes, and without what gloo's C++ says of itself."""
+    for pattern, instead in JARGON:
+        text = re.sub(pattern, instead, text)
+    return text
 
 
 def ending(status: int) -> str:

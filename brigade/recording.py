@@ -8,11 +8,13 @@ the processes of one machine) and `phase` (what the training loop was doing). Th
 
     launch   a collective was called: `index` counts them in this rank; `group`, `ranks` (global ranks of the
              group), `op`, `dtype`, `numel` and `nbytes` of the full buffer, `parts` (tensors in a coalesced
-             call), `reduce_op`, `root` (rank in the group), `sync`, `name` (the tensor it concerns, if known)
+             call), `reduce_op`, `root` (rank in the group), `sync`, `name` (of the parameter it concerns, if known),
+             `memory` (whether that is its "weight" or its "gradient")
     wait     the rank starts to wait for launch `index`
     done     ... and has been given its result
     end      launch `index` is complete (its `time` is when; on CUDA when its kernel was queued; of gloo's
              reduce_scatter when the wait for it ended)
+    phase    the loop has come to this phase
     race     a tensor of launch `index` was changed between launch and wait (`holding.py`)
 
 Scenarios add their own kinds with `note`. Only this file and `ranks.py` know how torch makes process groups.
@@ -62,17 +64,19 @@ class Recorder:
         """Lets launches on a parameter, or on its gradient as it lies in memory then, say its name."""
         self._parameters = dict(module.named_parameters())
 
-    def name_of(self, tensors: list[torch.Tensor]) -> str | None:
-        """The parameter whose memory (or whose gradient's) is the launch's tensor; None for a copy, or for several."""
+    def owner(self, tensors: list[torch.Tensor]) -> tuple[str | None, str | None]:
+        """The parameter whose "weight" or "gradient" is the launch's tensor; None for a copy, or for several."""
         if len(tensors) != 1:
-            return None
+            return None, None
         address, numel = tensors[0].data_ptr(), tensors[0].numel()
         for name, parameter in self._parameters.items():
             if parameter.numel() != numel:
                 continue
-            if parameter.data_ptr() == address or (parameter.grad is not None and parameter.grad.data_ptr() == address):
-                return name
-        return None
+            if parameter.data_ptr() == address:
+                return name, "weight"
+            if parameter.grad is not None and parameter.grad.data_ptr() == address:
+                return name, "gradient"
+        return None, None
 
 
 _recorder: Recorder | None = None
@@ -103,6 +107,7 @@ def phase(name: str) -> Iterator[None]:
         yield
         return
     before, _recorder.phase = _recorder.phase, name
+    _recorder.note("phase")  # should nothing else happen in it, because it hangs
     try:
         yield
     finally:
@@ -256,6 +261,7 @@ class RecordingGroup(dist.ProcessGroup):
         elif op == "all_to_all":
             full = tensors_in(args[inputs])
         reduce_op = getattr(options, "reduceOp", None)
+        name, memory = self._recorder.owner(full)
         index = self._recorder.launch(
             group=self._name,
             ranks=self._ranks,
@@ -267,7 +273,8 @@ class RecordingGroup(dist.ProcessGroup):
             reduce_op=None if reduce_op is None else str(reduce_op.op).rpartition(".")[2],
             root=getattr(options, "rootRank", None),
             sync=not getattr(options, "asyncOp", True),
-            name=self._recorder.name_of(full),
+            name=name,
+            memory=memory,
         )
         return self.call(method, args, kwargs, index)
 

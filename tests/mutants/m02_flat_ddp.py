@@ -9,6 +9,7 @@ ZEROS = "parameter.grad = torch.zeros_like(parameter)"
 FLATTEN = "torch.cat([parameter.grad.reshape(-1) for parameter in parameters])"
 REDUCE = "dist.all_reduce(flat, group=self.process_group)"
 DIVIDE = "flat /= dist.get_world_size(self.process_group)"
+SPLIT = "flat.split([parameter.numel() for parameter in parameters])"
 COPY_BACK = "parameter.grad.copy_(piece.view(parameter.shape))"
 
 MUTANTS = [
@@ -27,6 +28,21 @@ MUTANTS = [
         BY_DTYPE,
         "self.parameters_by_dtype[torch.float32].append(parameter)",
         ("test_one_all_reduce_per_dtype",),
+        "torch.cat casts tensors of several dtypes",
+    ),
+    Mutant(
+        "in the order of a set",
+        "for parameter in module.parameters():",
+        "for parameter in set(module.parameters()):",
+        ("test_gradients_are_averaged",),
+        "A set has another one on each",
+    ),
+    Mutant(
+        "every piece cut from the beginning",
+        SPLIT,
+        "[flat[: parameter.numel()] for parameter in parameters]",
+        ("test_gradients_are_averaged", "test_gradients_keep_shape_and_stride"),
+        "cut at wrong places",
     ),
     Mutant(
         "reduced in float32 whatever the dtype",
@@ -105,7 +121,13 @@ MUTANTS = [
         ("test_steps_and_subgroups",),
         "the size of the world",
     ),
-    Mutant("reduced over the world", REDUCE, "dist.all_reduce(flat)", ("test_steps_and_subgroups",)),
+    Mutant(
+        "reduced over the world",
+        REDUCE,
+        "dist.all_reduce(flat)",
+        ("test_steps_and_subgroups",),
+        "all_reduce runs on all 4 ranks, not on the group",
+    ),
 ]
 
 SAMPLE = ("every parameter reduced by itself", "gradient replaced by a piece of the flat tensor")

@@ -23,14 +23,14 @@ MUTANTS = [
         LAUNCH,
         LAUNCH.replace("parameter.grad", "parameter.grad.clone()"),
         ("test_gradients_are_averaged",),
-        "was not exchanged",
+        "or a copy of it was",
     ),
     Mutant(
         "weights reduced instead of gradients",
         LAUNCH,
         LAUNCH.replace("parameter.grad", "parameter.data"),
-        ("test_gradients_are_averaged", "test_steps_and_subgroups"),
-        "was not exchanged",
+        ("test_gradients_are_averaged", "test_steps_and_subgroups", "test_no_sync_restores_its_state"),
+        "the parameter itself is all-reduced",
     ),
     Mutant(
         "synchronous all-reduce in the hook",
@@ -127,14 +127,50 @@ MUTANTS = [
         "                    if self.synchronize\n"
         "                    else None\n"
         "                )",
-        ("test_no_sync_accumulates", "test_gradients_are_averaged"),
-        "read too early",
+        ("test_no_sync_accumulates", "test_gradients_are_averaged", "test_no_sync_restores_its_state"),
+        "before its gradient is in .grad",
     ),
     Mutant(
         "no_sync without effect",
         UNLESS,
         "if True:\n",
         ("test_no_sync_accumulates", "test_no_sync_restores_its_state"),
+        "is self.synchronize asked",
+    ),
+    Mutant(
+        "without async_op",
+        LAUNCH,
+        LAUNCH.replace(", async_op=True", ""),
+        ("test_launches_are_asynchronous",),
+        "line 48: without async_op=True all_reduce works in place and returns None",
+    ),
+    Mutant(
+        "the hook returns the handle",
+        REMEMBER,
+        REMEMBER + "\n            return handle",
+        ("test_launches_are_asynchronous",),
+        "hook returned 'Work'",
+    ),
+    Mutant(
+        "the hook returns the gradient",
+        REMEMBER,
+        REMEMBER + "\n            return parameter.grad",
+        ("test_launches_are_asynchronous",),
+        "a hook returns a value",
+    ),
+    Mutant(
+        "the hook called where it is registered",
+        HOOK,
+        HOOK.replace("self.launch", "self.launch(parameter)"),
+        ("test_launches_are_asynchronous",),
+        "a hook is called where it is registered",
+    ),
+    Mutant(
+        "divided by AVG and by hand",
+        LAUNCH,
+        LAUNCH.replace("grad, group", "grad, dist.ReduceOp.AVG, group"),
+        ("test_no_sync_restores_its_state",),
+        "ReduceOp.AVG has divided already",
     ),
     Mutant(
         "no_sync not restored after an exception",
@@ -169,6 +205,7 @@ MUTANTS = [
         LAUNCH,
         LAUNCH.replace("group=self.process_group, ", ""),
         ("test_steps_and_subgroups",),
+        "all_reduce runs on all 4 ranks, not on the group",
     ),
 ]
 

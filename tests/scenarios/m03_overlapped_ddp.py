@@ -23,6 +23,7 @@ def interrupted_no_sync(job: dict) -> list:
         with ddp.no_sync():
             with ddp.no_sync():
                 forward_backward(ddp, first)
+            recording.note("part", part="outer")
             forward_backward(ddp, second)
             raise Interruption
     except Interruption:
