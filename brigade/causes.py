@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from brigade.reference import Case
     from brigade.submission import Sources
 
-IN_PLACE = ("all_reduce", "broadcast", "reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "all_gather")
+IN_PLACE = ("all_reduce", "broadcast", "reduce_scatter_tensor", "all_gather_into_tensor", "all_gather")
 CALLED_HOOK = "a hook is called where it is registered: pass the function itself, without (...)?"
 
 
@@ -58,7 +58,7 @@ SYMPTOMS = [
     Symptom("TypeError", "hook returned|hooks should return", "a hook returns a value: it must return None"),
     Symptom("RuntimeError", "hook returned|hooks should return", "a hook returns a value: it must return None"),
     Symptom("TypeError", "object is not callable", by_its_hooks),
-    Symptom("ValueError", r"Global rank \d+ is not part of group", "src counts ranks in the world; group_src counts "
+    Symptom("ValueError", r"Global rank \d+ is not part of", "src counts ranks in the world; group_src counts "
             "them in the group"),
     Symptom("TypeError", r"(missing|takes) .*argument|unexpected keyword argument|multiple values for argument",
             by_the_signature),

@@ -5,14 +5,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import importlib
 import json
 import os
 import random
 import re
+import signal
 import sys
 import time
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,9 +57,12 @@ class Report:
     With the outcomes of the run `before` it shows what differs from them, beginning with what failed then.
     """
 
-    def __init__(self, quiet: bool = False, before: dict[str, Outcome] | None = None):
+    def __init__(self, quiet: bool = False, before: dict[str, Outcome] | None = None, prints: bool = False):
         self.quiet = quiet
         self.before = before or {}
+        self.prints = prints  # whether what the ranks printed is shown of checks that pass, too
+        self.printed = 0  # checks that pass whose ranks printed something
+        self.told: dict[str, str] = {}  # what was said of a failure -> the first check that said it
         self.outcomes: dict[str, Outcome] = {}  # by pytest's name of the check
         self.earned = self.possible = 0
         self.failed: list[Any] = []
@@ -76,14 +81,21 @@ class Report:
             self.earned += points
         else:
             self.failed.append(report)
+        printed = last_prints(report)
+        self.printed += bool(printed) and report.passed
         outcome = Outcome(title, report.passed, "" if report.passed else feedback(report))
         self.outcomes[report.nodeid] = outcome
         if self.quiet or outcome == self.before.get(report.nodeid):
             return
         sign, colour, got = ("✓", "green", points) if report.passed else ("✗", "red", 0)
         console.print(Text.assemble((f"  {sign} ", colour), f"{got}/{points}  {title}"))
-        if outcome.text:
-            console.print(Text(indented(outcome.text)))
+        text = "\n".join(printed) if report.passed and self.prints else outcome.text
+        if text and not report.passed and not getattr(report, "brigade_unwritten", False):
+            first = self.told.setdefault(essence(report), title)
+            if first != title and text.count("\n") > 2:
+                text = "as in the first failed check" if first == next(iter(self.told.values())) else f"as in: {first}"
+        if text:
+            console.print(Text(indented(text)))
 
     def pytest_collectreport(self, report: Any) -> None:
         if report.failed:
@@ -102,9 +114,19 @@ def feedback(report: Any) -> str:
     lines = str(report.longrepr).splitlines()
     if getattr(report, "brigade_unwritten", False):
         return lines[0].replace("expected  ", "to do: ").removesuffix(" is written")
-    for _, printed in report.sections:
-        lines += [line for line in printed.splitlines() if line.startswith("[rank ")][-20:]
-    return "\n".join(lines)
+    return "\n".join(lines + last_prints(report))
+
+
+def last_prints(report: Any) -> list[str]:
+    """The last lines that each rank printed."""
+    found = [[line for line in text.splitlines() if line.startswith("[rank ")] for _, text in report.sections]
+    return [line for lines in found for line in lines[-20:]]
+
+
+def essence(report: Any) -> str:
+    """What is said of a failure, without what differs between checks that fail for one reason."""
+    said = str(report.longrepr).partition("\nrepeat ")[0]
+    return re.sub(r"rank \d+|\d+ s\b|#\d+", "", said)
 
 
 def indented(text: str, by: int = 9) -> str:
@@ -113,9 +135,12 @@ def indented(text: str, by: int = 9) -> str:
 
 def run_checks(entry: Module, options: argparse.Namespace, **how: Any) -> Report:
     """Runs a module's graded checks in this process; `how` is for `Report`. Raises CourseError when they cannot run."""
-    report = Report(**how)
+    report = Report(prints=bool(options.only), **how)
+    with ending_at_once():
+        ranks.SERVER.start()
+        importlib.import_module("brigade.reference")
     arguments = [str(entry.checks), f"--rootdir={ROOT}", f"--config-file={ROOT / 'pyproject.toml'}"]
-    arguments += ["-p", "no:terminal", "-p", "no:cacheprovider"]
+    arguments += ["-p", "no:terminal", "-p", "no:cacheprovider", "--hurry"]
     arguments += [f"--target={options.target}", f"--prior={options.prior}"]
     if options.backend:
         arguments.append(f"--backend={options.backend}")
@@ -140,6 +165,19 @@ def run_checks(entry: Module, options: argparse.Namespace, **how: Any) -> Report
             )
         raise CourseError("the checks could not run:\n" + "\n".join(report.broken))
     return report
+
+
+@contextlib.contextmanager
+def ending_at_once() -> Iterator[None]:
+    """Ctrl-C ends the program: Python itself would notice it when torch is imported. The ranks' server sees us gone."""
+    ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if ours:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        if ours:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def check(options: argparse.Namespace) -> int:
@@ -183,6 +221,9 @@ def check_once(entries: Sequence[Module], options: argparse.Namespace, before: d
             console.print(f"  {unchanged}", markup=False)
         before.update(report.outcomes)
         console.print(f"  {report.earned} of {report.possible} points, {seconds:.1f} s")
+        if report.printed and not options.only and not options.debug:
+            times = "1 check that passes" if report.printed == 1 else f"{report.printed} checks that pass"
+            console.print(f"  The ranks printed something in {times}: --only NAME shows it.", markup=False)
         if any(f"module {earlier.number}, part" in str(failed.longrepr) for failed in report.failed
                for earlier in MODULES[: entry.number - 1]):  # fmt: skip
             advice = ": --prior reference uses ours" if HAS_SOLUTIONS else ""
@@ -465,6 +506,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         print("\nbrigade: stopped", file=sys.stderr)
+        if options.run in (check, next_step):
+            ranks.SERVER.close()
+            sys.stdout.flush()
+            os._exit(130)  # unloading torch would take a second or two
         return 130
 
 

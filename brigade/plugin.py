@@ -13,6 +13,7 @@ A check takes the fixture and nothing else, so that the suite can also call it w
 from __future__ import annotations
 
 import random
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,10 @@ from brigade import causes, ranks
 from brigade.course import MODULES, CourseError
 from brigade.submission import Sources, directory, read
 from brigade.verdict import CheckFailed, NotWritten
+
+HUNG = pytest.StashKey[int]()  # checks of this run that reached their deadline
+HURRY = 4  # with --hurry those after the first get so much less time
+HURRY_LIMIT = 2  # ... and after so many no check runs any more
 
 
 @dataclass
@@ -41,6 +46,7 @@ class Checked:
     debug: bool = False
     rng: random.Random = field(init=False)
     output: list[str] = field(init=False, default_factory=list)
+    hung: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
@@ -75,6 +81,7 @@ class Checked:
             )
         except ranks.RankFailure as failure:
             self.output = failure.output
+            self.hung = failure.kind == "deadline"
             raise story(failure, self.sources) from None
         self.output = results.output
         return results
@@ -112,6 +119,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--share-gpu", action="store_true", help="several NCCL ranks on one GPU: for correctness only")
     group.addoption("--seed", type=int, default=None, help="repeat the random cases of an earlier run")
     group.addoption("--deadline", type=float, default=None, help="seconds that one run of ranks may take")
+    group.addoption("--hurry", action="store_true", help="when a check reached its deadline, wait less for the others")
     group.addoption("--debug-rank", action="store_true", help="world size 1, no deadline: breakpoint() works, with -s")
 
 
@@ -170,12 +178,15 @@ def submission(request: pytest.FixtureRequest) -> Checked:
         found = read(option.target, module_of(request.path), option.prior)
     except CourseError as error:
         raise CheckFailed("the submission can be read", str(error)) from None
+    hung = request.config.stash.get(HUNG, 0) if option.hurry else 0
+    if hung == HURRY_LIMIT:
+        raise CheckFailed("the checks before this one come to an end", f"{hung} of them did not: this one was not run")
     checked = Checked(
         found.sources,
         seed=seed_of(option.seed, request.node.name),
         backend=option.backend,
         share_gpu=option.share_gpu,
-        deadline=option.deadline,
+        deadline=(option.deadline or ranks.DEADLINE_S[option.backend]) / HURRY if hung else option.deadline,
         debug=option.debug_rank,
     )
     request.node.brigade_checked = checked
@@ -195,22 +206,40 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Any:
     if points:
         report.brigade_points = points.args[0]
         report.brigade_title = (getattr(item.obj, "__doc__", None) or item.name).strip().splitlines()[0]
+    checked = getattr(item, "brigade_checked", None)
+    for rank, printed in enumerate(checked.output if checked and call.when == "call" else []):
+        if printed.strip():
+            shown = "\n".join(f"[rank {rank}] {line}" for line in printed.rstrip().splitlines())
+            report.sections.append((f"what rank {rank} printed", shown))
     if call.excinfo is None or not isinstance(call.excinfo.value, (CheckFailed, CourseError)):
         return
     report.outcome = "failed"
     text = str(call.excinfo.value)
-    if not isinstance(call.excinfo.value, NotWritten):
-        option = item.config.option
-        text += f"\nrepeat    pytest {item.nodeid} --target {option.target} --seed {option.seed}"
+    if checked and checked.hung:
+        hung = item.config.stash.get(HUNG, 0)
+        item.config.stash[HUNG] = hung + 1
+        if item.config.option.hurry and hung:
+            text += "\n          It was given less time than usual, since a check before it had not come to its end."
+    if points and not isinstance(call.excinfo.value, NotWritten):
+        text += f"\nrepeat    {repeat(item)}"
     report.brigade_unwritten = isinstance(call.excinfo.value, NotWritten)
     report.longrepr = text
     if call.when == "setup":
         report.when = "call"  # a submission that cannot be read is a failed check, not an error of ours
-    checked = getattr(item, "brigade_checked", None)
-    for rank, printed in enumerate(checked.output if checked else []):
-        if printed.strip():
-            shown = "\n".join(f"[rank {rank}] {line}" for line in printed.rstrip().splitlines())
-            report.sections.append((f"what rank {rank} printed", shown))
+
+
+def repeat(item: pytest.Item) -> str:
+    """The command that runs this check alone, on the same random cases."""
+    option = item.config.option
+    words = ["brigade", "check", str(module_of(item.path)), "--only", item.name.removeprefix("test_")]
+    words += ["--seed", str(option.seed)]
+    if directory(option.target).resolve() != directory("lessons").resolve():
+        words += ["--target", str(option.target)]
+    if option.prior != "own":
+        words += ["--prior", option.prior]
+    if option.backend != default_backend():
+        words += ["--backend", option.backend]
+    return shlex.join(words)
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

@@ -120,6 +120,7 @@ class Server:
     def __init__(self) -> None:
         self._process: subprocess.Popen | None = None
         self._channel: socket.socket | None = None
+        self._ready = False  # whether it has answered: it has imported torch
         self.scratch = Path()
         self.jail: isolation.Jail | None = None  # of all ranks from now on
 
@@ -151,6 +152,7 @@ class Server:
             env=environment,
             start_new_session=True,  # Ctrl-C is for us; we then end the ranks in order
         )
+        self._ready = False
         theirs.close()
         os.close(lock)
         self._channel = mine
@@ -204,6 +206,7 @@ class Server:
         while True:
             message = self._message()
             if key in message:
+                self._ready = True
                 return message[key]
             on_exit(message["exited"], message["status"])
 
@@ -221,6 +224,8 @@ class Server:
             self._channel.close()
             self._channel = None
         if self._process:
+            if not self._ready:
+                self._process.kill()  # importing torch, it would not listen for seconds; it has no ranks yet
             try:
                 self._process.wait(timeout=15)
             except subprocess.TimeoutExpired:

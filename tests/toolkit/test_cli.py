@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 
-from brigade import cli, skeletons
+from brigade import cli, ranks, skeletons
 from brigade.course import MODULES, ROOT
 from brigade.lab import bought
 
@@ -128,6 +128,58 @@ def test_prints_are_shown_by_rank_and_capped(brigade, lessons):
     assert done.returncode == 1
     assert "[rank 0] hello from the submission" in done.stdout
     assert len(done.stdout) < 100_000
+
+
+def test_prints_of_a_check_that_passes(brigade, lessons):
+    text = (lessons / MODULES[0].path).read_text()
+    noisy = text.replace(
+        "            if parameter.grad is None:", "            print('hello')\n            if parameter.grad is None:"
+    )
+    assert noisy != text
+    (lessons / MODULES[0].path).write_text(noisy)
+    shown = brigade("check", 1, "--target", lessons, "--only", "one_all_reduce").stdout
+    assert "✓ 1/1" in shown and "[rank 1] hello" in shown
+    shown = brigade("check", 1, "--target", lessons).stdout
+    assert "hello" not in shown and "The ranks printed something in 7 checks that pass: --only NAME shows it." in shown
+
+
+def test_an_error_in_all_checks_is_told_once(brigade, lessons):
+    text = (lessons / MODULES[0].path).read_text()
+    (lessons / MODULES[0].path).write_text(text.replace("dist.get_world_size(", "dist.get_wolrd_size("))
+    shown = brigade("check", 1, "--target", lessons, "--seed", 3).stdout
+    assert shown.count("AttributeError") == 1 and shown.count("as in the first failed check") == 6, shown
+    assert f"repeat    brigade check 1 --only parameters_start_equal --seed 3 --target {lessons}\n" in shown
+
+
+def test_after_two_checks_that_hang_no_other_is_waited_for(brigade, lessons, monkeypatch):
+    monkeypatch.setitem(ranks.DEADLINE_S, "gloo", 4.0)
+    text = (lessons / MODULES[0].path).read_text()
+    hanging = text.replace(
+        "        for parameter in self.module", "        while True: pass\n        for parameter in self.module"
+    )
+    (lessons / MODULES[0].path).write_text(hanging)
+    shown = brigade("check", 1, "--target", lessons).stdout
+    assert shown.count("stopped after 4 s") == 1 and "rank 0 is in finish" in shown, shown
+    assert shown.count("✗ 0/") == 7 and shown.count("this one was not run") == 5 and "0 of 8 points" in shown
+
+
+@pytest.mark.parametrize("after", ["Module 1", "✓"])  # torch is being imported; ranks are running
+def test_ctrl_c_ends_at_once(lessons, after, tmp_path):
+    command = [sys.executable, "-u", "-m", "brigade.cli", "check", "1", "--target", str(lessons)]
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    read_until(process, after)
+    process.send_signal(signal.SIGINT)
+    asked = time.monotonic()
+    assert process.wait(timeout=20) in (130, -signal.SIGINT)
+    assert time.monotonic() - asked < 4, "one second on a machine that does nothing else"
+    assert "Traceback" not in process.communicate(timeout=20)[0]  # the ranks' server ends, too: it has this pipe open
 
 
 def test_reset_keeps_the_students_file(tmp_path, monkeypatch, capsys):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from brigade.causes import Evidence
 from brigade.feedback import CheckFailed, expect, expect_equal, expect_gradients, expect_start, expect_weights, listing
 from brigade.reference import Case
 
@@ -51,6 +52,17 @@ def test_divided_by_the_world_where_the_group_is_smaller():
     assert failed.happened.startswith("rank 1, weight")
 
 
+def test_divided_twice_where_one_division_was_the_collectives():
+    failed = verdict([times(1 / 2)] * 2, evidence=Evidence(averaged=True))
+    assert failed.cause == "every gradient is exactly 2× too small: ReduceOp.AVG has divided already?"
+    assert "ReduceOp.AVG" in verdict([times(1 / 2)] * 2, world_size=4, evidence=Evidence(averaged=True)).cause
+
+
+def test_two_mistakes_with_one_factor_are_both_named():
+    cause = verdict([times(1 / 2)] * 2, ranks=[1, 3], world_size=4).cause
+    assert "the size of the world" in cause and "Or twice by 2?" in cause
+
+
 def test_divided_by_two_whatever_the_group():
     assert "divided by 2 where the group has 3 ranks" in verdict([times(3 / 2)] * 3).cause
 
@@ -76,6 +88,41 @@ def test_nan_is_a_result_nobody_waited_for():
     assert failed.happened == f"rank 1, bias: entry 1 is nan, expected {truth()['bias'][1].item():.6g}"
 
 
+@pytest.mark.parametrize(
+    ("forgotten", "told"), [(2, "a handle was never waited on"), (0, "the result was read too early")]
+)
+def test_nan_where_the_record_knows_of_the_handles(forgotten, told):
+    wrong = truth() | {"bias": torch.full((3,), float("nan"))}
+    cause = verdict([wrong], evidence=Evidence(forgotten=forgotten)).cause
+    assert told in cause and ("never" in cause) == bool(forgotten)
+
+
+def test_a_mistake_in_the_record_comes_first():
+    assert verdict([times(2)] * 2, evidence=Evidence(mistake="the wrong group?")).cause == "the wrong group?"
+
+
+def test_gradients_that_are_all_gone():
+    nothing: Tensors = dict.fromkeys(truth())
+    assert "p.grad was overwritten" in verdict([nothing] * 2, evidence=Evidence(synchronous=True)).cause
+    assert "p.grad was overwritten" not in verdict([nothing] * 2).cause
+
+
+def test_pieces_in_the_wrong_places():
+    entries = torch.cat([truth()["bias"], truth()["weight"].flatten()])
+    shifted = {"weight": entries[:12].view(3, 4), "bias": entries[12:]}
+    assert "belong elsewhere" in verdict([shifted] * 2).cause
+
+
+def test_sums_that_are_right_in_places_that_are_not():
+    """Two ranks average the parameters in different orders: entry i of one with entry j of the other."""
+    own = [times(0.4), times(1.6)]
+    mine, other = (torch.cat([tensors["weight"].flatten(), tensors["bias"]]) for tensors in own)
+    swapped = torch.cat([other[3:], other[:3]])
+    mixed = (mine + swapped) / 2
+    found = {"weight": mixed[:12].view(3, 4), "bias": mixed[12:]}
+    assert "in the same order on all ranks" in verdict([found, found]).cause
+
+
 def test_none_where_a_gradient_belongs():
     missing = truth() | {"bias": None}
     failed = verdict([truth(), missing])
@@ -92,12 +139,12 @@ def test_a_suspect_is_named_where_its_values_are_found():
 
 
 def test_ranks_that_disagree():
-    actual = [truth(), {name: value.flip(0) for name, value in truth().items()}]
+    actual = [truth(), {name: value.flip(0) + 1 for name, value in truth().items()}]
     assert "the ranks do not agree: weight" in verdict(actual).cause
 
 
 def test_no_cause_is_invented():
-    wrong = {name: value.flip(0) for name, value in truth().items()}
+    wrong = {name: value.flip(0) * torch.rand(1) + 1 for name, value in truth().items()}
     failed = verdict([wrong, wrong])
     assert failed.cause == "" and "cause" not in str(failed)
 

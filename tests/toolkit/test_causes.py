@@ -1,0 +1,61 @@
+"""The cause of a rank's exception: said where exception, frames and text give it away, and not otherwise."""
+
+from __future__ import annotations
+
+import pytest
+
+from brigade.causes import CALLED_HOOK, of_exception, used_results
+from brigade.ranks import RankFailure, plain
+
+
+def cause(error: str, message: str, lines: list[str] = (), own: bool = True, text: str = "") -> str:
+    failure = RankFailure("exception", f"rank 0 raised {error}: {message}", list(lines), 0, error)
+    failure.own = own
+    return of_exception(failure, {"m.f": ("/somewhere/f.py", text)})
+
+
+NONE = "'NoneType' object has no attribute 'wait'"
+ARGUMENT = "f() takes 1 positional argument but 2 were given"
+ENGINE = ["  training.py, line 53, in forward_backward: loss.backward()"]
+REGISTERED = ["  f.py, line 3, in __init__: p.register_post_accumulate_grad_hook(self.launch(p))"]
+
+
+@pytest.mark.parametrize(
+    ("found", "told"),
+    [
+        (cause("BdbQuit", "(no message)"), "--debug"),
+        (cause("TypeError", "expected Variable, but hook returned 'Work'", ENGINE, own=False), "must return None"),
+        (cause("TypeError", "'NoneType' object is not callable", ENGINE, own=False), CALLED_HOOK),
+        (cause("TypeError", "'NoneType' object is not callable", ["  f.py, line 9, in forward: self.f()"]), ""),
+        (cause("RuntimeError", "anything", [*REGISTERED, "  f.py, line 9, in launch: p.grad / 2"]), CALLED_HOOK),
+        (cause("TypeError", "anything", REGISTERED), ""),
+        (cause("TypeError", ARGUMENT, own=False), "signature differs"),
+        (cause("TypeError", ARGUMENT), ""),  # a call of the submission's own
+        (cause("TypeError", "Invalid function argument. Expected parameter `tensor`", own=False), ""),
+        (cause("AttributeError", NONE), ""),
+        (
+            cause("AttributeError", NONE, text="h = dist.all_reduce(t)"),
+            "f.py, line 1: without async_op=True all_reduce",
+        ),
+        (cause("AttributeError", NONE, text="dist.all_reduce(t)\nh = dist.broadcast(t, async_op=True)"), ""),
+        (cause("ValueError", "Global rank 0 is not part of group"), "group_src"),
+    ],
+)
+def test_cause(found, told):
+    assert told in found if told else found == ""
+
+
+def test_results_that_are_used():
+    text = "def f():\n    return all_reduce(t, async_op=False)\nx = g(dist.broadcast(t), functools.reduce(a, b))\n"
+    assert [(place, op) for place, op in used_results({"f": ("f.py", text)})] == [
+        ("f.py, line 2", "all_reduce"),
+        ("f.py, line 3", "broadcast"),
+    ]
+
+
+def test_no_name_of_the_toolkit_is_quoted():
+    message = "rank 0 is not part of group <brigade.holding.HoldingGroup object at 0x7f85>; got 'HeldWork'"
+    assert plain(message) == "rank 0 is not part of process_group; got 'Work'"
+    aborted = "hello\nterminate called after throwing an instance of 'gloo::EnforceNotMet'\n"
+    aborted += "  what():  [enforce fail at /__w/pytorch/pair.cc:454] op.preamble.length <= op.nbytes. 8 vs 4"
+    assert plain(aborted) == "hello\ngloo: op.preamble.length <= op.nbytes. 8 vs 4"
