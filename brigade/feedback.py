@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from brigade.events import Event, Launch, launches, ready
+from brigade.evidence import launched_in_no_sync, listing, miscounted, wrong_group
 from brigade.verdict import CheckFailed
 
 if TYPE_CHECKING:
@@ -52,29 +54,48 @@ def expect_gradients(
     own = {"each rank still has its own gradient: not reduced, or the result is not used?": [
         case.gradients([rank]) for rank in case.group
     ]}  # fmt: skip
-    expect_equal(
-        what or f"after finish_grad_sync gradients are the average over ranks {listing(case.group)}",
-        [results[rank]["gradients"][0] for rank in case.group],
-        case.gradients(),
-        ranks=case.group,
-        world_size=case.world_size,
-        suspects=own | dict(suspects or {}) if len(case.group) > 1 else suspects,
-        tolerance=tolerance,
-        scale=case.largest_entries(),
-    )
+    try:
+        expect_equal(
+            what or f"after finish_grad_sync gradients are the average over ranks {listing(case.group)}",
+            [results[rank]["gradients"][0] for rank in case.group],
+            case.gradients(),
+            ranks=case.group,
+            world_size=case.world_size,
+            suspects=own | dict(suspects or {}) if len(case.group) > 1 else suspects,
+            tolerance=tolerance,
+            scale=case.largest_entries(),
+        )
+    except CheckFailed as failed:
+        cause = wrong_start(results, case) or wrong_group(getattr(results, "events", []), case.group) or failed.cause
+        raise CheckFailed(failed.expected, failed.happened, cause) from None
+
+
+def wrong_start(results: Sequence[Mapping[str, Any]], case: Case) -> str:
+    """Says so where a rank of the case's group did not start with the weights of its first, as results[r]["start"]."""
+    for rank in case.group:
+        start = results[rank].get("start", {})
+        if any(name in start and not same(start[name], truth) for name, truth in case.start().items()):
+            return f"rank {rank} began with other weights than rank {case.group[0]}: not broadcast in the constructor?"
+    return ""
 
 
 def expect_weights(results: Sequence[Mapping[str, Any]], case: Case) -> None:
     """After all steps, every rank of the case's group has the weights that one process gets."""
+    what = f"weights after {len(case.batches[0])} steps of {case.optimizer} on ranks {listing(case.group)} "
+    expect_trained(what + "are those of one process", [results[rank]["weights"] for rank in case.group], case)
+
+
+def expect_trained(what: str, found: Sequence[Tensors], case: Case) -> None:
+    """Each of the case's ranks has the weights of one process, else CheckFailed."""
     weights, _ = case.train()
-    expect_equal(
-        f"weights after {len(case.batches[0])} steps of {case.optimizer} on ranks {listing(case.group)} "
-        "are those of one process",
-        [results[rank]["weights"] for rank in case.group],
-        weights,
-        ranks=case.group,
-        tolerance=MANY_STEPS,
-    )
+    try:
+        expect_equal(what, found, weights, ranks=case.group, tolerance=MANY_STEPS)
+    except CheckFailed:
+        kept, _ = case.train(zero=False)
+        cause = "gradients of the steps before are still in it, as if nothing were ever zeroed: where zero_grad left "
+        cause += "None, is what stood there zeroed?"
+        suspects = {cause: [kept] * len(found)}
+        expect_equal(what, found, weights, ranks=case.group, tolerance=MANY_STEPS, suspects=suspects)
 
 
 def expect_equal(
@@ -131,7 +152,7 @@ def expect_equal(
     names = sorted({entry[1] for entry in wrong}, key=list(expected).index)
     if len(wrong) > 1:
         happened += f"\n{len(wrong)} of {len(actual) * len(expected)} are wrong: {listing(names)}"
-    cause = likely_cause(wrong, actual, ranks, world_size or len(actual), suspects or {})
+    cause = likely_cause(wrong, actual, len(expected), world_size or len(actual), suspects or {})
     raise CheckFailed(what, happened, cause)
 
 
@@ -149,12 +170,22 @@ def expect_overlap(
     bucket is ready: its second half can start then."""
     found = launches(events, step)
     complete = {name: place for place, name in ready(events, step)}
+    for number, (launch, names) in enumerate(zip(found, buckets)):
+        missing = [name for name in names if complete.get(name, -1) > launch.place]
+        expect(
+            not missing,
+            f"{unit} {number} is launched when all its gradients are ready",
+            f"{where}: it was launched when {listing(missing)} were not",
+            "a hook that runs after the gradient was accumulated, register_post_accumulate_grad_hook?"
+            if len(missing) == 1
+            else f"a {unit} counts its gradients, and waits for the last?",
+        )
     for number, (launch, after) in enumerate(zip(found, buckets[1:])):
         expect(
             launch.place < max(complete.get(name, -1) for name in after),
             f"{unit} {number} is launched before the {unit} after it is complete",
             f"{where}: it was launched in {launch.phase}, when {listing(after)} were ready",
-            f"{unit}s are launched only when backward is over?",
+            partial(miscounted, events, step, unit, f"{unit}s are launched only when backward is over?"),
         )
     nexts = [*buckets[1:], []] if gathered else [[]] * len(buckets)
     blocking = [launch for launch, after in zip(found, nexts) if blocks_backward(launch, after, complete)]
@@ -166,11 +197,13 @@ def expect_overlap(
         f"{where}: {len(blocking)} of {len(found)} were waited for in backward, {len(late)} launched later",
         "async_op=True, and wait in finish_grad_sync?" if blocking else "",
     )
-    wrong = [launch for launch in found if step not in launch.wait_steps or launch.raced]
+    forgotten = [launch for launch in found if step not in launch.wait_steps]
+    raced = [launch for launch in found if launch.raced]
     expect(
-        not wrong,
+        not forgotten and not raced,
         "finish_grad_sync waits on every handle of the step before anything is read or written",
-        f"{where}: {len(wrong)} of {len(found)} were never waited on, or changed before",
+        f"{where}: of {len(found)} {len(forgotten)} were never waited on, {len(raced)} changed before that",
+        f"wait() on the handle of every {unit}, before its tensor is read or written?",
     )
 
 
@@ -184,11 +217,11 @@ def blocks_backward(launch: Launch, after: Sequence[str], ready_at: Mapping[str,
 def likely_cause(
     wrong: list[tuple[int, str, Tensor | None, Tensor, float]],
     actual: Sequence[Tensors],
-    ranks: Sequence[int],
+    total: int,
     world_size: int,
     suspects: Mapping[str, Sequence[Tensors]],
 ) -> str:
-    """The mistake that would explain all the wrong tensors, or nothing."""
+    """The mistake that would explain all the wrong tensors, of `total` on each rank, or nothing."""
     if all(found is None for _, _, found, _, _ in wrong):
         return "a gradient that is None on some rank must still take part, as zeros, and receive the average?"
     if any(found is not None and found.is_floating_point() and found.isnan().any() for _, _, found, _, _ in wrong):
@@ -203,7 +236,8 @@ def likely_cause(
     ratios = [ratio(found, truth) for _, _, found, truth, _ in wrong if truth.any()]
     if ratios and None not in ratios and max(ratios) - min(ratios) < 1e-3 * max(ratios):
         factor = ratios[0]
-        every = "every gradient" if len({name for _, name, *_ in wrong}) > 1 else "it"
+        several = "every gradient" if len(wrong) == len(actual) * total else "each of these"
+        every = several if len({name for _, name, *_ in wrong}) > 1 else "it"
         known = [
             (size, f"{every} is exactly {size}× too large: summed over the ranks, not averaged?"),
             (
@@ -219,16 +253,31 @@ def likely_cause(
                 return cause
         if abs(factor - 1) > 0.02:  # weights that are a little wrong have a factor too
             return f"{every} is {factor:.4g}× what it should be: divided by the wrong number?"
+    if size > 1 and None not in ratios and all(any(abs(r * size**k - 1) < 2e-3 for k in (1, 2, 3, 4)) for r in ratios):
+        return f"some gradients are divided by {size} once too often, others more often: by what of the flat tensor?"
     first = wrong[0][1]
     if size > 1 and any(not same(actual[0].get(first), tensors.get(first)) for tensors in actual[1:]):
         return f"the ranks do not agree: {first} was not exchanged, or not all of it?"
     return ""
 
 
-def expect(condition: bool, expected: str, happened: str, cause: str = "") -> None:
-    """A check's plain statement: CheckFailed unless `condition`."""
+def expect(condition: bool, expected: str, happened: str, cause: str | Callable[[], str] = "") -> None:
+    """A check's plain statement: CheckFailed unless `condition`. A cause that costs something is a function."""
     if not condition:
-        raise CheckFailed(expected, happened, cause)
+        raise CheckFailed(expected, happened, cause() if callable(cause) else cause)
+
+
+def expect_silence(events: Sequence[Sequence[Event]], ranks: Iterable[int], steps: int = 1) -> None:
+    """Backward passes inside no_sync launch nothing: those of a step before its last one."""
+    for rank in ranks:
+        for step in range(steps):
+            early = launched_in_no_sync(events[rank], step)
+            expect(
+                not early,
+                "backward passes inside no_sync launch nothing",
+                f"rank {rank}, step {step}: they made {len(early)} of {len(launches(events[rank], step))} launches",
+                "is self.synchronize asked before anything is counted or launched?",
+            )
 
 
 def difference(found: Tensor | None, truth: Tensor) -> Tensor:
@@ -250,8 +299,3 @@ def ratio(found: Tensor | None, truth: Tensor) -> float | None:
     a, b = found.double().flatten(), truth.double().flatten()
     k = float(a @ b / (b @ b))
     return k if torch.allclose(a, k * b, rtol=1e-2, atol=1e-2 * abs(k) * float(b.abs().max())) and k else None
-
-
-def listing(names: Sequence[Any], limit: int = 4) -> str:
-    names = [str(name) for name in names]
-    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

@@ -13,7 +13,7 @@ A check takes the fixture and nothing else, so that the suite can also call it w
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ import pytest
 
 from brigade import ranks
 from brigade.course import MODULES, CourseError
+from brigade.evidence import exception_cause
 from brigade.submission import directory, read
 from brigade.verdict import CheckFailed, NotWritten
 
@@ -75,13 +76,13 @@ class Checked:
             )
         except ranks.RankFailure as failure:
             self.output = failure.output
-            raise story(failure) from None
+            raise story(failure, self.sources) from None
         self.output = results.output
         return results
 
 
-def story(failure: ranks.RankFailure) -> CheckFailed:
-    """A failed run in the words of a failed check."""
+def story(failure: ranks.RankFailure, sources: Mapping[str, tuple[str, str]]) -> CheckFailed:
+    """A failed run in the words of a failed check; `sources` are what ran."""
     if failure.unwritten:
         return NotWritten(f"{failure.unwritten} is written", "it is still the skeleton's `raise NotImplementedError`")
     expected = {
@@ -101,6 +102,9 @@ def story(failure: ranks.RankFailure) -> CheckFailed:
         cause = "the signature differs from the one in the skeleton?"
     elif failure.error == "NameError" and " has no " in failure.summary:
         cause = "the name was changed or deleted? The skeleton has it; `brigade reset` brings it back"
+    elif failure.kind == "exception":
+        events = failure.events[failure.rank] if failure.rank is not None and failure.events else []
+        cause = exception_cause(str(failure), events, [text for _, text in sources.values()])
     return CheckFailed(expected, "\n".join([failure.summary, *failure.lines]), cause)
 
 

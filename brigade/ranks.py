@@ -77,8 +77,10 @@ class RankFailure(Exception):
     `kind`: "exception" (a rank raised), "died" (its process ended), "deadline", "deadlock" (all wait and a launch
     is missing), "mismatch" (the ranks called different collectives) or "garbled" (unreadable result).
     `rank` is the first to fail, where one is to blame; `lines` say one thing per rank; `error` is the exception's
-    type name; `output` is what the ranks printed.
+    type name; `output` is what the ranks printed, `events` what they recorded.
     """
+
+    events: list[list[Event]]
 
     def __init__(
         self,
@@ -91,7 +93,7 @@ class RankFailure(Exception):
     ):
         super().__init__("\n".join([summary, *lines]))
         self.kind, self.summary, self.lines, self.rank, self.error = kind, summary, lines, rank, error
-        self.output = output or []
+        self.output, self.events = output or [], []
 
     @property
     def unwritten(self) -> str:
@@ -309,6 +311,7 @@ def run_ranks(
         run.end()
         isolation.remove(directory)
     if failure:
+        failure.events = [rank.events for rank in run.ranks]
         raise failure
     results = RankResults(run.decoded())
     results.events = [rank.events for rank in run.ranks]
