@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from brigade.events import Event, Launch, launches, ready
-from brigade.evidence import launched_in_no_sync, listing, miscounted, wrong_group
+from brigade.evidence import launched_in_no_sync, left_over, listing, miscounted, wrong_group
 from brigade.verdict import CheckFailed
 
 if TYPE_CHECKING:
@@ -70,6 +71,18 @@ def expect_gradients(
         raise CheckFailed(failed.expected, failed.happened, cause) from None
 
 
+@contextmanager
+def explained(events: Sequence[Sequence[Event]], *causes: Callable[[], str]) -> Iterator[None]:
+    """Where a check in the block fails, and has no cause or a vague one, the first that `causes` or the record know."""
+    try:
+        yield
+    except CheckFailed as failed:
+        known = [*causes, *(partial(left_over, own) for own in events)]
+        vague = not failed.cause or failed.cause.startswith("the ranks do not agree")
+        cause = next(filter(None, (find() for find in known)), "") if vague else ""
+        raise CheckFailed(failed.expected, failed.happened, cause or failed.cause) from None
+
+
 def wrong_start(results: Sequence[Mapping[str, Any]], case: Case) -> str:
     """Says so where a rank of the case's group did not start with the weights of its first, as results[r]["start"]."""
     for rank in case.group:
@@ -82,7 +95,8 @@ def wrong_start(results: Sequence[Mapping[str, Any]], case: Case) -> str:
 def expect_weights(results: Sequence[Mapping[str, Any]], case: Case) -> None:
     """After all steps, every rank of the case's group has the weights that one process gets."""
     what = f"weights after {len(case.batches[0])} steps of {case.optimizer} on ranks {listing(case.group)} "
-    expect_trained(what + "are those of one process", [results[rank]["weights"] for rank in case.group], case)
+    with explained(getattr(results, "events", [])):
+        expect_trained(what + "are those of one process", [results[rank]["weights"] for rank in case.group], case)
 
 
 def expect_trained(what: str, found: Sequence[Tensors], case: Case) -> None:
