@@ -10,7 +10,6 @@ import torch
 from brigade.events import launches, ready, summary
 from brigade.evidence import miscounted
 from brigade.feedback import (
-    CheckFailed,
     expect,
     expect_gradients,
     expect_overlap,
@@ -18,7 +17,7 @@ from brigade.feedback import (
     expect_start,
     expect_weights,
 )
-from brigade.verdict import NotWritten
+from brigade.verdict import CheckFailed, NotWritten
 from scenarios import m04_bucketed_ddp, training
 
 CAP_BYTES = 600  # of the buckets in the checks below: a few parameters each
