@@ -72,6 +72,8 @@ def exception_cause(message: str, events: Sequence[Event], texts: Iterable[str])
         f".grad.{missing[1]}" in message
     ):
         return "the gradient of a parameter that this rank did not use is None: it counts as zeros?"
+    if "IndexError" in message and "bucket_ranges[" in message.splitlines()[-1]:
+        return "an index beyond the buffer's last bucket: the last group may have fewer buckets than the others?"
     if cause := left_over(events):
         return cause
     noted = counters(events)

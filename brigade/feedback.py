@@ -78,7 +78,7 @@ def explained(events: Sequence[Sequence[Event]], *causes: Callable[[], str]) -> 
         yield
     except CheckFailed as failed:
         known = [*causes, *(partial(left_over, own) for own in events)]
-        vague = not failed.cause or failed.cause.startswith("the ranks do not agree")
+        vague = not failed.cause or failed.cause.startswith(("the ranks do not agree", "NaN stands"))
         cause = next(filter(None, (find() for find in known)), "") if vague else ""
         raise CheckFailed(failed.expected, failed.happened, cause or failed.cause) from None
 
@@ -217,7 +217,7 @@ def expect_overlap(
         not forgotten and not raced,
         "finish_grad_sync waits on every handle of the step before anything is read or written",
         f"{where}: of {len(found)} {len(forgotten)} were never waited on, {len(raced)} changed before that",
-        f"wait() on the handle of every {unit}, before its tensor is read or written?",
+        left_over(events) or f"wait() on the handle of every {unit}, before its tensor is read or written?",
     )
 
 
