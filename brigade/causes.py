@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from brigade.events import Event, launches, ready
+from brigade.evidence import wrong_group
 
 if TYPE_CHECKING:
     from brigade.ranks import RankFailure
@@ -58,8 +59,8 @@ SYMPTOMS = [
     Symptom("TypeError", "hook returned|hooks should return", "a hook returns a value: it must return None"),
     Symptom("RuntimeError", "hook returned|hooks should return", "a hook returns a value: it must return None"),
     Symptom("TypeError", "object is not callable", by_its_hooks),
-    Symptom("ValueError", r"Global rank \d+ is not part of", "src counts ranks in the world; group_src counts "
-            "them in the group"),
+    Symptom("ValueError", r"Global rank \d+ is not part of", "src and dst are ranks of the world; group_src and "
+            "group_dst are those of the group?"),
     Symptom("TypeError", r"(missing|takes) .*argument|unexpected keyword argument|multiple values for argument",
             by_the_signature),
     Symptom("AttributeError", "'NoneType' object has no attribute", by_none),
@@ -117,23 +118,14 @@ def of_record(events: Sequence[Sequence[Event]] | None, case: Case, step: int | 
         return Evidence()
     mine = [events[rank] for rank in case.group]
     found = [launch for record in mine for launch in launches(record, step)]
-    mistake = next(filter(None, (other_group(mine, case), *(misplaced(record, case, step) for record in mine))), "")
+    known = (wrong_group(events, case.group), *(misplaced(record, case, step) for record in mine))
+    mistake = next(filter(None, known), "")
     return Evidence(
         mistake,
         any(launch.reduce_op == "AVG" for launch in found),
         any(launch.sync and launch.phase != "construct" for launch in found),
         sum(step not in launch.wait_steps for launch in found if not launch.sync),
     )
-
-
-def other_group(records: Sequence[Sequence[Event]], case: Case) -> str:
-    """Whether a collective ran on the default group, where the case's is a part of it."""
-    world = list(range(case.world_size))
-    for record in records:
-        for event in record:
-            if event["kind"] == "launch" and event["op"] != "barrier" and event["ranks"] == world != case.group:
-                return f"{event['op']} runs on all {len(world)} ranks, not on the group: group=self.process_group?"
-    return ""
 
 
 def misplaced(record: Sequence[Event], case: Case, step: int) -> str:

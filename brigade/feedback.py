@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from brigade.causes import Evidence, of_record
-from brigade.events import Event, Launch, launches, passes, ready
+from brigade.events import Event, Launch, launches, ready
+from brigade.evidence import launched_in_no_sync, left_over, listing, miscounted
 from brigade.verdict import CheckFailed
 
 if TYPE_CHECKING:
@@ -74,33 +77,54 @@ def expect_gradients(
     )
 
 
+@contextmanager
+def explained(events: Sequence[Sequence[Event]], *causes: Callable[[], str]) -> Iterator[None]:
+    """Where a check in the block fails, and has no cause or a vague one, the first that `causes` or the record know."""
+    try:
+        yield
+    except CheckFailed as failed:
+        known = [*causes, *(partial(left_over, own) for own in events)]
+        vague = not failed.cause or failed.cause.startswith(("the ranks do not agree", "NaN stands"))
+        cause = next(filter(None, (find() for find in known)), "") if vague else ""
+        raise CheckFailed(failed.expected, failed.happened, cause or failed.cause) from None
+
+
+def wrong_start(results: Sequence[Mapping[str, Any]], case: Case) -> str:
+    """Says so where a rank of the case's group did not start with the weights of its first, as results[r]["start"]."""
+    for rank in case.group:
+        start = results[rank].get("start", {})
+        if any(name in start and not same(start[name], truth) for name, truth in case.start().items()):
+            return f"rank {rank} began with other weights than rank {case.group[0]}: not broadcast in the constructor?"
+    return ""
+
+
 def evidence_of(results: Sequence[Mapping[str, Any]], case: Case) -> Evidence:
     """What the first step's record says of mistakes, and whether the replicas began alike."""
     evidence = of_record(getattr(results, "events", None), case)
-    start = case.start()
-    for rank in case.group:
-        begin = results[rank].get("start", start) if isinstance(results[rank], Mapping) else start
-        if not evidence.mistake and not all(same(begin.get(name), value) for name, value in start.items()):
-            return replace(
-                evidence, mistake=f"rank {rank} did not start as rank {case.group[0]} did: see the checks of that"
-            )
-    return evidence
+    return replace(evidence, mistake=wrong_start(results, case) or evidence.mistake)
 
 
 def expect_weights(results: Sequence[Mapping[str, Any]], case: Case) -> None:
     """After all steps, every rank of the case's group has the weights that one process gets."""
-    weights, _ = case.train()
+    what = f"weights after {len(case.batches[0])} steps of {case.optimizer} on {numbered(case.group)} "
     try:
-        expect_equal(
-            f"weights after {len(case.batches[0])} steps of {case.optimizer} on {numbered(case.group)} "
-            "are those of one process",
-            [results[rank]["weights"] for rank in case.group],
-            weights,
-            ranks=case.group,
-            tolerance=MANY_STEPS,
-        )
+        with explained(getattr(results, "events", [])):
+            expect_trained(what + "are those of one process", [results[rank]["weights"] for rank in case.group], case)
     except CheckFailed as failed:
         raise CheckFailed(failed.expected, failed.happened, cause_in_the_first_step(results, case, failed)) from None
+
+
+def expect_trained(what: str, found: Sequence[Tensors], case: Case) -> None:
+    """Each of the case's ranks has the weights of one process, else CheckFailed."""
+    weights, _ = case.train()
+    try:
+        expect_equal(what, found, weights, ranks=case.group, tolerance=MANY_STEPS)
+    except CheckFailed:
+        kept, _ = case.train(zero=False)
+        cause = "gradients of the steps before are still in it, as if nothing were ever zeroed: where zero_grad left "
+        cause += "None, is what stood there zeroed?"
+        suspects = {cause: [kept] * len(found)}
+        expect_equal(what, found, weights, ranks=case.group, tolerance=MANY_STEPS, suspects=suspects)
 
 
 def cause_in_the_first_step(results: Sequence[Mapping[str, Any]], case: Case, failed: CheckFailed) -> str:
@@ -189,12 +213,22 @@ def expect_overlap(
     bucket is ready: its second half can start then."""
     found = launches(events, step)
     complete = {name: place for place, name in ready(events, step)}
+    for number, (launch, names) in enumerate(zip(found, buckets)):
+        missing = [name for name in names if complete.get(name, -1) > launch.place]
+        expect(
+            not missing,
+            f"{unit} {number} is launched when all its gradients are ready",
+            f"{where}: it was launched when {listing(missing)} were not",
+            "a hook that runs after the gradient was accumulated, register_post_accumulate_grad_hook?"
+            if len(missing) == 1
+            else f"a {unit} counts its gradients, and waits for the last?",
+        )
     for number, (launch, after) in enumerate(zip(found, buckets[1:])):
         expect(
             launch.place < max(complete.get(name, -1) for name in after),
             f"{unit} {number} is launched before the {unit} after it is complete",
             f"{where}: it was launched in {launch.phase}, when {listing(after)} were ready",
-            f"{unit}s are launched only when backward is over?",
+            partial(miscounted, events, step, unit, f"{unit}s are launched only when backward is over?"),
         )
     nexts = [*buckets[1:], []] if gathered else [[]] * len(buckets)
     blocking = [launch for launch, after in zip(found, nexts) if blocks_backward(launch, after, complete)]
@@ -206,11 +240,13 @@ def expect_overlap(
         f"{where}: {len(blocking)} of {len(found)} were waited for in backward, {len(late)} launched later",
         "async_op=True, and wait in finish_grad_sync?" if blocking else "",
     )
-    wrong = [launch for launch in found if step not in launch.wait_steps or launch.raced]
+    forgotten = [launch for launch in found if step not in launch.wait_steps]
+    raced = [launch for launch in found if launch.raced]
     expect(
-        not wrong,
+        not forgotten and not raced,
         "finish_grad_sync waits on every handle of the step before anything is read or written",
-        f"{where}: {len(wrong)} of {len(found)} were never waited on, or changed before",
+        f"{where}: of {len(found)} {len(forgotten)} were never waited on, {len(raced)} changed before that",
+        left_over(events) or f"wait() on the handle of every {unit}, before its tensor is read or written?",
     )
 
 
@@ -248,7 +284,8 @@ def likely_cause(
     ratios = [ratio(found, truth) for _, _, found, truth, _ in wrong if truth.any()]
     if ratios and None not in ratios and max(ratios) - min(ratios) < 1e-3 * max(ratios):
         factor = ratios[0]
-        every = "every gradient" if len({name for _, name, *_ in wrong}) > 1 else "it"
+        several = "every gradient" if len(wrong) == len(actual) * len(expected) else "each of these"
+        every = several if len({name for _, name, *_ in wrong}) > 1 else "it"
         known = [
             *[(1 / size, f"{every} is exactly {size}× too small: ReduceOp.AVG has divided already?")]
             * evidence.averaged,
@@ -267,6 +304,8 @@ def likely_cause(
                 return cause
         if abs(factor - 1) > 0.02:  # weights that are a little wrong have a factor too
             return f"{every} is {factor:.4g}× what it should be: divided by the wrong number?"
+    if size > 1 and None not in ratios and all(any(abs(r * size**k - 1) < 2e-3 for k in (1, 2, 3, 4)) for r in ratios):
+        return f"some gradients are divided by {size} once too often, others more often: by what of the flat tensor?"
     if moved := displaced(wrong, actual, expected):
         return moved
     first = wrong[0][1]
@@ -306,10 +345,10 @@ def flat(tensors: Iterable[Tensor | None]) -> Tensor:
     return torch.cat([torch.zeros(0, dtype=torch.float64), *(t.double().flatten() for t in tensors if t is not None)])
 
 
-def launched_in_no_sync(events: Sequence[Event], step: int) -> list[Launch]:
-    """The launches of a step before its last backward pass began; all others are inside no_sync."""
-    begins = passes(events, step)
-    return [launch for launch in launches(events, step) if len(begins) > 1 and launch.place < begins[-1]]
+def expect(condition: bool, expected: str, happened: str, cause: str | Callable[[], str] = "") -> None:
+    """A check's plain statement: CheckFailed unless `condition`. A cause that costs something is a function."""
+    if not condition:
+        raise CheckFailed(expected, happened, cause() if callable(cause) else cause)
 
 
 def expect_silence(events: Sequence[Sequence[Event]], ranks: Iterable[int], steps: int = 1) -> None:
@@ -323,12 +362,6 @@ def expect_silence(events: Sequence[Sequence[Event]], ranks: Iterable[int], step
                 f"rank {rank}, step {step}: they made {len(early)} of {len(launches(events[rank], step))} launches",
                 "is self.synchronize asked before anything is counted or launched?",
             )
-
-
-def expect(condition: bool, expected: str, happened: str, cause: str = "") -> None:
-    """A check's plain statement: CheckFailed unless `condition`."""
-    if not condition:
-        raise CheckFailed(expected, happened, cause)
 
 
 def difference(found: Tensor | None, truth: Tensor) -> Tensor:
@@ -355,8 +388,3 @@ def ratio(found: Tensor | None, truth: Tensor) -> float | None:
 def numbered(ranks: Sequence[int]) -> str:
     """Such as "rank 0", or "ranks 1, 3"."""
     return f"rank{'s' * (len(ranks) > 1)} {listing(ranks)}"
-
-
-def listing(names: Sequence[Any], limit: int = 4) -> str:
-    names = [str(name) for name in names]
-    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

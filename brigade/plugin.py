@@ -23,6 +23,7 @@ import pytest
 
 from brigade import causes, ranks
 from brigade.course import MODULES, CourseError
+from brigade.evidence import exception_cause
 from brigade.submission import Sources, directory, read
 from brigade.verdict import CheckFailed, NotWritten
 
@@ -105,7 +106,9 @@ def story(failure: ranks.RankFailure, sources: Sources) -> CheckFailed:
     }
     cause = usual.get(failure.kind, "")
     if failure.kind == "exception":
+        events = failure.events[failure.rank] if failure.rank is not None and failure.events else []
         cause = causes.of_exception(failure, sources)
+        cause = cause or exception_cause(str(failure), events, [text for _, text in sources.values()])
     return CheckFailed(expected, "\n".join([failure.summary, *failure.lines]), cause)
 
 

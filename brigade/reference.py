@@ -100,13 +100,17 @@ class Case:
             found.append(gradients_of(model))
         return found
 
-    def train(self) -> tuple[dict[str, Tensor], list[float]]:
-        """Weights after all steps, and the loss of each step (the mean over group and micro-batches)."""
+    def train(self, zero: bool = True) -> tuple[dict[str, Tensor], list[float]]:
+        """Weights after all steps, and the loss of each step (the mean over group and micro-batches).
+
+        Without `zero`, gradients are never zeroed, and those of all steps before are added.
+        """
         model = self._built()
         optimizer = OPTIMIZERS[self.optimizer]([p for p in model.parameters() if p.requires_grad])
         losses = []
         for step in range(len(self.batches[0])):
-            optimizer.zero_grad()
+            if zero:
+                optimizer.zero_grad()
             batches = [batch for rank in self.group for batch in self.batches[rank][step]]
             total = 0.0
             for batch in batches:

@@ -1,10 +1,23 @@
 """Graded checks of module 4: buckets."""
 
+import contextlib
+from collections import Counter
+from functools import partial
+
 import pytest
 import torch
 
 from brigade.events import launches, ready, summary
-from brigade.feedback import expect, expect_gradients, expect_overlap, expect_start, expect_weights
+from brigade.evidence import miscounted
+from brigade.feedback import (
+    expect,
+    expect_gradients,
+    expect_overlap,
+    expect_silence,
+    expect_start,
+    expect_weights,
+)
+from brigade.verdict import CheckFailed, NotWritten
 from scenarios import m04_bucketed_ddp, training
 
 CAP_BYTES = 600  # of the buckets in the checks below: a few parameters each
@@ -12,22 +25,81 @@ JOB = {"package": "m04_bucketed_ddp", "wrapper": "BucketedDDP", "arguments": {"b
 XL = {1: 435, 10: 339, 100: 98, 1000: 8}  # buckets of the XL model, by cap in MiB
 
 
-def buckets_of(case):
-    """The buckets as the rule has them, as lists of names; the models used here have one dtype."""
-    buckets, nbytes = [], 0
-    for name, parameter in reversed([(n, p) for n, p in case.parameters().items() if p.requires_grad]):
-        size = parameter.numel() * parameter.element_size()
-        if not buckets or nbytes + size > CAP_BYTES:
+def ruled(sizes, dtypes, cap):
+    """The buckets as the rule has them, as places in these lists; `cap` is in the unit of the sizes."""
+    buckets, held = [], 0
+    for i in reversed(range(len(sizes))):
+        if not buckets or held + sizes[i] > cap or dtypes[i] != dtypes[buckets[-1][0]]:
             buckets.append([])
-            nbytes = 0
-        buckets[-1].append(name)
-        nbytes += size
+            held = 0
+        buckets[-1].append(i)
+        held += sizes[i]
     return buckets
+
+
+def buckets_of(case):
+    """The same for a case, in names."""
+    named = [(name, p) for name, p in case.parameters().items() if p.requires_grad]
+    buckets = ruled([p.nbytes for _, p in named], [p.dtype for _, p in named], CAP_BYTES)
+    return [[named[i][0] for i in bucket] for bucket in buckets]
 
 
 def numels_of(case, buckets):
     parameters = case.parameters()
     return [sum(parameters[name].numel() for name in bucket) for bucket in buckets]
+
+
+def planned_by(submission, case):
+    """The buckets that the submission's plan_buckets makes of the case's model, as lists of names; None: no plan."""
+    named = [(name, p) for name, p in case.parameters().items() if p.requires_grad]
+    problem = {"numels": [p.numel() for _, p in named], "dtypes": [p.dtype for _, p in named], "cap_bytes": CAP_BYTES}
+    printed = submission.output
+    try:
+        [[buckets]] = submission.run(m04_bucketed_ddp.plan, [problem], world_size=1)
+    except CheckFailed:
+        return None
+    finally:
+        submission.output = printed  # by what failed
+    return [[named[i][0] if i >= 0 else "" for i in bucket] for bucket in buckets]
+
+
+SEE_RULE = "plan_buckets does not follow its rule, and these are its buckets: see test_bucket_rule"
+
+
+@contextlib.contextmanager
+def plan_suspected(submission, case):
+    """Where a check fails and plan_buckets has lost a parameter of the case's model, that is the cause."""
+    try:
+        yield
+    except NotWritten:
+        raise
+    except CheckFailed as failed:
+        buckets = planned_by(submission, case)
+        names = sorted(name for name, p in case.parameters().items() if p.requires_grad)
+        if buckets is not None and sorted(name for bucket in buckets for name in bucket) != names:
+            raise CheckFailed(failed.expected, failed.happened, SEE_RULE) from None
+        raise
+
+
+def launches_cause(submission, case, events, step):
+    """Why a step's launches are not one for each bucket of the rule."""
+    found, buckets = [launch.numel for launch in launches(events, step)], buckets_of(case)
+    expected = numels_of(case, buckets)
+    if planned_by(submission, case) != buckets:
+        return SEE_RULE
+    if cause := miscounted(events, step):
+        return cause
+    if sorted(found) == sorted(p.numel() for p in case.parameters().values() if p.requires_grad):
+        return "every parameter is launched by itself: is bucket_cap_mb, in MiB, compared with bytes?"
+    if found == [sum(expected)]:
+        return "everything is in one launch: is bucket_cap_mb, in MiB, compared with bytes?"
+    if sorted(found) == sorted(expected):
+        return "a bucket is launched as soon as it is complete, before those in front of it?"
+    if not Counter(found) - Counter(expected):
+        return "finish_grad_sync has to launch what never became complete?"
+    if set(found) == set(expected):
+        return "some buckets are launched twice: those that backward has launched, in finish_grad_sync again?"
+    return ""
 
 
 @pytest.mark.points(3)
@@ -87,13 +159,19 @@ def expect_buckets(case, buckets):
         "a bucket has parameters of one dtype only",
         happened,
     )
+    elements = ruled(case["numels"], case["dtypes"], case["cap_bytes"]) != ruled(
+        sizes, case["dtypes"], case["cap_bytes"]
+    )
+    elements = elements and buckets == ruled(case["numels"], case["dtypes"], case["cap_bytes"])
     for bucket in buckets:
         total = sum(sizes[i] for i in bucket)
         expect(
             total <= case["cap_bytes"] or len(bucket) == 1,
             f"a bucket of several parameters holds at most {case['cap_bytes']} bytes",
             f"{happened}; one holds {total} bytes",
-            "the bucket closes after it has exceeded the cap: the rule is to close before?",
+            "elements are compared with the cap, which is in bytes?"
+            if elements
+            else "the bucket closes after it has exceeded the cap: the rule is to close before?",
         )
     for bucket, after in zip(buckets, buckets[1:]):
         if case["dtypes"][bucket[0]] == case["dtypes"][after[0]] and len(set(case["dtypes"])) == 1:
@@ -114,9 +192,10 @@ def test_gradients_are_averaged(submission):
     """Replicas start equal, buffers included, and after finish_grad_sync every gradient is the average."""
     for world, model in zip(submission.worlds(1, 2, 3, 4), ("MixedDtypes", "Buffers", "Frozen", "Tied")):
         case = submission.case(model, world)
-        results = submission.run(training.train, case.for_ranks(**JOB), world_size=world)
-        expect_start([result["start"] for result in results], case)
-        expect_gradients(results, case, tolerance=2**-6 if model == "MixedDtypes" else 1e-5)
+        with plan_suspected(submission, case):
+            results = submission.run(training.train, case.for_ranks(**JOB), world_size=world)
+            expect_start([result["start"] for result in results], case)
+            expect_gradients(results, case, tolerance=2**-6 if model == "MixedDtypes" else 1e-5)
 
 
 @pytest.mark.points(3)
@@ -135,9 +214,8 @@ def test_buckets_overlap_with_backward(submission):
                     [launch.numel for launch in found] == expected and all(x.op == "all_reduce" for x in found),
                     f"one all_reduce for each of the {len(expected)} buckets, in their order: {listed(expected)}",
                     f"{where}: {summary(found)}",
-                    "every parameter is launched by itself?" if len(found) == len(case.parameters()) else
-                    "everything is in one launch?" if len(found) == 1 else "",
-                )  # fmt: skip
+                    partial(launches_cause, submission, case, events, step),
+                )
                 expect_overlap(events, step, buckets, where)
 
 
@@ -156,18 +234,21 @@ def test_launch_order_does_not_depend_on_ready_order(submission):
                     [launch.numel for launch in found] == expected,
                     f"buckets are launched in their order on every rank, with {listed(expected)} elements",
                     f"rank {rank}, step {step}: {summary(found)}",
-                    "a bucket is launched as soon as it is complete, before those in front of it?",
+                    partial(launches_cause, submission, case, events, step),
                 )
                 order = ready(events, step)
                 turn = 0  # the place in the record from which on a bucket and all in front of it are complete
                 for number, (bucket, launch) in enumerate(zip(buckets, found)):
                     turn = max([turn, *(place for place, name in order if name in bucket)])
                     late = [name for place, name in order if turn < place < launch.place]
+                    due = "several buckets can be due at once, when the one in front of them is complete at last?"
+                    if launch.phase != "backward":
+                        due = "buckets are launched only when backward is over?"
                     expect(
                         len(late) < 2,
                         f"bucket {number} is launched when it and those in front of it are complete",
                         f"rank {rank}, step {step}: {len(late)} more gradients became ready first",
-                        "several buckets can be due at once, when the one in front of them is complete at last?",
+                        partial(miscounted, events, step, otherwise=due),
                     )
         expect_gradients(results, case)
 
@@ -179,16 +260,19 @@ def test_unused_parameters(submission):
         case = submission.case(
             "Branches", world, branches=[1, -1, 0][:world], steps=3, dtype=torch.float64, optimizer="adam"
         )
-        results = submission.run(training.train, case.for_ranks(**JOB), world_size=world)
-        expect_gradients(results, case, "gradients are the average, where ranks use different layers")
+        with plan_suspected(submission, case):
+            results = submission.run(training.train, case.for_ranks(**JOB), world_size=world)
+            expect_gradients(results, case, "gradients are the average, where ranks use different layers")
         counts = [[len(launches(events, step)) for step in range(3)] for events in results.events]
         expected = len(buckets_of(case))
-        expect(
-            all(count == expected for row in counts for count in row),
-            f"{expected} launches in every step, one for each bucket",
-            f"launches by rank and step: {counts}",
-            "counters of the step before are not reset?",
-        )
+        for rank, events in enumerate(results.events):
+            for step in range(3):
+                expect(
+                    counts[rank][step] == expected,
+                    f"{expected} launches in every step, one for each bucket",
+                    f"launches by rank and step: {counts}",
+                    partial(launches_cause, submission, case, events, step),
+                )
         expect_weights(results, case)
 
 
@@ -197,17 +281,25 @@ def test_no_sync_accumulates(submission):
     """Micro-batches inside no_sync communicate nothing; the next finish averages all that was accumulated."""
     [world] = submission.worlds(2)
     case = submission.case("Plain", world, micro_batches=3, steps=2)
-    results = submission.run(training.train, case.for_ranks(**JOB), world_size=world)
-    expect_gradients(results, case, "gradients are the average of what 3 micro-batches accumulated")
+    with plan_suspected(submission, case):
+        results = submission.run(training.train, case.for_ranks(**JOB), world_size=world)
+        expect_silence(results.events, range(world))
+        expect_gradients(results, case, "gradients are the average of what 3 micro-batches accumulated")
     expected = len(buckets_of(case))
     for rank, events in enumerate(results.events):
         found = launches(events, 0)
         late = sum(launch.phase != "backward" for launch in found)
         expect(
-            len(found) == expected and not late,
-            f"{expected} launches in a step of 3 micro-batches: one for each bucket, in the last backward",
-            f"rank {rank}: {len(found)} launches, {late} of them after backward",
-            "backward passes inside no_sync are counted or launched too?",
+            len(found) == expected,
+            f"{expected} launches in a step of 3 micro-batches: one for each bucket",
+            f"rank {rank}: {len(found)} launches",
+            partial(launches_cause, submission, case, events, 0),
+        )
+        expect(
+            not late,
+            f"{expected} launches in a step of 3 micro-batches: all in the last backward",
+            f"rank {rank}: {late} of them after backward",
+            partial(miscounted, events, 0, otherwise="buckets are launched only when backward is over?"),
         )
 
 
@@ -217,6 +309,7 @@ def test_steps_and_subgroups(submission):
     for world, optimizer in zip(submission.worlds(2, 4), ("adam", "sgd")):
         groups = [[1, 3], [0, 2]] if world == 4 else [list(range(world))]
         case = submission.case("Tied", world, steps=4, dtype=torch.float64, optimizer=optimizer, group=groups[0])
-        results = submission.run(training.train, case.for_ranks(groups=groups, **JOB), world_size=world)
-        expect_gradients(results, case)
-        expect_weights(results, case)
+        with plan_suspected(submission, case):
+            results = submission.run(training.train, case.for_ranks(groups=groups, **JOB), world_size=world)
+            expect_gradients(results, case)
+            expect_weights(results, case)

@@ -1,12 +1,25 @@
 """Graded checks of module 5: gradients that live in a padded contiguous buffer."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 
 from brigade.events import launches, summary
-from brigade.feedback import expect, expect_equal, expect_gradients, expect_overlap, expect_start, expect_weights
+from brigade.evidence import miscounted
+from brigade.feedback import (
+    expect,
+    expect_equal,
+    expect_gradients,
+    expect_overlap,
+    expect_silence,
+    expect_start,
+    expect_trained,
+    expect_weights,
+    explained,
+    listing,
+)
 from brigade.ranks import PerRank
 from scenarios import m05_grad_buffer, training
 
@@ -40,6 +53,32 @@ def layout_of(case, world):
     """Names from the last parameter to the first, and the layout of their buffer; for models of one dtype."""
     named = list(reversed([(name, p) for name, p in case.parameters().items() if p.requires_grad]))
     return [name for name, _ in named], planned([p.numel() for _, p in named], BUCKET_NUMEL, world)
+
+
+def layout_cause(buffers, names):
+    """Why a buffer is not laid out as the rule has it, with the parameters `names` in their order."""
+    if len(buffers) == 1 and list(buffers[0]["places"]) == names:
+        return "plan_layout does not follow its rule (see test_layout_rule), or is given other numbers?"
+    return "parameters are not laid out from the last to the first?"
+
+
+def no_view(results):
+    """Which gradient is not a view of its buffer after a finish, and why, or nothing. `results` are m05's `train`."""
+    for rank, result in enumerate(results):
+        for step, buffers in enumerate(result["buffers"]):
+            for buffer, before in zip(buffers, result["places_before_finish"][step]):
+                lost = [name for name, place in buffer["places"].items() if place is None]
+                if absent := [name for name in lost if name in buffer["absent"]]:
+                    what = (
+                        f"the gradient of {listing(absent)} is None after the finish, on rank {rank} in step {step}: "
+                    )
+                    return what + "one that never came has to be taken, too?"
+                if lost:
+                    what = f"the gradient of {listing(lost)} is no view after the finish, on rank {rank} in step {step}"
+                    if all(before.get(name) is not None for name in lost):
+                        return what + ", and was one before: finish_grad_sync has to change it in place?"
+                    return what + ": zero_grad took the view away, and it was not put back?"
+    return ""
 
 
 @pytest.mark.points(3)
@@ -111,7 +150,7 @@ def test_gradients_are_views(submission):
                     len(buffers) == 1 and buffers[0]["numel"] == layout["numel"],
                     f"there is one grad buffer, with {layout['numel']} elements",
                     f"rank {rank}: {[buffer['numel'] for buffer in buffers]}",
-                    "parameters are laid out from the last to the first?",
+                    partial(layout_cause, buffers, names),
                 )
                 for name, (start, _) in zip(names, layout["param_ranges"]):
                     offset = buffers[0]["places"].get(name)
@@ -120,9 +159,8 @@ def test_gradients_are_views(submission):
                         f"after the finish the gradient of {name} is a view of the buffer, from element {start} on",
                         f"rank {rank}, step {step}: "
                         + ("it does not lie in the buffer" if offset is None else f"it begins at element {offset}"),
-                        f"zero_grad ({form}) took the view away, and it was not put back?" if offset is None else
-                        "parameters are not laid out from the last to the first?",
-                    )  # fmt: skip
+                        no_view(results) if offset is None else layout_cause(buffers, names),
+                    )
     case = submission.case("Plain", world)
     results = submission.run(m05_grad_buffer.steady_step, case.for_ranks(**JOB), world_size=world, mode="record")
     smallest = min(p.numel() for p in case.parameters().values())
@@ -154,14 +192,10 @@ def test_zero_grad_in_any_form(submission):
             case = submission.case("Branches", world, steps=3, dtype=torch.float64, branches=[1, -1][:world])
             job = JOB | {"zero": form, "late": late}
             results = submission.run(m05_grad_buffer.train, case.for_ranks(**job), world_size=world)
-            weights, _ = case.train()
             when = "between forward and backward" if late else "before forward"
-            expect_equal(
-                f"weights after 3 steps with zero_grad ({form}) {when}",
-                [result["weights"] for result in results],
-                weights,
-                tolerance=1e-8,
-            )
+            with explained(results.events, partial(no_view, results)):
+                what = f"weights after 3 steps with zero_grad ({form}) {when}"
+                expect_trained(what, [result["weights"] for result in results], case)
 
 
 @pytest.mark.points(2)
@@ -181,7 +215,11 @@ def test_buckets_overlap_with_backward(submission):
                     [launch.numel for launch in found] == expected and all(x.op == "all_reduce" for x in found),
                     f"one all_reduce for each of the {len(expected)} buckets, in their order: {expected} elements",
                     f"{where}: {summary(found)}",
-                    "the padding of a bucket is reduced with it?" if len(found) == len(expected) else "",
+                    layout_cause(results[rank]["buffers"][step], names)
+                    if results[rank]["buffers"][step][0]["numel"] != layout["numel"]
+                    else "the padding of a bucket is reduced with it?"
+                    if len(found) == len(expected)
+                    else miscounted(events, step),
                 )
                 members = [[n for n, b in zip(names, layout["bucket_of"]) if b == i] for i in range(len(expected))]
                 expect_overlap(events, step, members, where)
@@ -210,28 +248,44 @@ def test_main_grad_accumulates_in_fp32(submission):
         jobs = training_jobs(batches, sizes, set_to_none)
         results = submission.run(m05_grad_buffer.accumulate, jobs, world_size=world)
         for step in range(2):
-            truth, rounded, kept = {}, {}, {}
+            truth, rounded, kept, grown, last = {}, {}, {}, {}, {}
+            unreduced = [{} for _ in range(world)]
             for i in range(len(sizes)):
+                name = f"main_grad of parameter {i}"
                 sums = [sum(micro_batch[i].float() for micro_batch in own[step]) for own in batches]
-                truth[str(i)] = sum(sums) / world
-                low = []
+                truth[name] = sum(sums) / world
+                low, again = [], torch.zeros(sizes[i])
                 for own in batches:
                     total = torch.zeros(sizes[i], dtype=torch.bfloat16)
                     for micro_batch in own[step]:
                         total += micro_batch[i]
+                        again += total.float() / world
                     low.append(total.float())
-                rounded[str(i)] = sum(low) / world
-                kept[str(i)] = truth[str(i)] + (results[0]["steps"][0]["main_grad"][str(i)] if step else 0)
-            expect_equal(
-                f"main_grad is the average of what 41 micro-batches accumulated, in fp32 (step {step})",
-                [result["steps"][step]["main_grad"] for result in results],
-                truth,
-                tolerance=1e-5,
-                suspects={
-                    "the micro-batches accumulated in bf16, where 1 + 0.002 is 1?": [rounded] * world,
-                    "main_grad still holds the step before: zero_grad does not reach it?": [kept] * world,
-                },
-            )
+                rounded[name] = sum(low) / world
+                kept[name] = truth[name] + (results[0]["steps"][0]["main_grad"][str(i)] if step else 0)
+                grown[name], last[name] = again, sum(own[step][-1][i].float() for own in batches) / world
+                for own, total in zip(unreduced, sums):
+                    own[name] = total
+            suspects = {
+                "the micro-batches accumulated in bf16, where 1 + 0.002 is 1?": [rounded] * world,
+                "main_grad still holds the step before: zero_grad does not reach it?": [kept] * world,
+                "p.grad goes on growing, and all of it is added each time: drop it when it has been added?": [grown]
+                * world,
+                "only the last micro-batch is in it: copied, where it has to be added?": [last] * world,
+            }
+            if step == 0:
+                suspects["each rank has its own sum: is main_grad a view of the buffer?"] = unreduced
+            with explained(results.events):
+                expect_equal(
+                    f"main_grad is the average of what 41 micro-batches accumulated, in fp32 (step {step})",
+                    [
+                        {name: result["steps"][step]["main_grad"][str(i)] for i, name in enumerate(truth)}
+                        for result in results
+                    ],
+                    truth,
+                    tolerance=1e-5,
+                    suspects=suspects,
+                )
             for rank, result in enumerate(results):
                 for i in range(len(sizes)):
                     main_grad, grad = (result["steps"][step][key][str(i)] for key in ("main_grad", "grad"))
@@ -280,7 +334,12 @@ def test_one_buffer_per_dtype(submission):
                 f"rank {rank}: {len(buffers)} buffers, of {sorted(str(buffer['dtype']) for buffer in buffers)}",
             )
             lost = [name for buffer in buffers for name, place in buffer["places"].items() if place is None]
-            expect(not lost, "every gradient is a view of its buffer", f"rank {rank}: not {', '.join(lost)}")
+            expect(
+                not lost,
+                "every gradient is a view of its buffer",
+                f"rank {rank}: not {', '.join(lost)}",
+                partial(no_view, results),
+            )
         results = submission.run(training.train, case.for_ranks(**JOB), world_size=world)
         expect_gradients(results, case, tolerance=2**-6)
 
@@ -300,6 +359,8 @@ def test_steps_and_subgroups(submission):
             branches=list(range(world)) if model == "Reordered" else None,
         )
         results = submission.run(training.train, case.for_ranks(groups=groups, **JOB), world_size=world)
+        if model == "Plain":
+            expect_silence(results.events, case.group, 3)
         expect_gradients(results, case)
         expect_weights(results, case)
         if model == "Plain":
@@ -308,5 +369,5 @@ def test_steps_and_subgroups(submission):
                 count == expected,
                 f"{expected} launches in a step of 3 micro-batches: one for each bucket",
                 f"rank 0: {count} launches",
-                "backward passes inside no_sync are counted or launched too?",
+                partial(miscounted, results.events[0], 0),
             )

@@ -240,7 +240,9 @@ def test_sharded_launches(submission):
                     not forgotten,
                     "the handle of every launch is waited on, on its root too, before the next step is over",
                     f"{where}: {len(forgotten)} of {len(found)} were never waited on",
-                    "where a rank only sends, the tensor may be written again only when it has been sent",
+                    "where a rank only sends, the tensor may be written again only when it has been sent"
+                    if forgotten and all(launch.op == "broadcast" for launch in forgotten)
+                    else "wait() on every handle: one that is complete says nothing of the others",
                 )
             wrong = wrong_root(case, events)
             expect(
@@ -364,7 +366,7 @@ def test_sharded_clipping(submission):
                     "the owner's average, already clipped, is averaged with gradients that are not?",
                 )
         norms = [result["norms"] for result in results]
-        expect_norm(norms, truth["norms"], 0, case, job)
+        expect_norm(norms, truth["norms"], 0, case, job, results.events[groups[0][0]])
         # Adding 1e-6 to the norm, as torch does, or not: both are right.
         changes = {
             "nothing was clipped": {"max_norms": [1e9] * 5},
@@ -372,10 +374,10 @@ def test_sharded_clipping(submission):
         }
         expect_unsharded(results, case, job, changes, tolerance=1e-6)
         for step in range(1, 5):
-            expect_norm(norms, truth["norms"], step, case, job)
+            expect_norm(norms, truth["norms"], step, case, job, results.events[groups[0][0]])
 
 
-def expect_norm(norms, truth, step, case, job):
+def expect_norm(norms, truth, step, case, job, events):
     """All ranks of the group returned the truth's norm of this step; one that is not finite where that is not."""
     mine, expected = [norms[rank][step] for rank in case.group], truth[step]
     found = f"ranks {listing(case.group)} have {', '.join(f'{norm:.6g}' for norm in mine)}"
@@ -390,12 +392,26 @@ def expect_norm(norms, truth, step, case, job):
         all(abs(norm - expected) <= 1e-5 * expected for norm in mine),
         f"clip_grad_norm_ returns the norm of all averaged gradients, {expected:.6g} in step {step}, on every rank",
         found,
-        "" if step else norm_cause(case, job, mine),
+        "" if step else norm_cause(case, job, mine, expected, events),
     )
 
 
-def norm_cause(case, job, mine):
-    """Why the first step's norms, of the ranks in the group, are not the global one."""
+def norm_cause(case, job, mine, expected, events):
+    """Why the first step's norms, of the ranks in the group, are not the global one, `expected`; or nothing.
+
+    `events` are the record of one of them.
+    """
+    if any(map(math.isnan, mine)):
+        return "NaN: a gradient was read before the handle of its reduction was waited on?"
+    size = len(case.group)
+    for factor, cause in (
+        (size, "gradients are summed over the ranks, not averaged?"),
+        (size / case.world_size, f"gradients are divided by {case.world_size}, the size of the world?"),
+        (1 / size, "gradients are divided twice?"),
+        (size / 2, f"gradients are divided by 2 where the group has {size} ranks?"),
+    ):
+        if factor != 1 and all(math.isclose(norm, factor * expected, rel_tol=1e-4) for norm in mine):
+            return cause
     own = [unsharded(case, job, [rank], steps=1)["norms"][0] for rank in case.group]
     if all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(mine, own)):
         return "that is the norm of the rank's own gradients: clip_grad_norm_ reduces first?"
@@ -405,7 +421,16 @@ def norm_cause(case, job, mine):
         return "that is the norm over all ranks of the world, not of the group?"
     if max(mine) - min(mine) > 1e-4 * max(mine):
         return "each rank has the norm of what it owns: add the squares of all ranks before the root?"
-    return "it is the root of the sum of all squares, each counted once?"
+    norms = {name: float(gradient.norm()) for name, gradient in case.gradients().items() if gradient is not None}
+    squares = [0.0] * size  # of what each rank owns
+    for name, parameter in case.parameters().items():
+        reduces = [event for event in events if event["kind"] == "launch" and event["op"] == "reduce"]
+        roots = [event["root"] for event in reduces if event["numel"] == parameter.numel()]
+        squares[roots[0] if roots else 0] += norms[name] ** 2
+    for added in (sum(norms.values()), sum(map(math.sqrt, squares))):
+        if math.isclose(mine[0], added, rel_tol=1e-4):
+            return "norms are added up: it is the root of the sum of all squares, each counted once?"
+    return ""
 
 
 # ZeroOptimizer

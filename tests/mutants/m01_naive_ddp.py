@@ -53,7 +53,7 @@ MUTANTS = [
         BROADCAST,
         BROADCAST.replace("group_src=0", "src=0"),
         ("test_subgroups",),
-        "group_src counts them in the group",
+        "group_src and group_dst are those of the group",
     ),
     Mutant(
         "a copy broadcast",
@@ -105,7 +105,7 @@ MUTANTS = [
         REDUCE,
         "dist.all_reduce(parameter.grad)",
         ("test_subgroups",),
-        "all_reduce runs on all 4 ranks, not on the group",
+        "the group of ranks 0, 1, 2, 3, not on that of 1, 3",
     ),
     Mutant(
         "weights reduced instead of gradients",

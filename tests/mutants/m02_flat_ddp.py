@@ -126,7 +126,7 @@ MUTANTS = [
         REDUCE,
         "dist.all_reduce(flat)",
         ("test_steps_and_subgroups",),
-        "all_reduce runs on all 4 ranks, not on the group",
+        "the group of ranks 0, 1, 2, 3, not on that of 1, 3",
     ),
 ]
 

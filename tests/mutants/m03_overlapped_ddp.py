@@ -205,7 +205,7 @@ MUTANTS = [
         LAUNCH,
         LAUNCH.replace("group=self.process_group, ", ""),
         ("test_steps_and_subgroups",),
-        "all_reduce runs on all 4 ranks, not on the group",
+        "the group of ranks 0, 1, 2, 3, not on that of 1, 3",
     ),
 ]
 

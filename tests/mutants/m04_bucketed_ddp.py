@@ -22,6 +22,7 @@ LAUNCH_IN_ORDER = (
 LEFT_OVER = "for bucket in self.buckets[self.launched :]:\n            bucket.launch()\n"
 RESTART = "            bucket.finish()\n        self.launched = 0"
 CAP = "int(bucket_cap_mb * 2**20)"
+HOOK = "lambda _, bucket=bucket: self.mark_ready(bucket)"
 
 MUTANTS = [
     Mutant("not reversed", REVERSE, "for parameter in list(params):", ("test_bucket_rule",), "reverse"),
@@ -32,6 +33,13 @@ MUTANTS = [
         ("test_bucket_rule",),
         "the rule is to close before",
     ),
+    Mutant(
+        "closed after the cap is exceeded, seen in the launches",
+        RULE,
+        RULE.replace("nbytes + size > bucket_cap_bytes", "nbytes > bucket_cap_bytes"),
+        ("test_no_sync_accumulates", "test_unused_parameters"),
+        "see test_bucket_rule",
+    ),
     Mutant("an exact fit closes", RULE, RULE.replace("> bucket", ">= bucket"), ("test_bucket_rule",), "fits exactly"),
     Mutant(
         "dtypes mixed",
@@ -40,7 +48,13 @@ MUTANTS = [
         ("test_bucket_rule",),
         "one dtype",
     ),
-    Mutant("elements compared with bytes", SIZE, "size = parameter.numel()", ("test_bucket_rule",), "bytes"),
+    Mutant(
+        "elements compared with bytes",
+        SIZE,
+        "size = parameter.numel()",
+        ("test_bucket_rule",),
+        "elements are compared with the cap",
+    ),
     Mutant(
         "the size of the open bucket is never reset",
         CLOSE,
@@ -49,6 +63,13 @@ MUTANTS = [
         "would still have fitted",
     ),
     Mutant("the last bucket lost", "    return buckets\n", "    return buckets[:-1]\n", ("test_bucket_rule",), "lost"),
+    Mutant(
+        "the buckets not returned",
+        "    return buckets\n",
+        "",
+        ("test_gradients_are_averaged", "test_bucket_rule"),
+        "plan_buckets ends without `return`",
+    ),
     Mutant(
         "megabytes compared with bytes: one bucket per parameter",
         CAP,
@@ -104,21 +125,61 @@ MUTANTS = [
         LEFT_OVER,
         "pass\n",
         ("test_unused_parameters",),
+        "launch those that never became complete",
     ),
-    Mutant("unused parameters left out", ZEROS, "pass", ("test_unused_parameters",)),
+    Mutant(
+        "buckets launched in backward launched again at the finish",
+        LEFT_OVER,
+        "for bucket in self.buckets:\n            bucket.launch()\n",
+        ("test_buckets_overlap_with_backward",),
+        "launched twice",
+    ),
+    Mutant("unused parameters left out", ZEROS, "pass", ("test_unused_parameters",), "it counts as zeros"),
+    Mutant(
+        "all hooks with the last bucket",
+        HOOK,
+        "lambda _: self.mark_ready(bucket)",
+        ("test_buckets_overlap_with_backward", "test_no_sync_accumulates"),
+        "a lambda in a loop",
+    ),
+    Mutant(
+        "no hook",
+        f"parameter.register_post_accumulate_grad_hook({HOOK})",
+        "pass",
+        ("test_no_sync_accumulates",),
+        "called by a hook",
+    ),
+    Mutant(
+        "a hook before the gradient is accumulated",
+        "register_post_accumulate_grad_hook",
+        "register_hook",
+        ("test_buckets_overlap_with_backward",),
+        "register_post_accumulate_grad_hook",
+    ),
     Mutant(
         "ready counters not reset",
         RESET,
         "self.flat, self.handle = None, None",
         ("test_buckets_overlap_with_backward",),
+        "missing[0] is 0 when step 1 begins",
     ),
-    Mutant("the turn not reset", RESTART, "            bucket.finish()", ("test_steps_and_subgroups",)),
-    Mutant("no_sync without effect", UNLESS, "pass\n", ("test_no_sync_accumulates",)),
+    Mutant(
+        "the turn not reset",
+        RESTART,
+        "            bucket.finish()",
+        ("test_steps_and_subgroups",),
+        "left over: launched is",
+    ),
+    Mutant(
+        "no handle kept", REDUCE, REDUCE.replace("True", "False"), ("test_gradients_are_averaged",), "async_op=True"
+    ),
+    Mutant("no_sync without effect", UNLESS, "pass\n", ("test_no_sync_accumulates",), "is self.synchronize asked"),
     Mutant(
         "counted inside no_sync",
         UNLESS + "        bucket.missing -= 1\n",
         "bucket.missing -= 1\n        if not self.synchronize:\n            return\n",
         ("test_no_sync_accumulates",),
+        "inside no_sync are counted too",
     ),
     Mutant(
         "divided by the size of the world",
@@ -132,6 +193,7 @@ MUTANTS = [
         REDUCE,
         "self.handle = dist.all_reduce(self.flat, async_op=True)",
         ("test_steps_and_subgroups",),
+        "launched on the group of ranks 0, 1, 2, 3",
     ),
 ]
 

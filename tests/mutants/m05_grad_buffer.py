@@ -92,7 +92,7 @@ MUTANTS = [
         CLEAR,
         CLEAR + "            for p, v in zip(buffer.params, buffer.views):\n                p.grad = v.clone()\n",
         ("test_gradients_are_views",),
-        "was not put back",
+        "finish_grad_sync has to change it in place",
     ),
     Mutant(
         "the view is not put back after zero_grad",
@@ -123,7 +123,8 @@ MUTANTS = [
         "a removed gradient keeps the old values",
         ZERO_VIEW,
         "elif parameter.grad is None:\n            pass\n",
-        ("test_zero_grad_in_any_form",),
+        ("test_zero_grad_in_any_form", "test_steps_and_subgroups"),
+        "as if nothing were ever zeroed",
     ),
     Mutant(
         "assumes that zero_grad comes before forward",
@@ -186,6 +187,28 @@ MUTANTS = [
         ADD,
         "view.copy_(parameter.grad)",
         ("test_main_grad_accumulates_in_fp32",),
+        "only the last micro-batch",
+    ),
+    Mutant(
+        "what was added to main_grad is not dropped",
+        TAKEN,
+        "parameter.grad = parameter.grad if self.has_main_grad else view",
+        ("test_main_grad_accumulates_in_fp32",),
+        "goes on growing",
+    ),
+    Mutant(
+        "a gradient that never came not taken",
+        LEFT_OVER,
+        "            self.launch_next()",
+        ("test_zero_grad_in_any_form",),
+        "one that never came has to be taken",
+    ),
+    Mutant(
+        "the turn not reset",
+        RESET,
+        "bucket.missing = len(bucket.members)",
+        ("test_zero_grad_in_any_form", "test_main_grad_accumulates_in_fp32", "test_steps_and_subgroups"),
+        "left over: launched is",
     ),
     Mutant("grad_dtype ignored", HAS_MAIN, "self.has_main_grad = False", ("test_main_grad_accumulates_in_fp32",)),
     Mutant(
@@ -206,13 +229,20 @@ MUTANTS = [
         "            break",
         ("test_zero_grad_in_any_form",),
     ),
-    Mutant("counters not reset", RESET, "pass\n        self.launched = 0", ("test_buckets_overlap_with_backward",)),
-    Mutant("no_sync without effect", UNLESS, "pass\n", ("test_steps_and_subgroups",)),
+    Mutant(
+        "counters not reset",
+        RESET,
+        "pass\n        self.launched = 0",
+        ("test_buckets_overlap_with_backward",),
+        "missing[0] is 0 when step 1 begins",
+    ),
+    Mutant("no_sync without effect", UNLESS, "pass\n", ("test_steps_and_subgroups",), "is self.synchronize asked"),
     Mutant(
         "padded for the world instead of the group, and averaged over it",
         REDUCE,
         REDUCE.replace("self.process_group", "None"),
         ("test_steps_and_subgroups",),
+        "launched on the group of ranks 0, 1, 2, 3",
     ),
 ]
 

@@ -232,7 +232,7 @@ MUTANTS = [
         READY,
         "        group.buffer.take_grad(i)\n",
         ("test_groups_overlap_with_backward",),
-        "groups are launched only when backward is over",
+        "no gradient was counted in backward",
     ),
     Mutant(
         "waited for in backward",
@@ -266,6 +266,35 @@ MUTANTS = [
         NEW_STEP,
         "self.launched = 0\n",
         ("test_launches_and_volume",),
+        "left over: gathers is",
+    ),
+    Mutant(
+        "output and input of the reduce-scatter exchanged",
+        SCATTER,
+        SCATTER.replace("own, bucket", "bucket, own"),
+        ("test_bucket_group", "test_gradients_are_averaged"),
+        "the output is the own shard",
+    ),
+    Mutant(
+        "the own shard divided in the block",
+        SCATTER,
+        SCATTER.replace("AVG", "SUM") + "                own /= dist.get_world_size(self.process_group)\n",
+        ("test_bucket_group",),
+        "divided in the block",
+    ),
+    Mutant(
+        "the last group never gathered",
+        "while len(self.gathers) < len(self.groups):",
+        "while len(self.gathers) < len(self.groups) - 1:",
+        ("test_launches_and_volume",),
+        "the last one has to be, in finish_grad_sync",
+    ),
+    Mutant(
+        "the last group goes beyond the last bucket",
+        MAKE,
+        MAKE.replace("indices[first : first + length]", "range(first, first + length)"),
+        ("test_groups_overlap_with_backward",),
+        "beyond the buffer's last bucket",
     ),
     Mutant(
         "launched in the order of being ready",
@@ -276,20 +305,22 @@ MUTANTS = [
         ("test_steps_and_subgroups",),
         "in the order of the buckets",
     ),
-    Mutant("counters not reset", RESET, "", ("test_groups_overlap_with_backward",), "only when backward is over"),
+    Mutant(
+        "counters not reset", RESET, "", ("test_groups_overlap_with_backward",), "missing[0] is 0 when step 1 begins"
+    ),
     Mutant(
         "no_sync without effect",
         NEXT,
         "    @contextmanager\n    def no_sync(self):\n        yield\n\n" + NEXT,
         ("test_steps_and_subgroups",),
-        "launch inside no_sync",
+        "is self.synchronize asked",
     ),
     Mutant(
         "a gradient that never came not taken",
         TAKE_MISSING,
         "            self.launch",
         ("test_steps_and_subgroups",),
-        "was not exchanged",
+        "one that never came has to be taken",
     ),
     Mutant(
         "always gathered",

@@ -10,7 +10,7 @@ from brigade import recording
 from brigade.rank import device, student
 from brigade.recording import phase
 from brigade.reference import OPTIMIZERS, loss_of
-from scenarios.training import build, forward_backward, group_of, on_device, wrap
+from scenarios.training import build, forward_backward, group_of, note_counters, on_device, wrap
 
 COPIES = ("copy_", "clone", "cat", "stack", "_to_copy", "_foreach_copy_")
 
@@ -43,12 +43,15 @@ def is_frozen() -> bool:
 
 
 def buffers_of(ddp: nn.Module, model: nn.Module) -> list[dict]:
-    """For each grad buffer: its dtype, length, parameters and where their gradients lie in it, in elements."""
+    """For each grad buffer: its dtype, length, parameters and where their gradients lie in it, in elements.
+
+    Of the gradients that lie nowhere in it, those that are None are "absent".
+    """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found = []
     for buffer in ddp.grad_buffers:
         data = buffer.grad_data
-        places = {}
+        places, absent = {}, []
         for parameter in buffer.params:
             grad = parameter.main_grad if hasattr(parameter, "main_grad") else parameter.grad
             offset = None
@@ -57,6 +60,7 @@ def buffers_of(ddp: nn.Module, model: nn.Module) -> list[dict]:
                 inside = 0 <= nbytes <= data.nbytes - grad.nbytes and grad.dtype == data.dtype
                 offset = nbytes // data.element_size() if inside else None
             places[names[id(parameter)]] = offset
+            absent += [names[id(parameter)]] if grad is None else []
         padding = torch.ones(data.numel(), dtype=torch.bool, device=data.device)
         for start, end in buffer.layout.param_ranges:
             padding[start:end] = False
@@ -65,6 +69,7 @@ def buffers_of(ddp: nn.Module, model: nn.Module) -> list[dict]:
                 "dtype": data.dtype,
                 "numel": data.numel(),
                 "places": places,
+                "absent": absent,
                 "padding": data[padding].float().nan_to_num(nan=1.0).abs().sum().item(),
             }
         )
@@ -86,9 +91,10 @@ def train(job: dict) -> dict:
     model = build(job)
     ddp = wrap(job, model)
     optimizer = OPTIMIZERS[job["optimizer"]]([p for p in model.parameters() if p.requires_grad])
-    buffers = []
+    buffers, before = [], []
     for step, [batch] in enumerate(job["batches"]):
         recording.note("step", step=step)
+        note_counters(ddp)
         if not job["late"]:
             zero(job["zero"], model, optimizer)
         with phase("forward"):
@@ -97,12 +103,15 @@ def train(job: dict) -> dict:
             zero(job["zero"], model, optimizer)
         with phase("backward"):
             loss.backward()
+        note_counters(ddp)
+        before.append([buffer["places"] for buffer in buffers_of(ddp, model)])
         with phase("finish"):
             ddp.finish_grad_sync()
         buffers.append(buffers_of(ddp, model))
         with phase("step"):
             optimizer.step()
-    return {"weights": {name: p.detach() for name, p in model.named_parameters()}, "buffers": buffers}
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    return {"weights": weights, "buffers": buffers, "places_before_finish": before}
 
 
 class Ledger(TorchDispatchMode):
@@ -167,12 +176,14 @@ def accumulate(job: dict) -> dict:
     steps = []
     for step, micro_batches in enumerate(job["batches"]):
         recording.note("step", step=step)
+        note_counters(ddp)
         model.zero_grad(set_to_none=job["set_to_none"])
         for inputs in micro_batches[:-1]:
             with ddp.no_sync():
                 ddp([x.to(device()) for x in inputs]).backward()
         with phase("backward"):
             ddp([x.to(device()) for x in micro_batches[-1]]).backward()
+        note_counters(ddp)
         with phase("finish"):
             ddp.finish_grad_sync()
         steps.append(

@@ -11,7 +11,7 @@ from brigade.kernels import counted
 from brigade.rank import device, student
 from brigade.recording import phase
 from brigade.reference import OPTIMIZERS
-from scenarios.training import build, forward_backward, group_of, wrap
+from scenarios.training import build, forward_backward, group_of, note_counters, wrap
 
 
 class Interruption(Exception):
@@ -143,8 +143,10 @@ def train_on_shards(job: dict) -> dict:
     first = None
     for step, [batch] in enumerate(job["batches"]):
         recording.note("step", step=step)
+        note_counters(ddp)
         model.zero_grad()
         forward_backward(ddp, batch)
+        note_counters(ddp)
         with phase("finish"):
             ddp.finish_grad_sync()
         if first is None:

@@ -53,6 +53,25 @@ def forward_backward(ddp: torch.nn.Module, batch: dict) -> None:
         loss.backward()
 
 
+def counters(ddp: torch.nn.Module) -> dict[str, int | list[int]]:
+    """What the skeletons count and collect within a step, as far as the submission has it, by name."""
+    found = {}
+    for name in ("launched", "gathers", "pending"):
+        value = getattr(ddp, name, None)
+        if isinstance(value, (int, list)):
+            found[name] = value if isinstance(value, int) else len(value)
+    for units, name in (("buckets", "missing"), ("grad_buffers", "started")):
+        values = [getattr(unit, name, None) for unit in getattr(ddp, units, [])]
+        if values and all(isinstance(value, (int, set)) for value in values):
+            found[name] = [value if isinstance(value, int) else len(value) for value in values]
+    return found
+
+
+def note_counters(ddp: torch.nn.Module) -> None:
+    """Notes them, for the cause of a failure: when a step begins, and when its last backward is over."""
+    recording.note("counters", values=counters(ddp))
+
+
 def train(job: dict) -> dict:
     """Constructs the wrapper and takes all steps; all micro-batches of a step but the last run inside no_sync."""
     model = build(job)
@@ -62,11 +81,13 @@ def train(job: dict) -> dict:
     gradients, strides = [], []
     for step, batches in enumerate(job["batches"]):
         recording.note("step", step=step)
+        note_counters(ddp)
         optimizer.zero_grad()
         for micro, batch in enumerate(batches):
             last = micro == len(batches) - 1
             with contextlib.nullcontext() if last else ddp.no_sync():
                 forward_backward(ddp, batch)
+        note_counters(ddp)
         with phase("finish"):
             ddp.finish_grad_sync()
         gradients.append(gradients_of(model))

@@ -38,7 +38,7 @@ REGISTERED = ["  f.py, line 3, in __init__: p.register_post_accumulate_grad_hook
             "f.py, line 1: without async_op=True all_reduce",
         ),
         (cause("AttributeError", NONE, text="dist.all_reduce(t)\nh = dist.broadcast(t, async_op=True)"), ""),
-        (cause("ValueError", "Global rank 0 is not part of group"), "group_src"),
+        (cause("ValueError", "Global rank 0 is not part of process_group"), "group_src"),
     ],
 )
 def test_cause(found, told):

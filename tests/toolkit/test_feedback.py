@@ -10,7 +10,16 @@ import torch
 from torch import Tensor
 
 from brigade.causes import Evidence
-from brigade.feedback import CheckFailed, expect, expect_equal, expect_gradients, expect_start, expect_weights, listing
+from brigade.evidence import exception_cause, left_over, miscounted, without_return
+from brigade.feedback import (
+    CheckFailed,
+    expect,
+    expect_equal,
+    expect_gradients,
+    expect_start,
+    expect_weights,
+    listing,
+)
 from brigade.reference import Case
 
 Tensors = dict[str, "Tensor | None"]
@@ -305,3 +314,66 @@ def test_one_buffer_that_was_not_broadcast():
     expect_start(start, case, "parameters")
     with pytest.raises(CheckFailed, match="buffers start as"):
         expect_start(start, case, "buffers")
+
+
+# ---- causes that the record shows
+
+
+def record(*counters: dict[str, Any], passes: int = 1) -> list[dict[str, Any]]:
+    """One step for each pair of counters, at its beginning and after its last backward, of parameters a and b."""
+    events = []
+    for step, pair in enumerate(zip(counters[::2], counters[1::2])):
+        backward = [{"kind": "phase", "phase": "backward"}, *({"kind": "ready", "name": name} for name in "ab")]
+        begin, end = ({"kind": "counters", "values": values} for values in pair)
+        events += [{"kind": "step", "step": step}, begin, *backward * passes, end]
+    return events
+
+
+FRESH, DONE = {"launched": 0, "missing": [1, 1]}, {"launched": 2, "missing": [0, 0]}
+
+
+def test_what_a_step_leaves_over_is_named():
+    assert left_over(record(FRESH, DONE, FRESH, DONE)) == ""
+    assert "launched is 2 when step 1 begins" in left_over(record(FRESH, DONE, FRESH | {"launched": 2}, DONE))
+    assert "missing[1] is 0 when step 1 begins" in left_over(record(FRESH, DONE, FRESH | {"missing": [1, 0]}, DONE))
+    assert left_over(record({}, {}, {}, {})) == ""
+
+
+def test_gradients_that_are_counted_wrongly_are_named():
+    assert miscounted(record(FRESH, DONE), 0, otherwise="else") == "else"
+    assert "a lambda in a loop" in miscounted(record(FRESH, {"missing": [1, -1]}), 0)
+    assert "inside no_sync are counted" in miscounted(record(FRESH, {"missing": [-1, -1]}, passes=2), 0)
+    assert "is mark_ready called by a hook" in miscounted(record(FRESH, FRESH), 0)
+    assert miscounted(record({}, {}), 0, otherwise="another style") == "another style"
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("def f() -> int:\n    x = 1\n", ["f"]),
+        ("def f() -> int:\n    x = 1\n    return x\n", []),
+        ("def f() -> int:\n    def g():\n        return 1\n    g()\n", ["f"]),
+        ("def f() -> None:\n    x = 1\n    return\n", []),
+        ("def f():\n    x = 1\n    g()\n", []),
+        ("def f() -> list:\n    x = 1\n    yield x\n", []),
+        ('def f() -> int:\n    """Of a protocol."""\n', []),
+        ("def f() -> int:\n    x = 1\n    raise NotImplementedError\n", []),
+    ],
+)
+def test_a_forgotten_return(text, found):
+    assert without_return([text]) == found
+    cause = exception_cause("TypeError: 'NoneType' object is not iterable", [], [text])
+    assert bool(found) == ("without `return`" in cause)
+
+
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        ("Check failed: outputShape[0] * worldSize == inputShape[0] (768 vs. 192).", "768 elements, the input 192"),
+        ("'NoneType' object has no attribute 'view'\n  x = p.grad.view(-1)", "it counts as zeros"),
+        ("'NoneType' object has no attribute 'view'\n  x = p.view(-1)", ""),
+    ],
+)
+def test_an_exception_that_tells_its_cause(message, told):
+    cause = exception_cause(message, [], [])
+    assert told in cause and bool(told) == bool(cause)
