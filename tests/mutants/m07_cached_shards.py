@@ -49,6 +49,13 @@ LAUNCHES = ("test_launches_are_those_of_module_6",)
 STEPS = ("test_steps_and_subgroups",)
 
 MUTANTS = [
+    Mutant(
+        "views of all tensors there ever were",
+        f"{IF_NEW}\n            {REMEMBER}        {LOOK_UP}",
+        LOOK_UP.replace("(bucket, rank)", "(id(data), bucket, rank)").replace("[bucket,", "[id(data), bucket,"),
+        ("test_views_follow_the_buffer",),
+        "kept beside those of the new one",
+    ),
     Mutant("views made anew every time", KEPT, "if True:", STEADY, "they are not kept, or not found again"),
     Mutant(
         "module 6's groups",

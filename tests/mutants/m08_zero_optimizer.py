@@ -336,6 +336,13 @@ SHARDED = [
         "averaged with gradients that are not",
     ),
     Mutant(
+        "taken for reduced until the optimizer's own zero_grad",
+        "self.reduce_grads()\n        self.reduced = False\n",
+        "self.reduce_grads()\n",
+        ("test_sharded_equals_unsharded",),
+        "does step end that",
+    ),
+    Mutant(
         "taken for reduced after a step that was skipped",
         ZEROED,
         "super().zero_grad(set_to_none)",

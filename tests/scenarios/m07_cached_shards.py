@@ -1,6 +1,7 @@
 """What the ranks do in module 7's checks, beyond training."""
 
 import contextlib
+import gc
 import linecache
 import sys
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from brigade import recording
@@ -160,19 +162,23 @@ def make_view(parameter: nn.Parameter) -> None:
     parameter.unsqueeze(0)
 
 
-def move_buffers(job: dict) -> list[dict]:
+def move_buffers(job: dict) -> dict:
     """A step for each micro-batch, with the same weights in all; the buffers move job["moves"][i] times before step i.
 
     With job["gather_grads"], what each step gives are the gradients. Without, the own shards of the gradients are
     written into the own shards of the parameters; after the sync these are whole, and are what the step gives. Then
-    they are the weights again.
+    they are the weights again. Also counts the flat tensors of before each move that something still holds, when the
+    step after it is over; param_data is one only where it is synchronised.
     """
     model, ddp = wrapped(job)
     weights = [buffer.param_data.clone() for buffer in ddp.grad_buffers]
-    given = []
+    given, held, old = [], [], []
     for batch, times in zip(job["batches"][0], job["moves"]):
         for _ in range(times):
             for buffer in ddp.grad_buffers:
+                flat = [buffer.grad_data, *([] if job["gather_grads"] else [buffer.param_data])]
+                old += [StorageWeakRef(tensor.untyped_storage()) for tensor in flat]
+                del flat
                 buffer.reallocate()
         model.zero_grad()
         with recording.phase("forward"):
@@ -183,6 +189,7 @@ def move_buffers(job: dict) -> list[dict]:
             ddp.finish_grad_sync()
         if job["gather_grads"]:
             given.append(gradients_of(model))
+            held.append(still_there(old))
             continue
         for buffer in ddp.grad_buffers:
             for start, end in own_shards(buffer):
@@ -190,10 +197,17 @@ def move_buffers(job: dict) -> list[dict]:
         with recording.phase("param sync"):
             ddp.start_param_sync()
             ddp.finish_param_sync()
+        held.append(still_there(old))
         given.append({n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad})
         for buffer, weight in zip(ddp.grad_buffers, weights):
             buffer.param_data.copy_(weight)
-    return given
+    return {"given": given, "held": held}
+
+
+def still_there(references: list[StorageWeakRef]) -> int:
+    """How many of these memories something holds."""
+    gc.collect()
+    return sum(not reference.expired() for reference in references)
 
 
 def own_shards(buffer) -> list[tuple[int, int]]:

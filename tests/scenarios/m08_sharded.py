@@ -63,13 +63,14 @@ def loop(
     """Takes a step on the mean loss of each entry of `batches`, and returns what there is to compare.
 
     What the job may have: "scheduler", "late" (a group added before step 2), "closure" (step gets one), "max_norms" (of
-    each step, to clip), "skip" (a step that is not taken) and "zeros" (zero_grad keeps the tensors).
+    each step, to clip), "skip" (a step that is not taken), "zeros" (zero_grad keeps the tensors), "zero_by_model" (it
+    is the model's, not the optimizer's).
     """
     scheduler = SCHEDULERS[job.get("scheduler", "none")](optimizer)
     weights, norms, losses, returned, left = [], [], [], [], set()
 
     def compute(step: int, own: list[dict]) -> Tensor:
-        optimizer.zero_grad(set_to_none="zeros" not in job)
+        (model if "zero_by_model" in job else optimizer).zero_grad(set_to_none="zeros" not in job)
         if "late" not in job or step >= 2:
             left.update(name for name, p in model.named_parameters() if p.grad is not None and p.grad.any())
         total = 0.0
