@@ -63,6 +63,9 @@ SYMPTOMS = [
             "group_dst are those of the group?"),
     Symptom("TypeError", r"(missing|takes) .*argument|unexpected keyword argument|multiple values for argument",
             by_the_signature),
+    Symptom("RuntimeError", "assign a gradient|assigned grad", "a gradient has its parameter's dtype and shape: "
+            "torch.zeros_like(parameter)?"),
+    Symptom("TypeError", "'NoneType' object is not an iterator", "a function under @contextmanager has no yield"),
     Symptom("AttributeError", "'NoneType' object has no attribute", by_none),
     Symptom("TypeError", "'NoneType'", by_none),
 ]  # fmt: skip

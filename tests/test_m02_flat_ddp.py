@@ -118,8 +118,8 @@ def test_gradients_keep_shape_and_stride(submission):
 @pytest.mark.points(1)
 def test_branches_and_unused_parameters(submission):
     """A parameter that some ranks do not use counts as zero there; one that none uses does no harm."""
-    for world in submission.worlds(2, 3):
-        case = submission.case("Branches", world, branches=[1, -1, 0][:world])
+    for world, dtype in zip(submission.worlds(2, 3), (torch.float32, torch.float64)):
+        case = submission.case("Branches", world, branches=[1, -1, 0][:world], dtype=dtype)
         results = submission.run(training.train, case.for_ranks(**JOB), world_size=world)
         expect_gradients(results, case, "gradients are the average, where ranks use different layers")
 

@@ -122,6 +122,13 @@ MUTANTS = [
         "or a copy of it was",
     ),
     Mutant(
+        "zeros of torch's own dtype",
+        ZEROS,
+        "parameter.grad = torch.zeros(parameter.shape)",
+        ("test_branches_and_unused_parameters",),
+        "zeros_like",
+    ),
+    Mutant(
         "unused parameters skipped",
         ZEROS,
         "continue",

@@ -83,6 +83,13 @@ MUTANTS = [
         ("test_bytes_on_the_wire",),
     ),
     Mutant(
+        "zeros of torch's own dtype",
+        ZEROS,
+        "parameter.grad = torch.zeros(parameter.shape)",
+        ("test_branches_and_unused_parameters",),
+        "zeros_like",
+    ),
+    Mutant(
         "unused parameters left out",
         ZEROS,
         "pass",

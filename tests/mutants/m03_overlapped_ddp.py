@@ -172,6 +172,7 @@ MUTANTS = [
         ("test_no_sync_restores_its_state",),
         "ReduceOp.AVG has divided already",
     ),
+    Mutant("no_sync without yield", TRY, RESTORE, ("test_no_sync_accumulates",), "has no yield"),
     Mutant(
         "no_sync not restored after an exception",
         TRY,
