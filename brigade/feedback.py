@@ -233,12 +233,15 @@ def expect_overlap(
     nexts = [*buckets[1:], []] if gathered else [[]] * len(buckets)
     blocking = [launch for launch, after in zip(found, nexts) if blocks_backward(launch, after, complete)]
     late = [launch for launch in found if launch.phase != "backward"]
+    cause = "async_op=True, and wait in finish_grad_sync?"
+    if gathered and not any(launch.sync for launch in blocking):
+        cause = f"wait in finish_grad_sync, or, to gather, when half of the next {unit}'s gradients are ready?"
     expect(
         not blocking and not late,
         f"all {unit}s are launched in backward, and none is waited for there"
         + (f" before a gradient of the next {unit} is ready" if gathered else ""),
         f"{where}: {len(blocking)} of {len(found)} were waited for in backward, {len(late)} launched later",
-        "async_op=True, and wait in finish_grad_sync?" if blocking else "",
+        cause if blocking else "",
     )
     forgotten = [launch for launch in found if step not in launch.wait_steps]
     raced = [launch for launch in found if launch.raced]

@@ -152,9 +152,12 @@ def expect_one_launch(found, op, count, where):
     )
 
 
+NESTED = "blocks of one group cannot be nested: is the group captured already when the inner one begins?"
+
+
 @pytest.mark.points(2)
 def test_coalesce_refuses_mixtures(submission):
-    """Mixed kinds, reduce ops or dtypes raise and launch nothing; after any exception collectives work again."""
+    """Mixed kinds, reduce ops or dtypes, and nested blocks, raise and launch nothing; then collectives work again."""
     rng = submission.rng
     [world] = submission.worlds(2)
     blocks = [  # what raises, what has to be compared for that, the calls
@@ -165,11 +168,13 @@ def test_coalesce_refuses_mixtures(submission):
         ("float32 and float64", "dtypes", [("all_reduce", "SUM", dtype) for dtype in (F32, F32, F64)]),
         ("float32 and bfloat16", "dtypes", [("all_gather", None, dtype) for dtype in (F32, BF16)]),
         ("an exception of the caller's", None, [("all_reduce", "SUM", F32)] * 2),
+        ("a block of the same group", "nested", [("all_reduce", "SUM", F32)] * 2),
     ]
     calls = [draw_calls(rng, world, world, kinds) for _, _, kinds in blocks]
     after = [entry for [entry] in draw_calls(rng, world, world, [("all_reduce", "SUM", F32)])]
     told = PerRank(
-        {"blocks": [mine[rank] for mine in calls], "interrupted": len(blocks) - 1, "after": after[rank]}
+        {"blocks": [mine[rank] for mine in calls], "interrupted": len(blocks) - 2, "nested": len(blocks) - 1}
+        | {"after": after[rank]}
         for rank in range(world)
     )
     results = submission.run(m06_coalesced.refused, told, world_size=world)
@@ -181,7 +186,9 @@ def test_coalesce_refuses_mixtures(submission):
                     raised is not None,
                     f"{label} in one block of coalesce raise an exception",
                     f"rank {rank}: nothing was raised; {summary(found)}",
-                    f"the manager takes all calls to be like the first: compare their {compared} before it launches?",
+                    NESTED
+                    if compared == "nested"
+                    else f"the manager takes all calls to be like the first: compare {compared} before it launches?",
                 )
             else:
                 expect(
@@ -194,7 +201,9 @@ def test_coalesce_refuses_mixtures(submission):
                 not found,
                 f"where a block of coalesce ends with an exception ({label}), nothing is launched",
                 f"rank {rank}: {summary(found)}",
-                f"compare their {compared} before the manager ends, and end it with the exception: else it launches?"
+                NESTED
+                if compared == "nested"
+                else f"compare {compared} before the manager ends, and end it with the exception: else it launches?"
                 if compared
                 else "the manager has to end with the exception: ended as usual, in a `finally`, it launches?",
             )

@@ -18,6 +18,8 @@ class coalesce:
         self.inner = None
 
     def __enter__(self):
+        if self.group in c10d._world.pg_coalesce_state:
+            raise ValueError("one block at a time, please")
         c10d._world.pg_coalesce_state[self.group] = []
         return self
 

@@ -66,6 +66,9 @@ MUTANTS = [
         ("test_coalesce_is_one_launch",),
         "never launched",
     ),
+    Mutant(
+        "blocks can be nested", "if group in captured:\n", "if False:\n", ("test_coalesce_refuses_mixtures",), "nested"
+    ),
     Mutant("reduce operations not compared", REDUCE_OPS, "", ("test_coalesce_refuses_mixtures",), "reduce operations"),
     Mutant("dtypes not compared", DTYPES, "", ("test_coalesce_refuses_mixtures",), "dtypes"),
     Mutant(

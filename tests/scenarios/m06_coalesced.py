@@ -64,6 +64,9 @@ def refused(job: dict) -> list[dict]:
         with phase("block"):
             try:
                 with coalesce():
+                    if number == job["nested"]:
+                        with coalesce():
+                            call(block[0], None)
                     for entry in block:
                         call(entry, None)
                     if number == job["interrupted"]:
