@@ -68,16 +68,15 @@ def no_view(results):
         for step, buffers in enumerate(result["buffers"]):
             for buffer, before in zip(buffers, result["places_before_finish"][step]):
                 lost = [name for name, place in buffer["places"].items() if place is None]
-                if absent := [name for name in lost if name in buffer["absent"]]:
-                    what = (
-                        f"the gradient of {listing(absent)} is None after the finish, on rank {rank} in step {step}: "
-                    )
-                    return what + "one that never came has to be taken, too?"
-                if lost:
-                    what = f"the gradient of {listing(lost)} is no view after the finish, on rank {rank} in step {step}"
-                    if all(before.get(name) is not None for name in lost):
+                others = [name for name in lost if name not in buffer["absent"]]
+                where = f"after the finish, on rank {rank} in step {step}"
+                if others:
+                    what = f"the gradient of {listing(others)} is no view {where}"
+                    if all(before.get(name) is not None for name in others):
                         return what + ", and was one before: finish_grad_sync has to change it in place?"
-                    return what + ": zero_grad took the view away, and it was not put back?"
+                    return what + ": zero_grad took the view away, and it was not put back, or a copy was?"
+                if lost:
+                    return f"the gradient of {listing(lost)} is None {where}: one that never came has to be taken, too?"
     return ""
 
 
