@@ -123,8 +123,6 @@ def of_record(events: Sequence[Sequence[Event]] | None, case: Case, step: int | 
     found = [launch for record in mine for launch in launches(record, step)]
     known = (wrong_group(events, case.group), *(misplaced(record, case, step) for record in mine))
     mistake = next(filter(None, known), "")
-    if not mistake and any(launch.raced for launch in found):
-        mistake = "what a collective works on was changed before its handle was waited on: divided, or overwritten?"
     return Evidence(
         mistake,
         any(launch.reduce_op == "AVG" for launch in found),
@@ -134,7 +132,7 @@ def of_record(events: Sequence[Sequence[Event]] | None, case: Case, step: int | 
 
 
 def misplaced(record: Sequence[Event], case: Case, step: int) -> str:
-    """Whether weights are reduced, or gradients before they are in `.grad`."""
+    """Whether weights are reduced, gradients before they are in `.grad`, or gradients that are changed meanwhile."""
     found = [launch for launch in launches(record, step) if launch.phase in ("backward", "finish")]
     if any(launch.op == "all_reduce" and launch.memory == "weight" for launch in found):
         return "the parameter itself is all-reduced, not its gradient: p.grad?"
@@ -142,6 +140,8 @@ def misplaced(record: Sequence[Event], case: Case, step: int) -> str:
     complete = {name: place for place, name in ready(record, step)}
     if sorted(launch.numel for launch in found) != sorted(numels.values()):
         return ""  # not one launch for each
+    if any(launch.raced and launch.memory == "gradient" for launch in found):
+        return "a gradient was changed before its handle was waited on: divided, or overwritten?"
     for launch in found:
         names = [name for name, numel in numels.items() if numel == launch.numel]
         if len(names) == 1 and launch.phase == "backward" and launch.place < complete.get(names[0], -1):
