@@ -123,6 +123,8 @@ def of_record(events: Sequence[Sequence[Event]] | None, case: Case, step: int | 
     found = [launch for record in mine for launch in launches(record, step)]
     known = (wrong_group(events, case.group), *(misplaced(record, case, step) for record in mine))
     mistake = next(filter(None, known), "")
+    if not mistake and any(launch.raced for launch in found):
+        mistake = "what a collective works on was changed before its handle was waited on: divided, or overwritten?"
     return Evidence(
         mistake,
         any(launch.reduce_op == "AVG" for launch in found),

@@ -118,6 +118,21 @@ MUTANTS = [
         "while its all_reduce was under way",
     ),
     Mutant(
+        "divided while under way, and not at the finish",
+        REMEMBER,
+        DIVIDE + "\n            self.in_flight.append((handle, type('Nothing', (), {'grad': 1.0})))",
+        ("test_gradients_are_averaged",),
+        "was changed before its handle was waited on",
+    ),
+    Mutant(
+        "launched after backward, and counted outside no_sync",
+        LAUNCH,
+        "wait = lambda _: dist.all_reduce(parameter.grad, group=self.process_group)\n"
+        "            handle = type('Later', (), {'wait': wait})()",
+        ("test_no_sync_restores_its_state",),
+        "not into finish_grad_sync",
+    ),
+    Mutant(
         "a tensor hook, which sees the incoming gradient",
         HOOK,
         "parameter.register_hook(\n"
