@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from brigade.events import launches, summary
+from brigade.events import launches, ready, summary
 from brigade.evidence import miscounted
 from brigade.feedback import (
     expect,
@@ -343,6 +343,20 @@ def test_one_buffer_per_dtype(submission):
         expect_gradients(results, case, tolerance=2**-6)
 
 
+def expect_turns(events, names, layout, where):
+    """In step 0 launch i is made when all gradients of bucket i are ready, by the layout of the parameters `names`."""
+    complete = {name: place for place, name in ready(events, 0)}
+    for number, launch in enumerate(launches(events, 0)):
+        members = [name for name, bucket in zip(names, layout["bucket_of"]) if bucket == number]
+        missing = [name for name in members if complete.get(name, -1) > launch.place]
+        expect(
+            not missing,
+            "buckets are launched in their order, each when all its gradients are ready",
+            f"{where}: launch {number} was made when {listing(missing)} of bucket {number} were not",
+            "a bucket is launched as soon as it is complete, before those in front of it?",
+        )
+
+
 @pytest.mark.points(1)
 def test_steps_and_subgroups(submission):
     """Micro-batches in no_sync, ready orders that differ, and groups of ranks 1 and 3 of four, over several steps."""
@@ -360,6 +374,9 @@ def test_steps_and_subgroups(submission):
         results = submission.run(training.train, case.for_ranks(groups=groups, **JOB), world_size=world)
         if model == "Plain":
             expect_silence(results.events, case.group, 3)
+        elif model == "Reordered":
+            for rank in case.group:
+                expect_turns(results.events[rank], *layout_of(case, world), f"rank {rank}, step 0")
         expect_gradients(results, case)
         expect_weights(results, case)
         if model == "Plain":

@@ -167,6 +167,7 @@ MUTANTS = [
         "            self.buckets.insert(self.launched, bucket)\n"
         "            self.launch_next()",
         ("test_steps_and_subgroups",),
+        "before those in front of it",
     ),
     Mutant(
         "main_grad not cleared",
