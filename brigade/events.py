@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Event = dict[str, Any]
-OUTSIDE = "setup"  # the phase of what is done in none of the loop's
 
 
 @dataclass

@@ -37,8 +37,8 @@ from typing import Any
 
 from brigade import forkserver, isolation
 from brigade.course import ROOT, CourseError
-from brigade.events import OUTSIDE
 
+OUTSIDE = "setup"  # the phase of what is done in none of the training loop's: see `recording.Recorder`
 DEADLINE_S = {"gloo": 20.0, "nccl": 90.0}
 QUIET_S = 2.0  # all ranks blocked, nothing launched for so long, and a peer's launch missing: a deadlock
 GRACE_S = 0.3  # after the first failure, the time that other ranks get to report theirs

@@ -33,8 +33,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from brigade.events import OUTSIDE
-
 BACKEND = "brigade"  # the name under which the recording group is registered with torch
 
 
@@ -42,7 +40,8 @@ class Recorder:
     """What one rank tells of itself: numbers its launches, stamps its events, and hands them to `sink`."""
 
     def __init__(self, sink: Callable[[dict[str, Any]], None]):
-        self.phase = OUTSIDE  # of the rank, not of a thread: on CUDA, hooks run on autograd's own thread
+        # Of the rank, not of a thread: on CUDA, hooks run on autograd's own. The parent knows this one as OUTSIDE.
+        self.phase = "setup"
         self._sink = sink
         self.end_with_wait: set[int] = set()  # launches that do not tell by themselves when they are complete
         self._launches = 0
