@@ -1,4 +1,4 @@
-"""The mistake behind a failed run, where its exception, its record and the submission's text give it away.
+"""The mistake behind a rank's exception, where its message, its record and the submission's text give it away.
 
 A cause is said only where the evidence excludes the others that are as likely: a wrong one costs more than none.
 """
@@ -7,29 +7,25 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from brigade.events import Event, launches, ready
-from brigade.evidence import wrong_group
+from brigade.events import Event, counters, launches
+from brigade.evidence import left_over, listing
 
 if TYPE_CHECKING:
     from brigade.ranks import RankFailure
-    from brigade.reference import Case
     from brigade.submission import Sources
 
 IN_PLACE = ("all_reduce", "broadcast", "reduce_scatter_tensor", "all_gather_into_tensor", "all_gather")
 CALLED_HOOK = "a hook is called where it is registered: pass the function itself, without (...)?"
 
 
-# ---- of an exception
-
-
 @dataclass(frozen=True)
 class Symptom:
-    """An exception of this type, with this in its message, means `cause`; "" where the evidence is missing."""
+    """An exception of this type ("": any) with this in its message means `cause`; "" where the evidence is missing."""
 
     error: str
     message: str
@@ -45,13 +41,66 @@ def by_its_hooks(failure: RankFailure, sources: Sources) -> str:
     return CALLED_HOOK if in_backward and not failure.own else ""
 
 
-def by_none(failure: RankFailure, sources: Sources) -> str:
+def by_no_result(failure: RankFailure, sources: Sources) -> str:
     """The collective in the submission's text whose result is used though it gives none."""
     for place, op in used_results(sources):
         return f"{place}: without async_op=True {op} works in place and returns None"
     return ""
 
 
+def by_no_return(failure: RankFailure, sources: Sources) -> str:
+    names = without_return(text for _, text in sources.values())
+    return f"{listing(names)} ends without `return`, and so gives None?" if names else ""
+
+
+def by_unequal_shards(failure: RankFailure, sources: Sources) -> str:
+    whole, given = re.search(UNEQUAL_SHARDS, failure.summary).groups()
+    return (
+        f"reduce_scatter(output, input): the output times the number of ranks has {whole} elements, the input {given}; "
+        "the output is the own shard, the input the whole bucket, which is as long as all shards?"
+    )
+
+
+def by_no_gradient(failure: RankFailure, sources: Sources) -> str:
+    [name] = re.search(NO_ATTRIBUTE, failure.summary).groups()
+    used = f".grad.{name}" in str(failure)
+    return "the gradient of a parameter that this rank did not use is None: it counts as zeros?" if used else ""
+
+
+def by_the_last_bucket(failure: RankFailure, sources: Sources) -> str:
+    last = failure.lines[-1] if failure.lines else ""
+    cause = "an index beyond the buffer's last bucket: the last group may have fewer buckets than the others?"
+    return cause if "bucket_ranges[" in last else ""
+
+
+def by_what_is_left(failure: RankFailure, sources: Sources) -> str:
+    return left_over(recorded(failure))
+
+
+def by_no_handle(failure: RankFailure, sources: Sources) -> str:
+    events = recorded(failure)
+    noted = counters(events)
+    step = max(noted, default=0)
+    if not noted.get(step):
+        return ""
+    found, units = launches(events, step), len(noted[step][0].get("missing", []))
+    if any(launch.sync for launch in found):
+        return "a launch without async_op=True gives no handle?"
+    if len(found) < units:
+        return (
+            f"only {len(found)} of {units} were launched in this step: does finish_grad_sync launch those that never "
+            "became complete, before it waits?"
+        )
+    return ""
+
+
+def recorded(failure: RankFailure) -> list[Event]:
+    """What the rank that failed has recorded."""
+    return failure.events[failure.rank] if failure.rank is not None and failure.events else []
+
+
+UNEQUAL_SHARDS = r"outputShape\[0\] \* worldSize == inputShape\[0\] \((\d+) vs\. (\d+)\)"
+NO_ATTRIBUTE = r"'NoneType' object has no attribute '(\w+)'"
 SYMPTOMS = [
     Symptom("BdbQuit", "", "a breakpoint() was left in? --debug runs one rank on this terminal, where it works"),
     Symptom("NameError", " has no ", "the name was changed or deleted? The skeleton has it; `brigade reset` brings it "
@@ -66,8 +115,14 @@ SYMPTOMS = [
     Symptom("RuntimeError", "assign a gradient|assigned grad", "a gradient has its parameter's dtype and shape: "
             "torch.zeros_like(parameter)?"),
     Symptom("TypeError", "'NoneType' object is not an iterator", "a function under @contextmanager has no yield"),
-    Symptom("AttributeError", "'NoneType' object has no attribute", by_none),
-    Symptom("TypeError", "'NoneType'", by_none),
+    Symptom("AttributeError", NO_ATTRIBUTE, by_no_result),
+    Symptom("TypeError", "'NoneType'", by_no_result),
+    Symptom("", "NoneType", by_no_return),
+    Symptom("", UNEQUAL_SHARDS, by_unequal_shards),
+    Symptom("", NO_ATTRIBUTE, by_no_gradient),
+    Symptom("IndexError", "", by_the_last_bucket),
+    Symptom("", "", by_what_is_left),
+    Symptom("", "'wait'", by_no_handle),
 ]  # fmt: skip
 
 
@@ -76,8 +131,10 @@ def of_exception(failure: RankFailure, sources: Sources) -> str:
     if any(re.search(r"register_\w*hook\(", line) for line in failure.lines[:-1]) and failure.own:
         return CALLED_HOOK  # a call on the line that registers was being made when it raised
     for symptom in SYMPTOMS:
-        if symptom.error == failure.error and re.search(symptom.message, failure.summary):
-            return symptom.cause if isinstance(symptom.cause, str) else symptom.cause(failure, sources)
+        if symptom.error in ("", failure.error) and re.search(symptom.message, failure.summary):
+            cause = symptom.cause if isinstance(symptom.cause, str) else symptom.cause(failure, sources)
+            if cause:
+                return cause
     return ""
 
 
@@ -102,51 +159,25 @@ def is_false(node: ast.expr | None) -> bool:
     return node is None or isinstance(node, ast.Constant) and not node.value
 
 
-# ---- of a record
+def without_return(texts: Iterable[str]) -> list[str]:
+    """The functions of these texts that are declared to return something, and nowhere do."""
+    found = []
+    for text in texts:
+        for node in ast.walk(ast.parse(text)):
+            if not isinstance(node, ast.FunctionDef) or node.returns is None:
+                continue
+            nothing = isinstance(node.returns, ast.Constant) and node.returns.value is None
+            is_written = not all(isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant) for s in node.body)
+            is_written = is_written and not isinstance(node.body[-1], ast.Raise)
+            if is_written and not nothing and not any(map(gives, node.body)):
+                found.append(node.name)
+    return found
 
 
-@dataclass(frozen=True)
-class Evidence:
-    """What the ranks' record of one step shows. `mistake` is wrong whatever the numbers are."""
-
-    mistake: str = ""
-    averaged: bool = False  # some collective's reduce op is AVG
-    synchronous: bool = False  # one was called without async_op=True, and returned None
-    forgotten: int | None = None  # handles that nobody waited on in their step; None: not known
-
-
-def of_record(events: Sequence[Sequence[Event]] | None, case: Case, step: int | None = 0) -> Evidence:
-    """What is known of a step (None: of all) from what the ranks of the case's group recorded."""
-    if not events:
-        return Evidence()
-    mine = [events[rank] for rank in case.group]
-    found = [launch for record in mine for launch in launches(record, step)]
-    known = (wrong_group(events, case.group), *(misplaced(record, case, step) for record in mine))
-    mistake = next(filter(None, known), "")
-    return Evidence(
-        mistake,
-        any(launch.reduce_op == "AVG" for launch in found),
-        any(launch.sync and launch.phase != "construct" for launch in found),
-        sum(step not in launch.wait_steps for launch in found if not launch.sync),
-    )
-
-
-def misplaced(record: Sequence[Event], case: Case, step: int) -> str:
-    """Whether weights are reduced, gradients before they are in `.grad`, or gradients that are changed meanwhile."""
-    found = [launch for launch in launches(record, step) if launch.phase in ("backward", "finish")]
-    if any(launch.op == "all_reduce" and launch.memory == "weight" for launch in found):
-        return "the parameter itself is all-reduced, not its gradient: p.grad?"
-    numels = {name: p.numel() for name, p in case.parameters().items() if p.requires_grad}
-    complete = {name: place for place, name in ready(record, step)}
-    if sorted(launch.numel for launch in found) != sorted(numels.values()):
-        return ""  # not one launch for each
-    if any(launch.raced and launch.memory == "gradient" for launch in found):
-        return "a gradient was changed before its handle was waited on: divided, or overwritten?"
-    for launch in found:
-        names = [name for name, numel in numels.items() if numel == launch.numel]
-        if len(names) == 1 and launch.phase == "backward" and launch.place < complete.get(names[0], -1):
-            return (
-                f"{names[0]} is all-reduced before its gradient is in .grad: a tensor's hook (register_hook) gets the "
-                "incoming gradient, register_post_accumulate_grad_hook runs when it has been added"
-            )
-    return ""
+def gives(node: ast.AST) -> bool:
+    """Whether a statement returns or yields something, functions inside it aside."""
+    if isinstance(node, (ast.FunctionDef, ast.Lambda, ast.ClassDef)):
+        return False
+    if isinstance(node, (ast.Yield, ast.YieldFrom)) or isinstance(node, ast.Return) and node.value is not None:
+        return True
+    return any(map(gives, ast.iter_child_nodes(node)))

@@ -231,7 +231,7 @@ def check_once(entries: Sequence[Module], options: argparse.Namespace, before: d
         console.print()
         mine = Path(options.target) != ROOT / "solutions"
         if mine and report.possible == entry.points and not report.failed and not options.debug:
-            finished(entry, sources, options, len(entries) == 1)
+            finished(entry, sources, show=len(entries) == 1)
         earned, possible = earned + report.earned, possible + report.possible
         status = max(status, 1 if report.failed else 0)
     if len(entries) > 1:
@@ -239,7 +239,7 @@ def check_once(entries: Sequence[Module], options: argparse.Namespace, before: d
     return status
 
 
-def finished(entry: Module, sources: Sources, options: argparse.Namespace, show: bool) -> None:
+def finished(entry: Module, sources: Sources, show: bool) -> None:
     """Remembers that these sources pass; shows, the first time, what the module bought, and what comes next."""
     key = fingerprint(entry, sources)
     news = key != progress("passed").get(entry.package)
@@ -506,12 +506,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         print("\nbrigade: stopped", file=sys.stderr)
-        if options.run in (check, next_step):
-            ranks.SERVER.close()
-            sys.stdout.flush()
-            os._exit(130)  # unloading torch would take a second or two
         return 130
 
 
+def program() -> None:
+    """What the command `brigade` runs: `main`, and an end without unloading torch, which would take a second."""
+    status = main()
+    ranks.SERVER.close()
+    with contextlib.suppress(OSError):  # nobody reads any more
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(status)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    program()

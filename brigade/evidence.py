@@ -1,13 +1,65 @@
-"""Causes of a failure that a rank's record shows, or the submission's text: what tells one mistake from another."""
+"""The mistake behind a wrong result, where the ranks' record gives it away.
+
+One is said only where the evidence excludes the others that are as likely: a wrong cause costs more than none.
+"""
 
 from __future__ import annotations
 
-import ast
-import re
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from brigade.events import Event, Launch, counters, launches, passes
+from brigade.events import Event, Launch, counters, launches, passes, ready
+
+if TYPE_CHECKING:
+    from brigade.reference import Case
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What the ranks' record of one step shows. `mistake` is wrong whatever the numbers are."""
+
+    mistake: str = ""
+    averaged: bool = False  # some collective's reduce op is AVG
+    synchronous: bool = False  # one was called without async_op=True, and returned None
+    forgotten: int | None = None  # handles that nobody waited on in their step; None: not known
+
+
+def of_record(events: Sequence[Sequence[Event]] | None, case: Case, step: int | None = 0) -> Evidence:
+    """What is known of a step (None: of all) from what the ranks of the case's group recorded."""
+    if not events:
+        return Evidence()
+    mine = [events[rank] for rank in case.group]
+    found = [launch for record in mine for launch in launches(record, step)]
+    known = (wrong_group(events, case.group), *(misplaced(record, case, step) for record in mine))
+    mistake = next(filter(None, known), "")
+    return Evidence(
+        mistake,
+        any(launch.reduce_op == "AVG" for launch in found),
+        any(launch.sync and launch.phase != "construct" for launch in found),
+        sum(step not in launch.wait_steps for launch in found if not launch.sync),
+    )
+
+
+def misplaced(record: Sequence[Event], case: Case, step: int) -> str:
+    """Whether weights are reduced, gradients before they are in `.grad`, or gradients that are changed meanwhile."""
+    found = [launch for launch in launches(record, step) if launch.phase in ("backward", "finish")]
+    if any(launch.op == "all_reduce" and launch.memory == "weight" for launch in found):
+        return "the parameter itself is all-reduced, not its gradient: p.grad?"
+    numels = {name: p.numel() for name, p in case.parameters().items() if p.requires_grad}
+    complete = {name: place for place, name in ready(record, step)}
+    if sorted(launch.numel for launch in found) != sorted(numels.values()):
+        return ""  # not one launch for each
+    if any(launch.raced and launch.memory == "gradient" for launch in found):
+        return "a gradient was changed before its handle was waited on: divided, or overwritten?"
+    for launch in found:
+        names = [name for name, numel in numels.items() if numel == launch.numel]
+        if len(names) == 1 and launch.phase == "backward" and launch.place < complete.get(names[0], -1):
+            return (
+                f"{names[0]} is all-reduced before its gradient is in .grad: a tensor's hook (register_hook) gets the "
+                "incoming gradient, register_post_accumulate_grad_hook runs when it has been added"
+            )
+    return ""
 
 
 def left_over(events: Sequence[Event]) -> str:
@@ -54,62 +106,6 @@ def launched_in_no_sync(events: Sequence[Event], step: int) -> list[Launch]:
     """The launches of a step before its last backward pass began; all others are inside no_sync."""
     begins = passes(events, step)
     return [launch for launch in launches(events, step) if len(begins) > 1 and launch.place < begins[-1]]
-
-
-def exception_cause(message: str, events: Sequence[Event], texts: Iterable[str]) -> str:
-    """Why a rank raised: from the exception's message, the rank's record and the submission's text; or nothing."""
-    if "NoneType" in message and (names := without_return(texts)):
-        return f"{listing(names)} ends without `return`, and so gives None?"
-    if shapes := re.search(r"outputShape\[0\] \* worldSize == inputShape\[0\] \((\d+) vs\. (\d+)\)", message):
-        whole, given = shapes.groups()
-        return (
-            f"reduce_scatter(output, input): the output times the number of ranks has {whole} elements, the input "
-            f"{given}; the output is the own shard, the input the whole bucket, which is as long as all shards?"
-        )
-    if (missing := re.search(r"'NoneType' object has no attribute '(\w+)'", message)) and (
-        f".grad.{missing[1]}" in message
-    ):
-        return "the gradient of a parameter that this rank did not use is None: it counts as zeros?"
-    if "IndexError" in message and "bucket_ranges[" in message.splitlines()[-1]:
-        return "an index beyond the buffer's last bucket: the last group may have fewer buckets than the others?"
-    if cause := left_over(events):
-        return cause
-    noted = counters(events)
-    step = max(noted, default=0)
-    if "'wait'" in message and noted.get(step):
-        found, units = launches(events, step), len(noted[step][0].get("missing", []))
-        if any(launch.sync for launch in found):
-            return "a launch without async_op=True gives no handle?"
-        if len(found) < units:
-            return (
-                f"only {len(found)} of {units} were launched in this step: does finish_grad_sync launch those that "
-                "never became complete, before it waits?"
-            )
-    return ""
-
-
-def without_return(texts: Iterable[str]) -> list[str]:
-    """The functions of these texts that are declared to return something, and nowhere do."""
-    found = []
-    for text in texts:
-        for node in ast.walk(ast.parse(text)):
-            if not isinstance(node, ast.FunctionDef) or node.returns is None:
-                continue
-            nothing = isinstance(node.returns, ast.Constant) and node.returns.value is None
-            is_written = not all(isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant) for s in node.body)
-            is_written = is_written and not isinstance(node.body[-1], ast.Raise)
-            if is_written and not nothing and not any(map(gives, node.body)):
-                found.append(node.name)
-    return found
-
-
-def gives(node: ast.AST) -> bool:
-    """Whether a statement returns or yields something, functions inside it aside."""
-    if isinstance(node, (ast.FunctionDef, ast.Lambda, ast.ClassDef)):
-        return False
-    if isinstance(node, (ast.Yield, ast.YieldFrom)) or isinstance(node, ast.Return) and node.value is not None:
-        return True
-    return any(map(gives, ast.iter_child_nodes(node)))
 
 
 def wrong_group(events: Sequence[Sequence[Event]], group: Sequence[int]) -> str:

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from brigade.causes import Evidence, of_record
 from brigade.events import Event, Launch, launches, ready
-from brigade.evidence import launched_in_no_sync, left_over, listing, miscounted
+from brigade.evidence import Evidence, launched_in_no_sync, left_over, listing, miscounted, of_record
 from brigade.verdict import CheckFailed
 
 if TYPE_CHECKING:

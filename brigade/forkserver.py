@@ -29,7 +29,7 @@ import sys
 import time
 from pathlib import Path
 
-from brigade import isolation
+from brigade import eager, isolation
 
 FDS_PER_RANK = 3
 PR_SET_CHILD_SUBREAPER = 36
@@ -92,9 +92,8 @@ def serve(descriptor: int, lock: int, scratch: str, import_path: str) -> None:
 
 
 def preload() -> None:
-    """Imports what a rank needs. The first optimizer would import torch._dynamo, 1-2 s in every rank."""
+    """Imports what a rank needs."""
     import torch
-    import torch._dynamo
     import torch.nn.parallel
 
     import brigade.holding
@@ -103,6 +102,7 @@ def preload() -> None:
     import brigade.rank
     import brigade.reference  # noqa: F401
 
+    eager.skip_compiler()
     torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))])
 
 

@@ -82,7 +82,7 @@ def confine(jail: dict, directory: str, server: int) -> None:
     if os.getppid() != server:
         os._exit(1)
     os.umask(0o077)
-    os.environ.update(HOME=directory, TMPDIR=directory)
+    os.environ.update(HOME=directory, TMPDIR=directory, TORCHINDUCTOR_CACHE_DIR=os.path.join(directory, "inductor"))
 
 
 @contextlib.contextmanager

@@ -21,9 +21,8 @@ from typing import Any
 
 import pytest
 
-from brigade import causes, ranks
+from brigade import causes, eager, ranks
 from brigade.course import MODULES, CourseError
-from brigade.evidence import exception_cause
 from brigade.submission import Sources, directory, read
 from brigade.verdict import CheckFailed, NotWritten
 
@@ -106,9 +105,7 @@ def story(failure: ranks.RankFailure, sources: Sources) -> CheckFailed:
     }
     cause = usual.get(failure.kind, "")
     if failure.kind == "exception":
-        events = failure.events[failure.rank] if failure.rank is not None and failure.events else []
         cause = causes.of_exception(failure, sources)
-        cause = cause or exception_cause(str(failure), events, [text for _, text in sources.values()])
     return CheckFailed(expected, "\n".join([failure.summary, *failure.lines]), cause)
 
 
@@ -144,6 +141,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
         import brigade.reference  # noqa: F401
 
+        eager.skip_compiler()
         torch.set_num_threads(1)  # the truth is small, and on a busy machine a second thread is waited for
     if config.getoption("--backend") is None:
         config.option.backend = default_backend()

@@ -24,7 +24,9 @@ import sys
 import threading
 import time
 import traceback
+import types
 from datetime import timedelta
+from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any
 
 import torch
@@ -36,15 +38,15 @@ MODES = {"record": recording.RecordingGroup, "hold": holding.HoldingGroup, "pace
 UNSTREAMED_S = 0.5  # how long events are kept when they need not be streamed
 MAX_MESSAGE = 4_000  # characters of an exception's message that are passed on
 
-# What the course has students write. Graded checks do not take it from anybody else.
-FINISHED_ANSWERS = (
-    ("torch.nn.parallel.distributed", "DistributedDataParallel"),
-    ("torch._C._distributed_c10d", "Reducer"),
-    ("torch.distributed.fsdp", "FullyShardedDataParallel"),
-    ("torch.distributed.fsdp", "fully_shard"),
-    ("torch.distributed._composable.replicate", "replicate"),
-)
-NOT_IMPORTED_YET = "torch.distributed.optim.zero_redundancy_optimizer"
+# What the course has students write, and the class that each of torch's own answers makes one of, by module.
+# Graded checks do not take it from anybody else.
+FINISHED_ANSWERS = {
+    "torch.nn.parallel.distributed": ("DistributedDataParallel", "DistributedDataParallel"),
+    "torch._C._distributed_c10d": ("Reducer", "Reducer"),
+    "torch.distributed.fsdp.fully_sharded_data_parallel": ("FullyShardedDataParallel", "FullyShardedDataParallel"),
+    "torch.distributed.fsdp._fully_shard._fsdp_state": ("fully_shard", "FSDPState"),
+    "torch.distributed.optim.zero_redundancy_optimizer": ("ZeroRedundancyOptimizer", "ZeroRedundancyOptimizer"),
+}
 
 SCATTERED = 1000  # parameters; half of them leave holes for those of the model
 
@@ -168,28 +170,37 @@ def scatter(seed: int) -> list[torch.nn.Parameter]:
 
 
 def forbid_finished_answers() -> None:
-    """From now on torch's own wrappers raise RuntimeError in this process, and ZeroRedundancyOptimizer ImportError."""
-    for module, name in FINISHED_ANSWERS:
-        finished = getattr(sys.modules.get(module), name, None)
-
-        def refuse(*args: Any, name: str = name, **kwargs: Any) -> None:
-            raise RuntimeError(f"{name} is not taken for an answer: the collectives of torch.distributed are")
-
-        if isinstance(finished, type):
-            finished.__init__ = refuse
-        elif finished:
-            for other in list(sys.modules.values()):
-                if getattr(other, name, None) is finished:
-                    setattr(other, name, refuse)
+    """From now on torch's own wrappers raise RuntimeError in this process."""
+    for module in FINISHED_ANSWERS:
+        if module in sys.modules:
+            refuse(sys.modules[module])
     sys.meta_path.insert(0, Refusing())
 
 
-class Refusing(importlib.abc.MetaPathFinder):
-    """Does not import ZeroRedundancyOptimizer."""
+def refuse(module: types.ModuleType) -> None:
+    name, made = FINISHED_ANSWERS[module.__name__]
 
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
-        if fullname == NOT_IMPORTED_YET:
-            raise ImportError("ZeroRedundancyOptimizer is not taken for an answer: collectives are")
+    def refused(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError(f"{name} is not taken for an answer: the collectives of torch.distributed are")
+
+    getattr(module, made).__init__ = refused
+
+
+class Refusing(importlib.abc.MetaPathFinder):
+    """Refuses a finished answer as soon as it is imported."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if fullname not in FINISHED_ANSWERS:
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        execute = spec.loader.exec_module
+
+        def execute_and_refuse(module: types.ModuleType) -> None:
+            execute(module)
+            refuse(module)
+
+        spec.loader.exec_module = execute_and_refuse
+        return spec
 
 
 def describe(error: BaseException, request: dict[str, Any]) -> dict[str, Any]:

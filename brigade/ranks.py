@@ -16,7 +16,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import fcntl
-import importlib
 import inspect
 import json
 import os
@@ -746,16 +745,6 @@ def importable(function: Callable[..., Any]) -> tuple[str, dict[str, dict[str, t
         if path.name != "__init__.py":
             texts[inner] = (str(path), path.read_text())
     return name, {package: texts}
-
-
-def import_dynamo() -> None:
-    """Imports torch._dynamo, 1-2 s; the directory for compiled kernels that it makes at once is not left behind."""
-    name = "TORCHINDUCTOR_CACHE_DIR"
-    with tempfile.TemporaryDirectory(prefix="brigade-") as unused:
-        before = os.environ.setdefault(name, unused)
-        importlib.import_module("torch._dynamo")
-        if before == unused:
-            del os.environ[name]
 
 
 def cores() -> int:

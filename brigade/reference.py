@@ -14,9 +14,7 @@ import torch
 from torch import Tensor
 
 from brigade import traps
-from brigade.ranks import PerRank, import_dynamo
-
-import_dynamo()  # the first optimizer would, when the ranks are no longer starting
+from brigade.ranks import PerRank
 
 Gradients = dict[str, "Tensor | None"]
 OPTIMIZERS = {

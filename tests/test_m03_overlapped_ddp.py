@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from brigade.causes import of_record
 from brigade.events import launches, ready, summary
+from brigade.evidence import of_record
 from brigade.feedback import expect, expect_equal, expect_gradients, expect_silence, expect_start, expect_weights
 from scenarios import m03_overlapped_ddp, training
 

@@ -7,7 +7,7 @@ view is counted in one more step, on rank 0, which nobody times.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from types import FrameType
 from typing import Any
@@ -24,6 +24,7 @@ from brigade.lab.ladder import COMPUTATION, PACED, Measured, Rung, climber, meas
 from brigade.lab.plots import bench_table
 from brigade.models import Size, TinyLM
 from brigade.ranks import run_ranks
+from brigade.recording import tensors_in
 from brigade.submission import Sources
 
 WORKLOAD = replace(PACED, batch_size=16, rounds=10, warmup=2)
@@ -61,11 +62,11 @@ def bought(entry: Module, sources: Sources, on_step: Callable[[], None] | None =
     packages = {"submission": sources}
     arguments = asdict(WORKLOAD), [asdict(rung) for rung in rungs]
     counts = run_ranks(counted, *arguments, mode="record", packages=packages, deadline=DEADLINE_S)[0]
-    alone = measured(WORKLOAD, together, COMPUTATION, results).step_ms
+    alone = measured(WORKLOAD, together, COMPUTATION, results)
     rows = []
     for rung, count in zip(rungs, counts):
         found = measured(WORKLOAD, together, rung, results)
-        rows.append(Bought(found, spread([mine - its for mine, its in zip(found.step_ms, alone)]), *count))
+        rows.append(Bought(found, spread(found.exposed_ms(alone)), *count))
     return rows
 
 
@@ -112,7 +113,7 @@ class Ledger(TorchDispatchMode):
         if of_submission(sys._getframe(1)):
             given = {tensor.untyped_storage()._cdata for tensor in tensors_in([*args, *(kwargs or {}).values()])}
             made = tensors_in(result)
-            if function.overloadpacket.__name__ in COPIES:
+            if function.overloadpacket.__name__ in COPIES and not onto_itself(args):
                 self.copied += sum(tensor.nbytes for tensor in made or tensors_in(args[0]))
             self.allocated += sum(tensor.nbytes for tensor in made if tensor.untyped_storage()._cdata not in given)
             self.views += len(made) if function.is_view else 0
@@ -128,11 +129,13 @@ def of_submission(frame: FrameType | None) -> bool:
     return bool(frame) and name.startswith("submission.")
 
 
-def tensors_in(value: Any) -> list[Tensor]:
-    """All tensors in nested lists and tuples."""
-    if isinstance(value, (list, tuple)):
-        return [tensor for one in value for tensor in tensors_in(one)]
-    return [value] if isinstance(value, Tensor) else []
+def onto_itself(tensors: Sequence[Any]) -> bool:
+    """Whether a copy moves nothing: after `data[a:b] /= n` Python assigns the slice to its own place."""
+    target, source = (*tensors, None, None)[:2]
+    if not isinstance(target, Tensor) or not isinstance(source, Tensor):
+        return False
+    one, other = ((tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) for tensor in (target, source))
+    return one == other
 
 
 def counted(workload: dict, rungs: list[dict]) -> list[tuple[int, int, int]]:

@@ -41,7 +41,7 @@ def wrapped(module, group):
 """,
         ),
         0,
-        "Reducer is not taken for an answer",
+        "DistributedDataParallel is not taken for an answer",
     ),
     Hostile(
         "torch DDP, from its text",

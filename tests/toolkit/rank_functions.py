@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import gc
 import importlib
+import inspect
 import os
 import signal
 import socket
@@ -703,3 +704,47 @@ def train_ddp_with_a_peer_that_ends() -> None:
         ddp(torch.ones(2, 8)).sum().backward()
         if dist.get_rank() == 1:
             os._exit(0)
+
+
+# ---- torch without its compiler: test_eager.py
+
+
+def every_optimizer() -> list[str]:
+    """Uses each of torch's optimizers that takes dense gradients, and looks at every module; what that imported."""
+    before = set(sys.modules)
+    for name in sorted(vars(torch.optim)):
+        kind = getattr(torch.optim, name)
+        if not isinstance(kind, type) or name in ("Optimizer", "SparseAdam"):
+            continue
+        model = nn.Linear(3, 3)
+        params = [model.weight] if name == "Muon" else list(model.parameters())
+        optimizer = kind(params)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        model(torch.ones(2, 3)).sum().backward()
+        nn.utils.clip_grad_norm_(params, 1.0)
+        optimizer.step(lambda: torch.zeros(()))
+        scheduler.step()
+        optimizer.zero_grad()
+        optimizer.load_state_dict(optimizer.state_dict())
+    inspect.stack()
+    return sorted(name for name in set(sys.modules) - before if name.startswith("torch._dynamo"))
+
+
+def compile_something() -> dict:
+    doubled = torch.compile(lambda x: x * 2, backend="eager")(torch.ones(3))
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(3))])
+    optimizer.step()
+    names = ("torch._dynamo.config", "torch._dynamo.utils")
+    return {
+        "doubled": doubled,
+        "real": "NoCompiler" not in type(torch._dynamo).__name__,
+        "submodules": [name for name in names if name in sys.modules],
+    }
+
+
+def import_a_submodule() -> dict:
+    config = importlib.import_module("torch._dynamo.config")
+    return {
+        "same": config is torch._dynamo.config is sys.modules["torch._dynamo.config"],
+        "real": "NoCompiler" not in type(sys.modules["torch._dynamo"]).__name__,
+    }

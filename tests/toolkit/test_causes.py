@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from brigade.causes import CALLED_HOOK, of_exception, used_results
+from brigade.causes import CALLED_HOOK, of_exception, used_results, without_return
 from brigade.ranks import RankFailure, plain
 
 
@@ -15,6 +15,9 @@ def cause(error: str, message: str, lines: list[str] = (), own: bool = True, tex
 
 
 NONE = "'NoneType' object has no attribute 'wait'"
+NO_VIEW = "'NoneType' object has no attribute 'view'"
+UNEQUAL = "Check failed: outputShape[0] * worldSize == inputShape[0] (768 vs. 192)."
+BEYOND = "list index out of range"
 ARGUMENT = "f() takes 1 positional argument but 2 were given"
 ENGINE = ["  training.py, line 53, in forward_backward: loss.backward()"]
 REGISTERED = ["  f.py, line 3, in __init__: p.register_post_accumulate_grad_hook(self.launch(p))"]
@@ -39,6 +42,11 @@ REGISTERED = ["  f.py, line 3, in __init__: p.register_post_accumulate_grad_hook
         ),
         (cause("AttributeError", NONE, text="dist.all_reduce(t)\nh = dist.broadcast(t, async_op=True)"), ""),
         (cause("ValueError", "Global rank 0 is not part of process_group"), "group_src"),
+        (cause("ValueError", UNEQUAL), "768 elements, the input 192"),
+        (cause("AttributeError", NO_VIEW, ["  f.py, line 3, in f: x = p.grad.view(-1)"]), "it counts as zeros"),
+        (cause("AttributeError", NO_VIEW, ["  f.py, line 3, in f: x = p.view(-1)"]), ""),
+        (cause("IndexError", BEYOND, ["  f.py, line 3, in f: start, end = buffer.bucket_ranges[i]"]), "last bucket"),
+        (cause("IndexError", BEYOND, ["  f.py, line 3, in f: start, end = pairs[i]"]), ""),
     ],
 )
 def test_cause(found, told):
@@ -51,6 +59,24 @@ def test_results_that_are_used():
         ("f.py, line 2", "all_reduce"),
         ("f.py, line 3", "broadcast"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("def f() -> int:\n    x = 1\n", ["f"]),
+        ("def f() -> int:\n    x = 1\n    return x\n", []),
+        ("def f() -> int:\n    def g():\n        return 1\n    g()\n", ["f"]),
+        ("def f() -> None:\n    x = 1\n    return\n", []),
+        ("def f():\n    x = 1\n    g()\n", []),
+        ("def f() -> list:\n    x = 1\n    yield x\n", []),
+        ('def f() -> int:\n    """Of a protocol."""\n', []),
+        ("def f() -> int:\n    x = 1\n    raise NotImplementedError\n", []),
+    ],
+)
+def test_a_forgotten_return(text, found):
+    assert without_return([text]) == found
+    assert bool(found) == ("without `return`" in cause("TypeError", "'NoneType' object is not iterable", text=text))
 
 
 def test_no_name_of_the_toolkit_is_quoted():

@@ -170,7 +170,8 @@ def test_a_grader_ends_with_its_class(tmp_path):
     _, errors = process.communicate(timeout=60)  # closes the pipe
     assert process.returncode == 130 and b"Traceback" not in errors
     assert UNFINISHED in json.loads(out.read_text())["output"]
-    assert not psutil.wait_procs(children, timeout=30)[1] and not list(scratch.iterdir())
+    assert not psutil.wait_procs(children, timeout=30)[1]
+    assert list(scratch.iterdir()) == []
 
 
 # What is graded again

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from brigade.causes import Evidence
-from brigade.evidence import exception_cause, left_over, miscounted, without_return
+from brigade.evidence import Evidence, left_over, miscounted
 from brigade.feedback import (
     CheckFailed,
     expect,
@@ -345,35 +344,3 @@ def test_gradients_that_are_counted_wrongly_are_named():
     assert "inside no_sync are counted" in miscounted(record(FRESH, {"missing": [-1, -1]}, passes=2), 0)
     assert "is mark_ready called by a hook" in miscounted(record(FRESH, FRESH), 0)
     assert miscounted(record({}, {}), 0, otherwise="another style") == "another style"
-
-
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ("def f() -> int:\n    x = 1\n", ["f"]),
-        ("def f() -> int:\n    x = 1\n    return x\n", []),
-        ("def f() -> int:\n    def g():\n        return 1\n    g()\n", ["f"]),
-        ("def f() -> None:\n    x = 1\n    return\n", []),
-        ("def f():\n    x = 1\n    g()\n", []),
-        ("def f() -> list:\n    x = 1\n    yield x\n", []),
-        ('def f() -> int:\n    """Of a protocol."""\n', []),
-        ("def f() -> int:\n    x = 1\n    raise NotImplementedError\n", []),
-    ],
-)
-def test_a_forgotten_return(text, found):
-    assert without_return([text]) == found
-    cause = exception_cause("TypeError: 'NoneType' object is not iterable", [], [text])
-    assert bool(found) == ("without `return`" in cause)
-
-
-@pytest.mark.parametrize(
-    ("message", "told"),
-    [
-        ("Check failed: outputShape[0] * worldSize == inputShape[0] (768 vs. 192).", "768 elements, the input 192"),
-        ("'NoneType' object has no attribute 'view'\n  x = p.grad.view(-1)", "it counts as zeros"),
-        ("'NoneType' object has no attribute 'view'\n  x = p.view(-1)", ""),
-    ],
-)
-def test_an_exception_that_tells_its_cause(message, told):
-    cause = exception_cause(message, [], [])
-    assert told in cause and bool(told) == bool(cause)

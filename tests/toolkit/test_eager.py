@@ -1,0 +1,27 @@
+"""torch without its compiler: optimizers and process groups do not import it, and whoever wants it gets it."""
+
+import rank_functions as functions
+import torch
+
+from brigade.ranks import run_ranks
+
+
+def test_optimizers_do_not_import_the_compiler():
+    """If this fails, torch asks something else of torch._dynamo: `NoCompiler` must answer that too.
+
+    Nothing breaks meanwhile, but every check takes a second longer.
+    """
+    [imported] = run_ranks(functions.every_optimizer, world_size=1)
+    assert imported == []
+
+
+def test_who_wants_to_compile_gets_the_compiler():
+    [found] = run_ranks(functions.compile_something, world_size=1)
+    assert torch.equal(found["doubled"], torch.full((3,), 2.0))
+    assert found["real"] and found["submodules"] == ["torch._dynamo.config", "torch._dynamo.utils"]
+
+
+def test_a_submodule_comes_with_the_compiler():
+    """As it is, and once: a second copy of the options would be another's."""
+    [found] = run_ranks(functions.import_a_submodule, world_size=1)
+    assert found == {"same": True, "real": True}
