@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
-import importlib
 import json
 import os
 import random
@@ -24,7 +23,7 @@ from rich.console import Console
 from rich.markdown import Markdown
 from rich.text import Text
 
-from brigade import ranks, skeletons
+from brigade import eager, ranks, skeletons
 from brigade.course import HAS_SOLUTIONS, MODULES, ROOT, TARGETS, CourseError, Module, module
 from brigade.submission import Sources, directory, find, read
 
@@ -138,7 +137,7 @@ def run_checks(entry: Module, options: argparse.Namespace, **how: Any) -> Report
     report = Report(prints=bool(options.only), **how)
     with ending_at_once():
         ranks.SERVER.start()
-        importlib.import_module("brigade.reference")
+        eager.import_torch()
     arguments = [str(entry.checks), f"--rootdir={ROOT}", f"--config-file={ROOT / 'pyproject.toml'}"]
     arguments += ["-p", "no:terminal", "-p", "no:cacheprovider", "--hurry"]
     arguments += [f"--target={options.target}", f"--prior={options.prior}"]

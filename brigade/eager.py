@@ -1,12 +1,13 @@
 """torch without its compiler, which the course does not use.
 
 The first optimizer and `init_process_group` import torch._dynamo only to tell it what it need not compile: a second of
-processor time, and half of what a fork has to copy. `skip_compiler` puts a module in its place that answers these
-calls; at whatever else is asked of it, it makes room for the real one.
+processor time, and half of what a fork has to copy. `import_torch` puts a module in its place that answers these calls;
+at whatever else is asked of it, it makes room for the real one.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.abc
 import importlib.util
@@ -20,8 +21,13 @@ from typing import Any
 COMPILER = "torch._dynamo"
 
 
-def skip_compiler() -> None:
-    """From now on `import torch._dynamo` costs nothing in this process, until it is really used."""
+def import_torch() -> None:
+    """Imports torch. From now on `import torch._dynamo` costs nothing in this process, until it is really used."""
+    collects = gc.isenabled()
+    gc.disable()  # nothing of what is made now can go, and looking for it takes a tenth of the time
+    importlib.import_module("torch")
+    if collects:
+        gc.enable()
     if COMPILER not in sys.modules:
         sys.modules[COMPILER] = NoCompiler(COMPILER)
         sys.meta_path.insert(0, Submodules())

@@ -93,7 +93,7 @@ def serve(descriptor: int, lock: int, scratch: str, import_path: str) -> None:
 
 def preload() -> None:
     """Imports what a rank needs."""
-    import torch
+    eager.import_torch()
     import torch.nn.parallel
 
     import brigade.holding
@@ -102,7 +102,6 @@ def preload() -> None:
     import brigade.rank
     import brigade.reference  # noqa: F401
 
-    eager.skip_compiler()
     torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))])
 
 

@@ -137,11 +137,11 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(str(error)) from None
     if not config.getoption("collectonly"):
         ranks.SERVER.start()  # it imports torch while this process does
+        eager.import_torch()
         import torch
 
         import brigade.reference  # noqa: F401
 
-        eager.skip_compiler()
         torch.set_num_threads(1)  # the truth is small, and on a busy machine a second thread is waited for
     if config.getoption("--backend") is None:
         config.option.backend = default_backend()

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from brigade import holding, pacing, recording, submission, wire
+from brigade import eager, holding, pacing, recording, submission, wire
 
 MODES = {"record": recording.RecordingGroup, "hold": holding.HoldingGroup, "pace": pacing.PacedGroup}
 UNSTREAMED_S = 0.5  # how long events are kept when they need not be streamed
@@ -136,6 +136,7 @@ def perform(
     """
     global _device
     rank, world_size, backend = request["rank"], request["world_size"], request["backend"]
+    eager.import_torch()
     for package, sources in request["packages"].items():
         submission.install(package, sources)
     if request["mode"] == "hold" or "scenarios" in request["packages"]:

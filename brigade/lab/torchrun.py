@@ -25,7 +25,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from brigade import eager, ranks
+from brigade import ranks
 from brigade.course import CourseError
 from brigade.ranks import BROKEN_LINK, DEADLINE_S, Event, RankFailure, RankResults, cores, describe, importable
 
@@ -110,7 +110,6 @@ def run_given(
     watchdog.daemon = True
     watchdog.start()
     timeout = timedelta(seconds=deadline_s + 2 * OTHERS_FIRST_S)  # the watchdog speaks first
-    eager.skip_compiler()
     try:
         store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
         result = inside.perform(request, take, dist.PrefixStore("brigade", store), local_rank, timeout)
