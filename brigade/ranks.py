@@ -141,6 +141,7 @@ class Server:
         environment |= {
             "OMP_NUM_THREADS": "1",  # no thread pools before the fork; each rank sets its own number
             "OPENBLAS_NUM_THREADS": "1",
+            "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",  # fewer, larger pages: a fork copies less
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # looking for GPUs must not initialise CUDA before the fork
             "OBJC_DISABLE_INITIALIZE_FORK_SAFETY": "YES",
             "TORCHINDUCTOR_CACHE_DIR": str(self.scratch / "inductor"),  # torch._dynamo makes it on import

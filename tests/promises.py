@@ -31,9 +31,9 @@ from brigade.course import MODULES, ROOT, CourseError, module
 from brigade.lab.bench import Bench, load_json
 from brigade.lab.ladder import TORCH_DDP, TORCH_ZERO, rung_of
 
-MODULE_S, CHECKS_S, DEMO_S = 6.0, 45.0, 90.0
+MODULE_S, TWO_MODULES_S, CHECKS_S, DEMO_S = 6.0, 15.0, 45.0, 90.0
 BUCKETED = (4, 5, 6, 7)  # modules whose buckets are those of torch DDP
-ZERO = 8  # the module with torch's ZeroRedundancyOptimizer for a rival
+ZERO = 8  # torch's ZeroRedundancyOptimizer is its rival; it is two modules in one, with 12 checks
 BUCKETED_RATIO, ZERO_RATIO = 1.05, 1.0
 BENCH = "brigade bench --comm-ratio 0.8 --target solutions"
 LEFT_COMMAND = "brigade check 5 --target solutions"  # the one that is killed
@@ -173,7 +173,8 @@ def measured(repetitions: int, on_stage: Callable[[str], None]) -> list[Promise]
     for entry in MODULES:
         on_stage(f"checks of module {entry.number}")
         command = f"brigade check {entry.number} --target solutions"
-        rows.append(timed(f"checks of module {entry.number}", command, MODULE_S, repetitions))
+        limit_s = TWO_MODULES_S if entry.number == ZERO else MODULE_S
+        rows.append(timed(f"checks of module {entry.number}", command, limit_s, repetitions))
     on_stage("all checks")
     rows.append(timed("all graded checks", "brigade check --target solutions", CHECKS_S, repetitions))
     on_stage("the demo")

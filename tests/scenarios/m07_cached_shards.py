@@ -59,10 +59,10 @@ class ViewCounter(TorchFunctionMode):
         The methods of a tensor run with the mode switched off, so the engine is started from an edge of the graph: its
         threads take over the modes of the thread that starts them.
         """
-        edge, one = torch.autograd.graph.get_gradient_edge(loss), torch.ones_like(loss)
+        edge = torch.autograd.graph.get_gradient_edge(loss)
         before = self.control
         with self.during("backward"):
-            torch.autograd.backward(edge, one)
+            torch.autograd.backward(edge)
         if self.control == before:
             raise RuntimeError("the counter of views does not see hooks with this version of torch")
 
