@@ -57,7 +57,7 @@ connect 10.77.0.2 on_second || cannot "the device could not be set up"
 
 bench() { # ADDRESS, whether it keeps the store (1 or 0), CORE, the command that leads to the host, options
     local pinned=()
-    [[ $(nproc) -lt 2 ]] || pinned=(taskset --cpu-list "$3")
+    [[ $(env -u OMP_NUM_THREADS nproc) -lt 2 ]] || pinned=(taskset --cpu-list "$3")
     # Both hosts have one name, so that it must not be looked up: not by gloo, and not by torchrun.
     GLOO_SOCKET_IFNAME=wire $4 "${pinned[@]}" "$python" -m torch.distributed.run \
         --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint 10.77.0.1:29400 --rdzv-id bench \
