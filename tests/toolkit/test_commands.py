@@ -26,6 +26,7 @@ import pytest
 
 from brigade import cli
 from brigade.course import MODULES, ROOT
+from brigade.submission import read
 
 PROGRAMS = (
     "brigade", "make", "python", "python3", "pytest", "jupyter", "torchrun", "sbatch", "pip", "source", "grep", "ip",
@@ -293,7 +294,10 @@ def ended() -> Iterator[dict[str, subprocess.CompletedProcess]]:
 
 
 def copy_of_the_course(place: Path, written: bool) -> Path:
-    """Beside the course, what an instructor has: a zip that was handed in, and a directory of submissions."""
+    """Beside the course, what an instructor has: a zip that was handed in, and a directory of submissions.
+
+    Where `lessons` is written all modules have passed before, so that nothing measures again what they bought.
+    """
     ignored = shutil.ignore_patterns(".git", ".venv", "out", "__pycache__", ".*_cache", "*.egg-info", "*.zip")
     shutil.copytree(ROOT, place, ignore=ignored)
     (place / ".venv").mkdir()
@@ -306,6 +310,9 @@ def copy_of_the_course(place: Path, written: bool) -> Path:
             for name in ("solutions", "lessons"):
                 (place / "submissions" / name / entry.path).parent.mkdir(parents=True)
                 shutil.copy(ROOT / name / entry.path, place / "submissions" / name / entry.path)
+    if written:
+        passed = {one.package: cli.fingerprint(one, read("solutions", one.number).sources) for one in MODULES}
+        (place / cli.PROGRESS.name).write_text(json.dumps({"passed": passed}))
     return place
 
 
