@@ -12,6 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from brigade import eager
+
+eager.import_torch()  # without the compiler, which initial weights on the meta device would import
+
 
 @dataclass(frozen=True)
 class Size:

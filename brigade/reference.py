@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from brigade import traps
+from brigade import eager, traps
 from brigade.ranks import PerRank
+
+eager.import_torch()  # without the compiler, which the first optimizer would import
 
 Gradients = dict[str, "Tensor | None"]
 OPTIMIZERS = {
