@@ -317,6 +317,12 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return []
 
 
+def onto_itself(tensors: Sequence[Any]) -> bool:
+    """Whether a copy moves nothing: after `data[a:b] /= n` Python assigns the slice to its own place."""
+    places = {(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors if isinstance(t, torch.Tensor)}
+    return len(tensors) > 1 and all(isinstance(t, torch.Tensor) for t in tensors[:2]) and len(places) == 1
+
+
 def start_process_group(
     group_class: type[RecordingGroup],
     recorder: Recorder,

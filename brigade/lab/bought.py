@@ -7,14 +7,13 @@ view is counted in one more step, on rank 0, which nobody times.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from types import FrameType
 from typing import Any
 
 import torch
 from rich.table import Table
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from brigade import corpus
@@ -24,7 +23,7 @@ from brigade.lab.ladder import COMPUTATION, PACED, Measured, Rung, climber, meas
 from brigade.lab.plots import bench_table
 from brigade.models import Size, TinyLM
 from brigade.ranks import run_ranks
-from brigade.recording import tensors_in
+from brigade.recording import onto_itself, tensors_in
 from brigade.submission import Sources
 
 WORKLOAD = replace(PACED, batch_size=16, rounds=10, warmup=2)
@@ -127,15 +126,6 @@ def of_submission(frame: FrameType | None) -> bool:
             return False
         frame = frame.f_back
     return bool(frame) and name.startswith("submission.")
-
-
-def onto_itself(tensors: Sequence[Any]) -> bool:
-    """Whether a copy moves nothing: after `data[a:b] /= n` Python assigns the slice to its own place."""
-    target, source = (*tensors, None, None)[:2]
-    if not isinstance(target, Tensor) or not isinstance(source, Tensor):
-        return False
-    one, other = ((tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) for tensor in (target, source))
-    return one == other
 
 
 def counted(workload: dict, rungs: list[dict]) -> list[tuple[int, int, int]]:

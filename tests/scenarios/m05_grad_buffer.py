@@ -124,19 +124,13 @@ class Ledger(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        if function._overloadpacket.__name__ in COPIES and not onto_itself(args):
+        if function._overloadpacket.__name__ in COPIES and not recording.onto_itself(args):
             self.copied += [tensor.numel() for tensor in recording.tensors_in(result)]
         known = {tensor.untyped_storage().data_ptr() for tensor in recording.tensors_in(list(args))}
         for tensor in recording.tensors_in(result):
             if tensor.untyped_storage().data_ptr() not in known:
                 self.allocated += tensor.untyped_storage().nbytes()
         return result
-
-
-def onto_itself(tensors: tuple) -> bool:
-    """Whether a copy moves nothing: after `data[a:b] /= n` Python assigns the slice to its own place."""
-    places = {(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors if isinstance(t, torch.Tensor)}
-    return len(tensors) > 1 and all(isinstance(t, torch.Tensor) for t in tensors[:2]) and len(places) == 1
 
 
 def steady_step(job: dict) -> dict:
