@@ -43,7 +43,9 @@ QUIET_S = 2.0  # all ranks blocked, nothing launched for so long, and a peer's l
 GRACE_S = 0.3  # after the first failure, the time that other ranks get to report theirs
 OUTPUT_LIMIT = 20_000  # characters of a rank's output that are kept
 MESSAGE_LIMIT = 4_000  # ... and of the message of its exception
-BROKEN_LINK = re.compile("[Cc]onnection (closed|reset)|[Rr]emote (worker|process)|Broken pipe|ncclRemoteError")
+BROKEN_LINK = re.compile(
+    "[Cc]onnection (closed|refused|reset)|[Rr]emote (worker|process)|Broken pipe|connectFullMesh|ncclRemoteError"
+)
 JARGON = (
     (r"(group )?<brigade\.\w+\.\w+Group object at 0x\w+>", "process_group"),
     (r"\b(Held|Recorded)Work\b", "Work"),

@@ -497,9 +497,9 @@ def grader(tmp_path, submit):
         text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background ignores Ctrl-C
     )
-    yield SimpleNamespace(process=process, out=out, scratch=scratch)
-    process.kill()
-    process.wait()
+    with process:
+        yield SimpleNamespace(process=process, out=out, scratch=scratch)
+        process.kill()
 
 
 def sample(grader, until):

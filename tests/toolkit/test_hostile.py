@@ -115,10 +115,13 @@ class Graded:
 
 
 def processes_of(uid: int) -> list[psutil.Process]:
+    """The user's processes. One that has ended counts unless init has inherited it: init reaps when it likes to."""
+    ours = {os.getpid(), ranks.SERVER._process.pid if ranks.SERVER._process else None}
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.NoSuchProcess):
-            if uid in process.uids():
+            inherited = process.status() == psutil.STATUS_ZOMBIE and process.ppid() not in ours
+            if uid in process.uids() and not inherited:
                 found.append(process)
     return found
 

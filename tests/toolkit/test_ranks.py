@@ -207,6 +207,12 @@ def test_a_rank_that_dies(how, words):
     assert "rank 1 ended" in failure.lines[1] and "last words" in failure.output[1]
 
 
+def test_a_rank_that_cannot_connect_is_not_to_blame():
+    """Its peer was killed, and is heard of later."""
+    failure = failure_of(functions.cut_off)
+    assert (failure.kind, failure.rank) == ("died", 0) and "killed by SIGKILL" in failure.summary
+
+
 def test_sys_exit_is_an_exception():
     failure = failure_of(functions.end, 1, "sys.exit")
     assert (failure.kind, failure.rank, failure.error) == ("exception", 1, "SystemExit")
