@@ -41,6 +41,7 @@ OUTSIDE = "setup"  # the phase of what is done in none of the training loop's: s
 DEADLINE_S = {"gloo": 20.0, "nccl": 90.0}
 QUIET_S = 2.0  # all ranks blocked, nothing launched for so long, and a peer's launch missing: a deadlock
 GRACE_S = 0.3  # after the first failure, the time that other ranks get to report theirs
+LISTEN_S = 0.001  # pause between looks at what ranks say: waking up for each event would take the cores from them
 OUTPUT_LIMIT = 20_000  # characters of a rank's output that are kept
 MESSAGE_LIMIT = 4_000  # ... and of the message of its exception
 BROKEN_LINK = re.compile(
@@ -437,6 +438,7 @@ class _Run:
                     self._ask_where_they_stand()
                 return
             self._listen(0.05)
+            time.sleep(LISTEN_S)
 
     def _settled(self, rank: _Rank) -> bool:
         return rank.error is not None or rank.result is not None or rank.status is not None

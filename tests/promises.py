@@ -31,7 +31,7 @@ from brigade.course import MODULES, ROOT, CourseError, module
 from brigade.lab.bench import Bench, load_json
 from brigade.lab.ladder import TORCH_DDP, TORCH_ZERO, rung_of
 
-MODULE_S, TWO_MODULES_S, CHECKS_S, DEMO_S = 6.0, 15.0, 45.0, 90.0
+MODULE_S, TWO_MODULES_S, CHECKS_S, DEMO_S = 6.0, 12.0, 45.0, 90.0
 BUCKETED = (4, 5, 6, 7)  # modules whose buckets are those of torch DDP
 ZERO = 8  # torch's ZeroRedundancyOptimizer is its rival; it is two modules in one, with 12 checks
 BUCKETED_RATIO, ZERO_RATIO = 1.05, 1.0

@@ -75,6 +75,11 @@ def random_number() -> float:
     return torch.rand(()).item()
 
 
+def scheduling() -> int:
+    """The policy by which Linux schedules this process."""
+    return os.sched_getscheduler(0)
+
+
 def cut_off() -> None:
     """Rank 0 is killed; rank 1 says before that what gloo says to whoever connects to a process that has gone."""
     if dist.get_rank():

@@ -207,6 +207,14 @@ def test_a_rank_that_dies(how, words):
     assert "rank 1 ended" in failure.lines[1] and "last words" in failure.output[1]
 
 
+@linux
+@pytest.mark.parametrize("mode", ["record", "hold", "pace"])
+def test_the_threads_of_ranks_do_not_interrupt_each_other(mode):
+    """Unless their link is paced: what is due then must not wait for what computes."""
+    policy = os.SCHED_OTHER if mode == "pace" else os.SCHED_BATCH
+    assert list(run_ranks(functions.scheduling, mode=mode)) == [policy, policy]
+
+
 def test_a_rank_that_cannot_connect_is_not_to_blame():
     """Its peer was killed, and is heard of later."""
     failure = failure_of(functions.cut_off)
