@@ -92,6 +92,7 @@ def use(link: Link | None) -> None:
 class PacedGroup(RecordingGroup):
     """Performs every launch at once, and completes it when its time on the link is over."""
 
+    gloo_threads = 2  # torch's own number
     _previous: PacedWork | None = None  # of ONE_AT_A_TIME
 
     def call(self, method: str, args: list[Any], kwargs: dict[str, Any], index: int) -> dist.Work | None:

@@ -23,6 +23,7 @@ Scenarios add their own kinds with `note`. Only this file and `ranks.py` know ho
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -224,6 +225,8 @@ class RecordingGroup(dist.ProcessGroup):
     Subclasses decide what becomes of the tensors, in `call`.
     """
 
+    gloo_threads = 1  # two have now and then damaged the memory of a rank, in collectives that they carried out at once
+
     def __init__(self, inner: dist.ProcessGroup, recorder: Recorder, name: str, ranks: list[int]):
         super().__init__(inner.rank(), inner.size())
         self._inner = inner
@@ -342,21 +345,12 @@ def start_process_group(
         ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
         arguments = (options.store, options.group_rank, options.group_size, options.timeout)
         group = group_class(dist.ProcessGroup(*arguments[:3]), recorder, str(options.group_id), ranks)
-        register_backends((group._inner, group), backend, *arguments)
+        register_backends((group._inner, group), backend, *arguments, group_class.gloo_threads)
         return group
 
     dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu", "cuda"])
     _keep_to_the_recording_group(backend)
     dist.init_process_group(BACKEND, store=store, rank=rank, world_size=world_size, timeout=timeout)
-
-
-def complete_group(
-    backend: str, store: dist.Store, rank: int, world_size: int, timeout: timedelta
-) -> dist.ProcessGroup:
-    """A process group with backends for all its devices, that nothing records."""
-    group = dist.ProcessGroup(store, rank, world_size)
-    register_backends((group,), backend, store, rank, world_size, timeout)
-    return group
 
 
 def register_backends(
@@ -366,10 +360,11 @@ def register_backends(
     rank: int,
     world_size: int,
     timeout: timedelta,
+    gloo_threads: int,
 ) -> None:
     """Gives the groups the backends that `init_process_group` would: the inner group works through them, and the
     recording one keeps in them what torch asks of any group, such as its name."""
-    gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, world_size, timeout)
+    gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, world_size, gloo_options(timeout, gloo_threads))
     backends = [("cpu", dist.ProcessGroup.BackendType.GLOO, gloo)]
     if backend == "nccl":
         options = dist.ProcessGroupNCCL.Options()
@@ -380,6 +375,18 @@ def register_backends(
         for device, kind, implementation in backends:
             group._register_backend(torch.device(device), kind, implementation)
             group._set_default_backend(kind)
+
+
+def gloo_options(timeout: timedelta, threads: int) -> Any:
+    """What `ProcessGroupGloo` makes of a timeout, with another number of threads: torch's own is 2."""
+    options = dist.ProcessGroupGloo._Options()
+    interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    create = dist.ProcessGroupGloo.create_device
+    options._devices = [create(interface=name) for name in interfaces] or [
+        dist.ProcessGroupGloo.create_default_device()
+    ]
+    options._timeout, options._threads = timeout, threads
+    return options
 
 
 def _keep_to_the_recording_group(backend: str) -> None:

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -75,9 +76,10 @@ def random_number() -> float:
     return torch.rand(()).item()
 
 
-def scheduling() -> int:
-    """The policy by which Linux schedules this process."""
-    return os.sched_getscheduler(0)
+def scheduling() -> list[int]:
+    """The policy by which Linux schedules this process, and the number of gloo's threads for collectives."""
+    names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    return [os.sched_getscheduler(0), names.count("pt_gloo_runloop")]
 
 
 def cut_off() -> None:

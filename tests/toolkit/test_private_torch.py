@@ -1,11 +1,14 @@
 """What the course uses of torch's private names, and what breaks when torch changes one."""
 
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from brigade.ranks import run_ranks
+from brigade import recording
+from brigade.ranks import loopback_interface, run_ranks
 
 COALESCE = "coalesce in solutions/m06_coalesced/coalesced.py needs "
 
@@ -48,3 +51,14 @@ def test_behaviour_of_the_coalescing_manager():
 def test_one_of_both_names_exists(name):
     old = {"reduce_scatter": "reduce_scatter_tensor", "all_gather": "all_gather_into_tensor"}[name]
     assert hasattr(dist, f"{name}_single") or hasattr(dist, old), "torch has renamed the collective once more"
+
+
+@pytest.mark.parametrize("interfaces", ["", loopback_interface()])
+def test_options_of_gloo(interfaces, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", interfaces)
+    options = recording.gloo_options(timedelta(seconds=7), 3)
+    needs = "gloo_options in brigade/recording.py needs "
+    assert options._timeout == timedelta(seconds=7) and options._threads == 3, needs + "_timeout and _threads"
+    assert len(options._devices) == 1, needs + "_devices, from create_device and create_default_device"
+    group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, options)
+    assert group.options._threads == 3 and group.options._timeout == timedelta(seconds=7)
