@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -96,11 +97,13 @@ def run_one(options: argparse.Namespace, entries: Sequence[Module], console: Con
             progress.update(task, total=len(grading.outcomes), completed=done)
 
         latest = nothing_yet(entries, random.randrange(10**6) if options.seed is None else options.seed)
+        with interrupts_wait():
+            tempfile.gettempdir()  # tries the directory out with a file, which an interrupt would leave there
         follow(latest)  # before torch is imported: that takes seconds
         try:
             with incoming.opened(options.submission) as target, isolated(options) as notes:
-                ranks.SERVER.start()  # it imports torch while this process does
                 with interrupts_wait():
+                    ranks.SERVER.start()  # it imports torch while this process does
                     from brigade.autograde import grading
 
                     grading.collect(entries)
