@@ -21,7 +21,7 @@ demo: setup
 	$(BIN)/python -m brigade.lab.demo
 
 test: setup lint
-	$(BIN)/python -m pytest -q -n logical --maxprocesses 4 --target solutions
+	$(BIN)/python -m pytest -q -rs -n logical --maxprocesses 4 --target solutions
 
 lint: setup
 	$(BIN)/ruff check .

@@ -34,9 +34,9 @@ fi
 # From here on, in the first host. The second lives as long as the process that sleeps in it.
 rate=$1
 shift
-unshare --net sleep infinity &
+exec {ready}< <(exec unshare --net sh -c "echo; exec sleep infinity")
 second=$!
-until [[ $(readlink "/proc/$second/ns/net") != $(readlink /proc/self/ns/net) ]]; do sleep 0.01; done
+read -r <&"$ready" # it is in a namespace of its own now
 
 on_second() {
     nsenter --target "$second" --net "$@"
