@@ -424,10 +424,12 @@ class _Run:
     def watch(self) -> None:
         """Listens until all ranks delivered, or the run has failed; sets `kind` in that case."""
         ends_at = time.monotonic() + self.deadline_s if self.deadline_s else float("inf")
-        while not all(rank.result is not None for rank in self.ranks):
+        while True:
             now = time.monotonic()
-            if self.mismatch:
+            if self.mismatch:  # even if all have delivered: some such collectives end
                 self.kind = "mismatch"
+            elif all(rank.result is not None for rank in self.ranks):
+                return
             elif self.failed_at and (now > self.failed_at + GRACE_S or all(self._settled(r) for r in self.ranks)):
                 self.kind = "failed"
             elif now > ends_at:

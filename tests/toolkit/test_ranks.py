@@ -287,6 +287,12 @@ def test_collectives_that_do_not_fit_are_a_mismatch_at_once(how, mode):
         assert "the same collectives in the same order" in failure.summary
 
 
+def test_a_mismatch_is_told_where_all_ranks_have_delivered(monkeypatch):
+    monkeypatch.setattr(ranks, "LISTEN_S", 0.3)  # all that they say is heard at once
+    for how in ("dtype", "reduce op"):
+        assert failure_of(functions.mismatch, how, mode="hold").kind == "mismatch"
+
+
 NOT_A_FRAME = b"once upon a time"
 FORGED = {
     "no frame": NOT_A_FRAME,
