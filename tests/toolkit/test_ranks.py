@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from multiprocessing import resource_tracker
 from pathlib import Path
 from statistics import median
@@ -535,16 +536,19 @@ def test_ranks_start_at_least_ten_times_as_fast_as_with_spawn(tmp_path, monkeypa
         action()
         return time.perf_counter() - start
 
-    ours = [seconds(lambda: run_ranks(functions.reduce_once)) for _ in range(4)]
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", ranks.loopback_interface())
-    file = str(tmp_path / "rendezvous")
-    spawn = seconds(lambda: torch.multiprocessing.spawn(functions.spawned, (2, file), nprocs=2))
-    ours += [seconds(lambda: run_ranks(functions.reduce_once)) for _ in range(3)]  # before and after, to be fair
+    ours, spawns = [], []
+    for turn in range(2):
+        ours += [seconds(lambda: run_ranks(functions.reduce_once)) for _ in range(4)]
+        file = str(tmp_path / f"rendezvous-{turn}")
+        with monkeypatch.context() as patch:
+            patch.setenv("GLOO_SOCKET_IFNAME", ranks.loopback_interface())
+            spawns.append(seconds(partial(torch.multiprocessing.spawn, functions.spawned, (2, file), nprocs=2)))
     with capsys.disabled():
         print(
-            f"\n2 ranks and one all_reduce: run_ranks {median(ours):.3f} s (median of 7, at best {min(ours):.3f}), "
-            f"torch.multiprocessing.spawn {spawn:.2f} s (once): {spawn / median(ours):.0f} times as fast"
+            f"\n2 ranks and one all_reduce: run_ranks {median(ours):.3f} s (median of 8, at best {min(ours):.3f}), "
+            f"torch.multiprocessing.spawn {median(spawns):.2f} s (twice, at best {min(spawns):.2f}): at best "
+            f"{min(spawns) / min(ours):.0f} times as fast"
         )
-    assert spawn >= 10 * median(ours)
+    assert min(spawns) >= 10 * min(ours)  # what else runs makes either slower, not quicker
     if os.getloadavg()[0] < (os.cpu_count() or 1):  # on a busy machine, only the comparison says something
         assert min(ours) < 0.15
