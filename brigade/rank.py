@@ -120,7 +120,7 @@ def main(control_fd: int, output_fd: int, trace_fd: int, server: int) -> None:
 def run(request: dict[str, Any], sink: Any) -> Any:
     if request["mode"] != "pace" and hasattr(os, "SCHED_BATCH"):
         with contextlib.suppress(OSError):
-            # Where ranks share cores, gloo's polling threads interrupt each other: a small collective takes four times
+            # Where ranks share cores, gloo's polling threads interrupt each other: a small collective takes five times
             # as long. A paced one must interrupt what computes.
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     os.chdir(request["directory"])

@@ -381,10 +381,8 @@ def gloo_options(timeout: timedelta, threads: int) -> Any:
     """What `ProcessGroupGloo` makes of a timeout, with another number of threads: torch's own is 2."""
     options = dist.ProcessGroupGloo._Options()
     interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    create = dist.ProcessGroupGloo.create_device
-    options._devices = [create(interface=name) for name in interfaces] or [
-        dist.ProcessGroupGloo.create_default_device()
-    ]
+    devices = [dist.ProcessGroupGloo.create_device(interface=name) for name in interfaces]
+    options._devices = devices or [dist.ProcessGroupGloo.create_default_device()]
     options._timeout, options._threads = timeout, threads
     return options
 
