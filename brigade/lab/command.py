@@ -291,7 +291,12 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--bandwidth-gbps", type=float, metavar="X", help="the rate in each direction in Gbit/s, instead of the link's")
     add("--latency-us", type=float, metavar="X", help="microseconds for each message, instead of the link's")
-    add("--tflops", type=float, metavar="X", help="peak of a rank's device (an H100's: 494.7 in fp32, 989.4 in bf16)")
+    add(
+        "--tflops",
+        type=float,
+        metavar="X",
+        help="peak of a rank's device (an H100's: 67 in fp32, 989.4 in bf16; 494.7 where TF32 is allowed)",
+    )
     add(
         "--mfu",
         type=float,

@@ -39,9 +39,11 @@ MAX_RANKS = 4096
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-# NVIDIA H100 Tensor Core GPU datasheet, SXM: dense rates, which are half of those that it gives for sparse matrices.
+# NVIDIA H100 Tensor Core GPU datasheet, SXM. Its rates for Tensor Cores are "with sparsity"; dense matrices have half.
+# fp32 is the rate without Tensor Cores: torch does not use TF32 for matrices unless it is allowed (since torch 1.12,
+# `torch.backends.cuda.matmul.allow_tf32`). With TF32 an H100 has 494.7.
 DEVICE = "H100"
-DEVICE_TFLOPS = {"fp32": 494.7, "bf16": PEAK_FLOPS / 1e12}  # fp32 in TF32
+DEVICE_TFLOPS = {"fp32": 67.0, "bf16": PEAK_FLOPS / 1e12}
 DEVICE_MEMORY_GB = 80
 DEVICE_MEMORY_GBPS = 3350  # gigabytes per second
 

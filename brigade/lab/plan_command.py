@@ -18,6 +18,7 @@ from brigade.lab.setting import OPTIMIZERS, Setting
 from brigade.pacing import Link
 
 WIDTH = 80  # columns
+PRECISION = {"fp32": "fp32 without TF32", "bf16": "bf16"}  # of the device's peak
 
 
 def run(options: argparse.Namespace) -> int:
@@ -41,7 +42,9 @@ def run(options: argparse.Namespace) -> int:
     if backward_s:
         source = "as measured"
     else:
-        source = f"{options.mfu:.0%} of {tflops:,g} TFLOPS" + ("" if options.tflops else f" ({plan.DEVICE})")
+        source = f"{options.mfu:.0%} of {tflops:,g} TFLOPS" + (
+            "" if options.tflops else f" ({plan.DEVICE}, {PRECISION[options.dtype]})"
+        )
     ranks = f"{options.dp} rank" + ("" if options.dp == 1 else "s")
     assumptions = [
         f"{options.model}: {setting.numel / 1e9:,.3f} billion parameters in {options.dtype}, {optimizer.label}",

@@ -34,6 +34,7 @@ VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADD
 # nothing comes, because the failure was on another machine, it ends by itself.
 OTHERS_FIRST_S = 5.0
 LAST_WORDS_S = 1.0  # for the other ranks to tell where they are, when the deadline is over
+CONNECTING_S = 60.0  # gloo itself tries as long as a collective may take
 UNREACHABLE = "could not be reached; is GLOO_SOCKET_IFNAME the interface that the machines share?"
 
 
@@ -106,12 +107,11 @@ def run_given(
         "args": args,
     }
     files = {path for path, _ in request["packages"].get("submission", {}).values()}
-    watchdog = threading.Timer(deadline_s, stop, (deadline_s, rank, events, files))
-    watchdog.daemon = True
-    watchdog.start()
+    watchdog = start_timer(deadline_s, stop, deadline_s, rank, events, files)
     timeout = timedelta(seconds=deadline_s + 2 * OTHERS_FIRST_S)  # the watchdog speaks first
     try:
         store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
+        start_timer(CONNECTING_S, stop_unconnected, CONNECTING_S, rank)
         result = inside.perform(request, take, dist.PrefixStore("brigade", store), local_rank, timeout)
         gathered = gather(result, events)
     except CourseError:
@@ -156,21 +156,43 @@ def failure(error: Exception, told: dict[str, Any], rank: int, events: list[Even
     where = f"rank {rank} on {socket.gethostname()}"
     message = told["message"].partition("\n")[0] or "(no message)"
     if BROKEN_LINK.search(told["message"]):
-        time.sleep(OTHERS_FIRST_S)  # whoever has failed is to say why
+        time.sleep(OTHERS_FIRST_S)  # the rank that failed says why
+        if "connectFullMesh" in told["message"]:  # gloo never had a connection
+            return RankFailure("died", f"{where}: a peer {UNREACHABLE}", [], rank)
         return RankFailure("died", f"{where} lost a peer {doing(events)}: {message}", [], rank)
-    if "connectFullMesh" in told["message"]:
-        return RankFailure("died", f"{where}: a peer {UNREACHABLE}", [], rank)
     frames = [f"  {os.path.basename(f)}, line {n}, in {name}: {line}" for f, n, name, line in told["frames"]]
     return RankFailure("exception", f"{where} raised {told['type']}: {message}", frames, rank, told["type"])
 
 
+def start_timer(after_s: float, function: Callable[..., None], *args: Any) -> threading.Timer:
+    """Call `function` in a thread of its own after so many seconds, unless the process has ended by then."""
+    timer = threading.Timer(after_s, function, args)
+    timer.daemon = True
+    timer.start()
+    return timer
+
+
+def stop_unconnected(after_s: float, rank: int) -> None:
+    """End this process if it is not connected to all other ranks yet, and say what is usually wrong."""
+    from torch import distributed as dist
+
+    if not dist.is_initialized():
+        end(f"stopped after {after_s:g} s: rank {rank} on {socket.gethostname()}: a peer {UNREACHABLE}")
+
+
 def stop(deadline_s: float, rank: int, events: list[Event], files: set[str]) -> None:
-    """Ends this process when the deadline is over: nothing in it may be trusted to end by itself."""
+    """End this process, which has reached the deadline, and say where it is."""
+    stop_unconnected(deadline_s, rank)
     who = f"rank {rank} on {socket.gethostname()}"
     frames = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])
     lines = [f", at {os.path.basename(f.filename)}:{f.lineno} in {f.name}" for f in frames if f.filename in files]
     where = lines[-1] if lines else ""
-    print(f"brigade: stopped after {deadline_s:g} s: {who} is {doing(events)}{where}", file=sys.stderr, flush=True)
+    end(f"stopped after {deadline_s:g} s: {who} is {doing(events)}{where}")
+
+
+def end(message: str) -> None:
+    """Print the message and end this process at once: nothing in it can be trusted to end by itself."""
+    print(f"brigade: {message}", file=sys.stderr, flush=True)
     time.sleep(LAST_WORDS_S)
     os._exit(1)
 

@@ -5,10 +5,12 @@ import csv
 import json
 import os
 import re
+import socket
 import struct
 import subprocess
 import sys
 from dataclasses import replace
+from datetime import timedelta
 from types import SimpleNamespace
 
 import psutil
@@ -380,6 +382,48 @@ def test_under_torchrun_a_peer_that_hangs_is_not_waited_for(tmp_path):
     where = r", at naive_ddp\.py:\d+ in finish_grad_sync$"
     for rank, what in ((0, "waiting in all_reduce #"), (1, "in ")):
         assert re.search(rf"^brigade: stopped after 8 s: rank {rank} on .* is {what}.*{where}", done.stderr, re.M)
+
+
+def test_under_torchrun_a_peer_that_cannot_be_reached_is_named(tmp_path):
+    """The test itself is rank 1: it comes to the store where all ranks meet, and never connects to rank 0."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    command = [sys.executable, "-m", "brigade.cli", "bench", "--target", "solutions", "--modules", "1", *SMALL]
+    process = subprocess.Popen(
+        [*map(str, command), "--deadline", "10"],
+        cwd=ROOT,
+        env=os.environ | place | {"MASTER_PORT": str(port), "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        torch.distributed.TCPStore("127.0.0.1", port, world_size=2, is_master=False, timeout=timedelta(seconds=60))
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 1
+    assert re.search(r"^brigade: stopped after 10 s: rank 0 on .*: a peer could not be reached; is GLOO_S", err, re.M)
+
+
+@pytest.mark.parametrize(
+    "message, said",
+    [
+        (
+            "Gloo connectFullMesh failed with [pair.cc:152] timed out: Connection refused",
+            "a peer could not be reached;",
+        ),
+        ("[pair.cc:534] Connection closed by peer [127.0.0.1]:12345", "lost a peer in setup, before the first coll"),
+        ("no more", "raised RuntimeError: no more"),
+    ],
+)
+def test_a_broken_connection_is_told_from_one_that_was_never_there(message, said, monkeypatch):
+    monkeypatch.setattr(torchrun, "OTHERS_FIRST_S", 0.0)
+    told = {"message": message, "type": "RuntimeError", "frames": []}
+    assert said in str(torchrun.failure(RuntimeError(message), told, 0, []))
 
 
 def test_what_a_rank_was_doing():

@@ -224,6 +224,12 @@ def test_the_example_in_the_document_is_what_the_command_prints(capsys):
     assert lines(capsys.readouterr().out) in lines(ROOT.joinpath("docs", "plan.md").read_text())
 
 
+def test_fp32_is_planned_without_tf32_which_torch_does_not_use_by_default(capsys):
+    assert not torch.backends.cuda.matmul.allow_tf32
+    assert cli.main(["plan"]) == 0
+    assert "40% of 67 TFLOPS (H100, fp32 without TF32)" in " ".join(capsys.readouterr().out.split())
+
+
 def lines(text):
     return "\n".join(line.rstrip() for line in text.splitlines())
 

@@ -21,7 +21,7 @@ from brigade import ranks
 from brigade.autograde import similarity
 from brigade.cli import parser
 from brigade.course import MODULES, ROOT
-from brigade.lab import gpu_check, links
+from brigade.lab import gpu_check, links, plan
 
 PLACES = ("brigade", "docs", "lessons", "notebooks", "slurm", "solutions", "tests")
 GENERATED = ("docs/gpu_report.md",)  # not there until somebody makes it
@@ -231,6 +231,7 @@ FIGURES = {
     r"mutants after (\d+) %": 100 * gpu_check.MUTANTS_PART,
     r"each run of ranks after (\d+) s": gpu_check.RUN_DEADLINE_S,
     r"by default (\d+) % of an H100's peak": 100 * links.UTILISATION,
+    r"peak \((\d+) TFLOPS in fp32": plan.DEVICE_TFLOPS["fp32"],
 }
 
 
