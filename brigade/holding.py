@@ -17,12 +17,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from brigade import locks
+from brigade.locks import hidden, private
 from brigade.recording import METHODS, RecordedWork, Recorder, RecordingGroup, options_in, tensors_in
+
+locks.trust(globals())
 
 
 class HoldingGroup(RecordingGroup):
     """Launches on copies; `HeldWork` delivers."""
 
+    @private
     def call(self, method: str, args: list[Any], kwargs: dict[str, Any], index: int) -> dist.Work | None:
         op, outputs, inputs = METHODS[method]
         if op in ("barrier", "send", "recv"):
@@ -57,6 +62,8 @@ class HoldingGroup(RecordingGroup):
 class HeldWork(RecordedWork):
     """Copies the results into the caller's tensors when it is first waited on."""
 
+    _given, _at_launch, _targets, _results, _delivered = hidden(), hidden(), hidden(), hidden(), hidden()
+
     def __init__(
         self,
         inner: dist.Work,
@@ -84,6 +91,7 @@ class HeldWork(RecordedWork):
             self._given, self._at_launch, self._results = [], [], []
         return True
 
+    @private
     def _await(self, timeout: timedelta | None) -> None:
         super()._await(timeout)
         if any(tensor.is_cuda for tensor in self._given):

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from brigade import eager, holding, pacing, recording, submission, wire
+from brigade import eager, holding, locks, pacing, recording, submission, wire
 
 MODES = {"record": recording.RecordingGroup, "hold": holding.HoldingGroup, "pace": pacing.PacedGroup}
 UNSTREAMED_S = 0.5  # how long events are kept when they need not be streamed
@@ -145,7 +145,8 @@ def perform(
     eager.import_torch()
     for package, sources in request["packages"].items():
         submission.install(package, sources)
-    if request["mode"] == "hold" or "scenarios" in request["packages"]:
+    graded = request["mode"] == "hold" or "scenarios" in request["packages"]
+    if graded:
         forbid_finished_answers()
     torch.set_num_threads(request["threads"])
     seed = request["seed"] + rank  # replicas that are not made equal are not equal
@@ -157,6 +158,9 @@ def perform(
     recording.install(recorder)
     recording.start_process_group(MODES[request["mode"]], recorder, backend, store, rank, world_size, timeout)
     function = functools.reduce(getattr, request["function"].split("."), importlib.import_module(request["module"]))
+    if graded:
+        recording.forbid_other_ways()
+        locks.hide_packages({"brigade", *request["packages"]} - {submission.PACKAGE})
     kept = scatter(request["seed"] + rank) if request["mode"] == "hold" else []
     result = function(*request["args"])
     kept.clear()

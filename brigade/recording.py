@@ -16,16 +16,22 @@ the processes of one machine) and `phase` (what the training loop was doing). Th
              reduce_scatter when the wait for it ended)
     phase    the loop has come to this phase
     race     a tensor of launch `index` was changed between launch and wait (`holding.py`)
+    ready    backward is about to add the gradient of the parameter `name` to its `.grad` (`watch_gradients`)
 
 Scenarios add their own kinds with `note`. Only this file and `ranks.py` know how torch makes process groups.
+
+Student code has groups and handles in its hands. What they work with is hidden from it (`locks.py`), so that it can
+neither communicate unrecorded nor write into the record.
 """
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -33,6 +39,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+
+from brigade import locks
+from brigade.locks import hidden, private
+
+locks.trust(globals())
+COLLECTIVES = locks.CodeOf(c10d)  # while no submission can have changed it
 
 BACKEND = "brigade"  # the name under which the recording group is registered with torch
 
@@ -48,6 +60,8 @@ class Recorder:
         self._launches = 0
         self._lock = threading.RLock()
         self._parameters: dict[str, torch.nn.Parameter] = {}
+        self._nodes: dict[Any, str] = {}  # those that accumulate gradients, and the names of their parameters
+        self._accumulated: Counter[str] = Counter()  # how often each did in this backward
 
     def note(self, kind: str, **fields: Any) -> None:
         with self._lock:
@@ -63,6 +77,41 @@ class Recorder:
     def name_parameters(self, module: torch.nn.Module) -> None:
         """Lets launches on a parameter, or on its gradient as it lies in memory then, say its name."""
         self._parameters = dict(module.named_parameters())
+
+    def watch_gradients(self, module: torch.nn.Module) -> None:
+        """Note an event "ready" in backward just before a gradient of the module is added to its `.grad`.
+
+        The hook belongs to the node of the autograd graph: a parameter's own hooks can be cleared or called by anyone.
+        Tensor hooks of the parameter have run by then, its post-accumulate hooks run after it.
+        """
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad:
+                node = torch.autograd.graph.get_gradient_edge(parameter).node
+                self._nodes[node] = name  # the parameter itself does not keep its node alive
+                node.register_prehook(self._hook(node, name))
+
+    def _hook(self, node: Any, name: str) -> Callable[[Sequence[torch.Tensor | None]], None]:
+        def accumulates(gradients: Sequence[torch.Tensor | None]) -> None:
+            if current_node() is node and self.phase == "backward":  # else not the engine has called this
+                self._accumulated[name] += 1
+                if gradients[0] is not None:
+                    self.note("ready", name=name)
+
+        return accumulates
+
+    @contextlib.contextmanager
+    def backward_of(self, loss: torch.Tensor) -> Iterator[None]:
+        """Raise RuntimeError after the block unless backward has accumulated each watched gradient once."""
+        used = reachable(loss.grad_fn)
+        self._accumulated.clear()
+        yield
+        for node, name in self._nodes.items():
+            count = self._accumulated[name]
+            if count > 1 or count < (node in used):
+                raise RuntimeError(
+                    f"the gradient of {name} became ready {count} times in one backward, instead of once. Likely "
+                    "cause: the submission runs a backward of its own there, or removes hooks that are not its own."
+                )
 
     def owner(self, tensors: list[torch.Tensor]) -> tuple[str | None, str | None]:
         """The parameter whose "weight" or "gradient" is the launch's tensor; None for a copy, or for several."""
@@ -100,6 +149,38 @@ def name_parameters(module: torch.nn.Module) -> None:
         _recorder.name_parameters(module)
 
 
+def watch_gradients(module: torch.nn.Module) -> None:
+    """Note from now on when gradients of `module` become ready. Does nothing outside a rank."""
+    if _recorder:
+        _recorder.watch_gradients(module)
+
+
+@contextlib.contextmanager
+def backward_of(loss: torch.Tensor) -> Iterator[None]:
+    """In this block, which is the phase "backward", the caller runs the one backward of `loss`.
+
+    Raises RuntimeError unless each watched gradient on which the loss depends became ready exactly once.
+    """
+    with _recorder.backward_of(loss) if _recorder else contextlib.nullcontext(), phase("backward"):
+        yield
+
+
+def current_node() -> Any:
+    """Return the node of the autograd graph that the engine is running in this thread, or None."""
+    return torch._C._current_autograd_node()
+
+
+def reachable(node: Any) -> set[Any]:
+    """Return all nodes of the autograd graph that a backward from `node` runs."""
+    found, waiting = set(), [node]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            waiting += [following for following, _ in node.next_functions]
+    return found
+
+
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[None]:
     """Events inside the block carry this phase: "construct", "forward", "backward", "finish", "step"."""
@@ -117,6 +198,8 @@ def phase(name: str) -> Iterator[None]:
 class RecordedWork(dist.Work):
     """The handle of one launch: passes everything on, and notes waiting."""
 
+    _inner, _recorder, _index = hidden(), hidden(), hidden()
+
     def __init__(self, inner: dist.Work, recorder: Recorder, index: int):
         super().__init__()
         self._inner = inner
@@ -132,6 +215,7 @@ class RecordedWork(dist.Work):
         self._recorder.note("done", index=self._index)
         return True
 
+    @private
     def _await(self, timeout: timedelta | None) -> None:
         """Until the result is there; on CUDA, until whatever is computed next will find it there."""
         if timeout is None or timeout == timedelta(0):
@@ -225,6 +309,7 @@ class RecordingGroup(dist.ProcessGroup):
     Subclasses decide what becomes of the tensors, in `call`.
     """
 
+    _inner, _recorder, _name, _ranks = hidden(), hidden(), hidden(), hidden()
     gloo_threads = 1  # two have now and then damaged the memory of a rank, in collectives that they carried out at once
 
     def __init__(self, inner: dist.ProcessGroup, recorder: Recorder, name: str, ranks: list[int]):
@@ -234,16 +319,19 @@ class RecordingGroup(dist.ProcessGroup):
         self._name = name
         self._ranks = ranks
 
+    @private
     def call(self, method: str, args: list[Any], kwargs: dict[str, Any], index: int) -> dist.Work | None:
         """Performs launch `index` and returns its handle."""
         work = self._perform(method, args, kwargs)
         self._note_end(work, index)
         return RecordedWork(work, self._recorder, index)
 
+    @private
     def _perform(self, method: str, args: list[Any], kwargs: dict[str, Any]) -> dist.Work:
         work = getattr(self._inner, method)(*args, **kwargs)
         return Finished() if work is None else work
 
+    @private
     def _note_end(self, work: dist.Work, index: int) -> None:
         try:
             work.get_future().add_done_callback(lambda _: self._recorder.note("end", index=index))
@@ -344,8 +432,10 @@ def start_process_group(
     def create(options: Any, _: Any) -> RecordingGroup:
         ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
         arguments = (options.store, options.group_rank, options.group_size, options.timeout)
-        group = group_class(dist.ProcessGroup(*arguments[:3]), recorder, str(options.group_id), ranks)
-        register_backends((group._inner, group), backend, *arguments, group_class.gloo_threads)
+        inner = dist.ProcessGroup(*arguments[:3])
+        register_backends(inner, backend, *arguments, group_class.gloo_threads)
+        group = group_class(inner, recorder, str(options.group_id), ranks)
+        register_stand_ins(group, backend)
         return group
 
     dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu", "cuda"])
@@ -354,7 +444,7 @@ def start_process_group(
 
 
 def register_backends(
-    groups: Sequence[dist.ProcessGroup],
+    group: dist.ProcessGroup,
     backend: str,
     store: dist.Store,
     rank: int,
@@ -362,19 +452,34 @@ def register_backends(
     timeout: timedelta,
     gloo_threads: int,
 ) -> None:
-    """Gives the groups the backends that `init_process_group` would: the inner group works through them, and the
-    recording one keeps in them what torch asks of any group, such as its name."""
+    """Give the inner group the backends that `init_process_group` would."""
     gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, world_size, gloo_options(timeout, gloo_threads))
-    backends = [("cpu", dist.ProcessGroup.BackendType.GLOO, gloo)]
+    register(group, "cpu", dist.ProcessGroup.BackendType.GLOO, gloo)
     if backend == "nccl":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, world_size, options)
-        backends.append(("cuda", dist.ProcessGroup.BackendType.NCCL, nccl))
-    for group in groups:
-        for device, kind, implementation in backends:
-            group._register_backend(torch.device(device), kind, implementation)
-            group._set_default_backend(kind)
+        register(group, "cuda", dist.ProcessGroup.BackendType.NCCL, nccl)
+
+
+def register_stand_ins(group: dist.ProcessGroup, backend: str) -> None:
+    """Give the recording group backends that carry no data: torch keeps in them what it asks of any group, its name.
+
+    With the inner group's backends in this place, torch would hand them out to whoever asks.
+    """
+    register(group, "cpu", dist.ProcessGroup.BackendType.GLOO, stand_in(group))
+    if backend == "nccl":
+        register(group, "cuda", dist.ProcessGroup.BackendType.NCCL, stand_in(group))
+
+
+def register(group: dist.ProcessGroup, device: str, kind: dist.ProcessGroup.BackendType, backend: dist.Backend) -> None:
+    group._register_backend(torch.device(device), kind, backend)
+    group._set_default_backend(kind)
+
+
+def stand_in(group: dist.ProcessGroup) -> dist.Backend:
+    """Return a backend of torch's own for tests, whose collectives do nothing."""
+    return torch._C._distributed_c10d.FakeProcessGroup._create_internal(group.rank(), group.size())
 
 
 def gloo_options(timeout: timedelta, threads: int) -> Any:
@@ -400,3 +505,35 @@ def _keep_to_the_recording_group(backend: str) -> None:
 
     for module in (c10d, dist):
         module.new_group, module.get_backend = recorded_new_group, real_backend
+
+
+OTHER_WAYS = (
+    "ProcessGroupGloo", "ProcessGroupNCCL", "ProcessGroupMPI", "ProcessGroupUCC", "ProcessGroupXCCL",
+    "_ProcessGroupWrapper", "_StoreCollectives", "TCPStore", "FileStore",
+)  # fmt: skip
+STORE_CALLS = (
+    "set", "get", "add", "append", "check", "compare_set", "delete_key", "multi_get", "multi_set", "queue_push",
+    "queue_pop", "queue_len", "wait", "barrier", "list_keys", "num_keys",
+)  # fmt: skip
+THREAD_STARTS = ("start_new_thread", "start_new", "start_joinable_thread")
+
+
+def forbid_other_ways() -> None:
+    """From now on student code has only our groups to communicate with, and only this thread to work in.
+
+    What it does elsewhere would not be in the record. The modes that count copies and views see one thread each.
+    """
+    other = (
+        "{} is not for submissions: they communicate with the collectives of torch.distributed, on the process group "
+        "that they are given or on one that dist.new_group makes"
+    )
+    for name in OTHER_WAYS:
+        if owner := getattr(torch._C._distributed_c10d, name, None):
+            locks.reserve(owner, "__init__", other.format(name.strip("_")))
+    for name in STORE_CALLS:
+        if hasattr(dist.Store, name):
+            locks.reserve(dist.Store, name, other.format(f"Store.{name}"), users=COLLECTIVES)
+    for module, prefix in ((_thread, ""), (threading, "_")):
+        for name in THREAD_STARTS:
+            if hasattr(module, prefix + name):
+                locks.reserve(module, prefix + name, "a submission starts no threads: only its first one is recorded")

@@ -44,9 +44,10 @@ class Hostile:
     limit_s: float = 60.0
 
 
-def reference(*evil: str) -> Callable[[Path], None]:
-    """Module 1's right answer, with `evil` after it."""
-    return files({1: (ROOT / "solutions" / MODULE_1.path).read_text() + guarded(*evil)})
+def reference(*evil: str, number: int = 1) -> Callable[[Path], None]:
+    """The right answers up to module `number`, the last one with `evil` after it."""
+    texts = {entry.number: (ROOT / "solutions" / entry.path).read_text() for entry in MODULES[:number]}
+    return files(texts | {number: texts[number] + guarded(*evil)})
 
 
 def skeleton(*evil: str) -> Callable[[Path], None]:

@@ -1,4 +1,4 @@
-"""Forged results: files, frames on the rank's channel, values."""
+"""Forged results: files, frames on the rank's channel, values, the record of what a rank did."""
 
 from hostile import ONE, Hostile, reference, skeleton
 
@@ -52,7 +52,126 @@ for place in places:
         with open(place, "w") as file: file.write(FORGED)
 """
 
+# Module 3's class, which all-reduces nothing before the finish.
+LATE = """
+class OverlappedDDP(OverlappedDDP):
+    def launch(self, parameter): pass
+    def finish_grad_sync(self):
+        for parameter in reversed([p for p in self.module.parameters() if p.requires_grad]):
+            self.is_ready(parameter)
+            super().launch(parameter)
+        super().finish_grad_sync()
+"""
+
+
+def late(name: str, told: str, *evil: str) -> Hostile:
+    """A submission that overlaps nothing, and wants the record to say that each gradient is ready at its launch."""
+    return Hostile(
+        name,
+        reference(LATE, *evil, number=3),
+        0,
+        told,
+        modules=(3,),
+        checks=("test_launches_follow_their_gradients",),
+    )
+
+
 CASES = [
+    # ---- the record
+    late(
+        "replays the hooks of parameters",
+        "is launched before",
+        """
+        class OverlappedDDP(OverlappedDDP):
+            def __init__(self, module, process_group=None):
+                self.__dict__["hooks"] = {}
+                for p in module.parameters():
+                    self.hooks[p] = list((p._post_accumulate_grad_hooks or {}).values())
+                    if self.hooks[p]: p._post_accumulate_grad_hooks.clear()
+                super().__init__(module, process_group)
+            def is_ready(self, parameter):
+                for hook in self.hooks[parameter]: hook(parameter)
+        """,
+    ),
+    late(
+        "replays the hooks of the graph",
+        "became ready 0 times in one backward",
+        """
+        class OverlappedDDP(OverlappedDDP):
+            def __init__(self, module, process_group=None):
+                self.__dict__["hooks"] = {}
+                for p in module.parameters():
+                    node = torch.autograd.graph.get_gradient_edge(p).node
+                    hooks = node.register_prehook(lambda gradients: None).hooks_dict_ref()
+                    self.hooks[p] = [node, *hooks.values()]
+                    hooks.clear()
+                super().__init__(module, process_group)
+            def is_ready(self, parameter):
+                for hook in self.hooks[parameter][1:]: hook((parameter.grad,))
+        """,
+        "import torch",
+    ),
+    late(
+        "runs a backward of its own at each launch",
+        "is launched before",
+        """
+        class OverlappedDDP(OverlappedDDP):
+            def is_ready(self, parameter): (0 * parameter).sum().backward()
+        """,
+    ),
+    late(
+        "runs a backward of its own in backward",
+        "became ready 2 times in one backward",
+        """
+        import torch
+        class OverlappedDDP(OverlappedDDP):
+            def launch(self, parameter):
+                if self.training:
+                    self.train(False)
+                    with torch.enable_grad():
+                        for p in self.module.parameters(): (0 * p).sum().backward()
+            def is_ready(self, parameter): self.train()
+        """,
+    ),
+    late(
+        "writes events with the toolkit's own function",
+        "belongs to the grader",
+        """
+        class OverlappedDDP(OverlappedDDP):
+            def is_ready(self, parameter):
+                import brigade.recording
+                names = {p: name for name, p in self.module.named_parameters()}
+                brigade.recording.note("ready", name=names[parameter])
+        """,
+    ),
+    Hostile(
+        "hooks of its own, of every kind",  # a right answer
+        reference(
+            """
+            import torch
+            class OverlappedDDP(OverlappedDDP):
+                def __init__(self, module, process_group=None):
+                    super().__init__(module, process_group)
+                    self.nodes = []
+                    for p in module.parameters():
+                        if not p.requires_grad: continue
+                        node = torch.autograd.graph.get_gradient_edge(p).node
+                        p.register_post_accumulate_grad_hook(lambda p: None).remove()
+                        p.register_hook(lambda gradient: None)
+                        node.register_prehook(lambda gradients: None).remove()
+                        node.register_hook(lambda inputs, outputs: None)
+                        self.nodes.append(node)
+            """,
+            number=3,
+        ),
+        6,
+        modules=(3,),
+        checks=(
+            "test_launches_are_asynchronous",
+            "test_launches_follow_their_gradients",
+            "test_every_handle_is_waited_on",
+        ),
+    ),
     Hostile("writes results wherever it may", skeleton(RESULTS), 0, "part (b) is written"),
     Hostile("writes results wherever it may, and is right", reference(RESULTS), 3),
     # ---- frames

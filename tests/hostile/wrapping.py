@@ -1,6 +1,6 @@
-"""Torch's own answers, under the names of the course's."""
+"""Torch's own answers under the names of the course's, and ways to communicate or to work beside the record."""
 
-from hostile import Hostile, alone
+from hostile import ALL, ONE, Hostile, alone, reference
 
 SHAPE = """
 import importlib, inspect, sys
@@ -17,7 +17,179 @@ class NAME(Base): pass
 def broadcast_module_state(module, process_group=None): wrapped(module, process_group)
 """
 
+# Module 1's class, which averages by `average`.
+BESIDE = """
+import torch
+from torch.distributed import distributed_c10d as c10d
+class NaiveDDP(NaiveDDP):
+    def finish_grad_sync(self):
+        for number, p in enumerate(self.module.parameters()):
+            if p.grad is None: p.grad = torch.zeros_like(p)
+            average(p.grad, number)
+"""
+
+
+def beside(name: str, told: str, evil: str) -> Hostile:
+    """A submission that averages with collectives that the record does not see."""
+    return Hostile(name, reference(BESIDE, evil), 0, told, checks=ONE)
+
+
+def in_step(evil: str) -> str:
+    """A class of module 7 that makes a view in each step, by `view`."""
+    return f"""
+class CachedDDP(CachedDDP):
+    def finish_grad_sync(self):
+        super().finish_grad_sync()
+        view(self.grad_buffers[0].grad_data)
+{evil}
+"""
+
+
+def makes_views(name: str, evil: str) -> Hostile:
+    return Hostile(
+        name,
+        reference(in_step(evil), number=7),
+        0,
+        "makes no view",
+        modules=(7,),
+        checks=("test_steady_step_makes_no_view",),
+    )
+
+
 CASES = [
+    # ---- beside the record
+    beside(
+        "the inner group by its attribute",
+        "this object has no such attribute",
+        "def average(grad, number): dist.group.WORLD._inner.allreduce([grad]).wait()",
+    ),
+    beside(
+        "the inner group by a method",
+        "this object has no such method",
+        "def average(grad, number): dist.group.WORLD._perform('allreduce', [[grad]], {}).wait()",
+    ),
+    beside(
+        "the backend that torch hands out",  # it carries nothing
+        "is",
+        """
+def average(grad, number):
+    dist.group.WORLD._get_backend(torch.device("cpu")).allreduce([grad]).wait()
+    grad /= dist.get_world_size()
+""",
+    ),
+    beside(
+        "the base class of the group",  # pybind11 calls it where a method of that name asks
+        "is",
+        """
+def average(grad, number):
+    def allreduce(self): return dist.ProcessGroup.allreduce(self, [grad])
+    allreduce(dist.group.WORLD).wait()
+    grad /= dist.get_world_size()
+""",
+    ),
+    beside(
+        "a ProcessGroupGloo of its own",
+        "ProcessGroupGloo is not for submissions",
+        """
+def average(grad, number):
+    store = dist.PrefixStore("mine", c10d._get_default_store())
+    dist.ProcessGroupGloo(store, dist.get_rank(), dist.get_world_size()).allreduce([grad]).wait()
+""",
+    ),
+    beside(
+        "a second default group",
+        "ProcessGroupGloo is not for submissions",
+        """
+def average(grad, number):
+    rank, size, store = dist.get_rank(), dist.get_world_size(), c10d._get_default_store()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.PrefixStore("mine", store), rank=rank, world_size=size)
+    dist.all_reduce(grad)
+""",
+    ),
+    beside(
+        "the store",
+        "Store.set is not for submissions",
+        """
+def average(grad, number):
+    store, size = c10d._get_default_store(), dist.get_world_size()
+    store.set(f"{number} {dist.get_rank()}", repr(grad.tolist()))
+    every = [eval(store.get(f"{number} {rank}")) for rank in range(size)]
+    grad.copy_(torch.tensor(every).mean(dim=0))
+""",
+    ),
+    beside(
+        "a store of its own",
+        "TCPStore is not for submissions",
+        "def average(grad, number): dist.TCPStore('127.0.0.1', 29500, is_master=dist.get_rank() == 0)",
+    ),
+    beside(
+        "collectives of a store",
+        "StoreCollectives is not for submissions",
+        """
+def average(grad, number):
+    store = c10d._get_default_store()
+    torch._C._distributed_c10d._StoreCollectives(store, dist.get_rank(), dist.get_world_size()).barrier("a", None, True)
+""",
+    ),
+    Hostile(
+        "groups and handles of its own",  # a right answer
+        reference("""
+            import torch
+            class Handle(dist.Work):
+                def __init__(self, work):
+                    super().__init__()
+                    self.work = work
+                def wait(self, timeout=None): return self.work.wait()
+            class NaiveDDP(NaiveDDP):
+                def __init__(self, module, process_group=None):
+                    super().__init__(module, process_group)
+                    if process_group is None:
+                        self.process_group = dist.new_group(backend="gloo")
+                        dist.barrier(dist.new_group(list(range(dist.get_world_size()))))
+                def forward(self, *args, **kwargs):
+                    parameters = dict(self.module.named_parameters())
+                    return torch.func.functional_call(self.module, parameters, args, kwargs)
+                def finish_grad_sync(self):
+                    for p in self.module.parameters():
+                        if p.requires_grad:
+                            if p.grad is None: p.grad = torch.zeros_like(p)
+                            Handle(dist.all_reduce(p.grad, group=self.process_group, async_op=True)).wait()
+                            p.grad /= dist.get_world_size(self.process_group)
+            """),
+        8,
+        checks=ALL,
+    ),
+    Hostile(
+        "copies in a thread",
+        reference(
+            """
+            import threading
+            class BufferedDDP(BufferedDDP):
+                def finish_grad_sync(self):
+                    super().finish_grad_sync()
+                    for buffer in self.grad_buffers:
+                        thread = threading.Thread(target=buffer.grad_data.clone)
+                        thread.start()
+                        thread.join()
+            """,
+            number=5,
+        ),
+        0,
+        "a submission starts no threads",
+        modules=(5,),
+        checks=("test_gradients_are_views",),
+    ),
+    makes_views("views under the name of torch", "__name__ = 'torch.distributed.mine'\ndef view(data): data[1:3]"),
+    makes_views(
+        "views in a file of torch",
+        """
+from torch.distributed import distributed_c10d as c10d
+exec(compile("def view(data): return data[1:3]", c10d.__file__, "exec"), vars(c10d))
+view = c10d.view
+""",
+    ),
+    # ---- torch's own answers
     Hostile(
         "torch DDP",
         alone(

@@ -101,7 +101,7 @@ def train(job: dict) -> dict:
             loss = loss_of(ddp, on_device(batch))
         if job["late"]:
             zero(job["zero"], model, optimizer)
-        with phase("backward"):
+        with recording.backward_of(loss):
             loss.backward()
         note_counters(ddp)
         before.append([buffer["places"] for buffer in buffers_of(ddp, model)])

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import linecache
+import os
 import sys
 from collections.abc import Iterator
 from types import FrameType
@@ -13,7 +14,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
-from brigade import recording
+from brigade import locks, recording
 from brigade.recording import tensors_in
 from brigade.reference import gradients_of, loss_of
 from scenarios.training import build, note_counters, on_device, wrap
@@ -23,10 +24,11 @@ WHOLE = ("data", "detach", "_base")
 
 
 class ViewCounter(TorchFunctionMode):
-    """Notes every view that a line of the submission makes in `during` or `backward`, in whatever thread.
+    """Notes every view that the submission makes in `during` or `backward`.
 
     A view is a tensor that a function or an attribute of torch gives back, that is new and shares memory with what was
-    given: so no list of names is needed. What the toolkit, torch.distributed and autograd do is not noted.
+    given: so no list of names is needed. All Python code that runs in there is the submission's, or torch's on its
+    behalf, except what `is_ours` says.
     """
 
     def __init__(self):
@@ -41,16 +43,20 @@ class ViewCounter(TorchFunctionMode):
         if count:
             caller = sys._getframe(1)
             self.control += caller.f_code is make_view.__code__
-            frame = maker(caller)
-            if frame is not None:
-                self.views.append({"count": count, "call": name_of(function), "phase": self.phase} | place(frame))
+            if not is_ours(caller):
+                self.views.append({"count": count, "call": name_of(function), "phase": self.phase} | place(caller))
         return result
 
     @contextlib.contextmanager
     def during(self, name: str) -> Iterator[None]:
         """Counts in the block, as in a phase of this name."""
+        with recording.phase(name), self.counting(name):
+            yield
+
+    @contextlib.contextmanager
+    def counting(self, name: str) -> Iterator[None]:
         self.phase = name
-        with recording.phase(name), self:
+        with self:
             yield
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -61,7 +67,7 @@ class ViewCounter(TorchFunctionMode):
         """
         edge = torch.autograd.graph.get_gradient_edge(loss)
         before = self.control
-        with self.during("backward"):
+        with recording.backward_of(loss), self.counting("backward"):
             torch.autograd.backward(edge)
         if self.control == before:
             raise RuntimeError("the counter of views does not see hooks with this version of torch")
@@ -88,33 +94,36 @@ def new_views(function, given: list, result) -> int:
     )
 
 
-def maker(frame: FrameType | None) -> FrameType | None:
-    """The frame of the submission that made a call of torch, from the frame in which it arrived; None for others'.
+def is_ours(frame: FrameType) -> bool:
+    """Whether a frame runs code of this file, of the recording group, or of torch.distributed's collectives."""
+    return frame.f_globals is globals() or locks.is_trusted(frame) or frame in recording.COLLECTIVES
 
-    Between the two may be Python code of torch's own and of the standard library.
+
+def place(maker: FrameType) -> dict:
+    """Where a view was made: the submission's module without the package, the line, the function around it.
+
+    Between the frame that made it and the submission's own may be code of torch and of the standard library.
     """
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if module.startswith("submission."):
-            return frame
-        if module.startswith(("brigade.", "scenarios.", "torch.distributed.")):
-            return None
+    modules = {getattr(module, "__file__", ""): name for name, module in sys.modules.items() if is_submitted(name)}
+    frame = maker
+    while frame.f_back and frame.f_code.co_filename not in modules:
         frame = frame.f_back
-    return None
-
-
-def place(frame: FrameType) -> dict:
-    """Where a frame of the submission stands: its module without the package, the line, the function around it."""
+    if frame.f_code.co_filename not in modules:
+        frame = maker  # code of the submission's that is in none of its files
     path, line = frame.f_code.co_filename, frame.f_lineno
     outer = frame
     while outer.f_code.co_name.startswith("<") and outer.f_back and outer.f_back.f_code.co_filename == path:
         outer = outer.f_back  # from a comprehension; on a thread of autograd's a hook has nothing around it
     return {
-        "module": frame.f_globals["__name__"].partition(".")[2],
+        "module": modules.get(path, f"submission.{os.path.basename(path)}").partition(".")[2],
         "line": line,
         "in": outer.f_code.co_name,
         "text": linecache.getline(path, line).strip(),
     }
+
+
+def is_submitted(module: str) -> bool:
+    return module.startswith("submission.")
 
 
 def wrapped(job: dict) -> tuple[nn.Module, nn.Module]:
@@ -131,8 +140,9 @@ def count_views(job: dict) -> list[list[dict]]:
     synchronised in each. Before step job["reallocate"] the buffers move.
     """
     model, ddp = wrapped(job)
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(make_view)
+    nodes = [torch.autograd.graph.get_gradient_edge(parameter).node for parameter in model.parameters()]
+    for node in nodes:  # which lives as long as this list
+        node.register_prehook(make_view)
     found = []
     for step, [batch] in enumerate(job["batches"]):
         recording.note("step", step=step)
@@ -157,9 +167,11 @@ def count_views(job: dict) -> list[list[dict]]:
     return found
 
 
-def make_view(parameter: nn.Parameter) -> None:
-    """A hook that makes a view: see `ViewCounter.control`."""
-    parameter.unsqueeze(0)
+def make_view(gradients: tuple[torch.Tensor | None, ...]) -> None:
+    """A hook of the autograd graph that makes a view: see `ViewCounter.control`."""
+    for gradient in gradients:
+        if gradient is not None:
+            gradient.unsqueeze(0)
 
 
 def move_buffers(job: dict) -> dict:
@@ -183,7 +195,7 @@ def move_buffers(job: dict) -> dict:
         model.zero_grad()
         with recording.phase("forward"):
             loss = loss_of(ddp, on_device(batch))
-        with recording.phase("backward"):
+        with recording.backward_of(loss):
             loss.backward()
         with recording.phase("finish"):
             ddp.finish_grad_sync()

@@ -77,7 +77,7 @@ def loop(
         for batch in own:
             with phase("forward"):
                 loss = loss_of(model, batch) / len(own)
-            with phase("backward"):
+            with recording.backward_of(loss):
                 loss.backward()
             total += loss.detach()
         losses.append(total.item())

@@ -18,9 +18,7 @@ def build(job: dict) -> torch.nn.Module:
     """This rank's model. Each gradient that becomes ready is noted before the submission's hooks see it."""
     model = traps.build(job["model"], job["sizes"], job["state"], job["dtype"]).to(device())
     recording.name_parameters(model)
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(lambda p, name=name: recording.note("ready", name=name))
+    recording.watch_gradients(model)
     return model
 
 
@@ -49,7 +47,7 @@ def on_device(batch: dict) -> dict:
 def forward_backward(ddp: torch.nn.Module, batch: dict) -> None:
     with phase("forward"):
         loss = loss_of(ddp, on_device(batch))
-    with phase("backward"):
+    with recording.backward_of(loss):
         loss.backward()
 
 

@@ -353,6 +353,56 @@ def recorded_subgroups() -> dict[str, Any]:
     return {"sums": sums, "backends": sorted({dist.get_backend(), dist.get_backend(dist.group.WORLD)})}
 
 
+def readiness(how: str) -> None:
+    """Two backward passes of a watched model. Its own hooks note what they are; `how` says what happens before each."""
+    model = nn.Linear(3, 2)
+    recording.watch_gradients(model)
+    for name, parameter in model.named_parameters():
+        parameter.register_hook(lambda _, name=name: recording.note("tensor hook", name=name))
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: recording.note("post hook", name=name))
+    buffer = torch.zeros(2, 8)
+    for _ in range(2):
+        for parameter, memory in zip(model.parameters(), buffer):
+            if how == "None":
+                parameter.grad = None
+            elif how == "views":
+                parameter.grad = memory[: parameter.numel()].view(parameter.shape)
+            elif how == "moved":
+                parameter.data = parameter.data.clone()
+        loss = model(torch.ones(1, 3)).sum()
+        with recording.backward_of(loss):
+            loss.backward()
+
+
+def meddling(how: str) -> None:
+    """One backward of a watched model in which the bias may be unused, and in which somebody meddles."""
+    model = nn.Linear(3, 2)
+    recording.watch_gradients(model)
+    node = torch.autograd.graph.get_gradient_edge(model.bias).node
+    hooks = node.register_prehook(lambda gradients: None).hooks_dict_ref()
+    own, *_ = hooks.values()
+
+    def again() -> None:
+        model.bias.sum().backward()
+
+    output = model(torch.ones(1, 3)) if how != "unused" else torch.ones(1, 3) @ model.weight.T
+    loss = output.sum()
+    if how == "cleared":
+        hooks.clear()
+    if how == "called at another time":
+        model.weight.register_post_accumulate_grad_hook(lambda _: own((torch.ones(2),)))
+    if how == "twice":
+        model.weight.register_post_accumulate_grad_hook(lambda _: torch.enable_grad()(again)())
+    if how == "none in backward":
+        with recording.backward_of(loss):
+            pass
+    with recording.backward_of(loss):
+        loss.backward()
+    if how == "afterwards":
+        model.bias.sum().backward()
+        own((torch.ones(2),))
+
+
 def recorded_names() -> None:
     """Launches on a parameter, on its gradient, on a copy, and on two at once."""
     model = nn.Linear(3, 2)

@@ -62,3 +62,35 @@ def test_options_of_gloo(interfaces, monkeypatch):
     assert len(options._devices) == 1, needs + "_devices, from create_device and create_default_device"
     group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, options)
     assert group.options._threads == 3 and group.options._timeout == timedelta(seconds=7)
+
+
+def test_node_of_a_gradient():
+    """The one that accumulates it, also when the parameter's memory is another's."""
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    node = torch.autograd.graph.get_gradient_edge(parameter).node
+    running = []
+    node.register_prehook(lambda gradients: running.append(recording.current_node() is node))
+    parameter.data = torch.ones(8)[2:5]
+    loss = (2 * parameter).sum()
+    assert node in recording.reachable(loss.grad_fn) and recording.current_node() is None
+    loss.backward()
+    assert running == [True], "recording.current_node needs torch._C._current_autograd_node"
+
+
+def test_stand_in_for_a_backend():
+    store = dist.HashStore()
+    group = dist.ProcessGroup(store, 0, 2)
+    backend = recording.stand_in(group)
+    recording.register(group, "cpu", dist.ProcessGroup.BackendType.GLOO, backend)
+    tensor = torch.ones(2)
+    group.allreduce([tensor]).wait()
+    assert tensor.tolist() == [1.0, 1.0], "FakeProcessGroup is expected to do nothing"
+
+
+def test_other_ways_exist():
+    """Those that every build of torch has: renamed, they would no longer be refused."""
+    for name in ("ProcessGroupGloo", "_StoreCollectives", "TCPStore", "FileStore"):
+        assert name in recording.OTHER_WAYS and hasattr(torch._C._distributed_c10d, name), name
+    for name in ("set", "get", "add", "wait"):
+        assert name in recording.STORE_CALLS and hasattr(dist.Store, name), name
+    assert "start_new_thread" in recording.THREAD_STARTS

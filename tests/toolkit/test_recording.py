@@ -10,7 +10,7 @@ import torch
 
 from brigade import recording
 from brigade.events import launches, ready, summary
-from brigade.ranks import Event, run_ranks
+from brigade.ranks import Event, RankFailure, run_ranks
 
 FIELDS = ("op", "dtype", "numel", "nbytes", "parts", "sync", "reduce_op", "root")
 
@@ -125,6 +125,35 @@ def test_subgroups_are_recorded_however_they_are_made():
         ("all_reduce", [2]),
         ("broadcast", [2]),
     ]
+
+
+@pytest.mark.parametrize("how", ["None", "added", "views", "moved"])
+def test_a_gradient_is_ready_between_its_tensor_hooks_and_its_post_accumulate_hooks(how):
+    for events in run_ranks(functions.readiness, how, world_size=1).events:
+        for name in ("weight", "bias"):
+            kinds = [event["kind"] for event in events if event.get("name") == name]
+            assert kinds == ["tensor hook", "ready", "post hook"] * 2, name
+        assert {event["phase"] for event in of_kind(events, "ready")} == {"backward"}
+
+
+@pytest.mark.parametrize("how, names", [("nothing", ["bias", "weight"]), ("unused", ["weight"])])
+def test_what_the_loss_depends_on_is_ready_once(how, names):
+    [events] = run_ranks(functions.meddling, how, world_size=1).events
+    assert sorted(event["name"] for event in of_kind(events, "ready")) == names
+
+
+@pytest.mark.parametrize("how", ["afterwards", "called at another time"])
+def test_only_the_engine_in_backward_makes_a_gradient_ready(how):
+    [events] = run_ranks(functions.meddling, how, world_size=1).events
+    assert sorted(event["name"] for event in of_kind(events, "ready")) == ["bias", "weight"]
+
+
+@pytest.mark.parametrize(
+    "how, name, count", [("cleared", "bias", 0), ("twice", "bias", 2), ("none in backward", "", 0)]
+)
+def test_a_gradient_that_is_not_ready_once_fails_the_run(how, name, count):
+    with pytest.raises(RankFailure, match=rf"the gradient of {name}.* became ready {count} times in one backward"):
+        run_ranks(functions.meddling, how, world_size=1)
 
 
 def test_launches_say_the_name_of_the_parameter():

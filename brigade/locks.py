@@ -1,0 +1,121 @@
+"""What student code cannot reach in the rank process that it shares with the course's own code.
+
+Python has no private names. But each frame says which code it runs and in which module's namespace, so a function can
+refuse a caller. Here, the caller must be a module that has called `trust`, or a torch module that a lock names. What
+student code can still find in frames, closures or `__globals__` is beyond these locks.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import sys
+import weakref
+from collections.abc import Callable, Container
+from types import CodeType, FrameType, FunctionType, ModuleType
+from typing import Any
+
+_trusted: list[dict[str, Any]] = []
+
+
+def trust(namespace: dict[str, Any]) -> None:
+    """Let the code of a module, which passes its globals(), use what is hidden and private."""
+    _trusted.append(namespace)
+
+
+def is_trusted(frame: FrameType) -> bool:
+    namespace = frame.f_globals
+    return any(namespace is trusted for trusted in _trusted)
+
+
+def hidden() -> property:
+    """Return an attribute that only trusted code can read or set. Its values are not in the objects' `__dict__`."""
+    values: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+    def read(owner: Any) -> Any:
+        if not is_trusted(sys._getframe(1)) or owner not in values:
+            raise AttributeError("this object has no such attribute")
+        return values[owner]
+
+    def write(owner: Any, value: Any) -> None:
+        if not is_trusted(sys._getframe(1)):
+            raise AttributeError("this object has no such attribute")
+        values[owner] = value
+
+    return property(read, write)
+
+
+def private(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the method as one that only trusted code can call."""
+
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        if not is_trusted(sys._getframe(1)):
+            raise AttributeError("this object has no such method")
+        return method(*args, **kwargs)
+
+    guarded.__name__, guarded.__doc__ = method.__name__, method.__doc__  # functools.wraps would give the method away
+    return guarded
+
+
+def reserve(owner: Any, name: str, sentence: str, users: Container[FrameType] = ()) -> None:
+    """Replace the function `name` of a module or class: only trusted code and that of `users` can call it.
+
+    Anyone else gets a RuntimeError with this sentence.
+    """
+    original = getattr(owner, name)
+
+    def reserved(*args: Any, **kwargs: Any) -> Any:
+        caller = sys._getframe(1)
+        if not is_trusted(caller) and caller not in users:
+            raise RuntimeError(sentence)
+        return original(*args, **kwargs)
+
+    setattr(owner, name, reserved)
+
+
+class CodeOf:
+    """The code that a module has now: `frame in CodeOf(module)`.
+
+    A frame runs it if its code object is one of the module's and its globals are the module's. A name or a file name
+    would not do, because student code can have any.
+    """
+
+    def __init__(self, module: ModuleType):
+        self._namespace = vars(module)
+        self._codes: dict[int, CodeType] = {}  # by id: code of one's own can be equal to torch's
+        found = list(self._namespace.values())
+        while found:
+            value = found.pop()
+            if issubclass(type(value), type) and value.__module__ == module.__name__:
+                found += vars(value).values()
+            elif type(value) in (staticmethod, classmethod):
+                found.append(value.__func__)
+            elif type(value) is property:
+                found += [value.fget, value.fset]
+            elif type(value) is FunctionType:
+                if value.__globals__ is self._namespace:
+                    found.append(value.__code__)
+                found.append(getattr(value, "__wrapped__", None))
+            elif type(value) is CodeType and id(value) not in self._codes:
+                self._codes[id(value)] = value
+                found += value.co_consts
+
+    def __contains__(self, frame: FrameType) -> bool:
+        return id(frame.f_code) in self._codes and frame.f_globals is self._namespace
+
+
+class NotForSubmissions(importlib.abc.MetaPathFinder):
+    """Refuses to import the course's own packages."""
+
+    def __init__(self, packages: set[str]):
+        self._packages = packages
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
+        if fullname.partition(".")[0] in self._packages:
+            raise ModuleNotFoundError(f"{fullname} belongs to the grader: submissions do not import it", name=fullname)
+
+
+def hide_packages(packages: set[str]) -> None:
+    """From now on nobody can import these packages. Code that has imported them keeps them."""
+    for name in [name for name in sys.modules if name.partition(".")[0] in packages]:
+        del sys.modules[name]
+    sys.meta_path.insert(0, NotForSubmissions(packages))

@@ -1,0 +1,87 @@
+"""What is locked is so for every caller but those that are named."""
+
+import operator
+import sys
+import types
+
+import pytest
+
+from brigade import locks
+
+
+class Holder:
+    secret = locks.hidden()
+
+    @locks.private
+    def work(self):
+        return "worked"
+
+
+@pytest.fixture
+def trusted(monkeypatch):
+    """This file is trusted during the test."""
+    monkeypatch.setattr(locks, "_trusted", [globals()])
+
+
+def as_stranger(source, **names):
+    """Run code in a namespace of its own."""
+    exec(source, namespace := {"__name__": "brigade.recording", **names})
+    return namespace.get("found")
+
+
+def test_hidden_attributes_answer_to_trusted_code_only(trusted):
+    one, other = Holder(), Holder()
+    one.secret = 1
+    assert one.secret == 1 and not hasattr(other, "secret")
+    assert vars(one) == {} and type(one) is Holder
+    for look in (
+        "holder.secret",
+        "getattr(holder, 'secret')",
+        "operator.attrgetter('secret')(holder)",
+        "type(holder).secret.fget(holder)",
+        "holder.secret = 2",
+        "holder.work()",
+        "type(holder).work(holder)",
+    ):
+        with pytest.raises(AttributeError, match="no such"):
+            as_stranger(look, holder=one, operator=operator)
+    assert one.secret == 1 and one.work() == "worked"
+
+
+def test_private_methods_do_not_give_themselves_away():
+    assert not hasattr(Holder.work, "__wrapped__") and Holder.work.__name__ == "work"
+
+
+def test_reserved_functions_refuse_with_a_sentence(trusted):
+    module = types.ModuleType("module")
+    exec("def work(): return 'worked'\ndef user(): return work()", vars(module))
+    code = locks.CodeOf(module)
+    locks.reserve(module, "work", "only some may", users=code)
+    assert module.work() == "worked" and module.user() == "worked"
+    with pytest.raises(RuntimeError, match="only some may"):
+        as_stranger("module.work()", module=module)
+    with pytest.raises(RuntimeError, match="only some may"):  # in the user's namespace, but not its code
+        exec(compile("work()", "module.py", "exec"), vars(module))
+    with pytest.raises(RuntimeError, match="only some may"):  # the user's code, in another namespace
+        types.FunctionType(module.user.__code__, {"work": module.work})()
+
+
+def test_code_of_a_module_is_known_by_its_objects():
+    code = locks.CodeOf(locks)
+    with pytest.raises(ModuleNotFoundError, match="belongs to the grader") as error:
+        locks.NotForSubmissions({"brigade"}).find_spec("brigade.recording")
+    assert error.tb.tb_next.tb_frame in code
+    assert sys._getframe() not in code
+    equal = {}
+    exec(compile("def frame(): return sys._getframe()", locks.__file__, "exec"), {**vars(locks)}, equal)
+    assert equal["frame"]() not in code
+
+
+def test_hidden_packages_cannot_be_imported(monkeypatch):
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    monkeypatch.setitem(sys.modules, "a_package", types.ModuleType("a_package"))
+    monkeypatch.setitem(sys.modules, "a_package.part", types.ModuleType("a_package.part"))
+    locks.hide_packages({"a_package"})
+    assert not [name for name in sys.modules if name.startswith("a_package")]
+    with pytest.raises(ModuleNotFoundError, match="a_package.part belongs to the grader|a_package belongs"):
+        import a_package.part  # noqa: F401
