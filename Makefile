@@ -1,9 +1,10 @@
 # make demo and make test are all that a newcomer needs: each does its own set-up first.
 #   PYTHON, TORCH_INDEX            see setup.mk
 #   GRADE_OPTIONS="--modules 1-4"  for make gradescope: options of `brigade grade`, used for every submission
+#   MATRIX="3.12:2.13.0"           for make matrix: its pairs of Python and torch
 #   GPU_OPTIONS="--minutes 9"      for make gpu-check: its options
 
-.PHONY: help demo test figures gradescope student gpu-check claims promises soak lint
+.PHONY: help demo test figures gradescope student gpu-check claims promises soak matrix lint
 
 help:
 	@echo "make demo     train the ladder on real text, draw it, check one right and one wrong answer"
@@ -16,6 +17,7 @@ help:
 	@echo "make claims   the experiments behind the readings' claims, in a minute"
 	@echo "make promises  measure what the course promises, on a machine that does nothing else"
 	@echo "make soak     all graded checks 30 times while both cores are busy; about half an hour"
+	@echo "make matrix   all tests on the oldest, the pinned and the newest torch, with Python 3.10 to 3.14"
 
 demo: setup
 	$(BIN)/python -m brigade.lab.demo
@@ -51,5 +53,8 @@ promises: setup
 
 soak: setup
 	$(BIN)/python tests/soak.py
+
+matrix: setup
+	$(BIN)/python tests/matrix.py $(MATRIX)
 
 include setup.mk
