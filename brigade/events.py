@@ -27,6 +27,7 @@ class Launch:
     step: int | None  # of the training loop; None before the first
     place: int
     start: float
+    began: float | None = None  # when an emulated link began to carry it
     end: float | None = None
     waits: list[int] = field(default_factory=list)
     wait_phases: list[str] = field(default_factory=list)
@@ -52,7 +53,7 @@ def launches(events: Sequence[Event], step: int | None = None, *, phase: str | N
             found[index].wait_phases.append(event["phase"])
             found[index].wait_steps.append(now)
         elif index in found and kind == "end":
-            found[index].end = event["time"]
+            found[index].began, found[index].end = event.get("began"), event["time"]
         elif index in found and kind == "race":
             found[index].raced = True
     return [

@@ -1,21 +1,31 @@
 """A recording process group on which collectives take the time of a given link: an emulator that needs no network.
 
-Every rank has a link of its own, on which its collectives follow each other in the order of their launches. A
-collective is performed at once, on gloo, and whoever waits for it is let go when it is complete and the link's time for
-it is over, counted from its launch or from the end of the collective before it, whichever is later. Waiting takes no
-processor time. Until `use` names a link, and for barriers and point-to-point calls, nothing is delayed.
+Every rank has one link. A collective occupies the links of all ranks of its group. It starts when the last of these
+ranks has launched it and their links are free, and ends latency + bytes / bandwidth later, on every rank at the same
+time. Collectives follow each other in the order in which they were launched by all their ranks.
 
-A rank does not know when its peers launch: one that comes early counts its time from its own launch.
+The real collective runs on gloo as soon as all ranks have launched it. A rank that waits for it sleeps until the
+modelled end, which takes no processor time. If gloo needs longer than the model says, the collective ends when gloo
+has finished. Barriers and point-to-point calls are not delayed, and nothing is delayed before `use` names a link.
+
+The rank that launches a collective last computes its start and its end, and writes them into memory that all ranks of
+the run share (`share_launches`). This needs one clock: `time.perf_counter` reads the same clock in all processes of a
+machine, on Linux and on macOS. Ranks on several machines have no common clock, so `torchrun.py` refuses a link there.
 """
 
 from __future__ import annotations
 
+import fcntl
+import mmap
+import os
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,12 +37,8 @@ from brigade.recording import METHODS, RecordedWork, Recorder, RecordingGroup, t
 locks.trust(globals())
 
 UNPACED = ("barrier", "send", "recv")
-
-# A real one of these begins when the one before it is complete, which it has long been where the link is slower than
-# gloo. Several at once, on the two threads of gloo, were seen to corrupt memory: ranks of module 8 died inside gloo's
-# all-gather in 12 of 124 runs of 100 rounds with the quickest links (torch 2.13), and in none of 79 on one thread. The
-# cause is unknown. One thread for everything would not do: it cannot keep up with module 3's many small all-reduces.
-ONE_AT_A_TIME = ("reduce_scatter", "all_gather")
+MAX_LAUNCHES = 2**20  # of one group in one run. The file has room for them; unused room takes no space on the disk.
+LOOK_S = 1e-4  # between two looks whether the last rank has launched
 
 # (messages that follow each other, for each of the other ranks; how often the whole buffer passes a rank's connection,
 # but for 1/N) with ring algorithms, as in nccl-tests/doc/PERFORMANCE.md. A broadcast or a reduce is passed on in small
@@ -87,83 +93,154 @@ _link: Link | None = None
 
 
 def use(link: Link | None) -> None:
-    """From now on this rank's collectives take the time of `link`; None takes no time."""
+    """Let this rank's collectives take the time of `link` from now on; None takes no time.
+
+    All ranks must name the same link at the same place of their program, between the same two collectives.
+    """
     global _link
     _link = link
 
 
-class PacedGroup(RecordingGroup):
-    """Performs every launch at once, and completes it when its time on the link is over."""
+class SharedLaunches:
+    """What the ranks of a run know of each other's launches, in files of one directory that they all have mapped."""
 
-    gloo_threads = 2  # torch's own number
-    _previous: PacedWork | None = None  # of ONE_AT_A_TIME
+    def __init__(self, directory: str | os.PathLike, world_size: int):
+        self._directory = Path(directory)
+        self._lock = threading.Lock()  # between the threads of this rank; the file's lock is between ranks
+        self._lock_file = os.open(self._directory / "link-lock", os.O_RDWR | os.O_CREAT, 0o600)
+        self._free_at = self.map("link-free", world_size)  # for each rank, when its link is free
+
+    def map(self, name: str, count: int) -> memoryview:
+        """Map the file with this name as `count` numbers, zeros at first, which are shared by all who map it."""
+        file = os.open(self._directory / name, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            os.ftruncate(file, 8 * count)  # changes nothing where another rank did this before
+            return memoryview(mmap.mmap(file, 8 * count)).cast("d")
+        finally:
+            os.close(file)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep all other ranks and threads out of the block."""
+        with self._lock:
+            fcntl.flock(self._lock_file, fcntl.LOCK_EX)
+            try:
+                yield
+            finally:
+                fcntl.flock(self._lock_file, fcntl.LOCK_UN)
+
+    def occupy(self, ranks: Sequence[int], seconds: float) -> tuple[float, float]:
+        """Put a collective of these ranks on their links, now that all have launched it. Return its start and end.
+
+        The caller has the lock.
+        """
+        start = max(time.perf_counter(), *(self._free_at[rank] for rank in ranks))
+        for rank in ranks:
+            self._free_at[rank] = start + seconds
+        return start, start + seconds
+
+
+_shared: SharedLaunches | None = None
+
+
+def share_launches(directory: str | os.PathLike, world_size: int) -> None:
+    """Exchange launches with the other ranks in files of `directory`. Called before the first group is made."""
+    global _shared
+    _shared = SharedLaunches(directory, world_size)
+
+
+class GroupLaunches:
+    """The launches of one group, numbered from 0 on every rank alike. Each has a place in memory that is shared."""
+
+    def __init__(self, shared: SharedLaunches, name: str, ranks: Sequence[int]):
+        self._shared = shared
+        self._ranks = ranks
+        self._numbers = shared.map(f"launches-{name}-{'-'.join(map(str, ranks))}", 3 * MAX_LAUNCHES)
+        self._count = 0
+
+    def add(self, seconds: float) -> int:
+        """Tell the others that this rank launches the group's next collective. Return its number."""
+        with self._shared.locked():
+            number = self._count
+            if number == MAX_LAUNCHES:
+                raise RuntimeError(f"an emulated link has room for {MAX_LAUNCHES} launches of a group")
+            self._count += 1
+            self._numbers[3 * number] += 1  # ranks that have launched it
+            if self._numbers[3 * number] == len(self._ranks):
+                start, end = self._shared.occupy(self._ranks, seconds)
+                self._numbers[3 * number + 1] = start
+                self._numbers[3 * number + 2] = end  # last: whoever sees it may read the start
+        return number
+
+    def times(self, number: int) -> tuple[float, float] | None:
+        """Return the start and the end of a launch; None as long as a rank has not launched it."""
+        end = self._numbers[3 * number + 2]
+        return (self._numbers[3 * number + 1], end) if end else None
+
+
+class PacedGroup(RecordingGroup):
+    """Performs each launch as soon as all ranks have called it, and completes it when its time on the link is over.
+
+    Gloo has one thread for a group, as in other modes. It performs the collectives in order, as the link does, and
+    each is quicker than on any link that is worth emulating: so it keeps up.
+    """
+
+    def __init__(self, inner: dist.ProcessGroup, recorder: Recorder, name: str, ranks: list[int]):
+        super().__init__(inner, recorder, name, ranks)
+        self._launches = GroupLaunches(_shared, name, ranks)
 
     def call(self, method: str, args: list[Any], kwargs: dict[str, Any], index: int) -> dist.Work | None:
         op, outputs, inputs = METHODS[method]
         if _link is None or op in UNPACED:
             return super().call(method, args, kwargs, index)
         full = [sum(tensor.nbytes for tensor in tensors_in(args[place])) for place in {outputs, inputs}]
-        ends_at = occupy(_link.seconds(op, max(full), self.size()))
-        if op in ONE_AT_A_TIME and self._previous:
-            self._previous.settle()
+        number = self._launches.add(_link.seconds(op, max(full), self.size()))
         work = getattr(self._inner, method)(*args, **kwargs)
         if work is None:
             return None
-        paced = PacedWork(work, self._recorder, index, tensors_in(args[outputs]), ends_at)
-        if op in ONE_AT_A_TIME:
-            self._previous = paced
-        return paced
-
-
-_free_at = 0.0  # when the last launch on this rank's link will be over
-_free_lock = threading.Lock()
-
-
-def occupy(seconds: float) -> float:
-    """Puts a launch that takes so long on the link, behind those that are there. Returns when it will be over."""
-    global _free_at
-    with _free_lock:
-        _free_at = max(_free_at, time.perf_counter()) + seconds
-        return _free_at
+        return PacedWork(work, self._recorder, index, tensors_in(args[outputs]), self._launches, number)
 
 
 class PacedWork(RecordedWork):
-    """The handle of a launch that is over at `ends_at`, or when it is really complete if that is later.
+    """The handle of a launch that is complete when its time on the link is over, or when it is really complete if
+    that is later.
 
-    Whoever waits for it sleeps until then. Only a future needs a thread, for torch DDP waits on futures in C++.
+    A rank that waits for it sleeps until then. Only a future needs a thread, because torch DDP waits on futures in C++.
     """
 
     def __init__(
-        self, inner: dist.Work, recorder: Recorder, index: int, outputs: Sequence[torch.Tensor], ends_at: float
+        self,
+        inner: dist.Work,
+        recorder: Recorder,
+        index: int,
+        outputs: Sequence[torch.Tensor],
+        launches: GroupLaunches,
+        number: int,
     ):
         super().__init__(inner, recorder, index)
         self._outputs = list(outputs)
-        self._ends_at = ends_at
-        self._settled = self._over = False
+        self._launches = launches
+        self._number = number
+        self._is_over = False
         self._lock = threading.Lock()
         self._future: torch.futures.Future | None = None
 
-    def settle(self) -> None:
-        """Returns when the real collective is complete."""
-        with self._lock:
-            self._settle()
-
-    def _settle(self) -> None:
-        if not self._settled:
-            self._inner.wait()  # once: gloo's reduce-scatter writes its output in here
-            self._settled = True
-
     def _finish(self) -> None:
-        """Returns when the launch is over. Raises what its collective does, such as for a peer that has gone."""
+        """Return when the launch is complete. Raises what its collective does, such as for a peer that has gone."""
         with self._lock:
-            if self._over:
+            if self._is_over:
                 return
-            early = time.perf_counter() < self._ends_at
-            self._settle()
+            began = time.perf_counter()
+            self._inner.wait()  # once: gloo's reduce-scatter writes its output in here
+            # Most collectives are complete only after all ranks have launched them. The root of a broadcast is done
+            # with its part earlier, and so are the ranks that only send in a reduce.
+            while (times := self._launches.times(self._number)) is None:
+                time.sleep(LOOK_S)
             now = time.perf_counter()
-            time.sleep(max(0.0, self._ends_at - now))
-            self._recorder.note("end", index=self._index, time=max(self._ends_at, now) if early else self._ends_at)
-            self._over = True
+            start, end = times
+            time.sleep(max(0.0, end - now))
+            self._recorder.note("end", index=self._index, began=start, time=max(end, now) if began < end else end)
+            self._is_over = True
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         self._recorder.note("wait", index=self._index)
@@ -172,7 +249,8 @@ class PacedWork(RecordedWork):
         return True
 
     def is_completed(self) -> bool:
-        return self._over or (time.perf_counter() >= self._ends_at and self._inner.is_completed())
+        times = self._launches.times(self._number)
+        return self._is_over or (times is not None and time.perf_counter() >= times[1] and self._inner.is_completed())
 
     def result(self) -> list[torch.Tensor]:
         self.wait()
@@ -199,7 +277,7 @@ _finishing: queue.SimpleQueue | None = None
 
 
 def finishing() -> queue.SimpleQueue:
-    """Futures that are to be completed one after the other, by a thread; `PacedWork._outcome` waits in it."""
+    """Return the futures that a thread completes one after the other; `PacedWork._outcome` waits in that thread."""
     global _finishing
     if _finishing is None:
         _finishing = queue.SimpleQueue()

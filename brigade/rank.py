@@ -156,6 +156,8 @@ def perform(
         torch.cuda.set_device(_device)
     recorder = recording.Recorder(sink)
     recording.install(recorder)
+    if request["mode"] == "pace":
+        pacing.share_launches(request["directory"], world_size)
     recording.start_process_group(MODES[request["mode"]], recorder, backend, store, rank, world_size, timeout)
     function = functools.reduce(getattr, request["function"].split("."), importlib.import_module(request["module"]))
     if graded:

@@ -13,7 +13,7 @@ the processes of one machine) and `phase` (what the training loop was doing). Th
     wait     the rank starts to wait for launch `index`
     done     ... and has been given its result
     end      launch `index` is complete (its `time` is when; on CUDA when its kernel was queued; of gloo's
-             reduce_scatter when the wait for it ended)
+             reduce_scatter when the wait for it ended; on an emulated link `began` is when it began to carry it)
     phase    the loop has come to this phase
     race     a tensor of launch `index` was changed between launch and wait (`holding.py`)
     ready    backward is about to add the gradient of the parameter `name` to its `.grad` (`watch_gradients`)

@@ -63,7 +63,8 @@ def start_ranks(n: int | None = None, *, mode: str = "record", deadline_s: float
     """Starts `n` ranks, in place of those started before; in a notebook, `%%px` then means them.
 
     `n` None is one rank for each GPU, with NCCL, where there are two GPUs or more, else two ranks on gloo. `mode` is
-    "record" or "hold" (`holding.py`); `deadline_s` holds for each cell. Raises RanksError when they do not start.
+    "record", "hold" (`holding.py`) or "pace" (`pacing.py`); `deadline_s` holds for each cell. Raises RanksError when
+    they do not start.
     """
     global _running
     if _running:

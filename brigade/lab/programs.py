@@ -4,8 +4,8 @@
     program.launches            the collectives, in the order in which they are launched
     simulate(program, link)     seconds until the end, on a link
 
-The rules by which the rungs launch stand here once more, as a rank's instructions, a few lines each. All ranks are
-taken to do the same at the same time.
+The rules by which the rungs launch are repeated here as a rank's instructions, a few lines each. All ranks are assumed
+to do the same at the same time, so every rank is the last to launch and the start of a collective is its own launch.
 """
 
 from __future__ import annotations
@@ -245,7 +245,11 @@ def program_of(rung: Rung, setting: Setting) -> Program:
 
 
 def simulate(program: Program, link: Link) -> float:
-    """Seconds until the end of the program. A rank's collectives follow each other on its link, as in `pacing.py`."""
+    """Return the seconds until the end of the program.
+
+    The rule is that of `pacing.py`: a collective starts when all ranks, here at once, have launched it and the link is
+    free, and occupies the link for its latency and its bytes / bandwidth.
+    """
     machine, world_size = program.setting.machine, program.setting.world_size
     now, ends = 0.0, [0.0]  # when the rank is there; when each launch is complete, after a first that never was
     for one in program.instructions:

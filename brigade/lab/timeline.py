@@ -75,7 +75,8 @@ class Span:
 class Collective:
     """One launch on one rank. It was called at `launched_ms`, and under way from `start_ms` to `end_ms`.
 
-    An emulated link carries one collective at a time, so `start_ms` is later than the launch when the link was busy.
+    On an emulated link `start_ms` is later than the launch when another rank had not launched it yet, or when the link
+    was busy: it carries one collective at a time.
     Where the record does not say when it was complete, it ends with the step.
     The rank waited for it until `waited_ms` (None: it never did). `number` counts the launches of its `op` in the
     step, `parts` the tensors in a coalesced one; `name` is the parameter's, where the launch is on one. `row` counts
@@ -227,8 +228,8 @@ def collectives(
     rows: list[float] = []  # when the last collective of each row ended
     placed = []
     for launch in found:
-        start, row = launch.start, 0
-        if one_at_a_time:
+        start, row = launch.began or launch.start, 0
+        if one_at_a_time:  # the one before may have ended late
             start = max([start, *rows])
         else:
             row = next((i for i, end in enumerate(rows) if end <= start), len(rows))
@@ -258,8 +259,8 @@ def collectives(
 def chrome(timelines: Sequence[Timeline]) -> dict[str, Any]:
     """The timelines in the Trace Event Format of Chrome, one process for each rank of each.
 
-    Times are in microseconds. Arrows lead from a launch to the collective, where the link was busy. What was under
-    way at once has threads of its own, because slices of one thread must not overlap.
+    Times are in microseconds. Arrows lead from a launch to the collective, where it did not start at once. What was
+    under way at once has threads of its own, because slices of one thread must not overlap.
     """
     named: list[dict[str, Any]] = []
     events: list[dict[str, Any]] = []

@@ -23,11 +23,22 @@ import traceback
 import zlib
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
-from brigade import ranks
+from brigade import isolation, ranks
 from brigade.course import CourseError
-from brigade.ranks import BROKEN_LINK, DEADLINE_S, Event, RankFailure, RankResults, cores, describe, importable
+from brigade.ranks import (
+    BROKEN_LINK,
+    DEADLINE_S,
+    Event,
+    RankFailure,
+    RankResults,
+    cores,
+    describe,
+    importable,
+    own_directory,
+)
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # torchrun ends its other processes as soon as one has failed. Who has nothing of its own to tell waits for that; if
@@ -74,11 +85,15 @@ def run_given(
     Times in events and results are each machine's own (`time.perf_counter`). `on_event` is called on rank 0, with its
     own events; output is not kept, and events are never streamed. Raises CourseError on every rank alike where the run
     is impossible, and RankFailure on the rank that it concerns. When the deadline is over, the process says where it is
-    and ends, with status 1.
+    and ends, with status 1. Mode "pace" needs all ranks on one machine: ranks on several have no common clock.
     """
     rank, size, local_rank, local_size = place()
     if size != world_size:
         raise CourseError(f"{size} ranks are given, and {world_size} were asked for")
+    if mode == "pace" and local_size != size:
+        raise CourseError(
+            "an emulated link needs all ranks on one machine, because it compares their clocks: leave its options out"
+        )
     if backend == "nccl":
         os.environ.update(ranks.nccl_environment(local_size, share_gpu)[local_rank])
     from torch import distributed as dist
@@ -107,17 +122,26 @@ def run_given(
         "args": args,
     }
     files = {path for path, _ in request["packages"].get("submission", {}).values()}
+    if mode == "pace" and rank == 0:
+        make_directory()
     watchdog = start_timer(deadline_s, stop, deadline_s, rank, events, files)
     timeout = timedelta(seconds=deadline_s + 2 * OTHERS_FIRST_S)  # the watchdog speaks first
     try:
         store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
         start_timer(CONNECTING_S, stop_unconnected, CONNECTING_S, rank)
-        result = inside.perform(request, take, dist.PrefixStore("brigade", store), local_rank, timeout)
+        store = dist.PrefixStore("brigade", store)
+        if _directory:
+            store.set("directory", str(_directory))
+        if mode == "pace":
+            request["directory"] = store.get("directory").decode()
+        result = inside.perform(request, take, store, local_rank, timeout)
         gathered = gather(result, events)
     except CourseError:
         raise
     except Exception as error:
         raise failure(error, inside.describe(error, request), rank, events) from None
+    finally:
+        remove_directory()
     watchdog.cancel()
     if rank:
         leave(0)
@@ -164,6 +188,20 @@ def failure(error: Exception, told: dict[str, Any], rank: int, events: list[Even
     return RankFailure("exception", f"{where} raised {told['type']}: {message}", frames, rank, told["type"])
 
 
+_directory: Path | None = None  # on rank 0, for the files that the ranks of an emulated link share
+
+
+def make_directory() -> None:
+    """Make the directory. This process keeps it locked; if it is killed, `ranks.sweep` removes the directory later."""
+    global _directory
+    _directory, _ = own_directory()
+
+
+def remove_directory() -> None:
+    if _directory:
+        isolation.remove(_directory)
+
+
 def start_timer(after_s: float, function: Callable[..., None], *args: Any) -> threading.Timer:
     """Call `function` in a thread of its own after so many seconds, unless the process has ended by then."""
     timer = threading.Timer(after_s, function, args)
@@ -193,6 +231,7 @@ def stop(deadline_s: float, rank: int, events: list[Event], files: set[str]) -> 
 def end(message: str) -> None:
     """Print the message and end this process at once: nothing in it can be trusted to end by itself."""
     print(f"brigade: {message}", file=sys.stderr, flush=True)
+    remove_directory()
     time.sleep(LAST_WORDS_S)
     os._exit(1)
 

@@ -36,6 +36,10 @@ def measure(start, rounds=6):
     for turn in range(rounds):
         with ddps[1].no_sync():
             alone = backward(ddps[1], tokens)  # without communication: the measure of everything else
+        pacing.use(None)
+        longest = torch.tensor(alone)
+        dist.all_reduce(longest, dist.ReduceOp.MAX)  # the link must be the same on all ranks
+        alone = longest.item()
         pacing.use(pace.link(alone, ddps[1].grad_buffers[0].grad_data.nbytes, dist.get_world_size()))
         for case in random.Random(turn).sample(CASES, len(CASES)):
             ddp = ddps[case]

@@ -28,6 +28,7 @@ from torch.distributed import all_reduce as imported_by_another_name
 from torch.distributed.distributed_c10d import _coalescing_manager as coalescing_manager
 
 from brigade import pacing, recording
+from brigade.rank import student
 from brigade.recording import phase
 
 # ---- how a run ends: test_ranks.py
@@ -760,6 +761,94 @@ def ask_for_completion() -> list[bool]:
     answers = [handle.is_completed()]
     handle.wait()
     return [*answers, handle.is_completed()]
+
+
+def count_from_own_launch(name: str, *args: Any) -> Any:
+    """What another function of this file does, on a wrong link: each rank counts the time from its own launch."""
+    free_at = 0.0
+    ends: dict[int, tuple[float, float]] = {}
+
+    def add(self: pacing.GroupLaunches, seconds: float) -> int:
+        nonlocal free_at
+        start = max(free_at, time.perf_counter())
+        free_at = start + seconds
+        ends[len(ends)] = start, free_at
+        return len(ends) - 1
+
+    pacing.GroupLaunches.add = add
+    pacing.GroupLaunches.times = lambda self, number: ends[number]
+    return globals()[name](*args)
+
+
+def train_with_a_late_rank(wrapper: tuple[str, str] | None, late: int, late_s: float, ranks: list[int] | None) -> None:
+    """Three steps of a model of 8 parameters; rank `late` sleeps before each backward and in the middle of it.
+
+    The wrapper is a submission's (package, class), or torch's for None. With `ranks` only these train, in a group of
+    their own, and after each step all ranks reduce a tensor together.
+    """
+    group = dist.new_group(ranks) if ranks else None
+    if ranks is None or dist.get_rank() in ranks:
+        model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(4)])
+        wrapper_class = student(*wrapper) if wrapper else nn.parallel.DistributedDataParallel
+        accepted = inspect.signature(wrapper_class).parameters
+        sizes = {"bucket_cap_mb": 0.006, "bucket_numel": 1500}
+        ddp = wrapper_class(model, **{k: v for k, v in sizes.items() if k in accepted}, process_group=group)
+    is_late = dist.get_rank() == late
+    for _ in range(3):
+        if ranks is None or dist.get_rank() in ranks:
+            hidden = ddp(torch.ones(2, 32))
+            hidden.register_hook(lambda _: time.sleep(late_s if is_late else 0.0))
+            model[1].weight.register_hook(lambda _: time.sleep(late_s / 2 if is_late else 0.0))
+            hidden.sum().backward()
+            if wrapper:
+                ddp.finish_grad_sync()
+        if ranks:
+            dist.all_reduce(torch.ones(8))
+
+
+def every_op_with_a_late_rank(late: int, late_s: float) -> None:
+    """A broadcast, a reduce, an all-gather and a reduce-scatter, each of which one rank launches late."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    x, whole = torch.ones(12), torch.ones(12 * size)
+    for launch in (
+        lambda: dist.broadcast(x, 0),
+        lambda: dist.reduce(x, 0),
+        lambda: dist.all_gather_into_tensor(whole, x),
+        lambda: dist.reduce_scatter_tensor(x, whole),
+        lambda: dist.gather(x, list(whole.chunk(size)) if rank == 0 else None, 0),
+    ):
+        if rank == late:
+            time.sleep(late_s)
+        launch()
+
+
+def launch_in_two_groups(late_s: float) -> None:
+    """Rank 0 launches in a group with rank 1, which is late, and then in one with rank 2, which is not."""
+    groups = [dist.new_group([0, 1]), dist.new_group([0, 2])]
+    rank = dist.get_rank()
+    for _ in range(3):
+        dist.barrier()
+        if rank == 1:
+            time.sleep(late_s)
+        handles = [
+            dist.all_reduce(torch.ones(8), group=group, async_op=True)
+            for group, peer in zip(groups, (1, 2))
+            if rank in (0, peer)
+        ]
+        for handle in handles:
+            handle.wait()
+
+
+def read_clock() -> float:
+    return time.perf_counter()
+
+
+def launch_without_rank_1() -> None:
+    """Rank 0 broadcasts to a rank that never takes part."""
+    if dist.get_rank() == 0:
+        dist.broadcast(torch.ones(4), 0)
+    else:
+        time.sleep(60)
 
 
 def train_ddp_with_a_peer_that_ends() -> None:

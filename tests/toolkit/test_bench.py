@@ -358,6 +358,17 @@ def test_torchrun_gives_the_losses_of_a_local_run(brigade, tmp_path):
     assert all(path.name.startswith("torchelastic_") for path in (tmp_path / "tmp").iterdir()), "that one is torchrun's"
 
 
+def test_under_torchrun_a_link_is_emulated_on_one_machine(tmp_path, monkeypatch):
+    done = under_torchrun(tmp_path, "--modules", "3", *SMALL, "--comm-ratio", 0.5, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("The link is emulated") == 1
+    assert all(path.name.startswith("torchelastic_") for path in (tmp_path / "tmp").iterdir()), "the shared files stay"
+    for name, value in zip(torchrun.VARIABLES, ("0", "2", "0", "1", "localhost", "1")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(CourseError, match="an emulated link needs all ranks on one machine"):
+        torchrun.run_given(ladder.train, {}, [], mode="pace")
+
+
 def test_under_torchrun_an_error_is_one_sentence(tmp_path):
     done = under_torchrun(tmp_path, *SMALL, "--batch", 5)
     assert done.returncode != 0

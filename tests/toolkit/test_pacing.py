@@ -1,11 +1,18 @@
 """The emulated link: its arithmetic, that collectives take its time and no more, and that it changes no result."""
 
+import re
+import time
+from collections import defaultdict
+from itertools import pairwise
+
 import pytest
 import rank_functions as functions
 import torch
 
+from brigade.course import MODULES, REFERENCE, module
 from brigade.pacing import Link, Pace, sent_bytes
 from brigade.ranks import RankFailure, run_ranks
+from brigade.submission import read
 from brigade.wire import encode
 
 LINK = Link(latency_s=1e-3, bytes_per_s=1e6)
@@ -99,3 +106,120 @@ def test_a_peer_that_ends_is_the_one_to_blame(call):
         run_ranks(functions.on_link, 1e-4, 1e9, *call, mode="pace")
     assert (failure.value.kind, failure.value.rank) == ("died", 1), failure.value
     assert failure.value.summary == "rank 1 ended without a result (exit code 0)"
+
+
+# ---- the times are possible: recorded runs are replayed
+
+SLOW = Link(latency_s=8e-3, bytes_per_s=2e6)  # much slower than gloo, also on a busy machine
+LATE_S = 0.04
+ROUNDING_S = 1e-7  # a rank reads its peer's launch and the common end from one clock: nothing else differs
+
+
+def replay(events, link):
+    """Fail unless the recorded collectives are possible on the link. Return how many there are, and how many gloo
+    finished within the link's time.
+
+    `events` are those of all ranks. The k-th launch in a group on one rank belongs to the k-th on the others.
+    """
+    groups = defaultdict(lambda: defaultdict(list))  # by group and rank, (launch, end)
+    for rank, of_rank in enumerate(events):
+        ends = {event["index"]: event for event in of_rank if event["kind"] == "end"}
+        for event in of_rank:
+            if event["kind"] == "launch" and event["op"] != "barrier" and "began" in ends.get(event["index"], {}):
+                groups[event["group"], tuple(event["ranks"])][rank].append((event, ends[event["index"]]))
+    carried = defaultdict(list)  # by rank, (start, end) on its link
+    count = in_time = 0
+    for (_, ranks), launches in groups.items():
+        assert sorted(launches) == sorted(ranks)
+        for together in zip(*launches.values(), strict=True):
+            launch = together[0][0]
+            seconds = link.seconds(launch["op"], launch["nbytes"], len(ranks))
+            slowest = max(launch["time"] for launch, _ in together)
+            began = {end["began"] for _, end in together}
+            ends = [end["time"] for _, end in together]
+            for rank, (_, end) in zip(launches, together):
+                assert end["time"] >= slowest + seconds - ROUNDING_S, (
+                    f"rank {rank} finishes {launch['op']} #{launch['index']} "
+                    f"{1e3 * (slowest + seconds - end['time']):.1f} ms before its transfer can be over"
+                )
+            assert len(began) == 1, f"{launch['op']} #{launch['index']} starts at different times"
+            modelled = began.pop() + seconds
+            late = [end for end in ends if end > modelled + ROUNDING_S]  # gloo was slower than the link
+            assert late or max(ends) - min(ends) <= ROUNDING_S, f"{launch['op']} #{launch['index']} ends differ"
+            count += 1
+            in_time += not late
+            for rank in ranks:
+                carried[rank].append((modelled - seconds, modelled))
+    for rank, spans in carried.items():
+        for one, other in pairwise(sorted(spans)):
+            assert one[1] <= other[0] + ROUNDING_S, f"the link of rank {rank} carries two collectives at once"
+    return count, in_time
+
+
+def trained(number):
+    """A module's wrapper, by package and class."""
+    entry = module(number)
+    return [entry.package, entry.public[-1]]
+
+
+RUNS = {  # (ranks, what they do, collectives of all steps at least)
+    "naive": (2, ("train_with_a_late_rank", trained(1), 1, LATE_S, None), 32),
+    "overlapped": (2, ("train_with_a_late_rank", trained(3), 0, LATE_S, None), 32),
+    "bucketed": (2, ("train_with_a_late_rank", trained(4), 1, LATE_S, None), 20),
+    "coalesced": (2, ("train_with_a_late_rank", trained(6), 1, LATE_S, None), 20),
+    "coalesced on 4 ranks": (4, ("train_with_a_late_rank", trained(6), 2, LATE_S, None), 20),
+    "torch DDP": (2, ("train_with_a_late_rank", None, 1, LATE_S, None), 10),
+    "torch DDP on 4 ranks": (4, ("train_with_a_late_rank", None, 3, LATE_S, None), 10),
+    "a sub-group": (4, ("train_with_a_late_rank", trained(3), 3, LATE_S, [1, 3]), 35),
+    "every operation": (3, ("every_op_with_a_late_rank", 2, LATE_S), 5),
+    "two groups": (3, ("launch_in_two_groups", LATE_S), 6),
+}
+
+
+def run_late(name, *before):
+    world_size, call, _ = RUNS[name]
+    sources = read(REFERENCE, MODULES[-1].number).sources
+    arguments = (SLOW.latency_s, SLOW.bytes_per_s, *before, *call)
+    return run_ranks(
+        functions.on_link, *arguments, world_size=world_size, mode="pace", packages={"submission": sources}
+    ).events
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_no_collective_ends_before_its_slowest_launch_allows(name):
+    """Recorded runs in which one rank is late are possible on a real link."""
+    count, in_time = replay(run_late(name), SLOW)
+    assert count >= RUNS[name][2]
+    assert in_time >= count / 2, f"gloo finished only {in_time} of {count} collectives within the link's time"
+
+
+@pytest.mark.parametrize("name", ["naive", "coalesced", "torch DDP", "a sub-group"])
+def test_counting_from_the_own_launch_is_noticed(name):
+    with pytest.raises(AssertionError, match="before its transfer can be over|different times|ends differ"):
+        replay(run_late(name, "count_from_own_launch"), SLOW)
+
+
+def test_a_group_whose_peer_is_late_leaves_the_link_to_others():
+    """A collective occupies the link when all have launched it, not before."""
+    events = run_late("two groups")
+    ends = [event for event in events[0] if event["kind"] == "end" and "began" in event]
+    for late, quick in zip(ends[::2], ends[1::2]):
+        assert quick["began"] < late["began"]
+
+
+def test_all_processes_of_a_machine_read_one_clock():
+    """`time.perf_counter` must not start at zero in each process, or ranks could not compare their launches."""
+    clock = time.get_clock_info("perf_counter").implementation
+    assert re.search(r"CLOCK_MONOTONIC|mach_absolute_time", clock), clock
+    before = time.perf_counter()
+    found = run_ranks(functions.read_clock)
+    assert all(before < read < time.perf_counter() for read in found)
+
+
+def test_a_rank_that_never_launches_is_waited_for_until_the_deadline():
+    """Also where gloo is done with its part: the root of a broadcast."""
+    start = time.monotonic()
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(functions.on_link, 1e-3, 1e9, "launch_without_rank_1", mode="pace", deadline=3)
+    assert failure.value.kind in ("deadline", "deadlock") and time.monotonic() - start < 15
+    assert "waits in broadcast" in failure.value.lines[0], failure.value
