@@ -105,12 +105,13 @@ def any_length(numels: list[int]) -> list[dict]:
     return found
 
 
-def grouped_step(buckets_per_group: int | None) -> None:
-    """A step of module 6 with 22 buckets; events of kind "ready" say when each gradient is."""
+def grouped_step(wrapper: str, buckets_per_group: int | None) -> None:
+    """A step of module 6's or 7's wrapper with 22 buckets; events of kind "ready" say when each gradient is."""
     model = tiny_lm()
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda _: recording.note("ready"))
-    ddp = student("m06_coalesced", "CoalescedDDP")(model, bucket_numel=32_000, buckets_per_group=buckets_per_group)
+    package = "m06_coalesced" if wrapper == "CoalescedDDP" else "m07_cached_shards"
+    ddp = student(package, wrapper)(model, bucket_numel=32_000, buckets_per_group=buckets_per_group)
     ddp.gather_grads = False
     tokens = torch.randint(256, (2, 16))
     recording.note("step", step=0)
@@ -168,6 +169,64 @@ def twenty_times() -> dict[str, float]:
     return {"one by one": one_by_one.item(), "coalesced": coalesced.item()}
 
 
+def one_shard_for_all() -> dict[str, list[int]]:
+    """Two buckets of one element per rank, gathered as an article has it: with the first one's shard for both."""
+    rank = dist.get_rank()
+    first, second = torch.zeros(2), torch.zeros(2)
+    first[rank], second[rank] = rank, 2 + rank
+    shard = first[rank : rank + 1]
+    with _coalescing_manager(async_ops=True) as handle:  # the article keeps no handle
+        for whole in (first, second):
+            all_gather(whole, shard, async_op=True)
+    handle.wait()
+    return {"first": first.int().tolist(), "second": second.int().tolist()}
+
+
+def torch_ddp_copies() -> dict[str, int]:
+    """Bytes that backward of torch DDP writes into buckets that are views, after each form of `zero_grad`."""
+    found = {}
+    for name, set_to_none in (("to none", True), ("to zero", False)):
+        model = tiny_lm()
+        ddp = DistributedDataParallel(model, bucket_cap_mb=1, gradient_as_bucket_view=True)
+        tokens = torch.randint(256, (2, 16))
+        for _ in range(4):  # buckets are made anew after the first
+            model.zero_grad(set_to_none=set_to_none)
+            loss = language_loss(ddp(tokens), tokens)
+            with BucketLedger() as ledger:
+                loss.backward()
+        found[name] = ledger.copied
+    return found
+
+
+class BucketLedger(TorchDispatchMode):
+    """Counts the bytes that torch DDP's reducer copies into its buckets: it divides by N on the way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copied = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten.mul.out and result.data_ptr() != args[0].data_ptr():
+            self.copied += result.nbytes
+        return result
+
+
+def ring(whole: Tensor, phases: int) -> None:
+    """A reduce-scatter (one phase), or an all-reduce (two), of neighbours in a ring."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    chunks = list(whole.chunk(size))
+    for step in range(phases * (size - 1)):
+        sending = dist.isend(chunks[(rank - step) % size], (rank + 1) % size)
+        received, mine = torch.empty_like(chunks[0]), chunks[(rank - step - 1) % size]
+        dist.recv(received, (rank - 1) % size)
+        sending.wait()
+        if step < size - 1:
+            mine += received
+        else:
+            mine.copy_(received)
+
+
 def written_bytes() -> dict[str, float]:
     """What this process writes for each collective, as a multiple of the tensor's bytes. Linux counts it."""
 
@@ -179,6 +238,8 @@ def written_bytes() -> dict[str, float]:
         "all_reduce": lambda whole: dist.all_reduce(whole),
         "reduce_scatter": lambda whole: reduce_scatter(whole.chunk(size)[rank], whole),
         "all_gather": lambda whole: all_gather(whole, whole.chunk(size)[rank]),
+        "ring all_reduce": lambda whole: ring(whole, 2),
+        "ring reduce_scatter": lambda whole: ring(whole, 1),
     }
     tensors = [torch.ones(96_000) for _ in range(20)]
     found = {}

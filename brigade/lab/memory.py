@@ -68,8 +68,8 @@ class Formula:
 
 WHOLE = Formula(4, 4, 8, divided=False)
 STAGE_1 = Formula(4, 4, 8, divided=True)
-# For bf16 parameters and fp32 gradients, from Megatron-LM, docs/api-guide/dist_optimizer.md: 6 + 12 / N. The state is
-# an fp32 copy of the parameters, the master, and two moments.
+# For bf16 parameters and fp32 gradients, from Megatron-LM, docs/user-guide/features/dist_optimizer.md at d98e8a64:
+# 6 + 12 / N. The state is an fp32 copy of the parameters, the master, and two moments.
 STAGE_1_BF16 = Formula(2, 4, 12, divided=True)
 
 

@@ -1,0 +1,98 @@
+"""The names of Megatron-LM that the readings and claims mention are in it, at the one commit that they all name.
+
+The repository is not here, so the table is kept by hand. To check it against a checkout that has the commit:
+
+    MEGATRON_LM=path/to/Megatron-LM pytest tests/toolkit/test_megatron.py
+"""
+
+import os
+import re
+import subprocess
+
+import pytest
+from test_prose import SECTION
+
+from brigade.course import MODULES
+from brigade.lab import claimed
+
+COMMIT = "d98e8a64ddf34856e74b24714e3bedb2f5a39553"  # 2026-08-22
+LINK = f"[d98e8a64](https://github.com/NVIDIA/Megatron-LM/tree/{COMMIT})"
+CHECKOUT = os.environ.get("MEGATRON_LM")
+
+DISTRIBUTED = "megatron/core/distributed"
+OPTIMIZER = "megatron/core/optimizer"
+# Looked up at COMMIT: file, and the names that are in it.
+NAMES = {
+    f"{DISTRIBUTED}/distributed_data_parallel.py": """DistributedDataParallel broadcast_params _make_backward_post_hook
+        grad_added_to_main_grad main_grad no_sync zero_grad_buffer""",
+    f"{DISTRIBUTED}/distributed_data_parallel_config.py": """average_in_collective bucket_size grad_reduce_in_fp32
+        overlap_grad_reduce overlap_param_gather pad_buckets_for_high_nccl_busbw""",
+    f"{DISTRIBUTED}/finalize_model_grads.py": """_allreduce_non_tensor_model_parallel_grads _flatten_dense_tensors
+        _unflatten_dense_tensors""",
+    f"{DISTRIBUTED}/param_and_grad_buffer.py": """_ParamAndGradBucket _ParamAndGradBucketGroup _ParamAndGradBuffer
+        _coalescing_manager _compute_default_per_buffer_param_layout cached_grad_buffer_shard_list
+        cached_param_buffer_shard_list finish_grad_sync finish_param_sync force_single_bucket_group is_first_batch
+        offload_to_cpu partition_buckets register_grad_ready reload_from_cpu shard_buffer start_grad_sync
+        start_param_sync""",
+    f"{OPTIMIZER}/clip_grads.py": "get_grad_norm_fp32",
+    f"{OPTIMIZER}/distrib_optimizer.py": """DistributedOptimizer HybridDeviceOptimizer
+        _build_model_and_main_param_groups _build_model_gbuf_param_range_map _build_model_gbuf_range
+        _compute_per_buffer_param_layout dp_reshardable fully_reshardable init_state_fn sharded_state_dict
+        step_with_ready_grads""",
+    f"{OPTIMIZER}/layer_wise_optimizer.py": "LayerWiseDistributedOptimizer",
+    f"{OPTIMIZER}/param_layout.py": """PerBufferParamLayout bucket_indices pad_bucket_end pad_param_start
+        param_index_map""",
+    "docs/user-guide/features/dist_optimizer.md": "",
+}
+KNOWN = {name for names in NAMES.values() for name in names.split()}
+OTHERS = {"grad", "itemsize"}  # torch's, in the same paragraphs
+
+
+def paragraph(entry):
+    """What a reading says about Megatron-LM in its section on other systems."""
+    section = (entry.lesson / "README.md").read_text().partition(SECTION)[2].partition("\n## ")[0]
+    [found] = [one for one in re.split(r"\n\s*\n", section.strip()) if one.startswith("**Megatron-LM**")]
+    return " ".join(found.split())
+
+
+def unknown(text):
+    """The identifiers and paths in inline code that the table has not."""
+    missing = set()
+    for code in re.findall(r"`([^`]+)`", text):
+        if "/" in code or code.endswith(".py"):
+            if not code.startswith("torch/") and not any(f"/{path}".endswith(f"/{code}") for path in NAMES):
+                missing.add(code)
+        elif name := re.fullmatch(r"\.?(?:\w+\.)*(\w+?)(?:=\w+|\(\))?", code):
+            missing |= {name[1]} - KNOWN - OTHERS
+    return missing
+
+
+@pytest.mark.parametrize("entry", MODULES, ids=lambda entry: entry.package)
+def test_a_reading_names_the_commit_and_nothing_that_is_not_in_it(entry):
+    text = paragraph(entry)
+    assert LINK in text
+    assert unknown(text.replace("`torch/_utils.py`", "")) == set()
+
+
+def test_claims_about_the_source_name_the_commit():
+    assert claimed.MEGATRON == LINK
+    about = [one for one in claimed.CLAIMS if "Megatron-LM" in one.rule + one.source.replace(claimed.PADDING, "")]
+    assert len(about) >= 3
+    for one in about:
+        assert LINK in one.rule + one.source, one.name
+        assert unknown(one.rule + one.source) == set(), one.name
+
+
+def test_a_name_that_is_not_in_the_table_is_found():
+    assert unknown("`_pad_end_of_bucket_if_needed` of `megatron/core/old`, not `pad_bucket_end`") == {
+        "_pad_end_of_bucket_if_needed",
+        "megatron/core/old",
+    }
+
+
+@pytest.mark.skipif(not CHECKOUT, reason="MEGATRON_LM names no checkout of Megatron-LM")
+@pytest.mark.parametrize("path", NAMES)
+def test_the_table_is_what_the_commit_has(path):
+    done = subprocess.run(["git", "-C", CHECKOUT, "show", f"{COMMIT}:{path}"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert [name for name in NAMES[path].split() if not re.search(rf"\b{name}\b", done.stdout)] == []
