@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from brigade.events import Event, Launch, launches, ready
+from brigade.events import Event, Launch, launches, passes, ready, summary
 from brigade.evidence import Evidence, launched_in_no_sync, left_over, listing, miscounted, of_record
 from brigade.verdict import CheckFailed
 
@@ -188,7 +188,8 @@ def expect_equal(
     else:
         at = int(torch.nan_to_num(difference(found, truth), nan=float("inf")).argmax())
         got, want = found.flatten()[at].item(), truth.flatten()[at].item()
-        happened = f"rank {ranks[place]}, {name}: entry {at} is {got:.6g}, expected {want:.6g}"
+        got, want = format_distinct(got, want)
+        happened = f"rank {ranks[place]}, {name}: entry {at} is {got}, expected {want}"
     names = sorted({entry[1] for entry in wrong}, key=list(expected).index)
     if len(wrong) > 1:
         happened += f"\n{len(wrong)} of {len(actual) * len(expected)} are wrong: {listing(names)}"
@@ -356,6 +357,55 @@ def expect(condition: bool, expected: str, happened: str, cause: str | Callable[
         raise CheckFailed(expected, happened, cause() if callable(cause) else cause)
 
 
+def require_launches(
+    events: Sequence[Sequence[Event]],
+    ranks: Sequence[int],
+    wanted: Sequence[tuple[str, torch.dtype, int]],
+    kind: str,
+    *,
+    steps: int = 1,
+    overlapped: str = "",
+) -> None:
+    """Fail a check whose numbers are right but whose launches are not those of its module, which `kind` describes.
+
+    `wanted` has (operation, dtype, elements) of each launch of a step, in any order; those of the operation
+    `overlapped` must overlap with backward. A check calls this after it has compared its numbers, because an answer of
+    an earlier module has the same numbers. A rank that is alone may skip its collectives.
+    """
+    names = sorted((op, str(dtype).removeprefix("torch."), numel) for op, dtype, numel in wanted)
+    for rank in ranks if len(ranks) > 1 else []:
+        for step in range(steps):
+            found = launches(events[rank], step)
+            idle = [x for x in found if x.op == overlapped and not overlaps(x)]
+            expect(
+                sorted((launch.op, launch.dtype, launch.numel) for launch in found) == names and not idle,
+                f"right numbers earn points only with the launches of this module: {kind}",
+                f"rank {rank}, step {step}: {summary(found)}"
+                + (f"; {len(idle)} of them do not overlap with backward" if idle else ""),
+                "the launches are those of an earlier module, or other checks of this module say what is wrong with "
+                "them",
+            )
+
+
+def overlaps(launch: Launch) -> bool:
+    """Whether backward launched it asynchronously and, except for the first half of an all-reduce, did not await it."""
+    is_awaited = "backward" in launch.wait_phases and launch.op != "reduce_scatter"
+    return launch.phase == "backward" and not launch.sync and not is_awaited
+
+
+def expect_restored(events: Sequence[Sequence[Event]], ranks: Iterable[int], step: int) -> None:
+    """The last backward of a step communicates again, where an exception has ended the step's no_sync blocks."""
+    for rank in ranks:
+        begin = passes(events[rank], step)[-1]
+        found = launches(events[rank], step)
+        expect(
+            any(launch.phase == "backward" and launch.place > begin for launch in found),
+            "after an exception inside no_sync, the next backward communicates again",
+            f"rank {rank}, step {step}: that backward launched nothing; {summary(found)}",
+            "no_sync restores its state only when the block ends normally: try ... finally?",
+        )
+
+
 def expect_silence(events: Sequence[Sequence[Event]], ranks: Iterable[int], steps: int = 1) -> None:
     """Backward passes inside no_sync launch nothing: those of a step before its last one."""
     for rank in ranks:
@@ -367,6 +417,15 @@ def expect_silence(events: Sequence[Sequence[Event]], ranks: Iterable[int], step
                 f"rank {rank}, step {step}: they made {len(early)} of {len(launches(events[rank], step))} launches",
                 "is self.synchronize asked before anything is counted or launched?",
             )
+
+
+def format_distinct(*numbers: float) -> list[str]:
+    """Format numbers for a message, with as many digits as it takes to tell unequal ones apart, but at least six."""
+    for digits in range(6, 18):  # 17 digits tell any two float64 numbers apart
+        texts = [f"{number:.{digits}g}" for number in numbers]
+        if len(set(texts)) >= len({repr(float(number)) for number in numbers}):
+            break
+    return texts
 
 
 def difference(found: Tensor | None, truth: Tensor) -> Tensor:

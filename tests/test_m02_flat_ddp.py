@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from brigade.events import launches, summary
-from brigade.feedback import expect, expect_gradients, expect_start, expect_weights
+from brigade.feedback import expect, expect_gradients, expect_start, expect_weights, require_launches
 from scenarios import training
 
 JOB = {"package": "m02_flat_ddp", "wrapper": "FlatDDP"}
@@ -15,14 +15,26 @@ JOB = {"package": "m02_flat_ddp", "wrapper": "FlatDDP"}
 MIXED = 2**-6
 
 
+def require_flat(results, case, steps=1):
+    """The numbers count only if each step launches one all_reduce for each dtype."""
+    numels = {}
+    for parameter in case.parameters().values():
+        if parameter.requires_grad:
+            numels[parameter.dtype] = numels.get(parameter.dtype, 0) + parameter.numel()
+    wanted = [("all_reduce", dtype, numel) for dtype, numel in numels.items()]
+    kind = "one all_reduce for each dtype, of all gradients together"
+    require_launches(results.events, case.group, wanted, kind, steps=steps)
+
+
 @pytest.mark.points(1)
 def test_gradients_are_averaged(submission):
-    """Replicas start equal, buffers included, and after finish_grad_sync every gradient is the average."""
+    """Replicas start equal, buffers included; one all-reduce per dtype makes every gradient the average."""
     for world, model in zip(submission.worlds(1, 2, 3, 4), ("Plain", "Buffers", "Frozen", "Tied")):
         case = submission.case(model, world)
         results = submission.run(training.train, case.for_ranks(**JOB), world_size=world)
         expect_start([result["start"] for result in results], case)
         expect_gradients(results, case)
+        require_flat(results, case)
 
 
 @pytest.mark.points(2)
@@ -58,7 +70,7 @@ def likely_launches(found, case):
 
 @pytest.mark.points(1)
 def test_bytes_on_the_wire(submission):
-    """The flat tensors carry each trainable gradient once, in its own dtype: not a byte more or less."""
+    """One all-reduce per dtype carries each trainable gradient once, in that dtype: not a byte more or less."""
     for model in ("Tied", "Frozen", "MixedDtypes"):
         [world] = submission.worlds(2)
         case = submission.case(model, world)
@@ -75,11 +87,12 @@ def test_bytes_on_the_wire(submission):
                 if sent > nbytes
                 else "gradients are left out, or cast to a narrower dtype?",
             )
+        require_flat(results, case)
 
 
 @pytest.mark.points(1)
 def test_mixed_dtypes(submission):
-    """Parameters of several dtypes are averaged without casts: each gradient keeps the precision of its dtype."""
+    """Parameters of several dtypes are averaged without casts, each dtype by one all-reduce in its own precision."""
     for world in submission.worlds(2, 3):
         case = submission.case("MixedDtypes", world, hidden_layers=4)
         results = submission.run(training.train, case.for_ranks(**JOB), world_size=world)
@@ -92,6 +105,7 @@ def test_mixed_dtypes(submission):
                     f"rank {rank}: it has {None if gradient is None else gradient.dtype}",
                 )
         expect_gradients(results, case, tolerance=MIXED)
+        require_flat(results, case)
         # A model of float64 alone shows a detour through float32, which bfloat16 activations would hide.
         exact = submission.case("Plain", world, dtype=torch.float64)
         results = submission.run(training.train, exact.for_ranks(**JOB), world_size=world)
@@ -100,7 +114,7 @@ def test_mixed_dtypes(submission):
 
 @pytest.mark.points(1)
 def test_gradients_keep_shape_and_stride(submission):
-    """Gradients that are not contiguous are averaged rightly, and keep their parameter's shape and strides."""
+    """Gradients that are not contiguous are averaged by one all-reduce, and keep their shape and strides."""
     for world in submission.worlds(2, 3):
         case = submission.case("Transposed", world)
         results = submission.run(training.train, case.for_ranks(**JOB), world_size=world)
@@ -113,23 +127,26 @@ def test_gradients_keep_shape_and_stride(submission):
                     f"rank {rank}: its strides are {result['strides'][0][name]}",
                     "p.grad was replaced by a piece of the flat tensor, instead of copying the piece into it?",
                 )
+        require_flat(results, case)
 
 
 @pytest.mark.points(1)
 def test_branches_and_unused_parameters(submission):
-    """A parameter that some ranks do not use counts as zero there; one that none uses does no harm."""
+    """In the one all-reduce a parameter that some ranks do not use counts as zero there; one may be unused."""
     for world, dtype in zip(submission.worlds(2, 3), (torch.float32, torch.float64)):
         case = submission.case("Branches", world, branches=[1, -1, 0][:world], dtype=dtype)
         results = submission.run(training.train, case.for_ranks(**JOB), world_size=world)
         expect_gradients(results, case, "gradients are the average, where ranks use different layers")
+        require_flat(results, case)
 
 
 @pytest.mark.points(1)
 def test_steps_and_subgroups(submission):
-    """Over four steps, and in a group of ranks 1 and 3 of four, the weights are those of one process."""
+    """Over four steps of one all-reduce, and on ranks 1 and 3 of four, the weights are those of one process."""
     for world, optimizer in zip(submission.worlds(2, 4), ("adam", "sgd")):
         groups = [[1, 3], [0, 2]] if world == 4 else [list(range(world))]
         case = submission.case("Tied", world, steps=4, dtype=torch.float64, optimizer=optimizer, group=groups[0])
         results = submission.run(training.train, case.for_ranks(groups=groups, **JOB), world_size=world)
         expect_gradients(results, case)
         expect_weights(results, case)
+        require_flat(results, case, steps=4)

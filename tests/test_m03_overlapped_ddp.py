@@ -4,21 +4,37 @@ import pytest
 import torch
 
 from brigade.events import launches, ready, summary
-from brigade.evidence import of_record
-from brigade.feedback import expect, expect_equal, expect_gradients, expect_silence, expect_start, expect_weights
+from brigade.evidence import listing, of_record
+from brigade.feedback import (
+    expect,
+    expect_equal,
+    expect_gradients,
+    expect_silence,
+    expect_start,
+    expect_weights,
+    require_launches,
+)
 from scenarios import m03_overlapped_ddp, training
 
 JOB = {"package": "m03_overlapped_ddp", "wrapper": "OverlappedDDP"}
 
 
+def require_overlapped(results, case, steps=1):
+    """The numbers count only if each step launches one asynchronous all_reduce per gradient, while backward runs."""
+    wanted = [("all_reduce", p.dtype, p.numel()) for p in case.parameters().values() if p.requires_grad]
+    kind = "one asynchronous all_reduce for each gradient, launched while backward goes on"
+    require_launches(results.events, case.group, wanted, kind, steps=steps, overlapped="all_reduce")
+
+
 @pytest.mark.points(2)
 def test_gradients_are_averaged(submission):
-    """Replicas start equal, buffers included, and after finish_grad_sync every gradient is the average."""
+    """Replicas start equal, buffers included, and launches in backward make every gradient the average."""
     for world, model in zip(submission.worlds(1, 2, 3, 4), ("Plain", "Buffers", "Frozen", "Tied")):
         case = submission.case(model, world)
         results = submission.run(training.train, case.for_ranks(**JOB), world_size=world)
         expect_start([result["start"] for result in results], case)
         expect_gradients(results, case)
+        require_overlapped(results, case)
 
 
 @pytest.mark.points(2)
@@ -57,17 +73,31 @@ def test_launches_are_asynchronous(submission):
 
 @pytest.mark.points(2)
 def test_launches_follow_their_gradients(submission):
-    """Each gradient's all-reduce is launched before the next gradient but one is ready."""
+    """Each all-reduce is launched when its gradient is in .grad, and before the gradient after the next is ready."""
     for world in submission.worlds(2, 3):
         case = submission.case("Plain", world, hidden_layers=4)
         results = submission.run(training.train, case.for_ranks(**JOB), world_size=world)
         sizes = {name: p.numel() for name, p in case.parameters().items()}  # all different
         for rank, events in enumerate(results.events):
             order = ready(events, 0)
+            missing = sorted(set(sizes) - {name for _, name in order})
+            expect(
+                not missing,
+                "backward leaves the gradient of every parameter of the model in its .grad",
+                f"rank {rank}: backward reported no gradient for {listing(missing)}",
+                "forward uses copies of the parameters, which have gradients of their own",
+            )
             found = {launch.numel: launch.place for launch in launches(events, 0)}
-            for place, (_, name) in enumerate(order):
+            for place, (at, name) in enumerate(order):
                 launched = found.get(sizes[name])
                 expect(launched is not None, f"{name} is all-reduced by itself", f"rank {rank}: no launch of its size")
+                expect(
+                    at < launched,
+                    f"the all_reduce of {name} is launched when its gradient has been added to .grad",
+                    f"rank {rank}: it was launched before",
+                    "a tensor's hook (register_hook) gets the incoming gradient, which does not have what "
+                    "earlier backward passes accumulated; register_post_accumulate_grad_hook runs when it is added",
+                )
                 if place + 2 < len(order):
                     expect(
                         launched < order[place + 2][0],
@@ -80,7 +110,7 @@ def test_launches_follow_their_gradients(submission):
 
 @pytest.mark.points(2)
 def test_every_handle_is_waited_on(submission):
-    """finish_grad_sync waits for every launch of its step, and for none of an earlier step."""
+    """finish_grad_sync waits for every asynchronous launch of its step, and for none of an earlier step."""
     for world in submission.worlds(2, 3):
         case = submission.case("Plain", world, steps=3)
         results = submission.run(training.train, case.for_ranks(**JOB), world_size=world)
@@ -108,11 +138,12 @@ def test_every_handle_is_waited_on(submission):
                     f"rank {rank}, step {step}: {len(raced)} of {len(found)} were changed in between",
                     "the gradient was divided or overwritten while its all_reduce was under way?",
                 )
+        require_overlapped(results, case, steps=3)
 
 
 @pytest.mark.points(2)
 def test_no_sync_accumulates(submission):
-    """Micro-batches inside no_sync communicate nothing; the next finish averages all that was accumulated."""
+    """Micro-batches inside no_sync launch nothing; launches in the last backward average what was accumulated."""
     for world in submission.worlds(2, 3):
         case = submission.case("Plain", world, micro_batches=3, steps=2)
         results = submission.run(training.train, case.for_ranks(**JOB), world_size=world)
@@ -137,6 +168,7 @@ def test_no_sync_accumulates(submission):
                 f"{expected} launches in a step of 3 micro-batches: one for each parameter, in the last backward",
                 f"rank {rank}: {count} launches",
             )
+        require_overlapped(results, case, steps=2)
 
 
 @pytest.mark.points(1)
@@ -177,13 +209,14 @@ def test_no_sync_restores_its_state(submission):
 
 @pytest.mark.points(1)
 def test_steps_and_subgroups(submission):
-    """Over four steps, and in a group of ranks 1 and 3 of four, the weights are those of one process."""
+    """Over four overlapped steps, and in a group of ranks 1 and 3 of four, the weights are those of one process."""
     for world, optimizer in zip(submission.worlds(2, 4), ("adam", "sgd")):
         groups = [[1, 3], [0, 2]] if world == 4 else [list(range(world))]
         case = submission.case("Tied", world, steps=4, dtype=torch.float64, optimizer=optimizer, group=groups[0])
         results = submission.run(training.train, case.for_ranks(groups=groups, **JOB), world_size=world)
         expect_gradients(results, case)
         expect_weights(results, case)
+        require_overlapped(results, case, steps=4)
 
 
 def sum_of(one, other):

@@ -13,9 +13,11 @@ from brigade.feedback import (
     expect,
     expect_gradients,
     expect_overlap,
+    expect_restored,
     expect_silence,
     expect_start,
     expect_weights,
+    require_launches,
 )
 from brigade.verdict import CheckFailed, NotWritten
 from scenarios import m04_bucketed_ddp, training
@@ -37,16 +39,25 @@ def ruled(sizes, dtypes, cap):
     return buckets
 
 
-def buckets_of(case):
+def buckets_of(case, cap=CAP_BYTES):
     """The same for a case, in names."""
     named = [(name, p) for name, p in case.parameters().items() if p.requires_grad]
-    buckets = ruled([p.nbytes for _, p in named], [p.dtype for _, p in named], CAP_BYTES)
+    buckets = ruled([p.nbytes for _, p in named], [p.dtype for _, p in named], cap)
     return [[named[i][0] for i in bucket] for bucket in buckets]
 
 
 def numels_of(case, buckets):
     parameters = case.parameters()
     return [sum(parameters[name].numel() for name in bucket) for bucket in buckets]
+
+
+def require_buckets(results, case, cap=CAP_BYTES, steps=1):
+    """The numbers count only if each step launches one asynchronous all_reduce per bucket, while backward runs."""
+    buckets, parameters = buckets_of(case, cap), case.parameters()
+    dtypes = [parameters[bucket[0]].dtype for bucket in buckets]
+    wanted = [("all_reduce", dtype, numel) for dtype, numel in zip(dtypes, numels_of(case, buckets))]
+    kind = "one asynchronous all_reduce for each bucket, launched while backward goes on"
+    require_launches(results.events, case.group, wanted, kind, steps=steps, overlapped="all_reduce")
 
 
 def planned_by(submission, case):
@@ -140,7 +151,7 @@ def expect_buckets(case, buckets):
     happened = f"{given}: the buckets are {[[f'#{i}' for i in bucket] for bucket in buckets]}".replace("'", "")
     flat = [i for bucket in buckets for i in bucket]
     expect(
-        sorted(flat) == list(range(len(sizes))) and all(buckets),
+        sorted(flat) == list(range(len(sizes))) and (all(buckets) or not sizes),  # no parameters: [] or [[]]
         "each parameter is in exactly one bucket, and no bucket is empty",
         happened,
         "the last bucket is never closed, and lost?" if len(flat) < len(sizes) else "",
@@ -189,13 +200,41 @@ def listed(values):
 
 @pytest.mark.points(2)
 def test_gradients_are_averaged(submission):
-    """Replicas start equal, buffers included, and after finish_grad_sync every gradient is the average."""
-    for world, model in zip(submission.worlds(1, 2, 3, 4), ("MixedDtypes", "Buffers", "Frozen", "Tied")):
+    """Replicas start equal, buffers included; one all-reduce per bucket, of one dtype, averages every gradient."""
+    for world, model in zip(submission.worlds(1, 2, 3, 4), ("Plain", "Buffers", "Frozen", "Tied")):
         case = submission.case(model, world)
         with plan_suspected(submission, case):
             results = submission.run(training.train, case.for_ranks(**JOB), world_size=world)
             expect_start([result["start"] for result in results], case)
-            expect_gradients(results, case, tolerance=2**-6 if model == "MixedDtypes" else 1e-5)
+            expect_gradients(results, case)
+        require_buckets(results, case)
+    # All parameters of a dtype are neighbours and share a bucket of the default size, wherever a bucket is closed.
+    [world] = submission.worlds(2)
+    case = submission.case("MixedDtypes", world)
+    with plan_suspected(submission, case):
+        results = submission.run(training.train, case.for_ranks(**JOB | {"arguments": {}}), world_size=world)
+        expect_gradients(results, case, tolerance=2**-6)
+    expect_dtypes(results.events, case)
+    require_buckets(results, case, cap=25 * 2**20)
+
+
+def expect_dtypes(events, case):
+    """The launches of each dtype carry the gradients of that dtype, and no others."""
+    expected = Counter()
+    for parameter in case.parameters().values():
+        expected[str(parameter.dtype).removeprefix("torch.")] += parameter.numel()
+    for rank, own in enumerate(events):
+        found = Counter()
+        for launch in launches(own, 0):
+            found[launch.dtype] += launch.numel
+        expect(
+            found == expected or len(events) == 1,
+            "a bucket has gradients of one dtype and travels in it; a step carries "
+            + listed(f"{numel} elements of {dtype}" for dtype, numel in expected.items()),
+            f"rank {rank}: {summary(launches(own, 0))}",
+            "the wrapper's buckets are not those of plan_buckets; torch.cat casts tensors of several dtypes to the "
+            "widest",
+        )
 
 
 @pytest.mark.points(3)
@@ -278,34 +317,38 @@ def test_unused_parameters(submission):
 
 @pytest.mark.points(1)
 def test_no_sync_accumulates(submission):
-    """Micro-batches inside no_sync communicate nothing; the next finish averages all that was accumulated."""
+    """Backward passes inside no_sync launch nothing, nested and interrupted too; the last one averages their sum."""
     [world] = submission.worlds(2)
-    case = submission.case("Plain", world, micro_batches=3, steps=2)
+    case = submission.case("Plain", world, micro_batches=3, steps=2, dtype=torch.float64)
     with plan_suspected(submission, case):
-        results = submission.run(training.train, case.for_ranks(**JOB), world_size=world)
-        expect_silence(results.events, range(world))
+        results = submission.run(training.train, case.for_ranks(interrupted=1, **JOB), world_size=world)
+        expect_silence(results.events, range(world), steps=2)
         expect_gradients(results, case, "gradients are the average of what 3 micro-batches accumulated")
     expected = len(buckets_of(case))
-    for rank, events in enumerate(results.events):
-        found = launches(events, 0)
-        late = sum(launch.phase != "backward" for launch in found)
-        expect(
-            len(found) == expected,
-            f"{expected} launches in a step of 3 micro-batches: one for each bucket",
-            f"rank {rank}: {len(found)} launches",
-            partial(launches_cause, submission, case, events, 0),
-        )
-        expect(
-            not late,
-            f"{expected} launches in a step of 3 micro-batches: all in the last backward",
-            f"rank {rank}: {late} of them after backward",
-            partial(miscounted, events, 0, otherwise="buckets are launched only when backward is over?"),
-        )
+    for step in range(2):
+        if step:
+            expect_restored(results.events, range(world), step)
+        for rank, events in enumerate(results.events):
+            found = launches(events, step)
+            late = sum(launch.phase != "backward" for launch in found)
+            expect(
+                len(found) == expected,
+                f"{expected} launches in a step of 3 micro-batches: one for each bucket",
+                f"rank {rank}, step {step}: {len(found)} launches",
+                partial(launches_cause, submission, case, events, step),
+            )
+            expect(
+                not late,
+                f"{expected} launches in a step of 3 micro-batches: all in the last backward",
+                f"rank {rank}, step {step}: {late} of them after backward",
+                partial(miscounted, events, step, otherwise="buckets are launched only when backward is over?"),
+            )
+    expect_weights(results, case)
 
 
 @pytest.mark.points(1)
 def test_steps_and_subgroups(submission):
-    """Over four steps, and in a group of ranks 1 and 3 of four, the weights are those of one process."""
+    """Over four overlapped steps, and in a group of ranks 1 and 3 of four, the weights are those of one process."""
     for world, optimizer in zip(submission.worlds(2, 4), ("adam", "sgd")):
         groups = [[1, 3], [0, 2]] if world == 4 else [list(range(world))]
         case = submission.case("Tied", world, steps=4, dtype=torch.float64, optimizer=optimizer, group=groups[0])
@@ -313,3 +356,4 @@ def test_steps_and_subgroups(submission):
             results = submission.run(training.train, case.for_ranks(groups=groups, **JOB), world_size=world)
             expect_gradients(results, case)
             expect_weights(results, case)
+        require_buckets(results, case, steps=4)

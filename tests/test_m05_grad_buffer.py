@@ -1,5 +1,6 @@
 """Graded checks of module 5: gradients that live in a padded contiguous buffer."""
 
+import contextlib
 import math
 from functools import partial
 
@@ -13,14 +14,17 @@ from brigade.feedback import (
     expect_equal,
     expect_gradients,
     expect_overlap,
+    expect_restored,
     expect_silence,
     expect_start,
     expect_trained,
     expect_weights,
     explained,
     listing,
+    require_launches,
 )
 from brigade.ranks import PerRank
+from brigade.verdict import CheckFailed
 from scenarios import m05_grad_buffer, training
 
 BUCKET_NUMEL = 150
@@ -53,6 +57,15 @@ def layout_of(case, world):
     """Names from the last parameter to the first, and the layout of their buffer; for models of one dtype."""
     named = list(reversed([(name, p) for name, p in case.parameters().items() if p.requires_grad]))
     return [name for name, _ in named], planned([p.numel() for _, p in named], BUCKET_NUMEL, world)
+
+
+def require_padded(results, case, steps=1):
+    """The numbers count only if each step launches one asynchronous all_reduce per padded bucket, during backward."""
+    ranges = layout_of(case, len(case.group))[1]["bucket_ranges"]
+    [dtype] = {p.dtype for p in case.parameters().values()}
+    wanted = [("all_reduce", dtype, end - start) for start, end in ranges]
+    kind = "one asynchronous all_reduce for each bucket of the buffer, launched while backward goes on"
+    require_launches(results.events, case.group, wanted, kind, steps=steps, overlapped="all_reduce")
 
 
 def layout_cause(buffers, names):
@@ -128,12 +141,13 @@ def test_layout_rule(submission):
 
 @pytest.mark.points(1)
 def test_gradients_are_averaged(submission):
-    """Replicas start equal, buffers included, and after finish_grad_sync every gradient is the average."""
+    """Replicas start equal, buffers included; one all-reduce per padded bucket averages every gradient."""
     for world, model in zip(submission.worlds(1, 2, 3, 4), ("Plain", "Buffers", "Frozen", "Tied")):
         case = submission.case(model, world)
         results = submission.run(training.train, case.for_ranks(**JOB), world_size=world)
         expect_start([result["start"] for result in results], case)
         expect_gradients(results, case)
+        require_padded(results, case)
 
 
 @pytest.mark.points(3)
@@ -314,24 +328,41 @@ def training_jobs(batches, sizes, set_to_none):
     return PerRank(common | {"batches": own} for own in batches)
 
 
+NARROWER = "a grad_dtype that is not wider than the parameters' dtype is ignored: it is used for these parameters too"
+
+
 @pytest.mark.points(1)
 def test_one_buffer_per_dtype(submission):
-    """Parameters of several dtypes have one buffer each, in their dtype; all are averaged."""
-    for world in submission.worlds(2, 3):
+    """Parameters of each dtype have one buffer, in their dtype or in a wider grad_dtype; all are averaged."""
+    for world, grad_dtype in zip(submission.worlds(2, 3), (None, torch.float32)):
         case = submission.case("MixedDtypes", world, hidden_layers=4)
         job = JOB | {"zero": "optimizer, to None", "late": False}
-        results = submission.run(m05_grad_buffer.train, case.for_ranks(**job), world_size=world)
+        job["arguments"] = JOB["arguments"] | {"grad_dtype": grad_dtype}
+        wide = [dtype for dtype in (torch.float64, torch.float32) if grad_dtype]  # float32 is not wider than these
+        with explained_as(NARROWER if wide else "", "a gradient has its parameter's dtype"):
+            results = submission.run(m05_grad_buffer.train, case.for_ranks(**job), world_size=world)
         expected = {}
         for name, parameter in case.parameters().items():
             expected.setdefault(parameter.dtype, set()).add(name)
+        dtypes = {name: p.dtype if p.dtype in wide else grad_dtype or p.dtype for name, p in case.parameters().items()}
         for rank, result in enumerate(results):
             buffers = result["buffers"][0]
-            found = {buffer["dtype"]: set(buffer["places"]) for buffer in buffers}
+            found = [set(buffer["places"]) for buffer in buffers]
             expect(
-                len(buffers) == len(found) and found == expected,
-                f"there are {len(expected)} grad buffers, one for each of {sorted(map(str, expected))}",
+                len(found) == len(expected) and all(names in found for names in expected.values()),
+                f"there are {len(expected)} grad buffers, one for the parameters of each of "
+                f"{sorted(map(str, expected))}",
                 f"rank {rank}: {len(buffers)} buffers, of {sorted(str(buffer['dtype']) for buffer in buffers)}",
             )
+            for buffer in buffers:
+                name = next(iter(buffer["places"]))
+                own = case.parameters()[name].dtype
+                expect(
+                    buffer["dtype"] == dtypes[name],
+                    f"with grad_dtype={grad_dtype} the gradients of {own} parameters are in a {dtypes[name]} buffer",
+                    f"rank {rank}: it is a {buffer['dtype']} buffer",
+                    NARROWER if own in wide else "",
+                )
             lost = [name for buffer in buffers for name, place in buffer["places"].items() if place is None]
             expect(
                 not lost,
@@ -339,8 +370,20 @@ def test_one_buffer_per_dtype(submission):
                 f"rank {rank}: not {', '.join(lost)}",
                 partial(no_view, results),
             )
-        results = submission.run(training.train, case.for_ranks(**JOB), world_size=world)
+        job = JOB | {"arguments": job["arguments"]}
+        results = submission.run(training.train, case.for_ranks(**job), world_size=world)
         expect_gradients(results, case, tolerance=2**-6)
+
+
+@contextlib.contextmanager
+def explained_as(cause, vague):
+    """Replace a failure's cause that begins with `vague` by `cause`, if there is one."""
+    try:
+        yield
+    except CheckFailed as failed:
+        if cause and failed.cause.startswith(vague):
+            raise CheckFailed(failed.expected, failed.happened, cause) from None
+        raise
 
 
 def expect_turns(events, names, layout, where):
@@ -359,7 +402,7 @@ def expect_turns(events, names, layout, where):
 
 @pytest.mark.points(1)
 def test_steps_and_subgroups(submission):
-    """Micro-batches in no_sync, ready orders that differ, and groups of ranks 1 and 3 of four, over several steps."""
+    """no_sync, interrupted too, ready orders that differ, and groups of ranks 1 and 3 of four, over several steps."""
     for world, model in zip(submission.worlds(2, 3, 4), ("Plain", "Reordered", "Tied")):
         groups = [[1, 3], [0, 2]] if world == 4 else [list(range(world))]
         case = submission.case(
@@ -371,9 +414,11 @@ def test_steps_and_subgroups(submission):
             group=groups[0],
             branches=list(range(world)) if model == "Reordered" else None,
         )
-        results = submission.run(training.train, case.for_ranks(groups=groups, **JOB), world_size=world)
+        told = case.for_ranks(groups=groups, interrupted=1 if model == "Plain" else None, **JOB)
+        results = submission.run(training.train, told, world_size=world)
         if model == "Plain":
             expect_silence(results.events, case.group, 3)
+            expect_restored(results.events, case.group, 1)
         elif model == "Reordered":
             for rank in case.group:
                 expect_turns(results.events[rank], *layout_of(case, world), f"rank {rank}, step 0")
@@ -387,3 +432,4 @@ def test_steps_and_subgroups(submission):
                 f"rank 0: {count} launches",
                 partial(miscounted, results.events[0], 0),
             )
+        require_padded(results, case, steps=3)

@@ -15,12 +15,14 @@ from brigade.feedback import (
     expect_equal,
     expect_gradients,
     expect_overlap,
+    expect_restored,
     expect_silence,
     expect_start,
     expect_trained,
     expect_weights,
     explained,
     listing,
+    require_launches,
 )
 from brigade.ranks import PerRank
 from scenarios import m05_grad_buffer, m06_coalesced, training
@@ -461,15 +463,24 @@ def groups_of(case, size, buckets_per_group):
     return groups
 
 
+def require_groups(results, case, buckets_per_group, steps=1):
+    """The numbers count only if each step has a reduce_scatter, during backward, and an all_gather for each group."""
+    groups = groups_of(case, len(case.group), buckets_per_group)
+    wanted = [(op, dtype, numel) for op in ("reduce_scatter", "all_gather") for dtype, numel, _ in groups]
+    kind = "an asynchronous reduce_scatter for each group, launched while backward goes on, and an all_gather"
+    require_launches(results.events, case.group, wanted, kind, steps=steps, overlapped="reduce_scatter")
+
+
 @pytest.mark.points(1)
 def test_gradients_are_averaged(submission):
-    """Replicas start equal, buffers included, and after finish_grad_sync every gradient is the average."""
+    """Replicas start equal, buffers included; a reduce-scatter and an all-gather per group average the gradients."""
     cases = zip(submission.worlds(1, 2, 3, 4), ("Plain", "Buffers", "Frozen", "Tied"), (1, 2, None, 2))
     for world, model, buckets_per_group in cases:
         case = submission.case(model, world)
         results = submission.run(training.train, case.for_ranks(**job(buckets_per_group)), world_size=world)
         expect_start([result["start"] for result in results], case)
         expect_gradients(results, case)
+        require_groups(results, case, buckets_per_group)
 
 
 @pytest.mark.points(2)
@@ -581,7 +592,7 @@ def expect_ranks(events, group, rank):
 
 @pytest.mark.points(1)
 def test_steps_and_subgroups(submission):
-    """no_sync, ready orders that differ, groups of ranks, unused parameters, forms of zero_grad, fp32 gradients."""
+    """no_sync, interrupted too, ready orders that differ, groups of ranks, unused parameters, fp32 gradients."""
     for world, model in zip(submission.worlds(2, 3, 4), ("Plain", "Reordered", "Tied")):
         case = submission.case(
             model,
@@ -592,11 +603,12 @@ def test_steps_and_subgroups(submission):
             group=subgroups(world)[0],
             branches=[0, 3, 1][:world] if model == "Reordered" else None,
         )
-        told = case.for_ranks(groups=subgroups(world), **job(2))
+        told = case.for_ranks(groups=subgroups(world), interrupted=1 if model == "Plain" else None, **job(2))
         results = submission.run(training.train, told, world_size=world)
         suspects = {}
         if model == "Plain":
             expect_silence(results.events, case.group, 3)
+            expect_restored(results.events, case.group, 1)
         for rank in case.group:
             expect_ranks(results.events[rank], case.group, rank)
             if model == "Reordered":
@@ -609,6 +621,7 @@ def test_steps_and_subgroups(submission):
             suspects["only the last of 3 micro-batches counts: what no_sync accumulated is lost?"] = [last] * world
         expect_gradients(results, case, suspects=suspects)
         expect_weights(results, case)
+        require_groups(results, case, 2, steps=3)
     forms = (("optimizer, to zeros", "before"), ("model, to None", "after"))
     for world, (form, when) in zip(submission.worlds(2, 2), forms):
         case = submission.case("Branches", world, steps=3, dtype=F64, branches=[1, -1][:world])

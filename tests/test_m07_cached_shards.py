@@ -13,9 +13,12 @@ from brigade.feedback import (
     expect,
     expect_equal,
     expect_gradients,
+    expect_restored,
+    expect_silence,
     expect_start,
     expect_weights,
     listing,
+    require_launches,
 )
 from brigade.verdict import CheckFailed, NotWritten
 from scenarios import m05_grad_buffer, m07_cached_shards, training
@@ -37,15 +40,26 @@ def groups_of(case, world, buckets_per_group):
     """(elements, names of parameters) of each group, as the rules of modules 5 and 6 have them; dtype by dtype."""
     by_dtype, groups = {}, []
     for name, parameter in reversed(case.parameters().items()):
-        by_dtype.setdefault(parameter.dtype, []).append((name, parameter.numel()))
+        if parameter.requires_grad:
+            by_dtype.setdefault(parameter.dtype, []).append((name, parameter.numel()))
     for named in by_dtype.values():
         layout = planned([numel for _, numel in named], BUCKET_NUMEL, world)
         ranges = layout["bucket_ranges"]
-        for first in range(0, len(ranges), buckets_per_group):
-            mine = range(first, min(first + buckets_per_group, len(ranges)))
+        length = buckets_per_group or len(ranges)
+        for first in range(0, len(ranges), length):
+            mine = range(first, min(first + length, len(ranges)))
             names = [name for (name, _), bucket in zip(named, layout["bucket_of"]) if bucket in mine]
             groups.append((sum(end - start for start, end in (ranges[i] for i in mine)), names))
     return groups
+
+
+def require_groups(results, case, buckets_per_group, steps=1):
+    """The numbers count only with the launches of module 6."""
+    groups, parameters = groups_of(case, len(case.group), buckets_per_group), case.parameters()
+    sizes = [(parameters[names[0]].dtype, numel) for numel, names in groups]
+    wanted = [(op, dtype, numel) for op in ("reduce_scatter", "all_gather") for dtype, numel in sizes]
+    kind = "an asynchronous reduce_scatter for each group, launched while backward goes on, and an all_gather"
+    require_launches(results.events, case.group, wanted, kind, steps=steps, overlapped="reduce_scatter")
 
 
 @contextlib.contextmanager
@@ -66,7 +80,7 @@ def views_suspected():
 
 @pytest.mark.points(1)
 def test_gradients_are_averaged(submission):
-    """Replicas start equal, buffers included, and after finish_grad_sync every gradient is the average."""
+    """Replicas start equal, buffers included; a reduce-scatter and an all-gather per group average the gradients."""
     models = ("Frozen", "Buffers", "MixedDtypes", "Tied")
     for world, model, buckets_per_group in zip(submission.worlds(1, 2, 3, 4), models, (1, 2, None, 2)):
         case = submission.case(model, world)
@@ -74,6 +88,7 @@ def test_gradients_are_averaged(submission):
             results = submission.run(training.train, case.for_ranks(**job(buckets_per_group)), world_size=world)
             expect_start([result["start"] for result in results], case)
             expect_gradients(results, case, tolerance=2**-6 if model == "MixedDtypes" else 1e-5)
+        require_groups(results, case, buckets_per_group)
 
 
 @pytest.mark.points(3)
@@ -87,7 +102,7 @@ def test_steady_step_makes_no_view(submission):
         volume = sum(numel for numel, _ in groups_of(case, world, 1))
         for rank, (events, steps) in enumerate(zip(results.events, results)):
             expect_no_view(rank, 2, steps, gather_grads)
-            expect_no_view(rank, 4, steps, gather_grads)
+            expect_no_view(rank, 4, steps, gather_grads, moved=True)
             found = launches(events, 2)
             expect(
                 all(sum(x.numel for x in found if x.op == op) == volume for op in ("reduce_scatter", "all_gather")),
@@ -96,8 +111,8 @@ def test_steady_step_makes_no_view(submission):
             )
 
 
-def expect_no_view(rank, step, steps, gather_grads):
-    """`steps` are the views that were made in each step; the buffers were moved before step 3."""
+def expect_no_view(rank, step, steps, gather_grads, moved=False):
+    """Expect that a step made no view. `steps` has the views of each step; `moved`: the buffers moved before it."""
     views = steps[step]
     if not views:
         return
@@ -113,12 +128,12 @@ def expect_no_view(rank, step, steps, gather_grads):
         happened += f"\n{line}  ({count} by {listing(sorted(calls[line]))})"
     earlier = sorted({file_of(view) for view in views if not view["module"].startswith(JOB["package"])})
     own = [view for view in views if view["module"].startswith(JOB["package"])]
-    before = "" if step == 2 else ", and the second one after reallocate(),"
+    before = "" if not moved else ", and the second one after reallocate(),"
     if not own:
         cause = (
             f"{listing(earlier)} is an earlier module: is the view kept there, or does CachedDDP do without that line?"
         )
-    elif step > 2:
+    elif moved:
         cause = "before reallocate() there were none: the cache is emptied for the new tensor, but in every step?"
     elif not gather_grads and {view["phase"] for view in own} >= {"backward", "start_param_sync"}:
         cause = (
@@ -146,7 +161,7 @@ def file_of(view):
 
 @pytest.mark.points(2)
 def test_views_follow_the_buffer(submission):
-    """After buffer.reallocate() gradients are averaged and parameters gathered in the new memory."""
+    """After buffer.reallocate() gradients are averaged and parameters gathered in the new memory, by kept views."""
     moves = [0, 1, 0, 2]  # before each step
     cases = zip(submission.worlds(2, 3, 2), (True, True, False), (torch.float64, torch.float32, torch.float64))
     for world, gather_grads, dtype in cases:
@@ -181,6 +196,7 @@ def test_views_follow_the_buffer(submission):
                     cause = "shard r of a bucket is rank r's, in grad_data as in param_data: is it another's?"
                 raise CheckFailed(failed.expected, failed.happened, cause) from None
         for rank, result in enumerate(results):
+            expect_no_view(rank, 2, result["views"], gather_grads, moved=True)
             for step, count in enumerate(result["held"]):
                 expect(
                     not count,
@@ -192,9 +208,9 @@ def test_views_follow_the_buffer(submission):
 
 @pytest.mark.points(1)
 def test_launches_are_those_of_module_6(submission):
-    """One reduce-scatter for each group, during backward, and one all-gather: of gradients, or else of parameters."""
+    """One reduce-scatter per group, in backward, and one all-gather of gradients or parameters, on kept views."""
     for world, buckets_per_group, gather_grads in zip(submission.worlds(2, 3), (2, 1), (True, False)):
-        case = submission.case("Plain", world, hidden_layers=6, steps=2)
+        case = submission.case("Plain", world, hidden_layers=6, steps=3)
         jobs = case.for_ranks(gather_grads=gather_grads, reallocate=None, **job(buckets_per_group))
         results = submission.run(m07_cached_shards.count_views, jobs, world_size=world)
         groups = groups_of(case, world, buckets_per_group)
@@ -203,6 +219,7 @@ def test_launches_are_those_of_module_6(submission):
             for step in range(2):
                 where = f"rank {rank}, step {step} (buckets_per_group={buckets_per_group}, gather_grads={gather_grads})"
                 expect_launches(events, step, groups, gathers, where)
+            expect_no_view(rank, 2, results[rank], gather_grads)
 
 
 def expect_launches(events, step, groups, gathers, where):
@@ -257,7 +274,7 @@ def expect_launches(events, step, groups, gathers, where):
 
 @pytest.mark.points(1)
 def test_steps_and_subgroups(submission):
-    """no_sync, ready orders that differ, groups of ranks 1 and 3 of four, unused parameters, over several steps."""
+    """no_sync, interrupted too, ready orders that differ, groups of ranks, unused parameters, over several steps."""
     for world, model in zip(submission.worlds(2, 3, 4), ("Frozen", "Reordered", "Tied")):
         groups = [[1, 3], [0, 2]] if world == 4 else [list(range(world))]
         case = submission.case(
@@ -269,10 +286,15 @@ def test_steps_and_subgroups(submission):
             group=groups[0],
             branches=list(range(world)) if model == "Reordered" else None,
         )
+        told = case.for_ranks(groups=groups, interrupted=1 if model == "Frozen" else None, **job(2))
         with views_suspected():
-            results = submission.run(training.train, case.for_ranks(groups=groups, **job(2)), world_size=world)
+            results = submission.run(training.train, told, world_size=world)
             expect_gradients(results, case)
             expect_weights(results, case)
+        if model == "Frozen":
+            expect_silence(results.events, case.group, 3)
+            expect_restored(results.events, case.group, 1)
+        require_groups(results, case, 2, steps=3)
     [world] = submission.worlds(2)
     case = submission.case("Branches", world, steps=3, dtype=torch.float64, branches=[1, -1][:world])
     form = submission.rng.choice(["optimizer, to None", "optimizer, to zeros", "model, to None", "model, to zeros"])

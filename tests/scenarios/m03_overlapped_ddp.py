@@ -3,11 +3,7 @@
 from brigade import recording
 from brigade.recording import phase
 from brigade.reference import gradients_of
-from scenarios.training import build, forward_backward, wrap
-
-
-class Interruption(Exception):
-    """Raised on purpose inside no_sync."""
+from scenarios.training import Interruption, build, forward_backward, wrap
 
 
 def interrupted_no_sync(job: dict) -> list:

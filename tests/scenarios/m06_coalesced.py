@@ -11,11 +11,7 @@ from brigade.kernels import counted
 from brigade.rank import device, student
 from brigade.recording import phase
 from brigade.reference import OPTIMIZERS
-from scenarios.training import build, forward_backward, group_of, note_counters, wrap
-
-
-class Interruption(Exception):
-    """Raised on purpose inside a block."""
+from scenarios.training import Interruption, build, forward_backward, group_of, note_counters, wrap
 
 
 def call(entry: dict, group: dist.ProcessGroup | None) -> torch.Tensor:

@@ -140,9 +140,7 @@ def count_views(job: dict) -> list[list[dict]]:
     synchronised in each. Before step job["reallocate"] the buffers move.
     """
     model, ddp = wrapped(job)
-    nodes = [torch.autograd.graph.get_gradient_edge(parameter).node for parameter in model.parameters()]
-    for node in nodes:  # which lives as long as this list
-        node.register_prehook(make_view)
+    nodes = make_views_in_hooks(model)
     found = []
     for step, [batch] in enumerate(job["batches"]):
         recording.note("step", step=step)
@@ -167,6 +165,14 @@ def count_views(job: dict) -> list[list[dict]]:
     return found
 
 
+def make_views_in_hooks(model: nn.Module) -> list:
+    """Register `make_view` on the nodes that accumulate the model's gradients, which live as long as this list."""
+    nodes = [torch.autograd.graph.get_gradient_edge(parameter).node for parameter in model.parameters()]
+    for node in nodes:
+        node.register_prehook(make_view)
+    return nodes
+
+
 def make_view(gradients: tuple[torch.Tensor | None, ...]) -> None:
     """A hook of the autograd graph that makes a view: see `ViewCounter.control`."""
     for gradient in gradients:
@@ -179,12 +185,13 @@ def move_buffers(job: dict) -> dict:
 
     With job["gather_grads"], what each step gives are the gradients. Without, the own shards of the gradients are
     written into the own shards of the parameters; after the sync these are whole, and are what the step gives. Then
-    they are the weights again. Also counts the flat tensors of before each move that something still holds, when the
-    step after it is over; param_data is one only where it is synchronised.
+    they are the weights again. Also notes the views that each step makes. When the step after a move is over, counts
+    the flat tensors of before the move that something still holds; param_data is one only where it is synchronised.
     """
     model, ddp = wrapped(job)
     weights = [buffer.param_data.clone() for buffer in ddp.grad_buffers]
-    given, held, old = [], [], []
+    nodes = make_views_in_hooks(model)
+    given, held, views, old = [], [], [], []
     for batch, times in zip(job["batches"][0], job["moves"]):
         for _ in range(times):
             for buffer in ddp.grad_buffers:
@@ -195,9 +202,10 @@ def move_buffers(job: dict) -> dict:
         model.zero_grad()
         with recording.phase("forward"):
             loss = loss_of(ddp, on_device(batch))
-        with recording.backward_of(loss):
-            loss.backward()
-        with recording.phase("finish"):
+        counter = ViewCounter()
+        views.append(counter.views)
+        counter.backward(loss)
+        with counter.during("finish_grad_sync"):
             ddp.finish_grad_sync()
         if job["gather_grads"]:
             given.append(gradients_of(model))
@@ -206,14 +214,15 @@ def move_buffers(job: dict) -> dict:
         for buffer in ddp.grad_buffers:
             for start, end in own_shards(buffer):
                 buffer.param_data[start:end] = buffer.grad_data[start:end]
-        with recording.phase("param sync"):
+        with counter.during("start_param_sync"):
             ddp.start_param_sync()
+        with counter.during("finish_param_sync"):
             ddp.finish_param_sync()
         held.append(still_there(old))
         given.append({n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad})
         for buffer, weight in zip(ddp.grad_buffers, weights):
             buffer.param_data.copy_(weight)
-    return {"given": given, "held": held}
+    return {"given": given, "held": held, "views": views}
 
 
 def still_there(references: list[StorageWeakRef]) -> int:

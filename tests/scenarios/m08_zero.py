@@ -64,13 +64,14 @@ def take_steps(
     gradients: Callable[[int], float],
     clip: Callable[[float], Any],
 ) -> dict:
-    """Trains; `gradients(step)` computes them and returns the loss. Returns norms, and whether step gave the loss.
+    """Trains; `gradients(step)` computes them and returns the loss.
 
+    Returns the norms, their dtypes (None for a Python number), and whether step gave the loss.
     Of the recipe: "gamma", by which the learning rate shrinks in every step; "change", options that all groups get
     before step "at"; "late", a group that is added before step "at"; "closure", whether step gets one; "max_norm".
     """
     scheduler = ExponentialLR(optimizer, recipe["gamma"]) if "gamma" in recipe else None
-    norms, losses, returned = [], [], True
+    norms, norm_dtypes, losses, returned = [], [], [], True
 
     def closure() -> float:
         optimizer.zero_grad()
@@ -94,12 +95,14 @@ def take_steps(
             closure()
             if "max_norm" in recipe:
                 with phase("clip"):
-                    norms.append(float(clip(recipe["max_norm"])))
+                    norm = clip(recipe["max_norm"])
+                    norms.append(float(norm))
+                norm_dtypes.append(norm.dtype if isinstance(norm, Tensor) else None)
             with phase("step"):
                 optimizer.step()
         if scheduler:
             scheduler.step()
-    return {"norms": norms, "returned": returned}
+    return {"norms": norms, "norm_dtypes": norm_dtypes, "returned": returned}
 
 
 def zero_optimizer(recipe: dict, ddp: nn.Module, model: nn.Module) -> torch.optim.Optimizer:

@@ -14,6 +14,10 @@ from brigade.recording import phase
 from brigade.reference import OPTIMIZERS, gradients_of, loss_of
 
 
+class Interruption(Exception):
+    """Raised on purpose inside a block."""
+
+
 def build(job: dict) -> torch.nn.Module:
     """This rank's model. Each gradient that becomes ready is noted before the submission's hooks see it."""
     model = traps.build(job["model"], job["sizes"], job["state"], job["dtype"]).to(device())
@@ -51,6 +55,25 @@ def forward_backward(ddp: torch.nn.Module, batch: dict) -> None:
         loss.backward()
 
 
+def accumulate(ddp: torch.nn.Module, batches: list[dict], interrupted: bool) -> None:
+    """Backward passes without communication: each in a no_sync block of its own.
+
+    `interrupted`: they share a block, in which nested blocks begin and end, and an exception ends it.
+    """
+    if not interrupted:
+        for batch in batches:
+            with ddp.no_sync():
+                forward_backward(ddp, batch)
+        return
+    with contextlib.suppress(Interruption), ddp.no_sync():
+        with ddp.no_sync():
+            forward_backward(ddp, batches[0])
+        for batch in batches[1:]:
+            forward_backward(ddp, batch)
+        with ddp.no_sync():
+            raise Interruption
+
+
 def counters(ddp: torch.nn.Module) -> dict[str, int | list[int]]:
     """What the skeletons count and collect within a step, as far as the submission has it, by name."""
     found = {}
@@ -71,7 +94,10 @@ def note_counters(ddp: torch.nn.Module) -> None:
 
 
 def train(job: dict) -> dict:
-    """Constructs the wrapper and takes all steps; all micro-batches of a step but the last run inside no_sync."""
+    """Construct the wrapper and take all steps; all micro-batches of a step except the last run inside no_sync.
+
+    In step job["interrupted"], if there is one, exceptions end the no_sync blocks.
+    """
     model = build(job)
     ddp = wrap(job, model)
     start = traps.state_of(model)
@@ -81,10 +107,8 @@ def train(job: dict) -> dict:
         recording.note("step", step=step)
         note_counters(ddp)
         optimizer.zero_grad()
-        for micro, batch in enumerate(batches):
-            last = micro == len(batches) - 1
-            with contextlib.nullcontext() if last else ddp.no_sync():
-                forward_backward(ddp, batch)
+        accumulate(ddp, batches[:-1], step == job.get("interrupted"))
+        forward_backward(ddp, batches[-1])
         note_counters(ddp)
         with phase("finish"):
             ddp.finish_grad_sync()
