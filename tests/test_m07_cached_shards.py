@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 import torch
 from test_m05_grad_buffer import BUCKET_NUMEL, planned
+from test_m06_coalesced import require_halves
 
 from brigade.events import launches, ready, summary
 from brigade.feedback import (
@@ -18,7 +19,6 @@ from brigade.feedback import (
     expect_start,
     expect_weights,
     listing,
-    require_launches,
 )
 from brigade.verdict import CheckFailed, NotWritten
 from scenarios import m05_grad_buffer, m07_cached_shards, training
@@ -40,26 +40,15 @@ def groups_of(case, world, buckets_per_group):
     """(elements, names of parameters) of each group, as the rules of modules 5 and 6 have them; dtype by dtype."""
     by_dtype, groups = {}, []
     for name, parameter in reversed(case.parameters().items()):
-        if parameter.requires_grad:
-            by_dtype.setdefault(parameter.dtype, []).append((name, parameter.numel()))
+        by_dtype.setdefault(parameter.dtype, []).append((name, parameter.numel()))
     for named in by_dtype.values():
         layout = planned([numel for _, numel in named], BUCKET_NUMEL, world)
         ranges = layout["bucket_ranges"]
-        length = buckets_per_group or len(ranges)
-        for first in range(0, len(ranges), length):
-            mine = range(first, min(first + length, len(ranges)))
+        for first in range(0, len(ranges), buckets_per_group):
+            mine = range(first, min(first + buckets_per_group, len(ranges)))
             names = [name for (name, _), bucket in zip(named, layout["bucket_of"]) if bucket in mine]
             groups.append((sum(end - start for start, end in (ranges[i] for i in mine)), names))
     return groups
-
-
-def require_groups(results, case, buckets_per_group, steps=1):
-    """The numbers count only with the launches of module 6."""
-    groups, parameters = groups_of(case, len(case.group), buckets_per_group), case.parameters()
-    sizes = [(parameters[names[0]].dtype, numel) for numel, names in groups]
-    wanted = [(op, dtype, numel) for op in ("reduce_scatter", "all_gather") for dtype, numel in sizes]
-    kind = "an asynchronous reduce_scatter for each group, launched while backward goes on, and an all_gather"
-    require_launches(results.events, case.group, wanted, kind, steps=steps, overlapped="reduce_scatter")
 
 
 @contextlib.contextmanager
@@ -88,7 +77,7 @@ def test_gradients_are_averaged(submission):
             results = submission.run(training.train, case.for_ranks(**job(buckets_per_group)), world_size=world)
             expect_start([result["start"] for result in results], case)
             expect_gradients(results, case, tolerance=2**-6 if model == "MixedDtypes" else 1e-5)
-        require_groups(results, case, buckets_per_group)
+        require_halves(results, case)
 
 
 @pytest.mark.points(3)
@@ -294,7 +283,7 @@ def test_steps_and_subgroups(submission):
         if model == "Frozen":
             expect_silence(results.events, case.group, 3)
             expect_restored(results.events, case.group, 1)
-        require_groups(results, case, 2, steps=3)
+        require_halves(results, case, steps=3)
     [world] = submission.worlds(2)
     case = submission.case("Branches", world, steps=3, dtype=torch.float64, branches=[1, -1][:world])
     form = submission.rng.choice(["optimizer, to None", "optimizer, to zeros", "model, to None", "model, to zeros"])

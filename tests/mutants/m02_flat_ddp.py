@@ -54,7 +54,15 @@ MUTANTS = [
         "every parameter reduced by itself",
         REDUCE,
         "[dist.all_reduce(part, group=self.process_group) for part in flat.split([p.numel() for p in parameters])]",
-        ("test_one_all_reduce_per_dtype",),
+        (
+            "test_one_all_reduce_per_dtype",
+            "test_gradients_are_averaged",
+            "test_bytes_on_the_wire",
+            "test_mixed_dtypes",
+            "test_gradients_keep_shape_and_stride",
+            "test_branches_and_unused_parameters",
+            "test_steps_and_subgroups",
+        ),
         "every parameter is still reduced by itself",
     ),
     Mutant(

@@ -14,6 +14,13 @@ CLEAR = "self.in_flight.clear()\n"
 RESTORE = "self.synchronize = before"
 TRY = "try:\n            yield\n        finally:\n            self.synchronize = before"
 
+NOT_OVERLAPPED = (
+    "test_gradients_are_averaged",
+    "test_every_handle_is_waited_on",
+    "test_no_sync_accumulates",
+    "test_steps_and_subgroups",
+)
+
 MUTANTS = [
     Mutant("replicas not made equal", BROADCAST, "pass\n", ("test_gradients_are_averaged",), "broadcast, all of them"),
     Mutant("summed, not averaged", DIVIDE, "pass", ("test_gradients_are_averaged",), "summed"),
@@ -36,7 +43,7 @@ MUTANTS = [
         "synchronous all-reduce in the hook",
         REMEMBER,
         "handle.wait()\n            " + REMEMBER,
-        ("test_launches_are_asynchronous",),
+        ("test_launches_are_asynchronous", *NOT_OVERLAPPED),
         "async_op=True, and wait in finish_grad_sync",
     ),
     Mutant(
@@ -44,7 +51,7 @@ MUTANTS = [
         LAUNCH,
         "wait = lambda _: dist.all_reduce(parameter.grad, group=self.process_group)\n"
         "            handle = type('Later', (), {'wait': wait})()",
-        ("test_launches_are_asynchronous",),
+        ("test_launches_are_asynchronous", *NOT_OVERLAPPED),
         "not into finish_grad_sync",
     ),
     Mutant(
@@ -144,6 +151,19 @@ MUTANTS = [
         "                )",
         ("test_no_sync_accumulates", "test_gradients_are_averaged", "test_no_sync_restores_its_state"),
         "before its gradient is in .grad",
+    ),
+    Mutant(
+        "a tensor hook that reduces a copy of the incoming gradient",
+        HOOK,
+        "def reduce(grad, p=parameter):\n"
+        "                    copy = grad.clone()\n"
+        "                    place = property(lambda _: copy, lambda _, value: setattr(p, 'grad', value))\n"
+        "                    if self.synchronize:\n"
+        "                        handle = dist.all_reduce(copy, group=self.process_group, async_op=True)\n"
+        "                        self.in_flight.append((handle, type('Place', (), {'grad': place})()))\n\n"
+        "                parameter.register_hook(reduce)",
+        ("test_launches_follow_their_gradients", "test_no_sync_accumulates"),
+        "gets the incoming gradient",
     ),
     Mutant(
         "no_sync without effect",

@@ -24,6 +24,10 @@ RESTART = "            bucket.finish()\n        self.launched = 0"
 CAP = "int(bucket_cap_mb * 2**20)"
 HOOK = "lambda _, bucket=bucket: self.mark_ready(bucket)"
 
+PLANNED = "for group in plan_buckets(trainable, int(bucket_cap_mb * 2**20))]"
+RESTORE = "self.synchronize = before"
+TRY = f"try:\n            yield\n        finally:\n            {RESTORE}"
+
 MUTANTS = [
     Mutant("not reversed", REVERSE, "for parameter in list(params):", ("test_bucket_rule",), "reverse"),
     Mutant(
@@ -76,6 +80,18 @@ MUTANTS = [
         "bucket_cap_mb",
         ("test_buckets_overlap_with_backward",),
         "every parameter is launched by itself",
+    ),
+    Mutant(
+        "a plan of its own, which mixes dtypes",
+        "self.buckets = [Bucket(group, process_group) " + PLANNED,
+        "plan = [[]]\n"
+        "        for p in reversed(trainable):\n"
+        "            if plan[-1] and sum(q.nbytes for q in plan[-1]) + p.nbytes > bucket_cap_mb * 2**20:\n"
+        "                plan.append([])\n"
+        "            plan[-1].append(p)\n"
+        "        self.buckets = [Bucket(group, process_group) for group in plan]",
+        ("test_gradients_are_averaged",),
+        "the wrapper's buckets are not those of plan_buckets",
     ),
     Mutant("replicas not made equal", BROADCAST, "pass\n", ("test_gradients_are_averaged",), "broadcast, all of them"),
     Mutant("summed, not averaged", DIVIDE, "pass\n", ("test_gradients_are_averaged",), "summed"),
@@ -172,6 +188,20 @@ MUTANTS = [
     ),
     Mutant(
         "no handle kept", REDUCE, REDUCE.replace("True", "False"), ("test_gradients_are_averaged",), "async_op=True"
+    ),
+    Mutant(
+        "no_sync not restored after an exception",
+        TRY,
+        f"yield\n        {RESTORE}",
+        ("test_no_sync_accumulates",),
+        "try ... finally",
+    ),
+    Mutant(
+        "the inner no_sync ends the outer one",
+        RESTORE,
+        "self.synchronize = True",
+        ("test_no_sync_accumulates",),
+        "an inner no_sync",
     ),
     Mutant("no_sync without effect", UNLESS, "pass\n", ("test_no_sync_accumulates",), "is self.synchronize asked"),
     Mutant(

@@ -9,6 +9,7 @@ LAST = "if is_full or place == len(numels) - 1:"
 PAD = "end = round_up(end, multiple)"
 FROZEN = "@dataclass(frozen=True)"
 ZEROS = "self.grad_data = first.new_zeros("
+WIDE = "dtype=grad_dtype if self.has_main_grad else None"
 HAS_MAIN = "self.has_main_grad = grad_dtype is not None and grad_dtype.itemsize > first.itemsize"
 IS_VIEW = "if parameter.grad is view:\n            return\n"
 ADD = "view.add_(parameter.grad)"
@@ -34,6 +35,8 @@ WAIT = "bucket.handle.wait()\n"
 RESET = "bucket.missing = len(bucket.members)\n        self.launched = 0"
 CLEAR = "buffer.started.clear()\n"
 ROUNDED = "parameter.grad = parameter.main_grad.to(parameter.dtype)"
+RESTORE = "self.synchronize = before"
+TRY = f"try:\n            yield\n        finally:\n            {RESTORE}"
 
 MUTANTS = [
     Mutant("parameters not aligned", START, "start = end", ("test_layout_rule",), "multiple of 64"),
@@ -213,6 +216,20 @@ MUTANTS = [
     ),
     Mutant("grad_dtype ignored", HAS_MAIN, "self.has_main_grad = False", ("test_main_grad_accumulates_in_fp32",)),
     Mutant(
+        "main_grads in a narrower grad_dtype too",
+        HAS_MAIN,
+        "self.has_main_grad = grad_dtype is not None and grad_dtype != first.dtype",
+        ("test_one_buffer_per_dtype",),
+        "not wider than the parameters' dtype is ignored",
+    ),
+    Mutant(
+        "a buffer in a narrower grad_dtype too",
+        WIDE,
+        "dtype=grad_dtype",
+        ("test_one_buffer_per_dtype",),
+        "not wider than the parameters' dtype is ignored",
+    ),
+    Mutant(
         "p.grad left None with main_grad",
         ROUNDED,
         "pass",
@@ -236,6 +253,20 @@ MUTANTS = [
         "pass\n        self.launched = 0",
         ("test_buckets_overlap_with_backward",),
         "missing[0] is 0 when step 1 begins",
+    ),
+    Mutant(
+        "no_sync not restored after an exception",
+        TRY,
+        f"yield\n        {RESTORE}",
+        ("test_steps_and_subgroups",),
+        "try ... finally",
+    ),
+    Mutant(
+        "the inner no_sync ends the outer one",
+        RESTORE,
+        "self.synchronize = True",
+        ("test_steps_and_subgroups",),
+        "an inner no_sync",
     ),
     Mutant("no_sync without effect", UNLESS, "pass\n", ("test_steps_and_subgroups",), "is self.synchronize asked"),
     Mutant(

@@ -159,7 +159,7 @@ MUTANTS = [
         "all_reduce instead of reduce_scatter",
         SCATTER,
         "dist.all_reduce(bucket, dist.ReduceOp.AVG, self.process_group)\n",
-        ("test_launches_and_volume", "test_bucket_group"),
+        ("test_launches_and_volume", "test_bucket_group", "test_gradients_are_averaged", "test_steps_and_subgroups"),
         "do together what an all_reduce does",
     ),
     Mutant("gradients not waited for", WAIT_GRADS, "        pass\n", ("test_bucket_group",), "waited on"),
@@ -310,6 +310,15 @@ MUTANTS = [
     ),
     Mutant(
         "counters not reset", RESET, "", ("test_groups_overlap_with_backward",), "missing[0] is 0 when step 1 begins"
+    ),
+    Mutant(
+        "no_sync not restored after an exception",
+        NEXT,
+        "    @contextmanager\n    def no_sync(self):\n"
+        "        before, self.synchronize = self.synchronize, False\n"
+        "        yield\n        self.synchronize = before\n\n" + NEXT,
+        ("test_steps_and_subgroups",),
+        "try ... finally",
     ),
     Mutant(
         "no_sync without effect",

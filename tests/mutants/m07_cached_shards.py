@@ -61,7 +61,7 @@ MUTANTS = [
         "module 6's groups",
         GROUP_CLASS,
         "group_class = BucketGroup",
-        STEADY,
+        STEADY + FOLLOW + LAUNCHES,
         "coalesced.py is an earlier module:",
     ),
     Mutant(
@@ -255,6 +255,26 @@ MUTANTS = [
         ),
         LAUNCHES,
         "without gather_grads no gradients are gathered",
+    ),
+    Mutant(
+        "no_sync not restored after an exception",
+        GROUP_CLASS,
+        in_wrapper(
+            "    @__import__('contextlib').contextmanager\n"
+            "    def no_sync(self):\n"
+            "        before, self.synchronize = self.synchronize, False\n"
+            "        yield\n"
+            "        self.synchronize = before\n"
+        ),
+        STEPS,
+        "try ... finally",
+    ),
+    Mutant(
+        "no_sync without effect",
+        GROUP_CLASS,
+        in_wrapper("    @__import__('contextlib').contextmanager\n    def no_sync(self):\n        yield\n"),
+        STEPS,
+        "is self.synchronize asked",
     ),
     Mutant("the rank in the world", RANK, "self.rank = dist.get_rank()", STEPS, "for this rank of the group"),
     Mutant("the size of the world", SIZE, "size = dist.get_world_size()", STEPS, "as many as the group has ranks"),
