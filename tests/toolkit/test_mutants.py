@@ -88,16 +88,6 @@ def test_skeleton_scores_nothing(entry, backend):
             check(with_text(entry, (ROOT / "lessons" / entry.path).read_text(), backend))
 
 
-RENAMED = [(earlier, later) for later in WRAPPERS for earlier in WRAPPERS if earlier.number < later.number]
-
-
-@pytest.mark.parametrize(("earlier", "later"), RENAMED, ids=lambda entry: str(entry.number))
-def test_answer_of_an_earlier_module_fails(earlier, later, backend):
-    """An earlier module's answer under the later one's name has right numbers, and does not pass."""
-    text = (ROOT / "solutions" / earlier.path).read_text().replace(earlier.public[-1], later.public[-1])
-    assert failing(later, text, backend)
-
-
 WRONG = {
     "torch DDP": """
 from torch.nn.parallel import DistributedDataParallel
