@@ -406,11 +406,14 @@ def expect_silence(events: Sequence[Sequence[Event]], ranks: Iterable[int], step
     for rank in ranks:
         for step in range(steps):
             early = launched_in_no_sync(events[rank], step)
+            first = early and early[0].place < passes(events[rank], step)[1]
             expect(
                 not early,
                 "backward passes inside no_sync launch nothing",
                 f"rank {rank}, step {step}: they made {len(early)} of {len(launches(events[rank], step))} launches",
-                "is self.synchronize asked before anything is counted or launched?",
+                "is self.synchronize asked before anything is counted or launched?"
+                if first
+                else "an inner no_sync switches synchronisation on when it ends, instead of restoring what was?",
             )
 
 

@@ -10,25 +10,38 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Mutant:
-    """`old` in the reference becomes `new`; every check in `caught_by` must fail, and say `cause` to the student.
-
-    `cause` is empty where an exception's own message is all there is to say.
-    """
+class Change:
+    """`old` in the reference becomes `new`."""
 
     name: str
     old: str
     new: str
+
+    def apply(self, text: str) -> str:
+        """Return the reference's text with the change in it.
+
+        Raises ValueError unless `old` occurs there exactly once, SyntaxError where the text is not Python any more.
+        """
+        if text.count(self.old) != 1:
+            raise ValueError(f"change {self.name!r}: its old text occurs {text.count(self.old)} times in the reference")
+        changed = text.replace(self.old, self.new)
+        compile(changed, self.name, "exec")
+        return changed
+
+
+@dataclass(frozen=True)
+class Mutant(Change):
+    """A mistake: every check in `caught_by` must fail, and the first must say `cause` to the student.
+
+    `cause` is empty where an exception's own message is all there is to say.
+    """
+
     caught_by: tuple[str, ...]
     cause: str = ""
 
-    def apply(self, text: str) -> str:
-        """The reference's text with the mistake in it.
 
-        Raises ValueError unless `old` stands there exactly once, SyntaxError where the text is not Python any more.
-        """
-        if text.count(self.old) != 1:
-            raise ValueError(f"mutant {self.name!r}: its old text occurs {text.count(self.old)} times in the reference")
-        mutated = text.replace(self.old, self.new)
-        compile(mutated, self.name, "exec")
-        return mutated
+@dataclass(frozen=True)
+class Variant(Change):
+    """Another right answer: the checks `passes` must pass. They have failed it, or a careless change of them would."""
+
+    passes: tuple[str, ...]

@@ -67,7 +67,7 @@ def loop(
     is the model's, not the optimizer's).
     """
     scheduler = SCHEDULERS[job.get("scheduler", "none")](optimizer)
-    weights, norms, losses, returned, left = [], [], [], [], set()
+    weights, norms, norm_dtypes, losses, returned, left = [], [], [], [], [], set()
 
     def compute(step: int, own: list[dict]) -> Tensor:
         (model if "zero_by_model" in job else optimizer).zero_grad(set_to_none="zeros" not in job)
@@ -96,7 +96,9 @@ def loop(
             compute(step, own)
             if "max_norms" in job:
                 with phase("clip"):
-                    norms.append(float(clip(job["max_norms"][step])))
+                    norm = clip(job["max_norms"][step])
+                    norms.append(float(norm))
+                norm_dtypes.append(norm.dtype if isinstance(norm, Tensor) else None)
             if step != job.get("skip"):
                 with phase("step"):
                     optimizer.step()
@@ -104,7 +106,7 @@ def loop(
             scheduler.step()
         weights.append({name: p.detach().clone() for name, p in model.named_parameters()})
     sizes = [len(group["params"]) for group in optimizer.param_groups]
-    found = {"weights": weights, "norms": norms, "losses": losses, "returned": returned}
+    found = {"weights": weights, "norms": norms, "norm_dtypes": norm_dtypes, "losses": losses, "returned": returned}
     return found | {"sizes": sizes, "left": sorted(left)}
 
 

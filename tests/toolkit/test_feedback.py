@@ -17,6 +17,7 @@ from brigade.feedback import (
     expect_gradients,
     expect_start,
     expect_weights,
+    format_distinct,
     listing,
 )
 from brigade.reference import Case
@@ -344,3 +345,26 @@ def test_gradients_that_are_counted_wrongly_are_named():
     assert "inside no_sync are counted" in miscounted(record(FRESH, {"missing": [-1, -1]}, passes=2), 0)
     assert "is mark_ready called by a hook" in miscounted(record(FRESH, FRESH), 0)
     assert miscounted(record({}, {}), 0, otherwise="another style") == "another style"
+
+
+@pytest.mark.parametrize(
+    ("numbers", "texts"),
+    [
+        ((339494.03125, 339494.0312), ["339494.03125", "339494.0312"]),
+        ((339494.03125, 339494.03125), ["339494", "339494"]),
+        ((0.1, 0.1 + 2**-56), ["0.10000000000000001", "0.10000000000000002"]),
+        ((1.0, float("nan")), ["1", "nan"]),
+        ((True, 3), ["1", "3"]),
+        ((-0.0, 1e9), ["-0", "1e+09"]),
+    ],
+)
+def test_unequal_numbers_print_differently(numbers, texts):
+    found = format_distinct(*numbers)
+    assert (len(set(found)) == 1) == (len(set(map(repr, map(float, numbers)))) == 1)
+    assert found == texts
+
+
+def test_messages_print_unequal_numbers_differently():
+    exact = {"norm": torch.tensor([339494.03125], dtype=torch.float64)}
+    failed = verdict([{"norm": exact["norm"] * (1 + 1e-9)}], exact)
+    assert "is 339494.032, expected 339494.031" in failed.happened

@@ -5,6 +5,7 @@ import inspect
 import re
 
 import pytest
+from alternatives.variants import VARIANTS
 
 from brigade.course import MODULES, ROOT
 from brigade.plugin import Checked
@@ -79,6 +80,21 @@ def test_another_style_passes(entry, backend):
     text = (ROOT / "tests" / "alternatives" / f"{entry.package}.py").read_text()
     for check in checks(entry).values():
         check(with_text(entry, text, backend))
+
+
+ALL_VARIANTS = [
+    pytest.param(MODULES[number - 1], variant, id=f"{number}-{variant.name.replace(' ', '-')}")
+    for number, variants in VARIANTS.items()
+    for variant in variants
+]
+
+
+@pytest.mark.parametrize(("entry", "variant"), ALL_VARIANTS)
+def test_right_variant_passes(entry, variant, backend):
+    text = variant.apply((ROOT / "solutions" / entry.path).read_text())
+    for seed in range(2):
+        for name in variant.passes:
+            checks(entry)[name](with_text(entry, text, backend, seed))
 
 
 @pytest.mark.parametrize("entry", MODULES, ids=lambda entry: entry.package)

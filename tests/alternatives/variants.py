@@ -1,0 +1,61 @@
+"""Small changes to the reference that leave it right, by module."""
+
+from mutants import Variant
+
+HOOK_3 = """        if self.synchronize:
+            handle = dist.all_reduce(parameter.grad, group=self.process_group, async_op=True)
+            self.in_flight.append((handle, parameter))
+"""
+NORM = """    squares = torch.zeros((), dtype=torch.float64, device=device)
+    for grad in grads:
+        squares += torch.linalg.vector_norm(grad, dtype=torch.float64).square()
+    dist.all_reduce(squares, group=process_group)
+    norm = squares.sqrt()
+    for grad in grads:
+        grad.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm
+"""
+FLOAT32 = NORM.replace("vector_norm(grad, dtype=torch.float64)", "vector_norm(grad.float())").replace(
+    "float64", "float32"
+)
+CLIPPING = ("test_sharded_clipping", "test_zero_clipping")
+
+VARIANTS = {
+    3: [
+        Variant(
+            "every launch held back until one more gradient is ready",
+            HOOK_3,
+            "        if self.synchronize:\n"
+            "            self.pending = [*getattr(self, 'pending', []), parameter]\n"
+            "            last = parameter is next(p for p in self.module.parameters() if p.requires_grad)\n"
+            "            while len(self.pending) > (0 if last else 1):\n"
+            "                parameter = self.pending.pop(0)\n"
+            "                handle = dist.all_reduce(parameter.grad, group=self.process_group, async_op=True)\n"
+            "                self.in_flight.append((handle, parameter))\n",
+            ("test_gradients_are_averaged", "test_launches_follow_their_gradients", "test_every_handle_is_waited_on"),
+        ),
+    ],
+    4: [
+        Variant(
+            "an empty bucket where there are no parameters",
+            "    return buckets\n",
+            "    return buckets or [[]]\n",
+            ("test_bucket_rule", "test_gradients_are_averaged"),
+        ),
+    ],
+    8: [
+        Variant("a float32 norm", NORM, FLOAT32, CLIPPING),
+        Variant(
+            "a norm computed in float32, as a number",
+            NORM,
+            FLOAT32.replace("return norm", "return norm.item()"),
+            CLIPPING,
+        ),
+        Variant(
+            "a norm rounded to bfloat16",
+            NORM,
+            NORM.replace("return norm", "return norm.bfloat16()"),
+            CLIPPING,
+        ),
+    ],
+}
