@@ -140,7 +140,7 @@ def count_views(job: dict) -> list[list[dict]]:
     synchronised in each. Before step job["reallocate"] the buffers move.
     """
     model, ddp = wrapped(job)
-    nodes = make_views_in_hooks(model)
+    make_views_in_hooks(model)
     found = []
     for step, [batch] in enumerate(job["batches"]):
         recording.note("step", step=step)
@@ -165,12 +165,10 @@ def count_views(job: dict) -> list[list[dict]]:
     return found
 
 
-def make_views_in_hooks(model: nn.Module) -> list:
-    """Register `make_view` on the nodes that accumulate the model's gradients, which live as long as this list."""
-    nodes = [torch.autograd.graph.get_gradient_edge(parameter).node for parameter in model.parameters()]
-    for node in nodes:
-        node.register_prehook(make_view)
-    return nodes
+def make_views_in_hooks(model: nn.Module) -> None:
+    """Register `make_view` on the nodes that accumulate the model's gradients; the recorder keeps the nodes alive."""
+    for parameter in model.parameters():
+        torch.autograd.graph.get_gradient_edge(parameter).node.register_prehook(make_view)
 
 
 def make_view(gradients: tuple[torch.Tensor | None, ...]) -> None:
@@ -190,7 +188,7 @@ def move_buffers(job: dict) -> dict:
     """
     model, ddp = wrapped(job)
     weights = [buffer.param_data.clone() for buffer in ddp.grad_buffers]
-    nodes = make_views_in_hooks(model)
+    make_views_in_hooks(model)
     given, held, views, old = [], [], [], []
     for batch, times in zip(job["batches"][0], job["moves"]):
         for _ in range(times):
