@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,11 +98,19 @@ def selected(text: str) -> list[Module]:
     return [module(number) for number in sorted(numbers)]
 
 
-def results_file(path: str | None) -> Path | None:
-    """Where results are written. Raises CourseError where that is impossible."""
+def results_file(path: str | None, submission: str | None = None) -> Path | None:
+    """Where results are written. Raises CourseError where that is impossible.
+
+    A link is refused, and so is one on the way through `submission`: whoever made it would choose what we overwrite.
+    """
     if path is None:
         return None
-    out = Path(path).resolve()
+    given = Path(os.path.abspath(path))
+    theirs = {Path(os.path.abspath(submission)), Path(submission).resolve()} if submission else set()
+    for place in (given, *(parent for parent in given.parents if theirs & set(parent.parents))):
+        if place.is_symlink():
+            raise CourseError(f"{place} is a link, and results are written to files only")
+    out = given.parent.resolve() / given.name
     if not out.parent.is_dir():
         raise CourseError(f"there is no directory {out.parent} for the results")
     if out.exists() and not out.is_file():

@@ -4,6 +4,11 @@
 unprivileged user, has limits on memory, processes and file sizes, dies with the fork server, and cannot read what is
 hidden from it: the course's own files (tests, solutions, history), and the directories that the grader names.
 
+The kernel refuses some system calls to it (`filter_system_calls`): those that leave data in the kernel for a later
+process of the user (key rings, shared memory, semaphores, message queues), and those that make namespaces. Where control
+groups can be written, all processes of the user share one: its memory is limited, and its share of the processors is that
+of one grading, however many processes it starts.
+
 Where namespaces are allowed, what is hidden is covered, the temporary directories are the rank's own, small and gone
 with it, other users' processes are not seen, and the network is a loopback. Where they are not (most containers), the
 grader has taken the permissions away (`close_off`), and the network and the disk are open.
@@ -14,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import os
 import resource
@@ -31,14 +37,32 @@ from pathlib import Path
 from brigade.course import ROOT, CourseError
 
 PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
+SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_SPEC_ALLOW = 1, 4
 CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWNET = 0x00020000, 0x08000000, 0x40000000
 MS_BIND, MS_REC, MS_PRIVATE, MS_NOSUID, MS_NODEV, MS_NOEXEC = 0x1000, 0x4000, 0x40000, 0x2, 0x4, 0x8
 SIOCSIFFLAGS, IFF_UP, IFF_RUNNING = 0x8914, 0x1, 0x40
 FIRST_UID = 64_100  # of the users that ranks run as; no account needs to exist
 USERS = 64  # graders at a time on one machine
-PRIVATE_DIRECTORIES = ("/tmp", "/var/tmp", "/dev/shm", "/run/lock")  # those that anybody may write to
+PRIVATE_DIRECTORIES = ("/tmp", "/var/tmp", "/dev/shm", "/dev/mqueue", "/run/lock")  # those that anybody may write to
 RENDEZVOUS = "rendezvous"  # the file in a run's directory that all its ranks share
-SECRETS = ("tests", "solutions", ".git")  # of the course
+SECRETS = ("tests", "solutions", ".git", "out")  # of the course
+NICENESS = 10  # of ranks: the grader and the rest of the machine go first
+CONTROL_GROUPS = Path("/sys/fs/cgroup")
+
+# System calls that a rank may not make, by machine: (its number in audit.h, seccomp, clone, clone3, refused ones).
+# Refused are add_key, request_key, keyctl; shmget, shmat, shmctl; msgget, msgsnd, msgrcv, msgctl; semget, semop,
+# semtimedop, semctl; mq_open; unshare, setns; ptrace, process_vm_readv, process_vm_writev.
+MACHINES = {
+    "x86_64": (
+        0xC000003E, 317, 56, 435,
+        (248, 249, 250, 29, 30, 31, 68, 69, 70, 71, 64, 65, 220, 66, 240, 272, 308, 101, 310, 311),
+    ),
+    "aarch64": (
+        0xC00000B7, 277, 220, 435,
+        (217, 218, 219, 194, 196, 195, 186, 189, 188, 187, 190, 193, 192, 191, 180, 97, 268, 117, 270, 271),
+    ),
+}  # fmt: skip
+CLONE_NEW_ANY = 0x7E020000  # the flags of clone that make a namespace
 
 
 @dataclass(frozen=True)
@@ -48,6 +72,7 @@ class Jail:
     uid: int
     hidden: list[str] = field(default_factory=list)
     memory: int = 3 << 30  # beside what torch has mapped already; 0 for no limit
+    together: int = 4 << 30  # resident memory of all processes, where there are control groups; 0 for no limit
     processes: int = 400  # of this user, threads included
     file: int = 64 << 20
     disk: int = 64 << 20  # of each private directory, which takes memory
@@ -57,6 +82,8 @@ class Jail:
 
 def confine(jail: dict, directory: str, server: int) -> None:
     """Makes this process the user's, with its limits, in `directory`. Raises OSError where that is impossible."""
+    join_groups(jail)
+    os.nice(NICENESS)
     mounted = unshare_mounts()
     shared = os.path.join(directory, RENDEZVOUS)
     os.close(os.open(shared, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600))
@@ -78,11 +105,98 @@ def confine(jail: dict, directory: str, server: int) -> None:
     os.setgid(jail["uid"])
     os.setuid(jail["uid"])
     prctl(PR_SET_NO_NEW_PRIVS, 1)
+    filter_system_calls()
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # giving up root has cleared it
     if os.getppid() != server:
         os._exit(1)
     os.umask(0o077)
     os.environ.update(HOME=directory, TMPDIR=directory, TORCHINDUCTOR_CACHE_DIR=os.path.join(directory, "inductor"))
+
+
+def filter_system_calls() -> bool:
+    """Have the kernel refuse the calls of MACHINES to this process and its children. False where it cannot.
+
+    A call that makes a namespace is refused by its flags. The flags of clone3 lie in memory, where a filter cannot look:
+    as on a kernel without clone3, the C library uses clone instead.
+    """
+    machine = os.uname().machine
+    if machine not in MACHINES:
+        return False
+    audit, seccomp, clone, clone3, refused = MACHINES[machine]
+    load, equal, at_least, any_bit, answer = 0x20, 0x15, 0x35, 0x45, 0x06  # of the Berkeley Packet Filter
+    allow, permission, missing = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS
+    number, architecture, first_argument = 0, 4, 16  # offsets in the kernel's description of a call
+    # (operation, how many instructions to skip if true, and if false, operand)
+    program = [(load, 0, 0, architecture), (equal, 1, 0, audit), (answer, 0, 0, permission), (load, 0, 0, number)]
+    program += [(at_least, 0, 1, 0x4000_0000), (answer, 0, 0, permission)]  # x86_64's second table of calls
+    for call in refused:
+        program += [(equal, 0, 1, call), (answer, 0, 0, permission)]
+    program += [(equal, 0, 1, clone3), (answer, 0, 0, missing)]
+    program += [(equal, 0, 3, clone), (load, 0, 0, first_argument), (any_bit, 0, 1, CLONE_NEW_ANY)]
+    program += [(answer, 0, 0, permission), (answer, 0, 0, allow)]
+    code = b"".join(struct.pack("HBBI", *instruction) for instruction in program)
+    instructions = ctypes.create_string_buffer(code, len(code))
+    description = struct.pack("HxxxxxxP", len(program), ctypes.addressof(instructions))
+    libc = ctypes.CDLL(None, use_errno=True)
+    # Without the flag, kernels before 5.16 slow a filtered process down.
+    return libc.syscall(seccomp, SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_SPEC_ALLOW, description) == 0
+
+
+def join_groups(jail: dict) -> bool:
+    """Put this process into the control groups of the jail's user. Return whether they limit its memory."""
+    is_limited = False
+    for group in control_groups(jail["uid"]):
+        # In version 2 swap has a limit of its own; in version 1 the last one counts memory and swap together.
+        sizes = {"memory.max": jail["together"], "memory.swap.max": 0}
+        sizes |= {"memory.limit_in_bytes": jail["together"], "memory.memsw.limit_in_bytes": jail["together"]}
+        with contextlib.suppress(OSError):
+            group.mkdir(exist_ok=True)
+            for name, size in sizes.items() if jail["together"] else ():
+                with contextlib.suppress(FileNotFoundError):
+                    write_existing(group / name, size)
+                    is_limited = True
+            write_existing(group / "cgroup.procs", os.getpid())
+    return is_limited
+
+
+def leave_groups(uid: int) -> None:
+    """Remove the user's control groups. For root, when the user has no processes."""
+    for group in control_groups(uid):
+        with contextlib.suppress(OSError):
+            group.rmdir()
+
+
+def control_groups(uid: int) -> list[Path]:
+    """Return the directories of the user's control groups below our own: limits on us hold for them too.
+
+    In version 2 a group with processes cannot divide its memory. There it is the nearest group above ours that can.
+    """
+    found = []
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            for controller in {"memory", "cpu"} & set(controllers.split(",")):
+                found.append(CONTROL_GROUPS / controller / path[1:] / f"brigade-{uid}")
+            if not controllers:
+                group = CONTROL_GROUPS / path[1:]
+                for above in (group, *group.parents):
+                    if above.is_relative_to(CONTROL_GROUPS) and divides_memory(above):
+                        found.append(above / f"brigade-{uid}")
+                        break
+    return [group for group in found if group.parent.is_dir()]
+
+
+def divides_memory(group: Path) -> bool:
+    """Whether groups below this one, of version 2, can have a limit on their memory."""
+    try:
+        return "memory" in (group / "cgroup.subtree_control").read_text().split()
+    except OSError:
+        return False
+
+
+def write_existing(path: Path, number: int) -> None:
+    with open(os.open(path, os.O_WRONLY), "w") as file:
+        file.write(str(number))
 
 
 @contextlib.contextmanager
@@ -98,7 +212,10 @@ def free_user() -> Iterator[int]:
                 continue
             kill_user(uid)  # of a grader that was killed something may be left
             remove_files(uid)
-            yield uid
+            try:
+                yield uid
+            finally:
+                leave_groups(uid)
             return
     raise CourseError(f"{USERS} gradings run on this machine already")
 
@@ -141,6 +258,8 @@ def look_around() -> dict:
     return {
         "uid": os.getuid(),
         "secrets": [name for name in SECRETS if os.access(ROOT / name, os.R_OK)],
+        "is_filtered": "Seccomp:\t2" in Path("/proc/self/status").read_text().splitlines(),
+        "is_grouped": f"brigade-{os.getuid()}" in Path("/proc/self/cgroup").read_text(),
         "unreachable": sorted(path for path in python if not os.access(path, os.R_OK | os.X_OK)),
     }
 

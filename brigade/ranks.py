@@ -18,6 +18,7 @@ import contextlib
 import fcntl
 import inspect
 import json
+import math
 import os
 import random
 import re
@@ -36,6 +37,7 @@ from typing import Any
 
 from brigade import forkserver, isolation
 from brigade.course import ROOT, CourseError
+from brigade.submission import Sources, is_sealed, sealed
 
 OUTSIDE = "setup"  # the phase of what is done in none of the training loop's: see `recording.Recorder`
 DEADLINE_S = {"gloo": 20.0, "nccl": 90.0}
@@ -56,6 +58,7 @@ JARGON = (
 )
 TRACE_LIMIT = 1 << 16  # bytes of what it says of where it stands
 FRAMES_LIMIT = 30  # of an exception's
+MOST_STEPS = 1 << 20  # and launches
 SENT_LIMIT = 1 << 30  # bytes a rank may send to us, where no jail says less
 
 Event = dict[str, Any]
@@ -289,13 +292,14 @@ def run_ranks(
         raise CourseError(f"a world size of {world_size} is not possible: it takes at least one rank")
     environment = nccl_environment(world_size, share_gpu) if backend == "nccl" else [{}] * world_size
     module, sources = importable(function)
+    packages = {**sources, **(packages or {})}
     request = {
         "world_size": world_size,
         "backend": backend,
         "mode": mode,
         "module": module,
         "function": function.__qualname__,
-        "packages": {**sources, **(packages or {})},
+        "packages": {name: sealed(of) if SERVER.jail else of for name, of in packages.items()},
         "threads": 1 if mode == "hold" else max(1, cores() // world_size),  # checks are small
         "seed": random.randrange(2**31) if seed is None else seed,
         "terminal": terminal,
@@ -309,7 +313,7 @@ def run_ranks(
         SERVER.scratch.chmod(0o711)  # the way to the run's directory, which will be the user's
     deadline = None if terminal else deadline or DEADLINE_S[backend]
     most = SERVER.jail.sent if SERVER.jail else SENT_LIMIT
-    run = _Run(world_size, deadline, stream, on_event, request["packages"], most)
+    run = _Run(world_size, deadline, stream, on_event, packages, most)
     try:
         run.fork(directory)
         for rank in run.ranks:
@@ -404,6 +408,7 @@ class _Run:
         self.on_event = on_event
         self.most = most
         self.files = {name: {path for path, _ in sources.values()} for name, sources in packages.items()}
+        self.texts = {} if SERVER.jail is None else sealed_lines(packages)
         self.selector = selectors.DefaultSelector()
         self.last_news = time.monotonic()
         self.failed_at: float | None = None
@@ -520,19 +525,16 @@ class _Run:
         if letter == b"R":
             rank.result = body
         elif letter == b"X":
-            error = json.loads(body)
+            error = read_json(body)
             rank.error = {
                 "type": str(error["type"])[:MESSAGE_LIMIT],
                 "message": plain(str(error["message"])[:MESSAGE_LIMIT]),
                 "own": bool(error["own"]),
-                "frames": [
-                    [str(text)[:MESSAGE_LIMIT] for text in (f, int(n), w, t)]
-                    for f, n, w, t in error["frames"][-FRAMES_LIMIT:]
-                ],
+                "frames": [self._told(*frame) for frame in error["frames"][-FRAMES_LIMIT:]],
             }
             self._fail()
         else:
-            events = list(json.loads(body))
+            events = list(read_json(body))
             if not events:
                 raise ValueError("no message that a rank sends")
             for event in events:
@@ -540,9 +542,17 @@ class _Run:
         self.last_news = time.monotonic()
         return events
 
+    def _told(self, file: Any, line: Any, name: Any, text: Any) -> list[str]:
+        """Return one frame of an exception as texts. The line of a file that the rank has no text of is filled in."""
+        if isinstance(file, str) and file in self.texts:
+            lines = self.texts[file]
+            text = lines[line - 1] if type(line) is int and 0 < line <= len(lines) else ""
+        return [str(part)[:MESSAGE_LIMIT] for part in (file, int(line), name, text)]
+
     def _event(self, rank: _Rank, event: Any) -> None:
         require_fields(event, EVENT_FIELDS)
-        if type(event.get("index", 0)) is not int:
+        # Numbers by which the parent finds events again are small: large ones could be chosen so that they collide.
+        if not is_small(event.get("index", 0)) or not is_small(event.get("step", 0)) or math.isinf(event["time"]):
             raise ValueError("no event that a recorder makes")
         if event["kind"] == "launch":
             require_fields(event, LAUNCH_FIELDS)
@@ -659,7 +669,10 @@ class _Run:
         if culprit.error:
             error = culprit.error
             summary = f"rank {culprit.number} raised {error['type']}: {error['message'] or '(no message)'}"
-            frames = [f"  {Path(f).name}, line {n}, in {where}: {text}" for f, n, where, text in error["frames"]]
+            frames = [
+                f"  {Path(f).name}, line {n}, in {where}" + (f": {text}" if text else "")
+                for f, n, where, text in error["frames"]
+            ]
             failure = RankFailure("exception", summary, frames, culprit.number, error["type"], output)
             failure.own = error["own"]
             return failure
@@ -697,6 +710,33 @@ class _Run:
                 if path in files:
                     return f"{Path(path).name}:{line} in {name}"
         return ""
+
+
+def read_json(body: bytes) -> Any:
+    """Return what a rank says in JSON. Raises ValueError or RecursionError where no rank of ours says that."""
+    from brigade import wire
+
+    return json.loads(body, parse_int=wire.read_int, parse_constant=refuse_constant)
+
+
+def refuse_constant(name: str) -> None:
+    """Raise ValueError: NaN and infinities are no times and no numbers of anything."""
+    raise ValueError(f"{name} in an event")
+
+
+def sealed_lines(packages: dict[str, Sources]) -> dict[str, list[str]]:
+    """Return the lines of the files that ranks get as code only. A student's feedback shows none of the reference's."""
+    lines = {}
+    for sources in packages.values():
+        is_mixed = not all(is_sealed(path) for path, _ in sources.values())
+        for path, text in sources.values():
+            if is_sealed(path):
+                lines[path] = [] if is_mixed else [line.strip() for line in text.splitlines()]
+    return lines
+
+
+def is_small(number: Any) -> bool:
+    return number is None or type(number) is int and 0 <= number < MOST_STEPS
 
 
 def require_fields(event: Any, fields: dict[str, tuple[type, ...]]) -> None:

@@ -1,8 +1,11 @@
 """A submission: the module files of `lessons`, `solutions` or any directory, read as text and never imported here.
 
-`read` finds the files. Only a rank imports them (`install`), from the text that was sent to it, as one
+`read` finds the files. Only a rank imports them (`install`), from what was sent to it, as one
 package called `submission`, so that `from ..m05_grad_buffer.grad_buffer import GradBuffer` finds the module
 of the same submission wherever it lies on disk. Nothing else in the directory is looked at.
+
+A rank receives the text of what the student wrote. It receives the course's own files (the reference's earlier modules,
+the scenarios) as compiled code (`sealed`), so that a submission finds no text of them to copy.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import functools
 import importlib.abc
 import importlib.machinery
 import linecache
+import marshal
 import os
 import stat
 import sys
@@ -26,6 +30,7 @@ PACKAGE = "submission"
 MAX_SOURCE_BYTES = 250_000
 
 Sources = dict[str, tuple[str, str]]  # module name -> (path of the file, text)
+Sealed = dict[str, tuple[str, "str | bytes"]]  # the same; of the course's own files the code instead of the text
 
 
 @dataclass(frozen=True)
@@ -141,13 +146,29 @@ def fault(name: str, text: str) -> str:
     return ""
 
 
-class TextFinder(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
-    """Imports a package from texts; the files themselves need not be readable, or there at all."""
+def sealed(sources: Sources) -> Sealed:
+    """Return what a rank gets: the course's solutions and scenarios without their texts, everything else as it is."""
+    return {name: (path, code_of(path, text) if is_sealed(path) else text) for name, (path, text) in sources.items()}
 
-    def __init__(self, package: str, sources: Sources):
-        self._texts = {f"{package}.{name}": source for name, source in sources.items()}
+
+def is_sealed(path: str) -> bool:
+    """Whether a rank gets only the code of this file: it is one of the course's solutions or tests."""
+    return any(Path(path).is_relative_to(ROOT / top) for top in ("solutions", "tests"))
+
+
+@functools.lru_cache(maxsize=128)  # every check sends the same few files
+def code_of(path: str, text: str) -> bytes:
+    """Return the compiled text; ranks run the same interpreter. For trusted texts only: compiling can crash."""
+    return marshal.dumps(compile(text, path, "exec", dont_inherit=True))
+
+
+class SourceFinder(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
+    """Imports a package from texts and code; the files themselves need not be readable, or there at all."""
+
+    def __init__(self, package: str, sources: Sealed):
+        self._sources = {f"{package}.{name}": source for name, source in sources.items()}
         self._packages = {package}
-        for name in self._texts:
+        for name in self._sources:
             while "." in name:
                 name = name.rpartition(".")[0]
                 self._packages.add(name)
@@ -155,26 +176,32 @@ class TextFinder(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         if fullname in self._packages:
             return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
-        if fullname in self._texts:
-            return importlib.machinery.ModuleSpec(fullname, self, origin=self._texts[fullname][0])
+        if fullname in self._sources:
+            return importlib.machinery.ModuleSpec(fullname, self, origin=self._sources[fullname][0])
         return None
 
     def is_package(self, fullname: str) -> bool:
         return fullname in self._packages
 
-    def get_source(self, fullname: str) -> str:
-        return "" if fullname in self._packages else self._texts[fullname][1]
+    def get_source(self, fullname: str) -> str | None:
+        """Return the text of a module; None where this process has only its code."""
+        content = "" if fullname in self._packages else self._sources[fullname][1]
+        return content if isinstance(content, str) else None
 
     def exec_module(self, module: ModuleType) -> None:
         name = module.__name__
         if name in self._packages:
             return
-        path, text = self._texts[name]
-        linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)  # for tracebacks
+        path, content = self._sources[name]
         module.__file__ = path
-        exec(compile(text, path, "exec", dont_inherit=True), module.__dict__)
+        if isinstance(content, str):
+            linecache.cache[path] = (len(content), None, content.splitlines(keepends=True), path)  # for tracebacks
+            exec(compile(content, path, "exec", dont_inherit=True), module.__dict__)
+        else:
+            exec(marshal.loads(content), module.__dict__)
+            self._sources[name] = (path, b"")  # it is imported once, and leaves nothing to be found
 
 
-def install(package: str, sources: Sources) -> None:
-    """Makes `sources` importable as `package` in this process: a rank."""
-    sys.meta_path.insert(0, TextFinder(package, sources))
+def install(package: str, sources: Sealed) -> None:
+    """Make `sources` importable as `package` in this process: a rank."""
+    sys.meta_path.insert(0, SourceFinder(package, sources))

@@ -1,7 +1,9 @@
 """How values travel between pytest's process and the ranks: a JSON header and raw bytes, never pickle.
 
 Reading a pickle runs code chosen by whoever wrote it, and a rank runs code that we do not trust. A value
-here is None, a bool, a number, a string, bytes, a `torch.dtype`, a tensor, or a list, tuple or dict of values.
+here is None, a bool, a number, a string, bytes, a `torch.dtype`, a tensor, or a list, tuple or dict of values. The keys
+of a dict are strings or integers from 0 to 2^20: a rank could choose other keys so that they collide in the parent, and
+a dict of them would take quadratic time.
 
     8 bytes                length of the header, little-endian
     header                 JSON {"value": tree, "sizes": [bytes of blob 0, bytes of blob 1, ...]}
@@ -27,6 +29,10 @@ DTYPES = {
 }  # fmt: skip
 
 
+MOST_VALUES = 200_000  # in one message: values inside values, and keys
+MOST_DEPTH = 100  # of values inside values
+MOST_KEY = 1 << 20  # of the integers that are keys
+MOST_DIGITS = 19  # of an integer
 MOST_DIMENSIONS = 64  # of a tensor
 MOST_ENTRIES = 1 << 40  # of a dimension
 
@@ -47,14 +53,14 @@ def decode(data: bytes | bytearray | memoryview) -> Any:
     data = memoryview(data)
     try:
         (header_size,) = struct.unpack_from("<Q", data)
-        header = json.loads(bytes(data[8 : 8 + header_size]))
+        header = json.loads(bytes(data[8 : 8 + header_size]), parse_int=read_int)
         blobs, start = [], 8 + header_size
         for size in header["sizes"]:
             if type(size) is not int or size < 0 or start + size > len(data):
                 raise WireError("a blob runs past the end")
             blobs.append(data[start : start + size])
             start += size
-        return _unflatten(header["value"], blobs)
+        return _Reader(blobs).read(header["value"])
     except (struct.error, LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]  # torch appends a stack of C++ frames
         raise WireError(f"not an encoded value: {reason}") from None
@@ -68,7 +74,7 @@ def _flatten(value: Any, blobs: list[bytes]) -> Any:
     if isinstance(value, tuple):
         return {"tuple": [_flatten(item, blobs) for item in value]}
     if isinstance(value, dict):
-        return {"dict": [[_flatten(key, blobs), _flatten(item, blobs)] for key, item in value.items()]}
+        return {"dict": [[_key(key), _flatten(item, blobs)] for key, item in value.items()]}
     if isinstance(value, torch.dtype):
         return {"dtype": str(value).removeprefix("torch.")}
     if isinstance(value, (bytes, bytearray)):
@@ -84,23 +90,50 @@ def _flatten(value: Any, blobs: list[bytes]) -> Any:
     raise WireError(f"a {type(value).__name__} cannot travel")
 
 
-def _unflatten(node: Any, blobs: list[memoryview | None]) -> Any:
-    if node is None or isinstance(node, (bool, int, float, str)):
-        return node
-    if isinstance(node, list):
-        return [_unflatten(item, blobs) for item in node]
-    [(kind, content)] = node.items()
-    if kind == "tuple":
-        return tuple(_unflatten(item, blobs) for item in content)
-    if kind == "dict":
-        return {_unflatten(key, blobs): _unflatten(item, blobs) for key, item in content}
-    if kind == "dtype":
-        return DTYPES[content]
-    if kind == "bytes":
-        return bytes(_taken(blobs, content))
-    if kind == "tensor":
-        index, name, shape = content
-        dtype, blob = DTYPES[name], _taken(blobs, index)
+def _key(key: Any) -> str | int:
+    """The key of a dict. Raises WireError where it is none that may travel."""
+    if type(key) is str or type(key) is int and 0 <= key <= MOST_KEY:
+        return key
+    raise WireError(f"a dict with a {type(key).__name__} for a key cannot travel, or its key is too large")
+
+
+def read_int(digits: str) -> int:
+    """An integer in JSON. Raises WireError for one that no rank has a reason to send: counts and sizes have 64 bits."""
+    if len(digits) > MOST_DIGITS + digits.startswith("-"):
+        raise WireError("an integer is too long")
+    return int(digits)
+
+
+class _Reader:
+    """Makes a value from the tree in a header, up to a number of values and a depth."""
+
+    def __init__(self, blobs: list[memoryview | None]):
+        self._blobs = blobs
+        self._values = 0
+
+    def read(self, node: Any, depth: int = 0) -> Any:
+        self._values += 1
+        if self._values > MOST_VALUES or depth > MOST_DEPTH:
+            raise WireError(f"more than {MOST_VALUES} values, or {MOST_DEPTH} of them inside each other")
+        if node is None or isinstance(node, (bool, int, float, str)):
+            return node
+        if isinstance(node, list):
+            return [self.read(item, depth + 1) for item in node]
+        [(kind, content)] = node.items()
+        if kind == "tuple":
+            return tuple([self.read(item, depth + 1) for item in content])
+        if kind == "dict":
+            return {_key(key): self.read(item, depth + 1) for key, item in content}
+        if kind == "dtype":
+            return DTYPES[content]
+        if kind == "bytes":
+            return bytes(self._blob(content))
+        if kind == "tensor":
+            return self._tensor(*content)
+        raise WireError(f"unknown kind {kind[:20]!r}")
+
+    def _tensor(self, index: int, name: str, shape: list[int]) -> torch.Tensor:
+        dtype, blob = DTYPES[name], self._blob(index)
         if len(shape) > MOST_DIMENSIONS or any(type(n) is not int or not 0 <= n <= MOST_ENTRIES for n in shape):
             raise WireError("no tensor has such a shape")
         if math.prod(shape) * dtype.itemsize != len(blob):
@@ -108,12 +141,10 @@ def _unflatten(node: Any, blobs: list[memoryview | None]) -> Any:
         if not len(blob):
             return torch.empty(shape, dtype=dtype)
         return torch.frombuffer(bytearray(blob), dtype=dtype).reshape(shape)
-    raise WireError(f"unknown kind {kind!r}")
 
-
-def _taken(blobs: list[memoryview | None], index: int) -> memoryview:
-    """Blob `index`, for the one time that it may be used: a thousand copies of it would fill our memory."""
-    blob, blobs[index] = blobs[index], None
-    if blob is None:
-        raise WireError("a blob is used twice")
-    return blob
+    def _blob(self, index: int) -> memoryview:
+        """Blob `index`, for the one time that it may be used: a thousand copies of it would fill our memory."""
+        blob, self._blobs[index] = self._blobs[index], None
+        if blob is None:
+            raise WireError("a blob is used twice")
+        return blob

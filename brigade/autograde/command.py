@@ -22,6 +22,12 @@ from brigade.autograde.outcome import Grading, nothing_yet
 from brigade.course import ROOT, CourseError, Module, results_file, selected
 
 
+UNFILTERED = (
+    "Graded without a filter of system calls, which this machine does not have: a submission may have left data in the "
+    "kernel for the next one."
+)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `brigade grade`."""
     what = parser.add_mutually_exclusive_group(required=True)
@@ -83,7 +89,7 @@ def run_one(options: argparse.Namespace, entries: Sequence[Module], console: Con
     if options.gradebook:
         raise CourseError("--gradebook is for --class; the results of one submission go to --out")
     render = writer(options)
-    out = results_file(options.out)
+    out = results_file(options.out, options.submission)
     columns = (TextColumn("checks"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=None)
@@ -108,7 +114,7 @@ def run_one(options: argparse.Namespace, entries: Sequence[Module], console: Con
 
                     grading.collect(entries)
                 if ranks.SERVER.jail:
-                    probe()
+                    notes += probe()
                 if meddling := incoming.meddling(target):
                     notes.append(f"Ignored, and worth a look: {', '.join(meddling)}")
                 grading.grade(
@@ -219,8 +225,11 @@ def may_isolate() -> bool:
     return sys.platform == "linux" and os.geteuid() == 0
 
 
-def probe() -> None:
-    """Tries the isolation on a rank without a submission. Raises CourseError where it does not hold."""
+def probe() -> list[str]:
+    """Tries the isolation on a rank without a submission. Raises CourseError where it does not hold.
+
+    Returns notes on what this machine cannot do.
+    """
     isolation.close_off([ROOT / name for name in isolation.SECRETS])
     try:
         [found] = ranks.run_ranks(isolation.look_around, world_size=1)
@@ -233,3 +242,4 @@ def probe() -> None:
             f"the ranks' user may not enter {found['unreachable'][0]}, and mounts of their own are not allowed here: "
             "have Python and its packages where everybody may read them"
         )
+    return [] if found["is_filtered"] else [UNFILTERED]

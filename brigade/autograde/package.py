@@ -6,6 +6,7 @@ Everything that follows is an option of `brigade grade`, used for every submissi
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 import zipfile
@@ -32,7 +33,9 @@ def build(archive: Path, options: Sequence[str] = ()) -> int:
     needed = re.compile(rf"({'|'.join(NEEDED_PACKAGES)})==")
     lines = contents["requirements.txt"].splitlines(keepends=True)
     contents["requirements.txt"] = "".join(line for line in lines if needed.match(line))
-    archive.parent.mkdir(parents=True, exist_ok=True)
+    archive.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    archive.unlink(missing_ok=True)
+    os.close(os.open(archive, os.O_CREAT | os.O_EXCL, 0o600))  # the solutions are in it
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as bundle:
         for name, text in contents.items():
             member = zipfile.ZipInfo(name)  # dated 1980, so that equal contents make equal archives

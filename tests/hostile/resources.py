@@ -1,6 +1,9 @@
 """More memory, processes, disk and output than there is."""
 
+from dataclasses import replace
+
 from hostile import ONE, Hostile, reference, skeleton
+from hostile.forging import UNREADABLE, delivers, sends
 
 # Writes until it may not, everywhere; more than the private directories can hold would come from the machine's disk.
 FILL = """
@@ -82,12 +85,56 @@ CASES = [
         checks=ONE,
     ),
     Hostile(
-        "shared memory that stays",
+        "namespaces of its own",
         reference("""
             import ctypes
-            found = ctypes.CDLL(None).shmget(os.getpid(), ctypes.c_size_t(1 << 24), 0o1666)
-            if found < 0: raise SystemExit("no shared memory at all")
+            libc = ctypes.CDLL(None)
+            made = [flag for flag in (0x10000000, 0x20000, 0x8000000, 0x40000000, 0x10020000) if not libc.unshare(flag)]
+            child = libc.syscall(*((56,) if os.uname().machine == "x86_64" else (220,)), 0x10000011, 0, 0, 0, 0)
+            if child == 0: os._exit(0)
+            if made or child > 0: raise SystemExit(f"namespaces: {made}, {child}")
             """),
         3,
     ),
+    Hostile(
+        "processes first",
+        reference("""
+            import resource
+            for niceness in (0, -20):
+                try: os.setpriority(os.PRIO_PROCESS, 0, niceness)
+                except OSError: continue
+                raise SystemExit("it goes before others")
+            if os.nice(0) < 10: raise SystemExit("it goes before others")
+            """),
+        3,
+    ),
+    # ---- messages that take the grader's time
+    replace(
+        delivers(
+            "integers that collide, as the keys of a dict",
+            "message('{\"dict\": [' + ', '.join(f'[{i * (2**61 - 1)}, 0]' for i in range(1, 120_000)) + ']}')",
+        ),
+        limit_s=10,
+    ),
+    replace(
+        sends(
+            "events of steps that collide",
+            "event = {'kind': 'step', 'time': 0.0, 'phase': ''}\n"
+            "send(b'E', json.dumps([event | {'step': i * (2**61 - 1)} for i in range(1, 40_000)]).encode())",
+            UNREADABLE,
+        ),
+        limit_s=10,
+    ),
+    replace(
+        delivers("a million values", "message('[' + ', '.join(['[]'] * 1_000_000) + ']')"),
+        limit_s=10,
+    ),
+    replace(delivers("lists in lists in lists", "message('[' * 100_000 + ']' * 100_000)"), limit_s=10),
+    replace(delivers("an integer of four thousand digits", "message('1' * 4_000)"), limit_s=10),
+    sends(
+        "an event of four thousand digits",
+        "send(b'E', json.dumps([LAUNCH | {'numel': 10**4000}]).encode())",
+        UNREADABLE,
+    ),
+    sends("an event at no time", "send(b'E', json.dumps([LAUNCH | {'time': float('nan')}]).encode())", UNREADABLE),
 ]

@@ -5,10 +5,11 @@ Each raises SystemExit when it finds something, so that full points prove that t
 
 import functools
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
-from brigade.course import ROOT
-from hostile import Hostile, reference, skeleton
+from brigade.course import MODULES, ROOT
+from hostile import ALL, Hostile, files, guarded, reference, skeleton
 
 FOUND = "def found(what): raise SystemExit(f'found {what}')"
 
@@ -30,7 +31,45 @@ def calls_home(directory: Path) -> None:
     reference(FOUND, attack.replace("PORT", str(listener().getsockname()[1])))(directory)
 
 
+# Looks wherever Python keeps the text of what it has imported, and then everywhere in this process's memory, for words
+# of module 1's reference. They are put together as patterns, so that this very text does not contain them.
+LOOKS_FOR_THE_REFERENCE = """
+import gc, inspect, linecache, re, sys
+earlier = sys.modules["submission.m01_naive_ddp.naive_ddp"]
+if not hasattr(broadcast_module_state, "__code__"): found("no reference at all")
+for look in (inspect.getsource, inspect.getsourcelines, lambda m: m.__loader__.get_source(m.__name__) or 1 / 0,
+             lambda m: open(m.__file__).read(), lambda m: linecache.getlines(m.__file__)[0]):
+    for thing in (earlier, earlier.broadcast_module_state):
+        try: found(look(thing))
+        except (OSError, AttributeError, IndexError, ZeroDivisionError, TypeError): pass
+words = re.compile(rb"transposed [o]r the like|one all-reduce [f]or each|whole = [t]ensor.detach")
+for line in open("/proc/self/maps"):
+    where, access = line.split()[:2]
+    if "w" not in access: continue
+    start, end = (int(number, 16) for number in where.split("-"))
+    with open("/proc/self/mem", "rb", buffering=0) as memory:
+        memory.seek(start)
+        for _ in range(start, end, 1 << 24):
+            try: piece = memory.read(min(1 << 24, end - memory.tell()))
+            except (OSError, ValueError): break
+            if words.search(piece): found(words.search(piece)[0])
+"""
+
+
+def without_module_1(*evil: str) -> Callable[[Path], None]:
+    """Module 2's right answer and no module 1: its checks run on the reference's."""
+    return files({2: (ROOT / "solutions" / MODULES[1].path).read_text() + guarded(*evil)})
+
+
 CASES = [
+    Hostile(
+        "looks for the text of the reference's earlier modules",
+        without_module_1(FOUND, LOOKS_FOR_THE_REFERENCE),
+        2,
+        modules=(2,),
+        checks=("test_gradients_are_averaged", "test_bytes_on_the_wire"),
+    ),
+    Hostile("is right, and needs the reference's earlier modules", without_module_1(), 8, modules=(2,), checks=ALL),
     Hostile(
         "imports the reference under the skeleton's names",
         skeleton(

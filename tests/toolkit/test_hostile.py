@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import errno
 import fcntl
 import functools
@@ -33,6 +34,7 @@ from brigade.autograde.outcome import Grading, nothing_yet
 from brigade.course import MODULES, ROOT, CourseError
 from brigade.plugin import Checked
 from brigade.reference import Case
+from brigade.submission import read
 from scenarios import training
 
 CASES = hostile.every_case()
@@ -256,6 +258,81 @@ def memory_of(pid: int) -> Iterator[bytes]:
                 memory.seek(int(start, 16))
                 with contextlib.suppress(OSError):
                     yield memory.read(int(end, 16) - int(start, 16))
+
+
+def test_a_frame_in_the_reference_shows_where_and_not_what(user, submission):
+    """A right answer's mistake is located, with the student's own line; of the reference there is only the number."""
+    entry = MODULES[1]
+    text = (ROOT / "solutions" / entry.path).read_text()
+    call = "broadcast_module_state(module, process_group)"
+    assert text.count(call) == 1
+    hostile.files({2: text.replace(call, "broadcast_module_state(None)")})(submission)
+    sources = read(submission, 2, "reference").sources
+    case = Case(random.Random(5), "Plain", 2)
+    with pytest.raises(ranks.RankFailure, match="AttributeError") as caught:
+        ranks.run_ranks(
+            training.train, case.for_ranks(package=entry.package, wrapper="FlatDDP"), packages={"submission": sources}
+        )
+    student, reference = caught.value.lines
+    assert re.fullmatch(r"  flat_ddp.py, line \d+, in __init__: broadcast_module_state\(None\)", student)
+    assert re.fullmatch(r"  naive_ddp.py, line \d+, in broadcast_module_state", reference)
+
+
+def test_a_frame_in_a_scenario_shows_its_line(user):
+    """Ranks have no text of scenarios either; the line comes from the grader."""
+    with pytest.raises(ranks.RankFailure) as caught:
+        ranks.run_ranks(functions.fail)
+    assert caught.value.lines[-1].endswith(": raise ValueError(message)"), caught.value.lines
+
+
+# ---- many processes, and another grading
+
+
+EATS = """
+import mmap, os, signal, time
+children = []
+for _ in range(6 if os.environ.get("RANK", "0") == "0" else 0):
+    if not (child := os.fork()):
+        block = mmap.mmap(-1, 300 << 20)
+        for place in range(0, len(block), 4096): block[place] = 1
+        time.sleep(3)
+        os._exit(0)
+    children.append(child)
+ended = [os.waitpid(child, 0)[1] for child in children]
+if signal.SIGKILL not in ended: raise SystemExit(f"there is no limit: {ended}")
+"""
+
+
+def test_all_processes_of_a_grading_share_one_limit_on_memory(user, submission, monkeypatch):
+    """Each may have what one process may have; the kernel ends some when together they have more than the grading's."""
+    [found] = ranks.run_ranks(isolation.look_around, world_size=1)
+    if not found["is_grouped"]:
+        pytest.skip("no control groups can be made here")
+    monkeypatch.setattr(ranks.SERVER, "jail", dataclasses.replace(ranks.SERVER.jail, together=1 << 30))
+    case = hostile.Hostile("eats", hostile.reference(EATS), 2, checks=hostile.ONE)
+    expect_fair(case, submission, user, monkeypatch)
+
+
+# ---- results files
+
+
+@pytest.mark.parametrize("linked", ["result.json", "results"])
+def test_a_link_in_the_checkout_is_no_results_file(linked, submission, tmp_path):
+    """Results are not written through it, and nothing that it leads to is changed."""
+    RIGHT.make(submission)
+    precious = tmp_path / "precious"
+    precious.mkdir(mode=0o700)
+    (precious / "result.json").write_text("precious")
+    (submission / linked).symlink_to(precious / "result.json" if linked == "result.json" else precious)
+    out = submission / linked / "result.json" if linked == "results" else submission / linked
+    before = (precious / "result.json").stat()
+    command = [sys.executable, "-m", "brigade.cli", "grade", "--submission", str(submission), "--out", str(out)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 2 and "is a link, and results are written to files only" in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1
+    after = (precious / "result.json").stat()
+    assert (after.st_uid, after.st_mode, after.st_mtime_ns) == (before.st_uid, before.st_mode, before.st_mtime_ns)
+    assert (precious / "result.json").read_text() == "precious"
 
 
 # ---- the grader survives

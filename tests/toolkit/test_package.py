@@ -126,6 +126,19 @@ def test_the_zip_holds_what_grading_needs_and_nothing_else(archive):
     assert not [name for name in names if unwanted.search(name)]
 
 
+def test_only_its_owner_may_read_it(archive, tmp_path):
+    """The solutions and the checks are in it; a link in its place is replaced, and not written through."""
+    assert archive.stat().st_mode & 0o777 == 0o600
+    (tmp_path / "elsewhere").write_text("precious")
+    path = tmp_path / "out" / "again.zip"
+    package.build(path)
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    path.unlink()
+    path.symlink_to(tmp_path / "elsewhere")
+    package.build(path)
+    assert not path.is_symlink() and (tmp_path / "elsewhere").read_text() == "precious"
+
+
 def test_equal_courses_make_equal_zips(archive, tmp_path):
     package.build(tmp_path / "again.zip", OPTIONS)
     assert (tmp_path / "again.zip").read_bytes() == archive.read_bytes()

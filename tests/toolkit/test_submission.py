@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import rank_functions as functions
 
 from brigade.course import MODULES, ROOT, CourseError, module
 from brigade.ranks import RankFailure, run_ranks
-from brigade.submission import MAX_SOURCE_BYTES, directory, read
+from brigade.submission import MAX_SOURCE_BYTES, directory, install, read, sealed
 
 FIRST, SECOND, THIRD = MODULES[:3]
 NAIVE = "m01_naive_ddp.naive_ddp"
@@ -273,3 +274,33 @@ def test_the_text_that_was_read_is_the_text_that_runs(tmp_path):
         functions.import_by_name, f"submission.{NAIVE}", world_size=1, packages={"submission": sources}
     )
     assert result == {"answer": "own"}
+
+
+# ---- without texts
+
+
+def test_the_courses_own_files_travel_as_code():
+    """And nothing else does: a student's text is compiled in a rank."""
+    sources = read("solutions", 2).sources | {"mine": ("/home/ada/mine.py", "answer = 1\n")}
+    found = sealed(sources)
+    assert {name: path for name, (path, _) in found.items()} == {name: path for name, (path, _) in sources.items()}
+    assert [name for name, (_, content) in found.items() if isinstance(content, str)] == ["mine"]
+    for name in (NAIVE, FLAT):
+        words = [line.strip() for line in sources[name][1].splitlines() if line.strip().startswith("#")]
+        assert words and not [line for line in words if line.encode() in found[name][1]], "a comment is in the code"
+
+
+def test_code_is_imported_as_text_is(monkeypatch):
+    """Relative imports included; the package keeps no code that it has imported."""
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    try:
+        install("sealed", sealed(read("solutions", 2).sources))
+        module = importlib.import_module(f"sealed.{FLAT}")
+        assert module.__file__ == str(ROOT / "solutions" / SECOND.path)
+        assert module.broadcast_module_state.__module__ == f"sealed.{NAIVE}"
+        finder = module.__loader__
+        assert finder.get_source(module.__name__) is None
+        assert set(finder._sources.values()) == {(str(ROOT / "solutions" / e.path), b"") for e in (FIRST, SECOND)}
+    finally:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "sealed"]:
+            del sys.modules[name]

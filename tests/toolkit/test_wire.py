@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import json
 import math
 import struct
+import time
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from brigade import ranks, wire
+from brigade import isolation, ranks, wire
 from brigade.wire import DTYPES, WireError, decode, encode
 
 limited = settings(max_examples=150, deadline=None, database=None)
@@ -42,9 +44,15 @@ def tensors(draw: Any) -> torch.Tensor:
 
 
 scalars = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.binary(), st.sampled_from(list(DTYPES.values()))
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**63), 2**63),
+    st.floats(),
+    st.text(),
+    st.binary(),
+    st.sampled_from(list(DTYPES.values())),
 )
-keys = st.one_of(st.none(), st.booleans(), st.integers(), st.text(), st.binary(), st.tuples(st.integers(), st.text()))
+keys = st.one_of(st.integers(0, 2**20), st.text())
 values = st.recursive(
     st.one_of(scalars, tensors()),
     lambda inner: st.one_of(
@@ -102,12 +110,60 @@ def test_views_that_torch_computes_late():
 
 @pytest.mark.parametrize(
     "value",
-    [object(), {1, 2}, 1j, [object()], {"a": {"b": object()}}, torch.nn.Linear(1, 1), torch.zeros(2).to(torch.uint16)],
-    ids=["object", "set", "complex", "in a list", "in a dict", "module", "uint16"],
+    [
+        object(), {1, 2}, 1j, [object()], {"a": {"b": object()}}, torch.nn.Linear(1, 1), torch.zeros(2).to(torch.uint16),
+        {None: 1}, {(1, 2): 1}, {True: 1}, {-1: 1}, {2**61 - 1: 1},
+    ],
+    ids=[
+        "object", "set", "complex", "in a list", "in a dict", "module", "uint16",
+        "key None", "key tuple", "key bool", "key negative", "key large",
+    ],
 )
 def test_other_values_do_not_travel(value):
     with pytest.raises(WireError, match="cannot travel"):
         encode(value)
+
+
+def seconds_to_refuse(data: bytes, why: str) -> float:
+    start = time.process_time()
+    with pytest.raises(WireError, match=why):
+        decode(data)
+    return time.process_time() - start
+
+
+SENT = isolation.Jail(0).sent  # bytes that a rank may send
+COLLIDING = [i * (2**61 - 1) for i in range(SENT // 24)]  # integers with one hash, as many as a rank may send
+
+
+def test_keys_that_collide_are_refused_before_they_cost_time():
+    """Quadratic time in 4 MB would be minutes; what is refused is refused at the first key."""
+    assert len({hash(key) for key in COLLIDING}) == 1
+    data = message({"dict": [[key, 0] for key in COLLIDING[: SENT // 30]]})
+    assert SENT // 2 < len(data)
+    assert seconds_to_refuse(data, "for a key|too long") < 2
+
+
+def test_as_many_keys_as_fit_take_no_longer_than_other_values():
+    """Those integers that may be keys: small, and chosen so that the low bits, which a dict looks at first, agree."""
+    keys = list(range(0, 2**20 + 1, 2**10)) * 1
+    data = message([{"dict": [[key, 0] for key in keys]}] * (SENT // len(json.dumps([[key, 0] for key in keys]))))
+    start = time.process_time()
+    assert decode(data)[0] == dict.fromkeys(keys, 0)
+    assert time.process_time() - start < 5
+
+
+@pytest.mark.parametrize(
+    "value, why",
+    [
+        ([[]] * (wire.MOST_VALUES + 1), "values"),
+        (functools.reduce(lambda inner, _: [inner], range(wire.MOST_DEPTH + 1), 0), "inside each other"),
+        (10**19, "too long"),
+        (-(10**19), "too long"),
+    ],
+    ids=["many", "deep", "a long integer", "a long negative integer"],
+)
+def test_more_than_any_rank_sends_is_refused(value, why):
+    assert seconds_to_refuse(message(value), why) < 5
 
 
 def message(value: Any, sizes: Any = (), blobs: bytes = b"") -> bytes:
@@ -170,6 +226,8 @@ json_values = st.recursive(
 @example({"tensor": [0, "float32", [-1, -1]]}, [4], b"abcd")
 @example({"bytes": 10**30}, [4], b"abcd")
 @example({"dict": [[{"dict": []}, 1]]}, [], b"")
+@example({"dict": [[[], 1]]}, [], b"")
+@example({"dict": {"ab": 1}}, [], b"")
 @example({"dtype": []}, [], b"")
 @example({}, [], b"")
 @example({"tuple": [], "dict": []}, [], b"")

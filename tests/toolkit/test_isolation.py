@@ -1,0 +1,258 @@
+"""The locks of `isolation.py`, each by itself; `test_hostile.py` tries them with submissions, as root."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from brigade import isolation
+from brigade.course import ROOT, CourseError, results_file
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="a lock of Linux")
+EPERM, ENOSYS = 1, 38
+
+
+# ---- system calls
+
+
+def in_a_child(work: Callable[[], bool]) -> bool:
+    """Whether `work` returned True in a process of its own."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os._exit(0 if work() else 1)
+        finally:
+            os._exit(2)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def filtered() -> ctypes.CDLL:
+    isolation.prctl(isolation.PR_SET_NO_NEW_PRIVS, 1)
+    assert isolation.filter_system_calls()
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def refused(libc: ctypes.CDLL, number: int, *arguments: int) -> int:
+    """The error with which the kernel refuses the call; 0 where it does not."""
+    result = libc.syscall(ctypes.c_long(number), *map(ctypes.c_long, arguments))
+    return ctypes.get_errno() if result == -1 else 0
+
+
+@pytest.fixture(scope="module")
+def machine() -> tuple:
+    """The row of this machine in MACHINES; skips where no filter can be set."""
+    found = isolation.MACHINES.get(os.uname().machine)
+    if sys.platform != "linux" or found is None or not in_a_child(lambda: bool(filtered())):
+        pytest.skip("no filter of system calls here")
+    return found
+
+
+def test_each_of_the_calls_is_refused(machine):
+    def work() -> bool:
+        libc = filtered()
+        return [refused(libc, number, 0, 0, 0, 0, 0) for number in machine[4]] == [EPERM] * len(machine[4])
+
+    assert in_a_child(work)
+
+
+def test_no_flag_makes_a_namespace(machine):
+    _, _, clone, clone3, _ = machine
+    flags = [0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000]
+
+    def work() -> bool:
+        libc = filtered()
+        errors = [refused(libc, clone, flag | signal.SIGCHLD, 0, 0, 0, 0) for flag in flags]
+        return errors == [EPERM] * len(flags) and refused(libc, clone3, 0, 0) == ENOSYS
+
+    assert in_a_child(work)
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="x86_64 has a second table of system calls")
+def test_the_second_table_of_calls_is_refused(machine):
+    def work() -> bool:
+        libc = filtered()
+        return refused(libc, 0x4000_0000 | 39) == EPERM and refused(libc, 39) == 0  # getpid
+
+    assert in_a_child(work)
+
+
+def test_what_a_program_needs_still_works(machine):
+    """Threads, forks, other programs, and torch with all of them."""
+
+    def work() -> bool:
+        filtered()
+        import threading
+
+        import torch
+
+        heard: list[float] = []
+        thread = threading.Thread(target=lambda: heard.append(float(torch.ones(100, 100).matmul(torch.ones(100)).sum())))
+        thread.start()
+        thread.join()
+        return (
+            heard == [10_000.0]
+            and in_a_child(lambda: True)
+            and subprocess.run(["/bin/sh", "-c", "exit 7"]).returncode == 7
+        )
+
+    assert in_a_child(work)
+
+
+def test_the_filter_survives_a_program(machine):
+    """What a filtered process starts is filtered too, whatever it is."""
+    script = "import ctypes; raise SystemExit(0 if ctypes.CDLL(None).unshare(0x10000000) else 1)"
+
+    def work() -> bool:
+        filtered()
+        return subprocess.run([sys.executable, "-c", script]).returncode == 0
+
+    assert in_a_child(work)
+
+
+@pytest.mark.parametrize("name", sorted(isolation.MACHINES))
+def test_the_numbers_are_the_kernels(name):
+    """As its headers give them, where they are installed."""
+    places = {"x86_64": ["/usr/include/x86_64-linux-gnu/asm/unistd_64.h", "/usr/include/asm/unistd_64.h"]}
+    headers = [Path(path) for path in places.get(name, ["/usr/include/asm-generic/unistd.h"]) if os.path.exists(path)]
+    if not headers:
+        pytest.skip("no headers of the kernel here")
+    text = headers[0].read_text()
+    numbers = {word: int(n) for word, n in re.findall(r"^#define __NR(?:3264)?_(\w+) (\d+)$", text, re.M)}
+    # The order of `MACHINES`' comment.
+    refused = (
+        "add_key request_key keyctl shmget shmat shmctl msgget msgsnd msgrcv msgctl semget semop semtimedop semctl "
+        "mq_open unshare setns ptrace process_vm_readv process_vm_writev"
+    ).split()
+    _, seccomp, clone, clone3, calls = isolation.MACHINES[name]
+    assert calls == tuple(numbers[word] for word in refused)
+    assert (seccomp, clone, clone3) == tuple(numbers[word] for word in ("seccomp", "clone", "clone3"))
+
+
+def test_an_unknown_machine_has_no_filter(monkeypatch):
+    monkeypatch.setattr(isolation, "MACHINES", {})
+    assert not isolation.filter_system_calls()
+
+
+# ---- control groups
+
+
+class Kernel:
+    """Files as the kernel has them for control groups, below a directory."""
+
+    def __init__(self, top: Path, monkeypatch: pytest.MonkeyPatch, own: str):
+        self.top = top
+        monkeypatch.setattr(isolation, "CONTROL_GROUPS", top)
+        read = Path.read_text
+        monkeypatch.setattr(
+            Path, "read_text", lambda path, *a, **k: own if str(path) == "/proc/self/cgroup" else read(path, *a, **k)
+        )
+
+    def add(self, path: str, *names: str, **contents: str) -> Path:
+        group = self.top / path
+        group.mkdir(parents=True, exist_ok=True)
+        for name in names:
+            (group / name).write_text("")
+        for name, text in contents.items():
+            (group / f"cgroup.{name}").write_text(text)
+        return group
+
+
+JAIL = {"uid": 64163, "together": 5 << 20}
+
+
+def test_in_version_2_the_group_is_in_the_nearest_that_divides_memory(tmp_path, monkeypatch):
+    kernel = Kernel(tmp_path, monkeypatch, "0::/user.slice/session-3.scope\n")
+    kernel.add("", subtree_control="cpu memory pids\n")
+    kernel.add("user.slice", subtree_control="memory pids\n")
+    kernel.add("user.slice/session-3.scope", subtree_control="\n")
+    group = tmp_path / "user.slice" / "brigade-64163"
+    assert isolation.control_groups(64163) == [group]
+    kernel.add("user.slice/brigade-64163", "memory.max", "memory.swap.max", "cgroup.procs")
+    assert isolation.join_groups(JAIL)
+    found = {name: (group / name).read_text() for name in ("memory.max", "memory.swap.max", "cgroup.procs")}
+    assert found == {"memory.max": str(5 << 20), "memory.swap.max": "0", "cgroup.procs": str(os.getpid())}
+
+
+def test_in_version_1_the_groups_are_below_ours(tmp_path, monkeypatch):
+    own = "8:pids:/\n4:memory:/slice\n2:cpu,cpuacct:/\n0::/\n"
+    kernel = Kernel(tmp_path, monkeypatch, own)
+    kernel.add("memory/slice")
+    kernel.add("cpu")
+    groups = [tmp_path / "memory" / "slice" / "brigade-64163", tmp_path / "cpu" / "brigade-64163"]
+    assert isolation.control_groups(64163) == groups
+    kernel.add("memory/slice/brigade-64163", "memory.limit_in_bytes", "cgroup.procs")
+    kernel.add("cpu/brigade-64163", "cgroup.procs")
+    assert isolation.join_groups(JAIL)
+    assert (groups[0] / "memory.limit_in_bytes").read_text() == str(5 << 20)
+    assert [(group / "cgroup.procs").read_text() for group in groups] == [str(os.getpid())] * 2
+
+
+@pytest.mark.parametrize("own", ["", "0::/\n", "0::/docker/1234\n", "4:memory:/docker/1234\n"])
+def test_without_control_groups_nothing_is_written(own, tmp_path, monkeypatch):
+    """No version, no memory to divide, or paths of another place than the container."""
+    Kernel(tmp_path, monkeypatch, own).add("", subtree_control="\n")
+    before = sorted(tmp_path.rglob("*"))
+    assert isolation.control_groups(64163) == [] and not isolation.join_groups(JAIL)
+    isolation.leave_groups(64163)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+# ---- results files
+
+
+def test_a_results_file_is_no_link(tmp_path):
+    (tmp_path / "elsewhere").write_text("precious")
+    (tmp_path / "link").symlink_to("elsewhere")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    for name in ("link", "dangling"):
+        with pytest.raises(CourseError, match="is a link"):
+            results_file(str(tmp_path / name))
+    assert results_file(str(tmp_path / "elsewhere")) == tmp_path.resolve() / "elsewhere"
+
+
+def test_links_on_the_way_are_refused_inside_the_submission_only(tmp_path):
+    """An instructor's own directories may be links; those that a student hands in may not."""
+    (tmp_path / "instructor").mkdir()
+    (tmp_path / "shortcut").symlink_to("instructor")
+    (tmp_path / "instructor" / "clone").mkdir()
+    (tmp_path / "instructor" / "clone" / "results").symlink_to(tmp_path)
+    clone = tmp_path / "shortcut" / "clone"
+    assert results_file(str(clone / "a.json"), str(clone)) == (tmp_path / "instructor" / "clone" / "a.json").resolve()
+    for submission in (clone, clone.resolve()):
+        with pytest.raises(CourseError, match="results is a link"):
+            results_file(str(submission / "results" / "a.json"), str(clone))
+
+
+@linux
+def test_the_recipe_for_classroom_50_follows_no_link(tmp_path):
+    """The program in the documentation, with a `sudo` that runs as we are, and a student's repository with a link."""
+    text = (ROOT / "docs" / "instructors.md").read_text()
+    [recipe] = re.findall(r"^```python\n(\"\"\"Grades the student's checkout.*?)^```", text, re.M | re.S)
+    package, checkout, tools = tmp_path / "package", tmp_path / "checkout", tmp_path / "tools"
+    for directory in (package / ".venv" / "bin", checkout, tools):
+        directory.mkdir(parents=True)
+    (package / "autograder.py").write_text(recipe)
+    (package / "options").write_text("")
+    (package / "setup.sh").write_text("")
+    (tmp_path / "precious").write_text("precious")
+    (checkout / "result.json").symlink_to(tmp_path / "precious")
+    script(tools / "sudo", 'while [ "${1#--preserve}" != "$1" ]; do shift; done; exec "$@"')
+    script(package / ".venv" / "bin" / "python", 'for last; do :; done; test ! -L "$last" && echo graded > "$last"')
+    environment = os.environ | {"PATH": f"{tools}:{os.environ['PATH']}"}
+    command = [sys.executable, str(package / "autograder.py")]
+    subprocess.run(command, cwd=checkout, env=environment, check=True)
+    assert (tmp_path / "precious").read_text() == "precious"
+    assert not (checkout / "result.json").is_symlink() and (checkout / "result.json").read_text() == "graded\n"
+
+
+def script(path: Path, text: str) -> None:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
