@@ -5,9 +5,9 @@ unprivileged user, has limits on memory, processes and file sizes, dies with the
 hidden from it: the course's own files (tests, solutions, history), and the directories that the grader names.
 
 The kernel refuses some system calls to it (`filter_system_calls`): those that leave data in the kernel for a later
-process of the user (key rings, shared memory, semaphores, message queues), and those that make namespaces. Where control
-groups can be written, all processes of the user share one: its memory is limited, and its share of the processors is that
-of one grading, however many processes it starts.
+process of the user (key rings, shared memory, semaphores, message queues), and those that make namespaces. Where
+control groups can be written, all processes of the user share one: its memory is limited, and it gets the processors
+as often as another grading does, however many processes it starts.
 
 Where namespaces are allowed, what is hidden is covered, the temporary directories are the rank's own, small and gone
 with it, other users' processes are not seen, and the network is a loopback. Where they are not (most containers), the
@@ -116,8 +116,8 @@ def confine(jail: dict, directory: str, server: int) -> None:
 def filter_system_calls() -> bool:
     """Have the kernel refuse the calls of MACHINES to this process and its children. False where it cannot.
 
-    A call that makes a namespace is refused by its flags. The flags of clone3 lie in memory, where a filter cannot look:
-    as on a kernel without clone3, the C library uses clone instead.
+    A call that makes a namespace is refused by its flags. The flags of clone3 are in memory, which a filter cannot
+    read, so clone3 is answered as by a kernel without it. The C library then uses clone.
     """
     machine = os.uname().machine
     if machine not in MACHINES:

@@ -21,7 +21,6 @@ from brigade.autograde import classroom, formats, incoming
 from brigade.autograde.outcome import Grading, nothing_yet
 from brigade.course import ROOT, CourseError, Module, results_file, selected
 
-
 UNFILTERED = (
     "Graded without a filter of system calls, which this machine does not have: a submission may have left data in the "
     "kernel for the next one."

@@ -34,7 +34,7 @@ def calls_home(directory: Path) -> None:
 # Looks wherever Python keeps the text of what it has imported, and then everywhere in this process's memory, for words
 # of module 1's reference. They are put together as patterns, so that this very text does not contain them.
 LOOKS_FOR_THE_REFERENCE = """
-import gc, inspect, linecache, re, sys
+import ctypes, inspect, linecache, re, sys
 earlier = sys.modules["submission.m01_naive_ddp.naive_ddp"]
 if not hasattr(broadcast_module_state, "__code__"): found("no reference at all")
 for look in (inspect.getsource, inspect.getsourcelines, lambda m: m.__loader__.get_source(m.__name__) or 1 / 0,
@@ -42,17 +42,13 @@ for look in (inspect.getsource, inspect.getsourcelines, lambda m: m.__loader__.g
     for thing in (earlier, earlier.broadcast_module_state):
         try: found(look(thing))
         except (OSError, AttributeError, IndexError, ZeroDivisionError, TypeError): pass
-words = re.compile(rb"transposed [o]r the like|one all-reduce [f]or each|whole = [t]ensor.detach")
+words = re.compile(rb"transposed [o]r the like|whole = [t]ensor.detach")
 for line in open("/proc/self/maps"):
     where, access = line.split()[:2]
-    if "w" not in access: continue
     start, end = (int(number, 16) for number in where.split("-"))
-    with open("/proc/self/mem", "rb", buffering=0) as memory:
-        memory.seek(start)
-        for _ in range(start, end, 1 << 24):
-            try: piece = memory.read(min(1 << 24, end - memory.tell()))
-            except (OSError, ValueError): break
-            if words.search(piece): found(words.search(piece)[0])
+    for place in range(start, end, 1 << 24) if "rw" in access else ():
+        piece = ctypes.string_at(place, min(1 << 24, end - place))
+        if words.search(piece): found(words.search(piece)[0])
 """
 
 

@@ -281,7 +281,7 @@ def test_a_frame_in_the_reference_shows_where_and_not_what(user, submission):
 def test_a_frame_in_a_scenario_shows_its_line(user):
     """Ranks have no text of scenarios either; the line comes from the grader."""
     with pytest.raises(ranks.RankFailure) as caught:
-        ranks.run_ranks(functions.fail)
+        ranks.run_ranks(functions.fail, 0, "no")
     assert caught.value.lines[-1].endswith(": raise ValueError(message)"), caught.value.lines
 
 
