@@ -46,8 +46,9 @@ USERS = 64  # graders at a time on one machine
 PRIVATE_DIRECTORIES = ("/tmp", "/var/tmp", "/dev/shm", "/dev/mqueue", "/run/lock")  # those that anybody may write to
 RENDEZVOUS = "rendezvous"  # the file in a run's directory that all its ranks share
 SECRETS = ("tests", "solutions", ".git", "out")  # of the course
-NICENESS = 10  # of ranks: the grader and the rest of the machine go first
+NICENESS = 5  # of ranks: the grader and the rest of the machine go first
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
+ORDINARY_SHARES = 4  # of the processors: a grading gets as much as so many ordinary processes
 
 # System calls that a rank may not make, by machine: (its number in audit.h, seccomp, clone, clone3, refused ones).
 # Refused are add_key, request_key, keyctl; shmget, shmat, shmctl; msgget, msgsnd, msgrcv, msgctl; semget, semop,
@@ -149,12 +150,13 @@ def join_groups(jail: dict) -> bool:
         # In version 2 swap has a limit of its own; in version 1 the last one counts memory and swap together.
         sizes = {"memory.max": jail["together"], "memory.swap.max": 0}
         sizes |= {"memory.limit_in_bytes": jail["together"], "memory.memsw.limit_in_bytes": jail["together"]}
+        shares = {"cpu.weight": 100 * ORDINARY_SHARES, "cpu.shares": 1024 * ORDINARY_SHARES}
         with contextlib.suppress(OSError):
             group.mkdir(exist_ok=True)
-            for name, size in sizes.items() if jail["together"] else ():
+            for name, number in ((sizes if jail["together"] else {}) | shares).items():
                 with contextlib.suppress(FileNotFoundError):
-                    write_existing(group / name, size)
-                    is_limited = True
+                    write_existing(group / name, number)
+                    is_limited |= name in sizes
             write_existing(group / "cgroup.procs", os.getpid())
     return is_limited
 

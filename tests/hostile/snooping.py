@@ -32,9 +32,9 @@ def calls_home(directory: Path) -> None:
 
 
 # Looks wherever Python keeps the text of what it has imported, and then everywhere in this process's memory, for words
-# of module 1's reference. They are put together as patterns, so that this very text does not contain them.
+# of module 1's reference. One half of them is written backwards, so that this very text does not contain them.
 LOOKS_FOR_THE_REFERENCE = """
-import ctypes, inspect, linecache, re, sys
+import ctypes, inspect, linecache, sys
 earlier = sys.modules["submission.m01_naive_ddp.naive_ddp"]
 if not hasattr(broadcast_module_state, "__code__"): found("no reference at all")
 for look in (inspect.getsource, inspect.getsourcelines, lambda m: m.__loader__.get_source(m.__name__) or 1 / 0,
@@ -42,13 +42,17 @@ for look in (inspect.getsource, inspect.getsourcelines, lambda m: m.__loader__.g
     for thing in (earlier, earlier.broadcast_module_state):
         try: found(look(thing))
         except (OSError, AttributeError, IndexError, ZeroDivisionError, TypeError): pass
-words = re.compile(rb"transposed [o]r the like|whole = [t]ensor.detach")
+beginning, reversed_end = b"the tensor itself, unless it is tr", b"ekil eht ro desopsna"
 for line in open("/proc/self/maps"):
     where, access = line.split()[:2]
     start, end = (int(number, 16) for number in where.split("-"))
-    for place in range(start, end, 1 << 24) if "rw" in access else ():
+    for place in range(start, end, 1 << 24) if "rw" in access and (end - start < 1 << 26 or "heap" in line) else ():
         piece = ctypes.string_at(place, min(1 << 24, end - place))
-        if words.search(piece): found(words.search(piece)[0])
+        at = piece.find(beginning)
+        while at >= 0:
+            rest = piece[at + len(beginning):][:len(reversed_end)]
+            if rest[::-1] == reversed_end: found(beginning + rest)
+            at = piece.find(beginning, at + 1)
 """
 
 
