@@ -291,7 +291,7 @@ def xl_headline() -> Finding:
         f"than with 435 all-reduces of single parameters; computed for an H100: {copies_ms:.1f} ms for the copies and "
         f"{carried_ms:.1f} ms for an all-reduce of which nothing is hidden. Two runs of ten steps on machines that are "
         "not named decide nothing; both variants have to be timed in one run, in turns",
-        right_if(False, "wrong" if copies_ms + carried_ms >= slower_ms else "depends"),
+        "wrong" if copies_ms + carried_ms >= slower_ms else "depends",
     )
 
 
@@ -438,7 +438,7 @@ def published_reversed() -> Finding:
         for parameter in bucket:
             parameter.register_post_accumulate_grad_hook(lambda _, number=number: ready(number))
     model(torch.zeros(1, 8, dtype=torch.long)).sum().backward()
-    first = list(reversed(range(len(buckets))))[0]
+    first = len(buckets) - 1  # of the reversed list
     return Finding(
         f"of {len(buckets)} buckets of TinyLM tiny the first in the reversed list is complete as number "
         f"{complete.index(first) + 1}, without the reversal as number {complete.index(0) + 1}",
@@ -525,9 +525,8 @@ def coalesce_175b() -> Finding:
 cited(
     "launch-cost", 6, "Every NCCL launch costs 10 to 50 µs", COALESCING,
     "it takes GPUs; pull request [98793](https://github.com/pytorch/pytorch/pull/98793) reports 2865 µs of CPU time "
-    "for 64 "
-    "all-reduces one by one, 45 µs for each call with all of c10d in it. A step becomes longer only where the GPU "
-    "waits for the CPU",
+    "for 64 all-reduces one by one, 45 µs for each call with all of c10d in it. A step becomes longer only where the "
+    "GPU waits for the CPU",
 )  # fmt: skip
 
 
@@ -551,8 +550,8 @@ def epoch_saving() -> Finding:
 def published_param_sync() -> Finding:
     found = on_ranks(claimed_ranks.one_shard_for_all)[0]
     return Finding(
-        f"it passes one and the same shard for every bucket: of 0, 1 and 2, 3 become {listed(found['first'])} and "
-        f"{listed(found['second'])}; and it keeps no handle, so nobody can wait for the all-gathers",
+        f"it passes one and the same shard for every bucket: instead of [0, 1] and [2, 3] the buckets hold "
+        f"{found['first']} and {found['second']}; and it keeps no handle, so nobody can wait for the all-gathers",
         right_if(found["second"] == [2, 3]),
     )
 
@@ -560,9 +559,8 @@ def published_param_sync() -> Finding:
 cited(
     "nsight", 6, "Verify coalescing with Nsight Systems: look for a single NCCL group call", COALESCING,
     "it takes GPUs; kernels can be counted without Nsight, by `torch.profiler`, as module 6's check does. One call "
-    "need not "
-    "be one kernel: the `nccl2` backend, default from torch 2.15 on, launches the collectives of a block one after the "
-    "other ([On GPUs](gpus.md))",
+    "need not be one kernel: the `nccl2` backend, default from torch 2.15 on, launches the collectives of a block one "
+    "after the other ([On GPUs](gpus.md))",
 )  # fmt: skip
 
 
@@ -643,11 +641,9 @@ def reduce_scatter_bytes() -> Finding:
     ]
     return Finding(
         f"of S bytes a rank sends {found['all_reduce']:.2f} S in gloo's all-reduce, {found['reduce_scatter']:.2f} S "
-        "in its "
-        f"reduce-scatter, which is an all-reduce and a slice, and {found['all_gather']:.2f} S in its all-gather; "
-        "with a ring "
-        f"of sends and receives, the algorithm by which nccl-tests counts for NCCL, {found['ring all_reduce']:.2f} S "
-        f"and {found['ring reduce_scatter']:.2f} S",
+        f"in its reduce-scatter, which is an all-reduce and a slice, {found['all_gather']:.2f} S in its all-gather; "
+        "with a ring of sends and receives, the algorithm by which nccl-tests counts for NCCL, "
+        f"{found['ring all_reduce']:.2f} S and {found['ring reduce_scatter']:.2f} S",
         by_share([abs(2 * ratio - 1) < 0.1 for ratio in ratios]),
     )
 
