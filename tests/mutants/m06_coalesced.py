@@ -82,9 +82,14 @@ MUTANTS = [
         "the manager ends in the same way after an exception",
         MANAGER,
         "        manager = c10d._coalescing_manager(group, async_ops=True)\n"
-        "        with __import__('contextlib').ExitStack() as stack:\n"
-        "            handle = manager.__enter__()\n"
-        "            stack.callback(manager.__exit__, None, None, None)\n",
+        "        handle = manager.__enter__()\n"
+        "        @contextmanager\n"
+        "        def ended():\n"
+        "            try:\n"
+        "                yield\n"
+        "            finally:\n"
+        "                manager.__exit__(None, None, None)\n"
+        "        with ended():\n",
         ("test_coalesce_refuses_mixtures",),
         "end it with the exception",
     ),
