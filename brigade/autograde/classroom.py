@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from brigade.autograde import formats, incoming, similarity
+from brigade.autograde.static_look import HEADING
 from brigade.course import MODULES, ROOT, CourseError, Module
 from brigade.submission import MAX_SOURCE_BYTES, find
 
@@ -197,6 +198,8 @@ def row(student: Student, entries: Sequence[Module]) -> Row:
     except (OSError, ValueError):
         note = f"the grader gave no results: see {student.log.name}" if student.log.exists() else "not graded yet"
         return line | {"score": 0, "note": note}
+    watched = [test["output"].splitlines()[1:] for test in result["tests"] if test["tags"] == [HEADING]]
+    result["tests"] = [test for test in result["tests"] if test["tags"] != [HEADING]]
     line |= {"score": result["score"], "max": sum(test["max_score"] for test in result["tests"])}
     for entry in entries:
         mine = [test for test in result["tests"] if f"module {entry.number}" in test["tags"]]
@@ -205,6 +208,7 @@ def row(student: Student, entries: Sequence[Module]) -> Row:
         number, (_, name) = test["number"].split(".")[0], test["tags"]
         if name.startswith("test_"):  # else the grading ended before it knew the checks
             line[f"{number}.{name.removeprefix('test_')}"] = test["score"]
+    line[HEADING] = " / ".join(sum(watched, []))
     return line | {"note": " / ".join(result["output"].splitlines()[1:])}
 
 

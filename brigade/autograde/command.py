@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from brigade import isolation, ranks
-from brigade.autograde import classroom, formats, incoming
+from brigade.autograde import classroom, formats, incoming, static_look
 from brigade.autograde.outcome import Grading, nothing_yet
 from brigade.course import ROOT, CourseError, Module, results_file, selected
 
@@ -96,11 +96,13 @@ def run_one(options: argparse.Namespace, entries: Sequence[Module], console: Con
         def follow(grading: Grading) -> None:
             nonlocal latest
             latest = grading
+            latest.findings = findings
             if out:
                 formats.write(out, render(grading))
             done = sum(outcome.finished for outcome in grading.outcomes)
             progress.update(task, total=len(grading.outcomes), completed=done)
 
+        findings: list[static_look.Finding] = []
         latest = nothing_yet(entries, random.randrange(10**6) if options.seed is None else options.seed)
         with interrupts_wait():
             tempfile.gettempdir()  # tries the directory out with a file, which an interrupt would leave there
@@ -112,6 +114,7 @@ def run_one(options: argparse.Namespace, entries: Sequence[Module], console: Con
                     from brigade.autograde import grading
 
                     grading.collect(entries)
+                findings += static_look.look_at(target, entries)
                 if ranks.SERVER.jail:
                     notes += probe()
                 if meddling := incoming.meddling(target):
@@ -177,6 +180,8 @@ def run_class(options: argparse.Namespace, entries: Sequence[Module], console: C
     report.print(f"{len(everyone)} submissions, {kept} of them unchanged since they were graded: {gradebook}")
     for name in others:
         report.print(f"  neither a directory nor a zip file, and not looked at: {name}")
+    if watched := [line["student"] for line in table if line.get(static_look.HEADING)]:
+        report.print(f"  please look: {', '.join(map(str, watched))} (names that no answer needs, see the gradebook)")
     for check, count in classroom.hardest(table)[:10]:
         report.print(f"  {count} of {len(everyone)} fail {check}")
     for group in classroom.near_identical(everyone, entries):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 
+from brigade.autograde.static_look import Finding
 from brigade.course import Module
 
 UNFINISHED = "did not finish"
@@ -39,6 +40,7 @@ class Grading:
     started: datetime = field(default_factory=lambda: datetime.now(timezone.utc))
     seconds: float = 0.0
     notes: list[str] = field(default_factory=list)  # for everybody: what was ignored, what isolation there was
+    findings: list[Finding] = field(default_factory=list)  # for the instructor: what is worth a look
     finished: bool = False
 
     @property

@@ -25,9 +25,9 @@ from brigade.course import MODULES, CourseError, Module
 from brigade.submission import find, source_text
 
 HEADING = "please look"
-MOST_FINDINGS = 30  # of one submission; the last one says how many there are besides
+MOST_FINDINGS = 20  # of one submission; the last one says how many there are besides
 MOST_LINES = 4  # of one name
-MOST_NODES = 50_000  # of a file's syntax tree; those of the solutions have fewer than NNN
+MOST_NODES = 50_000  # of a file's syntax tree; those of the solutions have fewer than 2 000
 MOST_ALIASES = 4  # that lead from one to the next
 MOST_CHARACTERS = 200  # of a string or a dotted name that is followed; a longer one is not a name
 
@@ -53,14 +53,14 @@ NAMES: dict[str, str] = {
             func_globals get_objects get_referrers get_referents getattr_static mro""",
         CODE: "__import__ ForwardRef get_type_hints import_module load_inline run_module run_path singledispatch",
         HIDDEN: "b64decode decode fromhex maketrans rot13 unhexlify",
-        SYSTEM: """_exit CDLL add_key cpp_extension keyctl syscall memfd_create pidfd_open py_object pythonapi ThreadPoolExecutor
-            ProcessPoolExecutor start_new_thread sys_modules""",
+        SYSTEM: """_exit CDLL add_key cpp_extension keyctl syscall memfd_create pidfd_open py_object pythonapi
+            ThreadPoolExecutor ProcessPoolExecutor start_new_thread""",
         OUTSIDE: "frombuffer from_blob from_dlpack from_file from_numpy memmap numpy to_dlpack",
-        TOOLKIT: "_inner _recorder _sink brigade scenarios solutions recording RecordingGroup HoldingGroup RecordedWork",
-        GROUP: """_get_backend _register_backend register_backend init_process_group destroy_process_group new_group
-            new_subgroups split_group ProcessGroupGloo ProcessGroupMPI ProcessGroupNCCL ProcessGroupWrapper
+        TOOLKIT: "_inner _recorder _sink brigade scenarios RecordingGroup HoldingGroup RecordedWork",
+        GROUP: """_get_backend _register_backend register_backend init_process_group destroy_process_group
+            split_group ProcessGroupGloo ProcessGroupMPI ProcessGroupNCCL ProcessGroupWrapper
             _ProcessGroupWrapper FileStore HashStore PrefixStore TCPStore""",
-        HOOKS: """_post_accumulate_grad_hooks _backward_hooks _forward_hooks _forward_pre_hooks overrides
+        HOOKS: """hooks_dict_ref _post_accumulate_grad_hooks _backward_hooks _forward_hooks _forward_pre_hooks overrides
             TorchDispatchMode TorchFunctionMode _python_dispatch register_module_forward_hook
             register_module_forward_pre_hook register_module_full_backward_hook register_module_backward_hook
             register_module_module_registration_hook register_module_parameter_registration_hook
@@ -85,8 +85,8 @@ IMPORTS = frozenset(
 )
 LIBRARY = frozenset(sys.stdlib_module_names)
 SYSTEM_MODULES = frozenset(  # of the library: as an attribute of anything, or as a string
-    """_ctypes _io _posixsubprocess _thread asyncio atexit base64 binascii builtins codecs concurrent ctypes dis faulthandler
-    fcntl gc importlib inspect marshal mmap multiprocessing os pathlib pdb pickle posix pty resource runpy shelve shutil
+    """_ctypes _io _posixsubprocess _thread asyncio atexit base64 binascii builtins codecs concurrent ctypes dis
+    faulthandler fcntl gc importlib inspect marshal mmap multiprocessing os pathlib pdb pickle posix pty resource runpy shelve shutil
     signal socket subprocess sys tempfile threading traceback tracemalloc zipimport""".split()
 )
 TORCH_MODULES = frozenset(  # of torch, which no answer needs
@@ -263,7 +263,7 @@ class FileLook:
         for node in self.nodes:
             if isinstance(node, ast.Attribute):
                 allowed.add(id(node.value))
-            elif any(isinstance(target, ast.Name) for target in targets_of(node)):
+            elif any(isinstance(target, ast.Name) and target.id in self.imported for target in targets_of(node)):
                 allowed.add(id(node.value))
             elif self.attribute_by_name(node) and node.func.id in ("getattr", "hasattr"):
                 allowed.add(id(node.args[0]))
@@ -281,7 +281,8 @@ class FileLook:
 
     def look_at_node(self, node: ast.AST, docstrings: set[int], called: set[int]) -> Iterator[tuple[str, str]]:
         path = self.paths.get(id(node))
-        if path in KNOWN_MODULES and id(node) not in self.plain_uses:
+        is_bound_here = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+        if path in KNOWN_MODULES and id(node) not in self.plain_uses and not is_bound_here:
             yield path, "is a module that is passed on or changed as a value"
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             yield from look_at_import(node)
@@ -325,14 +326,16 @@ class FileLook:
     def look_at_attribute(self, base: ast.AST, name: str, is_read: bool) -> Iterator[tuple[str, str]]:
         path = self.joined(base, name)
         of_self = isinstance(base, ast.Name) and base.id in ("self", "cls")
-        if name in NAMES and not (of_self and name in self.own):
+        if of_self and (name in self.own or name[0] != "_"):
+            pass  # the submission's own
+        elif name in NAMES:
             yield name, NAMES[name]
         elif SPECIAL.fullmatch(name):
             if name not in READ or not is_read:
                 yield name, INTERNALS
         elif path and name.lstrip("_") in LIBRARY - IMPORTS - {"select"}:
             yield path, f"{SYSTEM}: the library's {name.lstrip('_')}, through another module"
-        elif name in SYSTEM_MODULES and not of_self:
+        elif name in SYSTEM_MODULES:
             yield name, f"{SYSTEM}: the name of a module"
         elif path and path.startswith("torch.") and name in TORCH_MODULES:
             yield path, "is a part of torch that no answer needs"
@@ -392,7 +395,7 @@ def imported_names(nodes: Sequence[ast.AST]) -> Iterator[tuple[str, str]]:
 
 
 def look_at_import(node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str]]:
-    """Yield what is imported and is neither torch, nor a small part of the library, nor another module of the course."""
+    """Yield what is imported and is neither torch, nor one of IMPORTS, nor another module of the course."""
     names = [alias.name for alias in node.names]
     if isinstance(node, ast.ImportFrom) and node.level:
         top = (node.module or names[0]).partition(".")[0]

@@ -113,7 +113,7 @@ def test_a_class_from_beginning_to_end(tmp_path):
         ("carl", "0", "8", "0"),
         ("dora", "0", "8", "0"),
     ]
-    assert len(table[0]) == 4 + 7 + 1 and all(row["module 1"] == row["score"] for row in table)
+    assert len(table[0]) == 4 + 7 + 2 and all(row["module 1"] == row["score"] for row in table)
     assert not list(tmp_path.glob(".*")) and [p.name for p in (tmp_path / "grades.csv.results").glob(".*")] == [".lock"]
 
 
