@@ -13,7 +13,6 @@ Strings are read too, also when they are put together from constant pieces.
 from __future__ import annotations
 
 import ast
-import keyword
 import re
 import sys
 import warnings
@@ -42,6 +41,11 @@ GROUP = "makes a process group or a store"
 HOOKS = "changes hooks or functions for everybody"
 ANSWER = "is torch's own answer"
 ENDING = "ends the process"
+
+
+def words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
 
 NAMES: dict[str, str] = {
     name: reason
@@ -79,41 +83,43 @@ BUILTINS: dict[str, str] = {
 }
 BY_NAME = ("getattr", "setattr", "delattr", "hasattr", "attrgetter", "methodcaller")  # take an attribute's name
 
-IMPORTS = frozenset(
-    """__future__ abc bisect collections contextlib copy dataclasses enum functools heapq itertools math numbers operator
-    random time torch types typing typing_extensions warnings weakref""".split()
+IMPORTS = words(
+    """__future__ abc bisect collections contextlib copy dataclasses enum functools heapq itertools math numbers
+    operator random time torch types typing typing_extensions warnings weakref"""
 )
 LIBRARY = frozenset(sys.stdlib_module_names)
-SYSTEM_MODULES = frozenset(  # of the library: as an attribute of anything, or as a string
+SYSTEM_MODULES = words(  # of the library: as an attribute of anything, or as a string
     """_ctypes _io _posixsubprocess _thread asyncio atexit base64 binascii builtins codecs concurrent ctypes dis
-    faulthandler fcntl gc importlib inspect marshal mmap multiprocessing os pathlib pdb pickle posix pty resource runpy shelve shutil
-    signal socket subprocess sys tempfile threading traceback tracemalloc zipimport""".split()
+    faulthandler fcntl gc importlib inspect marshal mmap multiprocessing os pathlib pdb pickle posix pty resource
+    runpy shelve shutil signal socket subprocess sys tempfile threading traceback tracemalloc zipimport"""
 )
-TORCH_MODULES = frozenset(  # of torch, which no answer needs
-    """_C backends classes cpp_extension export fx hub jit library load multiprocessing ops overrides package parallel rpc
-    save serialization""".split()
+TORCH_MODULES = words(  # of torch, which no answer needs
+    """_C backends classes cpp_extension export fx hub jit library load multiprocessing ops overrides package parallel
+    rpc save serialization"""
 )
-KNOWN_MODULES = frozenset(  # of torch, which an answer may import, and not pass on as values
+KNOWN_MODULES = words(  # of torch, which an answer may import, and not pass on as values
     """torch torch.autograd torch.cuda torch.distributed torch.distributed.distributed_c10d torch.nn torch.nn.functional
-    torch.nn.utils torch.optim torch.utils""".split()
+    torch.nn.utils torch.optim torch.utils"""
 )
 BASES = {"torch.Tensor": "a class of tensors of its own", "torch.distributed.ProcessGroup": GROUP}
 
 METHODS = frozenset(  # special methods that an answer may define or call
     f"__{name}__"
-    for name in """init call enter exit len iter next getitem setitem delitem contains repr str format bool hash eq ne lt
-    le gt ge add radd sub mul int float index getattr setattr post_init reversed""".split()
+    for name in words(
+        """init call enter exit len iter next getitem setitem delitem contains repr str format bool hash eq ne lt le gt
+        ge add radd sub mul int float index getattr setattr post_init reversed"""
+    )
 )
 READ = METHODS | {"__name__", "__qualname__", "__class__", "__doc__", "__main__", "__all__", "__version__"}
 SET = METHODS | {"__all__", "__slots__", "__version__", "__author__", "__match_args__"}
-PRIVATE = frozenset(  # names of torch and the library that an answer may use
+PRIVATE = words(  # names of torch and the library that an answer may use
     """_CoalescingManager _all_gather_base _asdict _base _buffers _coalescing_manager _fields _flatten_dense_tensors
-    _get_default_group _modules _parameters _reduce_scatter_base _replace _unflatten_dense_tensors _utils""".split()
+    _get_default_group _modules _parameters _reduce_scatter_base _replace _unflatten_dense_tensors _utils _world"""
 )
 
 SPECIAL = re.compile(r"__\w+__")
 DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
-IN_TEXT = re.compile(r"\b(%s)\b" % "|".join(name for name in NAMES if "_" in name.strip("_") or name[0] == "_"))
+IN_TEXT = re.compile(rf"\b({'|'.join(name for name in NAMES if '_' in name)})\b")
 ENCODING = re.compile(r"[ \t\f]*#.*?coding[:=][ \t]*([-\w.]+)")  # PEP 263
 DIRECTIONS = re.compile("[\u202a-\u202e\u2066-\u2069]")
 
@@ -221,14 +227,15 @@ class FileLook:
             if (value := constant_string(node, self.strings)) is not None and len(value) <= MOST_CHARACTERS:
                 self.strings[id(node)] = value
         self.paths: dict[int, str] = {}
+        self.resolve_paths()
         for _ in range(MOST_ALIASES):
-            if not self.resolve_paths():
+            if not self.find_aliases():
                 break
+            self.resolve_paths()
         self.plain_uses = self.find_plain_uses()
 
-    def resolve_paths(self) -> bool:
-        """Follow names from the imports on. Returns whether a new alias such as `d = torch.distributed` was met."""
-        known = len(self.imported)
+    def resolve_paths(self) -> None:
+        """Follow names from the imports and their aliases on."""
         for node in reversed(self.nodes):
             path = None
             if isinstance(node, ast.Name):
@@ -241,6 +248,10 @@ class FileLook:
                 path = self.paths.get(id(node.value))
             if path and len(path) <= MOST_CHARACTERS:
                 self.paths[id(node)] = path
+
+    def find_aliases(self) -> bool:
+        """Take names such as `d` in `d = torch.distributed` for imported. Return whether there was a new one."""
+        known = len(self.imported)
         for node in self.nodes:
             for target in targets_of(node):
                 path = self.paths.get(id(node.value))
@@ -261,9 +272,8 @@ class FileLook:
         """Nodes at which a module may stand: `module.x`, `alias = module`, `getattr(module, "x")`; by id."""
         allowed = set()
         for node in self.nodes:
-            if isinstance(node, ast.Attribute):
-                allowed.add(id(node.value))
-            elif any(isinstance(target, ast.Name) and target.id in self.imported for target in targets_of(node)):
+            names = [target.id for target in targets_of(node) if isinstance(target, ast.Name)]
+            if isinstance(node, ast.Attribute) or any(name in self.imported for name in names):
                 allowed.add(id(node.value))
             elif self.attribute_by_name(node) and node.func.id in ("getattr", "hasattr"):
                 allowed.add(id(node.args[0]))
@@ -311,10 +321,10 @@ class FileLook:
 
     def look_at_name(self, node: ast.Name, called: set[int]) -> Iterator[tuple[str, str]]:
         name = node.id
-        if name not in NAMES and SPECIAL.fullmatch(name):
-            if name not in (READ if isinstance(node.ctx, ast.Load) else SET):
-                yield name, INTERNALS if isinstance(node.ctx, ast.Load) else "sets a special name that no answer needs"
-        if name in BUILTINS and isinstance(node.ctx, ast.Load):
+        is_read = isinstance(node.ctx, ast.Load)
+        if name not in NAMES and SPECIAL.fullmatch(name) and name not in (READ if is_read else SET):
+            yield name, INTERNALS if is_read else "sets a special name that no answer needs"
+        if name in BUILTINS and is_read:
             yield name, BUILTINS[name]
         elif name in BY_NAME and id(node) not in called:
             yield name, "can take the name of an attribute that is computed"
@@ -339,11 +349,12 @@ class FileLook:
             yield name, f"{SYSTEM}: the name of a module"
         elif path and path.startswith("torch.") and name in TORCH_MODULES:
             yield path, "is a part of torch that no answer needs"
-        elif path and path.endswith("._world.pg_coalesce_state"):
-            pass
-        elif name[0] == "_" and name not in PRIVATE and not name.startswith("_foreach_") and name != "_world":
-            if path or name not in self.own:
-                yield name, "is a private name that this submission does not define"
+        elif path and ".ProcessGroup." in path:
+            yield path, "uses the class of process groups instead of a group"
+        elif path and "._world." in path and ".pg_coalesce_state" not in path:
+            yield path, INTERNALS
+        elif is_private(name) and (path or name not in self.own):
+            yield name, "is a private name that this submission does not define"
         if path and not is_read:
             yield path, "is changed for everybody"
         if not is_read and isinstance(base, ast.Call):
@@ -366,6 +377,10 @@ class FileLook:
                 for part in value.split("."):
                     if part:
                         yield from self.look_at_attribute(base, part, name not in ("setattr", "delattr"))
+
+
+def is_private(name: str) -> bool:
+    return name[0] == "_" and name not in PRIVATE and not name.startswith("_foreach_")
 
 
 def is_class(path: str) -> bool:
@@ -410,12 +425,11 @@ def look_at_import(node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str
             yield name, NAMES.get(top, "is a module that no answer needs")
             continue
         for part in parts:
-            private = part[0] == "_" and part not in PRIVATE
             if part == "*":
                 yield name, "imports names that this file does not show"
             elif part in NAMES:
                 yield name, NAMES[part]
-            elif (part.lstrip("_") in LIBRARY - IMPORTS - {"select"}) or part in TORCH_MODULES or private:
+            elif (part.lstrip("_") in LIBRARY - IMPORTS - {"select"}) or part in TORCH_MODULES or is_private(part):
                 yield name, "is a part of another module that no answer needs"
 
 

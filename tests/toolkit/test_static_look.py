@@ -1,4 +1,4 @@
-"""The static look lists what no answer needs, never an answer of the course, and says so where only instructors read."""
+"""The static look lists what no answer needs, and nothing of the course's own answers."""
 
 import importlib
 import json
@@ -56,7 +56,7 @@ def test_the_whole_reference_is_looked_at():
 RIGHT = {
     "private names of its own": "class A:\n    def _inner(self): self._handle = 1\n    def go(self): self._inner()",
     "private attributes that it gives to parameters": "p._index = 3\nprint(p._index)",
-    "an attribute that may not be there": "import torch.distributed as dist\nf = getattr(dist, 'all_gather_single', None)",
+    "an attribute that may not be there": "import torch.distributed as dist\ngetattr(dist, 'all_gather_single', None)",
     "a module under another name": "import torch\ndist = torch.distributed\ndist.all_reduce(x)",
     "getattr of an nn.Module": "class A:\n    def __getattr__(self, name): return super().__getattr__(name)",
     "words in a docstring": '"""Open the bucket; see os, sys and __globals__."""\nx = 1',
@@ -142,6 +142,7 @@ LISTED = {
         "import torch as a0\n" + "".join(f"a{i + 1} = a{i}\n" for i in reversed(range(9))) + "a9.x = 1",
         "torch",
     ),
+    "all groups": ("from torch.distributed import distributed_c10d as c\nc._world.pg_map", "pg_map"),
     "exec": ("exec('import sys')", "exec"),
     "exec under another name": ("e = exec\ne('1')", "exec"),
     "__builtins__": ("__builtins__['exec']('x')", "__builtins__"),
