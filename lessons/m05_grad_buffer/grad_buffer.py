@@ -44,7 +44,7 @@ def plan_layout(
     A parameter starts at a multiple of 64 elements. A bucket closes once it holds `bucket_numel` elements or more
     (None: there is one bucket), and is padded to end at a multiple of lcm(dp_size, 128), so that it divides equally
     among `dp_size` ranks; with `pad_for_busbw` at a multiple of 2^16 too. The rule is that of Megatron-LM,
-    megatron/core/distributed/param_and_grad_buffer.py.
+    megatron/core/optimizer/param_layout.py.
     """
     # Keep the end of the last parameter and the start of the open bucket; round up where the rule says so.
     # TODO: part (a)
