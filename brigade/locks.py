@@ -8,10 +8,11 @@ student code can still find in frames, closures or `__globals__` is beyond these
 from __future__ import annotations
 
 import importlib.abc
+import importlib.util
 import sys
 import weakref
 from collections.abc import Callable, Container
-from types import CodeType, FrameType, FunctionType, ModuleType
+from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 _trusted: list[dict[str, Any]] = []
@@ -44,16 +45,38 @@ def hidden() -> property:
     return property(read, write)
 
 
-def private(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the method as one that only trusted code can call."""
+def private(method: Callable[..., Any]) -> property:
+    """Return the method as one that only trusted code can call. An object's own `__dict__` cannot replace it."""
 
-    def guarded(*args: Any, **kwargs: Any) -> Any:
+    def read(owner: Any) -> Any:
         if not is_trusted(sys._getframe(1)):
-            raise AttributeError("this object has no such method")
-        return method(*args, **kwargs)
+            raise AttributeError("this object has no such attribute")
+        return MethodType(method, owner)
 
-    guarded.__name__, guarded.__doc__ = method.__name__, method.__doc__  # functools.wraps would give the method away
-    return guarded
+    return property(read)
+
+
+def sealed(base: type) -> type:
+    """Return the metaclass for a subclass of `base` that only trusted code can change."""
+
+    class Sealed(type(base)):
+        def __setattr__(cls, name: str, value: Any) -> None:
+            if not is_trusted(sys._getframe(1)):
+                raise AttributeError(f"{cls.__name__} belongs to the grader: submissions do not change it")
+            super().__setattr__(name, value)
+
+        def __delattr__(cls, name: str) -> None:
+            raise AttributeError(f"{cls.__name__} belongs to the grader: submissions do not change it")
+
+    return Sealed
+
+
+def own_copy(name: str) -> ModuleType:
+    """Return another copy of a module, in which a submission cannot replace anything."""
+    spec = importlib.util.find_spec(name)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def reserve(owner: Any, name: str, sentence: str, users: Container[FrameType] = ()) -> None:

@@ -10,6 +10,7 @@ talks to it can abort the peer.
 
 from __future__ import annotations
 
+import _socket
 import contextlib
 import faulthandler
 import functools
@@ -48,6 +49,10 @@ FINISHED_ANSWERS = {
     "torch.distributed.fsdp._fully_shard._fsdp_state": ("fully_shard", "FSDPState"),
     "torch.distributed.optim.zero_redundancy_optimizer": ("ZeroRedundancyOptimizer", "ZeroRedundancyOptimizer"),
 }
+
+# What a submission replaces in json or socket does not get to see the record.
+encode_events = locks.own_copy("json.encoder").JSONEncoder().encode
+send = _socket.socket.sendall
 
 SCATTERED = 400  # parameters; half of them leave holes for those of the model
 
@@ -88,7 +93,7 @@ def main(control_fd: int, output_fd: int, trace_fd: int, server: int) -> None:
 
     def deliver(letter: bytes, body: bytes) -> None:
         with lock:
-            control.sendall(letter + struct.pack("<Q", len(body)) + body)
+            send(control, letter + struct.pack("<Q", len(body)) + body)
 
     def send_events() -> None:
         nonlocal sent_at
@@ -97,7 +102,7 @@ def main(control_fd: int, output_fd: int, trace_fd: int, server: int) -> None:
             del kept[: len(events)]
             sent_at = time.monotonic()
             if events:
-                deliver(b"E", json.dumps(events).encode())
+                deliver(b"E", encode_events(events).encode())
 
     def take(event: dict[str, Any]) -> None:
         kept.append(event)

@@ -30,10 +30,9 @@ import _thread
 import contextlib
 import os
 import threading
-import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -41,7 +40,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from brigade import locks
-from brigade.locks import hidden, private
+from brigade.locks import hidden, private, sealed
 
 locks.trust(globals())
 COLLECTIVES = locks.CodeOf(c10d)  # while no submission can have changed it
@@ -61,11 +60,12 @@ class Recorder:
         self._lock = threading.RLock()
         self._parameters: dict[str, torch.nn.Parameter] = {}
         self._nodes: dict[Any, str] = {}  # those that accumulate gradients, and the names of their parameters
-        self._accumulated: Counter[str] = Counter()  # how often each did in this backward
+        self._accumulated: dict[str, int] = {}  # how often each did in this backward
+        self._task: int | None = -1  # the engine's number of this backward
 
     def note(self, kind: str, **fields: Any) -> None:
         with self._lock:
-            self._sink({"kind": kind, "time": time.perf_counter(), "phase": self.phase, **fields})
+            self._sink({"kind": kind, "time": perf_counter(), "phase": self.phase, **fields})
 
     def launch(self, **fields: Any) -> int:
         with self._lock:
@@ -92,8 +92,9 @@ class Recorder:
 
     def _hook(self, node: Any, name: str) -> Callable[[Sequence[torch.Tensor | None]], None]:
         def accumulates(gradients: Sequence[torch.Tensor | None]) -> None:
-            if current_node() is node and self.phase == "backward":  # else not the engine has called this
-                self._accumulated[name] += 1
+            # Student code can call this too, or have the engine call it in a backward of its own.
+            if current_node() is node and current_task() == self._task:
+                self._accumulated[name] = self._accumulated.get(name, 0) + 1
                 if gradients[0] is not None:
                     self.note("ready", name=name)
 
@@ -101,16 +102,27 @@ class Recorder:
 
     @contextlib.contextmanager
     def backward_of(self, loss: torch.Tensor) -> Iterator[None]:
-        """Raise RuntimeError after the block unless backward has accumulated each watched gradient once."""
-        used = reachable(loss.grad_fn)
-        self._accumulated.clear()
-        yield
+        """Note "ready" in the backward of `loss`. Raise RuntimeError unless each gradient that it needs did so once."""
+        root = loss.grad_fn
+
+        def begins(_: Sequence[torch.Tensor | None]) -> None:
+            if self._task is None and current_node() is root:
+                self._task = current_task()
+
+        self._accumulated, self._task = {}, None
+        if root is not None:
+            root.register_prehook(begins)
+        used = reachable(root)
+        try:
+            yield
+        finally:
+            self._task = -1  # no task has this number
         for node, name in self._nodes.items():
-            count = self._accumulated[name]
-            if count > 1 or count < (node in used):
+            count, expected = self._accumulated.get(name, 0), int(node in used)
+            if count != expected:
                 raise RuntimeError(
-                    f"the gradient of {name} became ready {count} times in one backward, instead of once. Likely "
-                    "cause: the submission runs a backward of its own there, or removes hooks that are not its own."
+                    f"the gradient of {name} became ready {count} times in one backward, instead of {expected}. "
+                    "Likely cause: the submission removes hooks that are not its own."
                 )
 
     def owner(self, tensors: list[torch.Tensor]) -> tuple[str | None, str | None]:
@@ -170,6 +182,11 @@ def current_node() -> Any:
     return torch._C._current_autograd_node()
 
 
+def current_task() -> int:
+    """Return the number of the backward in which the engine is running that node."""
+    return torch._C._current_graph_task_id()
+
+
 def reachable(node: Any) -> set[Any]:
     """Return all nodes of the autograd graph that a backward from `node` runs."""
     found, waiting = set(), [node]
@@ -195,7 +212,7 @@ def phase(name: str) -> Iterator[None]:
         _recorder.phase = before
 
 
-class RecordedWork(dist.Work):
+class RecordedWork(dist.Work, metaclass=sealed(dist.Work)):
     """The handle of one launch: passes everything on, and notes waiting."""
 
     _inner, _recorder, _index = hidden(), hidden(), hidden()
@@ -248,7 +265,12 @@ class RecordedWork(dist.Work):
         # Whoever has the future may wait on it where we cannot see: the reducer does. It counts as a wait.
         self._recorder.note("wait", index=self._index)
         self._recorder.note("done", index=self._index)
-        return self._inner.get_future()
+        future = self._inner.get_future()
+        if not _one_thread:
+            return future
+        completed: torch.futures.Future = torch.futures.Future()  # its callbacks run in the caller's thread
+        completed.set_result(future.wait())
+        return completed
 
 
 class Finished(dist.Work):
@@ -303,7 +325,7 @@ METHODS: dict[str, tuple[str, int | None, int | None]] = {
 LIST_FIRST = {"allreduce", "broadcast", "reduce"}  # their bindings also take one bare tensor
 
 
-class RecordingGroup(dist.ProcessGroup):
+class RecordingGroup(dist.ProcessGroup, metaclass=sealed(dist.ProcessGroup)):
     """Passes every collective to `inner`, a complete process group, and notes each one.
 
     Subclasses decide what becomes of the tensors, in `call`.
@@ -518,11 +540,16 @@ STORE_CALLS = (
 THREAD_STARTS = ("start_new_thread", "start_new", "start_joinable_thread")
 
 
+_one_thread = False
+
+
 def forbid_other_ways() -> None:
     """From now on student code has only our groups to communicate with, and only this thread to work in.
 
     What it does elsewhere would not be in the record. The modes that count copies and views see one thread each.
     """
+    global _one_thread
+    _one_thread = True
     other = (
         "{} is not for submissions: they communicate with the collectives of torch.distributed, on the process group "
         "that they are given or on one that dist.new_group makes"

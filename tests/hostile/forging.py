@@ -121,7 +121,7 @@ CASES = [
     ),
     late(
         "runs a backward of its own in backward",
-        "became ready 2 times in one backward",
+        "is launched before",
         """
         import torch
         class OverlappedDDP(OverlappedDDP):
@@ -131,6 +131,55 @@ CASES = [
                     with torch.enable_grad():
                         for p in self.module.parameters(): (0 * p).sum().backward()
             def is_ready(self, parameter): self.train()
+        """,
+    ),
+    Hostile(
+        "puts hooks away, and back for a backward of its own",
+        reference(
+            """
+            import torch
+            class OverlappedDDP(OverlappedDDP):
+                def __init__(self, module, process_group=None):
+                    self.__dict__["hooks"], self.__dict__["seen"] = {}, []
+                    for p in module.parameters():
+                        node = torch.autograd.graph.get_gradient_edge(p).node
+                        hooks = node.register_prehook(lambda gradients: None).hooks_dict_ref()
+                        self.hooks[p] = node, hooks, dict(hooks)
+                        hooks.clear()
+                    super().__init__(module, process_group)
+                def launch(self, parameter):
+                    if not torch.is_grad_enabled(): self.seen.append(parameter)
+                    if len(self.seen) < len(self.hooks) or torch.is_grad_enabled(): return
+                    for p in self.seen:
+                        _, hooks, own = self.hooks[p]
+                        hooks.update(own)
+                        seen, self.__dict__["seen"] = self.seen, []
+                        with torch.enable_grad(): (0 * p).sum().backward()
+                        self.__dict__["seen"] = seen
+                        super().launch(p)
+                        hooks.clear()
+                    self.seen.clear()
+            """,
+            number=3,
+        ),
+        0,
+        "became ready 0 times in one backward",
+        modules=(3,),
+        checks=("test_launches_follow_their_gradients",),
+    ),
+    late(
+        "sends another record, by json",
+        "is launched before",
+        """
+        import json
+        class OverlappedDDP(OverlappedDDP):
+            def is_ready(self, parameter): pass
+        encode = json.dumps
+        def forged(value, *args, **kwargs):
+            if type(value) is list:
+                value = [event for event in value if event.get("kind") != "ready"]
+            return encode(value, *args, **kwargs)
+        json.dumps = forged
         """,
     ),
     late(

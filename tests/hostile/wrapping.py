@@ -65,8 +65,13 @@ CASES = [
     ),
     beside(
         "the inner group by a method",
-        "this object has no such method",
+        "this object has no such attribute",
         "def average(grad, number): dist.group.WORLD._perform('allreduce', [[grad]], {}).wait()",
+    ),
+    beside(
+        "another method for the group's",
+        "belongs to the grader",
+        "def average(grad, number): type(dist.group.WORLD).call = lambda self, *args: None",
     ),
     beside(
         "the backend that torch hands out",  # it carries nothing
@@ -177,6 +182,25 @@ def average(grad, number):
         ),
         0,
         "a submission starts no threads",
+        modules=(5,),
+        checks=("test_gradients_are_views",),
+    ),
+    Hostile(
+        "copies in a callback, on a thread of gloo",
+        reference(
+            """
+            import torch
+            class BufferedDDP(BufferedDDP):
+                def finish_grad_sync(self):
+                    super().finish_grad_sync()
+                    for buffer in self.grad_buffers:
+                        copies = dist.all_reduce(torch.zeros(1), group=self.process_group, async_op=True).get_future()
+                        copies.then(lambda _: buffer.grad_data.clone()).wait()
+            """,
+            number=5,
+        ),
+        0,
+        "a step copies no more than the bare model's own",
         modules=(5,),
         checks=("test_gradients_are_views",),
     ),

@@ -1,5 +1,7 @@
 """What is locked is so for every caller but those that are named."""
 
+import json
+import json.encoder
 import operator
 import sys
 import types
@@ -41,15 +43,37 @@ def test_hidden_attributes_answer_to_trusted_code_only(trusted):
         "type(holder).secret.fget(holder)",
         "holder.secret = 2",
         "holder.work()",
-        "type(holder).work(holder)",
+        "type(holder).work.fget(holder)",
     ):
         with pytest.raises(AttributeError, match="no such"):
             as_stranger(look, holder=one, operator=operator)
     assert one.secret == 1 and one.work() == "worked"
 
 
-def test_private_methods_do_not_give_themselves_away():
-    assert not hasattr(Holder.work, "__wrapped__") and Holder.work.__name__ == "work"
+def test_private_methods_are_not_replaced_in_an_object(trusted):
+    holder = Holder()
+    with pytest.raises(AttributeError):
+        holder.work = lambda: "stolen"
+    vars(holder)["work"] = lambda: "stolen"
+    assert holder.work() == "worked"
+
+
+def test_sealed_classes_are_changed_by_trusted_code_only(trusted):
+    class Closed(metaclass=locks.sealed(object)):
+        pass
+
+    Closed.answer = 1
+    for change in ("closed.answer = 2", "del closed.answer", "setattr(closed, 'answer', 2)"):
+        with pytest.raises(AttributeError, match="Closed belongs to the grader"):
+            as_stranger(change, closed=Closed)
+    assert Closed.answer == 1
+
+
+def test_an_own_copy_is_not_changed_with_the_module(monkeypatch):
+    copy = locks.own_copy("json.encoder")
+    monkeypatch.setattr(json.encoder.JSONEncoder, "encode", lambda self, value: "forged")
+    monkeypatch.setattr(json.encoder, "JSONEncoder", None)
+    assert copy.JSONEncoder().encode({"a": 1.5}) == '{"a": 1.5}'
 
 
 def test_reserved_functions_refuse_with_a_sentence(trusted):

@@ -69,12 +69,18 @@ def test_node_of_a_gradient():
     parameter = torch.nn.Parameter(torch.zeros(3))
     node = torch.autograd.graph.get_gradient_edge(parameter).node
     running = []
-    node.register_prehook(lambda gradients: running.append(recording.current_node() is node))
+    node.register_prehook(
+        lambda gradients: running.append((recording.current_node() is node, recording.current_task()))
+    )
     parameter.data = torch.ones(8)[2:5]
     loss = (2 * parameter).sum()
     assert node in recording.reachable(loss.grad_fn) and recording.current_node() is None
+    assert recording.current_task() == -1, "outside of backward"
     loss.backward()
-    assert running == [True], "recording.current_node needs torch._C._current_autograd_node"
+    (2 * parameter).sum().backward()
+    [(first, task), (second, other)] = running
+    assert first and second, "recording.current_node needs torch._C._current_autograd_node"
+    assert -1 < task < other, "recording.current_task needs torch._C._current_graph_task_id"
 
 
 def test_stand_in_for_a_backend():
