@@ -827,21 +827,24 @@ def every_op_with_a_late_rank(late: int, late_s: float) -> None:
         launch()
 
 
-def launch_in_two_groups(late_s: float) -> None:
-    """Rank 0 launches in a group with rank 1, which is late, and then in one with rank 2, which is not."""
+def launch_in_two_groups() -> None:
+    """Rank 0 launches in a group with rank 1, then in one with rank 2; rank 1 launches when the second is complete."""
     groups = [dist.new_group([0, 1]), dist.new_group([0, 2])]
     rank = dist.get_rank()
     for _ in range(3):
+        if rank == 0:
+            first = launch_in(groups[0])
+        if rank != 1:
+            launch_in(groups[1]).wait()
         dist.barrier()
         if rank == 1:
-            time.sleep(late_s)
-        handles = [
-            dist.all_reduce(torch.ones(8), group=group, async_op=True)
-            for group, peer in zip(groups, (1, 2))
-            if rank in (0, peer)
-        ]
-        for handle in handles:
-            handle.wait()
+            first = launch_in(groups[0])
+        if rank != 2:
+            first.wait()
+
+
+def launch_in(group: dist.ProcessGroup) -> dist.Work:
+    return dist.all_reduce(torch.ones(8), group=group, async_op=True)
 
 
 def read_clock() -> float:
