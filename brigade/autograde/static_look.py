@@ -244,6 +244,8 @@ class FileLook:
                 path = self.joined(node.value, node.attr)
             elif name := self.attribute_by_name(node):
                 path = self.joined(node.args[0], name)
+            elif name := self.module_by_name(node):
+                path = name
             elif isinstance(node, ast.NamedExpr):
                 path = self.paths.get(id(node.value))
             if path and len(path) <= MOST_CHARACTERS:
@@ -268,6 +270,13 @@ class FileLook:
             return self.strings.get(id(node.args[1])) if len(node.args) > 1 else None
         return None
 
+    def module_by_name(self, node: ast.AST) -> str | None:
+        """The module in `__import__("x")`, where an answer may import it."""
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "__import__":
+            name = self.strings.get(id(node.args[0])) if len(node.args) == 1 and not node.keywords else None
+            return name if name in IMPORTS else None
+        return None
+
     def find_plain_uses(self) -> set[int]:
         """Nodes at which a module may stand: `module.x`, `alias = module`, `getattr(module, "x")`; by id."""
         allowed = set()
@@ -283,6 +292,7 @@ class FileLook:
         """Yield line, name and reason, in any order."""
         docstrings = {id(node.value) for node in self.nodes if isinstance(node, ast.Expr)}
         called = {id(node.func) for node in self.nodes if isinstance(node, ast.Call)}
+        self.imports = {id(node.func) for node in self.nodes if self.module_by_name(node)}
         line = 1
         for node in self.nodes:
             line = getattr(node, "lineno", line)
@@ -328,7 +338,7 @@ class FileLook:
             yield name, BUILTINS[name]
         elif name in BY_NAME and id(node) not in called:
             yield name, "can take the name of an attribute that is computed"
-        elif name in NAMES:
+        elif name in NAMES and id(node) not in self.imports:
             yield name, NAMES[name]
         elif name in LIBRARY and name not in self.bound and name not in self.imported:
             yield name, f"{SYSTEM}: a module that this file does not import itself"

@@ -113,6 +113,8 @@ LISTED = {
     "an import in a function": ("def f():\n  import ctypes as c", "ctypes"),
     "threads": ("import threading", "threading"),
     "threads of torch": ("import torch\ntorch.multiprocessing.Process", "multiprocessing"),
+    "sys through __import__": ("__import__('contextlib').sys.modules", "sys"),
+    "__import__": ("__import__('os')", "__import__"),
     "pickle": ("import pickle", "pickle"),
     "files": ("open('x')", "open"),
     "the toolkit": ("import brigade.rank as r", "brigade"),
@@ -197,6 +199,7 @@ PLAIN = {
     "runs a backward of its own in backward",
     "hooks of its own, of every kind",
     "groups and handles of its own",
+    "is right, and needs the reference's earlier modules",
 }
 
 
