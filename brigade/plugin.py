@@ -46,7 +46,7 @@ class Checked:
     debug: bool = False
     rng: random.Random = field(init=False)
     output: list[str] = field(init=False, default_factory=list)
-    hung: bool = field(init=False, default=False)
+    failure_kind: str = field(init=False, default="")  # of the run that failed: see `ranks.RankFailure`
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
@@ -87,7 +87,7 @@ class Checked:
                 if failure.crashed and not repeated:
                     continue
                 self.output = failure.output
-                self.hung = failure.kind == "deadline"
+                self.failure_kind = failure.kind
                 raise story(failure, self.sources) from None
         self.output = results.output
         return results
@@ -222,7 +222,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Any:
         return
     report.outcome = "failed"
     text = str(call.excinfo.value)
-    if checked and checked.hung:
+    if checked and checked.failure_kind == "deadline":
         hung = item.config.stash.get(HUNG, 0)
         item.config.stash[HUNG] = hung + 1
         if item.config.option.hurry and hung:

@@ -356,6 +356,138 @@ def test_an_error_costs_its_points_once(grade, submit):
         assert points[1] == 1 and "test_parameters_start_equal" in failed
 
 
+# What takes too long
+
+
+class Simulated:
+    """Grades in simulated time. `attempt(module, index of the check, prior source)` says how a check ends, and when."""
+
+    def __init__(self, monkeypatch, attempt):
+        self.now, self.attempts, self.attempt = 0.0, [], attempt
+        monkeypatch.setattr(grading, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(grading, "verdict", self.verdict)
+
+    def verdict(self, target, outcome, source, seed, backend, share_gpu, ends_at):
+        index = list(grading.checks(MODULES[outcome.module - 1])).index(outcome.name)
+        ending, seconds = self.attempt(outcome.module, index, source)
+        if self.now + seconds >= ends_at:
+            ending, seconds = "deadline", ends_at - self.now
+        self.now += seconds
+        self.attempts.append((outcome.module, index, source))
+        return ending == "passed", f"{ending} on {source}", ending
+
+    def grade(self, prior="auto", total_s=480.0, entries=MODULES):
+        return grading.grade(ROOT / "solutions", entries, seed=1, prior=prior, total_s=total_s)
+
+
+def lost(state):
+    """The points that each module lost."""
+    points = {number: sum(o.points - o.score for o in outcomes) for number, outcomes in state.modules()}
+    return {number: lost for number, lost in points.items() if lost}
+
+
+OWN_HANGS = ("deadline", 20.0)
+
+
+@pytest.mark.parametrize("seconds", [0.5, 2.5])
+def test_an_endless_loop_costs_its_module_only(monkeypatch, seconds):
+    """In simulated time: whatever imports module 1 hangs. On a machine that is five times slower, too."""
+    simulated = Simulated(
+        monkeypatch, lambda module, _, source: OWN_HANGS if module == 1 or source == "own" else ("passed", seconds)
+    )
+    state = simulated.grade()
+    assert lost(state) == {1: 8} and state.score == 92
+    assert simulated.now == 40 + 54 * seconds, "two deadlines, and every check of the other modules once"
+    assert all(source == "reference" for module, _, source in simulated.attempts if module > 1)
+    told = [outcome.text for outcome in state.of_module(1)]
+    sentence = "This check was not run, because module 1 was stopped: 2 of its checks did not end in time."
+    assert told == ["deadline on own"] * 2 + [sentence] * 5
+    assert state.finished and all(outcome.finished for outcome in state.outcomes)
+
+
+def test_a_module_that_is_slow_costs_itself_only(monkeypatch):
+    """No check reaches its deadline, and without shares of the time module 1 alone would use all of it."""
+    simulated = Simulated(monkeypatch, lambda module, _, source: ("passed", 70.0 if source == "own" else 0.5))
+    state = simulated.grade()
+    assert set(lost(state)) == {1} and simulated.now <= 480
+    simulated = Simulated(monkeypatch, lambda *_: ("passed", 9.0))
+    [text] = {outcome.text for outcome in simulated.grade("own", total_s=64).of_module(1)[1:]}
+    assert text == "This check was not run, because module 1 had used up its share of the time limit (8 s)."
+
+
+def test_a_deadlock_sends_later_modules_to_the_reference_and_stops_nothing(monkeypatch):
+    def attempt(module, index, source):
+        return ("deadlock", 3.0) if source == "own" and (module > 3 or index == 2) else ("passed", 0.5)
+
+    simulated = Simulated(monkeypatch, attempt)
+    state = simulated.grade()
+    assert lost(state) == {1: grading.collect(MODULES[:1])[2].points}
+    assert len(simulated.attempts) == 61 and simulated.now == 3 + 60 * 0.5
+
+
+def test_what_can_still_be_earned_comes_before_what_is_repeated(monkeypatch):
+    """Module 1 fails, 2 hangs, 4 needs its own earlier modules, 5 fails everywhere."""
+
+    def attempt(module, _, source):
+        if module in (1, 5):
+            return "failed", 1.0
+        if module == 2 and source == "own":
+            return OWN_HANGS
+        return "passed" if module != 4 or source == "own" else "failed", 1.0
+
+    simulated = Simulated(monkeypatch, attempt)
+    state = simulated.grade()
+    assert lost(state) == {1: 8, 5: 15}
+    order = list(dict.fromkeys((module, source) for module, _, source in simulated.attempts))
+    first = [(1, "own"), (2, "own"), *((number, "reference") for number in range(3, 9))]
+    assert order == [*first, (2, "reference"), (4, "own"), (5, "own")]
+    assert {outcome.text for outcome in state.of_module(5)} == {"failed on reference"}
+
+
+COUNTS = {entry.number: len(grading.checks(entry)) for entry in MODULES}
+HANGS = {
+    "the first two": lambda module, index: index < 2,
+    "the last two": lambda module, index: index >= COUNTS[module] - 2,
+    "one": lambda module, index: index == 3,
+    "all": lambda module, index: True,
+}
+
+
+@pytest.mark.parametrize("hangs", HANGS.values(), ids=HANGS.keys())
+@pytest.mark.parametrize("prior", ["auto", "own", "reference"])
+def test_every_module_hangs_and_the_limit_of_the_packages_suffices(monkeypatch, prior, hangs):
+    """The worst that an honest student hands in: other checks fail after a second, and nobody runs out of time."""
+    simulated = Simulated(monkeypatch, lambda module, index, _: OWN_HANGS if hangs(module, index) else ("failed", 1.0))
+    state = simulated.grade(prior)
+    assert simulated.now < 450 and not any("used up" in outcome.text for outcome in state.outcomes)
+
+
+def test_a_module_alone_is_tried_on_the_reference_after_it_hung_on_its_own(monkeypatch):
+    simulated = Simulated(monkeypatch, lambda module, _, source: OWN_HANGS if source == "own" else ("passed", 0.5))
+    state = simulated.grade(entries=MODULES[5:6])
+    assert state.score == MODULES[5].points
+    assert simulated.attempts[:3] == [(6, 0, "own"), (6, 1, "own"), (6, 0, "reference")]
+
+
+LOOP = "    while True:\n        __import__('time').sleep(1)\n"
+
+
+def test_a_real_endless_loop_in_module_1(grade, submit, monkeypatch):
+    """Every module has a check; those of the modules that broadcast with module 1 never end on the student's own."""
+    monkeypatch.setitem(ranks.DEADLINE_S, "gloo", 8.0)
+    beginning = "    for tensor in [*module.parameters(), *module.buffers()]:\n"
+    looping = reference(1).replace(beginning, LOOP + beginning, 1)
+    assert looping != reference(1)
+    names = {*grading.checks(MODULES[0]), *(one_check(number) for number in range(2, 6))}
+    done = grade(submit({1: looping}, upto=5), "--modules", "1-5", "--limit", "120", only=names)
+    points, failed = scores(done.result)
+    assert failed == set(grading.checks(MODULES[0])) and points[1] == 0, done.result
+    told = [test["output"] for test in done.result["tests"] if test["number"].startswith("1.")]
+    assert all("stopped after 8 s" in text for text in told[:2])
+    assert all("module 1 was stopped: 2 of its checks did not end" in text for text in told[2:])
+    assert done.result["execution_time"] < 60
+
+
 def test_a_module_that_needs_its_own_broken_one_fails(grade, submit):
     """Module 2 uses a name that only the submission's module 1 has, and that module is wrong."""
     mine = (
