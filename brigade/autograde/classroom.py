@@ -22,7 +22,7 @@ import textwrap
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,6 +47,7 @@ class Student:
     name: str
     path: Path
     results: Path
+    conflict: str = ""  # a note on another submission that seems to be the same student's
 
     @property
     def made_from(self) -> Path:
@@ -62,7 +63,7 @@ def results_of(gradebook: Path) -> Path:
 
 
 def students(directory: Path, gradebook: Path) -> tuple[list[Student], list[str]]:
-    """The submissions in a class's directory, its directories and zip files; and the names of what else is there.
+    """The submissions in a class's directory, its directories and archives; and the names of what else is there.
 
     Raises CourseError where there are none.
     """
@@ -70,23 +71,38 @@ def students(directory: Path, gradebook: Path) -> tuple[list[Student], list[str]
         raise CourseError(f"there is no directory {directory}")
     ours = (gradebook, results_of(gradebook))
     entries = [path for path in sorted(directory.iterdir()) if path.name[0] != "." and path not in ours]
-    found = [path for path in entries if path.is_dir() or path.suffix.lower() == ".zip"]
+    found = [path for path in entries if path.is_dir() or path.name.lower().endswith(incoming.ARCHIVES)]
     if not found:
-        raise CourseError(f"there are no submissions in {directory}: one directory or zip file per student")
-    plain = [path.name if path.is_dir() else path.stem for path in found]
-    names = [name if plain.count(name) == 1 else path.name for name, path in zip(plain, found)]  # a.zip beside a
+        raise CourseError(f"there are no submissions in {directory}: one directory or archive per student")
+    same: dict[str, list[str]] = {}
+    for path in found:
+        same.setdefault(plain_name(path), []).append(formats.shown(path.name))
     results = results_of(gradebook)
-    everyone = [Student(formats.shown(n), path, results / f"{path.name}.json") for n, path in zip(names, found)]
+    everyone = []
+    for path in found:
+        name, alike = plain_name(path), same[plain_name(path)]
+        several = len(alike) > 1  # such as ada and ada.zip
+        conflict = f"Possibly one student: {', '.join(alike)}. Each is graded" if several else ""
+        shown = formats.shown(path.name if several else name)
+        everyone.append(Student(shown, path, results / f"{path.name}.json", conflict))
     return everyone, [formats.shown(path.name) for path in entries if path not in found]
+
+
+def plain_name(path: Path) -> str:
+    """Return the name of a submission without the ending of an archive."""
+    if path.is_dir():
+        return path.name
+    endings = [ending for ending in incoming.ARCHIVES if path.name.lower().endswith(ending)]
+    return path.name[: -len(max(endings, key=len))] if endings else path.name
 
 
 def texts(student: Student) -> dict[int, str]:
     """The text of each module that can be found, by number; unreadable ones are left to the grading."""
     found = {}
     with contextlib.suppress(CourseError, OSError):
-        with incoming.opened(student.path) as directory:
+        with incoming.opened(student.path) as submission:
             for entry in MODULES:
-                if path := find(directory, entry):
+                if path := find(submission.directory, entry):
                     with open(path, "rb") as file:
                         found[entry.number] = file.read(MAX_SOURCE_BYTES + 1).decode(errors="backslashreplace")
     return found
@@ -190,14 +206,23 @@ def main() -> int:
     return cli.main(["grade", *sys.argv[1:]])
 
 
-def row(student: Student, entries: Sequence[Module]) -> Row:
-    """The student's line in the gradebook: the score, that of each module and of each check."""
+def row(student: Student, entries: Sequence[Module], waiting: Container[Student] = ()) -> Row:
+    """The student's line in the gradebook: the score, that of each module and of each check.
+
+    A student who is still `waiting` has no score: results of an earlier run, made from other checks, options or
+    modules, do not belong under this header.
+    """
     line: Row = {"student": student.name}
     try:
         result = json.loads(student.results.read_text())
     except (OSError, ValueError):
-        note = f"the grader gave no results: see {student.log.name}" if student.log.exists() else "not graded yet"
-        return line | {"score": 0, "note": note}
+        result = None
+    if student in waiting:
+        earlier = f"; an earlier run gave {result['score']}, under other conditions" if result else ""
+        return line | {"score": "", "note": noted(student, f"not graded yet{earlier}")}
+    if result is None:
+        note = f"the grader gave no results: see {student.log.name}"
+        return line | {"score": 0, "note": noted(student, note)}
     watched = [test["output"].splitlines()[1:] for test in result["tests"] if test["tags"] == [HEADING]]
     result["tests"] = [test for test in result["tests"] if test["tags"] != [HEADING]]
     line |= {"score": result["score"], "max": sum(test["max_score"] for test in result["tests"])}
@@ -209,7 +234,12 @@ def row(student: Student, entries: Sequence[Module]) -> Row:
         if name.startswith("test_"):  # else the grading ended before it knew the checks
             line[f"{number}.{name.removeprefix('test_')}"] = test["score"]
     line[HEADING] = " / ".join(sum(watched, []))
-    return line | {"note": " / ".join(result["output"].splitlines()[1:])}
+    return line | {"note": noted(student, *result["output"].splitlines()[1:])}
+
+
+def noted(student: Student, *notes: str) -> str:
+    """The notes of a row, and that on a conflict."""
+    return " / ".join(filter(None, [student.conflict, *notes]))
 
 
 def written(table: Sequence[Row]) -> str:
@@ -228,9 +258,11 @@ def guarded(value: str | int) -> str | int:
     return "'" + value if isinstance(value, str) and value.startswith(FORMULA) else value
 
 
-def save(gradebook: Path, everyone: Sequence[Student], entries: Sequence[Module]) -> list[Row]:
-    """Writes the gradebook; returns its rows."""
-    table = [row(student, entries) for student in everyone]
+def save(
+    gradebook: Path, everyone: Sequence[Student], entries: Sequence[Module], waiting: Container[Student] = ()
+) -> list[Row]:
+    """Writes the gradebook; returns its rows. Those of students who are still `waiting` have no score."""
+    table = [row(student, entries, waiting) for student in everyone]
     formats.write(gradebook, written(table))
     return table
 

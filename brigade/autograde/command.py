@@ -30,7 +30,7 @@ UNFILTERED = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `brigade grade`."""
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--submission", metavar="PATH", help="a directory (clone, lessons, flat files) or a zip of one")
+    what.add_argument("--submission", metavar="PATH", help="a directory or an archive with the modules")
     what.add_argument("--class", dest="class_directory", metavar="DIR", help="a directory with one entry per student")
     parser.add_argument("--gradebook", metavar="FILE.csv", help="for --class: one row per student")
     parser.add_argument("--memory-gb", type=float, default=4.0, metavar="N", help="for --class: memory to use (4)")
@@ -108,19 +108,18 @@ def run_one(options: argparse.Namespace, entries: Sequence[Module], console: Con
             tempfile.gettempdir()  # tries the directory out with a file, which an interrupt would leave there
         follow(latest)  # before torch is imported: that takes seconds
         try:
-            with incoming.opened(options.submission) as target, isolated(options) as notes:
+            with incoming.opened(options.submission) as submission, isolated(options) as notes:
                 with interrupts_wait():
                     ranks.SERVER.start()  # it imports torch while this process does
                     from brigade.autograde import grading
 
                     grading.collect(entries)
-                findings += static_look.look_at(target, entries)
+                findings += static_look.look_at(submission.directory, entries)
                 if ranks.SERVER.jail:
                     notes += probe()
-                if meddling := incoming.meddling(target):
-                    notes.append(f"Ignored, and worth a look: {', '.join(meddling)}")
+                notes += submission.notes
                 grading.grade(
-                    target,
+                    submission.directory,
                     entries,
                     seed=latest.seed,
                     prior=options.prior,
@@ -162,8 +161,11 @@ def run_class(options: argparse.Namespace, entries: Sequence[Module], console: C
         with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
             task = progress.add_task("", total=len(waiting), left="")
 
+            left_to_grade = set(waiting)
+
             def follow(student: classroom.Student) -> None:
-                table = classroom.save(gradebook, everyone, entries)
+                left_to_grade.discard(student)
+                table = classroom.save(gradebook, everyone, entries, left_to_grade)
                 line = table[everyone.index(student)]
                 note = "" if student.made_from.exists() else f"; not graded: {line['note']}"
                 console.print(f"{student.name}: {line['score']} points{note}", markup=False)
@@ -171,7 +173,7 @@ def run_class(options: argparse.Namespace, entries: Sequence[Module], console: C
                 left = (time.monotonic() - started) / done * (len(waiting) - done)
                 progress.update(task, completed=done, left=f"about {left:.0f} s left" if done < len(waiting) else "")
 
-            classroom.save(gradebook, everyone, entries)
+            classroom.save(gradebook, everyone, entries, left_to_grade)
             at_once = max(1, min(room, ranks.cores()))
             classroom.grade_all(waiting, passed_on, at_once=at_once, lock=lock, on_finish=follow)
     table = classroom.save(gradebook, everyone, entries)
@@ -179,9 +181,11 @@ def run_class(options: argparse.Namespace, entries: Sequence[Module], console: C
     kept = len(everyone) - len(waiting)
     report.print(f"{len(everyone)} submissions, {kept} of them unchanged since they were graded: {gradebook}")
     for name in others:
-        report.print(f"  neither a directory nor a zip file, and not looked at: {name}")
+        report.print(f"  neither a directory nor an archive, and not looked at: {name}")
     if watched := [line["student"] for line in table if line.get(static_look.HEADING)]:
         report.print(f"  please look: {', '.join(map(str, watched))} (names that no answer needs, see the gradebook)")
+    for conflict in dict.fromkeys(student.conflict for student in everyone if student.conflict):
+        report.print(f"  {conflict}: decide which one counts")
     for check, count in classroom.hardest(table)[:10]:
         report.print(f"  {count} of {len(everyone)} fail {check}")
     for group in classroom.near_identical(everyone, entries):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import os
 import stat
+import tarfile
 import warnings
 import zipfile
 from collections.abc import Callable
@@ -63,6 +65,33 @@ def linked_inside(directory: Path) -> None:
     directory.joinpath(MODULE_1.path.name).symlink_to("my answer.py")
 
 
+def nested(directory: Path) -> None:
+    """Every one is made from within the one above: no path may be as long as all of them together."""
+    here = os.open(directory, os.O_RDONLY)
+    for name in ["d"] * 1500 + [None]:
+        if name:
+            os.mkdir(name, dir_fd=here)
+            inner = os.open(name, os.O_RDONLY, dir_fd=here)
+        else:
+            inner = os.open(MODULE_1.path.name, os.O_CREAT | os.O_WRONLY, 0o644, dir_fd=here)
+            os.write(inner, TEXT.encode())
+        os.close(here)
+        here = inner
+    os.close(here)
+
+
+def archive_inside(directory: Path) -> None:
+    """As a learning platform hands it over, as a tar with a link and a device named like other modules."""
+    place = directory / "Jane Doe_98765_assignsubmission_file"
+    place.mkdir()
+    with tarfile.open(place / "submission.tar.gz", "w:gz") as bundle:
+        for name, kind, content in ((NAME, tarfile.REGTYPE, TEXT.encode()), ("flat_ddp.py", tarfile.SYMTYPE, b""),
+                                    ("overlapped_ddp.py", tarfile.CHRTYPE, b"")):  # fmt: skip
+            member = tarfile.TarInfo(name)
+            member.type, member.size, member.linkname = kind, len(content), str(SOLUTION)
+            bundle.addfile(member, io.BytesIO(content))
+
+
 def named_oddly(directory: Path) -> None:
     """In a directory whose name is no UTF-8, among others."""
     reference("")(directory / "Zoë Ångström – 提交 (2)")
@@ -120,13 +149,11 @@ CASES = [
     ),
     Hostile("zip: a hundred megabytes of nothing", zipped((NAME, bytes(100 << 20))), 0, "larger than"),
     Hostile("zip: ten thousand modules", zipped(*[(f"{i}/{NAME}", b"") for i in range(10_000)], compression=0), 0),
-    Hostile(
-        "zip: a file that is a directory too",
-        zipped((NAME, b""), (f"{NAME}/naive_ddp.py", b"")),
-        0,
-        "cannot be unpacked",
-    ),
-    Hostile("zip: a name of a thousand letters", zipped(("x" * 1000 + "/naive_ddp.py", b"")), 0, "cannot be unpacked"),
+    Hostile("zip: a file that is a directory too", zipped((NAME, TEXT.encode()), (f"{NAME}/naive_ddp.py", b"")), 3),
+    Hostile("zip: a name of a thousand letters", zipped(("x" * 1000 + "/naive_ddp.py", TEXT.encode())), 3),
+    Hostile("zip: 1500 directories in each other", zipped(("d/" * 1500 + NAME, TEXT.encode())), 3),
+    Hostile("1500 directories in each other", nested, 3),
+    Hostile("an archive in a directory", archive_inside, 3),
     Hostile("zip: encrypted", zipped((NAME, TEXT.encode()), change=encrypted), 0, "cannot be unpacked"),
     Hostile(
         "zip: a compression that takes memory", zipped((NAME, TEXT.encode()), compression=zipfile.ZIP_LZMA), 0, MISSING

@@ -88,19 +88,21 @@ def small_class(directory, **points):
 
 
 def test_a_class_from_beginning_to_end(tmp_path):
-    """Five submissions: two right ones, one with a mistake, one that is no Python, an empty one; and an essay."""
+    """Two right submissions, one with a mistake, one that is no Python, one without modules; and an essay."""
     directory, gradebook = tmp_path / "submissions", tmp_path / "grades.csv"
     wrong = answer(1).replace("[*module.parameters(), *module.buffers()]", "module.parameters()")
     hand_in(directory, "ada", {1: answer(1), 4: answer(4)})
     hand_in(directory, "ada.zip", {1: wrong, 2: answer(2)})
     hand_in(directory, "=bob-flat", {1: answer(1, "tests/alternatives")})
-    hand_in(directory, "carl", {1: "def f(:\n"})
+    hand_in(directory / "carl_98765_assignsubmission_file", "submission.zip", {1: "def f(:\n"})
     (directory / "dora").mkdir()
+    (directory / "dora" / "notes.ipynb").write_text("{}")
     (directory / "essay.pdf").write_text("not code")
     command = [sys.executable, "-m", "brigade.cli", "grade", "--class", str(directory), "--gradebook", str(gradebook)]
     done = subprocess.run([*command, "--modules", "1"], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "5 submissions, 0 of them unchanged" in done.stdout and "looked at: essay.pdf" in done.stdout
+    assert "  Possibly one student: ada, ada.zip. Each is graded: decide which one counts\n" in done.stdout
     assert "3 of 5 fail 1.buffers_start_equal" in done.stdout
     [copy] = [line for line in done.stdout.splitlines() if "near-identical" in line]
     assert copy == "  near-identical in module 1: =bob-flat, tests/alternatives/ (100%)"
@@ -110,9 +112,12 @@ def test_a_class_from_beginning_to_end(tmp_path):
         ("'=bob-flat", "8", "8", "1"),
         ("ada", "8", "8", "1"),
         ("ada.zip", "7", "8", "0"),
-        ("carl", "0", "8", "0"),
+        ("carl_98765_assignsubmission_file", "0", "8", "0"),
         ("dora", "0", "8", "0"),
     ]
+    notes = [row["note"] for row in table]
+    assert all("Possibly one student: ada, ada.zip" in note for note in notes[1:3]) and "Possibly" not in notes[0]
+    assert "No module file was found, such as naive_ddp.py. Found instead: notes.ipynb" in notes[4]
     assert len(table[0]) == 4 + 7 + 2 and all(row["module 1"] == row["score"] for row in table)
     assert not list(tmp_path.glob(".*")) and [p.name for p in (tmp_path / "grades.csv.results").glob(".*")] == [".lock"]
 
@@ -199,6 +204,37 @@ def test_only_what_changed_is_graded_again(stub, tmp_path, capfd):
     assert [row["student"] for row in gradebook_rows(tmp_path / "grades.csv")] == ["ada", "carl", "dora", "emil"]
 
 
+def test_an_interrupted_regrade_leaves_no_mixed_table(stub, tmp_path, capfd, monkeypatch):
+    """What was graded before, under other conditions, has no score in the new table, and a note instead."""
+    monkeypatch.setattr("brigade.ranks.cores", lambda: 1)
+    command = small_class(tmp_path / "class", ada=8, bob=3, carl=5)
+    assert cli.main(command) == 0
+    for name, points in (("ada", 7), ("bob", 2)):
+        (tmp_path / "class" / name / "points").write_text(str(points))
+    small_class(tmp_path / "class", dora=1)
+    regrade, started = [*command, "--seed", "2"], classroom.started
+    with monkeypatch.context() as patch:
+
+        def interrupted(student, *rest):
+            if student.name == "bob":
+                raise KeyboardInterrupt
+            return started(student, *rest)
+
+        patch.setattr(classroom, "started", interrupted)
+        assert cli.main(regrade) == 130
+    earlier = "not graded yet; an earlier run gave {}, under other conditions"
+    table = gradebook_rows(tmp_path / "grades.csv")
+    assert [(row["student"], row["score"], row["1.stub"], row["note"]) for row in table] == [
+        ("ada", "7", "7", "Note one / Note two"),
+        ("bob", "", "", earlier.format(3)),
+        ("carl", "", "", earlier.format(5)),
+        ("dora", "", "", "not graded yet"),
+    ]
+    assert cli.main(regrade) == 0
+    table = gradebook_rows(tmp_path / "grades.csv")
+    assert [(row["score"], row["note"]) for row in table] == [(n, "Note one / Note two") for n in "7251"]
+
+
 def test_a_grader_that_is_killed_gets_a_second_try(stub, tmp_path, capfd):
     command = small_class(tmp_path / "class", ada=8, bob=-signal.SIGKILL)
     assert cli.main(command) == 1
@@ -235,13 +271,20 @@ def test_names_of_submissions(tmp_path):
     directory = tmp_path / "class"
     for name in ("ada", "b.c", ".git", "class.csv.results"):
         (directory / name).mkdir(parents=True)
-    for name in ("ada.zip", "eve.ZIP", "class.csv", "list.txt", ".hidden", os.fsdecode(b"\xff\x1b.zip")):
+    archives = ("ada.zip", "eve.ZIP", "fay.tar.gz", "gus.tgz", "gus.TAR", os.fsdecode(b"\xff\x1b.zip"))
+    for name in (*archives, "class.csv", "list.txt", ".hidden"):
         (directory / name).touch()
     everyone, others = classroom.students(directory, directory / "class.csv")
-    assert [student.name for student in everyone] == ["ada", "ada.zip", "b.c", "eve", "??"]
+    assert [student.name for student in everyone] == ["ada", "ada.zip", "b.c", "eve", "fay", "gus.TAR", "gus.tgz", "??"]
+    conflicts = {student.conflict for student in everyone if student.name.startswith(("ada", "gus"))}
+    assert conflicts == {
+        "Possibly one student: ada, ada.zip. Each is graded",
+        "Possibly one student: gus.TAR, gus.tgz. Each is graded",
+    }
+    assert [student.name for student in everyone if not student.conflict] == ["b.c", "eve", "fay", "??"]
     assert others == ["list.txt"]
     files = [path for student in everyone for path in (student.results, student.made_from, student.log)]
-    assert len(set(files)) == 15
+    assert len(set(files)) == 24
     (tmp_path / "empty").mkdir()
     with pytest.raises(CourseError, match="there are no submissions in"):
         classroom.students(tmp_path / "empty", tmp_path / "class.csv")

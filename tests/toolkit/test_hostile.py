@@ -105,9 +105,8 @@ class Graded:
         save(self.state)
         self.told = ""
         try:
-            with incoming.opened(submission) as target:
-                self.meddling = incoming.meddling(target)
-                grading.grade(target, entries, seed=1, total_s=case.limit_s, on_change=save)
+            with incoming.opened(submission) as found:
+                grading.grade(found.directory, entries, seed=1, total_s=case.limit_s, on_change=save)
         except CourseError as error:
             self.told = str(error)
         self.seconds = time.monotonic() - self.started

@@ -212,8 +212,8 @@ def findings_of(case, directory):
             path.write_text(f"import os\n{text}" if re.search(r"\bos\.", text.split("\n\n\n")[-1]) else text)
     archive = directory / "submission.zip"
     try:
-        with incoming.opened(archive if archive.exists() else directory) as target:
-            return look_at(target, [MODULES[number - 1] for number in case.modules])
+        with incoming.opened(archive if archive.exists() else directory) as found:
+            return look_at(found.directory, [MODULES[number - 1] for number in case.modules])
     except CourseError as error:
         return [error]
 

@@ -1,0 +1,324 @@
+"""What was handed in is found wherever it lies, and odd or hostile trees and archives cost only what they hold."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+import stat
+import tarfile
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from brigade.autograde import incoming
+from brigade.course import MODULES, CourseError
+from brigade.submission import find
+
+FIRST, SECOND = MODULES[:2]
+LESSONS = {entry.path.as_posix(): f"own {entry.number}" for entry in MODULES}
+
+
+def lay(directory: Path, files: dict[str, str | bytes]) -> Path:
+    for name, content in files.items():
+        path = directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return directory
+
+
+def below(place: str, files: dict = LESSONS) -> dict:
+    return {f"{place}/{name}": content for name, content in files.items()}
+
+
+def zipped(files: dict) -> bytes:
+    data = io.BytesIO()
+    with zipfile.ZipFile(data, "w", zipfile.ZIP_DEFLATED) as bundle:
+        for name, content in files.items():
+            bundle.writestr(name, content)
+    return data.getvalue()
+
+
+def tarred(files: dict, mode: str = "w:gz", form: int = tarfile.PAX_FORMAT) -> bytes:
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode=mode, format=form) as bundle:
+        for name, content in files.items():
+            info = tarfile.TarInfo(name)
+            content = content.encode() if isinstance(content, str) else content
+            info.size = len(content)
+            bundle.addfile(info, io.BytesIO(content))
+    return data.getvalue()
+
+
+def taken(path: Path) -> tuple[dict[int, str], str]:
+    """The text of each module that is found, and the notes."""
+    with incoming.opened(path) as found:
+        files = {entry.number: find(found.directory, entry) for entry in MODULES}
+        return {number: file.read_text() for number, file in files.items() if file}, "\n".join(found.notes)
+
+
+ALL = {entry.number: f"own {entry.number}" for entry in MODULES}
+FLAT = {entry.path.name: f"own {entry.number}" for entry in MODULES}
+CLONE = {**below("lessons"), **below("solutions", dict.fromkeys(LESSONS, "theirs"))}
+LAYOUTS = {
+    "lessons": LESSONS,
+    "flat files": FLAT,
+    "a clone": CLONE,
+    "the student edition": {**below("lessons"), **below("skeletons", dict.fromkeys(LESSONS, "theirs"))},
+    "a clone in a directory": below("repository", CLONE),
+    "deep": below("deep/a/b/lessons"),
+    "flat and deep": below("a/b/c", FLAT),
+    "Moodle, a zip": {"submission.zip": zipped(LESSONS)},
+    "Moodle, a zip of a directory": {"Submission.ZIP": zipped(below("my work/lessons"))},
+    "a zip from Windows": {"submission.zip": zipped({n.replace("/", "\\"): t for n, t in below("work").items()})},
+    "a zip from a Mac": {"submission.zip": zipped({**LESSONS, **below("__MACOSX", LESSONS)})},
+    "a zip in a directory": {"a/b/submission.zip": zipped(LESSONS), "a/report.pdf": b"%PDF"},
+    "a tar.gz": {"submission.tar.gz": tarred(below("./work"))},
+    "a tgz in GNU's format": {"submission.tgz": tarred(below("long" * 40), form=tarfile.GNU_FORMAT)},
+    "a tar with long paths": {"submission.tar": tarred(below("long" * 40), "w")},
+    "a tar of the oldest kind": {"submission.tar": tarred(LESSONS, "w", tarfile.USTAR_FORMAT)},
+}
+
+
+@pytest.mark.parametrize("files", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_modules_are_found_wherever_they_lie(tmp_path, files):
+    modules, notes = taken(lay(tmp_path / "Jane Doe_98765_assignsubmission_file", files))
+    assert modules == ALL and notes == ""
+
+
+@pytest.mark.parametrize("name", ["handed_in.tar.gz", "handed_in.tgz", "handed_in.tar", "handed_in.zip"])
+def test_an_archive_itself(tmp_path, name):
+    content = zipped(LESSONS) if name.endswith("zip") else tarred(LESSONS, "w" if name.endswith("tar") else "w:gz")
+    assert taken(lay(tmp_path, {name: content}) / name) == (ALL, "")
+
+
+NOTES = {
+    "a notebook only": (
+        {"work/analysis.ipynb": "{}", "report.pdf": ""},
+        {},
+        "No module file was found, such as naive_ddp.py. Found instead: report.pdf, work/analysis.ipynb",
+    ),
+    "nothing": ({}, {}, "No module file was found, such as naive_ddp.py. Found instead: nothing"),
+    "many files": (
+        {f"{n}.txt": "" for n in range(9)},
+        {},
+        "No module file was found, such as naive_ddp.py. Found instead: 0.txt, 1.txt, 2.txt, 3.txt, 4.txt and 4 more",
+    ),
+    "a zip without modules": (
+        {"submission.zip": zipped({"notes.txt": ""})},
+        {},
+        "No module file was found, such as naive_ddp.py. Found instead: notes.txt",
+    ),
+    "several places": (
+        {"week1/naive_ddp.py": "old", "week2/naive_ddp.py": "new", "week2/flat_ddp.py": "new"},
+        {1: "new", 2: "new"},
+        "Module files are in several places. Graded: week2. Not graded: week1/naive_ddp.py",
+    ),
+    "a zip beside modules": (
+        {"naive_ddp.py": "own", "old.zip": zipped(LESSONS)},
+        {1: "own"},
+        "Not unpacked, because there are module files beside it: old.zip",
+    ),
+    "what could meddle, in a zip": (
+        {"submission.zip": zipped({"naive_ddp.py": "own", "a/torch/__init__.py": "", "conftest.py": ""})},
+        {1: "own"},
+        "Ignored, and worth a look: a/torch, conftest.py",
+    ),
+    "a name that commands a terminal": (
+        {"\x1b[2J\n.txt": ""},
+        {},
+        "No module file was found, such as naive_ddp.py. Found instead: ?[2J?.txt",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("files", "modules", "note"), NOTES.values(), ids=NOTES.keys())
+def test_what_an_instructor_should_know_is_noted(tmp_path, files, modules, note):
+    (tmp_path / "handed in").mkdir()
+    assert taken(lay(tmp_path / "handed in", files)) == (modules, note)
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(CourseError) as caught, incoming.opened(path):
+        pass
+    message = str(caught.value)
+    assert "\n" not in message and len(message) < 400
+    return message
+
+
+def test_two_archives_are_a_question(tmp_path):
+    lay(tmp_path, {"one.zip": zipped(LESSONS), "two.tar.gz": tarred(LESSONS)})
+    assert refusal(tmp_path) == "no module file was found, but 2 archives: one.zip, two.tar.gz; keep one"
+
+
+# ---- hostile
+
+
+def special(kind: bytes, **fields) -> bytes:
+    """A tar with one member of this kind, named like a module, and then module 2."""
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode="w:gz") as bundle:
+        info = tarfile.TarInfo(FIRST.path.name)
+        info.type = kind
+        for name, value in fields.items():
+            setattr(info, name, value)
+        bundle.addfile(info)
+        info = tarfile.TarInfo(SECOND.path.name)
+        info.size = 5
+        bundle.addfile(info, io.BytesIO(b"own 2"))
+    return data.getvalue()
+
+
+SPECIAL = {
+    "a link": special(tarfile.SYMTYPE, linkname="/etc/passwd"),
+    "a hard link": special(tarfile.LNKTYPE, linkname="/etc/passwd"),
+    "a device": special(tarfile.CHRTYPE, devmajor=1, devminor=5),
+    "a pipe": special(tarfile.FIFOTYPE),
+    "a directory": special(tarfile.DIRTYPE),
+}
+
+
+@pytest.mark.parametrize("data", SPECIAL.values(), ids=SPECIAL.keys())
+def test_of_a_tar_only_ordinary_files_are_taken(tmp_path, data):
+    assert taken(lay(tmp_path, {"submission.tgz": data}))[0] == {2: "own 2"}
+
+
+@pytest.mark.parametrize("place", ["..", "../..", "a/../..", "/tmp/was-here", ""])
+@pytest.mark.parametrize("pack", [zipped, tarred])
+def test_paths_that_lead_out_are_not_taken(tmp_path, place, pack):
+    modules, notes = taken(lay(tmp_path, {"submission.zip": pack(below(place))}))
+    assert modules == {} and notes.startswith("No module file was found")
+    assert [path.name for path in tmp_path.rglob("*")] == ["submission.zip"]
+    assert not Path("/tmp/was-here").exists()
+
+
+def test_a_link_in_a_zip_is_not_taken(tmp_path):
+    info = zipfile.ZipInfo(FIRST.path.name)
+    info.external_attr = (stat.S_IFLNK | 0o777) << 16
+    with zipfile.ZipFile(tmp_path / "submission.zip", "w") as bundle:
+        bundle.writestr(info, "/etc/passwd")
+    assert taken(tmp_path)[0] == {}
+
+
+def test_an_archive_that_is_a_link_or_a_pipe_is_not_opened(tmp_path):
+    """A link could lead to another student's submission."""
+    lay(tmp_path / "bob", {"submission.zip": zipped(LESSONS)})
+    for name, make in (("ada", lambda path: path.symlink_to("../bob/submission.zip")), ("carl", os.mkfifo)):
+        (tmp_path / name).mkdir()
+        make(tmp_path / name / "submission.zip")
+        assert "submission.zip cannot be unpacked" in refusal(tmp_path / name)
+
+
+def header(kind: bytes, size: int, name: str = FIRST.path.name) -> bytes:
+    info = tarfile.TarInfo(name)
+    info.type, info.size = kind, size
+    return info.tobuf(tarfile.GNU_FORMAT)
+
+
+class Zeros(io.BytesIO):
+    """`first`, and then zeros without end: more than a test should write."""
+
+    def read(self, size: int) -> bytes:
+        return super().read(size).ljust(size, b"\0")
+
+
+HUGE = 50 << 30
+
+
+@pytest.mark.parametrize(
+    ("first", "line"),
+    [
+        (header(tarfile.REGTYPE, HUGE), "holds more than 300000000 bytes"),
+        (header(tarfile.REGTYPE, HUGE, "data.bin"), "holds more than 300000000 bytes"),
+        (header(tarfile.XHDTYPE, HUGE), "headers take more than 10000000 bytes"),
+        (header(tarfile.GNUTYPE_LONGNAME, HUGE), "headers take more than 10000000 bytes"),
+        (header(tarfile.XHDTYPE, 1024) + b"x" * 1024, "subsection not found"),
+        (header(tarfile.XHDTYPE, 512) + b"9999 path=a\n".ljust(512, b"\0"), "a header of it is damaged"),
+        (header(tarfile.DIRTYPE, 0) * (incoming.MOST_MEMBERS + 1), "more than 50000 members"),
+        (b"no tar" * 100, "invalid header"),
+        (b"", "its end is missing"),
+    ],
+)
+def test_bombs_are_bounded(first, line):
+    """In time and memory, whatever the header says, and however much follows."""
+    started = time.monotonic()
+    stream = Zeros(first) if first else io.BytesIO()
+    with pytest.raises((ValueError, tarfile.TarError)) as caught:
+        for _, read in incoming.tar_members(stream):
+            assert len(read(1000)) == 1000
+    assert line in str(caught.value) and time.monotonic() - started < 60
+
+
+def test_a_bomb_in_an_archive_gets_one_line(tmp_path):
+    data = gzip.compress(header(tarfile.REGTYPE, 1 << 30) + bytes(1 << 20))
+    assert "its end is missing" in refusal(lay(tmp_path, {"submission.tgz": data}))
+    large = tmp_path / "large" / "submission.zip"
+    large.parent.mkdir()
+    with open(large, "wb") as file:
+        file.truncate(incoming.MOST_ARCHIVE_BYTES + 1)
+    assert "larger than 30000000 bytes" in refusal(large.parent)
+
+
+@pytest.mark.parametrize("name", ["submission.zip", "submission.tar.gz", "submission.tar"])
+@pytest.mark.parametrize("cut", [0.1, 0.5, 0.9])
+def test_a_damaged_archive_gets_one_line(tmp_path, name, cut):
+    data = zipped(LESSONS) if name.endswith("zip") else tarred(LESSONS, "w" if name.endswith("tar") else "w:gz")
+    data = data.rstrip(b"\0")  # a tar ends with zeros
+    assert "cannot be unpacked" in refusal(lay(tmp_path, {name: data[: int(cut * len(data))]}))
+
+
+def test_only_a_hundred_modules_are_read_and_long_ones_in_part(tmp_path):
+    names = {f"{n}/{FIRST.path.name}": "" for n in range(1000)} | {SECOND.path.name: b" " * 10_000_000}
+    with zipfile.ZipFile(io.BytesIO(zipped(names))) as bundle:
+        files, modules = incoming.contents(bundle.fp, "submission.zip")
+    assert len(files) == 1001 and len(modules) == incoming.MOST_FILES
+    with zipfile.ZipFile(io.BytesIO(zipped(dict(reversed(names.items()))))) as bundle:
+        assert len(incoming.contents(bundle.fp, "submission.zip")[1][SECOND.path.name]) == incoming.MAX_SOURCE_BYTES + 1
+
+
+DEEP = 1_500
+
+
+def test_a_tree_1500_levels_deep_costs_only_what_is_there(tmp_path):
+    """It is searched without recursion, and a module at its end is found."""
+    place, here = "/".join("d" * DEEP), os.open(tmp_path, os.O_RDONLY)
+    try:
+        for _ in range(DEEP):
+            os.mkdir("d", dir_fd=here)
+            inner = os.open("d", os.O_RDONLY, dir_fd=here)
+            os.close(here)
+            here = inner
+        with open(os.open(FIRST.path.name, os.O_CREAT | os.O_WRONLY, dir_fd=here), "w") as file:
+            file.write("own 1")
+    finally:
+        os.close(here)
+    started = time.monotonic()
+    files = incoming.walk(tmp_path)
+    assert files == [f"{place}/{FIRST.path.name}"] and incoming.best_place(files) == place
+    assert taken(tmp_path)[0] == {1: "own 1"}
+    assert time.monotonic() - started < 10, "seconds; 0.1 on a machine that does nothing else"
+
+
+@pytest.mark.parametrize("pack", [zipped, tarred])
+@pytest.mark.parametrize("levels", [DEEP, 10_000])
+def test_an_archive_1500_levels_deep_costs_only_what_is_there(tmp_path, pack, levels):
+    started = time.monotonic()
+    assert taken(lay(tmp_path, {"submission.zip": pack(below("/".join("d" * levels)))}))[0] == ALL
+    assert time.monotonic() - started < 10
+
+
+def test_a_tree_with_too_many_entries_is_searched_from_above(tmp_path, monkeypatch):
+    monkeypatch.setattr(incoming, "LOOKED_AT", 50)
+    lay(tmp_path, {f"data/{n}": "" for n in range(200)} | {FIRST.path.as_posix(): "own 1"})
+    modules, _ = taken(tmp_path)
+    assert modules == {1: "own 1"} and len(incoming.walk(tmp_path)) <= 50
+
+
+def test_links_are_not_followed(tmp_path):
+    (tmp_path / "handed in").mkdir()
+    lay(tmp_path / "elsewhere", LESSONS)
+    (tmp_path / "handed in" / "lessons").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "handed in" / "loop").symlink_to(".")
+    assert incoming.walk(tmp_path / "handed in") == ["lessons", "loop"]
