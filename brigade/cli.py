@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.markdown import Markdown
 from rich.text import Text
 
-from brigade import eager, ranks, skeletons
+from brigade import eager, ranks, skeletons, validation
 from brigade.course import HAS_SOLUTIONS, MODULES, ROOT, TARGETS, CourseError, Module, module
 from brigade.submission import Sources, directory, find, read
 
@@ -401,7 +401,18 @@ def submit(options: argparse.Namespace) -> int:
     with zipfile.ZipFile(archive, "x", zipfile.ZIP_DEFLATED) as bundle:
         for path, entry in files:
             bundle.write(path, entry.path.as_posix())
-    console.print(f"{archive} holds {len(files)} of {len(MODULES)} modules.")
+    states = {entry.number: state_of(entry, target) for _, entry in files}
+    written = [number for number, state in states.items() if state not in ("not written", "broken")]
+    passing = [number for number, state in states.items() if state == "passes"]
+    console.print(
+        f"{archive} holds {len(files)} of {len(MODULES)} module files: {len(written)} written, "
+        f"{len(passing)} known to pass all checks."
+    )
+    unknown = [number for number in written if number not in passing]
+    if unknown:
+        console.print(f"Not known to pass: {numbered(unknown)}. `brigade check` runs all checks.", markup=False)
+    if unwritten := [number for number, state in states.items() if state == "not written"]:
+        console.print(f"Not written, or not completely: {numbered(unwritten)}.")
     for entry in MODULES:
         try:
             read(target, entry.number)
@@ -410,8 +421,27 @@ def submit(options: argparse.Namespace) -> int:
     return 0
 
 
+def state_of(entry: Module, target: Path) -> str:
+    """Return what is known of a module without running it: "broken", "not written", "passes" or "written"."""
+    try:
+        sources = read(target, entry.number).sources
+    except CourseError:
+        return "broken"
+    text = sources[f"{entry.package}.{entry.name}"][1]
+    if re.search(rf'raise NotImplementedError\("module {entry.number}, part \(\w\)"\)', text):
+        return "not written"
+    return "passes" if progress("passed").get(entry.package) == fingerprint(entry, sources) else "written"
+
+
+def numbered(numbers: Sequence[int]) -> str:
+    """Return such as "module 3", or "modules 2, 5"."""
+    return ("modules " if len(numbers) > 1 else "module ") + ", ".join(map(str, numbers))
+
+
 def make_skeletons(options: argparse.Namespace) -> int:
     """brigade skeletons [--check]"""
+    validation.validate_course()
+    validation.import_checks()
     if options.check:
         outdated = skeletons.outdated()
         for path in outdated:
@@ -419,6 +449,8 @@ def make_skeletons(options: argparse.Namespace) -> int:
         return 1 if outdated else 0
     for path in skeletons.write():
         console.print(f"{shown(path)} written")
+        if path.suffix == ".py":
+            console.print(f"  what was there is in {shown(ROOT / skeletons.REPLACED / path.parent.name)}")
     return 0
 
 

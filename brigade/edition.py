@@ -13,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from brigade import handout, skeletons
+from brigade import handout, skeletons, validation
 from brigade.course import MODULES, ROOT, CourseError
 
 TAKEN = (".gitignore", "LICENSE", "assignments.md", "pyproject.toml", "setup.mk")
@@ -53,12 +53,14 @@ def contents() -> dict[Path, bytes]:
 
 
 def build(target: Path) -> int:
-    """Makes the edition anew in `target`; returns the number of its files. Raises as `contents` does."""
+    """Make the edition in `target`; return the number of its files. Raise as `contents` does, and for broken checks."""
+    validation.validate_course()
     files = contents()
     shutil.rmtree(target, ignore_errors=True)
     for path, content in files.items():
         (target / path).parent.mkdir(parents=True, exist_ok=True)
         (target / path).write_bytes(content)
+    validation.import_checks(target)
     return len(files)
 
 

@@ -20,6 +20,7 @@ from brigade import handout
 from brigade.course import HAS_SOLUTIONS, MODULES, ROOT, CourseError, Module
 
 KEPT = "skeletons"  # where the student edition, which has no solutions, keeps them
+REPLACED = Path("out") / "replaced"  # where `write` moves what was in a skeleton's place
 BLOCK = re.compile(
     r"^( *)### BEGIN SOLUTION (part \(\w\))\n(?:(?! *### BEGIN SOLUTION).*\n)*? *### END SOLUTION\n", re.MULTILINE
 )
@@ -48,22 +49,28 @@ def outdated() -> list[Path]:
 
 
 def write() -> list[Path]:
-    """Makes all of them anew; returns the files that changed. Of a skeleton, what was there is kept beside it."""
+    """Write all of them; return the files that changed. What was in a skeleton's place is moved to REPLACED."""
     changed = outdated()
     for entry in MODULES:
         if ROOT / "lessons" / entry.path in changed:
-            reset(entry)
+            replace(entry, ROOT / REPLACED / entry.package)
     for path, text in handout.documents(ROOT).items():
         path.write_text(text)
     return changed
 
 
 def reset(entry: Module) -> Path | None:
-    """Puts the skeleton into `lessons`. What was there is kept beside it; returns where, None if nothing was lost."""
+    """Put the skeleton into `lessons`. Keep what was there beside it; return where, None if nothing was lost."""
+    return replace(entry, (ROOT / "lessons" / entry.path).parent)
+
+
+def replace(entry: Module, backups: Path) -> Path | None:
+    """Put the skeleton into `lessons`. Move what was there into `backups`; return where, None if nothing was lost."""
     path, text = ROOT / "lessons" / entry.path, skeleton(entry)
     backup = None
     if path.exists() and path.read_bytes() != text.encode():
-        backup = path.with_name(f"{path.stem}.{time.strftime('%Y%m%d-%H%M%S')}.bak")
+        backups.mkdir(parents=True, exist_ok=True)
+        backup = backups / f"{path.stem}.{time.strftime('%Y%m%d-%H%M%S')}.bak"
         while backup.exists():
             backup = backup.with_name(backup.stem + "x.bak")
         path.rename(backup)

@@ -9,11 +9,12 @@ import argparse
 import os
 import re
 import sys
+import tempfile
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from brigade import cli
+from brigade import cli, validation
 from brigade.course import ROOT, CourseError, selected
 
 SCRIPTS = Path(__file__).parent / "gradescope"
@@ -24,8 +25,12 @@ NEEDED_PACKAGES = ("torch", "pytest", "rich", "numpy")  # of requirements.txt; n
 
 
 def build(archive: Path, options: Sequence[str] = ()) -> int:
-    """Writes the zip; returns the number of files in it. Raises CourseError for options that cannot be used there."""
+    """Write the zip; return the number of files in it.
+
+    Raise CourseError for options that cannot be used there, and for a course that contradicts itself.
+    """
     contents = {"options": "".join(f"{word}\n" for word in checked(options))}
+    validation.validate_course()
     contents |= {path.name: path.read_text() for path in sorted(SCRIPTS.iterdir())}
     for path in sorted(path for pattern in NEEDED for path in ROOT.glob(pattern)):
         if path != Path(__file__).resolve():
@@ -33,6 +38,7 @@ def build(archive: Path, options: Sequence[str] = ()) -> int:
     needed = re.compile(rf"({'|'.join(NEEDED_PACKAGES)})==")
     lines = contents["requirements.txt"].splitlines(keepends=True)
     contents["requirements.txt"] = "".join(line for line in lines if needed.match(line))
+    import_checks(contents)
     archive.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     archive.unlink(missing_ok=True)
     os.close(os.open(archive, os.O_CREAT | os.O_EXCL, 0o600))  # the solutions are in it
@@ -43,6 +49,16 @@ def build(archive: Path, options: Sequence[str] = ()) -> int:
             member.compress_type = zipfile.ZIP_DEFLATED
             bundle.writestr(member, text)
     return len(contents)
+
+
+def import_checks(contents: Mapping[str, str]) -> None:
+    """Import every check from the files that are packed, and from no others. Raise CourseError if that fails."""
+    with tempfile.TemporaryDirectory(prefix="brigade-package-") as directory:
+        for name, text in contents.items():
+            path = Path(directory, name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        validation.import_checks(Path(directory))
 
 
 def checked(options: Sequence[str]) -> Sequence[str]:

@@ -204,7 +204,46 @@ def test_submit_makes_a_zip_of_the_modules(lessons, tmp_path, monkeypatch, capsy
     assert cli.main(["submit", "--target", str(lessons)]) == 0
     [archive] = elsewhere.glob("submission-*.zip")
     assert zipfile.ZipFile(archive).namelist() == [MODULES[0].path.as_posix()]
-    assert "module 2 is missing" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "holds 1 of 8 module files: 1 written, 0 known to pass all checks.\nNot known to pass: module 1." in told
+    assert "module 2 is missing" in told
+
+
+def submitted(brigade, lessons, directory, monkeypatch):
+    """What `brigade submit` says after the name of the zip; no check may run."""
+    directory.mkdir()
+    monkeypatch.chdir(directory)
+    with monkeypatch.context() as patch:
+        patch.setattr(ranks, "run_ranks", lambda *_, **__: pytest.fail("a check ran"))
+        done = brigade("submit", "--target", lessons)
+    assert done.returncode == 0
+    return done.stdout.partition(".zip ")[2]
+
+
+def test_submit_says_what_is_written_and_passes(brigade, lessons, tmp_path_factory, monkeypatch):
+    """Without running anything: it knows what `check` and `next` have found for just these files."""
+    places = iter(tmp_path_factory.mktemp("submitted") / str(number) for number in range(9))
+    for entry in MODULES:
+        (lessons / entry.package).mkdir(exist_ok=True)
+        shutil.copy(ROOT / "lessons" / entry.path, lessons / entry.path)
+    assert submitted(brigade, lessons, next(places), monkeypatch) == (
+        "holds 8 of 8 module files: 0 written, 0 known to pass all checks.\n"
+        "Not written, or not completely: modules 1, 2, 3, 4, 5, 6, 7, 8.\n"
+    )
+    for entry in MODULES[:2]:
+        shutil.copy(ROOT / "solutions" / entry.path, lessons / entry.path)
+    assert brigade("check", 1, "--target", lessons).returncode == 0
+    (lessons / MODULES[2].path).write_text("def f(:\n")
+    told = submitted(brigade, lessons, next(places), monkeypatch)
+    assert told.startswith(
+        "holds 8 of 8 module files: 2 written, 1 known to pass all checks.\n"
+        "Not known to pass: module 2. `brigade check` runs all checks.\n"
+        "Not written, or not completely: modules 4, 5, 6, 7, 8.\n"
+        "Note: overlapped_ddp.py, line 1: "
+    )
+    file = lessons / MODULES[0].path
+    file.write_text(file.read_text() + "# another line\n")
+    assert "2 written, 0 known to pass" in submitted(brigade, lessons, next(places), monkeypatch)
 
 
 def test_hints_come_one_after_another(capsys):

@@ -118,7 +118,8 @@ def test_write_makes_what_is_outdated_and_nothing_else(course):
     document.write_text(document.read_text().replace("**total**", "**sum**"))
     assert skeletons.outdated() == [changed, missing, document] == skeletons.write()
     assert skeletons.outdated() == []
-    assert [backup.read_text() for backup in (course / "lessons").rglob("*.bak")] == ["# my work\n"]
+    assert [backup.read_text() for backup in (course / skeletons.REPLACED).rglob("*.bak")] == ["# my work\n"]
+    assert not list((course / "lessons").rglob("*.bak")), "backups are not beside what git tracks"
 
 
 def test_a_reading_without_questions_gets_a_sentence(course):
