@@ -182,25 +182,16 @@ def test_a_finding_has_file_line_name_and_reason():
 
 # Hostile submissions
 
-# Cases whose text has nothing to list. None of them gets more than it deserves: they waste their own time, damage their
-# own result, or are files that hold nothing but the answer.
+# Cases with points whose text has nothing to list: right answers, and what is nothing but a nuisance.
 PLAIN = {
-    "endless loop at import",
-    "endless loop in a hook",
-    "one rank leaves out a collective",
-    "an exception without end",
-    "nothing but a loop of collectives",
     "a gradient of NaN everywhere",
-    "sleep until the deadline",
-    "files that Python, pytest or the toolkit would import",  # named under "Ignored, and worth a look"
     "a megabyte of prints",
-    "prints without end",
-    "runs a backward of its own at each launch",
-    "runs a backward of its own in backward",
-    "hooks of its own, of every kind",
+    "files that Python, pytest or the toolkit would import",  # named under "Ignored, and worth a look"
     "groups and handles of its own",
+    "hooks of its own, of every kind",
     "is right, and needs the reference's earlier modules",
 }
+LEAST_SHARE = 0.85  # of the cases without points, which have gained nothing
 
 
 def findings_of(case, directory):
@@ -218,21 +209,29 @@ def findings_of(case, directory):
         return [error]
 
 
-ATTACKS = [
-    pytest.param(case, id=case.name.replace(" ", "-"))
-    for file in ("ending", "forging", "leaving", "patching", "resources", "snooping", "watched", "wrapping")
-    for case in (
-        *importlib.import_module(f"hostile.{file}").CASES,
-        *getattr(importlib.import_module(f"hostile.{file}"), "WATCHED", ()),
-    )
-]
+FILES = ("ending", "forging", "leaving", "patching", "resources", "snooping", "watched", "wrapping")
+ATTACKS = [case for file in FILES for case in importlib.import_module(f"hostile.{file}").CASES] + WATCHED
+ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the cases are made for Linux")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the cases are made for Linux")
-@pytest.mark.parametrize("case", ATTACKS)
-def test_attacks_are_listed(case, tmp_path):
+@ON_LINUX
+@pytest.mark.parametrize("case", [case for case in ATTACKS if case.score], ids=lambda case: case.name.replace(" ", "-"))
+def test_attacks_with_points_are_listed(case, tmp_path):
     findings = findings_of(case, tmp_path)
     assert bool(findings) == (case.name not in PLAIN), findings
+
+
+@ON_LINUX
+def test_most_of_the_other_attacks_are_listed(tmp_path):
+    cases = [case for case in ATTACKS if not case.score]
+    plain = []
+    for number, case in enumerate(cases):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        if not findings_of(case, directory):
+            plain.append(case.name)
+    print(f"{len(cases) - len(plain)} of {len(cases)} are listed, and not: {'; '.join(plain)}")
+    assert 1 - len(plain) / len(cases) >= LEAST_SHARE, plain
 
 
 def test_the_forger_is_listed_with_file_and_line(tmp_path):
