@@ -57,6 +57,9 @@ GRADESCOPE = exactly(
     ),
     leaderboard=some(exactly(name=LINE, value=INTEGER, order={"enum": ["asc", "desc"]})),
 )
+HIDDEN = exactly(  # what is for the instructor only; it has no points
+    name=LINE, output=TEXT, output_format={"const": "text"}, tags=some(LINE), visibility={"const": "hidden"}
+)
 CLASSROOM50 = exactly(
     "graded_at",
     "submitted_by",
@@ -132,6 +135,9 @@ def validated(text, form):
         return int(score), int(most), UNFINISHED in text
     result = json.loads(text)
     if form == "gradescope":
+        for test in [test for test in result["tests"] if test["tags"] == ["please look"]]:
+            jsonschema.validate(test, HIDDEN)
+            result["tests"].remove(test)
         jsonschema.validate(result, GRADESCOPE)
         assert all(test["score"] == (test["status"] == "passed") * test["max_score"] for test in result["tests"])
         assert result["score"] == sum(test["score"] for test in result["tests"]) == result["leaderboard"][0]["value"]
