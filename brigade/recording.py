@@ -529,10 +529,8 @@ def _keep_to_the_recording_group(backend: str) -> None:
         module.new_group, module.get_backend = recorded_new_group, real_backend
 
 
-OTHER_WAYS = (
-    "ProcessGroupGloo", "ProcessGroupNCCL", "ProcessGroupMPI", "ProcessGroupUCC", "ProcessGroupXCCL",
-    "_ProcessGroupWrapper", "_StoreCollectives", "TCPStore", "FileStore",
-)  # fmt: skip
+OTHER_WAYS = [name for name in dir(torch._C._distributed_c10d) if "ProcessGroup" in name]
+OTHER_WAYS = sorted({*OTHER_WAYS, "_StoreCollectives", "TCPStore", "FileStore"} - {"ProcessGroup", "FakeProcessGroup"})
 STORE_CALLS = (
     "set", "get", "add", "append", "check", "compare_set", "delete_key", "multi_get", "multi_set", "queue_push",
     "queue_pop", "queue_len", "wait", "barrier", "list_keys", "num_keys",

@@ -130,7 +130,7 @@ def average(grad, number):
     ),
     beside(
         "collectives of a store",
-        "StoreCollectives is not for submissions",
+        "StoreCollectives",  # is not for submissions, or no longer there since torch 2.15
         """
 def average(grad, number):
     store = c10d._get_default_store()

@@ -95,7 +95,7 @@ def test_stand_in_for_a_backend():
 
 def test_other_ways_exist():
     """Those that every build of torch has: renamed, they would no longer be refused."""
-    for name in ("ProcessGroupGloo", "_StoreCollectives", "TCPStore", "FileStore"):
+    for name in ("ProcessGroupGloo", "TCPStore", "FileStore"):
         assert name in recording.OTHER_WAYS and hasattr(torch._C._distributed_c10d, name), name
     for name in ("set", "get", "add", "wait"):
         assert name in recording.STORE_CALLS and hasattr(dist.Store, name), name
