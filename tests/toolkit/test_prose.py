@@ -220,7 +220,7 @@ FIGURES = {
     r"`--deadline`, (\d+) s by default": ranks.DEADLINE_S["nccl"],
     r"(\d+) s with gloo, \d+ s with NCCL": ranks.DEADLINE_S["gloo"],
     r"\d+ s with gloo, (\d+) s with NCCL": ranks.DEADLINE_S["nccl"],
-    r"an endless loop after (\d+)": ranks.DEADLINE_S["gloo"],
+    r"that does not end is stopped after (\d+)": ranks.DEADLINE_S["gloo"],
     r"when for (\d+) s nothing was launched": ranks.QUIET_S,
     r"until `--deadline` \((\d+) s\)": default("bench", "deadline"),
     r"stopped after (\d+) s: rank 3 on node2": default("bench", "deadline"),
