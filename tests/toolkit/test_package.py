@@ -276,4 +276,4 @@ def test_the_guides_autograder_for_classroom50(archive, tmp_path):
     chosen = cli.parser().parse_args(grade[grade.index("brigade.cli") + 1 :])
     assert (chosen.submission, chosen.out, chosen.format) == (str(tmp_path / "checkout"), result, "classroom50")
     assert (chosen.modules, chosen.seed) == ("1-2", 7), "the options that the zip was built with"
-    assert hand_over == ["chown", str(os.getuid()), result]
+    assert hand_over == ["chown", "--no-dereference", str(os.getuid()), result]
