@@ -64,31 +64,25 @@ class Checked:
     def run(self, scenario: Callable[..., Any], *args: Any, world_size: int, mode: str = "hold") -> ranks.RankResults:
         """What each rank returns from the scenario. Raises CheckFailed with the run's story when there is none.
 
-        Where there are fewer GPUs than ranks, and they are not to be shared, the ranks run on the CPU. A run that
-        ended in a crash is repeated once: gloo has damaged the memory of ranks whose submission was right.
+        Where there are fewer GPUs than ranks, and they are not to be shared, the ranks run on the CPU.
         """
-        seed = self.rng.randrange(2**31)
-        for repeated in (False, True):
-            try:
-                results = ranks.run_ranks(
-                    scenario,
-                    *args,
-                    world_size=world_size,
-                    backend=self.backend if self.share_gpu or world_size <= gpus() else "gloo",
-                    share_gpu=self.share_gpu,
-                    deadline=self.deadline,
-                    mode=mode,
-                    packages={"submission": self.sources},
-                    seed=seed,
-                    terminal=self.debug,
-                )
-                break
-            except ranks.RankFailure as failure:
-                if failure.crashed and not repeated:
-                    continue
-                self.output = failure.output
-                self.failure_kind = failure.kind
-                raise story(failure, self.sources) from None
+        try:
+            results = ranks.run_ranks(
+                scenario,
+                *args,
+                world_size=world_size,
+                backend=self.backend if self.share_gpu or world_size <= gpus() else "gloo",
+                share_gpu=self.share_gpu,
+                deadline=self.deadline,
+                mode=mode,
+                packages={"submission": self.sources},
+                seed=self.rng.randrange(2**31),
+                terminal=self.debug,
+            )
+        except ranks.RankFailure as failure:
+            self.output = failure.output
+            self.failure_kind = failure.kind
+            raise story(failure, self.sources) from None
         self.output = results.output
         return results
 

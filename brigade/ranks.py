@@ -94,7 +94,6 @@ class RankFailure(Exception):
 
     events: list[list[Event]]
     own = False  # whether `lines` are the submission's, where a rank raised
-    crashed = False  # whether a rank ended in native code as if its memory were damaged
 
     def __init__(
         self,
@@ -678,9 +677,7 @@ class _Run:
             return failure
         how = "it closed its channel" if culprit.status is None else ending(culprit.status)
         summary = f"rank {culprit.number} ended without a result ({how})"
-        failure = RankFailure("died", summary, lines, culprit.number, output=output)
-        failure.crashed = any(crashed(rank.status, rank.printed) for rank in self.ranks)
-        return failure
+        return RankFailure("died", summary, lines, culprit.number, output=output)
 
     def _doing(self, rank: _Rank) -> str:
         """Such as: waits in all_reduce #3 (fc2.weight, 4096 B), which rank 1 has not launched; naive_ddp.py:41 in f"""
@@ -767,13 +764,6 @@ def plain(text: str) -> str:
     for pattern, instead in JARGON:
         text = re.sub(pattern, instead, text)
     return text
-
-
-def crashed(status: int | None, printed: bytes) -> bool:
-    """Whether native code has met damaged memory; a C++ exception that nobody caught, such as gloo's, is none."""
-    if status == -signal.SIGABRT:
-        return b"terminate called" not in printed
-    return status in (-signal.SIGSEGV, -signal.SIGBUS)
 
 
 def ending(status: int) -> str:

@@ -46,6 +46,7 @@ locks.trust(globals())
 COLLECTIVES = locks.CodeOf(c10d)  # while no submission can have changed it
 
 BACKEND = "brigade"  # the name under which the recording group is registered with torch
+GLOO_THREADS = 1  # torch's own 2 damage the memory of a rank: see docs/gloo_memory.md
 
 
 class Recorder:
@@ -332,7 +333,6 @@ class RecordingGroup(dist.ProcessGroup, metaclass=sealed(dist.ProcessGroup)):
     """
 
     _inner, _recorder, _name, _ranks = hidden(), hidden(), hidden(), hidden()
-    gloo_threads = 1  # two have now and then damaged the memory of a rank, in collectives that they carried out at once
 
     def __init__(self, inner: dist.ProcessGroup, recorder: Recorder, name: str, ranks: list[int]):
         super().__init__(inner.rank(), inner.size())
@@ -455,7 +455,7 @@ def start_process_group(
         ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
         arguments = (options.store, options.group_rank, options.group_size, options.timeout)
         inner = dist.ProcessGroup(*arguments[:3])
-        register_backends(inner, backend, *arguments, group_class.gloo_threads)
+        register_backends(inner, backend, *arguments)
         group = group_class(inner, recorder, str(options.group_id), ranks)
         register_stand_ins(group, backend)
         return group
@@ -472,10 +472,9 @@ def register_backends(
     rank: int,
     world_size: int,
     timeout: timedelta,
-    gloo_threads: int,
 ) -> None:
     """Give the inner group the backends that `init_process_group` would."""
-    gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, world_size, gloo_options(timeout, gloo_threads))
+    gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, world_size, gloo_options(timeout))
     register(group, "cpu", dist.ProcessGroup.BackendType.GLOO, gloo)
     if backend == "nccl":
         options = dist.ProcessGroupNCCL.Options()
@@ -504,13 +503,13 @@ def stand_in(group: dist.ProcessGroup) -> dist.Backend:
     return torch._C._distributed_c10d.FakeProcessGroup._create_internal(group.rank(), group.size())
 
 
-def gloo_options(timeout: timedelta, threads: int) -> Any:
-    """What `ProcessGroupGloo` makes of a timeout, with another number of threads: torch's own is 2."""
+def gloo_options(timeout: timedelta) -> Any:
+    """Return the options that `ProcessGroupGloo` would make of a timeout, but with `GLOO_THREADS` threads."""
     options = dist.ProcessGroupGloo._Options()
     interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     devices = [dist.ProcessGroupGloo.create_device(interface=name) for name in interfaces]
     options._devices = devices or [dist.ProcessGroupGloo.create_default_device()]
-    options._timeout, options._threads = timeout, threads
+    options._timeout, options._threads = timeout, GLOO_THREADS
     return options
 
 

@@ -104,6 +104,8 @@ ACCOUNTS = [
     Run("brigade skeletons", written=False),
     NotRun("source .venv/bin/activate", "it changes the shell that types it"),
     NotRun("python tests/promises.py --repetitions 1", "minutes; tests/toolkit/test_promises.py tests it"),
+    Run("python tests/gloo_memory.py --threads 1 --runs 3"),
+    NotRun("python tests/gloo_memory.py", "it counts crashes, and how many there are is chance"),
     NotRun(r"pytest tests/toolkit/test_(ranks\.py|mutants\.py -k 3-)", "make test runs these"),
     NotRun("(TORCH_INDEX=.* )?make .*", "each target is tried with make -n; what it runs has tests of its own"),
 ]

@@ -56,12 +56,12 @@ def test_one_of_both_names_exists(name):
 @pytest.mark.parametrize("interfaces", ["", loopback_interface()])
 def test_options_of_gloo(interfaces, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", interfaces)
-    options = recording.gloo_options(timedelta(seconds=7), 3)
+    options = recording.gloo_options(timedelta(seconds=7))
     needs = "gloo_options in brigade/recording.py needs "
-    assert options._timeout == timedelta(seconds=7) and options._threads == 3, needs + "_timeout and _threads"
+    assert options._timeout == timedelta(seconds=7) and options._threads == 1, needs + "_timeout and _threads"
     assert len(options._devices) == 1, needs + "_devices, from create_device and create_default_device"
     group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, options)
-    assert group.options._threads == 3 and group.options._timeout == timedelta(seconds=7)
+    assert group.options._threads == 1 and group.options._timeout == timedelta(seconds=7)
 
 
 def test_node_of_a_gradient():
