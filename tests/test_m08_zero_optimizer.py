@@ -211,7 +211,7 @@ def sharing_cause(owned, numels, problem):
 
 @pytest.mark.points(2)
 def test_sharded_state_is_shared(submission):
-    """A rank's state is at most that of the largest parameter and the mean; all ranks together have it once."""
+    """A rank's state is at most the mean plus that of the largest parameter; all ranks together have it once."""
     for world in submission.worlds(2, 3, 4):
         problems = sharing_problems(submission.rng, world)
         common = {"optimizer": "Adam", "options": {"lr": 0.01}}
@@ -228,8 +228,8 @@ def test_sharded_state_is_shared(submission):
             for rank in range(world):
                 expect(
                     found[rank] <= bound,
-                    f"rank {rank} of {world} has at most the state of the largest parameter and the mean, {bound:.0f} "
-                    f"bytes of {whole} ({name})",
+                    f"rank {rank} of {world} has at most the mean state plus that of the largest parameter, "
+                    f"{bound:.0f} bytes of {whole} ({name})",
                     f"it has {found[rank]} bytes, the ranks have {found}",
                     sharing_cause(owned, numels, problem),
                 )

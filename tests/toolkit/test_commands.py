@@ -83,7 +83,6 @@ ACCOUNTS = [
     NotRun(r".*brigade grade --submission submission\.zip.*", "as with one module, but longer"),
     NotRun(".*brigade grade --class submissions.*", "minutes; tests/toolkit/test_class.py grades a class"),
     NotRun("brigade grade|brigade grade --backend nccl", "the name of a command, or a part of one"),
-    Run("grep -rnE .* submissions .*", status=1),
     NotRun("jupyter lab notebooks", "it opens a browser; tests/toolkit/test_notebooks.py runs all notebooks"),
     # ---- the laboratory's
     NotRun("brigade trace .*", "tests/toolkit/test_trace.py draws timelines"),
@@ -106,6 +105,7 @@ ACCOUNTS = [
     NotRun("python tests/promises.py --repetitions 1", "minutes; tests/toolkit/test_promises.py tests it"),
     Run("python tests/gloo_memory.py --threads 1 --runs 3"),
     NotRun("python tests/gloo_memory.py", "it counts crashes, and how many there are is chance"),
+    NotRun(r"MEGATRON_LM=\S+ pytest tests/toolkit/test_megatron\.py", "it takes a checkout of Megatron-LM"),
     NotRun(r"pytest tests/toolkit/test_(ranks\.py|mutants\.py -k 3-)", "make test runs these"),
     NotRun("(TORCH_INDEX=.* )?make .*", "each target is tried with make -n; what it runs has tests of its own"),
 ]
