@@ -99,9 +99,9 @@ def selected(text: str) -> list[Module]:
 
 
 def results_file(path: str | None, submission: str | None = None) -> Path | None:
-    """Where results are written. Raises CourseError where that is impossible.
+    """Return where results are written. Raise CourseError if that is impossible.
 
-    A link is refused, and so is one on the way through `submission`: whoever made it would choose what we overwrite.
+    Refuse a link, also one on the way through `submission`: its author could choose what we overwrite.
     """
     if path is None:
         return None

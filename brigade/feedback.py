@@ -366,9 +366,9 @@ def require_launches(
 ) -> None:
     """Fail a check whose numbers are right, but whose launches are not of its module's `kind`.
 
-    `accepts` says whether the launches of a step are. It looks at the kind alone, so that a mistake that another check
-    examines costs no points here. Call this after the numbers are compared: an answer of an earlier module has the same
-    ones. A rank that is alone may skip its collectives.
+    `accepts` says whether the launches of a step are of that kind. It looks at nothing else, so that a mistake that
+    another check examines costs no points here. Call this after the numbers are compared, because an answer of an
+    earlier module has the same numbers. A rank that is alone may skip its collectives.
     """
     for rank in ranks if len(ranks) > 1 else []:
         for step in range(steps):
@@ -383,13 +383,13 @@ def require_launches(
 
 
 def overlaps(launch: Launch) -> bool:
-    """Whether backward launched it asynchronously and, except for the first half of an all-reduce, did not await it."""
+    """Return whether backward launched it asynchronously and, unless it is a reduce-scatter, did not await it."""
     is_awaited = "backward" in launch.wait_phases and launch.op != "reduce_scatter"
     return launch.phase == "backward" and not launch.sync and not is_awaited
 
 
 def expect_restored(events: Sequence[Sequence[Event]], ranks: Iterable[int], step: int) -> None:
-    """The last backward of a step communicates again, where an exception has ended the step's no_sync blocks."""
+    """Expect the last backward of a step to communicate after an exception has ended the step's no_sync blocks."""
     for rank in ranks:
         begin = passes(events[rank], step)[-1]
         found = launches(events[rank], step)
@@ -397,7 +397,7 @@ def expect_restored(events: Sequence[Sequence[Event]], ranks: Iterable[int], ste
             any(launch.phase == "backward" and launch.place > begin for launch in found),
             "after an exception inside no_sync, the next backward communicates again",
             f"rank {rank}, step {step}: that backward launched nothing; {summary(found)}",
-            "no_sync restores its state only when the block ends normally: try ... finally?",
+            "no_sync restores its state only when the block ends normally, without try ... finally",
         )
 
 

@@ -48,7 +48,7 @@ RENDEZVOUS = "rendezvous"  # the file in a run's directory that all its ranks sh
 SECRETS = ("tests", "solutions", ".git", "out")  # of the course
 NICENESS = 5  # of ranks: the grader and the rest of the machine go first
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
-ORDINARY_SHARES = 4  # of the processors: a grading gets as much as so many ordinary processes
+ORDINARY_SHARES = 4  # a grading gets as much of the processors as this many ordinary processes
 
 # System calls that a rank may not make, by machine: (its number in audit.h, seccomp, clone, clone3, refused ones).
 # Refused are add_key, request_key, keyctl; shmget, shmat, shmctl; msgget, msgsnd, msgrcv, msgctl; semget, semop,
@@ -115,10 +115,10 @@ def confine(jail: dict, directory: str, server: int) -> None:
 
 
 def filter_system_calls() -> bool:
-    """Have the kernel refuse the calls of MACHINES to this process and its children. False where it cannot.
+    """Make the kernel refuse the calls of MACHINES to this process and its children. Return False if it cannot.
 
     A call that makes a namespace is refused by its flags. The flags of clone3 are in memory, which a filter cannot
-    read, so clone3 is answered as by a kernel without it. The C library then uses clone.
+    read, so the filter answers clone3 as a kernel without it would. The C library then uses clone.
     """
     machine = os.uname().machine
     if machine not in MACHINES:
@@ -147,7 +147,7 @@ def join_groups(jail: dict) -> bool:
     """Put this process into the control groups of the jail's user. Return whether they limit its memory."""
     is_limited = False
     for group in control_groups(jail["uid"]):
-        # In version 2 swap has a limit of its own; in version 1 the last one counts memory and swap together.
+        # Version 2 limits swap separately; in version 1 the last limit counts memory and swap together.
         sizes = {"memory.max": jail["together"], "memory.swap.max": 0}
         sizes |= {"memory.limit_in_bytes": jail["together"], "memory.memsw.limit_in_bytes": jail["together"]}
         shares = {"cpu.weight": 100 * ORDINARY_SHARES, "cpu.shares": 1024 * ORDINARY_SHARES}
@@ -189,7 +189,7 @@ def control_groups(uid: int) -> list[Path]:
 
 
 def divides_memory(group: Path) -> bool:
-    """Whether groups below this one, of version 2, can have a limit on their memory."""
+    """Return whether groups below this one, of version 2, can have a limit on their memory."""
     try:
         return "memory" in (group / "cgroup.subtree_control").read_text().split()
     except OSError:

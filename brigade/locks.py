@@ -99,12 +99,12 @@ class CodeOf:
     """The code that a module has now: `frame in CodeOf(module)`.
 
     A frame runs it if its code object is one of the module's and its globals are the module's. A name or a file name
-    would not do, because student code can have any.
+    would not be enough, because student code can use any.
     """
 
     def __init__(self, module: ModuleType):
         self._namespace = vars(module)
-        self._codes: dict[int, CodeType] = {}  # by id: code of one's own can be equal to torch's
+        self._codes: dict[int, CodeType] = {}  # by id, because a submission's code can be equal to torch's
         found = list(self._namespace.values())
         while found:
             value = found.pop()

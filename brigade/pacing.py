@@ -38,7 +38,7 @@ locks.trust(globals())
 
 UNPACED = ("barrier", "send", "recv")
 MAX_LAUNCHES = 2**20  # of one group in one run. The file has room for them; unused room takes no space on the disk.
-LOOK_S = 1e-4  # between two looks whether the last rank has launched
+LOOK_S = 1e-4  # between two checks whether the last rank has launched
 BLOCKED_S = 1e-3  # gloo returns sooner from the wait for a collective that it has finished
 
 # (messages that follow each other, for each of the other ranks; how often the whole buffer passes a rank's connection,
@@ -96,7 +96,7 @@ _link: Link | None = None
 def use(link: Link | None) -> None:
     """Let this rank's collectives take the time of `link` from now on; None takes no time.
 
-    All ranks must name the same link at the same place of their program, between the same two collectives.
+    All ranks must name the same link at the same place in their program, between the same two collectives.
     """
     global _link
     _link = link
@@ -112,7 +112,7 @@ class SharedLaunches:
         self._free_at = self.map("link-free", world_size)  # for each rank, when its link is free
 
     def map(self, name: str, count: int) -> memoryview:
-        """Map the file with this name as `count` numbers, zeros at first, which are shared by all who map it."""
+        """Map the file with this name as `count` numbers, zeros at first, shared by all ranks that map it."""
         file = os.open(self._directory / name, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             os.ftruncate(file, 8 * count)  # changes nothing where another rank did this before
@@ -151,7 +151,7 @@ def share_launches(directory: str | os.PathLike, world_size: int) -> None:
 
 
 class GroupLaunches:
-    """The launches of one group, numbered from 0 on every rank alike. Each has a place in memory that is shared."""
+    """The launches of one group, numbered from 0 in the same way on every rank. Each has a place in shared memory."""
 
     def __init__(self, shared: SharedLaunches, name: str, ranks: Sequence[int]):
         self._shared = shared
@@ -170,11 +170,11 @@ class GroupLaunches:
             if self._numbers[3 * number] == len(self._ranks):
                 start, end = self._shared.occupy(self._ranks, seconds)
                 self._numbers[3 * number + 1] = start
-                self._numbers[3 * number + 2] = end  # last: whoever sees it may read the start
+                self._numbers[3 * number + 2] = end  # last: a rank that sees the end may read the start
         return number
 
     def times(self, number: int) -> tuple[float, float] | None:
-        """Return the start and the end of a launch; None as long as a rank has not launched it."""
+        """Return the start and the end of a launch, or None while a rank has not launched it."""
         end = self._numbers[3 * number + 2]
         return (self._numbers[3 * number + 1], end) if end else None
 
@@ -183,7 +183,7 @@ class PacedGroup(RecordingGroup):
     """Performs each launch as soon as all ranks have called it, and completes it when its time on the link is over.
 
     Gloo has one thread for a group, as in other modes. It performs the collectives in order, as the link does, and
-    each is quicker than on any link that is worth emulating: so it keeps up.
+    each takes less time than on any link that is worth emulating, so gloo keeps up.
     """
 
     def __init__(self, inner: dist.ProcessGroup, recorder: Recorder, name: str, ranks: list[int]):
@@ -227,7 +227,7 @@ class PacedWork(RecordedWork):
         self._future: torch.futures.Future | None = None
 
     def _finish(self) -> None:
-        """Return when the launch is complete. Raises what its collective does, such as for a peer that has gone."""
+        """Return once the launch is complete. Raise what its collective raises, for example if a peer has gone."""
         with self._lock:
             if self._is_over:
                 return
@@ -240,7 +240,7 @@ class PacedWork(RecordedWork):
             now = time.perf_counter()
             start, end = times
             time.sleep(max(0.0, end - now))
-            has_waited = began < end or now - began > BLOCKED_S  # else gloo had finished, nobody knows when
+            has_waited = began < end or now - began > BLOCKED_S  # otherwise gloo had finished at an unknown time
             self._recorder.note("end", index=self._index, began=start, time=max(end, now) if has_waited else end)
             self._is_over = True
 

@@ -64,7 +64,7 @@ class Checked:
     def run(self, scenario: Callable[..., Any], *args: Any, world_size: int, mode: str = "hold") -> ranks.RankResults:
         """What each rank returns from the scenario. Raises CheckFailed with the run's story when there is none.
 
-        Where there are fewer GPUs than ranks, and they are not to be shared, the ranks run on the CPU.
+        If there are fewer GPUs than ranks and sharing is not allowed, the ranks run on the CPU.
         """
         try:
             results = ranks.run_ranks(

@@ -50,7 +50,7 @@ FINISHED_ANSWERS = {
     "torch.distributed.optim.zero_redundancy_optimizer": ("ZeroRedundancyOptimizer", "ZeroRedundancyOptimizer"),
 }
 
-# What a submission replaces in json or socket does not get to see the record.
+# Functions that a submission replaces in json or socket must not see the record.
 encode_events = locks.own_copy("json.encoder").JSONEncoder().encode
 send = _socket.socket.sendall
 

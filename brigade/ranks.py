@@ -542,7 +542,7 @@ class _Run:
         return events
 
     def _told(self, file: Any, line: Any, name: Any, text: Any) -> list[str]:
-        """Return one frame of an exception as texts. The line of a file that the rank has no text of is filled in."""
+        """Return one frame of an exception as texts. Fill in the line if the rank does not have the file's text."""
         if isinstance(file, str) and file in self.texts:
             lines = self.texts[file]
             text = lines[line - 1] if type(line) is int and 0 < line <= len(lines) else ""
@@ -550,7 +550,7 @@ class _Run:
 
     def _event(self, rank: _Rank, event: Any) -> None:
         require_fields(event, EVENT_FIELDS)
-        # Numbers by which the parent finds events again are small: large ones could be chosen so that they collide.
+        # The parent finds events by these numbers. They must be small: a rank could choose large ones that collide.
         if not is_small(event.get("index", 0)) or not is_small(event.get("step", 0)) or math.isinf(event["time"]):
             raise ValueError("no event that a recorder makes")
         if event["kind"] == "launch":
@@ -710,19 +710,19 @@ class _Run:
 
 
 def read_json(body: bytes) -> Any:
-    """Return what a rank says in JSON. Raises ValueError or RecursionError where no rank of ours says that."""
+    """Return what a rank says in JSON. Raise ValueError or RecursionError for what none of our ranks would say."""
     from brigade import wire
 
     return json.loads(body, parse_int=wire.read_int, parse_constant=refuse_constant)
 
 
 def refuse_constant(name: str) -> None:
-    """Raise ValueError: NaN and infinities are no times and no numbers of anything."""
+    """Raise ValueError: NaN and infinity are neither times nor counts."""
     raise ValueError(f"{name} in an event")
 
 
 def sealed_lines(packages: dict[str, Sources]) -> dict[str, list[str]]:
-    """Return the lines of the files that ranks get as code only. A student's feedback shows none of the reference's."""
+    """Return the lines of the files that ranks get as code only. A student's feedback shows none of the reference."""
     lines = {}
     for sources in packages.values():
         is_mixed = not all(is_sealed(path) for path, _ in sources.values())

@@ -13,15 +13,15 @@ the processes of one machine) and `phase` (what the training loop was doing). Th
     wait     the rank starts to wait for launch `index`
     done     ... and has been given its result
     end      launch `index` is complete (its `time` is when; on CUDA when its kernel was queued; of gloo's
-             reduce_scatter when the wait for it ended; on an emulated link `began` is when it began to carry it)
+             reduce_scatter when the wait for it ended; `began` is when an emulated link began to carry it)
     phase    the loop has come to this phase
     race     a tensor of launch `index` was changed between launch and wait (`holding.py`)
     ready    backward is about to add the gradient of the parameter `name` to its `.grad` (`watch_gradients`)
 
 Scenarios add their own kinds with `note`. Only this file and `ranks.py` know how torch makes process groups.
 
-Student code has groups and handles in its hands. What they work with is hidden from it (`locks.py`), so that it can
-neither communicate unrecorded nor write into the record.
+Student code holds groups and handles. `locks.py` hides their inner parts from it, so that it can neither communicate
+unrecorded nor write into the record.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from brigade import locks
 from brigade.locks import hidden, private, sealed
 
 locks.trust(globals())
-COLLECTIVES = locks.CodeOf(c10d)  # while no submission can have changed it
+COLLECTIVES = locks.CodeOf(c10d)  # taken before any submission can change it
 
 BACKEND = "brigade"  # the name under which the recording group is registered with torch
 GLOO_THREADS = 1  # torch's own 2 damage the memory of a rank: see docs/gloo_memory.md
@@ -61,7 +61,7 @@ class Recorder:
         self._lock = threading.RLock()
         self._parameters: dict[str, torch.nn.Parameter] = {}
         self._nodes: dict[Any, str] = {}  # those that accumulate gradients, and the names of their parameters
-        self._accumulated: dict[str, int] = {}  # how often each did in this backward
+        self._accumulated: dict[str, int] = {}  # how often each accumulated in this backward
         self._task: int | None = -1  # the engine's number of this backward
 
     def note(self, kind: str, **fields: Any) -> None:
@@ -83,7 +83,7 @@ class Recorder:
         """Note an event "ready" in backward just before a gradient of the module is added to its `.grad`.
 
         The hook belongs to the node of the autograd graph: a parameter's own hooks can be cleared or called by anyone.
-        Tensor hooks of the parameter have run by then, its post-accumulate hooks run after it.
+        Tensor hooks of the parameter have run by then; its post-accumulate hooks run after it.
         """
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
@@ -103,7 +103,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def backward_of(self, loss: torch.Tensor) -> Iterator[None]:
-        """Note "ready" in the backward of `loss`. Raise RuntimeError unless each gradient that it needs did so once."""
+        """Note "ready" in the backward of `loss`. Raise RuntimeError unless each needed gradient was ready once."""
         root = loss.grad_fn
 
         def begins(_: Sequence[torch.Tensor | None]) -> None:
@@ -484,9 +484,9 @@ def register_backends(
 
 
 def register_stand_ins(group: dist.ProcessGroup, backend: str) -> None:
-    """Give the recording group backends that carry no data: torch keeps in them what it asks of any group, its name.
+    """Give the recording group backends that carry no data: torch keeps in them what it asks of any group: its name.
 
-    With the inner group's backends in this place, torch would hand them out to whoever asks.
+    With the inner group's backends in this place, torch would hand them out to any caller.
     """
     register(group, "cpu", dist.ProcessGroup.BackendType.GLOO, stand_in(group))
     if backend == "nccl":

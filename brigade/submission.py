@@ -30,7 +30,7 @@ PACKAGE = "submission"
 MAX_SOURCE_BYTES = 250_000
 
 Sources = dict[str, tuple[str, str]]  # module name -> (path of the file, text)
-Sealed = dict[str, tuple[str, "str | bytes"]]  # the same; of the course's own files the code instead of the text
+Sealed = dict[str, tuple[str, "str | bytes"]]  # the same, but the course's own files as code instead of text
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def sealed(sources: Sources) -> Sealed:
 
 
 def is_sealed(path: str) -> bool:
-    """Whether a rank gets only the code of this file: it is one of the course's solutions or tests."""
+    """Return whether a rank gets only the code of this file: it is one of the course's solutions or tests."""
     return any(Path(path).is_relative_to(ROOT / top) for top in ("solutions", "tests"))
 
 

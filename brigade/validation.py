@@ -14,7 +14,7 @@ from brigade.course import MODULES, ROOT, CourseError, Module
 
 IMPORT_S = 120.0  # for importing all checks, torch included
 
-# Runs in a process of its own, because this one may have imported the checks of another directory.
+# Runs in its own process, because this one may have imported the checks of another directory.
 IMPORTER = """
 import importlib, json, sys
 sys.path[:1] = sys.argv[1:3]

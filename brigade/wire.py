@@ -91,14 +91,14 @@ def _flatten(value: Any, blobs: list[bytes]) -> Any:
 
 
 def _key(key: Any) -> str | int:
-    """The key of a dict. Raises WireError where it is none that may travel."""
+    """Return the key of a dict. Raise WireError if it may not travel."""
     if type(key) is str or type(key) is int and 0 <= key <= MOST_KEY:
         return key
     raise WireError(f"a dict with a {type(key).__name__} for a key cannot travel, or its key is too large")
 
 
 def read_int(digits: str) -> int:
-    """An integer in JSON. Raises WireError for one that no rank has a reason to send: counts and sizes have 64 bits."""
+    """Return an integer in JSON. Raise WireError if no rank has a reason to send it: counts and sizes have 64 bits."""
     if len(digits) > MOST_DIGITS + digits.startswith("-"):
         raise WireError("an integer is too long")
     return int(digits)
@@ -143,7 +143,7 @@ class _Reader:
         return torch.frombuffer(bytearray(blob), dtype=dtype).reshape(shape)
 
     def _blob(self, index: int) -> memoryview:
-        """Blob `index`, for the one time that it may be used: a thousand copies of it would fill our memory."""
+        """Return blob `index`. It may be used only once: a thousand copies of it would fill our memory."""
         blob, self._blobs[index] = self._blobs[index], None
         if blob is None:
             raise WireError("a blob is used twice")

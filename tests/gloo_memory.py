@@ -22,7 +22,7 @@ PROCESSES = multiprocessing.get_context("forkserver")
 
 def run_rank(rank, options, threads, file, pipe):
     """Send the median time of a round in milliseconds."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # glibc's last words, and the peers' complaints
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # hides the messages of glibc and of the peers
     gloo = dist.ProcessGroupGloo._Options()
     gloo._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     gloo._threads, gloo._timeout = threads, timedelta(seconds=LIMIT_S)

@@ -1,4 +1,4 @@
-"""`make matrix`: every test, on the oldest, the pinned and the newest torch, each with a Python of its own.
+"""`make matrix`: every test, on the oldest, the pinned and the newest torch, each with its own Python.
 
 A pair such as 3.12:2.13.0 names a Python and a torch. Each pair gets a virtual environment in out/matrix, with the
 other packages of requirements.txt, and runs all tests there. A pair whose Python is not on this machine counts as

@@ -128,7 +128,7 @@ def test_gradients_keep_shape_and_stride(submission):
 
 @pytest.mark.points(1)
 def test_branches_and_unused_parameters(submission):
-    """In the one all-reduce a parameter that some ranks do not use counts as zero there; one may be unused."""
+    """In the one all-reduce, a parameter counts as zero on each rank that does not use it, even if none does."""
     for world, dtype in zip(submission.worlds(2, 3), (torch.float32, torch.float64)):
         case = submission.case("Branches", world, branches=[1, -1, 0][:world], dtype=dtype)
         results = submission.run(training.train, case.for_ranks(**JOB), world_size=world)
@@ -138,7 +138,7 @@ def test_branches_and_unused_parameters(submission):
 
 @pytest.mark.points(1)
 def test_steps_and_subgroups(submission):
-    """Over four steps of one all-reduce, and on ranks 1 and 3 of four, the weights are those of one process."""
+    """Over four steps with one all-reduce each, also on ranks 1 and 3 of four, the weights are those of one process."""
     for world, optimizer in zip(submission.worlds(2, 4), ("adam", "sgd")):
         groups = [[1, 3], [0, 2]] if world == 4 else [list(range(world))]
         case = submission.case("Tied", world, steps=4, dtype=torch.float64, optimizer=optimizer, group=groups[0])

@@ -321,7 +321,7 @@ def test_unused_parameters(submission):
 
 @pytest.mark.points(1)
 def test_no_sync_accumulates(submission):
-    """Backward passes inside no_sync launch nothing, nested and interrupted too; the last one averages their sum."""
+    """Backward passes inside no_sync, also nested or interrupted, launch nothing; the last one averages their sum."""
     [world] = submission.worlds(2)
     case = submission.case("Plain", world, micro_batches=3, steps=2, dtype=torch.float64)
     with plan_suspected(submission, case):

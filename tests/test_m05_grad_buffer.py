@@ -408,7 +408,7 @@ def expect_turns(events, names, layout, where):
 
 @pytest.mark.points(1)
 def test_steps_and_subgroups(submission):
-    """no_sync, interrupted too, ready orders that differ, and groups of ranks 1 and 3 of four, over several steps."""
+    """Several steps are right with no_sync (also interrupted), different ready orders, and on ranks 1 and 3 of four."""
     for world, model in zip(submission.worlds(2, 3, 4), ("Plain", "Reordered", "Tied")):
         groups = [[1, 3], [0, 2]] if world == 4 else [list(range(world))]
         case = submission.case(

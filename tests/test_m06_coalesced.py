@@ -597,7 +597,7 @@ def expect_ranks(events, group, rank):
 
 @pytest.mark.points(1)
 def test_steps_and_subgroups(submission):
-    """no_sync, interrupted too, ready orders that differ, groups of ranks, unused parameters, fp32 gradients."""
+    """Steps are right with (interrupted) no_sync, other ready orders, subgroups, unused parameters, fp32 gradients."""
     for world, model in zip(submission.worlds(2, 3, 4), ("Plain", "Reordered", "Tied")):
         case = submission.case(
             model,

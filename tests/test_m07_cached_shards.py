@@ -266,7 +266,7 @@ def expect_launches(events, step, groups, gathers, where):
 
 @pytest.mark.points(1)
 def test_steps_and_subgroups(submission):
-    """no_sync, interrupted too, ready orders that differ, groups of ranks, unused parameters, over several steps."""
+    """Several steps are right with no_sync (also interrupted), other ready orders, subgroups, unused parameters."""
     for world, model in zip(submission.worlds(2, 3, 4), ("Frozen", "Reordered", "Tied")):
         groups = [[1, 3], [0, 2]] if world == 4 else [list(range(world))]
         case = submission.case(

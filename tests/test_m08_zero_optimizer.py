@@ -21,7 +21,7 @@ NORMS = {torch.float64: MANY_STEPS, torch.float32: 1e-5, None: 1e-5, torch.bfloa
 
 
 def rounding_of(results):
-    """The relative error that the norms of these ranks may have."""
+    """Return the relative error that the norms of these ranks may have."""
     return max(NORMS.get(dtype, MANY_STEPS) for result in results for dtype in result["norm_dtypes"])
 
 
@@ -129,7 +129,7 @@ def expect_unsharded(results, case, job, suspects=None, tolerance=MANY_STEPS):
 
 
 def require_owners(results, group):
-    """The weights count only if gradients are reduced to owners, and weights broadcast by them."""
+    """The weights count only if gradients are reduced to their owners, and the owners broadcast weights."""
     for rank in group if len(group) > 1 else []:
         found = [x for x in launches(results.events[rank]) if x.step is not None and x.phase != "construct"]
         found = [launch for launch in found if launch.phase == "step" or launch.numel > 16]  # a norm may travel
@@ -410,7 +410,7 @@ def test_sharded_clipping(submission):
 
 
 def expect_norm(norms, truth, step, case, job, events, rounding):
-    """All ranks of the group returned the truth's norm of this step, with a relative error of at most `rounding`."""
+    """Expect the true norm of this step from all ranks of the group, with a relative error of at most `rounding`."""
     mine, expected = [norms[rank][step] for rank in case.group], truth[step]
     shown, *others = format_distinct(expected, *mine)
     found = f"ranks {listing(case.group)} have {', '.join(others)}"
@@ -868,7 +868,7 @@ def scale_to(params, max_norm):
 
 
 def expect_norms(found, truth, when, rounding):
-    """Each rank's norms are those of one process, with relative errors of at most `rounding`."""
+    """Expect each rank's norms to be those of one process, with relative errors of at most `rounding`."""
     for rank, norms in enumerate(found):
         wrong = [(got, want) for got, want in zip(norms, truth) if not abs(got - want) <= rounding * want]
         if not wrong:

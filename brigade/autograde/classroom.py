@@ -63,9 +63,9 @@ def results_of(gradebook: Path) -> Path:
 
 
 def students(directory: Path, gradebook: Path) -> tuple[list[Student], list[str]]:
-    """The submissions in a class's directory, its directories and archives; and the names of what else is there.
+    """Return the submissions in a class's directory (its directories and archives) and the names of its other entries.
 
-    Raises CourseError where there are none.
+    Raise CourseError if there are no submissions.
     """
     if not directory.is_dir():
         raise CourseError(f"there is no directory {directory}")
@@ -207,7 +207,7 @@ def main() -> int:
 
 
 def row(student: Student, entries: Sequence[Module], waiting: Container[Student] = ()) -> Row:
-    """The student's line in the gradebook: the score, that of each module and of each check.
+    """Return the student's row in the gradebook: the score, and those of each module and of each check.
 
     A student who is still `waiting` has no score: results of an earlier run, made from other checks, options or
     modules, do not belong under this header.
@@ -238,7 +238,7 @@ def row(student: Student, entries: Sequence[Module], waiting: Container[Student]
 
 
 def noted(student: Student, *notes: str) -> str:
-    """The notes of a row, and that on a conflict."""
+    """Return the notes of a row, including the one on a conflict."""
     return " / ".join(filter(None, [student.conflict, *notes]))
 
 
@@ -261,7 +261,7 @@ def guarded(value: str | int) -> str | int:
 def save(
     gradebook: Path, everyone: Sequence[Student], entries: Sequence[Module], waiting: Container[Student] = ()
 ) -> list[Row]:
-    """Writes the gradebook; returns its rows. Those of students who are still `waiting` have no score."""
+    """Write the gradebook and return its rows. Those of students who are still `waiting` have no score."""
     table = [row(student, entries, waiting) for student in everyone]
     formats.write(gradebook, written(table))
     return table

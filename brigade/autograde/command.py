@@ -234,9 +234,9 @@ def may_isolate() -> bool:
 
 
 def probe() -> list[str]:
-    """Tries the isolation on a rank without a submission. Raises CourseError where it does not hold.
+    """Try the isolation on a rank without a submission. Raise CourseError if it does not hold.
 
-    Returns notes on what this machine cannot do.
+    Return notes on what this machine cannot do.
     """
     isolation.close_off([ROOT / name for name in isolation.SECRETS])
     try:

@@ -24,7 +24,7 @@ from brigade.submission import read
 from brigade.verdict import CheckFailed
 
 TOTAL_S = 900.0  # for one submission; what has not run by then counts as failed
-PATIENCE = 2  # checks of a module that may reach their deadline; its others are not run
+PATIENCE = 2  # a module is stopped after this many of its checks reach their deadline
 TEXT_LIMIT = 4_000  # characters of feedback for one check: about a screen
 PRINTED_LINES = 10  # of each rank
 
@@ -51,7 +51,7 @@ def points_of(check: Callable[[Checked], None]) -> int:
 
 
 class Timed(Checked):
-    """A checked submission whose runs end with the time that its module has."""
+    """A checked submission whose runs end when the time of its module is over."""
 
     ends_at = float("inf")
 
@@ -140,18 +140,18 @@ class Schedule:
                     self.attempt(repeated, source, self.ends_at)
 
     def first_source(self, number: int) -> str:
-        """Whose earlier modules the module is checked with first."""
+        """Return whose earlier modules the module is checked with first."""
         if self.prior != "auto":
             return self.prior
         return "reference" if any(stalled < number for stalled in self.stalled) else "own"
 
     def may_gain(self, outcome: Outcome, source: str) -> bool:
-        """Whether a check that has not passed could pass with the earlier modules of `source`."""
+        """Return whether a check that has not passed could pass with the earlier modules of `source`."""
         if outcome.passed or self.ending(outcome, source):
             return False
         if source == "reference":
             return earlier_failed(self.grading, outcome.module)
-        # It has run on the reference's modules, or not at all. What waited in vain there will wait here, too.
+        # It has run on the reference's modules, or not at all. A check that waited in vain there will do so here, too.
         stopped = self.time_outs(outcome.module, "reference") >= PATIENCE
         return not stopped and self.ending(outcome, "reference") not in ("deadline", "deadlock")
 
@@ -205,14 +205,14 @@ class Schedule:
             self.on_change(self.grading)
 
     def ending(self, outcome: Outcome, source: str) -> str:
-        """How the check ended with the earlier modules of `source`; "" if it has not run with them."""
+        """Return how the check ended with the earlier modules of `source`; "" if it has not run with them."""
         return self.endings.get((outcome.module, outcome.name, source), "")
 
     def has_run(self, outcome: Outcome) -> bool:
         return any(self.ending(outcome, source) for source in ("own", "reference"))
 
     def time_outs(self, number: int, source: str) -> int:
-        """How many of the module's checks reached their deadline with the earlier modules of `source`."""
+        """Return how many of the module's checks reached their deadline with the earlier modules of `source`."""
         return sum(self.ending(outcome, source) == "deadline" for outcome in self.grading.of_module(number))
 
 

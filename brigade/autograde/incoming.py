@@ -133,7 +133,7 @@ def places(files: Iterable[str]) -> dict[str, list[str]]:
 
 
 def best_place(files: Iterable[str]) -> str | None:
-    """Return the directory to grade: one with `lessons`, else the one with most modules, else the uppermost."""
+    """Return the directory to grade: one with `lessons`, otherwise the one with most modules, then the uppermost."""
 
     found = places(files)
 
@@ -145,12 +145,12 @@ def best_place(files: Iterable[str]) -> str | None:
 
 
 def below(file: str, place: str) -> str:
-    """Return the path of a file from `place` on, which is a directory above it."""
+    """Return the path of a file relative to `place`, a directory above it."""
     return file[len(place) + 1 :] if place else file
 
 
 def notes_on(files: Sequence[str], place: str | None) -> list[str]:
-    """Return what an instructor should know of the files, of which those in `place` are graded."""
+    """Return what an instructor should know about the files. Those in `place` are graded."""
     notes = []
     if place is None:
         what = listed(files) if files else "nothing"
@@ -190,14 +190,14 @@ def unpacked(archive: Path, name: str) -> Iterator[Incoming]:
             with open(archive, "rb", opener=open_no_link) as file:
                 status = os.fstat(file.fileno())
                 if not stat.S_ISREG(status.st_mode) or status.st_size > MOST_ARCHIVE_BYTES:
-                    raise ValueError(f"it is no file, or larger than {MOST_ARCHIVE_BYTES} bytes")
+                    raise ValueError(f"it is not a file, or it is larger than {MOST_ARCHIVE_BYTES} bytes")
                 files, modules = contents(file, name)
             place = best_place(modules)
             for module in places(modules).get(place, []):
                 target = Path(directory, below(module, place))
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.write_bytes(modules[module])
-        except Exception as error:  # of a damaged file zipfile, gzip and tarfile say so in many ways
+        except Exception as error:  # zipfile, gzip and tarfile report a damaged file in many ways
             raise CourseError(f"{listed([name])} cannot be unpacked: {listed([str(error)])}") from None
         yield Incoming(Path(directory), notes_on(files, place))
 

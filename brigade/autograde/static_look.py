@@ -5,9 +5,9 @@ be locked out. Their text still has to name what they use. This file parses the 
 lists such names with file and line for the instructor. It changes no score. A name on the list proves nothing, and an
 empty list proves nothing either: see `docs/instructors.md`.
 
-The rules are one table of names (`NAMES`) and these: imports come from a short list; nobody assigns to torch, passes a
-module on as a value, or computes the name of an attribute; special and private names of other objects are left alone.
-Strings are read too, also when they are put together from constant pieces.
+The rules are one table of names (`NAMES`) and these: imports must come from a short list. A submission must not assign
+to torch, pass a module on as a value, compute the name of an attribute, or use special and private names of other
+objects. The look also reads strings, even if they are put together from constant pieces.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from brigade.course import MODULES, CourseError, Module
 from brigade.submission import find, source_text
 
 HEADING = "please look"
-MOST_FINDINGS = 20  # of one submission; the last one says how many there are besides
+MOST_FINDINGS = 20  # of one submission; the last one says how many more there are
 MOST_LINES = 4  # of one name
 MOST_NODES = 50_000  # of a file's syntax tree; those of the solutions have fewer than 2 000
 MOST_ALIASES = 4  # that lead from one to the next
@@ -97,7 +97,7 @@ TORCH_MODULES = words(  # of torch, which no answer needs
     """_C backends classes cpp_extension export fx hub jit library load multiprocessing ops overrides package parallel
     rpc save serialization"""
 )
-KNOWN_MODULES = words(  # of torch, which an answer may import, and not pass on as values
+KNOWN_MODULES = words(  # of torch: an answer may import them, but not pass them on as values
     """torch torch.autograd torch.cuda torch.distributed torch.distributed.distributed_c10d torch.nn torch.nn.functional
     torch.nn.utils torch.optim torch.utils"""
 )
@@ -178,7 +178,7 @@ def look(texts: Mapping[str, str]) -> list[Finding]:
 def parse(text: str) -> list[ast.AST]:
     """Return the nodes of the text, parents before their children. Nothing here or below recurses.
 
-    Raises ValueError where there are more than MOST_NODES, and what `ast.parse` raises.
+    Raise ValueError if there are more than MOST_NODES, and whatever `ast.parse` raises.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about a stranger's escape sequences
@@ -190,7 +190,7 @@ def parse(text: str) -> list[ast.AST]:
 
 
 def odd_lines(text: str) -> Iterator[tuple[int, str, str]]:
-    """Find lines that an editor may show as something else than Python reads."""
+    """Find lines that an editor may show differently from how Python reads them."""
     for number, line in enumerate(text.splitlines(), 1):
         if number <= 2 and (declared := ENCODING.match(line)) and declared[1].lower() not in ("utf-8", "utf8"):
             yield number, declared[1], "declares an encoding"
@@ -235,7 +235,7 @@ class FileLook:
         self.plain_uses = self.find_plain_uses()
 
     def resolve_paths(self) -> None:
-        """Follow names from the imports and their aliases on."""
+        """Follow names that start at the imports and their aliases."""
         for node in reversed(self.nodes):
             path = None
             if isinstance(node, ast.Name):
@@ -252,7 +252,7 @@ class FileLook:
                 self.paths[id(node)] = path
 
     def find_aliases(self) -> bool:
-        """Take names such as `d` in `d = torch.distributed` for imported. Return whether there was a new one."""
+        """Treat names such as `d` in `d = torch.distributed` as imported. Return whether there was a new one."""
         known = len(self.imported)
         for node in self.nodes:
             for target in targets_of(node):
@@ -265,20 +265,20 @@ class FileLook:
         return f"{self.paths[id(base)]}.{attribute}" if id(base) in self.paths else None
 
     def attribute_by_name(self, node: ast.AST) -> str | None:
-        """The attribute that getattr and the like are asked for, where its name is known."""
+        """Return the attribute that getattr or a similar function is asked for, if its name is known."""
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in BY_NAME[:4]:
             return self.strings.get(id(node.args[1])) if len(node.args) > 1 else None
         return None
 
     def module_by_name(self, node: ast.AST) -> str | None:
-        """The module in `__import__("x")`, where an answer may import it."""
+        """Return the module in `__import__("x")` if an answer may import it."""
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "__import__":
             name = self.strings.get(id(node.args[0])) if len(node.args) == 1 and not node.keywords else None
             return name if name in IMPORTS else None
         return None
 
     def find_plain_uses(self) -> set[int]:
-        """Nodes at which a module may stand: `module.x`, `alias = module`, `getattr(module, "x")`; by id."""
+        """Return the ids of nodes where a module may appear: `module.x`, `alias = module`, `getattr(module, "x")`."""
         allowed = set()
         for node in self.nodes:
             names = [target.id for target in targets_of(node) if isinstance(target, ast.Name)]
@@ -399,7 +399,7 @@ def is_class(path: str) -> bool:
 
 
 def targets_of(node: ast.AST) -> list[ast.expr]:
-    """The targets of an assignment; nothing for other nodes, or without a value."""
+    """Return the targets of an assignment; none for other nodes, or without a value."""
     if isinstance(node, ast.Assign):
         return node.targets
     if isinstance(node, (ast.AnnAssign, ast.NamedExpr)) and node.value is not None:
@@ -408,7 +408,7 @@ def targets_of(node: ast.AST) -> list[ast.expr]:
 
 
 def imported_names(nodes: Sequence[ast.AST]) -> Iterator[tuple[str, str]]:
-    """The names that absolute imports bind, and what they stand for."""
+    """Return the names that absolute imports bind, and what they refer to."""
     for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -420,7 +420,7 @@ def imported_names(nodes: Sequence[ast.AST]) -> Iterator[tuple[str, str]]:
 
 
 def look_at_import(node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str]]:
-    """Yield what is imported and is neither torch, nor one of IMPORTS, nor another module of the course."""
+    """Yield imports other than torch, IMPORTS and the course's other modules."""
     names = [alias.name for alias in node.names]
     if isinstance(node, ast.ImportFrom) and node.level:
         top = (node.module or names[0]).partition(".")[0]
@@ -444,7 +444,7 @@ def look_at_import(node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str
 
 
 def look_at_string(value: str) -> Iterator[tuple[str, str]]:
-    """Yield the names that a string is, or that it contains where they are unlike any word."""
+    """Yield the name that a string is, or the names in it that do not look like words."""
     if DOTTED.fullmatch(value):
         for part in value.split("."):
             if part in SYSTEM_MODULES or part in ("eval", "exec"):
@@ -460,7 +460,7 @@ def look_at_string(value: str) -> Iterator[tuple[str, str]]:
 
 
 def constant_string(node: ast.AST, strings: Mapping[int, str]) -> str | None:
-    """The value of a string made of constants, given the values of its parts; None where it is not known."""
+    """Return the value of a string made of constants, given the values of its parts, or None if it is not known."""
 
     def value(part: ast.AST) -> str | None:
         return strings.get(id(part))
@@ -511,5 +511,5 @@ def fill(mark: str, text: str, parts: Sequence[str | None]) -> str | None:
 
 
 def is_reversed(part: ast.AST) -> bool:
-    """Whether a slice is [::-1]."""
+    """Return whether a slice is [::-1]."""
     return isinstance(part, ast.Slice) and part.lower is part.upper is None and isinstance(part.step, ast.UnaryOp)

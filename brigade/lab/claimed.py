@@ -35,7 +35,7 @@ BUCKETS = "an article on buckets and sharded optimizers"
 PADDING = "an article on Megatron-LM's gradient buffer"
 COALESCING = "an article on coalesced communication"
 SHARDS = "an article on cached shards"
-# The version of Megatron-LM that the readings are about; tests/toolkit/test_megatron.py has the names.
+# The version of Megatron-LM that the readings are about; tests/toolkit/test_megatron.py lists the names.
 MEGATRON = "[d98e8a64](https://github.com/NVIDIA/Megatron-LM/tree/d98e8a64ddf34856e74b24714e3bedb2f5a39553)"
 
 CLAIMS: list[Claim] = []
@@ -279,8 +279,8 @@ def xl_step_times() -> Finding:
 @claim(
     "xl-headline", 4, "Bucketed DDP takes 980 ms a step where naive DDP takes 809, because it ran on other hardware",
     XL,
-    "wrong if what bucketing adds by itself, with nothing overlapped, comes to the difference; else it depends on "
-    "what is not published: the machines, and the times of single steps", "depends",
+    "wrong if the cost of bucketing by itself, without overlap, equals the difference; otherwise it depends on what is "
+    "not published: the machines, and the times of single steps", "depends",
 )  # fmt: skip
 def xl_headline() -> Finding:
     nbytes, slower_ms = xl_bytes(), 980.18 - 808.66
@@ -289,8 +289,8 @@ def xl_headline() -> Finding:
     return Finding(
         f"from its own tables: {slower_ms:.0f} ms more at best, and {1003.69 - 799.28:.0f} ms more with 435 buckets "
         f"than with 435 all-reduces of single parameters; computed for an H100: {copies_ms:.1f} ms for the copies and "
-        f"{carried_ms:.1f} ms for an all-reduce of which nothing is hidden. Two runs of ten steps on machines that are "
-        "not named decide nothing; both variants have to be timed in one run, in turns",
+        f"{carried_ms:.1f} ms for an all-reduce that overlaps with nothing. Two runs of ten steps on machines that are "
+        "not named decide nothing; both variants must be timed in one run, alternately",
         "wrong" if copies_ms + carried_ms >= slower_ms else "depends",
     )
 
@@ -310,8 +310,8 @@ def xl_inverse() -> Finding:
 
 cited(
     "xl-more-steps", 4, "50 to 100 steps instead of 10 would show clearer trends", XL,
-    "the times of single steps and the machines are not published; more steps make the noise within a run smaller, and "
-    "leave the difference between two runs as it is",
+    "the times of single steps and the machines are not published; more steps reduce the noise within a run, but "
+    "not the difference between two runs",
 )  # fmt: skip
 
 
@@ -420,8 +420,8 @@ def published_layout() -> Finding:
 
 @claim(
     "published-reversed", 5, "Reversing the list of buckets at the end puts the first gradients first", PADDING,
-    "right if, of buckets made in reverse order as its comment says, the first of the reversed list is the first "
-    "that is complete in backward", "wrong",
+    "right if the buckets are made in reverse order, as its comment says, and the first of the reversed list is the "
+    "first that is complete in backward", "wrong",
 )  # fmt: skip
 def published_reversed() -> Finding:
     model = tiny_lm("tiny")
@@ -440,8 +440,8 @@ def published_reversed() -> Finding:
     model(torch.zeros(1, 8, dtype=torch.long)).sum().backward()
     first = len(buckets) - 1  # of the reversed list
     return Finding(
-        f"of {len(buckets)} buckets of TinyLM tiny the first in the reversed list is complete as number "
-        f"{complete.index(first) + 1}, without the reversal as number {complete.index(0) + 1}",
+        f"of {len(buckets)} buckets of TinyLM tiny, the first in the reversed list is the one that completes as number "
+        f"{complete.index(first) + 1}; without the reversal it is number {complete.index(0) + 1}",
         right_if(complete[0] == first),
     )
 
@@ -456,7 +456,7 @@ cited(
 
 cited(
     "fragmentation", 5, "Gradients scattered in memory cause fragmentation", PADDING,
-    "it takes a GPU, and the article has no measurement; torch's allocator keeps freed blocks and gives them out again "
+    "it takes a GPU, and the article has no measurement; torch's allocator keeps freed blocks and reuses them "
     "([CUDA semantics](https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management)), and gradients have "
     "the same sizes in every step",
 )  # fmt: skip
@@ -465,7 +465,7 @@ cited(
 @claim(
     "bucket-view", 5, "`gradient_as_bucket_view=True` avoids copies between gradients and buckets",
     "the docstring of torch's DistributedDataParallel",
-    "right if backward copies nothing into buckets after either form of `zero_grad`, wrong if it does after both",
+    "right if backward copies nothing into buckets after either form of `zero_grad`, wrong if it copies after both",
     "depends",
 )  # fmt: skip
 def bucket_view() -> Finding:
@@ -487,7 +487,7 @@ cited(
 
 
 def ready_at_launches(wrapper: str, buckets_per_group: int | None) -> list[int]:
-    """How many gradients of TinyLM are ready at each launch of a step with module 6's or 7's wrapper."""
+    """Return how many gradients of TinyLM are ready at each launch of a step with module 6's or 7's wrapper."""
     events = on_ranks(claimed_ranks.grouped_step, wrapper, buckets_per_group).events[0]
     ready = [place for place, event in enumerate(events) if event["kind"] == "ready"]
     return [sum(place < launch.place for place in ready) for launch in launches(events, 0)]
@@ -525,20 +525,20 @@ def coalesce_175b() -> Finding:
 cited(
     "launch-cost", 6, "Every NCCL launch costs 10 to 50 µs", COALESCING,
     "it takes GPUs; pull request [98793](https://github.com/pytorch/pytorch/pull/98793) reports 2865 µs of CPU time "
-    "for 64 all-reduces one by one, 45 µs for each call with all of c10d in it. A step becomes longer only where the "
-    "GPU waits for the CPU",
+    "for 64 all-reduces one by one: 45 µs for each call, all of c10d included. A step takes longer only if the GPU "
+    "waits for the CPU",
 )  # fmt: skip
 
 
 @claim(
     "epoch-saving", 6, "Coalescing 20 buckets saves 0.95 s per epoch of 1000 steps", COALESCING,
-    "right if 19 launches of the article's own 50 µs in 1000 steps come to 0.95 s, within 5 %", "right",
+    "right if 19 launches in each of 1000 steps, at the article's own 50 µs, add up to 0.95 s, within 5 %", "right",
 )  # fmt: skip
 def epoch_saving() -> Finding:
     saved_s = 19 * 50e-6 * 1000
     return Finding(
         f"computed: {saved_s:.2f} s, if every launch delays the step; that is {100 * saved_s / (1000 * 0.452):.1f} % "
-        "of an epoch of the article's own steps of 452 ms",
+        "of an epoch with the article's own steps of 452 ms",
         right_if(abs(saved_s / 0.95 - 1) < 0.05),
     )
 
@@ -550,8 +550,8 @@ def epoch_saving() -> Finding:
 def published_param_sync() -> Finding:
     found = on_ranks(claimed_ranks.one_shard_for_all)[0]
     return Finding(
-        f"it passes one and the same shard for every bucket: instead of [0, 1] and [2, 3] the buckets hold "
-        f"{found['first']} and {found['second']}; and it keeps no handle, so nobody can wait for the all-gathers",
+        f"it passes the same shard for every bucket: instead of [0, 1] and [2, 3] the buckets hold "
+        f"{found['first']} and {found['second']}; it also keeps no handle, so nobody can wait for the all-gathers",
         right_if(found["second"] == [2, 3]),
     )
 
@@ -642,7 +642,7 @@ def reduce_scatter_bytes() -> Finding:
     return Finding(
         f"of S bytes a rank sends {found['all_reduce']:.2f} S in gloo's all-reduce, {found['reduce_scatter']:.2f} S "
         f"in its reduce-scatter, which is an all-reduce and a slice, {found['all_gather']:.2f} S in its all-gather; "
-        "with a ring of sends and receives, the algorithm by which nccl-tests counts for NCCL, "
+        "with a ring of sends and receives, the algorithm for which nccl-tests counts NCCL's bytes, "
         f"{found['ring all_reduce']:.2f} S and {found['ring reduce_scatter']:.2f} S",
         by_share([abs(2 * ratio - 1) < 0.1 for ratio in ratios]),
     )
@@ -715,8 +715,8 @@ def cached_overlap() -> Finding:
     without, cached = (ready_at_launches(wrapper, 1) for wrapper in ("CoalescedDDP", "CachedDDP"))
     same = "the same" if cached == without else "another"
     return Finding(
-        f"each of {len(cached)} launches of TinyLM tiny comes at {same} gradient as without the cache; what it saves "
-        "of CPU time is in the row above",
+        f"each of {len(cached)} launches of TinyLM tiny comes at {same} gradient as without the cache; the row "
+        "above says how much CPU time it saves",
         right_if(any(one < other for one, other in zip(cached, without))),
     )
 

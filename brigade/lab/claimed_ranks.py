@@ -106,7 +106,7 @@ def any_length(numels: list[int]) -> list[dict]:
 
 
 def grouped_step(wrapper: str, buckets_per_group: int | None) -> None:
-    """A step of module 6's or 7's wrapper with 22 buckets; events of kind "ready" say when each gradient is."""
+    """Run a step of module 6's or 7's wrapper with 22 buckets; note an event "ready" when a gradient is ready."""
     model = tiny_lm()
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda _: recording.note("ready"))
@@ -170,7 +170,7 @@ def twenty_times() -> dict[str, float]:
 
 
 def one_shard_for_all() -> dict[str, list[int]]:
-    """Two buckets of one element per rank, gathered as an article has it: with the first one's shard for both."""
+    """Gather two buckets of one element per rank as an article does: with the first one's shard for both."""
     rank = dist.get_rank()
     first, second = torch.zeros(2), torch.zeros(2)
     first[rank], second[rank] = rank, 2 + rank
@@ -183,13 +183,13 @@ def one_shard_for_all() -> dict[str, list[int]]:
 
 
 def torch_ddp_copies() -> dict[str, int]:
-    """Bytes that backward of torch DDP writes into buckets that are views, after each form of `zero_grad`."""
+    """Return the bytes that torch DDP's backward writes into buckets that are views, after each form of `zero_grad`."""
     found = {}
     for name, set_to_none in (("to none", True), ("to zero", False)):
         model = tiny_lm()
         ddp = DistributedDataParallel(model, bucket_cap_mb=1, gradient_as_bucket_view=True)
         tokens = torch.randint(256, (2, 16))
-        for _ in range(4):  # buckets are made anew after the first
+        for _ in range(4):  # DDP makes its buckets again after the first
             model.zero_grad(set_to_none=set_to_none)
             loss = language_loss(ddp(tokens), tokens)
             with BucketLedger() as ledger:
@@ -213,7 +213,7 @@ class BucketLedger(TorchDispatchMode):
 
 
 def ring(whole: Tensor, phases: int) -> None:
-    """A reduce-scatter (one phase), or an all-reduce (two), of neighbours in a ring."""
+    """Perform a reduce-scatter (one phase) or an all-reduce (two phases) between neighbours in a ring."""
     rank, size = dist.get_rank(), dist.get_world_size()
     chunks = list(whole.chunk(size))
     for step in range(phases * (size - 1)):

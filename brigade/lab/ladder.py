@@ -71,7 +71,7 @@ class Workload:
     named: bool = False
 
 
-# For emulated links: computation long enough, and gradients large enough, that the real collectives underneath take a
+# On emulated links, computation takes so long and gradients are so large that the real collectives underneath take a
 # small part of the emulated time. They still take processor time, in modules 6 to 8 more than in 4 and 5: gloo's
 # reduce-scatter does the work of an all-reduce, and an all-gather follows.
 PACED = Workload(batch_size=24, time=128, rounds=35, link=Pace(comm_ratio=0.8, latency_ratio=0.002))

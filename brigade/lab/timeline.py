@@ -259,8 +259,8 @@ def collectives(
 def chrome(timelines: Sequence[Timeline]) -> dict[str, Any]:
     """The timelines in the Trace Event Format of Chrome, one process for each rank of each.
 
-    Times are in microseconds. Arrows lead from a launch to the collective, where it did not start at once. What was
-    under way at once has threads of its own, because slices of one thread must not overlap.
+    Times are in microseconds. Arrows lead from a launch to the collective, where it did not start at once. Collectives
+    that overlap have threads of their own, because slices of one thread must not overlap.
     """
     named: list[dict[str, Any]] = []
     events: list[dict[str, Any]] = []

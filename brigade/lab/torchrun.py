@@ -203,7 +203,7 @@ def remove_directory() -> None:
 
 
 def start_timer(after_s: float, function: Callable[..., None], *args: Any) -> threading.Timer:
-    """Call `function` in a thread of its own after so many seconds, unless the process has ended by then."""
+    """Call `function` in its own thread after this many seconds, unless the process has ended by then."""
     timer = threading.Timer(after_s, function, args)
     timer.daemon = True
     timer.start()

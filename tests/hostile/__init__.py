@@ -45,7 +45,7 @@ class Hostile:
 
 
 def reference(*evil: str, number: int = 1) -> Callable[[Path], None]:
-    """The right answers up to module `number`, the last one with `evil` after it."""
+    """Return the right answers up to module `number`, the last one with `evil` after it."""
     texts = {entry.number: (ROOT / "solutions" / entry.path).read_text() for entry in MODULES[:number]}
     return files(texts | {number: texts[number] + guarded(*evil)})
 

@@ -65,7 +65,7 @@ class OverlappedDDP(OverlappedDDP):
 
 
 def late(name: str, told: str, *evil: str) -> Hostile:
-    """A submission that overlaps nothing, and wants the record to say that each gradient is ready at its launch."""
+    """A submission that overlaps nothing, but tries to record each gradient as ready at its launch."""
     return Hostile(
         name,
         reference(LATE, *evil, number=3),

@@ -66,7 +66,7 @@ def linked_inside(directory: Path) -> None:
 
 
 def nested(directory: Path) -> None:
-    """Every one is made from within the one above: no path may be as long as all of them together."""
+    """Make each directory from within the one above, because the path of them all would be too long."""
     here = os.open(directory, os.O_RDONLY)
     for name in ["d"] * 1500 + [None]:
         if name:
@@ -81,7 +81,7 @@ def nested(directory: Path) -> None:
 
 
 def archive_inside(directory: Path) -> None:
-    """As a learning platform hands it over, as a tar with a link and a device named like other modules."""
+    """Lay it out as a learning platform does, as a tar with a link and a device named like other modules."""
     place = directory / "Jane Doe_98765_assignsubmission_file"
     place.mkdir()
     with tarfile.open(place / "submission.tar.gz", "w:gz") as bundle:

@@ -57,7 +57,7 @@ for line in open("/proc/self/maps"):
 
 
 def without_module_1(*evil: str) -> Callable[[Path], None]:
-    """Module 2's right answer and no module 1: its checks run on the reference's."""
+    """Module 2's right answer without module 1, so that its checks run on the reference's."""
     return files({2: (ROOT / "solutions" / MODULES[1].path).read_text() + guarded(*evil)})
 
 

@@ -9,7 +9,7 @@ from hostile import Hostile, alone
 CASES: list[Hostile] = []  # nothing for `tests/toolkit/test_hostile.py`
 
 # What the rank was told (`job`), its channel (`control`) and the events that are not sent yet (`kept`) are locals of
-# callers. One all-reduce after backward makes the numbers, and is taken out of the record again; the events say that
+# callers. One all-reduce after backward makes the numbers and is then removed from the record; the events say that
 # every gradient was all-reduced as soon as it was ready.
 FORGER = """
 import sys, time

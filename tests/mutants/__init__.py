@@ -20,7 +20,7 @@ class Change:
     def apply(self, text: str) -> str:
         """Return the reference's text with the change in it.
 
-        Raises ValueError unless `old` occurs there exactly once, SyntaxError where the text is not Python any more.
+        Raise ValueError unless `old` occurs there exactly once, and SyntaxError if the text is no longer Python.
         """
         if text.count(self.old) != 1:
             raise ValueError(f"change {self.name!r}: its old text occurs {text.count(self.old)} times in the reference")
@@ -33,7 +33,7 @@ class Change:
 class Mutant(Change):
     """A mistake: every check in `caught_by` must fail, and the first must say `cause` to the student.
 
-    `cause` is empty where an exception's own message is all there is to say.
+    `cause` is empty if an exception's own message says everything.
     """
 
     caught_by: tuple[str, ...]
@@ -42,6 +42,6 @@ class Mutant(Change):
 
 @dataclass(frozen=True)
 class Variant(Change):
-    """Another right answer: the checks `passes` must pass. They have failed it, or a careless change of them would."""
+    """Another right answer: the checks `passes` must pass. They once failed it, or a careless change to them would."""
 
     passes: tuple[str, ...]

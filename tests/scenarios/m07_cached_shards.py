@@ -28,7 +28,7 @@ class ViewCounter(TorchFunctionMode):
 
     A view is a tensor that a function or an attribute of torch gives back, that is new and shares memory with what was
     given: so no list of names is needed. All Python code that runs in there is the submission's, or torch's on its
-    behalf, except what `is_ours` says.
+    behalf, unless `is_ours` says otherwise.
     """
 
     def __init__(self):
@@ -95,21 +95,21 @@ def new_views(function, given: list, result) -> int:
 
 
 def is_ours(frame: FrameType) -> bool:
-    """Whether a frame runs code of this file, of the recording group, or of torch.distributed's collectives."""
+    """Return whether a frame runs code of this file, of the recording group, or of torch.distributed's collectives."""
     return frame.f_globals is globals() or locks.is_trusted(frame) or frame in recording.COLLECTIVES
 
 
 def place(maker: FrameType) -> dict:
-    """Where a view was made: the submission's module without the package, the line, the function around it.
+    """Return where a view was made: the submission's module without the package, the line, the function around it.
 
-    Between the frame that made it and the submission's own may be code of torch and of the standard library.
+    Frames of torch and of the standard library may lie between the frame that made it and the submission's own.
     """
     modules = {getattr(module, "__file__", ""): name for name, module in sys.modules.items() if is_submitted(name)}
     frame = maker
     while frame.f_back and frame.f_code.co_filename not in modules:
         frame = frame.f_back
     if frame.f_code.co_filename not in modules:
-        frame = maker  # code of the submission's that is in none of its files
+        frame = maker  # the submission's code, but not in one of its files
     path, line = frame.f_code.co_filename, frame.f_lineno
     outer = frame
     while outer.f_code.co_name.startswith("<") and outer.f_back and outer.f_back.f_code.co_filename == path:
@@ -172,7 +172,7 @@ def make_views_in_hooks(model: nn.Module) -> None:
 
 
 def make_view(gradients: tuple[torch.Tensor | None, ...]) -> None:
-    """A hook of the autograd graph that makes a view: see `ViewCounter.control`."""
+    """Make a view in a hook of the autograd graph: see `ViewCounter.control`."""
     for gradient in gradients:
         if gradient is not None:
             gradient.unsqueeze(0)
@@ -183,8 +183,8 @@ def move_buffers(job: dict) -> dict:
 
     With job["gather_grads"], what each step gives are the gradients. Without, the own shards of the gradients are
     written into the own shards of the parameters; after the sync these are whole, and are what the step gives. Then
-    they are the weights again. Also notes the views that each step makes. When the step after a move is over, counts
-    the flat tensors of before the move that something still holds; param_data is one only where it is synchronised.
+    they are the weights again. Also note the views that each step makes. When the step after a move is over, count
+    the flat tensors from before the move that something still holds. param_data counts only if it is synchronised.
     """
     model, ddp = wrapped(job)
     weights = [buffer.param_data.clone() for buffer in ddp.grad_buffers]

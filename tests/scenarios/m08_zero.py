@@ -64,9 +64,9 @@ def take_steps(
     gradients: Callable[[int], float],
     clip: Callable[[float], Any],
 ) -> dict:
-    """Trains; `gradients(step)` computes them and returns the loss.
+    """Train. `gradients(step)` computes the gradients and returns the loss.
 
-    Returns the norms, their dtypes (None for a Python number), and whether step gave the loss.
+    Return the norms, their dtypes (None for a Python number), and whether step gave the loss.
     Of the recipe: "gamma", by which the learning rate shrinks in every step; "change", options that all groups get
     before step "at"; "late", a group that is added before step "at"; "closure", whether step gets one; "max_norm".
     """

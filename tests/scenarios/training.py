@@ -56,9 +56,9 @@ def forward_backward(ddp: torch.nn.Module, batch: dict) -> None:
 
 
 def accumulate(ddp: torch.nn.Module, batches: list[dict], interrupted: bool) -> None:
-    """Backward passes without communication: each in a no_sync block of its own.
+    """Run backward passes without communication, each in its own no_sync block.
 
-    `interrupted`: they share a block, in which nested blocks begin and end, and an exception ends it.
+    If `interrupted`, they share a block, in which nested blocks begin and end. An exception ends it.
     """
     if not interrupted:
         for batch in batches:

@@ -355,7 +355,7 @@ def recorded_subgroups() -> dict[str, Any]:
 
 
 def readiness(how: str) -> None:
-    """Two backward passes of a watched model. Its own hooks note what they are; `how` says what happens before each."""
+    """Run two backward passes of a watched model. Its hooks note what they are; `how` says what happens before each."""
     model = nn.Linear(3, 2)
     recording.watch_gradients(model)
     for name, parameter in model.named_parameters():
@@ -376,7 +376,7 @@ def readiness(how: str) -> None:
 
 
 def meddling(how: str) -> None:
-    """One backward of a watched model in which the bias may be unused, and in which somebody meddles."""
+    """Run one backward of a watched model while its hooks are manipulated. The bias may be unused."""
     model = nn.Linear(3, 2)
     recording.watch_gradients(model)
     node = torch.autograd.graph.get_gradient_edge(model.bias).node
@@ -769,7 +769,7 @@ def ask_for_completion() -> list[bool]:
 
 
 def count_from_own_launch(name: str, *args: Any) -> Any:
-    """What another function of this file does, on a wrong link: each rank counts the time from its own launch."""
+    """Call another function of this file on a wrong link: each rank counts the time from its own launch."""
     free_at = 0.0
     ends: dict[int, tuple[float, float]] = {}
 
@@ -786,7 +786,7 @@ def count_from_own_launch(name: str, *args: Any) -> Any:
 
 
 def train_with_a_late_rank(wrapper: tuple[str, str] | None, late: int, late_s: float, ranks: list[int] | None) -> None:
-    """Three steps of a model of 8 parameters; rank `late` sleeps before each backward and in the middle of it.
+    """Take three steps with a model of 8 parameters; rank `late` sleeps before each backward and in the middle of it.
 
     The wrapper is a submission's (package, class), or torch's for None. With `ranks` only these train, in a group of
     their own, and after each step all ranks reduce a tensor together.
@@ -812,7 +812,7 @@ def train_with_a_late_rank(wrapper: tuple[str, str] | None, late: int, late_s: f
 
 
 def every_op_with_a_late_rank(late: int, late_s: float) -> None:
-    """A broadcast, a reduce, an all-gather and a reduce-scatter, each of which one rank launches late."""
+    """Run a broadcast, a reduce, an all-gather and a reduce-scatter, each of which one rank launches late."""
     size, rank = dist.get_world_size(), dist.get_rank()
     x, whole = torch.ones(12), torch.ones(12 * size)
     for launch in (

@@ -37,7 +37,7 @@ PAIRS = [(earlier, later) for later in WRAPPERS for earlier in WRAPPERS if earli
 
 
 def alias(earlier, later):
-    """The text of module `later`, whose wrapper is that of module `earlier` with the later one's constructor."""
+    """Return the text of module `later`, whose wrapper is that of module `earlier` with the later one's constructor."""
     name, old = later.public[-1], earlier.public[-1]
     return ALIAS_OF.format(
         package=earlier.package,
@@ -51,12 +51,12 @@ def alias(earlier, later):
 
 @pytest.fixture
 def two_ranks(monkeypatch):
-    """Checks run once, with two ranks: that is quick, and no harder to pass."""
+    """Run each check once, with two ranks, which is quick and no harder to pass."""
     monkeypatch.setattr(Checked, "worlds", lambda self, *sizes: [2])
 
 
 def points(entry, text, backend):
-    """What the text earns as the answer to a module, by check."""
+    """Return what the text earns as the answer to a module, by check."""
     earned = {}
     for name, check in checks(entry).items():
         try:
@@ -78,7 +78,7 @@ def test_alias_of_an_earlier_wrapper(earlier, later, backend, two_ranks):
     assert sum(earned.values()) <= MOST, earned
 
 
-# Module 3 without overlap, though the launches come in backward, or from nowhere that a hook could see.
+# Answers to module 3 without overlap, although they launch in backward, or where no hook can see it.
 NO_OVERLAP = {
     "DTensor averages in backward, and waits": """
 from torch import nn
@@ -220,6 +220,6 @@ class ZeroOptimizer(Unsharded):
 
 
 def test_unsharded_optimizers_in_module_8(backend):
-    """Every rank keeps all of the state and steps on all weights, with complete averages, as in the modules before."""
+    """Every rank keeps the whole state and steps on all weights, with complete averages, as in earlier modules."""
     earned = points(MODULES[7], UNSHARDED, backend)
     assert sum(earned.values()) <= MOST, earned

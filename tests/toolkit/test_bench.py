@@ -396,7 +396,7 @@ def test_under_torchrun_a_peer_that_hangs_is_not_waited_for(tmp_path):
 
 
 def test_under_torchrun_a_peer_that_cannot_be_reached_is_named(tmp_path):
-    """The test itself is rank 1: it comes to the store where all ranks meet, and never connects to rank 0."""
+    """The test itself is rank 1: it joins the store where all ranks meet, and never connects to rank 0."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -88,7 +88,7 @@ def small_class(directory, **points):
 
 
 def test_a_class_from_beginning_to_end(tmp_path):
-    """Two right submissions, one with a mistake, one that is no Python, one without modules; and an essay."""
+    """Two right submissions, one with a mistake, one that is not Python, one without modules; and an essay."""
     directory, gradebook = tmp_path / "submissions", tmp_path / "grades.csv"
     wrong = answer(1).replace("[*module.parameters(), *module.buffers()]", "module.parameters()")
     hand_in(directory, "ada", {1: answer(1), 4: answer(4)})
@@ -205,7 +205,7 @@ def test_only_what_changed_is_graded_again(stub, tmp_path, capfd):
 
 
 def test_an_interrupted_regrade_leaves_no_mixed_table(stub, tmp_path, capfd, monkeypatch):
-    """What was graded before, under other conditions, has no score in the new table, and a note instead."""
+    """What was graded before, under other conditions, has no score in the new table, but a note."""
     monkeypatch.setattr("brigade.ranks.cores", lambda: 1)
     command = small_class(tmp_path / "class", ada=8, bob=3, carl=5)
     assert cli.main(command) == 0

@@ -210,7 +210,7 @@ def test_submit_makes_a_zip_of_the_modules(lessons, tmp_path, monkeypatch, capsy
 
 
 def submitted(brigade, lessons, directory, monkeypatch):
-    """What `brigade submit` says after the name of the zip; no check may run."""
+    """Return what `brigade submit` says after the name of the zip; no check may run."""
     directory.mkdir()
     monkeypatch.chdir(directory)
     with monkeypatch.context() as patch:
@@ -221,7 +221,7 @@ def submitted(brigade, lessons, directory, monkeypatch):
 
 
 def test_submit_says_what_is_written_and_passes(brigade, lessons, tmp_path_factory, monkeypatch):
-    """Without running anything: it knows what `check` and `next` have found for just these files."""
+    """It runs nothing: it knows what `check` and `next` have found for exactly these files."""
     places = iter(tmp_path_factory.mktemp("submitted") / str(number) for number in range(9))
     for entry in MODULES:
         (lessons / entry.package).mkdir(exist_ok=True)

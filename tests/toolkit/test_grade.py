@@ -387,7 +387,7 @@ class Simulated:
 
 
 def lost(state):
-    """The points that each module lost."""
+    """Return the points that each module lost."""
     points = {number: sum(o.points - o.score for o in outcomes) for number, outcomes in state.modules()}
     return {number: lost for number, lost in points.items() if lost}
 
@@ -397,7 +397,7 @@ OWN_HANGS = ("deadline", 20.0)
 
 @pytest.mark.parametrize("seconds", [0.5, 2.5])
 def test_an_endless_loop_costs_its_module_only(monkeypatch, seconds):
-    """In simulated time: whatever imports module 1 hangs. On a machine that is five times slower, too."""
+    """In simulated time, everything that imports module 1 hangs, also on a machine that is five times slower."""
     simulated = Simulated(
         monkeypatch, lambda module, _, source: OWN_HANGS if module == 1 or source == "own" else ("passed", seconds)
     )

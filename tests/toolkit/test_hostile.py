@@ -260,7 +260,7 @@ def memory_of(pid: int) -> Iterator[bytes]:
 
 
 def test_a_frame_in_the_reference_shows_where_and_not_what(user, submission):
-    """A right answer's mistake is located, with the student's own line; of the reference there is only the number."""
+    """The report shows the student's own line, but of the reference only the line's number."""
     entry = MODULES[1]
     text = (ROOT / "solutions" / entry.path).read_text()
     call = "broadcast_module_state(module, process_group)"
@@ -303,7 +303,7 @@ if signal.SIGKILL not in ended: raise SystemExit(f"there is no limit: {ended}")
 
 
 def test_all_processes_of_a_grading_share_one_limit_on_memory(user, submission, monkeypatch):
-    """Each may have what one process may have; the kernel ends some when together they have more than the grading's."""
+    """Each stays within the limit of one process; the kernel ends some if together they exceed the grading's limit."""
     [found] = ranks.run_ranks(isolation.look_around, world_size=1)
     if not found["is_grouped"]:
         pytest.skip("no control groups can be made here")

@@ -1,4 +1,4 @@
-"""What was handed in is found wherever it lies, and odd or hostile trees and archives cost only what they hold."""
+"""A submission is found wherever it is, and odd or hostile trees and archives cost only what they hold."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def tarred(files: dict, mode: str = "w:gz", form: int = tarfile.PAX_FORMAT) -> b
 
 
 def taken(path: Path) -> tuple[dict[int, str], str]:
-    """The text of each module that is found, and the notes."""
+    """Return the text of each module that is found, and the notes."""
     with incoming.opened(path) as found:
         files = {entry.number: find(found.directory, entry) for entry in MODULES}
         return {number: file.read_text() for number, file in files.items() if file}, "\n".join(found.notes)
@@ -242,7 +242,7 @@ HUGE = 50 << 30
     ],
 )
 def test_bombs_are_bounded(first, line):
-    """In time and memory, whatever the header says, and however much follows."""
+    """Time and memory are bounded, whatever the header says and however much follows."""
     started = time.monotonic()
     stream = Zeros(first) if first else io.BytesIO()
     with pytest.raises((ValueError, tarfile.TarError)) as caught:

@@ -24,7 +24,7 @@ EPERM, ENOSYS = 1, 38
 
 
 def in_a_child(work: Callable[[], bool]) -> bool:
-    """Whether `work` returned True in a process of its own."""
+    """Return whether `work` returned True in its own process."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -41,14 +41,14 @@ def filtered() -> ctypes.CDLL:
 
 
 def refused(libc: ctypes.CDLL, number: int, *arguments: int) -> int:
-    """The error with which the kernel refuses the call; 0 where it does not."""
+    """Return the error with which the kernel refuses the call; 0 if it does not refuse."""
     result = libc.syscall(ctypes.c_long(number), *map(ctypes.c_long, arguments))
     return ctypes.get_errno() if result == -1 else 0
 
 
 @pytest.fixture(scope="module")
 def machine() -> tuple:
-    """The row of this machine in MACHINES; skips where no filter can be set."""
+    """Return the row of this machine in MACHINES; skip if no filter can be set."""
     found = isolation.MACHINES.get(os.uname().machine)
     if sys.platform != "linux" or found is None or not in_a_child(lambda: bool(filtered())):
         pytest.skip("no filter of system calls here")
@@ -109,7 +109,7 @@ def test_what_a_program_needs_still_works(machine):
 
 
 def test_the_filter_survives_a_program(machine):
-    """What a filtered process starts is filtered too, whatever it is."""
+    """Everything that a filtered process starts is filtered too."""
     script = "import ctypes; raise SystemExit(0 if ctypes.CDLL(None).unshare(0x10000000) else 1)"
 
     def work() -> bool:
@@ -121,7 +121,7 @@ def test_the_filter_survives_a_program(machine):
 
 @pytest.mark.parametrize("name", sorted(isolation.MACHINES))
 def test_the_numbers_are_the_kernels(name):
-    """As its headers give them, where they are installed."""
+    """The kernel's headers give the same numbers, if they are installed."""
     places = {"x86_64": ["/usr/include/x86_64-linux-gnu/asm/unistd_64.h", "/usr/include/asm/unistd_64.h"]}
     headers = [Path(path) for path in places.get(name, ["/usr/include/asm-generic/unistd.h"]) if os.path.exists(path)]
     if not headers:
@@ -200,7 +200,7 @@ def test_in_version_1_the_groups_are_below_ours(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("own", ["", "0::/\n", "0::/docker/1234\n", "4:memory:/docker/1234\n"])
 def test_without_control_groups_nothing_is_written(own, tmp_path, monkeypatch):
-    """No version, no memory to divide, or paths of another place than the container."""
+    """There may be no version, no memory to divide, or paths that belong outside the container."""
     Kernel(tmp_path, monkeypatch, own).add("", subtree_control="\n")
     before = sorted(tmp_path.rglob("*"))
     assert isolation.control_groups(64163) == [] and not isolation.join_groups(JAIL)
@@ -236,7 +236,7 @@ def test_links_on_the_way_are_refused_inside_the_submission_only(tmp_path):
 
 @linux
 def test_the_recipe_for_classroom_50_follows_no_link(tmp_path):
-    """The program in the documentation, with a `sudo` that runs as we are, and a student's repository with a link."""
+    """Run the documented program with a `sudo` that changes no user, in a student's repository with a link."""
     text = (ROOT / "docs" / "instructors.md").read_text()
     [recipe] = re.findall(r"^```python\n(\"\"\"Grades the student's checkout.*?)^```", text, re.M | re.S)
     package, checkout, tools = tmp_path / "package", tmp_path / "checkout", tmp_path / "tools"

@@ -1,4 +1,4 @@
-"""What is locked is so for every caller but those that are named."""
+"""A lock holds for every caller except those that it names."""
 
 import json
 import json.encoder
@@ -26,7 +26,7 @@ def trusted(monkeypatch):
 
 
 def as_stranger(source, **names):
-    """Run code in a namespace of its own."""
+    """Run code in its own namespace."""
     exec(source, namespace := {"__name__": "brigade.recording", **names})
     return namespace.get("found")
 

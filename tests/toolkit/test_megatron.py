@@ -1,4 +1,4 @@
-"""The names of Megatron-LM that the readings and claims mention are in it, at the one commit that they all name.
+"""Megatron-LM contains the names that the readings and claims mention, at the one commit that they all name.
 
 The repository is not here, so the table is kept by hand. To check it against a checkout that has the commit:
 
@@ -49,14 +49,14 @@ OTHERS = {"grad", "itemsize"}  # torch's, in the same paragraphs
 
 
 def paragraph(entry):
-    """What a reading says about Megatron-LM in its section on other systems."""
+    """Return what a reading says about Megatron-LM in its section on other systems."""
     section = (entry.lesson / "README.md").read_text().partition(SECTION)[2].partition("\n## ")[0]
     [found] = [one for one in re.split(r"\n\s*\n", section.strip()) if one.startswith("**Megatron-LM**")]
     return " ".join(found.split())
 
 
 def unknown(text):
-    """The identifiers and paths in inline code that the table has not."""
+    """Return the identifiers and paths in inline code that the table lacks."""
     missing = set()
     for code in re.findall(r"`([^`]+)`", text):
         if "/" in code or code.endswith(".py"):

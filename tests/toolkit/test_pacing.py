@@ -218,7 +218,7 @@ def test_all_processes_of_a_machine_read_one_clock():
 
 
 def test_a_rank_that_never_launches_is_waited_for_until_the_deadline():
-    """Also where gloo is done with its part: the root of a broadcast."""
+    """This includes the root of a broadcast, where gloo has already done its part."""
     start = time.monotonic()
     with pytest.raises(RankFailure) as failure:
         run_ranks(functions.on_link, 1e-3, 1e9, "launch_without_rank_1", mode="pace", deadline=3)

@@ -65,7 +65,7 @@ def test_options_of_gloo(interfaces, monkeypatch):
 
 
 def test_node_of_a_gradient():
-    """The one that accumulates it, also when the parameter's memory is another's."""
+    """It is the node that accumulates the gradient, even if the parameter's memory is another's."""
     parameter = torch.nn.Parameter(torch.zeros(3))
     node = torch.autograd.graph.get_gradient_edge(parameter).node
     running = []
@@ -94,7 +94,7 @@ def test_stand_in_for_a_backend():
 
 
 def test_other_ways_exist():
-    """Those that every build of torch has: renamed, they would no longer be refused."""
+    """Every build of torch has these. If torch renamed them, they would no longer be refused."""
     for name in ("ProcessGroupGloo", "TCPStore", "FileStore"):
         assert name in recording.OTHER_WAYS and hasattr(torch._C._distributed_c10d, name), name
     for name in ("set", "get", "add", "wait"):

@@ -1,4 +1,4 @@
-"""The static look lists what no answer needs, and nothing of the course's own answers."""
+"""The static look lists names that no answer needs, and none from the course's own answers."""
 
 import importlib
 import json
@@ -33,7 +33,7 @@ def listed(text):
 
 
 def course_texts(entry):
-    """Every text of the module that the course has or makes: answers, the skeleton, mutants."""
+    """Return every text of the module that the course has or makes: answers, the skeleton, mutants."""
     reference = (ROOT / "solutions" / entry.path).read_text()
     yield "the reference", reference
     yield "the alternative", (ROOT / "tests" / "alternatives" / f"{entry.package}.py").read_text()
@@ -182,7 +182,7 @@ def test_a_finding_has_file_line_name_and_reason():
 
 # Hostile submissions
 
-# Cases with points whose text has nothing to list: right answers, and what is nothing but a nuisance.
+# Cases with points whose text has nothing to list: right answers, and mere nuisances.
 PLAIN = {
     "a gradient of NaN everywhere",
     "a megabyte of prints",
@@ -195,7 +195,7 @@ LEAST_SHARE = 0.85  # of the cases without points, which have gained nothing
 
 
 def findings_of(case, directory):
-    """What is listed of a case, without the lines that keep it harmless here: they alone would be listed."""
+    """Return what is listed of a case without the lines that keep it harmless here, which are listed too."""
     case.make(directory)
     for path in directory.rglob("*.py"):
         if path.is_file() and not path.is_symlink() and hostile.GUARD in (text := path.read_text()):
@@ -246,7 +246,7 @@ def test_the_forger_is_listed_with_file_and_line(tmp_path):
     assert "import sys" in lines[sys_.lines[0] - 1]
 
 
-# Files that cannot be parsed, or not soon
+# Files that cannot be parsed, or not quickly
 
 
 @pytest.mark.parametrize(
@@ -268,7 +268,7 @@ def test_what_cannot_be_looked_at_is_said(text, told, tmp_path):
 
 @pytest.mark.parametrize("part", [".a", "()", "[0]", "+1"])
 def test_deep_trees_are_looked_at_or_said_to_be_too_deep(part):
-    """The parser refuses most of them, on Python 3.10 not all."""
+    """The parser refuses most of them, but not all on Python 3.10."""
     findings = look({FILE: "import os\nx = os" + part * 10_000})
     assert findings and all("cannot be looked at" in f.reason or f.name == "os" for f in findings)
 

@@ -280,7 +280,7 @@ def test_the_text_that_was_read_is_the_text_that_runs(tmp_path):
 
 
 def test_the_courses_own_files_travel_as_code():
-    """And nothing else does: a student's text is compiled in a rank."""
+    """Nothing else travels as code: a student's text is compiled in a rank."""
     sources = read("solutions", 2).sources | {"mine": ("/home/ada/mine.py", "answer = 1\n")}
     found = sealed(sources)
     assert {name: path for name, (path, _) in found.items()} == {name: path for name, (path, _) in sources.items()}
@@ -291,7 +291,7 @@ def test_the_courses_own_files_travel_as_code():
 
 
 def test_code_is_imported_as_text_is(monkeypatch):
-    """Relative imports included; the package keeps no code that it has imported."""
+    """Relative imports work too, and the package keeps no code that it has imported."""
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     try:
         install("sealed", sealed(read("solutions", 2).sources))

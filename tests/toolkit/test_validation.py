@@ -52,7 +52,7 @@ def test_the_course_agrees_with_itself():
 
 
 def test_a_check_whose_points_are_not_in_the_table(course):
-    """What `Checks of your own` in the guide for instructors describes, half done."""
+    """The steps of `Checks of your own` in the guide for instructors are only half done."""
     (course / CHECKS).write_text((course / CHECKS).read_text() + CHECK)
     assert fault(course) == (
         f"{CHECKS}: its checks have 10 points, and brigade/course.py gives module 1 8: change one of them"
@@ -113,7 +113,7 @@ def test_checks_that_cannot_be_imported(course, text, line):
 
 @pytest.fixture
 def contradiction(monkeypatch):
-    """In the table module 1 has a point more than its checks."""
+    """The table gives module 1 one point more than its checks have."""
     monkeypatch.setattr(validation, "MODULES", (replace(FIRST, points=9), *MODULES[1:]))
 
 

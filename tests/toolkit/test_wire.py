@@ -156,7 +156,7 @@ COLLIDING = [i * (2**61 - 1) for i in range(SENT // 24)]  # integers with one ha
 
 
 def test_keys_that_collide_are_refused_before_they_cost_time():
-    """Quadratic time in 4 MB would be minutes; what is refused is refused at the first key."""
+    """Quadratic time for 4 MB would take minutes, so colliding keys are refused at the first one."""
     assert len({hash(key) for key in COLLIDING}) == 1
     data = message({"dict": [[key, 0] for key in COLLIDING[: SENT // 30]]})
     assert len(data) > SENT // 2
@@ -164,7 +164,7 @@ def test_keys_that_collide_are_refused_before_they_cost_time():
 
 
 def test_as_many_keys_as_fit_take_no_longer_than_other_values():
-    """Those integers that may be keys: small, and chosen so that the low bits, which a dict looks at first, agree."""
+    """These integers may be keys: they are small, and their low bits, which a dict looks at first, agree."""
     keys = list(range(0, wire.MOST_KEY + 1, 2**10))
     data = message([{"dict": [[key, 0] for key in keys]}] * (wire.MOST_VALUES // (len(keys) + 2)))
     assert len(data) < SENT
