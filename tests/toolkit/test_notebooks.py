@@ -81,20 +81,6 @@ def test_a_cell_is_what_every_rank_does(two_ranks: Ranks, capsys: pytest.Capture
     assert [[launch.op for launch in launches(events)] for events in two_ranks.events()] == [["all_reduce"]] * 2
 
 
-def test_a_link_is_emulated_between_the_ranks_of_a_notebook() -> None:
-    with start_ranks(2, mode="pace") as ranks:
-        ranks.run(
-            "import time, torch, torch.distributed as dist\n"
-            "from brigade import pacing\n"
-            "pacing.use(pacing.Link(latency_s=0.05, bytes_per_s=1e9))\n"
-            "time.sleep(0.2 * dist.get_rank())\n"
-            "dist.all_reduce(torch.ones(4))"
-        )
-        [first], [second] = (launches(events) for events in ranks.events())
-        assert first.began == second.began >= max(first.start, second.start)
-        assert min(first.end, second.end) >= first.began + 0.1
-
-
 def test_solutions_are_importable(two_ranks: Ranks) -> None:
     names = [f"from solutions.{m.package}.{m.name} import {', '.join(m.public)}" for m in MODULES]
     two_ranks.run("\n".join(names))
@@ -152,6 +138,20 @@ def test_nothing_outlives_a_killed_notebook(temporary: Path) -> None:
         os.kill(notebook.pid, signal.SIGKILL)
         notebook.communicate()
     expect_nothing_left(temporary, within_s=15)
+
+
+def test_a_link_is_emulated_between_the_ranks_of_a_notebook() -> None:
+    with start_ranks(2, mode="pace") as ranks:
+        ranks.run(
+            "import time, torch, torch.distributed as dist\n"
+            "from brigade import pacing\n"
+            "pacing.use(pacing.Link(latency_s=0.05, bytes_per_s=1e9))\n"
+            "time.sleep(0.2 * dist.get_rank())\n"
+            "dist.all_reduce(torch.ones(4))"
+        )
+        [first], [second] = (launches(events) for events in ranks.events())
+        assert first.began == second.began >= max(first.start, second.start)
+        assert min(first.end, second.end) >= first.began + 0.1
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
