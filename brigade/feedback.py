@@ -377,7 +377,7 @@ def require_launches(
             expect(
                 accepts(found),
                 f"right numbers earn points only with the launches of this module: {kind}",
-                f"rank {rank}, step {step}: {summary(found)}; backward does not overlap with {idle}",
+                f"rank {rank}, step {step}: {summary(found)}; {idle} of them do not overlap with backward",
                 "the launches are those of an earlier module, or the other checks of this module say what is wrong",
             )
 
