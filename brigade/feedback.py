@@ -363,21 +363,24 @@ def require_launches(
     kind: str,
     accepts: Callable[[list[Launch]], bool],
     steps: int = 1,
+    in_backward: bool = True,
 ) -> None:
     """Fail a check whose numbers are right, but whose launches are not of its module's `kind`.
 
     `accepts` says whether the launches of a step are of that kind. It looks at nothing else, so that a mistake that
     another check examines costs no points here. Call this after the numbers are compared, because an answer of an
-    earlier module has the same numbers. A rank that is alone may skip its collectives.
+    earlier module has the same numbers. A rank that is alone may skip its collectives. If the launches of this kind are
+    made `in_backward`, the message says how many do not overlap with it.
     """
     for rank in ranks if len(ranks) > 1 else []:
         for step in range(steps):
             found = launches(events[rank], step)
             idle = sum(not overlaps(launch) for launch in found if launch.op != "all_gather")
+            overlap = f"; {idle} of them do not overlap with backward" if in_backward else ""
             expect(
                 accepts(found),
                 f"right numbers earn points only with the launches of this module: {kind}",
-                f"rank {rank}, step {step}: {summary(found)}; {idle} of them do not overlap with backward",
+                f"rank {rank}, step {step}: {summary(found)}{overlap}",
                 "the launches are those of an earlier module, or the other checks of this module say what is wrong",
             )
 

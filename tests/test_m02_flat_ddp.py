@@ -18,8 +18,12 @@ MIXED = 2**-6
 def require_flat(results, case, steps=1):
     """The numbers count only if no step launches more than one all_reduce for each dtype."""
     dtypes = {parameter.dtype for parameter in case.parameters().values() if parameter.requires_grad}
+
+    def accepts(found):
+        return len(found) <= len(dtypes)
+
     kind = "at most one all_reduce for each dtype"
-    require_launches(results.events, case.group, kind, lambda found: len(found) <= len(dtypes), steps)
+    require_launches(results.events, case.group, kind, accepts, steps, in_backward=False)
 
 
 @pytest.mark.points(1)
