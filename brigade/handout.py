@@ -76,9 +76,13 @@ def checks(entry: Module, root: Path) -> list[tuple[str, int, str]]:
     tree = ast.parse((root / "tests" / entry.checks.name).read_text())
     return [
         (check.name, points_of(check), ast.get_docstring(check).splitlines()[0].rstrip("."))
-        for check in tree.body
-        if isinstance(check, ast.FunctionDef) and check.name.startswith("test_")
+        for check in check_functions(tree)
     ]
+
+
+def check_functions(tree: ast.Module) -> list[ast.FunctionDef]:
+    """Return the functions of a file that are graded checks, in order."""
+    return [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
 
 
 def points_of(check: ast.FunctionDef) -> int:

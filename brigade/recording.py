@@ -528,8 +528,13 @@ def _keep_to_the_recording_group(backend: str) -> None:
         module.new_group, module.get_backend = recorded_new_group, real_backend
 
 
-OTHER_WAYS = [name for name in dir(torch._C._distributed_c10d) if "ProcessGroup" in name]
-OTHER_WAYS = sorted({*OTHER_WAYS, "_StoreCollectives", "TCPStore", "FileStore"} - {"ProcessGroup", "FakeProcessGroup"})
+# Classes of this build of torch with which ranks could communicate, but not those that our own groups are made of.
+OTHER_WAYS = [
+    name
+    for name in dir(torch._C._distributed_c10d)
+    if ("ProcessGroup" in name and name not in ("ProcessGroup", "FakeProcessGroup"))
+    or name in ("_StoreCollectives", "TCPStore", "FileStore")
+]
 STORE_CALLS = (
     "set", "get", "add", "append", "check", "compare_set", "delete_key", "multi_get", "multi_set", "queue_push",
     "queue_pop", "queue_len", "wait", "barrier", "list_keys", "num_keys",
@@ -552,8 +557,8 @@ def forbid_other_ways() -> None:
         "that they are given or on one that dist.new_group makes"
     )
     for name in OTHER_WAYS:
-        if owner := getattr(torch._C._distributed_c10d, name, None):
-            locks.reserve(owner, "__init__", other.format(name.strip("_")))
+        owner = getattr(torch._C._distributed_c10d, name)
+        locks.reserve(owner, "__init__", other.format(name.strip("_")))
     for name in STORE_CALLS:
         if hasattr(dist.Store, name):
             locks.reserve(dist.Store, name, other.format(f"Store.{name}"), users=COLLECTIVES)

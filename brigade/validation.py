@@ -104,7 +104,7 @@ def solution_faults(entry: Module, tree: ast.Module) -> list[str]:
 
 def check_faults(entry: Module, tree: ast.Module) -> list[str]:
     """Return what a grader or the handout cannot use in a file of checks."""
-    checks = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
+    checks = handout.check_functions(tree)
     names = [check.name for check in checks]
     faults = [f"it defines {name} {names.count(name)} times" for name in sorted(set(names)) if names.count(name) > 1]
     total = 0

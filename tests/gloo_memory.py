@@ -54,10 +54,12 @@ def run(options, threads):
         try:
             return [pipe.recv() if pipe.poll(LIMIT_S) else None for pipe, _ in pipes][0]
         except EOFError:
-            [process.join(LIMIT_S) for process in ranks]
+            for process in ranks:
+                process.join(LIMIT_S)
             assert any(process.exitcode in (-6, -11) for process in ranks), "no rank died of SIGABRT or SIGSEGV"
         finally:
-            [process.kill() for process in ranks]
+            for process in ranks:
+                process.kill()
 
 
 if __name__ == "__main__":

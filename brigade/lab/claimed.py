@@ -702,7 +702,8 @@ def caching() -> Finding:
     saved = {ranks: 0.04 * (best_us(lambda ranks=ranks: all_slices(bucket, ranks)) - cached) for ranks in (8, 32, 128)}
     words = listed([f"{ms:.1f} ms for {ranks}" for ranks, ms in saved.items()])
     return Finding(
-        f"{words} ranks; slicing only the own shard, without a cache, saves all but {0.04 * slice_us():.2f} ms of it",
+        f"{words} ranks; slicing only the rank's own shard, without a cache, saves all but "
+        f"{0.04 * slice_us():.2f} ms of it",
         by_share([0.5 <= ms <= 2 for ms in saved.values()]),
     )
 
