@@ -37,10 +37,10 @@ figures: setup
 	$(BIN)/brigade bench --target solutions --comm-ratio 0.8 --png docs/ladder.png
 
 gradescope: setup
-	$(BIN)/python -m brigade.autograde.package $(GRADE_OPTIONS)
+	$(BIN)/python -m brigade.grade.package $(GRADE_OPTIONS)
 
 student: setup
-	$(BIN)/python -m brigade.edition
+	$(BIN)/python -m brigade.course.student_edition
 
 gpu-check:
 	$(PYTHON) -m brigade.lab.gpu_check $(GPU_OPTIONS)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from brigade.course import MODULES, ROOT
+from brigade.course.modules import MODULES, ROOT
 
 REFERENCE = {entry.number: (ROOT / "solutions" / entry.path).read_text() for entry in MODULES}
 SKELETONS = {entry.number: (ROOT / "lessons" / entry.path).read_text() for entry in MODULES}

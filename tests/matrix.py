@@ -18,7 +18,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from brigade.course import ROOT
+from brigade.course.modules import ROOT
 
 PAIRS = ("3.10:2.11.0", "3.12:2.13.0", "3.14:2.15.0")
 INSTALL_S, TESTS_S = 3600, 3600  # deadlines

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from brigade.course import MODULES, ROOT, CourseError, module
+from brigade.course.modules import MODULES, ROOT, CourseError, module
 from brigade.lab.bench import Bench, load_json
 from brigade.lab.ladder import TORCH_DDP, TORCH_ZERO, rung_of
 

@@ -13,7 +13,7 @@ import time
 
 from rich.progress import track
 
-from brigade.course import ROOT
+from brigade.course.modules import ROOT
 
 
 def burn() -> None:

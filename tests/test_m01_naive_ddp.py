@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from brigade.checks.expectations import expect, expect_gradients, expect_start, expect_weights
 from brigade.events import launches, summary
-from brigade.feedback import expect, expect_gradients, expect_start, expect_weights
 from scenarios import m01_naive_ddp, training
 
 JOB = {"package": "m01_naive_ddp", "wrapper": "NaiveDDP"}

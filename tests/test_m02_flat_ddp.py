@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from brigade.checks.expectations import expect, expect_gradients, expect_start, expect_weights, require_launches
 from brigade.events import launches, summary
-from brigade.feedback import expect, expect_gradients, expect_start, expect_weights, require_launches
 from scenarios import training
 
 JOB = {"package": "m02_flat_ddp", "wrapper": "FlatDDP"}

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from brigade.events import launches, ready, summary
-from brigade.evidence import listing, of_record
-from brigade.feedback import (
+from brigade.checks.diagnose.evidence import listing, of_record
+from brigade.checks.expectations import (
     expect,
     expect_equal,
     expect_gradients,
@@ -15,6 +14,7 @@ from brigade.feedback import (
     overlaps,
     require_launches,
 )
+from brigade.events import launches, ready, summary
 from scenarios import m03_overlapped_ddp, training
 
 JOB = {"package": "m03_overlapped_ddp", "wrapper": "OverlappedDDP"}

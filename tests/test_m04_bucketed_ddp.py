@@ -7,9 +7,8 @@ from functools import partial
 import pytest
 import torch
 
-from brigade.events import launches, ready, summary
-from brigade.evidence import miscounted
-from brigade.feedback import (
+from brigade.checks.diagnose.evidence import miscounted
+from brigade.checks.expectations import (
     expect,
     expect_gradients,
     expect_overlap,
@@ -20,7 +19,8 @@ from brigade.feedback import (
     overlaps,
     require_launches,
 )
-from brigade.verdict import CheckFailed, NotWritten
+from brigade.checks.verdict import CheckFailed, NotWritten
+from brigade.events import launches, ready, summary
 from scenarios import m04_bucketed_ddp, training
 
 CAP_BYTES = 600  # of the buckets in the checks below: a few parameters each

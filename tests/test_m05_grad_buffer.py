@@ -7,9 +7,8 @@ from functools import partial
 import pytest
 import torch
 
-from brigade.events import launches, ready, summary
-from brigade.evidence import miscounted
-from brigade.feedback import (
+from brigade.checks.diagnose.evidence import miscounted
+from brigade.checks.expectations import (
     expect,
     expect_equal,
     expect_gradients,
@@ -24,8 +23,9 @@ from brigade.feedback import (
     overlaps,
     require_launches,
 )
-from brigade.ranks import PerRank
-from brigade.verdict import CheckFailed
+from brigade.checks.verdict import CheckFailed
+from brigade.events import launches, ready, summary
+from brigade.runner.ranks import PerRank
 from scenarios import m05_grad_buffer, training
 
 BUCKET_NUMEL = 150

@@ -8,9 +8,8 @@ import torch
 import torch.distributed as dist
 from test_m05_grad_buffer import BUCKET_NUMEL, no_view, planned
 
-from brigade.events import launches, ready, summary
-from brigade.evidence import left_over
-from brigade.feedback import (
+from brigade.checks.diagnose.evidence import left_over
+from brigade.checks.expectations import (
     expect,
     expect_equal,
     expect_gradients,
@@ -25,7 +24,8 @@ from brigade.feedback import (
     overlaps,
     require_launches,
 )
-from brigade.ranks import PerRank
+from brigade.events import launches, ready, summary
+from brigade.runner.ranks import PerRank
 from scenarios import m05_grad_buffer, m06_coalesced, training
 
 SUBGROUPS = [[1, 3], [0, 2]]  # of four ranks

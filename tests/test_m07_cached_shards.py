@@ -8,8 +8,7 @@ import torch
 from test_m05_grad_buffer import BUCKET_NUMEL, planned
 from test_m06_coalesced import require_halves
 
-from brigade.events import launches, ready, summary
-from brigade.feedback import (
+from brigade.checks.expectations import (
     blocks_backward,
     expect,
     expect_equal,
@@ -20,7 +19,8 @@ from brigade.feedback import (
     expect_weights,
     listing,
 )
-from brigade.verdict import CheckFailed, NotWritten
+from brigade.checks.verdict import CheckFailed, NotWritten
+from brigade.events import launches, ready, summary
 from scenarios import m05_grad_buffer, m07_cached_shards, training
 
 WRONG_VIEW = (

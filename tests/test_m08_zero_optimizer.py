@@ -8,11 +8,11 @@ import pytest
 import torch
 from test_m05_grad_buffer import planned
 
-from brigade import traps
+from brigade.checks import edge_case_models
+from brigade.checks.expectations import MANY_STEPS, CheckFailed, expect, expect_equal, format_distinct, listing, same
+from brigade.checks.reference import loss_of
 from brigade.events import launches, summary
-from brigade.feedback import MANY_STEPS, CheckFailed, expect, expect_equal, format_distinct, listing, same
-from brigade.ranks import PerRank
-from brigade.reference import loss_of
+from brigade.runner.ranks import PerRank
 from scenarios import m08_sharded, m08_zero
 
 # The relative error that a right norm may have, by the dtype in which it is returned. A Python number (None) does not
@@ -33,7 +33,7 @@ def unsharded(case, job, ranks=None, steps=None, forget=False):
 
     With `forget` the optimizer is a new one in every step.
     """
-    model = traps.build(case.model, case.sizes, case.start(), case.dtype)
+    model = edge_case_models.build(case.model, case.sizes, case.start(), case.dtype)
     batches = [[case.batches[rank][step][0] for rank in ranks or case.group] for step in range(len(case.batches[0]))]
     batches = batches[:steps]
 
@@ -495,7 +495,7 @@ def zero_jobs(case, recipe, world=None, steps=slice(None), **more):
 
 def one_process(case, recipe, ranks=None, steps=None, start=None, load=None, clip=None):
     """Weights, state_dict and norms after the plain optimizer's steps (all by default) on the batches of `ranks`."""
-    model = traps.build(case.model, case.sizes, case.start() if start is None else start, case.dtype)
+    model = edge_case_models.build(case.model, case.sizes, case.start() if start is None else start, case.dtype)
     ranks, steps = case.group if ranks is None else ranks, steps or range(len(case.batches[0]))
 
     def gradients(step):

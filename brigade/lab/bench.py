@@ -22,11 +22,11 @@ from statistics import median
 
 import torch
 
-from brigade.course import HAS_SOLUTIONS, MODULES, CourseError, Module, module_with
+from brigade.course.modules import HAS_SOLUTIONS, MODULES, CourseError, Module, module_with
+from brigade.course.submission import Sources, directory, find, source_text
 from brigade.lab.ladder import TORCH_DDP, TORCH_ZERO, Ladder, Measured, Rung, Workload, quartiles, rung_of
-from brigade.models import Size
-from brigade.pacing import Link, Pace
-from brigade.submission import Sources, directory, find, source_text
+from brigade.lab.models import Size
+from brigade.rank.emulated_link import Link, Pace
 
 FORMAT = 1  # of the JSON
 TRUSTED_SHARE = 0.2  # of the emulated time, at most, that the real collective underneath may take

@@ -20,11 +20,11 @@ from brigade.lab.claimed_ranks import summary
 from brigade.lab.claims import CITED, CannotMeasure, Claim, Finding
 from brigade.lab.ladder import FP32_BYTES, reference
 from brigade.lab.links import NAMED
+from brigade.lab.models import tiny_lm
 from brigade.lab.plan import DEVICE_MEMORY_GBPS, MODELS, model_of
-from brigade.lab.setting import solution
-from brigade.models import tiny_lm
-from brigade.pacing import Link, sent_bytes
-from brigade.ranks import RankResults, run_ranks
+from brigade.lab.plan_config import solution
+from brigade.rank.emulated_link import Link, sent_bytes
+from brigade.runner.ranks import RankResults, run_ranks
 
 MIB = 2**20
 DEADLINE_S = 60.0

@@ -16,9 +16,9 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from brigade import recording
-from brigade.models import language_loss, tiny_lm
-from brigade.rank import student
+from brigade.lab.models import language_loss, tiny_lm
+from brigade.rank import recording
+from brigade.rank.api import student
 
 # torch 2.13 gave these new names.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

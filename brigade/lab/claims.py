@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from brigade.course import HAS_SOLUTIONS, MODULES, ROOT, CourseError
+from brigade.course.modules import HAS_SOLUTIONS, MODULES, ROOT, CourseError
 from brigade.lab.script import ended
 
 if TYPE_CHECKING:

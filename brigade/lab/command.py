@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from brigade.course import HAS_SOLUTIONS, ROOT, TARGETS, CourseError, Module, module, results_file, selected
+from brigade.course.modules import HAS_SOLUTIONS, ROOT, TARGETS, CourseError, Module, module, results_file, selected
 from brigade.lab import links
 
 if TYPE_CHECKING:
     from brigade.lab.ladder import Workload
-    from brigade.pacing import Link, Pace
-    from brigade.ranks import RankFailure
+    from brigade.rank.emulated_link import Link, Pace
+    from brigade.runner.ranks import RankFailure
 
 
 SIZES = ("tiny", "small", "medium", "large", "xl")  # of `models.py`, which imports torch
@@ -72,9 +72,9 @@ def bench(options: argparse.Namespace) -> int:
 
 def run_bench(options: argparse.Namespace) -> int:
     """Returns the exit status: 0 good, 1 a rung trains otherwise than one process does. Raises as `ladder.climb`."""
-    from brigade import ranks
     from brigade.lab import ladder, plots, torchrun
     from brigade.lab.bench import Bench, save_csv, save_json, sweep_rungs, written
+    from brigade.runner import ranks
 
     world_size = number_of_ranks(options.ranks)
     entries = selected(options.modules or (SWEPT if options.sweep else ""))
@@ -139,7 +139,7 @@ def default_backend(world_size: int) -> str:
 def workload_of(options: argparse.Namespace, link: Link | Pace | None, world_size: int) -> Workload:
     """What the options ask for. Raises CourseError where that cannot be trained or timed."""
     from brigade.lab import ladder
-    from brigade.models import SIZES
+    from brigade.lab.models import SIZES
 
     base = replace(ladder.PACED, link=link) if link else ladder.Workload()
     wanted = {"batch_size": options.batch, "time": options.time, "rounds": options.rounds}
@@ -226,14 +226,14 @@ def trace(options: argparse.Namespace) -> int:
     if link and options.no_pace:
         raise CourseError("--no-pace emulates no link: leave it out, or what describes one")
 
-    from brigade.cli import console, shown
-    from brigade.submission import read
+    from brigade.cli.main import console, shown
+    from brigade.course.submission import read
 
     sources = read(options.target, entry.number, options.prior).sources
     files = {kind: results_file(getattr(options, kind)) for kind in ("png", "json")}
     files = {kind: file or ROOT / "out" / f"trace-{entry.number}.{kind}" for kind, file in files.items()}
 
-    from brigade.ranks import SERVER, RankFailure
+    from brigade.runner.ranks import SERVER, RankFailure
 
     SERVER.start()  # it imports torch while this process does
     from brigade.lab import ladder, timeline

@@ -32,8 +32,8 @@ def demo() -> int:
     # Imported here, so that Ctrl-C is quiet while torch is loading too.
     from rich.console import Console
 
-    from brigade import ranks
-    from brigade.course import HAS_SOLUTIONS, MODULES, REFERENCE, ROOT
+    from brigade.course.modules import HAS_SOLUTIONS, MODULES, REFERENCE, ROOT
+    from brigade.runner import ranks
 
     ranks.SERVER.start()  # it imports torch while this process does
     from brigade.lab import ladder, plots
@@ -71,9 +71,9 @@ def demo() -> int:
 
 def show_checks() -> int:
     """Runs the checks of one module on its solution, then on a mutant of it."""
-    from brigade.cli import console
-    from brigade.cli import main as brigade
-    from brigade.course import ROOT, module
+    from brigade.cli.main import console
+    from brigade.cli.main import main as brigade
+    from brigade.course.modules import ROOT, module
 
     entry = module(MODULE)
     console.print(f"How an answer is checked: brigade check {MODULE} --target solutions")

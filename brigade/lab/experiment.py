@@ -17,9 +17,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from brigade.course import CourseError
-from brigade.ranks import RankFailure, RankResults, run_ranks
-from brigade.submission import read
+from brigade.course.modules import CourseError
+from brigade.course.submission import read
+from brigade.runner.ranks import RankFailure, RankResults, run_ranks
 
 
 def experiment(main: Callable[[Callable[..., RankResults]], Any], module: int) -> None:

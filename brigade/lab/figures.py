@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from brigade.course import MODULES, ROOT
+from brigade.course.modules import MODULES, ROOT
 from brigade.lab.ladder import rung_of
 from brigade.lab.script import ended
 from brigade.lab.timeline import draw, trace

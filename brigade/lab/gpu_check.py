@@ -30,7 +30,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from brigade.course import MODULES, ROOT, CourseError, Module, module
+from brigade.course.modules import MODULES, ROOT, CourseError, Module, module
 from brigade.lab.script import ended
 
 if TYPE_CHECKING:
@@ -139,8 +139,8 @@ def first_launch() -> dict:
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _coalescing_manager
 
-    from brigade.kernels import counted
-    from brigade.rank import device
+    from brigade.rank.api import device
+    from brigade.rank.kernels import counted
 
     tensors = [torch.ones(1000, device=device()) for _ in range(4)]
     dist.all_reduce(tensors[0])
@@ -154,7 +154,7 @@ def first_launch() -> dict:
 
 def launch_stage(plan: Plan) -> Stage:
     """Whether ranks can talk to each other at all."""
-    from brigade.ranks import RankFailure, run_ranks
+    from brigade.runner.ranks import RankFailure, run_ranks
 
     started, problem, lines = time.monotonic(), "", []
     try:
@@ -253,7 +253,7 @@ def end(process: subprocess.Popen) -> None:
 def ladder_stage(plan: Plan, deadline: float) -> Stage:
     """Trains all rungs on the GPUs: losses must be those of one process."""
     from brigade.lab import ladder
-    from brigade.ranks import RankFailure
+    from brigade.runner.ranks import RankFailure
 
     started = time.monotonic()
     if deadline - started < 1:
@@ -431,7 +431,7 @@ def planned(options: argparse.Namespace) -> Plan:
         os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
     import torch
 
-    from brigade.ranks import nccl_environment
+    from brigade.runner.ranks import nccl_environment
 
     nccl_environment(1, share_gpu=False)
     gpus = torch.cuda.device_count()

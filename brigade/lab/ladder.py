@@ -29,15 +29,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from brigade import corpus, pacing, recording
-from brigade.course import MODULES, REFERENCE, CourseError, Module
+from brigade.course.modules import MODULES, REFERENCE, CourseError, Module
+from brigade.course.submission import Sources, read
 from brigade.events import Event, launches
-from brigade.lab.kept import kept_bytes, torch_bucket_bytes
-from brigade.models import SIZES, Size, TinyLM, language_loss
-from brigade.pacing import Link, Pace, sent_bytes
-from brigade.rank import device, student
-from brigade.ranks import RankResults, run_ranks
-from brigade.submission import Sources, read
+from brigade.lab import corpus
+from brigade.lab.memory_accounting import kept_bytes, torch_bucket_bytes
+from brigade.lab.models import SIZES, Size, TinyLM, language_loss
+from brigade.rank import emulated_link, recording
+from brigade.rank.api import device, student
+from brigade.rank.emulated_link import Link, Pace, sent_bytes
+from brigade.runner.ranks import RankResults, run_ranks
 
 PHASES = ("forward", "backward", "finish", "step")  # of one training step; "step" is the optimizer's
 FP32_BYTES = 4
@@ -55,8 +56,8 @@ class Workload:
     """What every rung trains. `batch_size` counts sequences of all ranks together, `time` tokens in a sequence.
 
     `bucket_mb` (MiB) is for rungs that have buckets, torch DDP among them. With `link` the collectives take its time
-    (`pacing.py`); without, what they take on this machine. With `named` the record says which parameter a launch is
-    on, if it is on one, which takes a little time.
+    (`emulated_link.py`); without, what they take on this machine. With `named` the record says which parameter a
+    launch is on, if it is on one, which takes a little time.
     """
 
     size: Size = SIZES["tiny"]
@@ -106,7 +107,8 @@ class Measured:
     `marks[rank][round]` are seconds: the start of the step, and the end of each of its `PHASES`. `cpu_s[rank][round]`
     is the processor time of the step, all threads of the rank together. `collectives` and `sent_bytes`, what a rank
     has to send with ring algorithms, are per step, the mean over ranks. Per rank are `losses`, in nats per token, and
-    `grad_bytes` and `state_bytes`: what is kept of gradients and optimizer state between steps (`kept.py`).
+    `grad_bytes` and `state_bytes`: what is kept of gradients and optimizer state between steps (see
+    `memory_accounting.py`).
     """
 
     label: str
@@ -477,7 +479,7 @@ class Calibration:
         """Times backward alone and one real all-reduce of all gradients, and takes the mean over ranks."""
         if dist.get_world_size() == 1:
             return
-        pacing.use(None)
+        emulated_link.use(None)
         recording.note("step", step=None)  # what follows belongs to no step
         loss = language_loss(self.model(tokens), targets)
         synchronize()
@@ -498,7 +500,7 @@ class Calibration:
         backward_s, real_s = (times / dist.get_world_size()).tolist()
         self.backward_s.append(backward_s)
         self.real_s.append(real_s)
-        pacing.use(self.link(self.backward_s[-CALIBRATION:]))
+        emulated_link.use(self.link(self.backward_s[-CALIBRATION:]))
 
     def link(self, backward_s: list[float]) -> Link | None:
         """The link that is wanted where backward takes the median of `backward_s`."""

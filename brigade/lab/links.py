@@ -20,10 +20,10 @@ import argparse
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from brigade.course import CourseError
+from brigade.course.modules import CourseError
 
 if TYPE_CHECKING:
-    from brigade.pacing import Link, Pace
+    from brigade.rank.emulated_link import Link, Pace
 
 # NVIDIA H100 Tensor Core GPU datasheet, SXM: 1 979 TFLOPS in bf16 "with sparsity", half of it for dense matrices.
 PEAK_FLOPS = 989.4e12
@@ -47,7 +47,7 @@ class NamedLink:
 
     def pace(self, world_size: int) -> Pace:
         """What it is beside the set-up of this file's head, on so many ranks. Needs two ranks or more."""
-        from brigade.pacing import Link, Pace
+        from brigade.rank.emulated_link import Link, Pace
 
         link = Link(self.latency_s, self.bytes_per_s)
         latency_s = link.seconds("all_reduce", 0, world_size)
@@ -115,7 +115,7 @@ def chosen(options: argparse.Namespace, world_size: int) -> Link | Pace | None:
         return None
     if world_size < 2:
         raise CourseError(f"{given[0]} needs two ranks or more: one rank has nobody to talk to")
-    from brigade.pacing import Link, Pace
+    from brigade.rank.emulated_link import Link, Pace
 
     if options.link:
         return NAMED[options.link].pace(world_size)

@@ -3,7 +3,8 @@
     found = measure()
     found[0].fullest(4)     bytes by kind of the first rung, on that of 4 ranks which holds most
 
-Parameters, gradients and optimizer state are counted in the ranks (`kept.py` says how), after two steps of AdamW.
+Parameters, gradients and optimizer state are counted in the ranks (`memory_accounting.py` says how), after two
+steps of AdamW.
 Beside that stand the formulas of ZeRO (arXiv 1910.02054), stage 1. In fp32 they are, for P parameters on N ranks,
 4P + 4P + 8P/N bytes: only the state is divided. Gradients are not freed, neither there nor here: after the
 reduce-scatter a rank needs 1/N of them and keeps all. Stage 2 is about that.
@@ -26,15 +27,15 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from brigade import recording
-from brigade.course import MODULES, ROOT, TARGETS, Module, module_with
+from brigade.course.modules import MODULES, ROOT, TARGETS, Module, module_with
+from brigade.course.submission import Sources
 from brigade.lab.bench import written
-from brigade.lab.kept import KINDS, Bytes, kept_bytes
 from brigade.lab.ladder import FP32_BYTES, TORCH_DDP, TORCH_ZERO, Rung, class_of, reference, rung_of
+from brigade.lab.memory_accounting import KINDS, Bytes, kept_bytes
+from brigade.lab.models import SIZES, Size, TinyLM, language_loss
 from brigade.lab.script import ended
-from brigade.models import SIZES, Size, TinyLM, language_loss
-from brigade.ranks import run_ranks
-from brigade.submission import Sources
+from brigade.rank import recording
+from brigade.runner.ranks import run_ranks
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -29,9 +29,9 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from brigade.course import MODULES, ROOT, module
-from brigade.ranks import Event, cores, describe, ending, loopback_interface, own_directory
-from brigade.submission import read
+from brigade.course.modules import MODULES, ROOT, module
+from brigade.course.submission import read
+from brigade.runner.ranks import Event, cores, describe, ending, loopback_interface, own_directory
 
 if TYPE_CHECKING:
     from ipyparallel import AsyncResult
@@ -63,8 +63,8 @@ def start_ranks(n: int | None = None, *, mode: str = "record", deadline_s: float
     """Starts `n` ranks, in place of those started before; in a notebook, `%%px` then means them.
 
     `n` None is one rank for each GPU, with NCCL, where there are two GPUs or more, else two ranks on gloo. `mode` is
-    "record", "hold" (`holding.py`) or "pace" (`pacing.py`); `deadline_s` holds for each cell. Raises RanksError when
-    they do not start.
+    "record", "hold" (`strict.py`) or "pace" (`emulated_link.py`); `deadline_s` holds for each cell. Raises RanksError
+    when they do not start.
     """
     global _running
     if _running:
@@ -276,7 +276,7 @@ class Ranks:
 
 def become_rank(request: dict[str, Any]) -> None:
     """Makes an engine a rank. Its events go to a file, which can be read while it hangs."""
-    from brigade import rank
+    from brigade.rank import main as rank
 
     number = int(os.environ["RANK"])
     record = open(Path(request["directory"]) / f"events-{number}", "w", buffering=1)  # noqa: SIM115

@@ -3,8 +3,8 @@
     found = plan(model, "tiny", world_size=8, ...)
 
 A rank computes for as long as its floating-point operations and its memory traffic take, and launches by the rule of
-the rung (`programs.py`). A collective takes the time of a ring (`pacing.Link`), after those before it. Nothing is run
-and no memory allocated: the model lies on the meta device.
+the rung (`schedules.py`). A collective takes the time of a ring (`emulated_link.Link`), after those before it. Nothing
+is run and no memory allocated: the model lies on the meta device.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from brigade.lab.kept import KINDS, Bytes
 from brigade.lab.ladder import COMPUTATION, FP32_BYTES, TORCH_DDP, Rung
 from brigade.lab.links import PEAK_FLOPS
 from brigade.lab.memory import cases
-from brigade.lab.programs import program_of, rule_of, simulate, with_rules
-from brigade.lab.setting import Machine, Setting
-from brigade.models import SIZES, Block, Size, TinyLM
-from brigade.pacing import Link, sent_bytes
+from brigade.lab.memory_accounting import KINDS, Bytes
+from brigade.lab.models import SIZES, Block, Size, TinyLM
+from brigade.lab.plan_config import Machine, Setting
+from brigade.lab.schedules import program_of, rule_of, simulate, with_rules
+from brigade.rank.emulated_link import Link, sent_bytes
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -10,12 +10,12 @@ from dataclasses import asdict
 
 from rich.console import Console
 
-from brigade.course import CourseError
+from brigade.course.modules import CourseError
 from brigade.lab import plan
 from brigade.lab.ladder import course_rungs
 from brigade.lab.links import NAMED
-from brigade.lab.setting import OPTIMIZERS, Setting
-from brigade.pacing import Link
+from brigade.lab.plan_config import OPTIMIZERS, Setting
+from brigade.rank.emulated_link import Link
 
 WIDTH = 80  # columns
 PRECISION = {"fp32": "fp32 without TF32", "bf16": "bf16"}  # of the device's peak

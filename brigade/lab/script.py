@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from brigade.course import CourseError
-from brigade.ranks import RankFailure
+from brigade.course.modules import CourseError
+from brigade.runner.ranks import RankFailure
 
 
 def ended(name: str, run: Callable[[], int]) -> int:

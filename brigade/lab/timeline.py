@@ -4,8 +4,8 @@
     draw([timeline], path)      a picture
     chrome([timeline])          the same for https://ui.perfetto.dev and chrome://tracing
 
-The link is the emulated one of the workload (`pacing.py`); with `link=None` it is the machine's own. Ranks compute on
-the CPU: of a GPU the record knows when work was queued, not when it ran.
+The link is the emulated one of the workload (`emulated_link.py`); with `link=None` it is the machine's own. Ranks
+compute on the CPU: of a GPU the record knows when work was queued, not when it ran.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from brigade.course.submission import Sources
 from brigade.events import Event, Launch, launches
 from brigade.lab.ladder import (
     COMPUTATION,
@@ -33,10 +34,9 @@ from brigade.lab.ladder import (
     run_rungs,
     step_number,
 )
+from brigade.lab.models import Size
 from brigade.lab.plots import COLOURS, NAMES
-from brigade.models import Size
-from brigade.pacing import Link
-from brigade.submission import Sources
+from brigade.rank.emulated_link import Link
 
 # Few parameters, large ones: the collectives can be told apart.
 WORKLOAD = replace(

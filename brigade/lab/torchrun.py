@@ -26,9 +26,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from brigade import isolation, ranks
-from brigade.course import CourseError
-from brigade.ranks import (
+from brigade.course.modules import CourseError
+from brigade.runner import ranks, sandbox
+from brigade.runner.ranks import (
     BROKEN_LINK,
     DEADLINE_S,
     Event,
@@ -98,7 +98,7 @@ def run_given(
         os.environ.update(ranks.nccl_environment(local_size, share_gpu)[local_rank])
     from torch import distributed as dist
 
-    from brigade import rank as inside
+    from brigade.rank import main as inside
 
     module, sources = importable(function)
     deadline_s = deadline or DEADLINE_S[backend]
@@ -156,9 +156,10 @@ def gather(result: Any, events: list[Event]) -> list[tuple[Any, list[Event]]]:
     import torch
     from torch import distributed as dist
 
-    from brigade import pacing, wire
+    from brigade.rank import emulated_link
+    from brigade.runner import wire
 
-    pacing.use(None)
+    emulated_link.use(None)
     recorded = json.dumps(events).encode()  # before the gathering is recorded as well
     packed = bytearray(zlib.compress(wire.encode([result, recorded]), level=1))
     length = torch.tensor([len(packed)])
@@ -199,7 +200,7 @@ def make_directory() -> None:
 
 def remove_directory() -> None:
     if _directory:
-        isolation.remove(_directory)
+        sandbox.remove(_directory)
 
 
 def start_timer(after_s: float, function: Callable[..., None], *args: Any) -> threading.Timer:

@@ -23,17 +23,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from brigade import pacing
-from brigade.course import CourseError
+from brigade.course.modules import CourseError
 from brigade.lab import ladder
 from brigade.lab.command import progress
 from brigade.lab.ladder import PACED, TORCH_DDP, TORCH_ZERO, Ladder, Workload, course_rungs
 from brigade.lab.plan import backward_flops, model_of, plan
-from brigade.lab.programs import with_rules
+from brigade.lab.plan_config import OPTIMIZERS, Machine, Setting
+from brigade.lab.schedules import with_rules
 from brigade.lab.script import ended
-from brigade.lab.setting import OPTIMIZERS, Machine, Setting
-from brigade.pacing import Link
-from brigade.ranks import cores, run_ranks
+from brigade.rank import emulated_link
+from brigade.rank.emulated_link import Link
+from brigade.runner.ranks import cores, run_ranks
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -175,7 +175,7 @@ def time_overheads(numel: int, small: int) -> list[float]:
     whole = torch.ones(numel)
     copy_s = fmean(timed(whole.clone) for _ in range(REPEATS))
     link = Link(LATENCY_S, 1e12)
-    pacing.use(link)
+    emulated_link.use(link)
     few, many = torch.zeros(small), torch.zeros(LARGE)
     few_s, many_s = (fmean(launch_s(tensor) for _ in range(REPEATS)) for tensor in (few, many))
     per_byte = max(0.0, (many_s - few_s) / (many.nbytes - few.nbytes))

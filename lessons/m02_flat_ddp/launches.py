@@ -6,8 +6,8 @@ import time
 import torch
 import torch.distributed as dist
 
-from brigade.models import tiny_lm
-from brigade.ranks import run_ranks
+from brigade.lab.models import tiny_lm
+from brigade.runner.ranks import run_ranks
 
 
 def measure(rounds=20):

@@ -1,8 +1,8 @@
 """Prints how many buckets `plan_buckets` makes of XL's 435 parameters, at 1, 10, 100 and 1000 MiB."""
 
 from brigade.lab.experiment import experiment
-from brigade.models import tiny_lm
-from brigade.rank import student
+from brigade.lab.models import tiny_lm
+from brigade.rank.api import student
 
 
 def counts(caps_mib):

@@ -3,10 +3,10 @@
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from brigade import recording
 from brigade.events import launches
-from brigade.models import language_loss, tiny_lm
-from brigade.ranks import run_ranks
+from brigade.lab.models import language_loss, tiny_lm
+from brigade.rank import recording
+from brigade.runner.ranks import run_ranks
 
 
 def three_steps(find_unused_parameters):

@@ -4,8 +4,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from brigade.lab.experiment import experiment
-from brigade.models import language_loss, tiny_lm
-from brigade.rank import student
+from brigade.lab.models import language_loss, tiny_lm
+from brigade.rank.api import student
 
 KINDS = {"cat": "copied", "clone": "copied", "copy_": "copied", "add_": "added", "zero_": "zeroed"}
 

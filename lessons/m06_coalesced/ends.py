@@ -10,10 +10,10 @@ import time
 import torch
 import torch.distributed as dist
 
-from brigade import pacing
 from brigade.lab.experiment import experiment
-from brigade.models import language_loss, tiny_lm
-from brigade.rank import student
+from brigade.lab.models import language_loss, tiny_lm
+from brigade.rank import emulated_link
+from brigade.rank.api import student
 
 HALF = 0.8  # what the link needs for a reduce-scatter of all gradients, as a part of backward
 CASES = [1, 2, 4, None]  # buckets_per_group
@@ -32,15 +32,15 @@ def measure(start, rounds=6):
     ddps = {case: wrapper(tiny_lm(), bucket_numel=32_000, buckets_per_group=case) for case in CASES}
     tokens = torch.randint(256, (8, 128))
     found = {case: [] for case in CASES}
-    pace = pacing.Pace(2 * HALF, 2 * start)  # those of an all-reduce, which is two halves
+    pace = emulated_link.Pace(2 * HALF, 2 * start)  # those of an all-reduce, which is two halves
     for turn in range(rounds):
         with ddps[1].no_sync():
             alone = backward(ddps[1], tokens)  # without communication: the measure of everything else
-        pacing.use(None)
+        emulated_link.use(None)
         longest = torch.tensor(alone)
         dist.all_reduce(longest, dist.ReduceOp.MAX)  # the link must be the same on all ranks
         alone = longest.item()
-        pacing.use(pace.link(alone, ddps[1].grad_buffers[0].grad_data.nbytes, dist.get_world_size()))
+        emulated_link.use(pace.link(alone, ddps[1].grad_buffers[0].grad_data.nbytes, dist.get_world_size()))
         for case in random.Random(turn).sample(CASES, len(CASES)):
             ddp = ddps[case]
             ddp.gather_grads = False

@@ -5,8 +5,8 @@ import timeit
 import torch
 
 from brigade.lab.experiment import experiment
-from brigade.models import tiny_lm
-from brigade.rank import student
+from brigade.lab.models import tiny_lm
+from brigade.rank.api import student
 
 
 def buckets_of_xl(ranks):

@@ -11,8 +11,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from brigade.lab.experiment import experiment
-from brigade.models import language_loss, tiny_lm
-from brigade.rank import student
+from brigade.lab.models import language_loss, tiny_lm
+from brigade.rank.api import student
 
 ADAM = torch.optim.AdamW
 FLAT = {"gradient_as_bucket_view": True}, {"parameters_as_bucket_view": True}  # torch's own way to save copies

@@ -5,7 +5,7 @@ import inspect
 import torch
 
 from brigade.lab.experiment import experiment
-from brigade.rank import student
+from brigade.rank.api import student
 
 
 def ask():

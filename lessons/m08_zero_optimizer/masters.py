@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from brigade.lab.experiment import experiment
-from brigade.rank import student
+from brigade.rank.api import student
 
 
 def train(masters):

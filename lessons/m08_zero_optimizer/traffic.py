@@ -6,11 +6,11 @@ import torch
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from brigade import recording
 from brigade.events import launches
 from brigade.lab.experiment import experiment
-from brigade.models import language_loss, tiny_lm
-from brigade.rank import student
+from brigade.lab.models import language_loss, tiny_lm
+from brigade.rank import recording
+from brigade.rank.api import student
 
 TORCH = "torch DDP + ZeroRedundancyOptimizer"
 

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from brigade.course import MODULES, ROOT
-from brigade.isolation import FIRST_UID
+from brigade.course.modules import MODULES, ROOT
+from brigade.runner.sandbox import FIRST_UID
 
 MODULE_1 = MODULES[0]
 SOME = ("test_gradients_are_averaged", "test_one_all_reduce_per_parameter")  # of module 1's checks: 3 points

@@ -188,9 +188,9 @@ CASES = [
         """
         class OverlappedDDP(OverlappedDDP):
             def is_ready(self, parameter):
-                import brigade.recording
+                import brigade.rank.recording
                 names = {p: name for name, p in self.module.named_parameters()}
-                brigade.recording.note("ready", name=names[parameter])
+                brigade.rank.recording.note("ready", name=names[parameter])
         """,
     ),
     Hostile(

@@ -11,7 +11,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-from brigade.course import ROOT
+from brigade.course.modules import ROOT
 from hostile import MODULE_1, ONE, Hostile, reference, write
 
 SOLUTION = ROOT / "solutions" / MODULE_1.path

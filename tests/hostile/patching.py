@@ -12,7 +12,7 @@ class NaiveDDP(NaiveDDP):
     def finish_grad_sync(self): pass
 """
 NAMES = ("conftest.py", "sitecustomize.py", "usercustomize.py", "torch/__init__.py", "brigade/__init__.py",
-         "brigade/rank.py", "pytest.py", "json.py", "scenarios/training.py")  # fmt: skip
+         "brigade/rank/main.py", "pytest.py", "json.py", "scenarios/training.py")  # fmt: skip
 
 
 def shadows(directory: Path) -> None:
@@ -61,10 +61,10 @@ for name in ("__eq__", "__le__", "__lt__", "eq", "le", "isclose"):
         skeleton("""
             import sys
             for name, module in list(sys.modules.items()):
-                if name.startswith("brigade.") and name != "brigade.submission":
+                if name.startswith("brigade.") and name != "brigade.course.submission":
                     for inner in ("expect", "expect_equal", "verdict", "passed", "launches"):
                         setattr(module, inner, lambda *args, **kwargs: True)
-            try: import brigade.feedback, brigade.autograde.grading
+            try: import brigade.checks.expectations, brigade.grade.grading
             except ImportError: pass
             """),
         0,
@@ -73,8 +73,8 @@ for name in ("__eq__", "__le__", "__lt__", "eq", "le", "isclose"):
     Hostile(
         "an empty value for every result",
         skeleton("""
-            import brigade.wire
-            brigade.wire.encode = lambda value: b'\\x19' + bytes(7) + b'{"value": 1, "sizes": []}'
+            import brigade.runner.wire
+            brigade.runner.wire.encode = lambda value: b'\\x19' + bytes(7) + b'{"value": 1, "sizes": []}'
             """),
         0,
     ),

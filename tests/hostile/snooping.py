@@ -8,7 +8,7 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
-from brigade.course import MODULES, ROOT
+from brigade.course.modules import MODULES, ROOT
 from hostile import ALL, Hostile, files, guarded, reference, skeleton
 
 FOUND = "def found(what): raise SystemExit(f'found {what}')"
@@ -139,8 +139,8 @@ for name, value in os.environ.items():
             """
 import gc, sys
 for name in list(sys.modules):
-    if name.startswith(("test_", "tests", "solutions", "pytest", "brigade.autograde")): found(name)
-    if name in ("brigade.feedback", "brigade.plugin", "brigade.events"): found(name)
+    if name.startswith(("test_", "tests", "solutions", "pytest", "brigade.grade")): found(name)
+    if name in ("brigade.checks.expectations", "brigade.checks.plugin", "brigade.events"): found(name)
 WORDS = ("expect_" + "gradients", "points(" + "2)", "--" + "submission")
 def look(value):
     if type(value).__name__ in ("Case", "Grading", "Outcome", "Checked"): found(value)

@@ -1,8 +1,8 @@
 """What the ranks do in module 1's checks, beyond training."""
 
-from brigade import traps
-from brigade.rank import student
-from brigade.recording import phase
+from brigade.checks import edge_case_models
+from brigade.rank.api import student
+from brigade.rank.recording import phase
 from scenarios.training import build, group_of
 
 
@@ -12,4 +12,4 @@ def broadcast(job: dict) -> dict:
     group = group_of(job)
     with phase("construct"):
         student("m01_naive_ddp", "broadcast_module_state")(model, **({} if group is None else {"process_group": group}))
-    return traps.state_of(model)
+    return edge_case_models.state_of(model)

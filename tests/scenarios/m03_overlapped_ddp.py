@@ -1,8 +1,8 @@
 """What the ranks do in module 3's checks, beyond training."""
 
-from brigade import recording
-from brigade.recording import phase
-from brigade.reference import gradients_of
+from brigade.checks.reference import gradients_of
+from brigade.rank import recording
+from brigade.rank.recording import phase
 from scenarios.training import Interruption, build, forward_backward, wrap
 
 

@@ -2,8 +2,8 @@
 
 import torch
 
-from brigade.models import tiny_lm
-from brigade.rank import student
+from brigade.lab.models import tiny_lm
+from brigade.rank.api import student
 
 
 def plan(cases: list[dict]) -> list[list[list[int]]]:

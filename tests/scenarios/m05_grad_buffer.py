@@ -6,10 +6,10 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from brigade import recording
-from brigade.rank import device, student
-from brigade.recording import phase
-from brigade.reference import OPTIMIZERS, loss_of
+from brigade.checks.reference import OPTIMIZERS, loss_of
+from brigade.rank import recording
+from brigade.rank.api import device, student
+from brigade.rank.recording import phase
 from scenarios.training import build, forward_backward, group_of, note_counters, on_device, wrap
 
 COPIES = ("copy_", "clone", "cat", "stack", "_to_copy", "_foreach_copy_")

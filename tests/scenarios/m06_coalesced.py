@@ -6,11 +6,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from brigade import recording
-from brigade.kernels import counted
-from brigade.rank import device, student
-from brigade.recording import phase
-from brigade.reference import OPTIMIZERS
+from brigade.checks.reference import OPTIMIZERS
+from brigade.rank import recording
+from brigade.rank.api import device, student
+from brigade.rank.kernels import counted
+from brigade.rank.recording import phase
 from scenarios.training import Interruption, build, forward_backward, group_of, note_counters, wrap
 
 

@@ -14,9 +14,9 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
-from brigade import locks, recording
-from brigade.recording import tensors_in
-from brigade.reference import gradients_of, loss_of
+from brigade.checks.reference import gradients_of, loss_of
+from brigade.rank import locks, recording
+from brigade.rank.recording import tensors_in
 from scenarios.training import build, note_counters, on_device, wrap
 
 # These give the whole tensor under another name. Nothing is cut out, and writing without autograd takes one of them.

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from brigade import recording
-from brigade.rank import device, student
-from brigade.recording import phase
-from brigade.reference import loss_of
+from brigade.checks.reference import loss_of
+from brigade.rank import recording
+from brigade.rank.api import device, student
+from brigade.rank.recording import phase
 from scenarios.training import build, group_of, on_device
 
 SCHEDULERS = {

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR
 
-from brigade import recording, traps
-from brigade.rank import device, student
-from brigade.recording import phase
-from brigade.reference import loss_of
+from brigade.checks import edge_case_models
+from brigade.checks.reference import loss_of
+from brigade.rank import recording
+from brigade.rank.api import device, student
+from brigade.rank.recording import phase
 from scenarios.training import on_device, wrap
 
 
@@ -42,7 +43,7 @@ class Dots(nn.Module):
 
 def build(job: dict) -> nn.Module:
     """This rank's model; nothing is noted in its backward."""
-    return traps.build(job["model"], job["sizes"], job["state"], job["dtype"]).to(device())
+    return edge_case_models.build(job["model"], job["sizes"], job["state"], job["dtype"]).to(device())
 
 
 def groups_of(recipe: dict, model: nn.Module) -> list | None:

@@ -8,10 +8,11 @@ import contextlib
 import torch
 import torch.distributed as dist
 
-from brigade import recording, traps
-from brigade.rank import device, student
-from brigade.recording import phase
-from brigade.reference import OPTIMIZERS, gradients_of, loss_of
+from brigade.checks import edge_case_models
+from brigade.checks.reference import OPTIMIZERS, gradients_of, loss_of
+from brigade.rank import recording
+from brigade.rank.api import device, student
+from brigade.rank.recording import phase
 
 
 class Interruption(Exception):
@@ -20,7 +21,7 @@ class Interruption(Exception):
 
 def build(job: dict) -> torch.nn.Module:
     """This rank's model. Each gradient that becomes ready is noted before the submission's hooks see it."""
-    model = traps.build(job["model"], job["sizes"], job["state"], job["dtype"]).to(device())
+    model = edge_case_models.build(job["model"], job["sizes"], job["state"], job["dtype"]).to(device())
     recording.name_parameters(model)
     recording.watch_gradients(model)
     return model
@@ -100,7 +101,7 @@ def train(job: dict) -> dict:
     """
     model = build(job)
     ddp = wrap(job, model)
-    start = traps.state_of(model)
+    start = edge_case_models.state_of(model)
     optimizer = OPTIMIZERS[job["optimizer"]]([p for p in model.parameters() if p.requires_grad])
     gradients, strides = [], []
     for step, batches in enumerate(job["batches"]):

@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from torch.distributed import all_reduce as imported_by_another_name
 from torch.distributed.distributed_c10d import _coalescing_manager as coalescing_manager
 
-from brigade import pacing, recording
-from brigade.rank import student
-from brigade.recording import phase
+from brigade.rank import emulated_link, recording
+from brigade.rank.api import student
+from brigade.rank.recording import phase
 
 # ---- how a run ends: test_ranks.py
 
@@ -239,7 +239,7 @@ def write_to_channel(data: bytes) -> None:
 
 
 def frame(letter: bytes, body: bytes) -> bytes:
-    """A message as a rank sends it: see `brigade.rank`."""
+    """A message as a rank sends it: see `brigade.rank.main`."""
     return letter + struct.pack("<Q", len(body)) + body
 
 
@@ -721,7 +721,7 @@ def all_reduce_with_gaps() -> None:
 
 def on_link(latency_s: float, bytes_per_s: float, name: str, *args: Any) -> Any:
     """What another function of this file does, on an emulated link."""
-    pacing.use(pacing.Link(latency_s, bytes_per_s))
+    emulated_link.use(emulated_link.Link(latency_s, bytes_per_s))
     return globals()[name](*args)
 
 
@@ -773,15 +773,15 @@ def count_from_own_launch(name: str, *args: Any) -> Any:
     free_at = 0.0
     ends: dict[int, tuple[float, float]] = {}
 
-    def add(self: pacing.GroupLaunches, seconds: float) -> int:
+    def add(self: emulated_link.GroupLaunches, seconds: float) -> int:
         nonlocal free_at
         start = max(free_at, time.perf_counter())
         free_at = start + seconds
         ends[len(ends)] = start, free_at
         return len(ends) - 1
 
-    pacing.GroupLaunches.add = add
-    pacing.GroupLaunches.times = lambda self, number: ends[number]
+    emulated_link.GroupLaunches.add = add
+    emulated_link.GroupLaunches.times = lambda self, number: ends[number]
     return globals()[name](*args)
 
 

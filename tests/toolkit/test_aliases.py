@@ -3,9 +3,9 @@
 import pytest
 from test_mutants import checks, with_text
 
-from brigade.course import MODULES
-from brigade.plugin import Checked
-from brigade.verdict import CheckFailed
+from brigade.checks.plugin import Checked
+from brigade.checks.verdict import CheckFailed
+from brigade.course.modules import MODULES
 
 MOST = 2  # points that an alias may earn
 

@@ -17,11 +17,11 @@ import psutil
 import pytest
 import torch
 
-from brigade import cli
-from brigade.course import MODULES, ROOT, CourseError, module
+from brigade.cli import main as cli
+from brigade.course.modules import MODULES, ROOT, CourseError, module
 from brigade.lab import bench, command, ladder, links, torchrun
-from brigade.models import SIZES
-from brigade.pacing import Link, Pace
+from brigade.lab.models import SIZES
+from brigade.rank.emulated_link import Link, Pace
 
 SMALL = ("--rounds", 7, "--batch", 2, "--time", 8)  # of the tiny model
 
@@ -373,7 +373,7 @@ def test_under_torchrun_an_error_is_one_sentence(tmp_path):
     done = under_torchrun(tmp_path, *SMALL, "--batch", 5)
     assert done.returncode != 0
     assert done.stderr.count("brigade: 2 ranks cannot share a batch of 5 sequences equally") == 1
-    assert "brigade/cli.py" not in done.stderr  # no traceback of ours; torchrun shows its own
+    assert "brigade/cli/main.py" not in done.stderr  # no traceback of ours; torchrun shows its own
 
 
 def test_under_torchrun_a_rank_that_fails_says_why(tmp_path):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from brigade.causes import CALLED_HOOK, of_exception, used_results, without_return
-from brigade.ranks import RankFailure, plain
+from brigade.checks.diagnose.exceptions import CALLED_HOOK, of_exception, used_results, without_return
+from brigade.runner.ranks import RankFailure, plain
 
 
 def cause(error: str, message: str, lines: list[str] = (), own: bool = True, text: str = "") -> str:
@@ -80,7 +80,7 @@ def test_a_forgotten_return(text, found):
 
 
 def test_no_name_of_the_toolkit_is_quoted():
-    message = "rank 0 is not part of group <brigade.holding.HoldingGroup object at 0x7f85>; got 'HeldWork'"
+    message = "rank 0 is not part of group <brigade.rank.strict.HoldingGroup object at 0x7f85>; got 'HeldWork'"
     assert plain(message) == "rank 0 is not part of process_group; got 'Work'"
     aborted = "hello\nterminate called after throwing an instance of 'gloo::EnforceNotMet'\n"
     aborted += "  what():  [enforce fail at /__w/pytorch/pair.cc:454] op.preamble.length <= op.nbytes. 8 vs 4"

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from brigade.course import MODULES
+from brigade.course.modules import MODULES
 from brigade.lab import claimed, claims
 from brigade.lab.claimed import CLAIMS
 from brigade.lab.claims import CITED, VERDICTS, CannotMeasure, Checked, Claim, Finding, check, page

@@ -15,9 +15,11 @@ import psutil
 import pytest
 import torch
 
-from brigade import cli, ranks, skeletons
-from brigade.course import MODULES, ROOT
-from brigade.lab import bought
+from brigade.cli import main as cli
+from brigade.course import skeletons
+from brigade.course.modules import MODULES, ROOT
+from brigade.lab import comparison
+from brigade.runner import ranks
 
 
 @pytest.fixture
@@ -43,7 +45,7 @@ def progress(tmp_path_factory, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def short_measurement(monkeypatch):
-    monkeypatch.setattr(bought, "WORKLOAD", replace(bought.WORKLOAD, rounds=3, warmup=1, batch_size=2, time=16))
+    monkeypatch.setattr(comparison, "WORKLOAD", replace(comparison.WORKLOAD, rounds=3, warmup=1, batch_size=2, time=16))
 
 
 @pytest.fixture

@@ -24,9 +24,9 @@ from pathlib import Path
 
 import pytest
 
-from brigade import cli
-from brigade.course import MODULES, ROOT
-from brigade.submission import read
+from brigade.cli import main as cli
+from brigade.course.modules import MODULES, ROOT
+from brigade.course.submission import read
 
 PROGRAMS = (
     "brigade", "make", "python", "python3", "pytest", "jupyter", "torchrun", "sbatch", "pip", "source", "grep", "ip",
@@ -167,7 +167,7 @@ def filled(command: str) -> str:
 
 
 def test_commands_are_found():
-    text = "Type `brigade check 3`,\n`brigade` or `brigade/cli.py`.\n\n```\nmake demo   # quick\nsteps 1 2\n```\n"
+    text = "Type `brigade check 3`,\n`brigade` or `brigade/cli/main.py`.\n\n```\nmake demo   # quick\nsteps 1 2\n```\n"
     text += "```sh\nls -l\nbrigade bench \\\n    --ranks 4\n```\n```python\nmake = 1\n```\n`sudo make\ntest`\n"
     assert commands_in(text) == [
         "make demo", "ls -l", "brigade bench --ranks 4", "brigade check 3", "sudo make test",

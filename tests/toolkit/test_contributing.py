@@ -8,78 +8,77 @@ import re
 import promises
 import pytest
 
-from brigade.course import MODULES, ROOT
+from brigade.course.modules import MODULES, ROOT
 
 TEXT = (ROOT / "docs" / "contributing.md").read_text()
-TABLE = "course"  # almost everything reads it, so the picture leaves arrows to it out
-CORE = {path.stem for path in (ROOT / "brigade").glob("*.py")} - {"__init__", "cli"}
+# Folders of brigade from the lowest to the highest. Those of one row do not import each other.
+FOLDERS = (("events",), ("course",), ("runner",), ("rank",), ("checks",), ("grade", "lab"), ("cli",))
+LEVELS = {folder: level for level, row in enumerate(FOLDERS) for folder in row}
+MODULES_OF_BRIGADE = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts): path.read_text()
+    for path in (ROOT / "brigade").rglob("*.py")
+    if path.name != "__init__.py"
+}
 
 
-def imports(module: str) -> tuple[set[str], set[str]]:
-    """The modules of the core that one imports while it is loaded, and those that it imports later, to use them."""
-    tree = ast.parse((ROOT / "brigade" / f"{module}.py").read_text())
-    preloaded = [node for one in tree.body if getattr(one, "name", "") == "preload" for node in ast.walk(one)]
-    at_once: set[str] = set()
-    later: set[str] = set()
-    for node in ast.walk(tree):
-        names: list[str] = []
-        if node in preloaded:
-            continue
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-        found = {name.split(".")[1] for name in names if name.startswith("brigade.")} & CORE
-        (at_once if node in tree.body else later).update(found)
-    return at_once - {TABLE}, later - at_once - {TABLE}
+def imports(modules: dict[str, str]) -> dict[str, set[str]]:
+    """Return for each module, given as name and text, the modules of brigade that it imports, early or late."""
+    found = {}
+    for name, text in modules.items():
+        names = []
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Import):
+                names += [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        found[name] = {other for other in names if other in modules}
+    return found
 
 
-def picture(text: str) -> tuple[list[str], set[tuple[str, str, str]]]:
-    """The modules that a mermaid flowchart has in its boxes, and its arrows as (from, kind, to)."""
-    [chart] = re.findall(r"^```mermaid\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    modules, arrows = [], set()
-    for line in map(str.strip, chart.splitlines()):
-        if arrow := re.fullmatch(r"(\w+) (-->|-\.->) (\w+(?: & \w+)*)", line):
-            arrows |= {(arrow[1], arrow[2], to) for to in arrow[3].split(" & ")}
-        elif re.fullmatch(r"\w+", line) and line != "end":
-            modules.append(line)
-        else:
-            assert re.fullmatch(r'flowchart TB|subgraph \w+ \["[^"]*"\]|end', line), f"what is {line!r}?"
-    return modules, arrows
+def faults(modules: dict[str, str]) -> list[str]:
+    """Return the imports that point from a lower folder to a higher one, and the circles of modules."""
+    graph = imports(modules)
+    wrong = []
+    for name, others in sorted(graph.items()):
+        for other in sorted(others):
+            mine, theirs = name.split(".")[1], other.split(".")[1]
+            if mine != theirs and LEVELS[mine] <= LEVELS[theirs]:
+                wrong.append(f"{name} imports {other}")
+    while graph:
+        imported = set().union(*graph.values())
+        inside = {
+            name: others & graph.keys() for name, others in graph.items() if name in imported and others & graph.keys()
+        }
+        if len(inside) == len(graph):
+            return [*wrong, f"a circle among {', '.join(sorted(graph))}"]
+        graph = inside
+    return wrong
 
 
-def faults(text: str) -> list[str]:
-    """What the picture shows and the code has not, and the other way round."""
-    modules, arrows = picture(text)
-    code = {
-        (module, kind, to) for module in CORE for kind, others in zip(("-->", "-.->"), imports(module)) for to in others
-    }
-    return [
-        *(f"{module} is missing" for module in CORE - set(modules)),
-        *(f"{module} is no module of the core, or is there twice" for module in modules if modules.count(module) > 1),
-        *(f"there is no module {module}" for module in set(modules) - CORE),
-        *(f"{' '.join(arrow)} is not in the code" for arrow in arrows - code),
-        *(f"{' '.join(arrow)} is not in the picture" for arrow in code - arrows),
-    ]
+def test_every_folder_has_its_level():
+    assert {name.split(".")[1] for name in MODULES_OF_BRIGADE} == set(LEVELS)
 
 
-def test_the_picture_is_the_code():
-    assert faults(TEXT) == []
+def test_imports_point_from_high_folders_to_low_ones():
+    assert faults(MODULES_OF_BRIGADE) == []
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "fault"),
+    ("name", "text", "fault"),
     [
-        ("        wire\n", "", "wire is missing"),
-        ("    holding --> recording\n", "    holding --> wire\n", "holding --> wire is not in the code"),
-        ("    pacing --> recording\n", "", "pacing --> recording is not in the picture"),
-        ("ranks -.-> wire", "ranks --> wire", "ranks --> wire is not in the code"),
-        ("        traps\n", "        trap\n", "there is no module trap"),
+        ("brigade.rank.api", "from brigade.checks import plugin", "brigade.rank.api imports brigade.checks.plugin"),
+        ("brigade.lab.bench", "def f():\n    import brigade.grade.formats", "brigade.lab.bench imports brigade.grade"),
+        ("brigade.runner.wire", "from brigade.runner import ranks", "a circle among brigade.runner.ranks"),
     ],
 )
-def test_a_picture_of_other_code_is_noticed(old, new, fault):
-    assert TEXT.count(old) == 1
-    assert fault in faults(TEXT.replace(old, new))
+def test_an_import_in_the_wrong_direction_is_noticed(name, text, fault):
+    changed = MODULES_OF_BRIGADE | {name: f"{MODULES_OF_BRIGADE[name]}\n{text}\n"}
+    assert any(line.startswith(fault) for line in faults(changed))
+
+
+def test_the_picture_has_every_folder():
+    [chart] = re.findall(r"^```mermaid\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
+    assert {folder for folder in LEVELS if re.search(rf"^\s*{folder}\b", chart, re.MULTILINE)} == set(LEVELS)
 
 
 @pytest.mark.parametrize("entry", MODULES, ids=lambda entry: entry.package)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from brigade import corpus
+from brigade.lab import corpus
 
 
 def test_text_is_the_same_every_time_and_as_long_as_asked():

@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from brigade import handout
-from brigade.autograde.grading import collect
-from brigade.course import MODULES, ROOT
+from brigade.course import handout
+from brigade.course.modules import MODULES, ROOT
+from brigade.grade.grading import collect
 
 
 def text(*parts):

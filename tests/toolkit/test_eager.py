@@ -3,7 +3,7 @@
 import rank_functions as functions
 import torch
 
-from brigade.ranks import run_ranks
+from brigade.runner.ranks import run_ranks
 
 
 def test_optimizers_do_not_import_the_compiler():

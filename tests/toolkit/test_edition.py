@@ -16,8 +16,8 @@ import pytest
 from test_docs import dead_links
 from test_skeletons import PARTS
 
-from brigade.autograde.grading import grade
-from brigade.course import MODULES, ROOT
+from brigade.course.modules import MODULES, ROOT
+from brigade.grade.grading import grade
 
 FIRST = MODULES[0]
 TELLING = 60  # characters of a line; shorter ones say the same in many programs
@@ -46,7 +46,7 @@ def edition(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("brigade/secret.py", f"{lesson}/secret.py", "student/secret.md"):
         (clone / name).write_text("a secret of the maintainer's own\n")
     (clone / "lessons" / FIRST.path).write_text("# a secret, half-written\n")
-    assert typed(clone, "brigade.edition").startswith("out/student and out/student.zip hold ")
+    assert typed(clone, "brigade.course.student_edition").startswith("out/student and out/student.zip hold ")
     made = clone / "out" / "student"
     with zipfile.ZipFile(made.with_suffix(".zip")) as bundle:
         zipped = {Path(name).relative_to("student") for name in bundle.namelist() if not name.endswith("/")}
@@ -90,7 +90,7 @@ def test_no_secret_is_in_it(edition):
     assert not [name for name in found if KEPT_OUT & {*Path(name).parts}]
     assert not [name for name, text in found.items() if "secret" in name or "a secret" in text]
     assert not [name for name, text in found.items() if "Mutant(" in text]
-    assert {name for name, text in found.items() if "### BEGIN SOLUTION" in text} == {"brigade/skeletons.py"}
+    assert {name for name, text in found.items() if "### BEGIN SOLUTION" in text} == {"brigade/course/skeletons.py"}
 
 
 def test_no_answer_is_in_it(edition):
@@ -121,7 +121,7 @@ def test_what_it_imports_is_in_it(edition):
     theirs = {path.relative_to(ROOT).as_posix() for path in (ROOT / "brigade").rglob("*.py")}
     assert len(files & theirs) > 20
     left_out = files & theirs - {*found}
-    assert {name for name in left_out if not name.startswith("brigade/autograde/")} == set()
+    assert {name for name in left_out if not name.startswith("brigade/grade/")} == set()
 
 
 def test_links_lead_somewhere(edition):
@@ -140,7 +140,7 @@ def test_targets_of_make_and_commands_of_the_readme_exist(edition):
     lines = [line.partition("#")[0].split() for block in blocks for line in block.splitlines()]
     commands = [words[1:] for words in lines if words[0] == "brigade"]
     assert len(commands) > 5
-    program = f"from brigade import cli\nfor words in {commands}: cli.parser().parse_args(words)"
+    program = f"from brigade.cli import main as cli\nfor words in {commands}: cli.parser().parse_args(words)"
     subprocess.run([sys.executable, "-c", program], cwd=edition, env=at_home(edition), check=True)
     for words in lines:
         assert words[0] in ("brigade", "make", "source", "python"), words
@@ -180,7 +180,7 @@ def test_what_needs_solutions_says_in_one_sentence_that_there_are_none(edition):
         "grade --submission lessons",
         "skeletons --check",
     ]
-    program = f"from brigade import cli\nassert all(cli.main(one.split()) == 2 for one in {commands})"
+    program = f"from brigade.cli import main as cli\nassert all(cli.main(one.split()) == 2 for one in {commands})"
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=edition, env=at_home(edition), capture_output=True, text=True
     )

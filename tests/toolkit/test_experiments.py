@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from brigade.course import MODULES, ROOT
-from brigade.skeletons import skeleton
+from brigade.course.modules import MODULES, ROOT
+from brigade.course.skeletons import skeleton
 
 MODULE_FILES = {entry.path for entry in MODULES}
 SCRIPTS = [

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from brigade.evidence import Evidence, left_over, miscounted
-from brigade.feedback import (
+from brigade.checks.diagnose.evidence import Evidence, left_over, miscounted
+from brigade.checks.expectations import (
     CheckFailed,
     expect,
     expect_equal,
@@ -20,7 +20,7 @@ from brigade.feedback import (
     format_distinct,
     listing,
 )
-from brigade.reference import Case
+from brigade.checks.reference import Case
 
 Tensors = dict[str, "Tensor | None"]
 

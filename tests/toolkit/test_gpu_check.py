@@ -8,10 +8,10 @@ import time
 import pytest
 import torch
 
-from brigade.course import MODULES, ROOT, module
+from brigade.course.modules import MODULES, ROOT, module
 from brigade.lab import gpu_check, ladder
 from brigade.lab.gpu_check import Found, Plan, Ran, Stage
-from brigade.models import Size
+from brigade.lab.models import Size
 
 TINY = ladder.Workload(
     size=Size(d_model=16, d_ff=32, layers=1, heads=2, vocabulary=256), batch_size=4, time=8, rounds=2, warmup=0
@@ -26,7 +26,7 @@ def test_the_sample_has_two_mutants_of_each_module(entry):
 
 def test_without_rich_and_matplotlib_it_can_be_imported():
     program = "import sys; sys.modules['rich'] = sys.modules['matplotlib'] = sys.modules['numpy'] = None\n"
-    program += "import brigade.lab.gpu_check, brigade.lab.ladder, brigade.kernels"
+    program += "import brigade.lab.gpu_check, brigade.lab.ladder, brigade.rank.kernels"
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=60)
 
 

@@ -15,10 +15,11 @@ import psutil
 import pytest
 from mutants.m01_naive_ddp import MUTANTS
 
-from brigade import cli, ranks
-from brigade.autograde import command, formats, grading
-from brigade.autograde.outcome import UNFINISHED, Grading, Outcome, nothing_yet
-from brigade.course import MODULES, ROOT, CourseError
+from brigade.cli import main as cli
+from brigade.course.modules import MODULES, ROOT, CourseError
+from brigade.grade import command, formats, grading
+from brigade.grade.outcome import UNFINISHED, Grading, Outcome, nothing_yet
+from brigade.runner import ranks
 
 INTEGER, NUMBER, TEXT = {"type": "integer", "minimum": 0}, {"type": "number", "minimum": 0}, {"type": "string"}
 LINE = TEXT | {"minLength": 1, "pattern": r"^[^\n]*$"}
@@ -700,5 +701,5 @@ def test_an_interrupt_waits_for_the_end_of_an_import():
 
 
 def test_the_first_results_do_not_wait_for_torch():
-    program = "import sys, brigade.cli, brigade.autograde.command; assert 'torch' not in sys.modules"
+    program = "import sys, brigade.cli.main, brigade.grade.command; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)

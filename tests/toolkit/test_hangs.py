@@ -6,9 +6,9 @@ import psutil
 import pytest
 from test_mutants import checks, with_text
 
-from brigade import ranks
-from brigade.course import MODULES, ROOT
-from brigade.verdict import CheckFailed
+from brigade.checks.verdict import CheckFailed
+from brigade.course.modules import MODULES, ROOT
+from brigade.runner import ranks
 
 MODULE_3 = MODULES[2]
 LAUNCH = "handle = dist.all_reduce(parameter.grad, group=self.process_group, async_op=True)"

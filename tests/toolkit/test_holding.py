@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from brigade.holding import HoldingGroup, filler
-from brigade.ranks import RankFailure, run_ranks
-from brigade.recording import Recorder, RecordingGroup
-from brigade.wire import encode
+from brigade.rank.recording import Recorder, RecordingGroup
+from brigade.rank.strict import HoldingGroup, filler
+from brigade.runner.ranks import RankFailure, run_ranks
+from brigade.runner.wire import encode
 
 WORLD = 3
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64)

@@ -28,13 +28,13 @@ import pytest
 import rank_functions as functions
 import torch
 
-from brigade import isolation, ranks
-from brigade.autograde import formats, grading, incoming
-from brigade.autograde.outcome import Grading, nothing_yet
-from brigade.course import MODULES, ROOT, CourseError
-from brigade.plugin import Checked
-from brigade.reference import Case
-from brigade.submission import read
+from brigade.checks.plugin import Checked
+from brigade.checks.reference import Case
+from brigade.course.modules import MODULES, ROOT, CourseError
+from brigade.course.submission import read
+from brigade.grade import formats, grading, incoming
+from brigade.grade.outcome import Grading, nothing_yet
+from brigade.runner import ranks, sandbox
 from scenarios import training
 
 CASES = hostile.every_case()
@@ -53,10 +53,10 @@ def user() -> Iterator[int]:
     os.environ["COURSE_SECRET"] = "the grader's own secret"
     ranks.SERVER.close()
     try:
-        with isolation.free_user() as uid:
-            isolation.close_off(ROOT / name for name in isolation.SECRETS)
-            ranks.SERVER.jail = isolation.Jail(uid)
-            [found] = ranks.run_ranks(isolation.look_around, world_size=1)
+        with sandbox.free_user() as uid:
+            sandbox.close_off(ROOT / name for name in sandbox.SECRETS)
+            ranks.SERVER.jail = sandbox.Jail(uid)
+            [found] = ranks.run_ranks(sandbox.look_around, world_size=1)
             assert found["uid"] == uid and found["secrets"] == []
             yield uid
     finally:
@@ -129,7 +129,7 @@ def processes_of(uid: int) -> list[psutil.Process]:
 
 def files_of(uid: int) -> list[str]:
     found = []
-    for place in isolation.PRIVATE_DIRECTORIES:
+    for place in sandbox.PRIVATE_DIRECTORIES:
         for entry in os.scandir(place) if os.path.isdir(place) else ():
             with contextlib.suppress(FileNotFoundError):
                 if entry.stat(follow_symlinks=False).st_uid == uid:
@@ -158,7 +158,7 @@ def submission(tmp_path: Path) -> Iterator[Path]:
     directory = tmp_path / "submission"
     directory.mkdir()
     yield directory
-    isolation.remove(directory)  # some are too deep for pytest to remove
+    sandbox.remove(directory)  # some are too deep for pytest to remove
 
 
 def expect_fair(case: hostile.Hostile, directory: Path, uid: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,7 +305,7 @@ if signal.SIGKILL not in ended: raise SystemExit(f"there is no limit: {ended}")
 
 def test_all_processes_of_a_grading_share_one_limit_on_memory(user, submission, monkeypatch):
     """Each stays within the limit of one process; the kernel ends some if together they exceed the grading's limit."""
-    [found] = ranks.run_ranks(isolation.look_around, world_size=1)
+    [found] = ranks.run_ranks(sandbox.look_around, world_size=1)
     if not found["is_grouped"]:
         pytest.skip("no control groups can be made here")
     monkeypatch.setattr(ranks.SERVER, "jail", dataclasses.replace(ranks.SERVER.jail, together=1 << 30))
@@ -406,7 +406,7 @@ def test_a_grader_that_is_killed_takes_the_submission_along(submission, tmp_path
             time.sleep(0.02)
             with contextlib.suppress(psutil.NoSuchProcess):
                 found = {p.uids().real for p in psutil.Process(process.pid).children(recursive=True)} - others
-                users = {uid for uid in found if uid >= isolation.FIRST_UID}
+                users = {uid for uid in found if uid >= sandbox.FIRST_UID}
         time.sleep(0.3)
     finally:
         process.kill()
@@ -445,7 +445,7 @@ def bare(user: int) -> Iterator[None]:
         ranks.SERVER.close()
         ranks.SERVER.start()
     assert list(ranks.run_ranks(functions.mounts, world_size=1)) == [Path("/proc/self/mounts").read_text()]
-    [found] = ranks.run_ranks(isolation.look_around, world_size=1)
+    [found] = ranks.run_ranks(sandbox.look_around, world_size=1)
     assert found["uid"] == user and found["secrets"] == []
     yield
     ranks.SERVER.close()

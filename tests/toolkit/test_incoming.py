@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from brigade import isolation
-from brigade.autograde import incoming
-from brigade.course import MODULES, CourseError
-from brigade.submission import find
+from brigade.course.modules import MODULES, CourseError
+from brigade.course.submission import find
+from brigade.grade import incoming
+from brigade.runner import sandbox
 
 FIRST, SECOND = MODULES[:2]
 LESSONS = {entry.path.as_posix(): f"own {entry.number}" for entry in MODULES}
@@ -298,7 +298,7 @@ def test_a_tree_1500_levels_deep_costs_only_what_is_there(tmp_path):
     started = time.monotonic()
     files, (modules, _) = incoming.walk(tmp_path), taken(tmp_path)
     seconds = time.monotonic() - started
-    isolation.remove(tmp_path / "d")  # it is too deep for pytest to remove
+    sandbox.remove(tmp_path / "d")  # it is too deep for pytest to remove
     assert files == [f"{place}/{FIRST.path.name}"] and incoming.best_place(files) == place
     assert modules == {1: "own 1"}
     assert seconds < 10, "seconds; 0.1 on a machine that does nothing else"

@@ -1,4 +1,4 @@
-"""The locks of `isolation.py`, each by itself; `test_hostile.py` tries them with submissions, as root."""
+"""The locks of `sandbox.py`, each by itself; `test_hostile.py` tries them with submissions, as root."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from brigade import isolation
-from brigade.course import ROOT, CourseError, results_file
+from brigade.course.modules import ROOT, CourseError, results_file
+from brigade.runner import sandbox
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="a lock of Linux")
 EPERM, ENOSYS = 1, 38
@@ -35,8 +35,8 @@ def in_a_child(work: Callable[[], bool]) -> bool:
 
 
 def filtered() -> ctypes.CDLL:
-    isolation.prctl(isolation.PR_SET_NO_NEW_PRIVS, 1)
-    assert isolation.filter_system_calls()
+    sandbox.prctl(sandbox.PR_SET_NO_NEW_PRIVS, 1)
+    assert sandbox.filter_system_calls()
     return ctypes.CDLL(None, use_errno=True)
 
 
@@ -49,7 +49,7 @@ def refused(libc: ctypes.CDLL, number: int, *arguments: int) -> int:
 @pytest.fixture(scope="module")
 def machine() -> tuple:
     """Return the row of this machine in MACHINES; skip if no filter can be set."""
-    found = isolation.MACHINES.get(os.uname().machine)
+    found = sandbox.MACHINES.get(os.uname().machine)
     if sys.platform != "linux" or found is None or not in_a_child(lambda: bool(filtered())):
         pytest.skip("no filter of system calls here")
     return found
@@ -119,7 +119,7 @@ def test_the_filter_survives_a_program(machine):
     assert in_a_child(work)
 
 
-@pytest.mark.parametrize("name", sorted(isolation.MACHINES))
+@pytest.mark.parametrize("name", sorted(sandbox.MACHINES))
 def test_the_numbers_are_the_kernels(name):
     """The kernel's headers give the same numbers, if they are installed."""
     places = {"x86_64": ["/usr/include/x86_64-linux-gnu/asm/unistd_64.h", "/usr/include/asm/unistd_64.h"]}
@@ -134,14 +134,14 @@ def test_the_numbers_are_the_kernels(name):
         "shmget", "shmat", "shmctl", "msgget", "msgsnd", "msgrcv", "msgctl", "semget", "semop", "semtimedop", "semctl",
         "mq_open", "unshare", "setns", "ptrace", "process_vm_readv", "process_vm_writev",
     ]  # fmt: skip
-    _, seccomp, clone, clone3, calls = isolation.MACHINES[name]
+    _, seccomp, clone, clone3, calls = sandbox.MACHINES[name]
     assert calls == tuple(numbers[word] for word in refused)
     assert (seccomp, clone, clone3) == tuple(numbers[word] for word in ("seccomp", "clone", "clone3"))
 
 
 def test_an_unknown_machine_has_no_filter(monkeypatch):
-    monkeypatch.setattr(isolation, "MACHINES", {})
-    assert not isolation.filter_system_calls()
+    monkeypatch.setattr(sandbox, "MACHINES", {})
+    assert not sandbox.filter_system_calls()
 
 
 # ---- control groups
@@ -152,7 +152,7 @@ class Kernel:
 
     def __init__(self, top: Path, monkeypatch: pytest.MonkeyPatch, own: str):
         self.top = top
-        monkeypatch.setattr(isolation, "CONTROL_GROUPS", top)
+        monkeypatch.setattr(sandbox, "CONTROL_GROUPS", top)
         read = Path.read_text
         monkeypatch.setattr(
             Path, "read_text", lambda path, *a, **k: own if str(path) == "/proc/self/cgroup" else read(path, *a, **k)
@@ -177,9 +177,9 @@ def test_in_version_2_the_group_is_in_the_nearest_that_divides_memory(tmp_path, 
     kernel.add("user.slice", subtree_control="memory pids\n")
     kernel.add("user.slice/session-3.scope", subtree_control="\n")
     group = tmp_path / "user.slice" / "brigade-64163"
-    assert isolation.control_groups(64163) == [group]
+    assert sandbox.control_groups(64163) == [group]
     kernel.add("user.slice/brigade-64163", "memory.max", "memory.swap.max", "cgroup.procs")
-    assert isolation.join_groups(JAIL)
+    assert sandbox.join_groups(JAIL)
     found = {name: (group / name).read_text() for name in ("memory.max", "memory.swap.max", "cgroup.procs")}
     assert found == {"memory.max": str(5 << 20), "memory.swap.max": "0", "cgroup.procs": str(os.getpid())}
 
@@ -190,10 +190,10 @@ def test_in_version_1_the_groups_are_below_ours(tmp_path, monkeypatch):
     kernel.add("memory/slice")
     kernel.add("cpu")
     groups = [tmp_path / "memory" / "slice" / "brigade-64163", tmp_path / "cpu" / "brigade-64163"]
-    assert isolation.control_groups(64163) == groups
+    assert sandbox.control_groups(64163) == groups
     kernel.add("memory/slice/brigade-64163", "memory.limit_in_bytes", "cgroup.procs")
     kernel.add("cpu/brigade-64163", "cgroup.procs")
-    assert isolation.join_groups(JAIL)
+    assert sandbox.join_groups(JAIL)
     assert (groups[0] / "memory.limit_in_bytes").read_text() == str(5 << 20)
     assert [(group / "cgroup.procs").read_text() for group in groups] == [str(os.getpid())] * 2
 
@@ -203,8 +203,8 @@ def test_without_control_groups_nothing_is_written(own, tmp_path, monkeypatch):
     """There may be no version, no memory to divide, or paths that belong outside the container."""
     Kernel(tmp_path, monkeypatch, own).add("", subtree_control="\n")
     before = sorted(tmp_path.rglob("*"))
-    assert isolation.control_groups(64163) == [] and not isolation.join_groups(JAIL)
-    isolation.leave_groups(64163)
+    assert sandbox.control_groups(64163) == [] and not sandbox.join_groups(JAIL)
+    sandbox.leave_groups(64163)
     assert sorted(tmp_path.rglob("*")) == before
 
 

@@ -3,8 +3,8 @@
 import pytest
 from test_m06_coalesced import expect_kernels
 
-from brigade.kernels import nccl_kernels
-from brigade.verdict import CheckFailed
+from brigade.checks.verdict import CheckFailed
+from brigade.rank.kernels import nccl_kernels
 
 NEW = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"  # NCCL 2.19 and later
 GENERIC = "ncclDevKernel_Generic_1(ncclDevKernelArgsStorage<4096ul>)"

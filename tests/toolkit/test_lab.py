@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from brigade.course import MODULES, module
+from brigade.course.modules import MODULES, module
 from brigade.lab import demo, ladder, plots
-from brigade.models import Size, TinyLM
+from brigade.lab.models import Size, TinyLM
 
 SIZE = Size(d_model=16, d_ff=32, layers=1, heads=2, vocabulary=256)
 WORKLOAD = ladder.Workload(size=SIZE, batch_size=4, time=8, rounds=2, warmup=0)

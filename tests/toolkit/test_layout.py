@@ -8,8 +8,8 @@ import time
 import pytest
 import torch
 
-from brigade.models import tiny_lm
-from brigade.submission import install, read
+from brigade.course.submission import install, read
+from brigade.lab.models import tiny_lm
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import types
 
 import pytest
 
-from brigade import locks
+from brigade.rank import locks
 
 
 class Holder:
@@ -27,7 +27,7 @@ def trusted(monkeypatch):
 
 def as_stranger(source, **names):
     """Run code in its own namespace."""
-    exec(source, namespace := {"__name__": "brigade.recording", **names})
+    exec(source, namespace := {"__name__": "brigade.rank.recording", **names})
     return namespace.get("found")
 
 
@@ -93,7 +93,7 @@ def test_reserved_functions_refuse_with_a_sentence(trusted):
 def test_code_of_a_module_is_known_by_its_objects():
     code = locks.CodeOf(locks)
     with pytest.raises(ModuleNotFoundError, match="belongs to the grader") as error:
-        locks.NotForSubmissions({"brigade"}).find_spec("brigade.recording")
+        locks.NotForSubmissions({"brigade"}).find_spec("brigade.rank.recording")
     assert error.tb.tb_next.tb_frame in code
     assert sys._getframe() not in code
     equal = {}

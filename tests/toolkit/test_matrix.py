@@ -9,7 +9,7 @@ import matrix
 import pytest
 from matrix import PAIRS, Pair, pair_of
 
-from brigade.course import ROOT
+from brigade.course.modules import ROOT
 
 
 def run(monkeypatch, *arguments: str) -> int:

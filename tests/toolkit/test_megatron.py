@@ -12,7 +12,7 @@ import subprocess
 import pytest
 from test_prose import SECTION
 
-from brigade.course import MODULES
+from brigade.course.modules import MODULES
 from brigade.lab import claimed
 
 COMMIT = "d98e8a64ddf34856e74b24714e3bedb2f5a39553"  # 2026-08-22

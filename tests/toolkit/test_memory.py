@@ -8,9 +8,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from brigade.course import CourseError
-from brigade.lab import kept, memory
-from brigade.models import Size, TinyLM
+from brigade.course.modules import CourseError
+from brigade.lab import memory, memory_accounting
+from brigade.lab.models import Size, TinyLM
 
 SIZE = Size(d_model=64, d_ff=128, layers=2, heads=2, vocabulary=256)
 PARAMETERS = list(TinyLM(SIZE).parameters())
@@ -30,8 +30,8 @@ def counted():
 def test_a_block_of_memory_is_counted_once_and_whole():
     whole = torch.zeros(100)
     seen = set()
-    assert kept.new_bytes([whole[:10], None, whole.view(10, 10), 3], seen) == 400
-    assert kept.new_bytes([whole, torch.zeros(2)], seen) == 8
+    assert memory_accounting.new_bytes([whole[:10], None, whole.view(10, 10), 3], seen) == 400
+    assert memory_accounting.new_bytes([whole, torch.zeros(2)], seen) == 8
 
 
 def test_every_case_is_counted_on_every_number_of_ranks(counted):

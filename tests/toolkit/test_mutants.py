@@ -7,10 +7,10 @@ import re
 import pytest
 from alternatives.variants import VARIANTS
 
-from brigade.course import MODULES, ROOT
-from brigade.plugin import Checked
-from brigade.submission import read
-from brigade.verdict import CheckFailed, NotWritten
+from brigade.checks.plugin import Checked
+from brigade.checks.verdict import CheckFailed, NotWritten
+from brigade.course.modules import MODULES, ROOT
+from brigade.course.submission import read
 
 WRAPPERS = [entry for entry in MODULES if entry.public[-1].endswith("DDP")]
 

@@ -18,7 +18,7 @@ import psutil
 import pytest
 from nbclient import NotebookClient
 
-from brigade.course import MODULES, ROOT
+from brigade.course.modules import MODULES, ROOT
 from brigade.events import launches
 from brigade.lab.notebook import Ranks, RanksError, show, start_ranks
 

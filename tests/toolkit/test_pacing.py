@@ -9,11 +9,11 @@ import pytest
 import rank_functions as functions
 import torch
 
-from brigade.course import MODULES, REFERENCE, module
-from brigade.pacing import Link, Pace, sent_bytes
-from brigade.ranks import RankFailure, run_ranks
-from brigade.submission import read
-from brigade.wire import encode
+from brigade.course.modules import MODULES, REFERENCE, module
+from brigade.course.submission import read
+from brigade.rank.emulated_link import Link, Pace, sent_bytes
+from brigade.runner.ranks import RankFailure, run_ranks
+from brigade.runner.wire import encode
 
 LINK = Link(latency_s=1e-3, bytes_per_s=1e6)
 

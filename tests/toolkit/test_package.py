@@ -17,9 +17,10 @@ import pytest
 from mutants import m02_flat_ddp as mistakes
 from packaging.requirements import Requirement
 
-from brigade import cli, isolation
-from brigade.autograde import package
-from brigade.course import MODULES, ROOT
+from brigade.cli import main as cli
+from brigade.course.modules import MODULES, ROOT
+from brigade.grade import package
+from brigade.runner import sandbox
 
 OPTIONS = ["--modules", "1-2", "--seed", "7"]
 PR_CAPBSET_DROP, CAP_SYS_ADMIN = 24, 21
@@ -103,12 +104,12 @@ def started(gradescope, **options):
 
 def open_up(directories):
     """Everybody may enter these directories now, as far as this process and what it starts can see."""
-    for closed in {place for path in directories for place in isolation.closed_ancestors(path)}:
-        handles = {path: os.open(path, os.O_PATH) for path in directories if isolation.below(path, closed)}
-        isolation.mount("tmpfs", closed, "tmpfs", 0, "mode=755")
+    for closed in {place for path in directories for place in sandbox.closed_ancestors(path)}:
+        handles = {path: os.open(path, os.O_PATH) for path in directories if sandbox.below(path, closed)}
+        sandbox.mount("tmpfs", closed, "tmpfs", 0, "mode=755")
         for path, handle in handles.items():
             os.makedirs(path, exist_ok=True)
-            isolation.mount(f"/proc/self/fd/{handle}", path, "", isolation.MS_BIND, "")
+            sandbox.mount(f"/proc/self/fd/{handle}", path, "", sandbox.MS_BIND, "")
 
 
 def solution(number):
@@ -228,9 +229,9 @@ def test_a_container_without_mounts_is_isolated_by_permissions(gradescope):
     (submission / MODULES[0].path.name).write_text(solution(1) + NOSY.format(root=str(gradescope)))
 
     def like_a_container():
-        if isolation.unshare_mounts():
+        if sandbox.unshare_mounts():
             open_up((sys.prefix, sys.base_prefix))
-        isolation.prctl(PR_CAPBSET_DROP, CAP_SYS_ADMIN)
+        sandbox.prctl(PR_CAPBSET_DROP, CAP_SYS_ADMIN)
 
     process = started(gradescope, preexec_fn=like_a_container)
     output, _ = process.communicate(timeout=120)

@@ -11,14 +11,14 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from brigade import cli
-from brigade.course import ROOT, CourseError
+from brigade.cli import main as cli
+from brigade.course.modules import ROOT, CourseError
 from brigade.events import launches
-from brigade.lab import ladder, memory, plan, programs, validate
-from brigade.lab.setting import OPTIMIZERS, Machine, Setting
-from brigade.models import SIZES, Size
-from brigade.pacing import Link, Pace
-from brigade.ranks import run_ranks
+from brigade.lab import ladder, memory, plan, schedules, validate
+from brigade.lab.models import SIZES, Size
+from brigade.lab.plan_config import OPTIMIZERS, Machine, Setting
+from brigade.rank.emulated_link import Link, Pace
+from brigade.runner.ranks import run_ranks
 
 SIZE = Size(d_model=64, d_ff=128, layers=2, heads=2, vocabulary=256)
 BUCKET_MB = 0.1
@@ -148,7 +148,7 @@ def test_the_ranks_launch_and_send_what_is_planned(climbed):
 
 def test_the_sharded_optimizer_launches_what_is_planned():
     [rung] = [one for one in plan.rungs() if one.label == "8 ShardedOptimizer"]
-    program = programs.program_of(rung, setting_of_small(OPTIMIZERS["adamw"]))
+    program = schedules.program_of(rung, setting_of_small(OPTIMIZERS["adamw"]))
     case = asdict(rung) | {"dtype": "float32"}
     results = run_ranks(
         memory.count_all, asdict(SIZE), [case], world_size=2, packages={"submission": ladder.reference()}
@@ -159,7 +159,7 @@ def test_the_sharded_optimizer_launches_what_is_planned():
 
 def test_what_a_rank_keeps_is_what_is_counted():
     for one in memory.measure(SIZE, (2,)):
-        if not programs.with_rules([one.case.rung]):
+        if not schedules.with_rules([one.case.rung]):
             continue
         dtype = {"float32": "fp32", "bfloat16": "bf16"}[one.case.dtype]
         setting = setting_of_small(OPTIMIZERS["adamw"], memory.BUCKET_MB, dtype)
@@ -182,7 +182,7 @@ def test_the_formulas_of_zero_hold_for_large_models():
 
 
 def test_a_module_without_a_rule_is_not_planned(monkeypatch, capsys):
-    monkeypatch.delitem(programs.RULES, ("BucketedDDP", None))
+    monkeypatch.delitem(schedules.RULES, ("BucketedDDP", None))
     assert set(planned(two_parameters(), LINK)) == set(BY_HAND) - {"4 BucketedDDP"}
     assert cli.main(["plan", "--model", "tiny"]) == 0
     assert "not planned: 4 BucketedDDP, for want of a rule" in " ".join(capsys.readouterr().out.split())
@@ -266,7 +266,7 @@ def test_a_ladder_is_compared_with_its_plan(climbed):
     assert {point.label for point in points} == {*BY_HAND} - {"8 ShardedOptimizer"}
     assert all(point.measured_ms == climbed.rung(point.label).median_ms for point in points)
     setting = validate.setting_of(climbed, validate.Overheads(1e10, 0.0, 0.0, 0.0))
-    alone_s = programs.simulate(programs.program_of(ladder.COMPUTATION, setting), climbed.link)
+    alone_s = schedules.simulate(schedules.program_of(ladder.COMPUTATION, setting), climbed.link)
     assert 1e3 * alone_s == pytest.approx(climbed.computation.median_ms)
     console = Console(width=80, record=True, file=io.StringIO())
     console.print(validate.validation_table(points))

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from brigade import recording
-from brigade.ranks import loopback_interface, run_ranks
+from brigade.rank import recording
+from brigade.runner.ranks import loopback_interface, run_ranks
 
 COALESCE = "coalesce in solutions/m06_coalesced/coalesced.py needs "
 
@@ -57,7 +57,7 @@ def test_one_of_both_names_exists(name):
 def test_options_of_gloo(interfaces, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", interfaces)
     options = recording.gloo_options(timedelta(seconds=7))
-    needs = "gloo_options in brigade/recording.py needs "
+    needs = "gloo_options in brigade/rank/recording.py needs "
     assert options._timeout == timedelta(seconds=7) and options._threads == 1, needs + "_timeout and _threads"
     assert len(options._devices) == 1, needs + "_devices, from create_device and create_default_device"
     group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, options)

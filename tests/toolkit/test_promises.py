@@ -7,7 +7,7 @@ import promises
 import pytest
 from promises import at_most, ladder_promises, left_promise
 
-from brigade.course import ROOT
+from brigade.course.modules import ROOT
 from brigade.lab.bench import Bench
 from brigade.lab.ladder import TORCH_DDP, TORCH_ZERO, Ladder, Measured, Workload, course_rungs
 

@@ -17,11 +17,11 @@ import pytest
 import torch
 from test_commands import documents, markdown
 
-from brigade import ranks
-from brigade.autograde import similarity
-from brigade.cli import parser
-from brigade.course import MODULES, ROOT
+from brigade.cli.main import parser
+from brigade.course.modules import MODULES, ROOT
+from brigade.grade import similarity
 from brigade.lab import gpu_check, links, plan
+from brigade.runner import ranks
 
 PLACES = ("brigade", "docs", "lessons", "notebooks", "slurm", "solutions", "tests")
 GENERATED = ("docs/gpu_report.md",)  # not there until somebody makes it
@@ -141,8 +141,8 @@ def test_what_is_named_is_there(document):
 def test_what_is_not_there_is_found():
     assert missing_file("brigade/rang.py") and missing_file("lessons/mNN_*/READ.md") and missing_file("tests/tool")
     assert not missing_file("tests/toolkit/") and not missing_file("lessons/mNN_*/README.md")
-    assert missing_name("brigade.ranks.run_rank") and missing_name("torch.distributed.all_reduces(x)")
-    assert not missing_name("brigade.ranks.run_ranks(f)") and not missing_name("torch.nn.utils.clip_grad_norm_")
+    assert missing_name("brigade.runner.ranks.run_rank") and missing_name("torch.distributed.all_reduces(x)")
+    assert not missing_name("brigade.runner.ranks.run_ranks(f)") and not missing_name("torch.nn.utils.clip_grad_norm_")
 
 
 def test_files_named_in_the_code_are_there():
@@ -215,7 +215,7 @@ def default(command: str, option: str):
     return getattr(parser().parse_args([command, *needed.get(command, [])]), option)
 
 
-LIMIT = re.search(r"--limit (\d+)", (ROOT / "brigade/autograde/gradescope/run_autograder").read_text())[1]
+LIMIT = re.search(r"--limit (\d+)", (ROOT / "brigade/grade/gradescope/run_autograder").read_text())[1]
 FIGURES = {
     r"`--deadline`, (\d+) s by default": ranks.DEADLINE_S["nccl"],
     r"(\d+) s with gloo, \d+ s with NCCL": ranks.DEADLINE_S["gloo"],

@@ -24,9 +24,9 @@ import pytest
 import rank_functions as functions
 import torch.multiprocessing
 
-from brigade import ranks
-from brigade.course import ROOT, CourseError
-from brigade.ranks import SERVER, PerRank, RankFailure, run_ranks
+from brigade.course.modules import ROOT, CourseError
+from brigade.runner import ranks
+from brigade.runner.ranks import SERVER, PerRank, RankFailure, run_ranks
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc, or a child subreaper")
 
@@ -183,7 +183,7 @@ def test_an_exception_is_shown_with_the_frames_that_are_the_users():
 
 
 def test_no_frame_of_the_toolkit_is_shown():
-    own = {path.name for path in (ROOT / "brigade").glob("*.py")} - {"__init__.py"}
+    own = {path.name for path in (ROOT / "brigade").rglob("*.py")} - {"__init__.py"}
     for failure in (failure_of(functions.fail_in_a_collective), failure_of(functions.give_back, "object")):
         shown = [line.strip().partition(",")[0] for line in failure.lines]
         assert not own & set(shown)
@@ -406,7 +406,7 @@ def test_nccl_needs_a_gpu_for_each_rank_unless_they_share(monkeypatch):
 
 PARENT = """
 import rank_functions
-from brigade import ranks
+from brigade.runner import ranks
 
 def show(rank, event):
     if event["kind"] == "pid":
@@ -420,7 +420,7 @@ ranks.run_ranks(rank_functions.forever, on_event=show, deadline=60)
 TWICE = """
 import sys
 import rank_functions
-from brigade.ranks import run_ranks
+from brigade.runner.ranks import run_ranks
 
 run_ranks(rank_functions.reduce_once)
 print("ready", flush=True)
@@ -431,7 +431,7 @@ for _ in range(5):
 
 YOUNG = """
 import os, time
-from brigade.forkserver import kill
+from brigade.rank.fork_server import kill
 
 pid = os.fork()
 if pid == 0:

@@ -8,9 +8,9 @@ import pytest
 import rank_functions as functions
 import torch
 
-from brigade import recording
 from brigade.events import launches, ready, summary
-from brigade.ranks import Event, RankFailure, run_ranks
+from brigade.rank import recording
+from brigade.runner.ranks import Event, RankFailure, run_ranks
 
 FIELDS = ("op", "dtype", "numel", "nbytes", "parts", "sync", "reduce_op", "root")
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from brigade import traps
-from brigade.ranks import PerRank
-from brigade.reference import OPTIMIZERS, Case, different_sizes, gradients_of, loss_of
-from brigade.traps import TRAPS
-from brigade.wire import encode
+from brigade.checks import edge_case_models
+from brigade.checks.edge_case_models import TRAPS
+from brigade.checks.reference import OPTIMIZERS, Case, different_sizes, gradients_of, loss_of
+from brigade.runner.ranks import PerRank
+from brigade.runner.wire import encode
 
 SIZES = [7, 11, 13, 5]
 every_trap = pytest.mark.parametrize("name", TRAPS)
@@ -24,7 +24,7 @@ def case(model: str, world_size: int, seed: int = 0, **options: Any) -> Case:
 
 
 def model_of(problem: Case, rank: int) -> torch.nn.Module:
-    return traps.build(problem.model, problem.sizes, problem.states[rank], problem.dtype)
+    return edge_case_models.build(problem.model, problem.sizes, problem.states[rank], problem.dtype)
 
 
 def concatenated(batches: list[dict]) -> dict:
@@ -283,11 +283,11 @@ def test_a_model_is_rebuilt_from_its_state(name, dtype):
     model = trap(name)
     if dtype is not None:
         model.to(dtype)
-    state = traps.state_of(model)
+    state = edge_case_models.state_of(model)
     torch.manual_seed(1)
-    again = traps.build(name, SIZES, state, dtype)
-    assert encode(traps.state_of(again)) == encode(state)
+    again = edge_case_models.build(name, SIZES, state, dtype)
+    assert encode(edge_case_models.state_of(again)) == encode(state)
     assert [p.stride() for p in again.parameters()] == [p.stride() for p in model.parameters()]
     assert all(not value.requires_grad for value in state.values())
     next(iter(state.values())).fill_(3.0)
-    assert encode(traps.state_of(again)) != encode(state), "a state is a copy"
+    assert encode(edge_case_models.state_of(again)) != encode(state), "a state is a copy"

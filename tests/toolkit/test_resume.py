@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from brigade import ranks
-from brigade.rank import student
-from brigade.submission import read
+from brigade.course.submission import read
+from brigade.rank.api import student
+from brigade.runner import ranks
 
 STEPS, KILLED_AT = 12, 7
 BATCH = 12  # examples in a step, divided among the ranks

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import rank_functions as functions
 
-from brigade import handout, skeletons
-from brigade.course import MODULES, ROOT, CourseError
-from brigade.ranks import run_ranks
-from brigade.submission import read
+from brigade.course import handout, skeletons
+from brigade.course.modules import MODULES, ROOT, CourseError
+from brigade.course.submission import read
+from brigade.runner.ranks import run_ranks
 
 every_module = pytest.mark.parametrize("entry", MODULES, ids=lambda entry: entry.package)
 PARTS = re.compile(r"### BEGIN SOLUTION (part \(\w\))\n(.*?)### END SOLUTION", re.DOTALL)

@@ -10,9 +10,10 @@ import hostile
 import pytest
 from hostile.watched import WATCHED
 
-from brigade.autograde import classroom, formats, incoming
-from brigade.autograde.outcome import Grading, Outcome
-from brigade.autograde.static_look import (
+from brigade.course.modules import MODULES, ROOT, CourseError
+from brigade.grade import classroom, formats, incoming
+from brigade.grade.outcome import Grading, Outcome
+from brigade.grade.static_look import (
     HEADING,
     MOST_FINDINGS,
     MOST_NODES,
@@ -20,7 +21,6 @@ from brigade.autograde.static_look import (
     look,
     look_at,
 )
-from brigade.course import MODULES, ROOT, CourseError
 
 FILE = "m01_naive_ddp/naive_ddp.py"
 
@@ -117,8 +117,8 @@ LISTED = {
     "__import__": ("__import__('os')", "__import__"),
     "pickle": ("import pickle", "pickle"),
     "files": ("open('x')", "open"),
-    "the toolkit": ("import brigade.rank as r", "brigade"),
-    "the toolkit in sys.modules": ("x = modules['brigade.rank']", "brigade.rank"),
+    "the toolkit": ("import brigade.rank.main as r", "brigade"),
+    "the toolkit in sys.modules": ("x = modules['brigade.rank.main']", "brigade.rank.main"),
     "the scenarios": ("from ..scenarios import training", "..scenarios"),
     "a package outside": ("from ...brigade import rank", "...brigade"),
     "the inner group": ("g = process_group._inner", "_inner"),

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import rank_functions as functions
 
-from brigade.course import MODULES, ROOT, CourseError, module
-from brigade.ranks import RankFailure, run_ranks
-from brigade.submission import MAX_SOURCE_BYTES, directory, install, read, sealed
+from brigade.course.modules import MODULES, ROOT, CourseError, module
+from brigade.course.submission import MAX_SOURCE_BYTES, directory, install, read, sealed
+from brigade.runner.ranks import RankFailure, run_ranks
 
 FIRST, SECOND, THIRD = MODULES[:3]
 NAIVE = "m01_naive_ddp.naive_ddp"
@@ -242,14 +242,17 @@ def test_a_later_module_is_not_found(tmp_path):
 
 def test_files_beside_the_modules_are_not_looked_at(tmp_path):
     """Not as torch, not as brigade, not as what Python runs at its start."""
-    lay(tmp_path, "import brigade.rank, os, torch\nfound = ' '.join(m.__file__ for m in (torch, brigade.rank, os))\n")
+    lay(
+        tmp_path,
+        "import brigade.rank.main, os, torch\nfound = ' '.join(m.__file__ for m in (torch, brigade.rank.main, os))\n",
+    )
     for place in (tmp_path, tmp_path / FIRST.package):
         for name in ("torch", "brigade", "os", "json", "sitecustomize", "usercustomize", "conftest", "rank_functions"):
             (place / f"{name}.py").write_text("raise SystemExit('a file beside the modules was imported')\n")
         (place / "numpy").mkdir()
         (place / "numpy" / "__init__.py").write_text("raise SystemExit('a package beside the modules was imported')\n")
     found = import_in_ranks(tmp_path, 1, NAIVE)["found"]
-    assert str(tmp_path) not in found and str(ROOT / "brigade" / "rank.py") in found
+    assert str(tmp_path) not in found and str(ROOT / "brigade" / "rank" / "main.py") in found
 
 
 def test_helper_files_of_the_students_own_are_not_there(tmp_path):

@@ -8,11 +8,12 @@ from itertools import pairwise
 import matplotlib.image
 import pytest
 
-from brigade import cli, course
-from brigade.course import MODULES, ROOT, module
+from brigade.cli import main as cli
+from brigade.course import modules
+from brigade.course.modules import MODULES, ROOT, module
 from brigade.lab import figures, ladder, timeline
-from brigade.models import Size, TinyLM
-from brigade.pacing import Link
+from brigade.lab.models import Size, TinyLM
+from brigade.rank.emulated_link import Link
 
 SIZE = Size(d_model=16, d_ff=32, layers=1, heads=2, vocabulary=256)
 PARAMETERS = dict(TinyLM(SIZE).named_parameters())
@@ -230,7 +231,7 @@ def test_wrong_input_gets_one_line(quick, capsys, arguments, line):
 def test_the_readings_have_their_pictures_redrawn(quick, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(figures, "MODULES", MODULES[:2])
     monkeypatch.setattr(figures, "ROOT", tmp_path)
-    monkeypatch.setattr(course, "ROOT", tmp_path)
+    monkeypatch.setattr(modules, "ROOT", tmp_path)
     monkeypatch.setattr(sys, "argv", ["figures"])
     assert figures.main() == 0
     assert capsys.readouterr().out.count(" ms exposed") == 3

@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from brigade import cli
-from brigade.course import ROOT
+from brigade.cli import main as cli
+from brigade.course.modules import ROOT
 from brigade.lab import bench, torchrun
 
 SCRIPT = ROOT / "tests" / "two_hosts.sh"

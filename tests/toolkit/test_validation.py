@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from brigade import cli, edition, skeletons, validation
-from brigade.autograde import package
-from brigade.course import MODULES, ROOT, CourseError
+from brigade.cli import main as cli
+from brigade.course import skeletons, student_edition, validation
+from brigade.course.modules import MODULES, ROOT, CourseError
+from brigade.grade import package
 
 FIRST = MODULES[0]
 CHECKS = f"tests/{FIRST.checks.name}"
@@ -55,7 +56,7 @@ def test_a_check_whose_points_are_not_in_the_table(course):
     """The steps of `Checks of your own` in the guide for instructors are only half done."""
     (course / CHECKS).write_text((course / CHECKS).read_text() + CHECK)
     assert fault(course) == (
-        f"{CHECKS}: its checks have 10 points, and brigade/course.py gives module 1 8: change one of them"
+        f"{CHECKS}: its checks have 10 points, and brigade/course/modules.py gives module 1 8: change one of them"
     )
 
 
@@ -81,7 +82,7 @@ def test_files_and_names_of_the_table(course):
     assert fault(course) == f"{CHECKS} is missing"
     shutil.copy(ROOT / CHECKS, course / CHECKS)
     change(course / SOLUTION, "class NaiveDDP(", "class NaiveDpp(")
-    assert fault(course) == f"{SOLUTION}: it does not define NaiveDDP, which brigade/course.py names"
+    assert fault(course) == f"{SOLUTION}: it does not define NaiveDDP, which brigade/course/modules.py names"
     shutil.copy(ROOT / SOLUTION, course / SOLUTION)
     change(course / SOLUTION, "### END SOLUTION", "### END")
     assert fault(course).startswith(f"{SOLUTION}: ### BEGIN SOLUTION and")
@@ -119,13 +120,13 @@ def contradiction(monkeypatch):
 
 def test_nothing_is_made_from_a_contradiction(contradiction, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(package, "ROOT", tmp_path)
-    monkeypatch.setattr(edition, "OUT", tmp_path / "student")
+    monkeypatch.setattr(student_edition, "OUT", tmp_path / "student")
     monkeypatch.setattr(skeletons, "write", lambda: pytest.fail("skeletons were written"))
     monkeypatch.setattr("sys.argv", ["edition"])
-    for make in (lambda: cli.main(["skeletons"]), lambda: package.main([]), edition.main):
+    for make in (lambda: cli.main(["skeletons"]), lambda: package.main([]), student_edition.main):
         assert make() == 2
         told = capsys.readouterr().err
-        assert "its checks have 8 points, and brigade/course.py gives module 1 9" in told
+        assert "its checks have 8 points, and brigade/course/modules.py gives module 1 9" in told
     assert list(tmp_path.iterdir()) == []
 
 

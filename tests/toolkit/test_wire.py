@@ -16,8 +16,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from brigade import isolation, ranks, wire
-from brigade.wire import DTYPES, WireError, decode, encode
+from brigade.runner import ranks, sandbox, wire
+from brigade.runner.wire import DTYPES, WireError, decode, encode
 
 limited = settings(max_examples=150, deadline=None, database=None)
 
@@ -151,7 +151,7 @@ def seconds_to_refuse(data: bytes, why: str) -> float:
     return time.process_time() - start
 
 
-SENT = isolation.Jail(0).sent  # bytes that a rank may send
+SENT = sandbox.Jail(0).sent  # bytes that a rank may send
 COLLIDING = [i * (2**61 - 1) for i in range(SENT // 24)]  # integers with one hash, as many as a rank may send
 
 

@@ -3,8 +3,8 @@
 import pytest
 from test_mutants import checks, with_text
 
-from brigade.course import MODULES, ROOT
-from brigade.verdict import CheckFailed
+from brigade.checks.verdict import CheckFailed
+from brigade.course.modules import MODULES, ROOT
 
 MODULE_8 = MODULES[7]
 REFERENCE = (ROOT / "solutions" / MODULE_8.path).read_text()

@@ -1,0 +1,183 @@
+"""The mistake behind a rank's exception, where its message, its record and the submission's text give it away.
+
+A cause is said only where the evidence excludes the others that are as likely: a wrong one costs more than none.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from brigade.checks.diagnose.evidence import left_over, listing
+from brigade.events import Event, counters, launches
+
+if TYPE_CHECKING:
+    from brigade.course.submission import Sources
+    from brigade.runner.ranks import RankFailure
+
+IN_PLACE = ("all_reduce", "broadcast", "reduce_scatter_tensor", "all_gather_into_tensor", "all_gather")
+CALLED_HOOK = "a hook is called where it is registered: pass the function itself, without (...)?"
+
+
+@dataclass(frozen=True)
+class Symptom:
+    """An exception of this type ("": any) with this in its message means `cause`; "" where the evidence is missing."""
+
+    error: str
+    message: str
+    cause: str | Callable[[RankFailure, Sources], str]
+
+
+def by_the_signature(failure: RankFailure, sources: Sources) -> str:
+    return "" if failure.own else "the signature differs from the one in the skeleton?"
+
+
+def by_its_hooks(failure: RankFailure, sources: Sources) -> str:
+    in_backward = any("run_backward" in line or "loss.backward()" in line for line in failure.lines)
+    return CALLED_HOOK if in_backward and not failure.own else ""
+
+
+def by_no_result(failure: RankFailure, sources: Sources) -> str:
+    """The collective in the submission's text whose result is used though it gives none."""
+    for place, op in used_results(sources):
+        return f"{place}: without async_op=True {op} works in place and returns None"
+    return ""
+
+
+def by_no_return(failure: RankFailure, sources: Sources) -> str:
+    names = without_return(text for _, text in sources.values())
+    return f"{listing(names)} ends without `return`, and so gives None?" if names else ""
+
+
+def by_unequal_shards(failure: RankFailure, sources: Sources) -> str:
+    whole, given = re.search(UNEQUAL_SHARDS, failure.summary).groups()
+    return (
+        f"reduce_scatter(output, input): the output times the number of ranks has {whole} elements, the input {given}; "
+        "the output is the own shard, the input the whole bucket, which is as long as all shards?"
+    )
+
+
+def by_no_gradient(failure: RankFailure, sources: Sources) -> str:
+    [name] = re.search(NO_ATTRIBUTE, failure.summary).groups()
+    used = f".grad.{name}" in str(failure)
+    return "the gradient of a parameter that this rank did not use is None: it counts as zeros?" if used else ""
+
+
+def by_the_last_bucket(failure: RankFailure, sources: Sources) -> str:
+    last = failure.lines[-1] if failure.lines else ""
+    cause = "an index beyond the buffer's last bucket: the last group may have fewer buckets than the others?"
+    return cause if "bucket_ranges[" in last else ""
+
+
+def by_what_is_left(failure: RankFailure, sources: Sources) -> str:
+    return left_over(recorded(failure))
+
+
+def by_no_handle(failure: RankFailure, sources: Sources) -> str:
+    events = recorded(failure)
+    noted = counters(events)
+    step = max(noted, default=0)
+    if not noted.get(step):
+        return ""
+    found, units = launches(events, step), len(noted[step][0].get("missing", []))
+    if any(launch.sync for launch in found):
+        return "a launch without async_op=True gives no handle?"
+    if len(found) < units:
+        return (
+            f"only {len(found)} of {units} were launched in this step: does finish_grad_sync launch those that never "
+            "became complete, before it waits?"
+        )
+    return ""
+
+
+def recorded(failure: RankFailure) -> list[Event]:
+    """What the rank that failed has recorded."""
+    return failure.events[failure.rank] if failure.rank is not None and failure.events else []
+
+
+UNEQUAL_SHARDS = r"outputShape\[0\] \* worldSize == inputShape\[0\] \((\d+) vs\. (\d+)\)"
+NO_ATTRIBUTE = r"'NoneType' object has no attribute '(\w+)'"
+SYMPTOMS = [
+    Symptom("BdbQuit", "", "a breakpoint() was left in? --debug runs one rank on this terminal, where it works"),
+    Symptom("NameError", " has no ", "the name was changed or deleted? The skeleton has it; `brigade reset` brings it "
+            "back"),
+    Symptom("TypeError", "hook returned|hooks should return", "a hook returns a value: it must return None"),
+    Symptom("RuntimeError", "hook returned|hooks should return", "a hook returns a value: it must return None"),
+    Symptom("TypeError", "object is not callable", by_its_hooks),
+    Symptom("ValueError", r"Global rank \d+ is not part of", "src and dst are ranks of the world; group_src and "
+            "group_dst are those of the group?"),
+    Symptom("TypeError", r"(missing|takes) .*argument|unexpected keyword argument|multiple values for argument",
+            by_the_signature),
+    Symptom("RuntimeError", "assign a gradient|assigned grad", "a gradient has its parameter's dtype and shape: "
+            "torch.zeros_like(parameter)?"),
+    Symptom("TypeError", "'NoneType' object is not an iterator", "a function under @contextmanager has no yield"),
+    Symptom("AttributeError", NO_ATTRIBUTE, by_no_result),
+    Symptom("TypeError", "'NoneType'", by_no_result),
+    Symptom("", "NoneType", by_no_return),
+    Symptom("", UNEQUAL_SHARDS, by_unequal_shards),
+    Symptom("", NO_ATTRIBUTE, by_no_gradient),
+    Symptom("IndexError", "", by_the_last_bucket),
+    Symptom("", "", by_what_is_left),
+    Symptom("", "'wait'", by_no_handle),
+]  # fmt: skip
+
+
+def of_exception(failure: RankFailure, sources: Sources) -> str:
+    """The likely cause of a rank's exception, or nothing."""
+    if any(re.search(r"register_\w*hook\(", line) for line in failure.lines[:-1]) and failure.own:
+        return CALLED_HOOK  # a call on the line that registers was being made when it raised
+    for symptom in SYMPTOMS:
+        if symptom.error in ("", failure.error) and re.search(symptom.message, failure.summary):
+            cause = symptom.cause if isinstance(symptom.cause, str) else symptom.cause(failure, sources)
+            if cause:
+                return cause
+    return ""
+
+
+def used_results(sources: Sources) -> Iterable[tuple[str, str]]:
+    """(file and line, name) of each collective without async_op in these texts whose result is used: there is none."""
+    for path, text in sources.values():
+        try:
+            tree = ast.parse(text)
+        except (SyntaxError, ValueError, RecursionError):
+            continue
+        alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Call) or id(node) in alone or len(node.args) > 3:
+                continue
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            options = {keyword.arg: keyword.value for keyword in node.keywords}
+            if name in IN_PLACE and None not in options and is_false(options.get("async_op")):
+                yield f"{Path(path).name}, line {node.lineno}", name
+
+
+def is_false(node: ast.expr | None) -> bool:
+    return node is None or isinstance(node, ast.Constant) and not node.value
+
+
+def without_return(texts: Iterable[str]) -> list[str]:
+    """The functions of these texts that are declared to return something, and nowhere do."""
+    found = []
+    for text in texts:
+        for node in ast.walk(ast.parse(text)):
+            if not isinstance(node, ast.FunctionDef) or node.returns is None:
+                continue
+            nothing = isinstance(node.returns, ast.Constant) and node.returns.value is None
+            is_written = not all(isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant) for s in node.body)
+            is_written = is_written and not isinstance(node.body[-1], ast.Raise)
+            if is_written and not nothing and not any(map(gives, node.body)):
+                found.append(node.name)
+    return found
+
+
+def gives(node: ast.AST) -> bool:
+    """Whether a statement returns or yields something, functions inside it aside."""
+    if isinstance(node, (ast.FunctionDef, ast.Lambda, ast.ClassDef)):
+        return False
+    if isinstance(node, (ast.Yield, ast.YieldFrom)) or isinstance(node, ast.Return) and node.value is not None:
+        return True
+    return any(map(gives, ast.iter_child_nodes(node)))

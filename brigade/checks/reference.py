@@ -1,0 +1,171 @@
+"""The single-process truth: what one process would compute on all the ranks' batches together.
+
+A `Case` is one random training problem. The parent keeps it; a rank gets its own part (`for_ranks`) and
+nothing else: its starting weights, which differ from the other ranks', and its own batches.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from brigade.checks import edge_case_models
+from brigade.rank import dynamo_stub
+from brigade.runner.ranks import PerRank
+
+dynamo_stub.import_torch()  # without the compiler, which the first optimizer would import
+
+Gradients = dict[str, "Tensor | None"]
+OPTIMIZERS = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
+    "adam": lambda params: torch.optim.Adam(params, lr=0.01),
+}
+
+
+class Case:
+    """A model from `traps`, `world_size` sets of starting weights, and batches[rank][step][micro].
+
+    All shapes and numbers come from `rng`. `branches[rank]` is the branch that a rank's batches take. `group`
+    are the global ranks that train together (all by default); the first of them has the starting weights that count.
+    """
+
+    def __init__(
+        self,
+        rng: random.Random,
+        model: str,
+        world_size: int,
+        *,
+        steps: int = 1,
+        micro_batches: int = 1,
+        dtype: torch.dtype | None = None,
+        branches: Sequence[int] | None = None,
+        group: Sequence[int] | None = None,
+        optimizer: str = "sgd",
+        hidden_layers: int = 2,
+    ):
+        self.model, self.world_size, self.dtype, self.optimizer = model, world_size, dtype, optimizer
+        self.group = list(group) if group is not None else list(range(world_size))
+        self.sizes = different_sizes(rng, hidden_layers + 2)
+        self.generator = torch.Generator().manual_seed(rng.randrange(2**31))
+        self.batch_size = rng.randint(3, 6)
+        with torch.random.fork_rng():
+            torch.manual_seed(rng.randrange(2**31))
+            self.states = [self._random_state() for _ in range(world_size)]
+        branches = branches or [0] * world_size
+        self.batches = [
+            [[self._batch(branches[rank]) for _ in range(micro_batches)] for _ in range(steps)]
+            for rank in range(world_size)
+        ]
+
+    def for_ranks(self, **more: Any) -> PerRank:
+        """What each rank is told: how to build its model, its batches, the optimizer, and `more`."""
+        common = {"model": self.model, "sizes": self.sizes, "dtype": self.dtype, "optimizer": self.optimizer} | more
+        return PerRank(common | {"state": state, "batches": data} for state, data in zip(self.states, self.batches))
+
+    def start(self) -> dict[str, Tensor]:
+        """Parameters and buffers as they must be on every rank after construction."""
+        return self.states[self.group[0]]
+
+    def gradients(self, ranks: Sequence[int] | None = None, micro: slice = slice(None)) -> Gradients:
+        """The first step's gradients, averaged over `ranks` (the group by default), summed over its micro-batches.
+
+        Every shard's gradients are computed in the parameters' dtypes, and averaged in float64.
+        """
+        local = self._local_gradients(self.group if ranks is None else ranks, micro)
+        averages: Gradients = {}
+        for name, parameter in self.parameters().items():
+            if parameter.requires_grad:
+                present = [gradients[name].double() for gradients in local if gradients[name] is not None]
+                averages[name] = (sum(present) / len(local)).to(parameter.dtype) if present else None
+        return averages
+
+    def largest_entries(self) -> dict[str, float]:
+        """For each parameter, the largest entry of any shard's own gradient: rounding errors are relative to it."""
+        local = self._local_gradients(self.group, slice(None))
+        return {
+            name: max(float(g[name].double().abs().max()) for g in local if g[name] is not None)
+            for name in local[0]
+            if any(g[name] is not None for g in local)
+        }
+
+    def _local_gradients(self, ranks: Sequence[int], micro: slice) -> list[Gradients]:
+        found = []
+        for rank in ranks:
+            model = self._built()
+            for batch in self.batches[rank][0][micro]:
+                loss_of(model, batch).backward()
+            found.append(gradients_of(model))
+        return found
+
+    def train(self, zero: bool = True) -> tuple[dict[str, Tensor], list[float]]:
+        """Weights after all steps, and the loss of each step (the mean over group and micro-batches).
+
+        Without `zero`, gradients are never zeroed, and those of all steps before are added.
+        """
+        model = self._built()
+        optimizer = OPTIMIZERS[self.optimizer]([p for p in model.parameters() if p.requires_grad])
+        losses = []
+        for step in range(len(self.batches[0])):
+            if zero:
+                optimizer.zero_grad()
+            batches = [batch for rank in self.group for batch in self.batches[rank][step]]
+            total = 0.0
+            for batch in batches:
+                loss = loss_of(model, batch) / len(self.group)
+                loss.backward()
+                total += loss.item()
+            losses.append(total / len(self.batches[0][step]))
+            optimizer.step()
+        return {name: p.detach() for name, p in model.named_parameters()}, losses
+
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        """The parameters of the model, by name; a tied one once."""
+        return dict(self._built().named_parameters())
+
+    def _built(self) -> torch.nn.Module:
+        return edge_case_models.build(self.model, self.sizes, self.start(), self.dtype)
+
+    def _random_state(self) -> dict[str, Tensor]:
+        model = edge_case_models.TRAPS[self.model](self.sizes)
+        for buffer in model.buffers():  # a fresh BatchNorm has the same statistics everywhere
+            if buffer.dtype.is_floating_point:
+                buffer.uniform_(0.5, 1.5, generator=self.generator)
+            else:
+                buffer.random_(0, 2 if buffer.dtype == torch.bool else 100, generator=self.generator)
+        if self.dtype is not None:
+            model.to(self.dtype)
+        return edge_case_models.state_of(model)
+
+    def _batch(self, branch: int) -> dict[str, Any]:
+        dtype = self.dtype or torch.float32
+        x = torch.randn(self.batch_size, self.sizes[0], generator=self.generator, dtype=dtype)
+        y = torch.randn(self.batch_size, 1, generator=self.generator, dtype=dtype)
+        return {"x": x, "y": y, "branch": branch}
+
+
+def different_sizes(rng: random.Random, count: int) -> list[int]:
+    """Random sizes of layers. All differ, and so do the weights between them: a gradient is known by its size."""
+    while True:
+        sizes = rng.sample(range(5, 24), count)
+        numels = [a * b for a, b in zip(sizes, sizes[1:])]
+        if len(set(numels)) == len(numels):
+            return sizes
+
+
+def loss_of(model: torch.nn.Module, batch: dict[str, Any]) -> Tensor:
+    """The mean squared difference of a batch's outputs from its targets; runs in the ranks too."""
+    output = model(batch["x"], branch=batch["branch"])
+    return ((output - batch["y"]) ** 2).mean()
+
+
+def gradients_of(model: torch.nn.Module) -> Gradients:
+    """The gradient of each trainable parameter by name, None where there is none."""
+    return {
+        name: None if p.grad is None else p.grad.detach().clone()
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }

@@ -1,0 +1,5 @@
+"""python -m brigade.cli"""
+
+from brigade.cli.main import program
+
+program()

@@ -1,0 +1,118 @@
+"""The table of modules. Everything that lists or walks modules reads it here."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]  # the course's own files: lessons, solutions, tests
+HAS_SOLUTIONS = (ROOT / "solutions").is_dir()  # not so in the student edition
+REFERENCE = "solutions" if HAS_SOLUTIONS else "lessons"  # whose modules the lab takes where nobody says
+TARGETS = "lessons (default), solutions, or a directory" if HAS_SOLUTIONS else "lessons (default), or a directory"
+
+
+class CourseError(Exception):
+    """Something the user asked for cannot be done; the message is one sentence for the user."""
+
+
+@dataclass(frozen=True)
+class Module:
+    """One module: `m03_overlapped_ddp/overlapped_ddp.py` and what belongs to it."""
+
+    number: int
+    package: str
+    title: str
+    points: int
+    minutes: int
+    difficulty: int  # 1 (an easy start) to 5
+    public: tuple[str, ...]  # the names the checks use
+    idea: str  # one line for tables
+
+    @property
+    def name(self) -> str:
+        return self.package.split("_", 1)[1]
+
+    @property
+    def path(self) -> Path:
+        """Of the module's file, below `lessons`, `solutions` or a submission."""
+        return Path(self.package) / f"{self.name}.py"
+
+    @property
+    def checks(self) -> Path:
+        return ROOT / "tests" / f"test_{self.package}.py"
+
+    @property
+    def lesson(self) -> Path:
+        return ROOT / "lessons" / self.package
+
+
+MODULES = (
+    Module(1, "m01_naive_ddp", "Naive data parallelism", 8, 40, 1, ("broadcast_module_state", "NaiveDDP"),
+           "one all-reduce per parameter, after backward"),
+    Module(2, "m02_flat_ddp", "One flat all-reduce", 8, 30, 2, ("FlatDDP",),
+           "one all-reduce per dtype, after backward"),
+    Module(3, "m03_overlapped_ddp", "Overlap, one parameter at a time", 12, 45, 3, ("OverlappedDDP",),
+           "one all-reduce per parameter, during backward"),
+    Module(4, "m04_bucketed_ddp", "Buckets", 15, 60, 3, ("plan_buckets", "BucketedDDP"),
+           "one all-reduce per bucket, during backward"),
+    Module(5, "m05_grad_buffer", "Gradients in one buffer", 15, 90, 4, ("plan_layout", "GradBuffer", "BufferedDDP"),
+           "one all-reduce per bucket, during backward, without copies"),
+    Module(6, "m06_coalesced", "Coalesced collectives", 12, 90, 4, ("coalesce", "BucketGroup", "CoalescedDDP"),
+           "one reduce-scatter and one all-gather per group of buckets"),
+    Module(7, "m07_cached_shards", "Cached shards", 8, 30, 2, ("ShardCache", "CachedDDP"),
+           "one reduce-scatter and one all-gather per group, no new views"),
+    Module(8, "m08_zero_optimizer", "A ZeRO optimizer", 22, 150, 5, ("ShardedOptimizer", "ZeroOptimizer"),
+           "reduce-scatter, step on the own shard, all-gather of weights"),
+)  # fmt: skip
+
+
+def module_with(name: str) -> Module:
+    """The module of this public name."""
+    return next(entry for entry in MODULES if name in entry.public)
+
+
+def module(number: int | str) -> Module:
+    """The module of this number. Raises CourseError with a sentence for the user."""
+    for entry in MODULES:
+        if str(number) == str(entry.number):
+            return entry
+    raise CourseError(f"there is no module {number}: the course has modules 1 to {len(MODULES)}")
+
+
+def selected(text: str) -> list[Module]:
+    """The modules that a list such as 1-4,6 names; all for an empty one. Raises CourseError."""
+    if not text:
+        return list(MODULES)
+    numbers: set[int] = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", part, re.ASCII)
+        if not match:
+            raise CourseError(f"--modules {text}: write it as 1-4 or 2,5")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first:
+            raise CourseError(f"--modules {text}: {first} comes after {last}")
+        end = max(first, min(last, len(MODULES) + 1))  # far enough to meet one that there is not
+        numbers |= {module(number).number for number in range(first, end + 1)}
+    return [module(number) for number in sorted(numbers)]
+
+
+def results_file(path: str | None, submission: str | None = None) -> Path | None:
+    """Return where results are written. Raise CourseError if that is impossible.
+
+    Refuse a link, also one on the way through `submission`: its author could choose what we overwrite.
+    """
+    if path is None:
+        return None
+    given = Path(os.path.abspath(path))
+    theirs = {Path(os.path.abspath(submission)), Path(submission).resolve()} if submission else set()
+    for place in (given, *(parent for parent in given.parents if theirs & set(parent.parents))):
+        if place.is_symlink():
+            raise CourseError(f"{place} is a link, and results are written to files only")
+    out = given.parent.resolve() / given.name
+    if not out.parent.is_dir():
+        raise CourseError(f"there is no directory {out.parent} for the results")
+    if out.exists() and not out.is_file():
+        raise CourseError(f"{out} is not a file that results could replace")
+    return out

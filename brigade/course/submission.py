@@ -1,0 +1,207 @@
+"""A submission: the module files of `lessons`, `solutions` or any directory, read as text and never imported here.
+
+`read` finds the files. Only a rank imports them (`install`), from what was sent to it, as one
+package called `submission`, so that `from ..m05_grad_buffer.grad_buffer import GradBuffer` finds the module
+of the same submission wherever it lies on disk. Nothing else in the directory is looked at.
+
+A rank receives the text of what the student wrote. It receives the course's own files (the reference's earlier modules,
+the scenarios) as compiled code (`sealed`), so that a submission finds no text of them to copy.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.abc
+import importlib.machinery
+import linecache
+import marshal
+import os
+import stat
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from brigade.course.modules import HAS_SOLUTIONS, MODULES, ROOT, CourseError, Module, module
+
+PACKAGE = "submission"
+MAX_SOURCE_BYTES = 250_000
+
+Sources = dict[str, tuple[str, str]]  # module name -> (path of the file, text)
+Sealed = dict[str, tuple[str, "str | bytes"]]  # the same, but the course's own files as code instead of text
+
+
+@dataclass(frozen=True)
+class Submission:
+    """What is checked: where it came from and the text of its modules."""
+
+    target: Path
+    sources: Sources
+
+
+def find(target: Path, entry: Module) -> Path | None:
+    """The file of a module in a clone, a lessons directory, a module's directory or a heap of flat files."""
+    for place in (target / "lessons" / entry.path, target / entry.path, target / entry.path.name):
+        if place.is_file():
+            return place
+    return None
+
+
+def directory(target: str | Path) -> Path:
+    """`lessons`, `solutions` or a path, as a directory that exists. Raises CourseError."""
+    if str(target) == "solutions" and not HAS_SOLUTIONS:
+        raise CourseError("this edition has no solutions: --target takes lessons or a directory, --prior takes own")
+    try:
+        path = ROOT / target if str(target) in ("lessons", "solutions") else Path(target).expanduser()
+        exists = path.exists()
+    except (OSError, RuntimeError, ValueError) as error:  # too long, not allowed, no such user's home
+        raise CourseError(f"{target} cannot be a directory: {error}") from None
+    if not exists:
+        raise CourseError(f"there is no directory {path}")
+    if not path.is_dir():
+        raise CourseError(f"{path} is not a directory; --target takes the directory that holds the module files")
+    return path
+
+
+def read(target: str | Path, number: int, prior: str = "own") -> Submission:
+    """The text of module `number` in `target`, and of the modules below it.
+
+    `prior` says whose earlier modules are used: the submission's "own" or the "reference"; of the latter only those
+    that the module or its checks name, and those that they name. An earlier module that is missing or broken is left
+    out, for it may not be needed. Raises CourseError when the module itself is missing, unreadable, outside of
+    `target` or not Python; the message is one line.
+    """
+    target = directory(target)
+    entry = module(number)
+    path = find(target, entry)
+    if path is None:
+        raise CourseError(f"module {number} is missing: there is no {entry.path} in {target}")
+    text = source_text(path, target)
+    earlier: Sources = {}
+    within = directory("solutions") if prior == "reference" else target
+    for other in MODULES[: number - 1]:
+        place = find(within, other)
+        try:
+            if place is not None:
+                earlier[f"{other.package}.{other.name}"] = (str(place), source_text(place, within))
+        except CourseError:
+            continue
+    if prior == "reference":
+        checks = [entry.checks, *(ROOT / "tests" / "scenarios").glob(f"m{number:02}_*.py")]
+        earlier = named([text, *(path.read_text() for path in checks)], earlier)
+    return Submission(target, {f"{entry.package}.{entry.name}": (str(path), text), **earlier})
+
+
+def named(texts: list[str], sources: Sources) -> Sources:
+    """Those of `sources` whose package the texts name, and those that their texts name in turn."""
+    found: Sources = {}
+    while texts:
+        text = texts.pop()
+        for name, source in sources.items():
+            if name not in found and name.partition(".")[0] in text:
+                found[name] = source
+                texts.append(source[1])
+    return found
+
+
+def source_text(path: Path, within: Path) -> str:
+    """The text of a Python file. CourseError where it is unreadable, too long, outside of `within` or not Python."""
+    try:
+        if not path.resolve().is_relative_to(within.resolve()):
+            raise CourseError(f"{path.name} is a link to a file outside of the submission")
+        with open(path.resolve(), "rb", opener=opened) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise CourseError(f"{path.name} is not an ordinary file")
+            content = file.read(MAX_SOURCE_BYTES + 1)
+        if len(content) > MAX_SOURCE_BYTES:
+            raise CourseError(f"{path.name} is larger than {MAX_SOURCE_BYTES} bytes")
+        text = content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
+    except OSError as error:
+        raise CourseError(f"{path.name} cannot be read: {error.strerror}") from None
+    except (UnicodeDecodeError, RuntimeError) as error:  # RuntimeError: a link to itself
+        raise CourseError(f"{path.name} is not a Python source file: {error}") from None
+    if wrong := fault(path.name, text):
+        raise CourseError(wrong)
+    return text
+
+
+def opened(path: str, flags: int) -> int:
+    """Opens a file that has been looked at before: not what a link leads to by now, and without waiting for a pipe."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+
+
+@functools.lru_cache(maxsize=32)  # every check reads the same few files
+def fault(name: str, text: str) -> str:
+    """Why the text of the file `name` is not Python, in one line; "" where it is."""
+    try:
+        ast.parse(text, filename=name)
+    except SyntaxError as error:
+        where = f"{name}, line {error.lineno}" if error.lineno else name
+        line = (error.text or "").strip()[:100]
+        return f"{where}: {error.msg}" + (f": {line}" if line else "")
+    except (ValueError, RecursionError, MemoryError) as error:
+        return f"{name} is not a Python source file: {error}"
+    return ""
+
+
+def sealed(sources: Sources) -> Sealed:
+    """Return what a rank gets: the course's solutions and scenarios without their texts, everything else as it is."""
+    return {name: (path, code_of(path, text) if is_sealed(path) else text) for name, (path, text) in sources.items()}
+
+
+def is_sealed(path: str) -> bool:
+    """Return whether a rank gets only the code of this file: it is one of the course's solutions or tests."""
+    return any(Path(path).is_relative_to(ROOT / top) for top in ("solutions", "tests"))
+
+
+@functools.lru_cache(maxsize=128)  # every check sends the same few files
+def code_of(path: str, text: str) -> bytes:
+    """Return the compiled text; ranks run the same interpreter. For trusted texts only: compiling can crash."""
+    return marshal.dumps(compile(text, path, "exec", dont_inherit=True))
+
+
+class SourceFinder(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
+    """Imports a package from texts and code; the files themselves need not be readable, or there at all."""
+
+    def __init__(self, package: str, sources: Sealed):
+        self._sources = {f"{package}.{name}": source for name, source in sources.items()}
+        self._packages = {package}
+        for name in self._sources:
+            while "." in name:
+                name = name.rpartition(".")[0]
+                self._packages.add(name)
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if fullname in self._packages:
+            return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+        if fullname in self._sources:
+            return importlib.machinery.ModuleSpec(fullname, self, origin=self._sources[fullname][0])
+        return None
+
+    def is_package(self, fullname: str) -> bool:
+        return fullname in self._packages
+
+    def get_source(self, fullname: str) -> str | None:
+        """Return the text of a module; None where this process has only its code."""
+        content = "" if fullname in self._packages else self._sources[fullname][1]
+        return content if isinstance(content, str) else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        name = module.__name__
+        if name in self._packages:
+            return
+        path, content = self._sources[name]
+        module.__file__ = path
+        if isinstance(content, str):
+            linecache.cache[path] = (len(content), None, content.splitlines(keepends=True), path)  # for tracebacks
+            exec(compile(content, path, "exec", dont_inherit=True), module.__dict__)
+        else:
+            exec(marshal.loads(content), module.__dict__)
+            self._sources[name] = (path, b"")  # it is imported once, and leaves nothing to be found
+
+
+def install(package: str, sources: Sealed) -> None:
+    """Make `sources` importable as `package` in this process: a rank."""
+    sys.meta_path.insert(0, SourceFinder(package, sources))

@@ -1,0 +1,131 @@
+"""The course must agree with itself before a handout, a student edition or an autograder is made from it."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from brigade.course import handout, skeletons
+from brigade.course.modules import MODULES, ROOT, CourseError, Module
+
+IMPORT_S = 120.0  # for importing all checks, torch included
+
+# Runs in its own process, because this one may have imported the checks of another directory.
+IMPORTER = """
+import importlib, json, sys
+sys.path[:1] = sys.argv[1:3]
+sys.path.append(sys.argv[3])
+from brigade.rank import dynamo_stub
+dynamo_stub.import_torch()
+found = {}
+for name in sys.argv[4:]:
+    try:
+        found[name] = sorted(key for key in vars(importlib.import_module(name)) if key.startswith("test_"))
+    except Exception as error:
+        found[name] = f"{type(error).__name__}: {error}"
+print("\\n" + json.dumps(found))
+"""
+
+
+def validate_course(root: Path = ROOT) -> None:
+    """Compare the table of modules with the files of the course in `root`. Raise CourseError naming every fault."""
+    faults = table_faults() + [fault for entry in MODULES for fault in module_faults(entry, root)]
+    if faults:
+        raise CourseError("\n  ".join(["the course contradicts itself:", *faults]))
+
+
+def import_checks(root: Path = ROOT) -> None:
+    """Import the checks of all modules in `root` as a grader does. Raise CourseError naming every fault."""
+    names = [entry.checks.stem for entry in MODULES]
+    command = [sys.executable, "-B", "-c", IMPORTER, str(root / "tests"), str(root), str(ROOT), *names]
+    try:
+        done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=IMPORT_S)
+        found = json.loads(done.stdout.splitlines()[-1])
+    except subprocess.TimeoutExpired:
+        raise CourseError(f"importing the checks takes longer than {IMPORT_S:.0f} s") from None
+    except (ValueError, IndexError):
+        last = (done.stderr.strip() or "no message").splitlines()[-1]
+        raise CourseError(f"the checks cannot be imported: {last}") from None
+    faults = []
+    for entry in MODULES:
+        names_in_file = sorted(name for name, _, _ in handout.checks(entry, root))
+        found_there = found[entry.checks.stem]
+        if isinstance(found_there, str):
+            faults.append(f"tests/{entry.checks.name} cannot be imported: {found_there}")
+        elif found_there != names_in_file:
+            strange = ", ".join(sorted({*found_there} ^ {*names_in_file}))
+            faults.append(f"tests/{entry.checks.name}: {strange} is no function that is defined there")
+    if faults:
+        raise CourseError("\n  ".join(["checks are broken:", *faults]))
+
+
+def table_faults() -> list[str]:
+    """Return what is wrong with the table itself."""
+    faults = []
+    for number, entry in enumerate(MODULES, 1):
+        if entry.number != number or not re.fullmatch(rf"m{number:02}_[a-z]\w*", entry.package):
+            faults.append(f"brigade/course/modules.py: row {number} is module {entry.number}, {entry.package}")
+        if entry.points <= 0 or not entry.public:
+            faults.append(f"brigade/course/modules.py: module {entry.number} needs points and public names")
+    names = [name for entry in MODULES for name in entry.public]
+    faults += [
+        f"brigade/course/modules.py: two modules have {name}" for name in sorted(set(names)) if names.count(name) > 1
+    ]
+    return faults
+
+
+def module_faults(entry: Module, root: Path) -> list[str]:
+    """Return where a module's files do not agree with its row in the table."""
+    lesson, solution = Path("lessons", entry.package), Path("solutions", entry.path)
+    checks = Path("tests", entry.checks.name)
+    needed = (lesson / "README.md", lesson / "hints.md", solution, checks)
+    if missing := [path for path in needed if not (root / path).is_file()]:
+        return [f"{path} is missing" for path in missing]
+    faults = []
+    for path, examine in ((solution, solution_faults), (checks, check_faults)):
+        try:
+            faults += [f"{path}: {fault}" for fault in examine(entry, ast.parse((root / path).read_text()))]
+        except SyntaxError as error:
+            faults.append(f"{path}, line {error.lineno}: {error.msg}")
+    try:
+        skeletons.skeleton(entry)
+    except CourseError as error:
+        faults.append(f"solutions/{error}")
+    return faults
+
+
+def solution_faults(entry: Module, tree: ast.Module) -> list[str]:
+    """Return which public names the solution does not define."""
+    defined = {node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    return [
+        f"it does not define {name}, which brigade/course/modules.py names"
+        for name in entry.public
+        if name not in defined
+    ]
+
+
+def check_faults(entry: Module, tree: ast.Module) -> list[str]:
+    """Return what a grader or the handout cannot use in a file of checks."""
+    checks = handout.check_functions(tree)
+    names = [check.name for check in checks]
+    faults = [f"it defines {name} {names.count(name)} times" for name in sorted(set(names)) if names.count(name) > 1]
+    total = 0
+    for check in checks:
+        marks = [mark for mark in check.decorator_list if ast.unparse(mark).startswith("pytest.mark.points")]
+        values = [getattr(mark.args[0], "value", None) for mark in marks if isinstance(mark, ast.Call) and mark.args]
+        if len(marks) != 1 or len(values) != 1 or type(values[0]) is not int or values[0] <= 0:
+            faults.append(f"{check.name} needs one mark such as @pytest.mark.points(2)")
+        else:
+            total += values[0]
+        if not (ast.get_docstring(check) or "").strip():
+            faults.append(f"{check.name} needs a docstring, whose first line students read")
+        if ast.unparse(check.args) != "submission":
+            faults.append(f"{check.name} must take the argument `submission` and no other")
+    if not faults and total != entry.points:
+        table = f"and brigade/course/modules.py gives module {entry.number} {entry.points}"
+        faults.append(f"its checks have {total} points, {table}: change one of them")
+    return faults

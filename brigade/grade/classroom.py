@@ -1,0 +1,296 @@
+"""brigade grade --class: every submission below a directory, several at a time, into one gradebook.
+
+Each submission is graded by a process of its own, `brigade grade --submission`, with a results file in the directory
+`GRADEBOOK.results`. Beside it stands what it was made from: a hash of the modules' text, the course and the options.
+When that is unchanged, an interrupted or repeated run takes the results as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import fcntl
+import hashlib
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from brigade.course.modules import MODULES, ROOT, CourseError, Module
+from brigade.course.submission import MAX_SOURCE_BYTES, find
+from brigade.grade import formats, incoming, similarity
+from brigade.grade.static_look import HEADING
+
+GRADING_BYTES = 1_000_000_000  # what grading one takes, four ranks included: 0.7 GB measured, and half as much again
+TRIES = 2  # for a grader that was killed
+END_S = 20.0  # that a grader gets to put everything away
+FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")  # what a spreadsheet takes a cell for that begins with one of these
+CODE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+Row = dict[str, "str | int"]
+
+
+@dataclass(frozen=True)
+class Student:
+    """One submission of the class and where its results belong."""
+
+    name: str
+    path: Path
+    results: Path
+    conflict: str = ""  # a note on another submission that seems to be the same student's
+
+    @property
+    def made_from(self) -> Path:
+        return self.results.with_suffix(".made-from")
+
+    @property
+    def log(self) -> Path:
+        return self.results.with_suffix(".log")
+
+
+def results_of(gradebook: Path) -> Path:
+    return gradebook.with_name(gradebook.name + ".results")
+
+
+def students(directory: Path, gradebook: Path) -> tuple[list[Student], list[str]]:
+    """Return the submissions in a class's directory (its directories and archives) and the names of its other entries.
+
+    Raise CourseError if there are no submissions.
+    """
+    if not directory.is_dir():
+        raise CourseError(f"there is no directory {directory}")
+    ours = (gradebook, results_of(gradebook))
+    entries = [path for path in sorted(directory.iterdir()) if path.name[0] != "." and path not in ours]
+    found = [path for path in entries if path.is_dir() or path.name.lower().endswith(incoming.ARCHIVES)]
+    if not found:
+        raise CourseError(f"there are no submissions in {directory}: one directory or archive per student")
+    same: dict[str, list[str]] = {}
+    for path in found:
+        same.setdefault(plain_name(path), []).append(formats.shown(path.name))
+    results = results_of(gradebook)
+    everyone = []
+    for path in found:
+        name, alike = plain_name(path), same[plain_name(path)]
+        several = len(alike) > 1  # such as ada and ada.zip
+        conflict = f"Possibly one student: {', '.join(alike)}. Each is graded" if several else ""
+        shown = formats.shown(path.name if several else name)
+        everyone.append(Student(shown, path, results / f"{path.name}.json", conflict))
+    return everyone, [formats.shown(path.name) for path in entries if path not in found]
+
+
+def plain_name(path: Path) -> str:
+    """Return the name of a submission without the ending of an archive."""
+    if path.is_dir():
+        return path.name
+    endings = [ending for ending in incoming.ARCHIVES if path.name.lower().endswith(ending)]
+    return path.name[: -len(max(endings, key=len))] if endings else path.name
+
+
+def texts(student: Student) -> dict[int, str]:
+    """The text of each module that can be found, by number; unreadable ones are left to the grading."""
+    found = {}
+    with contextlib.suppress(CourseError, OSError):
+        with incoming.opened(student.path) as submission:
+            for entry in MODULES:
+                if path := find(submission.directory, entry):
+                    with open(path, "rb") as file:
+                        found[entry.number] = file.read(MAX_SOURCE_BYTES + 1).decode(errors="backslashreplace")
+    return found
+
+
+def course_fingerprint() -> str:
+    """Changes with the checks, the solutions and the toolkit."""
+    digest = hashlib.sha256()
+    for path in sorted(path for top in ("tests", "solutions", "brigade") for path in (ROOT / top).rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def outdated(everyone: Sequence[Student], options: Sequence[str]) -> dict[Student, str]:
+    """Those without results that were made from the same, and what new results would be made from."""
+    course = course_fingerprint()
+    found = {}
+    for student in everyone:
+        everything = json.dumps([course, *options, texts(student)])
+        wanted = hashlib.sha256(everything.encode()).hexdigest()
+        if not (student.results.exists() and student.made_from.exists() and student.made_from.read_text() == wanted):
+            found[student] = wanted
+    return found
+
+
+@contextlib.contextmanager
+def locked(gradebook: Path) -> Iterator[int]:
+    """Keeps a second run away from the gradebook; yields the descriptor that does, for graders to hold as well."""
+    results = results_of(gradebook)
+    results.mkdir(mode=0o700, exist_ok=True)
+    with open(results / ".lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise CourseError(f"another run is writing to {gradebook}: wait for its end") from None
+        yield lock.fileno()
+
+
+def grade_all(
+    waiting: Mapping[Student, str],
+    options: Sequence[str],
+    *,
+    at_once: int,
+    lock: int,
+    on_finish: Callable[[Student], None],
+) -> None:
+    """Grades the students, `at_once` at a time; see `outdated` for `waiting`. Ends all graders when interrupted."""
+    queue = [(student, 1) for student in waiting]
+    running: list[tuple[subprocess.Popen, Student, int]] = []
+    try:
+        while queue or running:
+            while queue and len(running) < at_once:
+                student, attempt = queue.pop(0)
+                running.append((started(student, options, lock), student, attempt))
+            time.sleep(0.05)
+            for job in [job for job in running if job[0].poll() is not None]:
+                running.remove(job)
+                process, student, attempt = job
+                process.stdin.close()
+                if process.returncode < 0 and attempt < TRIES:  # from outside, for want of memory: not their doing
+                    queue.append((student, attempt + 1))
+                    continue
+                if process.returncode == 0:
+                    student.made_from.write_text(waiting[student])
+                on_finish(student)
+    finally:
+        for process, *_ in running:
+            process.terminate()
+        for process, *_ in running:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(END_S)
+            process.kill()
+            process.wait()
+
+
+def started(student: Student, options: Sequence[str], lock: int) -> subprocess.Popen:
+    """The student's grader. It ends when this process does, because then its standard input ends."""
+    student.made_from.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "brigade.grade.classroom", "--submission", str(student.path)]
+    with open(student.log, "w") as log:
+        return subprocess.Popen(
+            [*command, "--out", str(student.results), *options],
+            cwd=ROOT,  # and not where a student's directory could be found as a package
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            pass_fds=[lock],
+            start_new_session=True,  # Ctrl-C is for us; we then end the graders in order
+        )
+
+
+def main() -> int:
+    """A grader of a class."""
+    from brigade.cli import main as cli
+
+    def follow() -> None:
+        os.read(0, 1)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=follow, daemon=True).start()
+    return cli.main(["grade", *sys.argv[1:]])
+
+
+def row(student: Student, entries: Sequence[Module], waiting: Container[Student] = ()) -> Row:
+    """Return the student's row in the gradebook: the score, and those of each module and of each check.
+
+    A student who is still `waiting` has no score: results of an earlier run, made from other checks, options or
+    modules, do not belong under this header.
+    """
+    line: Row = {"student": student.name}
+    try:
+        result = json.loads(student.results.read_text())
+    except (OSError, ValueError):
+        result = None
+    if student in waiting:
+        earlier = f"; an earlier run gave {result['score']}, under other conditions" if result else ""
+        return line | {"score": "", "note": noted(student, f"not graded yet{earlier}")}
+    if result is None:
+        note = f"the grader gave no results: see {student.log.name}"
+        return line | {"score": 0, "note": noted(student, note)}
+    watched = [test["output"].splitlines()[1:] for test in result["tests"] if test["tags"] == [HEADING]]
+    result["tests"] = [test for test in result["tests"] if test["tags"] != [HEADING]]
+    line |= {"score": result["score"], "max": sum(test["max_score"] for test in result["tests"])}
+    for entry in entries:
+        mine = [test for test in result["tests"] if f"module {entry.number}" in test["tags"]]
+        line[f"module {entry.number}"] = sum(test["score"] for test in mine)
+    for test in result["tests"]:
+        number, (_, name) = test["number"].split(".")[0], test["tags"]
+        if name.startswith("test_"):  # else the grading ended before it knew the checks
+            line[f"{number}.{name.removeprefix('test_')}"] = test["score"]
+    line[HEADING] = " / ".join(sum(watched, []))
+    return line | {"note": noted(student, *result["output"].splitlines()[1:])}
+
+
+def noted(student: Student, *notes: str) -> str:
+    """Return the notes of a row, including the one on a conflict."""
+    return " / ".join(filter(None, [student.conflict, *notes]))
+
+
+def written(table: Sequence[Row]) -> str:
+    """The table as CSV; the columns of all rows."""
+    longest = max(table, key=len)  # one that knows all checks, in order
+    columns = list(dict.fromkeys(column for row in (longest, *table) for column in row))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, restval="")
+    writer.writeheader()
+    writer.writerows({key: guarded(value) for key, value in row.items()} for row in table)
+    return text.getvalue()
+
+
+def guarded(value: str | int) -> str | int:
+    """A spreadsheet must not take a student's name or a note for a formula."""
+    return "'" + value if isinstance(value, str) and value.startswith(FORMULA) else value
+
+
+def save(
+    gradebook: Path, everyone: Sequence[Student], entries: Sequence[Module], waiting: Container[Student] = ()
+) -> list[Row]:
+    """Write the gradebook and return its rows. Those of students who are still `waiting` have no score."""
+    table = [row(student, entries, waiting) for student in everyone]
+    formats.write(gradebook, written(table))
+    return table
+
+
+def hardest(table: Sequence[Row]) -> list[tuple[str, int]]:
+    """The checks that fail, and how many students fail each, most first."""
+    return Counter(
+        column for row in table for column, value in row.items() if "." in column and value == 0
+    ).most_common()
+
+
+def near_identical(everyone: Sequence[Student], entries: Sequence[Module]) -> list[similarity.Group]:
+    """Students whose modules are alike; answers that come with the course take part under their directories' names."""
+    everybodys: dict[str, dict[int, str]] = {student.name: texts(student) for student in everyone}
+    given = {}
+    for entry in entries:
+        for place, path in (
+            ("solutions/", ROOT / "solutions" / entry.path),  # no student's name has a slash
+            ("tests/alternatives/", ROOT / "tests" / "alternatives" / f"{entry.package}.py"),
+        ):
+            everybodys.setdefault(place, {})[entry.number] = path.read_text()
+        reading = "".join(path.read_text() for path in sorted(entry.lesson.glob("*.md")))
+        given[entry.number] = [
+            *(path.read_text() for path in sorted(entry.lesson.glob("*.py"))),  # the skeleton, and scripts to measure
+            *map(textwrap.dedent, CODE.findall(reading)),
+        ]
+    return similarity.alike(everybodys, given)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

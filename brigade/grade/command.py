@@ -1,0 +1,253 @@
+"""brigade grade: one submission, or a directory of them."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from brigade.course.modules import ROOT, CourseError, Module, results_file, selected
+from brigade.grade import classroom, formats, incoming, static_look
+from brigade.grade.outcome import Grading, nothing_yet
+from brigade.runner import ranks, sandbox
+
+UNFILTERED = (
+    "Graded without a filter of system calls, which this machine does not have: a submission may have left data in the "
+    "kernel for the next one."
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `brigade grade`."""
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--submission", metavar="PATH", help="a directory or an archive with the modules")
+    what.add_argument("--class", dest="class_directory", metavar="DIR", help="a directory with one entry per student")
+    parser.add_argument("--gradebook", metavar="FILE.csv", help="for --class: one row per student")
+    parser.add_argument("--memory-gb", type=float, default=4.0, metavar="N", help="for --class: memory to use (4)")
+    parser.add_argument("--out", metavar="FILE", help="the results file; without it they go to the terminal")
+    parser.add_argument("--format", choices=formats.FORMATS, help="default: gradescope; text on the terminal")
+    parser.add_argument("--meta", action="append", default=[], metavar="NAME=VALUE", help="a field for classroom50")
+    parser.add_argument("--modules", default="", metavar="LIST", help="such as 1-4 or 2,5; all without it")
+    parser.add_argument("--prior", default="auto", choices=("auto", "own", "reference"), help="whose earlier modules")
+    parser.add_argument("--seed", type=int, metavar="N", help="repeat a grading; the seed is in its results")
+    parser.add_argument("--backend", default="gloo", choices=("gloo", "nccl"), help="default: gloo")
+    parser.add_argument("--share-gpu", action="store_true", help="several NCCL ranks on one GPU")
+    parser.add_argument("--limit", type=float, default=900.0, metavar="SECONDS", help="for one submission (900)")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Returns the exit status: 0 when everything was graded, whatever the score; 1 when a part of the class was not."""
+    entries = selected(options.modules)
+    for name, amount in (("--limit", options.limit), ("--memory-gb", options.memory_gb)):
+        if not 0 < amount < float("inf"):
+            raise CourseError(f"{name} {amount}: it takes a number above 0")
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    if options.backend == "nccl":
+        ranks.nccl_environment(2, options.share_gpu)
+    with sigterm_interrupts():
+        return run_class(options, entries, console) if options.class_directory else run_one(options, entries, console)
+
+
+@contextlib.contextmanager
+def sigterm_interrupts() -> Iterator[None]:
+    """In the block SIGTERM is like Ctrl-C, so that everything is put away."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def interrupts_wait() -> Iterator[None]:
+    """An interrupt in the block is raised at its end. Torch and numpy swallow one while they are imported, or break."""
+    arrived = []
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, lambda *_: arrived.append(True)) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before):
+            signal.signal(number, handler)
+        if arrived:
+            raise KeyboardInterrupt
+
+
+def run_one(options: argparse.Namespace, entries: Sequence[Module], console: Console) -> int:
+    """Grades --submission into --out."""
+    if options.gradebook:
+        raise CourseError("--gradebook is for --class; the results of one submission go to --out")
+    render = writer(options)
+    out = results_file(options.out, options.submission)
+    columns = (TextColumn("checks"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=None)
+
+        def follow(grading: Grading) -> None:
+            nonlocal latest
+            latest = grading
+            latest.findings = findings
+            if out:
+                formats.write(out, render(grading))
+            done = sum(outcome.finished for outcome in grading.outcomes)
+            progress.update(task, total=len(grading.outcomes), completed=done)
+
+        findings: list[static_look.Finding] = []
+        latest = nothing_yet(entries, random.randrange(10**6) if options.seed is None else options.seed)
+        with interrupts_wait():
+            tempfile.gettempdir()  # tries the directory out with a file, which an interrupt would leave there
+        follow(latest)  # before torch is imported: that takes seconds
+        try:
+            with incoming.opened(options.submission) as submission, isolated(options) as notes:
+                with interrupts_wait():
+                    ranks.SERVER.start()  # it imports torch while this process does
+                    from brigade.grade import grading
+
+                    grading.collect(entries)
+                findings += static_look.look_at(submission.directory, entries)
+                if ranks.SERVER.jail:
+                    notes += probe()
+                notes += submission.notes
+                grading.grade(
+                    submission.directory,
+                    entries,
+                    seed=latest.seed,
+                    prior=options.prior,
+                    backend=options.backend,
+                    share_gpu=options.share_gpu,
+                    total_s=options.limit,
+                    notes=notes,
+                    on_change=follow,
+                )
+        except CourseError as error:
+            latest.notes.append(str(error))
+            follow(latest)
+            raise
+    if out:
+        console.print(f"{latest.score} of {latest.max_score} points in {latest.seconds:.0f} s: {out}", markup=False)
+    else:
+        print(render(latest), end="")
+    return 0
+
+
+def run_class(options: argparse.Namespace, entries: Sequence[Module], console: Console) -> int:
+    """Grades the submissions in the directory --class into --gradebook."""
+    if not options.gradebook or options.out or options.format or options.meta:
+        raise CourseError("--class writes to --gradebook FILE.csv, which it needs; --out, --format, --meta are for one")
+    gradebook = results_file(options.gradebook)
+    everyone, others = classroom.students(Path(options.class_directory).resolve(), gradebook)
+    passed_on = ["--prior", options.prior, "--backend", options.backend, "--limit", str(options.limit)]
+    passed_on += ["--modules", options.modules] if options.modules else []
+    passed_on += ["--seed", str(1 if options.seed is None else options.seed)]  # the same cases for all, and for repeats
+    passed_on += ["--share-gpu"] if options.share_gpu else []
+    if may_isolate():  # where ranks have no mounts of their own, one submission must not read another
+        sandbox.close_off([Path(options.class_directory).resolve()])
+    with classroom.locked(gradebook) as lock:
+        waiting = classroom.outdated(everyone, passed_on)
+        room = int(options.memory_gb * 1e9 // classroom.GRADING_BYTES)
+        columns = (TextColumn("submissions"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        columns += (TextColumn("{task.fields[left]}"),)
+        started = time.monotonic()
+        with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+            task = progress.add_task("", total=len(waiting), left="")
+
+            left_to_grade = set(waiting)
+
+            def follow(student: classroom.Student) -> None:
+                left_to_grade.discard(student)
+                table = classroom.save(gradebook, everyone, entries, left_to_grade)
+                line = table[everyone.index(student)]
+                note = "" if student.made_from.exists() else f"; not graded: {line['note']}"
+                console.print(f"{student.name}: {line['score']} points{note}", markup=False)
+                done = progress.tasks[task].completed + 1
+                left = (time.monotonic() - started) / done * (len(waiting) - done)
+                progress.update(task, completed=done, left=f"about {left:.0f} s left" if done < len(waiting) else "")
+
+            classroom.save(gradebook, everyone, entries, left_to_grade)
+            at_once = max(1, min(room, ranks.cores()))
+            classroom.grade_all(waiting, passed_on, at_once=at_once, lock=lock, on_finish=follow)
+    table = classroom.save(gradebook, everyone, entries)
+    report = Console(highlight=False, soft_wrap=True, markup=False)
+    kept = len(everyone) - len(waiting)
+    report.print(f"{len(everyone)} submissions, {kept} of them unchanged since they were graded: {gradebook}")
+    for name in others:
+        report.print(f"  neither a directory nor an archive, and not looked at: {name}")
+    if watched := [line["student"] for line in table if line.get(static_look.HEADING)]:
+        report.print(f"  please look: {', '.join(map(str, watched))} (names that no answer needs, see the gradebook)")
+    for conflict in dict.fromkeys(student.conflict for student in everyone if student.conflict):
+        report.print(f"  {conflict}: decide which one counts")
+    for check, count in classroom.hardest(table)[:10]:
+        report.print(f"  {count} of {len(everyone)} fail {check}")
+    for group in classroom.near_identical(everyone, entries):
+        names = ", ".join(group.names)
+        report.print(f"  near-identical in module {group.module}: {names} ({group.share:.0%})")
+    return 0 if all(student.made_from.exists() for student in everyone) else 1
+
+
+def writer(options: argparse.Namespace) -> Callable[[Grading], str]:
+    """What makes the results from the state of the grading. Raises CourseError where --meta is not as it must be."""
+    if options.format == "classroom50":
+        if malformed := [pair for pair in options.meta if "=" not in pair]:
+            raise CourseError(f"--meta {malformed[0]}: write it as NAME=VALUE")
+        metadata = formats.classroom50_metadata(dict(pair.split("=", 1) for pair in options.meta))
+        return lambda grading: formats.classroom50(grading, metadata)
+    if options.meta:
+        raise CourseError("--meta is for --format classroom50")
+    return formats.WRITERS[options.format or ("gradescope" if options.out else "text")]
+
+
+@contextlib.contextmanager
+def isolated(options: argparse.Namespace) -> Iterator[list[str]]:
+    """Ranks are confined inside the block, where this process is root; notes say what is not protected."""
+    if not may_isolate():
+        yield [
+            "Graded without isolation, because the grader was not started as root: the submission ran as the same "
+            "user, who can read the tests and write the results."
+        ]
+        return
+    private = [str(Path(path).resolve().parent) for path in (options.submission, options.out) if path]
+    private = [path for path in private if path != "/"]
+    with sandbox.free_user() as uid:
+        # CUDA reserves more addresses than any limit on them would allow.
+        limits = {"memory": 0} if options.backend == "nccl" else {}
+        ranks.SERVER.jail = sandbox.Jail(uid, hidden=private, **limits)
+        try:
+            yield []
+        finally:
+            ranks.SERVER.jail = None
+            sandbox.remove_files(uid)
+
+
+def may_isolate() -> bool:
+    """Whether ranks can be given to another user."""
+    return sys.platform == "linux" and os.geteuid() == 0
+
+
+def probe() -> list[str]:
+    """Try the isolation on a rank without a submission. Raise CourseError if it does not hold.
+
+    Return notes on what this machine cannot do.
+    """
+    sandbox.close_off([ROOT / name for name in sandbox.SECRETS])
+    try:
+        [found] = ranks.run_ranks(sandbox.look_around, world_size=1)
+    except ranks.RankFailure as failure:
+        raise CourseError(f"the ranks cannot be isolated here: {failure.summary}") from None
+    if found["uid"] == 0 or found["secrets"]:
+        raise CourseError(f"the ranks are not isolated: user {found['uid']} can read {', '.join(found['secrets'])}")
+    if found["unreachable"]:
+        raise CourseError(
+            f"the ranks' user may not enter {found['unreachable'][0]}, and mounts of their own are not allowed here: "
+            "have Python and its packages where everybody may read them"
+        )
+    return [] if found["is_filtered"] else [UNFILTERED]

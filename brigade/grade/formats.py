@@ -1,0 +1,227 @@
+"""Results files: Gradescope's results.json, Classroom 50's result.json, JUnit XML and text.
+
+A file is replaced as a whole, so that whoever reads it at any instant finds it complete. Only its owner may read it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from brigade.course.modules import MODULES, CourseError
+from brigade.grade.outcome import UNFINISHED, Grading, Outcome
+from brigade.grade.static_look import HEADING
+
+SCREEN_LINES, SCREEN_CHARACTERS = 40, 4_000  # of feedback for one check
+
+# Fields of Classroom 50's result, and where its runner has them in the environment.
+# https://github.com/foundation50/classroom50/blob/main/schemas/result-v1.schema.json
+CLASSROOM50_FIELDS = {
+    "classroom": "CLASSROOM",
+    "assignment": "ASSIGNMENT",
+    "assignment_type": "ASSIGNMENT_TYPE",
+    "owner": "OWNER",
+    "submission": "SUBMISSION_TAG",
+    "commit": "COMMIT_URL",
+    "release": "RELEASE_URL",
+    "review": "REVIEW_URL",
+}
+CLASSROOM50_OPTIONAL = ("datetime", "submitted_by")
+INSTANT = "%Y-%m-%dT%H:%M:%SZ"
+
+
+def write(path: Path, text: str) -> None:
+    """Replaces the file, or leaves the one that is there as it is."""
+    temporary = path.with_name(f".{path.name}.part")  # killed meanwhile, we leave one file, which the next run removes
+    temporary.unlink(missing_ok=True)
+    try:
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(handle, "w", encoding="utf-8", errors="replace") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def heading(grading: Grading) -> str:
+    """The state of the whole, in a few lines."""
+    lines = [f"{grading.score} of {grading.max_score} points, seed {grading.seed}"]
+    left = sum(not outcome.finished for outcome in grading.outcomes)
+    if left:
+        lines.append(f"The grading {UNFINISHED}: {left} of {len(grading.outcomes)} checks have not run.")
+    elif not grading.finished:
+        lines.append(f"The grading {UNFINISHED}: checks that failed were to run again on the reference's modules.")
+    return "\n".join([*lines, *map(shown, grading.notes)])
+
+
+def feedback(outcome: Outcome) -> str:
+    """What the student is told of a check: at most a screen."""
+    text = shown(outcome.text)
+    lines = text.splitlines()
+    kept = "\n".join(lines[:SCREEN_LINES])[:SCREEN_CHARACTERS]
+    return kept if len(kept) == len("\n".join(lines)) else kept + " ..."
+
+
+def please_look(grading: Grading) -> str:
+    """Return what the static look has found, for the instructor; "" where it has found nothing."""
+    lines = [shown(str(finding)) for finding in grading.findings]
+    return "\n".join(["For the instructor; no score has changed.", *lines]) if lines else ""
+
+
+def shown(text: str) -> str:
+    """Without what would command a terminal, or is not allowed in XML or a database."""
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else "?" for letter in text)
+
+
+def gradescope(grading: Grading) -> str:
+    """Gradescope's results.json."""
+    tests = [
+        {
+            "score": outcome.score,
+            "max_score": outcome.points,
+            "status": "passed" if outcome.passed else "failed",
+            "name": outcome.title,
+            "number": f"{outcome.module}.{place}",
+            "output": feedback(outcome),
+            "output_format": "text",
+            "tags": [f"module {outcome.module}", outcome.name],
+            "visibility": "visible",
+        }
+        for number, outcomes in grading.modules()
+        for place, outcome in enumerate(outcomes, 1)
+    ]
+    if findings := please_look(grading):
+        # A hidden test is shown to instructors only, and its absence from the points does not hide the total:
+        # https://gradescope-autograders.readthedocs.io/en/latest/specs/#controlling-test-case-visibility
+        tests.append(
+            {
+                "name": HEADING,
+                "output": findings,
+                "output_format": "text",
+                "tags": [HEADING],
+                "visibility": "hidden",
+            }
+        )
+    result = {
+        "score": grading.score,
+        "execution_time": round(grading.seconds, 3),
+        "output": heading(grading),
+        "visibility": "visible",
+        "stdout_visibility": "hidden",
+        "tests": tests,
+        "leaderboard": [{"name": "Points", "value": grading.score, "order": "desc"}],
+    }
+    return json.dumps(result, indent=2) + "\n"
+
+
+def classroom50(grading: Grading, metadata: Mapping[str, Any]) -> str:
+    """Classroom 50's result.json; `metadata` comes from `classroom50_metadata`. A check that did not finish says so."""
+    now = datetime.now(timezone.utc).strftime(INSTANT)
+    open_end = "" if grading.finished else f" ({UNFINISHED})"
+    result = {
+        "schema": "classroom50/result/v1",
+        "datetime": now,  # of the submission; their runner replaces it with the commit's
+        **metadata,
+        "graded_at": now,
+        "score": grading.score,
+        "max-score": grading.max_score,
+        "tests": [
+            {
+                "test-name": f"{outcome.module}. {outcome.title}" + ("" if outcome.passed else open_end),
+                "passed": outcome.passed,
+                "score": outcome.score,
+                "max-score": outcome.points,
+            }
+            for outcome in grading.outcomes
+        ],
+    }
+    if findings := please_look(grading):  # no field of this format is hidden from the student
+        test = {"test-name": HEADING, "passed": True, "score": 0, "max-score": 0, "output": findings}
+        result["tests"].append(test)
+    return json.dumps(result, indent=2) + "\n"
+
+
+def classroom50_metadata(given: Mapping[str, str]) -> dict[str, Any]:
+    """The fields as given, else from the environment. Raises CourseError for one that is missing, unknown or wrong."""
+    if unknown := given.keys() - CLASSROOM50_FIELDS - set(CLASSROOM50_OPTIONAL):
+        known = ", ".join([*CLASSROOM50_FIELDS, *CLASSROOM50_OPTIONAL])
+        raise CourseError(f"--meta {min(unknown)}: Classroom 50 has no such field; it has {known}")
+    found: dict[str, Any] = {}
+    for name, variable in CLASSROOM50_FIELDS.items():
+        found[name] = given.get(name) or os.environ.get(variable)
+        if not found[name]:
+            raise CourseError(
+                f"--format classroom50 needs {name}: as --meta {name}=... or in the environment as {variable}"
+            )
+    if found["assignment_type"] not in ("individual", "group", "team"):
+        raise CourseError(f"assignment_type is individual, group or team, and not {found['assignment_type']}")
+    if not found["submission"].startswith("submit/"):
+        raise CourseError(
+            f"submission is a tag such as submit/2026-01-31T12-00-00Z-1a2b3c4, and not {found['submission']}"
+        )
+    if "datetime" in given:
+        if not re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", given["datetime"]):
+            raise CourseError(f"datetime is written as 2026-01-31T12:00:00Z, and not as {given['datetime']}")
+        found["datetime"] = given["datetime"]
+    if "submitted_by" in given:
+        found["submitted_by"] = {"username": given["submitted_by"]}
+    return found
+
+
+def junit(grading: Grading) -> str:
+    """JUnit XML: a suite for each module, in whose system-out stands the state of the whole."""
+    top = ElementTree.Element("testsuites", name="Bucket Brigade", time=f"{grading.seconds:.3f}")
+    for number, outcomes in grading.modules():
+        package = MODULES[number - 1].package
+        suite = ElementTree.SubElement(
+            top,
+            "testsuite",
+            name=package,
+            tests=str(len(outcomes)),
+            failures=str(sum(not outcome.passed for outcome in outcomes)),
+            errors="0",
+            skipped="0",
+            time=f"{sum(outcome.seconds for outcome in outcomes):.3f}",
+            timestamp=grading.started.strftime(INSTANT),
+        )
+        for outcome in outcomes:
+            seconds = f"{outcome.seconds:.3f}"
+            case = ElementTree.SubElement(suite, "testcase", classname=package, name=outcome.name, time=seconds)
+            if not outcome.passed:
+                failure = ElementTree.SubElement(case, "failure", message=f"0 of {outcome.points} points")
+                failure.text = feedback(outcome)
+        ElementTree.SubElement(suite, "system-out").text = heading(grading)
+    if findings := please_look(grading):
+        counts = dict.fromkeys(("tests", "failures", "errors", "skipped"), "0")
+        suite = ElementTree.SubElement(top, "testsuite", name=HEADING, **counts)
+        ElementTree.SubElement(suite, "system-out").text = findings
+    ElementTree.indent(top)
+    return ElementTree.tostring(top, encoding="utf-8", xml_declaration=True).decode() + "\n"
+
+
+def text(grading: Grading) -> str:
+    """For people: the score, then every module, and of failed checks what the student is told."""
+    lines = [heading(grading), f"{grading.started:%Y-%m-%d %H:%M:%S} UTC", ""]
+    for number, outcomes in grading.modules():
+        earned, possible = sum(o.score for o in outcomes), sum(o.points for o in outcomes)
+        lines.append(f"Module {number}: {MODULES[number - 1].title}, {earned} of {possible} points")
+        for outcome in outcomes:
+            mark = "+" if outcome.passed else "-"
+            lines.append(f"  {mark} {outcome.score}/{outcome.points}  {outcome.title}")
+            lines += [" " * 9 + line for line in feedback(outcome).splitlines()]
+        lines.append("")
+    if findings := please_look(grading):
+        lines += [HEADING.capitalize(), *(" " * 2 + line for line in findings.splitlines()), ""]
+    return "\n".join(lines)
+
+
+WRITERS: dict[str, Callable[[Grading], str]] = {"gradescope": gradescope, "junit": junit, "text": text}
+FORMATS = (*WRITERS, "classroom50")

@@ -1,0 +1,301 @@
+"""What was handed in: a clone, a lessons directory, flat files, a directory above one of these, or an archive of one.
+
+Only the course's module files are taken. Everything else is ignored. Notes name what an instructor should know: that no
+module file was found, that there are several copies, and files that look like an attempt to take part in the grading.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gzip
+import itertools
+import os
+import stat
+import tarfile
+import tempfile
+import zipfile
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from brigade.course.modules import MODULES, CourseError
+from brigade.course.submission import MAX_SOURCE_BYTES, find
+from brigade.course.submission import opened as open_no_link
+from brigade.grade.formats import shown
+
+MEDDLING = (
+    "conftest.py",
+    "sitecustomize.py",
+    "usercustomize.py",
+    "pytest.ini",
+    "tox.ini",
+    "setup.cfg",
+    "torch",
+    "pytest",
+)
+SKIPPED = (".git", ".venv", "venv", "node_modules", "__pycache__", "__MACOSX", ".ipynb_checkpoints")
+ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz")
+LOOKED_AT = 20_000  # entries of a directory tree that are looked at, the upper ones first
+MOST_ARCHIVE_BYTES = 30_000_000
+MOST_UNPACKED_BYTES = 300_000_000  # of a tar that are read; of a zip only module files are unpacked
+MOST_MEMBERS = 50_000  # of an archive
+MOST_FILES = 100  # with a module's name, of an archive
+MOST_NAMED = 5  # names in one note
+BLOCK = 512  # bytes: the unit of a tar
+MOST_LONG_NAMES = 10_000_000  # bytes of a tar's headers that hold long names
+WITHOUT_CONTENT = (
+    tarfile.LNKTYPE,
+    tarfile.SYMTYPE,
+    tarfile.CHRTYPE,
+    tarfile.BLKTYPE,
+    tarfile.DIRTYPE,
+    tarfile.FIFOTYPE,
+)
+LONGEST_PATH = 3_500  # bytes; a system call takes 4096 at most
+
+ENTRIES = {entry.path.name: entry for entry in MODULES}
+
+
+@dataclass(frozen=True)
+class Incoming:
+    """A submission that can be graded: `submission.find` finds its modules in `directory`."""
+
+    directory: Path
+    notes: list[str]
+
+
+@contextlib.contextmanager
+def opened(path: str | Path) -> Iterator[Incoming]:
+    """Find the module files of a submission. Raise CourseError if there is nothing that could be graded.
+
+    A directory is used where it is. The module files of an archive are unpacked into a temporary directory, and so are
+    those of the only archive in a directory that has no module files.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        if not path.is_file():
+            raise CourseError(f"there is no submission {path}, neither a directory nor an archive")
+        with unpacked(path.resolve(), path.name) as incoming:
+            yield incoming
+        return
+    files = walk(path)
+    place = best_place(files)
+    archives = [file for file in files if file.lower().endswith(ARCHIVES)]
+    if place is None and not any(find(path, entry) for entry in MODULES):
+        if len(archives) > 1:
+            raise CourseError(f"no module file was found, but {len(archives)} archives: {listed(archives)}; keep one")
+        if archives:
+            with unpacked(path / archives[0], archives[0]) as incoming:
+                yield Incoming(incoming.directory, [*incoming.notes, *meddling(files)])
+            return
+    notes = notes_on(files, place)
+    if archives and place is not None:
+        notes.append(f"Not unpacked, because there are module files beside it: {listed(archives)}")
+    yield Incoming(path / (place or ""), notes)
+
+
+def walk(top: Path) -> list[str]:
+    """Return the files below a directory, level by level, without following links; at most LOOKED_AT entries."""
+    files: list[str] = []
+    waiting, left = deque([""]), LOOKED_AT
+    while waiting and left > 0:
+        place = waiting.popleft()
+        with contextlib.suppress(OSError):  # it may not be read, or its path is too long
+            with os.scandir(os.path.join(top, place)) as scan:
+                entries = sorted(itertools.islice(scan, left), key=lambda entry: entry.name)
+            left -= len(entries)
+            for entry in entries:
+                name = os.path.join(place, entry.name)
+                if not entry.is_dir(follow_symlinks=False):
+                    files.append(name)
+                elif entry.name not in SKIPPED and len(os.fsencode(os.path.join(top, name))) < LONGEST_PATH:
+                    waiting.append(name)
+    return files
+
+
+def places(files: Iterable[str]) -> dict[str, list[str]]:
+    """Return the directories in which `submission.find` finds modules, each with its module files."""
+    found: dict[str, list[str]] = {}
+    for file in files:
+        *above, name = file.split("/")
+        entry = ENTRIES.get(name)
+        if entry is None:
+            continue
+        if above[-1:] == [entry.package]:
+            above.pop()
+            if above[-1:] == ["lessons"]:
+                above.pop()
+        found.setdefault("/".join(above), []).append(file)
+    return found
+
+
+def best_place(files: Iterable[str]) -> str | None:
+    """Return the directory to grade: one with `lessons`, otherwise the one with most modules, then the uppermost."""
+
+    found = places(files)
+
+    def rank(place: str) -> tuple:
+        has_lessons = any(below(file, place).startswith("lessons/") for file in found[place])
+        return not has_lessons, -len(found[place]), place.count("/") + bool(place), place
+
+    return min(found, key=rank, default=None)
+
+
+def below(file: str, place: str) -> str:
+    """Return the path of a file relative to `place`, a directory above it."""
+    return file[len(place) + 1 :] if place else file
+
+
+def notes_on(files: Sequence[str], place: str | None) -> list[str]:
+    """Return what an instructor should know about the files. Those in `place` are graded."""
+    notes = []
+    if place is None:
+        what = listed(files) if files else "nothing"
+        notes.append(f"No module file was found, such as {MODULES[0].path.name}. Found instead: {what}")
+    given = [os.path.join(place or "", name) for name in ("solutions", "skeletons")]  # of a clone of the course
+    others = [file for other, inside in places(files).items() if other not in (place, *given) for file in inside]
+    if others:
+        graded = shown(place) if place else "those at the top"
+        notes.append(f"Module files are in several places. Graded: {graded}. Not graded: {listed(others)}")
+    return notes + meddling(files)
+
+
+def meddling(files: Iterable[str]) -> list[str]:
+    """Return a note on names that could take part in a careless grading. They are ignored, and worth a look."""
+    found = set()
+    for file in files:
+        parts = file.split("/")
+        found |= {"/".join(parts[: index + 1]) for index, part in enumerate(parts) if part in MEDDLING}
+    return [f"Ignored, and worth a look: {listed(sorted(found))}"] if found else []
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return the first names, in one line, and how many more there are."""
+    line = ", ".join(shown(name).replace("\n", "?")[-100:] for name in names[:MOST_NAMED])
+    return line + (f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else "")
+
+
+@contextlib.contextmanager
+def unpacked(archive: Path, name: str) -> Iterator[Incoming]:
+    """Unpack the module files of an archive: those in its best place, each up to the size that a module may have.
+
+    They are written below a new directory, at the paths that they have below that place; no other part of a path that
+    an archive names is ever used.
+    """
+    with tempfile.TemporaryDirectory(prefix="brigade-zip-") as directory:
+        try:
+            with open(archive, "rb", opener=open_no_link) as file:
+                status = os.fstat(file.fileno())
+                if not stat.S_ISREG(status.st_mode) or status.st_size > MOST_ARCHIVE_BYTES:
+                    raise ValueError(f"it is not a file, or it is larger than {MOST_ARCHIVE_BYTES} bytes")
+                files, modules = contents(file, name)
+            place = best_place(modules)
+            for module in places(modules).get(place, []):
+                target = Path(directory, below(module, place))
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(modules[module])
+        except Exception as error:  # zipfile, gzip and tarfile report a damaged file in many ways
+            raise CourseError(f"{listed([name])} cannot be unpacked: {listed([str(error)])}") from None
+        yield Incoming(Path(directory), notes_on(files, place))
+
+
+def contents(file: BinaryIO, name: str) -> tuple[list[str], dict[str, bytes]]:
+    """Return the names of the files in an archive, and the contents of those that have a module's name."""
+    compressed = file.read(2) == b"\x1f\x8b"
+    file.seek(0)
+    is_tar = compressed or name.lower().endswith(".tar")
+    files: list[str] = []
+    modules: dict[str, bytes] = {}
+    with contextlib.ExitStack() as stack:
+        if is_tar:
+            members = tar_members(stack.enter_context(gzip.open(file)) if compressed else file)
+        else:
+            members = zip_members(stack.enter_context(zipfile.ZipFile(file)))
+        for path, beginning in members:
+            path = "/".join(part for part in path.replace("\\", "/").split("/") if part != ".")
+            parts = path.split("/")
+            if "" in parts or ".." in parts or any(part in SKIPPED for part in parts):
+                continue  # absolute, leads out, or of no interest
+            files.append(path)
+            if len(files) > MOST_MEMBERS:
+                raise ValueError(f"it has more than {MOST_MEMBERS} files")
+            if parts[-1] in ENTRIES and len(modules) < MOST_FILES:
+                modules[path] = beginning(MAX_SOURCE_BYTES + 1)  # one more, and `submission.read` refuses it
+    return files, modules
+
+
+Member = tuple[str, Callable[[int], bytes]]  # the path of a file in an archive, and what reads its first bytes
+
+
+def zip_members(bundle: zipfile.ZipFile) -> Iterator[Member]:
+    """Yield the files of a zip, except links and those whose compression may take any amount of memory."""
+
+    def beginning(info: zipfile.ZipInfo, size: int) -> bytes:
+        with bundle.open(info) as source:
+            return source.read(size)
+
+    for info in bundle.infolist():
+        usual = info.compress_type in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+        if usual and not info.is_dir() and not stat.S_ISLNK(info.external_attr >> 16):
+            yield info.filename, functools.partial(beginning, info)
+
+
+def tar_members(stream: BinaryIO) -> Iterator[Member]:
+    """Yield the ordinary files of a tar, which is read once from its beginning.
+
+    `tarfile.open` would take any amount of time and memory for a hostile header, so only its parser is used.
+    """
+    unread = MOST_UNPACKED_BYTES
+
+    def take(size: int) -> bytes:
+        nonlocal unread
+        unread -= size
+        if unread < 0:
+            raise ValueError(f"it holds more than {MOST_UNPACKED_BYTES} bytes")
+        data = stream.read(size)
+        if len(data) < size:
+            raise ValueError("its end is missing")
+        return data
+
+    name, long_names = "", 0
+    for _ in range(MOST_MEMBERS):
+        header = take(BLOCK)
+        if not header.strip(b"\0"):
+            return
+        info = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape")
+        left = 0 if info.type in WITHOUT_CONTENT else -(-info.size // BLOCK) * BLOCK
+        if info.size < 0:
+            raise ValueError("a size in it is negative")
+        if info.type in (tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE):
+            long_names += left
+            if long_names > MOST_LONG_NAMES:
+                raise ValueError(f"its headers take more than {MOST_LONG_NAMES} bytes")
+            name = long_name(info.type, take(left)[: info.size]) or name
+            continue
+        if info.type in (tarfile.REGTYPE, tarfile.AREGTYPE):
+            before, size = unread, info.size
+            yield name or info.name, lambda most, size=size: take(min(most, size))
+            left -= before - unread
+        name = ""
+        while left > 0:
+            left -= len(take(min(left, 1 << 16)))
+    raise ValueError(f"it has more than {MOST_MEMBERS} members")
+
+
+def long_name(kind: bytes, content: bytes) -> str:
+    """Return the name of a tar's next member that GNU's long name or a pax header gives; "" if it gives none."""
+    if kind == tarfile.GNUTYPE_LONGNAME:
+        return content.rstrip(b"\0").decode("utf-8", "surrogateescape")
+    name, start = b"", 0
+    while start < len(content):  # records such as b"30 path=somewhere/naive_ddp.py\n"
+        space = content.index(b" ", start, start + 10)
+        end = start + int(content[start:space])
+        if not space < end <= len(content):
+            raise ValueError("a header of it is damaged")
+        key, _, value = content[space + 1 : end - 1].partition(b"=")
+        name = value if key == b"path" else name
+        start = end
+    return name.decode("utf-8", "surrogateescape")

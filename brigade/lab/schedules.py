@@ -1,0 +1,263 @@
+"""What each rung does in one training step, as a program of one rank: compute, launch, wait.
+
+    program = program_of(rung, setting)
+    program.launches            the collectives, in the order in which they are launched
+    simulate(program, link)     seconds until the end, on a link
+
+The rules by which the rungs launch are repeated here as a rank's instructions, a few lines each. All ranks are assumed
+to do the same at the same time, so every rank is the last to launch and the start of a collective is its own launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from brigade.lab.ladder import FP32_BYTES, Rung
+from brigade.lab.plan_config import Buckets, Setting
+from brigade.rank.emulated_link import Link
+
+
+@dataclass(frozen=True)
+class Compute:
+    """The processor is busy for so many seconds."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A collective on a buffer of `nbytes` is put on the link; the rank goes on."""
+
+    op: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Wait:
+    """The rank goes on when that launch, the number of which is given, is complete."""
+
+    launch: int
+
+
+class Program:
+    """A rank's instructions for one step, which the rules below put together."""
+
+    def __init__(self, setting: Setting):
+        self.setting = setting
+        self.instructions: list[Compute | Launch | Wait] = []
+        self.launches: list[Launch] = []
+        self.compute(setting.machine.forward_s)
+
+    def compute(self, seconds: float) -> None:
+        self.instructions.append(Compute(seconds))
+
+    def move(self, nbytes: float) -> None:
+        """Reads and writes so many bytes of memory, both counted."""
+        self.compute(nbytes / self.setting.machine.copy_bytes_per_s)
+
+    def launch(self, op: str, nbytes: int) -> int:
+        """Puts a collective on the link; returns its number, to wait for."""
+        self.instructions.append(Launch(op, nbytes))
+        self.launches.append(self.instructions[-1])
+        return len(self.launches) - 1
+
+    def wait(self, *launched: int) -> None:
+        self.instructions += map(Wait, launched)
+
+    def backward(self, op: str = "", buckets: Buckets | None = None, copies: int = 0) -> list[int]:
+        """Launches each bucket when its last gradient is ready, and before that copies it so many times.
+
+        Returns the numbers of the launches. Without buckets there are none.
+        """
+        complete = {bucket[-1]: nbytes for bucket, nbytes in zip(buckets.members, buckets.nbytes)} if buckets else {}
+        launched = []
+        for i in range(len(self.setting.parameters))[::-1]:
+            self.compute(self.setting.machine.backward_s[i])
+            if i in complete:
+                self.move(2 * copies * complete[i])
+                launched.append(self.launch(op, complete[i]))
+        return launched
+
+    def step(self, part: float = 1.0, itemsize: int | None = None) -> None:
+        """The optimizer, on a part of all elements: it reads and writes them and their state, and reads gradients."""
+        touched = 2 + 1 + 2 * self.setting.optimizer.values
+        nbytes = part * self.setting.numel * touched * (itemsize or self.setting.itemsize)
+        self.compute(nbytes / self.setting.machine.step_bytes_per_s)
+
+
+def naive(program: Program) -> None:
+    program.backward()
+    for nbytes in program.setting.nbytes:
+        program.wait(program.launch("all_reduce", nbytes))
+        program.move(2 * nbytes)  # divides
+    program.step()
+
+
+def flat(program: Program) -> None:
+    nbytes = sum(program.setting.nbytes)
+    program.backward()
+    program.move(2 * nbytes)  # into the flat tensor
+    program.wait(program.launch("all_reduce", nbytes))
+    program.move(4 * nbytes)  # divides, and copies back
+    program.step()
+
+
+def overlapped(program: Program) -> None:
+    nbytes = program.setting.nbytes
+    backwards = range(len(nbytes))[::-1]
+    launched = program.backward("all_reduce", Buckets([[i] for i in backwards], [nbytes[i] for i in backwards]))
+    for number, i in zip(launched, backwards):
+        program.wait(number)
+        program.move(2 * nbytes[i])
+    program.step()
+
+
+def bucketed(program: Program) -> None:
+    buckets = program.setting.by_cap
+    for number, nbytes in zip(program.backward("all_reduce", buckets, copies=1), buckets.nbytes):
+        program.wait(number)
+        program.move(4 * nbytes)  # divides, and copies back
+    program.step()
+
+
+def buffered(program: Program) -> None:
+    program.wait(*program.backward("all_reduce", program.setting.by_layout))
+    program.step()
+
+
+def coalesced(program: Program) -> None:
+    """One bucket in each group. A group is gathered when half of the gradients of the next one are ready."""
+    buckets = program.setting.by_layout
+    reduced: list[int] = []
+    gathered: list[int] = []
+
+    def gather() -> None:
+        place = len(gathered)
+        program.wait(reduced[place])
+        gathered.append(program.launch("all_gather", buckets.nbytes[place]))
+
+    for members, nbytes in zip(buckets.members, buckets.nbytes):
+        for ready, i in enumerate(members, 1):
+            program.compute(program.setting.machine.backward_s[i])
+            if 2 * ready >= len(members) and len(gathered) < len(reduced):
+                gather()
+        reduced.append(program.launch("reduce_scatter", nbytes))
+    gather()
+    program.wait(*gathered)
+    program.step()
+
+
+def zero(program: Program) -> None:
+    buckets = program.setting.by_layout
+    program.wait(*program.backward("reduce_scatter", buckets))
+    program.step(1 / program.setting.world_size, FP32_BYTES)
+    weights = [nbytes * program.setting.itemsize // FP32_BYTES for nbytes in buckets.nbytes]
+    program.wait(*[program.launch("all_gather", nbytes) for nbytes in weights])
+
+
+def sharded(program: Program) -> None:
+    """Module 8's other optimizer, on a plain model."""
+    program.backward()
+    program.wait(*[program.launch("reduce", nbytes) for nbytes in sorted(program.setting.nbytes, reverse=True)])
+    owners_step(program)
+
+
+def owners_step(program: Program) -> None:
+    """A step on the parameters that the fullest rank owns, and a broadcast of each parameter."""
+    program.step(max(program.setting.owned) / sum(program.setting.nbytes))
+    program.wait(*[program.launch("broadcast", nbytes) for nbytes in sorted(program.setting.nbytes, reverse=True)])
+
+
+def torch_ddp(program: Program) -> None:
+    torch_average(program)
+    program.step()
+
+
+def torch_zero(program: Program) -> None:
+    torch_average(program)
+    owners_step(program)
+
+
+def torch_average(program: Program) -> None:
+    buckets = program.setting.by_torch
+    for number, nbytes in zip(
+        program.backward("all_reduce", buckets, copies=1), buckets.nbytes
+    ):  # divides as it copies
+        program.wait(number)
+        program.move(2 * nbytes)
+
+
+def computation(program: Program) -> None:
+    program.backward()
+    program.step()
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How a rung launches; whether its gradients, and its parameters, lie in padded buffers, and who has what state.
+
+    `state` is on every rank, divided by "parameters", or divided into "shards" of buckets.
+    """
+
+    run: Callable[[Program], None]
+    grads_in_buffer: bool = False
+    params_in_buffer: bool = False
+    state: str = "everywhere"
+    grad_copies: int = 1  # torch DDP keeps its buckets beside the gradients
+
+
+RULES = {
+    ("NaiveDDP", None): Rule(naive),
+    ("FlatDDP", None): Rule(flat),
+    ("OverlappedDDP", None): Rule(overlapped),
+    ("BucketedDDP", None): Rule(bucketed),
+    ("BufferedDDP", None): Rule(buffered, grads_in_buffer=True),
+    ("CoalescedDDP", None): Rule(coalesced, grads_in_buffer=True, params_in_buffer=True),
+    ("CachedDDP", None): Rule(coalesced, grads_in_buffer=True, params_in_buffer=True),
+    (None, "ShardedOptimizer"): Rule(sharded, state="parameters"),
+    ("CachedDDP", "ZeroOptimizer"): Rule(zero, grads_in_buffer=True, params_in_buffer=True, state="shards"),
+    ("DistributedDataParallel", None): Rule(torch_ddp, grad_copies=2),
+    ("DistributedDataParallel", "ZeroRedundancyOptimizer"): Rule(torch_zero, state="parameters", grad_copies=2),
+    (None, None): Rule(computation),
+}
+
+
+def classes(rung: Rung) -> tuple[str | None, str | None]:
+    """The names by which `RULES` knows a rung."""
+    return rung.wrapper and rung.wrapper[1], rung.optimizer and rung.optimizer[1]
+
+
+def rule_of(rung: Rung) -> Rule:
+    """The rule of a rung's classes. Raises KeyError for classes without one."""
+    return RULES[classes(rung)]
+
+
+def with_rules(rungs: Iterable[Rung]) -> list[Rung]:
+    """Those that have a rule: a module without one is not planned."""
+    return [rung for rung in rungs if classes(rung) in RULES]
+
+
+def program_of(rung: Rung, setting: Setting) -> Program:
+    program = Program(setting)
+    rule_of(rung).run(program)
+    return program
+
+
+def simulate(program: Program, link: Link) -> float:
+    """Return the seconds until the end of the program.
+
+    The rule is that of `emulated_link.py`: a collective starts when all ranks, here at once, have launched it and the
+    link is free, and occupies the link for its latency and its bytes / bandwidth.
+    """
+    machine, world_size = program.setting.machine, program.setting.world_size
+    now, ends = 0.0, [0.0]  # when the rank is there; when each launch is complete, after a first that never was
+    for one in program.instructions:
+        if isinstance(one, Compute):
+            now += one.seconds
+        elif isinstance(one, Launch):
+            now += machine.launch_s + one.nbytes * machine.launch_s_per_byte
+            ends.append(max(now, ends[-1]) + link.seconds(one.op, one.nbytes, world_size))
+        elif now < ends[one.launch + 1]:
+            now = ends[one.launch + 1] + machine.wake_s
+    return now

@@ -1,0 +1,292 @@
+"""A recording process group on which collectives take the time of a given link: an emulator that needs no network.
+
+Every rank has one link. A collective occupies the links of all ranks of its group. It starts when the last of these
+ranks has launched it and their links are free, and ends latency + bytes / bandwidth later, on every rank at the same
+time. Collectives follow each other in the order in which they were launched by all their ranks.
+
+The real collective runs on gloo as soon as all ranks have launched it. A rank that waits for it sleeps until the
+modelled end, which takes no processor time. If gloo needs longer than the model says, the collective ends when gloo
+has finished. Barriers and point-to-point calls are not delayed, and nothing is delayed before `use` names a link.
+
+The rank that launches a collective last computes its start and its end, and writes them into memory that all ranks of
+the run share (`share_launches`). This needs one clock: `time.perf_counter` reads the same clock in all processes of a
+machine, on Linux and on macOS. Ranks on several machines have no common clock, so `torchrun.py` refuses a link there.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import queue
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from brigade.rank import locks
+from brigade.rank.recording import METHODS, RecordedWork, Recorder, RecordingGroup, tensors_in
+
+locks.trust(globals())
+
+UNPACED = ("barrier", "send", "recv")
+MAX_LAUNCHES = 2**20  # of one group in one run. The file has room for them; unused room takes no space on the disk.
+LOOK_S = 1e-4  # between two checks whether the last rank has launched
+BLOCKED_S = 1e-3  # gloo returns sooner from the wait for a collective that it has finished
+
+# (messages that follow each other, for each of the other ranks; how often the whole buffer passes a rank's connection,
+# but for 1/N) with ring algorithms, as in nccl-tests/doc/PERFORMANCE.md. A broadcast or a reduce is passed on in small
+# pieces, whole.
+RINGS = {"all_reduce": (2, 2), "reduce_scatter": (1, 1), "all_gather": (1, 1)}
+
+
+def sent_bytes(op: str, nbytes: float, world_size: int) -> float:
+    """What each rank sends for a collective on a buffer of `nbytes`, on the average and with a ring algorithm."""
+    return RINGS.get(op, (1, 1))[1] * (world_size - 1) / world_size * nbytes
+
+
+@dataclass(frozen=True)
+class Link:
+    """What connects each rank with the next: seconds for each message, and bytes per second in each direction."""
+
+    latency_s: float
+    bytes_per_s: float
+
+    @property
+    def described(self) -> str:
+        return f"{1e6 * self.latency_s:.1f} us a message and {8e-9 * self.bytes_per_s:.3g} Gbit/s in each direction"
+
+    def seconds(self, op: str, nbytes: float, world_size: int) -> float:
+        """How long a collective on a buffer of `nbytes` takes, all parts of a coalesced one together."""
+        if world_size == 1:
+            return 0.0
+        messages = RINGS.get(op, (1, 1))[0] * (world_size - 1)
+        carried = sent_bytes(op, nbytes, world_size) if op in RINGS else nbytes
+        return messages * self.latency_s + carried / self.bytes_per_s
+
+
+@dataclass(frozen=True)
+class Pace:
+    """A link relative to computation, so that it means the same on a slow machine and on a quick one.
+
+    An all-reduce of all gradients takes `comm_ratio` times as long as backward alone, and the latency of one
+    all-reduce, which comes on top, `latency_ratio` times.
+    """
+
+    comm_ratio: float
+    latency_ratio: float
+
+    def link(self, backward_s: float, grad_bytes: float, world_size: int) -> Link:
+        """The link, once backward has been timed. Needs two ranks or more."""
+        messages, _ = RINGS["all_reduce"]
+        latency_s = self.latency_ratio * backward_s / (messages * (world_size - 1))
+        return Link(latency_s, sent_bytes("all_reduce", grad_bytes, world_size) / (self.comm_ratio * backward_s))
+
+
+_link: Link | None = None
+
+
+def use(link: Link | None) -> None:
+    """Let this rank's collectives take the time of `link` from now on; None takes no time.
+
+    All ranks must name the same link at the same place in their program, between the same two collectives.
+    """
+    global _link
+    _link = link
+
+
+class SharedLaunches:
+    """What the ranks of a run know of each other's launches, in files of one directory that they all have mapped."""
+
+    def __init__(self, directory: str | os.PathLike, world_size: int):
+        self._directory = Path(directory)
+        self._lock = threading.Lock()  # between the threads of this rank; the file's lock is between ranks
+        self._lock_file = os.open(self._directory / "link-lock", os.O_RDWR | os.O_CREAT, 0o600)
+        self._free_at = self.map("link-free", world_size)  # for each rank, when its link is free
+
+    def map(self, name: str, count: int) -> memoryview:
+        """Map the file with this name as `count` numbers, zeros at first, shared by all ranks that map it."""
+        file = os.open(self._directory / name, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            os.ftruncate(file, 8 * count)  # changes nothing where another rank did this before
+            return memoryview(mmap.mmap(file, 8 * count)).cast("d")
+        finally:
+            os.close(file)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep all other ranks and threads out of the block."""
+        with self._lock:
+            fcntl.flock(self._lock_file, fcntl.LOCK_EX)
+            try:
+                yield
+            finally:
+                fcntl.flock(self._lock_file, fcntl.LOCK_UN)
+
+    def occupy(self, ranks: Sequence[int], seconds: float) -> tuple[float, float]:
+        """Put a collective of these ranks on their links, now that all have launched it. Return its start and end.
+
+        The caller has the lock.
+        """
+        start = max(time.perf_counter(), *(self._free_at[rank] for rank in ranks))
+        for rank in ranks:
+            self._free_at[rank] = start + seconds
+        return start, start + seconds
+
+
+_shared: SharedLaunches | None = None
+
+
+def share_launches(directory: str | os.PathLike, world_size: int) -> None:
+    """Exchange launches with the other ranks in files of `directory`. Called before the first group is made."""
+    global _shared
+    _shared = SharedLaunches(directory, world_size)
+
+
+class GroupLaunches:
+    """The launches of one group, numbered from 0 in the same way on every rank. Each has a place in shared memory."""
+
+    def __init__(self, shared: SharedLaunches, name: str, ranks: Sequence[int]):
+        self._shared = shared
+        self._ranks = ranks
+        self._numbers = shared.map(f"launches-{name}-{'-'.join(map(str, ranks))}", 3 * MAX_LAUNCHES)
+        self._count = 0
+
+    def add(self, seconds: float) -> int:
+        """Tell the others that this rank launches the group's next collective. Return its number."""
+        with self._shared.locked():
+            number = self._count
+            if number == MAX_LAUNCHES:
+                raise RuntimeError(f"an emulated link has room for {MAX_LAUNCHES} launches of a group")
+            self._count += 1
+            self._numbers[3 * number] += 1  # ranks that have launched it
+            if self._numbers[3 * number] == len(self._ranks):
+                start, end = self._shared.occupy(self._ranks, seconds)
+                self._numbers[3 * number + 1] = start
+                self._numbers[3 * number + 2] = end  # last: a rank that sees the end may read the start
+        return number
+
+    def times(self, number: int) -> tuple[float, float] | None:
+        """Return the start and the end of a launch, or None while a rank has not launched it."""
+        end = self._numbers[3 * number + 2]
+        return (self._numbers[3 * number + 1], end) if end else None
+
+
+class PacedGroup(RecordingGroup):
+    """Performs each launch as soon as all ranks have called it, and completes it when its time on the link is over.
+
+    Gloo has one thread for a group, as in other modes. It performs the collectives in order, as the link does, and
+    each takes less time than on any link that is worth emulating, so gloo keeps up.
+    """
+
+    def __init__(self, inner: dist.ProcessGroup, recorder: Recorder, name: str, ranks: list[int]):
+        super().__init__(inner, recorder, name, ranks)
+        self._launches = GroupLaunches(_shared, name, ranks)
+
+    def call(self, method: str, args: list[Any], kwargs: dict[str, Any], index: int) -> dist.Work | None:
+        op, outputs, inputs = METHODS[method]
+        if _link is None or op in UNPACED:
+            return super().call(method, args, kwargs, index)
+        full = [sum(tensor.nbytes for tensor in tensors_in(args[place])) for place in {outputs, inputs}]
+        number = self._launches.add(_link.seconds(op, max(full), self.size()))
+        work = getattr(self._inner, method)(*args, **kwargs)
+        if work is None:
+            return None
+        return PacedWork(work, self._recorder, index, tensors_in(args[outputs]), self._launches, number)
+
+
+class PacedWork(RecordedWork):
+    """The handle of a launch that is complete when its time on the link is over, or when it is really complete if
+    that is later.
+
+    A rank that waits for it sleeps until then. Only a future needs a thread, because torch DDP waits on futures in C++.
+    """
+
+    def __init__(
+        self,
+        inner: dist.Work,
+        recorder: Recorder,
+        index: int,
+        outputs: Sequence[torch.Tensor],
+        launches: GroupLaunches,
+        number: int,
+    ):
+        super().__init__(inner, recorder, index)
+        self._outputs = list(outputs)
+        self._launches = launches
+        self._number = number
+        self._is_over = False
+        self._lock = threading.Lock()
+        self._future: torch.futures.Future | None = None
+
+    def _finish(self) -> None:
+        """Return once the launch is complete. Raise what its collective raises, for example if a peer has gone."""
+        with self._lock:
+            if self._is_over:
+                return
+            began = time.perf_counter()
+            self._inner.wait()  # once: gloo's reduce-scatter writes its output in here
+            # Most collectives are complete only after all ranks have launched them. The root of a broadcast is done
+            # with its part earlier, and so are the ranks that only send in a reduce.
+            while (times := self._launches.times(self._number)) is None:
+                time.sleep(LOOK_S)
+            now = time.perf_counter()
+            start, end = times
+            time.sleep(max(0.0, end - now))
+            has_waited = began < end or now - began > BLOCKED_S  # otherwise gloo had finished at an unknown time
+            self._recorder.note("end", index=self._index, began=start, time=max(end, now) if has_waited else end)
+            self._is_over = True
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self._recorder.note("wait", index=self._index)
+        self._finish()
+        self._recorder.note("done", index=self._index)
+        return True
+
+    def is_completed(self) -> bool:
+        times = self._launches.times(self._number)
+        return self._is_over or (times is not None and time.perf_counter() >= times[1] and self._inner.is_completed())
+
+    def result(self) -> list[torch.Tensor]:
+        self.wait()
+        return self._outputs
+
+    def get_future(self) -> torch.futures.Future:
+        self._recorder.note("wait", index=self._index)
+        self._recorder.note("done", index=self._index)
+        with self._lock:
+            if self._future is None:
+                begun: torch.futures.Future = torch.futures.Future()
+                # An exception that `then` raises is one in C++ too. That of `set_exception` is not: torch DDP's reducer
+                # takes it for tensors, and the process ends.
+                self._future = begun.then(self._outcome)
+                finishing().put(begun)
+        return self._future
+
+    def _outcome(self, _: torch.futures.Future) -> list[torch.Tensor]:
+        self._finish()
+        return self._outputs
+
+
+_finishing: queue.SimpleQueue | None = None
+
+
+def finishing() -> queue.SimpleQueue:
+    """Return the futures that a thread completes one after the other; `PacedWork._outcome` waits in that thread."""
+    global _finishing
+    if _finishing is None:
+        _finishing = queue.SimpleQueue()
+        threading.Thread(target=complete, args=(_finishing,), daemon=True).start()
+    return _finishing
+
+
+def complete(futures: queue.SimpleQueue) -> None:
+    while True:
+        futures.get().set_result(None)

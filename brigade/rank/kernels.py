@@ -1,0 +1,40 @@
+"""Counting the kernels that NCCL really launched, with torch's profiler: a group launch is one kernel."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from brigade.rank import recording
+from brigade.rank.api import device
+
+PREFIXES = ("ncclDevKernel", "ncclKernel")  # since NCCL 2.19, and before
+
+
+def nccl_kernels(names: Iterable[str]) -> dict[str, int] | None:
+    """How often each kernel of NCCL's is among those that ran on the GPU, without the types of its arguments.
+
+    None where nothing ran at all, because the profiler cannot see this GPU. "nccl:all_reduce" is no kernel but the
+    range around one.
+    """
+    names = list(names)
+    return dict(Counter(name.partition("(")[0] for name in names if name.startswith(PREFIXES))) if names else None
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[None]:
+    """Notes what NCCL launched in the block, as an event of kind "kernels"; does nothing in a rank without a GPU."""
+    if device().type != "cuda":
+        yield
+        return
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        yield
+        torch.cuda.synchronize()
+    ran = [event.name for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    recording.note("kernels", counts=nccl_kernels(ran))

@@ -1,0 +1,568 @@
+"""A process group that records every collective, and changes nothing else.
+
+`RecordingGroup` stands between `torch.distributed` and gloo or NCCL in every rank. Whatever calls a
+collective, under whatever name, arrives here: a submission, a sub-group it made, torch DDP's C++ reducer.
+
+An event is a small dict. All of them carry `kind`, `time` (seconds, `time.perf_counter`, comparable between
+the processes of one machine) and `phase` (what the training loop was doing). The kinds made here:
+
+    launch   a collective was called: `index` counts them in this rank; `group`, `ranks` (global ranks of the
+             group), `op`, `dtype`, `numel` and `nbytes` of the full buffer, `parts` (tensors in a coalesced
+             call), `reduce_op`, `root` (rank in the group), `sync`, `name` (of the parameter it concerns, if known),
+             `memory` (whether that is its "weight" or its "gradient")
+    wait     the rank starts to wait for launch `index`
+    done     ... and has been given its result
+    end      launch `index` is complete (its `time` is when; on CUDA when its kernel was queued; of gloo's
+             reduce_scatter when the wait for it ended; `began` is when an emulated link began to carry it)
+    phase    the loop has come to this phase
+    race     a tensor of launch `index` was changed between launch and wait (`strict.py`)
+    ready    backward is about to add the gradient of the parameter `name` to its `.grad` (`watch_gradients`)
+
+Scenarios add their own kinds with `note`. Only this file and `ranks.py` know how torch makes process groups.
+
+Student code holds groups and handles. `locks.py` hides their inner parts from it, so that it can neither communicate
+unrecorded nor write into the record.
+"""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from brigade.rank import locks
+from brigade.rank.locks import hidden, private, sealed
+
+locks.trust(globals())
+COLLECTIVES = locks.CodeOf(c10d)  # taken before any submission can change it
+
+BACKEND = "brigade"  # the name under which the recording group is registered with torch
+GLOO_THREADS = 1  # torch's own 2 damage the memory of a rank: see docs/gloo_memory.md
+
+
+class Recorder:
+    """What one rank tells of itself: numbers its launches, stamps its events, and hands them to `sink`."""
+
+    def __init__(self, sink: Callable[[dict[str, Any]], None]):
+        # Of the rank, not of a thread: on CUDA, hooks run on autograd's own. The parent knows this one as OUTSIDE.
+        self.phase = "setup"
+        self._sink = sink
+        self.end_with_wait: set[int] = set()  # launches that do not tell by themselves when they are complete
+        self._launches = 0
+        self._lock = threading.RLock()
+        self._parameters: dict[str, torch.nn.Parameter] = {}
+        self._nodes: dict[Any, str] = {}  # those that accumulate gradients, and the names of their parameters
+        self._accumulated: dict[str, int] = {}  # how often each accumulated in this backward
+        self._task: int | None = -1  # the engine's number of this backward
+
+    def note(self, kind: str, **fields: Any) -> None:
+        with self._lock:
+            self._sink({"kind": kind, "time": perf_counter(), "phase": self.phase, **fields})
+
+    def launch(self, **fields: Any) -> int:
+        with self._lock:
+            index = self._launches
+            self._launches += 1
+            self.note("launch", index=index, **fields)
+        return index
+
+    def name_parameters(self, module: torch.nn.Module) -> None:
+        """Lets launches on a parameter, or on its gradient as it lies in memory then, say its name."""
+        self._parameters = dict(module.named_parameters())
+
+    def watch_gradients(self, module: torch.nn.Module) -> None:
+        """Note an event "ready" in backward just before a gradient of the module is added to its `.grad`.
+
+        The hook belongs to the node of the autograd graph: a parameter's own hooks can be cleared or called by anyone.
+        Tensor hooks of the parameter have run by then; its post-accumulate hooks run after it.
+        """
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad:
+                node = torch.autograd.graph.get_gradient_edge(parameter).node
+                self._nodes[node] = name  # the parameter itself does not keep its node alive
+                node.register_prehook(self._hook(node, name))
+
+    def _hook(self, node: Any, name: str) -> Callable[[Sequence[torch.Tensor | None]], None]:
+        def accumulates(gradients: Sequence[torch.Tensor | None]) -> None:
+            # Student code can call this too, or have the engine call it in a backward of its own.
+            if current_node() is node and current_task() == self._task:
+                self._accumulated[name] = self._accumulated.get(name, 0) + 1
+                if gradients[0] is not None:
+                    self.note("ready", name=name)
+
+        return accumulates
+
+    @contextlib.contextmanager
+    def backward_of(self, loss: torch.Tensor) -> Iterator[None]:
+        """Note "ready" in the backward of `loss`. Raise RuntimeError unless each needed gradient was ready once."""
+        root = loss.grad_fn
+
+        def begins(_: Sequence[torch.Tensor | None]) -> None:
+            if self._task is None and current_node() is root:
+                self._task = current_task()
+
+        self._accumulated, self._task = {}, None
+        if root is not None:
+            root.register_prehook(begins)
+        used = reachable(root)
+        try:
+            yield
+        finally:
+            self._task = -1  # no task has this number
+        for node, name in self._nodes.items():
+            count, expected = self._accumulated.get(name, 0), int(node in used)
+            if count != expected:
+                raise RuntimeError(
+                    f"the gradient of {name} became ready {count} times in one backward, instead of {expected}. "
+                    "Likely cause: the submission removes hooks that are not its own."
+                )
+
+    def owner(self, tensors: list[torch.Tensor]) -> tuple[str | None, str | None]:
+        """The parameter whose "weight" or "gradient" is the launch's tensor; None for a copy, or for several."""
+        if len(tensors) != 1:
+            return None, None
+        address, numel = tensors[0].data_ptr(), tensors[0].numel()
+        for name, parameter in self._parameters.items():
+            if parameter.numel() != numel:
+                continue
+            if parameter.data_ptr() == address:
+                return name, "weight"
+            if parameter.grad is not None and parameter.grad.data_ptr() == address:
+                return name, "gradient"
+        return None, None
+
+
+_recorder: Recorder | None = None
+
+
+def install(recorder: Recorder) -> None:
+    """Makes `recorder` the one that `note` and `phase` of this process speak to."""
+    global _recorder
+    _recorder = recorder
+
+
+def note(kind: str, **fields: Any) -> None:
+    """Adds an event of the scenario's own to this rank's record. Does nothing outside a rank."""
+    if _recorder:
+        _recorder.note(kind, **fields)
+
+
+def name_parameters(module: torch.nn.Module) -> None:
+    """From now on, reports name the parameters of `module`. Does nothing outside a rank."""
+    if _recorder:
+        _recorder.name_parameters(module)
+
+
+def watch_gradients(module: torch.nn.Module) -> None:
+    """Note from now on when gradients of `module` become ready. Does nothing outside a rank."""
+    if _recorder:
+        _recorder.watch_gradients(module)
+
+
+@contextlib.contextmanager
+def backward_of(loss: torch.Tensor) -> Iterator[None]:
+    """In this block, which is the phase "backward", the caller runs the one backward of `loss`.
+
+    Raises RuntimeError unless each watched gradient on which the loss depends became ready exactly once.
+    """
+    with _recorder.backward_of(loss) if _recorder else contextlib.nullcontext(), phase("backward"):
+        yield
+
+
+def current_node() -> Any:
+    """Return the node of the autograd graph that the engine is running in this thread, or None."""
+    return torch._C._current_autograd_node()
+
+
+def current_task() -> int:
+    """Return the number of the backward in which the engine is running that node."""
+    return torch._C._current_graph_task_id()
+
+
+def reachable(node: Any) -> set[Any]:
+    """Return all nodes of the autograd graph that a backward from `node` runs."""
+    found, waiting = set(), [node]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            waiting += [following for following, _ in node.next_functions]
+    return found
+
+
+@contextlib.contextmanager
+def phase(name: str) -> Iterator[None]:
+    """Events inside the block carry this phase: "construct", "forward", "backward", "finish", "step"."""
+    if not _recorder:
+        yield
+        return
+    before, _recorder.phase = _recorder.phase, name
+    _recorder.note("phase")  # should nothing else happen in it, because it hangs
+    try:
+        yield
+    finally:
+        _recorder.phase = before
+
+
+class RecordedWork(dist.Work, metaclass=sealed(dist.Work)):
+    """The handle of one launch: passes everything on, and notes waiting."""
+
+    _inner, _recorder, _index = hidden(), hidden(), hidden()
+
+    def __init__(self, inner: dist.Work, recorder: Recorder, index: int):
+        super().__init__()
+        self._inner = inner
+        self._recorder = recorder
+        self._index = index
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self._recorder.note("wait", index=self._index)
+        self._await(timeout)
+        if self._index in self._recorder.end_with_wait:
+            self._recorder.end_with_wait.discard(self._index)
+            self._recorder.note("end", index=self._index)
+        self._recorder.note("done", index=self._index)
+        return True
+
+    @private
+    def _await(self, timeout: timedelta | None) -> None:
+        """Until the result is there; on CUDA, until whatever is computed next will find it there."""
+        if timeout is None or timeout == timedelta(0):
+            self._inner.wait()
+        else:
+            self._inner.wait(timeout)
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return self._inner.is_completed()
+
+    def is_success(self) -> bool:
+        return self._inner.is_success()
+
+    def exception(self) -> Any:
+        return self._inner.exception()
+
+    def _source_rank(self) -> int:
+        return self._inner._source_rank()  # of a receive from any rank
+
+    def result(self) -> list[torch.Tensor]:
+        return self._inner.result()
+
+    def get_future(self) -> torch.futures.Future:
+        # Whoever has the future may wait on it where we cannot see: the reducer does. It counts as a wait.
+        self._recorder.note("wait", index=self._index)
+        self._recorder.note("done", index=self._index)
+        future = self._inner.get_future()
+        if not _one_thread:
+            return future
+        completed: torch.futures.Future = torch.futures.Future()  # its callbacks run in the caller's thread
+        completed.set_result(future.wait())
+        return completed
+
+
+class Finished(dist.Work):
+    """The handle of a call for which the inner group gave none: there is nothing left to wait for.
+
+    Since torch 2.8 NCCL's group gives no handle for a call with async_op=False, which it puts on the current stream.
+    """
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+    def get_future(self) -> torch.futures.Future:
+        raise NotImplementedError("a call with async_op=False has no future")
+
+
+# Where each method of a process group keeps its tensors: (operation, outputs, inputs), as positions in its
+# arguments. A collective whose outputs are its inputs works in place. The two names of one operation are
+# those before and after torch 2.13.
+METHODS: dict[str, tuple[str, int | None, int | None]] = {
+    "allreduce": ("all_reduce", 0, 0),
+    "allreduce_coalesced": ("all_reduce", 0, 0),
+    "broadcast": ("broadcast", 0, 0),
+    "reduce": ("reduce", 0, 0),
+    "allgather": ("all_gather", 0, 1),
+    "allgather_coalesced": ("all_gather", 0, 1),
+    "all_gather_single": ("all_gather", 0, 1),
+    "_allgather_base": ("all_gather", 0, 1),
+    "all_gather_single_coalesced": ("all_gather", 0, 1),
+    "allgather_into_tensor_coalesced": ("all_gather", 0, 1),
+    "reduce_scatter": ("reduce_scatter", 0, 1),
+    "reduce_scatter_single": ("reduce_scatter", 0, 1),
+    "_reduce_scatter_base": ("reduce_scatter", 0, 1),
+    "reduce_scatter_single_coalesced": ("reduce_scatter", 0, 1),
+    "reduce_scatter_tensor_coalesced": ("reduce_scatter", 0, 1),
+    "gather": ("gather", 0, 1),
+    "scatter": ("scatter", 0, 1),
+    "alltoall": ("all_to_all", 0, 1),
+    "alltoall_base": ("all_to_all", 0, 1),
+    "all_to_all_single": ("all_to_all", 0, 1),
+    "barrier": ("barrier", None, None),
+    "send": ("send", None, 0),
+    "recv": ("recv", 0, None),
+    "recv_anysource": ("recv", 0, None),
+}
+
+LIST_FIRST = {"allreduce", "broadcast", "reduce"}  # their bindings also take one bare tensor
+
+
+class RecordingGroup(dist.ProcessGroup, metaclass=sealed(dist.ProcessGroup)):
+    """Passes every collective to `inner`, a complete process group, and notes each one.
+
+    Subclasses decide what becomes of the tensors, in `call`.
+    """
+
+    _inner, _recorder, _name, _ranks = hidden(), hidden(), hidden(), hidden()
+
+    def __init__(self, inner: dist.ProcessGroup, recorder: Recorder, name: str, ranks: list[int]):
+        super().__init__(inner.rank(), inner.size())
+        self._inner = inner
+        self._recorder = recorder
+        self._name = name
+        self._ranks = ranks
+
+    @private
+    def call(self, method: str, args: list[Any], kwargs: dict[str, Any], index: int) -> dist.Work | None:
+        """Performs launch `index` and returns its handle."""
+        work = self._perform(method, args, kwargs)
+        self._note_end(work, index)
+        return RecordedWork(work, self._recorder, index)
+
+    @private
+    def _perform(self, method: str, args: list[Any], kwargs: dict[str, Any]) -> dist.Work:
+        work = getattr(self._inner, method)(*args, **kwargs)
+        return Finished() if work is None else work
+
+    @private
+    def _note_end(self, work: dist.Work, index: int) -> None:
+        try:
+            work.get_future().add_done_callback(lambda _: self._recorder.note("end", index=index))
+        except (RuntimeError, NotImplementedError):  # gloo's reduce_scatter, send and recv have no future
+            self._recorder.end_with_wait.add(index)
+
+    def _launch(self, method: str, args: list[Any], kwargs: dict[str, Any]) -> dist.Work | None:
+        op, outputs, inputs = METHODS[method]
+        if method in LIST_FIRST and isinstance(args[0], torch.Tensor):
+            args[0] = [args[0]]
+        options = options_in(args, kwargs)
+        full = [t for place in {outputs, inputs} - {None} for t in tensors_in(args[place])]
+        if op in ("all_gather", "gather"):  # the full buffer is the larger side
+            full = tensors_in(args[outputs]) or tensors_in(args[inputs])
+        elif op in ("reduce_scatter", "scatter"):
+            full = tensors_in(args[inputs]) or tensors_in(args[outputs])
+        elif op == "all_to_all":
+            full = tensors_in(args[inputs])
+        reduce_op = getattr(options, "reduceOp", None)
+        name, memory = self._recorder.owner(full)
+        index = self._recorder.launch(
+            group=self._name,
+            ranks=self._ranks,
+            op=op,
+            dtype=str(full[0].dtype).removeprefix("torch.") if full else None,
+            numel=sum(t.numel() for t in full),
+            nbytes=sum(t.nbytes for t in full),
+            parts=len(full) if "coalesced" in method else 1,
+            reduce_op=None if reduce_op is None else str(reduce_op.op).rpartition(".")[2],
+            root=getattr(options, "rootRank", None),
+            sync=not getattr(options, "asyncOp", True),
+            name=name,
+            memory=memory,
+        )
+        return self.call(method, args, kwargs, index)
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._inner._start_coalescing(device)
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work:
+        return self._inner._end_coalescing(device)
+
+    def getBackendName(self) -> str:
+        return BACKEND
+
+    @property
+    def supports_splitting(self) -> bool:
+        return False
+
+
+def _recorded(method: str) -> Callable[..., dist.Work | None]:
+    def collective(self: RecordingGroup, *args: Any, **kwargs: Any) -> dist.Work | None:
+        return self._launch(method, list(args), kwargs)
+
+    collective.__name__ = method
+    return collective
+
+
+for _method in METHODS:
+    setattr(RecordingGroup, _method, _recorded(_method))
+
+
+def options_in(args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """The options object of a collective (`AllreduceOptions` and the like), or None."""
+    return next((arg for arg in args if hasattr(arg, "timeout")), kwargs.get("opts"))
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors of a tensor, a list of tensors, or a list of lists of them."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [tensor for item in value for tensor in tensors_in(item)]
+    return []
+
+
+def onto_itself(tensors: Sequence[Any]) -> bool:
+    """Whether a copy moves nothing: after `data[a:b] /= n` Python assigns the slice to its own place."""
+    places = {(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors if isinstance(t, torch.Tensor)}
+    return len(tensors) > 1 and all(isinstance(t, torch.Tensor) for t in tensors[:2]) and len(places) == 1
+
+
+def start_process_group(
+    group_class: type[RecordingGroup],
+    recorder: Recorder,
+    backend: str,
+    store: dist.Store,
+    rank: int,
+    world_size: int,
+    timeout: timedelta | None = None,
+) -> None:
+    """Makes the default process group of this rank, and every later one, a `group_class` around `backend`.
+
+    `backend` is "gloo", or "nccl" (CPU tensors still travel by gloo). `timeout` is that of each collective; torch's
+    own, 30 minutes with gloo, if None.
+    """
+
+    def create(options: Any, _: Any) -> RecordingGroup:
+        ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
+        arguments = (options.store, options.group_rank, options.group_size, options.timeout)
+        inner = dist.ProcessGroup(*arguments[:3])
+        register_backends(inner, backend, *arguments)
+        group = group_class(inner, recorder, str(options.group_id), ranks)
+        register_stand_ins(group, backend)
+        return group
+
+    dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu", "cuda"])
+    _keep_to_the_recording_group(backend)
+    dist.init_process_group(BACKEND, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def register_backends(
+    group: dist.ProcessGroup,
+    backend: str,
+    store: dist.Store,
+    rank: int,
+    world_size: int,
+    timeout: timedelta,
+) -> None:
+    """Give the inner group the backends that `init_process_group` would."""
+    gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, world_size, gloo_options(timeout))
+    register(group, "cpu", dist.ProcessGroup.BackendType.GLOO, gloo)
+    if backend == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, world_size, options)
+        register(group, "cuda", dist.ProcessGroup.BackendType.NCCL, nccl)
+
+
+def register_stand_ins(group: dist.ProcessGroup, backend: str) -> None:
+    """Give the recording group backends that carry no data: torch keeps in them what it asks of any group: its name.
+
+    With the inner group's backends in this place, torch would hand them out to any caller.
+    """
+    register(group, "cpu", dist.ProcessGroup.BackendType.GLOO, stand_in(group))
+    if backend == "nccl":
+        register(group, "cuda", dist.ProcessGroup.BackendType.NCCL, stand_in(group))
+
+
+def register(group: dist.ProcessGroup, device: str, kind: dist.ProcessGroup.BackendType, backend: dist.Backend) -> None:
+    group._register_backend(torch.device(device), kind, backend)
+    group._set_default_backend(kind)
+
+
+def stand_in(group: dist.ProcessGroup) -> dist.Backend:
+    """Return a backend of torch's own for tests, whose collectives do nothing."""
+    return torch._C._distributed_c10d.FakeProcessGroup._create_internal(group.rank(), group.size())
+
+
+def gloo_options(timeout: timedelta) -> Any:
+    """Return the options that `ProcessGroupGloo` would make of a timeout, but with `GLOO_THREADS` threads."""
+    options = dist.ProcessGroupGloo._Options()
+    interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    devices = [dist.ProcessGroupGloo.create_device(interface=name) for name in interfaces]
+    options._devices = devices or [dist.ProcessGroupGloo.create_default_device()]
+    options._timeout, options._threads = timeout, GLOO_THREADS
+    return options
+
+
+def _keep_to_the_recording_group(backend: str) -> None:
+    """`new_group(backend="gloo")` must be recorded too, and `get_backend()` must say what really carries the data."""
+    new_group, get_backend = c10d.new_group, c10d.get_backend
+
+    def recorded_new_group(*args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("backend", None)
+        return new_group(*(args[:2] + (None,) + args[3:] if len(args) > 2 else args), **kwargs)
+
+    def real_backend(group: Any = None) -> str:
+        return backend if get_backend(group) == BACKEND else get_backend(group)
+
+    for module in (c10d, dist):
+        module.new_group, module.get_backend = recorded_new_group, real_backend
+
+
+# Classes of this build of torch with which ranks could communicate, but not those that our own groups are made of.
+OTHER_WAYS = [
+    name
+    for name in dir(torch._C._distributed_c10d)
+    if ("ProcessGroup" in name and name not in ("ProcessGroup", "FakeProcessGroup"))
+    or name in ("_StoreCollectives", "TCPStore", "FileStore")
+]
+STORE_CALLS = (
+    "set", "get", "add", "append", "check", "compare_set", "delete_key", "multi_get", "multi_set", "queue_push",
+    "queue_pop", "queue_len", "wait", "barrier", "list_keys", "num_keys",
+)  # fmt: skip
+THREAD_STARTS = ("start_new_thread", "start_new", "start_joinable_thread")
+
+
+_one_thread = False
+
+
+def forbid_other_ways() -> None:
+    """From now on student code has only our groups to communicate with, and only this thread to work in.
+
+    What it does elsewhere would not be in the record. The modes that count copies and views see one thread each.
+    """
+    global _one_thread
+    _one_thread = True
+    other = (
+        "{} is not for submissions: they communicate with the collectives of torch.distributed, on the process group "
+        "that they are given or on one that dist.new_group makes"
+    )
+    for name in OTHER_WAYS:
+        owner = getattr(torch._C._distributed_c10d, name)
+        locks.reserve(owner, "__init__", other.format(name.strip("_")))
+    for name in STORE_CALLS:
+        if hasattr(dist.Store, name):
+            locks.reserve(dist.Store, name, other.format(f"Store.{name}"), users=COLLECTIVES)
+    for module, prefix in ((_thread, ""), (threading, "_")):
+        for name in THREAD_STARTS:
+            if hasattr(module, prefix + name):
+                locks.reserve(module, prefix + name, "a submission starts no threads: only its first one is recorded")

@@ -1,0 +1,38 @@
+"""How the parent and the fork server talk: JSON lines on a Unix socket, with descriptors beside them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+
+FDS_PER_RANK = 3
+
+
+def send(channel: socket.socket, message: dict, descriptors: list[int] | None = None) -> None:
+    data = json.dumps(message).encode() + b"\n"
+    if descriptors:
+        socket.send_fds(channel, [data[:1]], descriptors)
+        data = data[1:]
+    channel.sendall(data)
+
+
+def receive(channel: socket.socket) -> tuple[dict | None, list[int]]:
+    """The next message and the descriptors that came with it; (None, []) when the other end has closed."""
+    line, descriptors = b"", []
+    while not line.endswith(b"\n"):
+        # One byte at a time after the first keeps what belongs to the next message in the socket.
+        data, fds, _, _ = socket.recv_fds(channel, 1, 250)
+        descriptors += fds
+        if not data:
+            return None, descriptors
+        line += data
+    return json.loads(line), descriptors
+
+
+def kill_group(pid: int) -> None:
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        pass

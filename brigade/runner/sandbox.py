@@ -1,0 +1,344 @@
+"""What a rank may do when a grader started as root runs a stranger's code in it. Linux only.
+
+`confine` is called in the rank, before it has seen any of the submission. From then on the process belongs to an
+unprivileged user, has limits on memory, processes and file sizes, dies with the fork server, and cannot read what is
+hidden from it: the course's own files (tests, solutions, history), and the directories that the grader names.
+
+The kernel refuses some system calls to it (`filter_system_calls`): those that leave data in the kernel for a later
+process of the user (key rings, shared memory, semaphores, message queues), and those that make namespaces. Where
+control groups can be written, all processes of the user share one: its memory is limited, and it gets the processors
+as often as another grading does, however many processes it starts.
+
+Where namespaces are allowed, what is hidden is covered, the temporary directories are the rank's own, small and gone
+with it, other users' processes are not seen, and the network is a loopback. Where they are not (most containers), the
+grader has taken the permissions away (`close_off`), and the network and the disk are open.
+This is not a sandbox: other files that anybody may read can be read, and the kernel is shared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import resource
+import shutil
+import signal
+import socket
+import stat
+import struct
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from brigade.course.modules import ROOT, CourseError
+
+PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
+SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_SPEC_ALLOW = 1, 4
+CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWNET = 0x00020000, 0x08000000, 0x40000000
+MS_BIND, MS_REC, MS_PRIVATE, MS_NOSUID, MS_NODEV, MS_NOEXEC = 0x1000, 0x4000, 0x40000, 0x2, 0x4, 0x8
+SIOCSIFFLAGS, IFF_UP, IFF_RUNNING = 0x8914, 0x1, 0x40
+FIRST_UID = 64_100  # of the users that ranks run as; no account needs to exist
+USERS = 64  # graders at a time on one machine
+PRIVATE_DIRECTORIES = ("/tmp", "/var/tmp", "/dev/shm", "/dev/mqueue", "/run/lock")  # those that anybody may write to
+RENDEZVOUS = "rendezvous"  # the file in a run's directory that all its ranks share
+SECRETS = ("tests", "solutions", ".git", "out")  # of the course
+NICENESS = 5  # of ranks: the grader and the rest of the machine go first
+CONTROL_GROUPS = Path("/sys/fs/cgroup")
+ORDINARY_SHARES = 4  # a grading gets as much of the processors as this many ordinary processes
+
+# System calls that a rank may not make, by machine: (its number in audit.h, seccomp, clone, clone3, refused ones).
+# Refused are add_key, request_key, keyctl; shmget, shmat, shmctl; msgget, msgsnd, msgrcv, msgctl; semget, semop,
+# semtimedop, semctl; mq_open; unshare, setns; ptrace, process_vm_readv, process_vm_writev.
+MACHINES = {
+    "x86_64": (
+        0xC000003E, 317, 56, 435,
+        (248, 249, 250, 29, 30, 31, 68, 69, 70, 71, 64, 65, 220, 66, 240, 272, 308, 101, 310, 311),
+    ),
+    "aarch64": (
+        0xC00000B7, 277, 220, 435,
+        (217, 218, 219, 194, 196, 195, 186, 189, 188, 187, 190, 193, 192, 191, 180, 97, 268, 117, 270, 271),
+    ),
+}  # fmt: skip
+CLONE_NEW_ANY = 0x7E020000  # the flags of clone that make a namespace
+
+
+@dataclass(frozen=True)
+class Jail:
+    """The limits of the ranks of one run. Sizes are in bytes; `memory` and `file` count for each process."""
+
+    uid: int
+    hidden: list[str] = field(default_factory=list)
+    memory: int = 3 << 30  # beside what torch has mapped already; 0 for no limit
+    together: int = 4 << 30  # resident memory of all processes, where there are control groups; 0 for no limit
+    processes: int = 400  # of this user, threads included
+    file: int = 64 << 20
+    disk: int = 64 << 20  # of each private directory, which takes memory
+    files: int = 10_000  # in each of them
+    sent: int = 4 << 20  # by each rank to the grader, where it takes up to 20 times as much as Python objects
+
+
+def confine(jail: dict, directory: str, server: int) -> None:
+    """Makes this process the user's, with its limits, in `directory`. Raises OSError where that is impossible."""
+    join_groups(jail)
+    os.nice(NICENESS)
+    mounted = unshare_mounts()
+    shared = os.path.join(directory, RENDEZVOUS)
+    os.close(os.open(shared, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600))
+    for path in (directory, shared):
+        os.chown(path, jail["uid"], jail["uid"])
+    if mounted:
+        cover(jail, directory)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")  # where memory ends, it ends for ranks first
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    for which, most in (
+        (resource.RLIMIT_AS, mapped + jail["memory"] if jail["memory"] else resource.RLIM_INFINITY),
+        (resource.RLIMIT_NPROC, jail["processes"]),
+        (resource.RLIMIT_FSIZE, jail["file"]),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        resource.setrlimit(which, (most, most))
+    os.setgroups([])
+    os.setgid(jail["uid"])
+    os.setuid(jail["uid"])
+    prctl(PR_SET_NO_NEW_PRIVS, 1)
+    filter_system_calls()
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # giving up root has cleared it
+    if os.getppid() != server:
+        os._exit(1)
+    os.umask(0o077)
+    os.environ.update(HOME=directory, TMPDIR=directory, TORCHINDUCTOR_CACHE_DIR=os.path.join(directory, "inductor"))
+
+
+def filter_system_calls() -> bool:
+    """Make the kernel refuse the calls of MACHINES to this process and its children. Return False if it cannot.
+
+    A call that makes a namespace is refused by its flags. The flags of clone3 are in memory, which a filter cannot
+    read, so the filter answers clone3 as a kernel without it would. The C library then uses clone.
+    """
+    machine = os.uname().machine
+    if machine not in MACHINES:
+        return False
+    audit, seccomp, clone, clone3, refused = MACHINES[machine]
+    load, equal, at_least, any_bit, answer = 0x20, 0x15, 0x35, 0x45, 0x06  # of the Berkeley Packet Filter
+    allow, permission, missing = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS
+    number, architecture, first_argument = 0, 4, 16  # offsets in the kernel's description of a call
+    # (operation, how many instructions to skip if true, and if false, operand)
+    program = [(load, 0, 0, architecture), (equal, 1, 0, audit), (answer, 0, 0, permission), (load, 0, 0, number)]
+    program += [(at_least, 0, 1, 0x4000_0000), (answer, 0, 0, permission)]  # x86_64's second table of calls
+    for call in refused:
+        program += [(equal, 0, 1, call), (answer, 0, 0, permission)]
+    program += [(equal, 0, 1, clone3), (answer, 0, 0, missing)]
+    program += [(equal, 0, 3, clone), (load, 0, 0, first_argument), (any_bit, 0, 1, CLONE_NEW_ANY)]
+    program += [(answer, 0, 0, permission), (answer, 0, 0, allow)]
+    code = b"".join(struct.pack("HBBI", *instruction) for instruction in program)
+    instructions = ctypes.create_string_buffer(code, len(code))
+    description = struct.pack("HxxxxxxP", len(program), ctypes.addressof(instructions))
+    libc = ctypes.CDLL(None, use_errno=True)
+    # Without the flag, kernels before 5.16 slow a filtered process down.
+    return libc.syscall(seccomp, SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_SPEC_ALLOW, description) == 0
+
+
+def join_groups(jail: dict) -> bool:
+    """Put this process into the control groups of the jail's user. Return whether they limit its memory."""
+    is_limited = False
+    for group in control_groups(jail["uid"]):
+        # Version 2 limits swap separately; in version 1 the last limit counts memory and swap together.
+        sizes = {"memory.max": jail["together"], "memory.swap.max": 0}
+        sizes |= {"memory.limit_in_bytes": jail["together"], "memory.memsw.limit_in_bytes": jail["together"]}
+        shares = {"cpu.weight": 100 * ORDINARY_SHARES, "cpu.shares": 1024 * ORDINARY_SHARES}
+        with contextlib.suppress(OSError):
+            group.mkdir(exist_ok=True)
+            for name, number in ((sizes if jail["together"] else {}) | shares).items():
+                with contextlib.suppress(FileNotFoundError):
+                    write_existing(group / name, number)
+                    is_limited |= name in sizes
+            write_existing(group / "cgroup.procs", os.getpid())
+    return is_limited
+
+
+def leave_groups(uid: int) -> None:
+    """Remove the user's control groups. For root, when the user has no processes."""
+    for group in control_groups(uid):
+        with contextlib.suppress(OSError):
+            group.rmdir()
+
+
+def control_groups(uid: int) -> list[Path]:
+    """Return the directories of the user's control groups below our own: limits on us hold for them too.
+
+    In version 2 a group with processes cannot divide its memory. There it is the nearest group above ours that can.
+    """
+    found = []
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            for controller in {"memory", "cpu"} & set(controllers.split(",")):
+                found.append(CONTROL_GROUPS / controller / path[1:] / f"brigade-{uid}")
+            if not controllers:
+                group = CONTROL_GROUPS / path[1:]
+                for above in (group, *group.parents):
+                    if above.is_relative_to(CONTROL_GROUPS) and divides_memory(above):
+                        found.append(above / f"brigade-{uid}")
+                        break
+    return [group for group in found if group.parent.is_dir()]
+
+
+def divides_memory(group: Path) -> bool:
+    """Return whether groups below this one, of version 2, can have a limit on their memory."""
+    try:
+        return "memory" in (group / "cgroup.subtree_control").read_text().split()
+    except OSError:
+        return False
+
+
+def write_existing(path: Path, number: int) -> None:
+    with open(os.open(path, os.O_WRONLY), "w") as file:
+        file.write(str(number))
+
+
+@contextlib.contextmanager
+def free_user() -> Iterator[int]:
+    """The id of a user that no other grader on this machine has its ranks run as."""
+    locks = Path("/run/brigade")
+    locks.mkdir(mode=0o700, exist_ok=True)
+    for uid in range(FIRST_UID, FIRST_UID + USERS):
+        with open(locks / str(uid), "w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                continue
+            kill_user(uid)  # of a grader that was killed something may be left
+            remove_files(uid)
+            try:
+                yield uid
+            finally:
+                leave_groups(uid)
+            return
+    raise CourseError(f"{USERS} gradings run on this machine already")
+
+
+def kill_user(uid: int) -> None:
+    """Kills all processes of the user at once, from one that they may not signal in their turn. For root."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            # The effective user says whom we may signal, the others say who may signal us.
+            os.setresuid(uid + USERS, uid, uid + USERS)
+            os.kill(-1, signal.SIGKILL)
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+
+
+def remove_files(uid: int) -> None:
+    """Removes what the user has left in the directories that all users share."""
+    for place in PRIVATE_DIRECTORIES:
+        with contextlib.suppress(OSError):
+            for entry in list(os.scandir(place)):
+                with contextlib.suppress(FileNotFoundError):  # others come and go
+                    if entry.stat(follow_symlinks=False).st_uid == uid:
+                        remove(entry.path)
+
+
+def remove(path: str | Path) -> None:
+    """Removes a file or a directory, links not followed, however deep it is."""
+    if os.path.isdir(path) and not os.path.islink(path):
+        with contextlib.suppress(RecursionError):
+            shutil.rmtree(path, ignore_errors=True)
+    if os.path.lexists(path):
+        subprocess.run(["rm", "-rf", "--", path], stderr=subprocess.DEVNULL)
+
+
+def look_around() -> dict:
+    """What a confined rank is, what it can read and what it cannot: for a trial before any submission runs."""
+    python = {os.path.dirname(os.__file__), *(path for path in sys.path if path.endswith("site-packages"))}
+    return {
+        "uid": os.getuid(),
+        "secrets": [name for name in SECRETS if os.access(ROOT / name, os.R_OK)],
+        "is_filtered": "Seccomp:\t2" in Path("/proc/self/status").read_text().splitlines(),
+        "is_grouped": f"brigade-{os.getuid()}" in Path("/proc/self/cgroup").read_text(),
+        "unreachable": sorted(path for path in python if not os.access(path, os.R_OK | os.X_OK)),
+    }
+
+
+def close_off(paths: Iterable[Path]) -> None:
+    """Takes away everybody else's permission to enter or read these."""
+    for path in paths:
+        if path.exists():
+            path.chmod(stat.S_IMODE(path.stat().st_mode) & 0o700)
+
+
+def unshare_mounts() -> bool:
+    """Whether this process has mounts (and shared memory) of its own now; False where that is not allowed."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(CLONE_NEWNS) != 0:
+        return False
+    libc.unshare(CLONE_NEWIPC)  # without it, only the memory that a rank shares in System V's way stays
+    return libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None) == 0
+
+
+def leave_network() -> None:
+    """Gives this process, and what it forks, a loopback of its own for a network; nothing where that is not allowed."""
+    if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNET) == 0:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+            fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", IFF_UP | IFF_RUNNING))
+
+
+def cover(jail: dict, directory: str) -> None:
+    """Covers the course, what is hidden and the temporary directories; what a rank needs below them is put back.
+
+    The run's directory is the rank's own too, but for the file through which ranks meet. Of processes it sees its
+    user's.
+    """
+    limits = f"size={jail['disk']},nr_inodes={jail['files']}"
+    needed = {path for path in (sys.prefix, sys.base_prefix, directory, *sys.path) if os.path.isdir(path)}
+    needed |= set(map(os.path.realpath, needed))
+    covers = {str(ROOT), *map(os.path.realpath, jail["hidden"]), *map(os.path.realpath, PRIVATE_DIRECTORIES)}
+    covers |= {ancestor for path in needed for ancestor in closed_ancestors(path)}
+    covers = {path for path in covers if os.path.isdir(path)}
+    outermost = [path for path in sorted(covers) if not any(below(path, other) for other in covers - {path})]
+    for place in outermost:
+        kept = sorted(path for path in needed if below(path, place))
+        handles = {path: os.open(path, os.O_PATH) for path in kept}
+        private = place in map(os.path.realpath, PRIVATE_DIRECTORIES)
+        mount("tmpfs", place, "tmpfs", MS_NOSUID | MS_NODEV, f"{limits},mode={'1777' if private else '755'}")
+        for path, handle in handles.items():
+            os.makedirs(path, mode=0o755, exist_ok=True)
+            mount(f"/proc/self/fd/{handle}", path, "", MS_BIND | MS_REC, "")
+            os.close(handle)
+    shared = os.path.join(directory, RENDEZVOUS)
+    handle = os.open(shared, os.O_PATH)
+    mount("tmpfs", directory, "tmpfs", MS_NOSUID | MS_NODEV, f"{limits},mode=700,uid={jail['uid']},gid={jail['uid']}")
+    os.close(os.open(shared, os.O_CREAT, 0o600))
+    mount(f"/proc/self/fd/{handle}", shared, "", MS_BIND, "")
+    os.close(handle)
+    with contextlib.suppress(OSError):
+        mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, "hidepid=2")
+
+
+def closed_ancestors(path: str) -> list[str]:
+    """The outermost directory above `path` that other users may not enter, if there is one."""
+    for ancestor in reversed(Path(path).parents):
+        if not ancestor.stat().st_mode & stat.S_IXOTH:
+            return [str(ancestor)]
+    return []
+
+
+def below(path: str, directory: str) -> bool:
+    return path.startswith(directory.rstrip("/") + "/")
+
+
+def mount(source: str, target: str, kind: str, flags: int, options: str) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mount(source.encode(), target.encode(), kind.encode(), flags, options.encode()) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), target)
+
+
+def prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
