@@ -91,8 +91,8 @@ class Checked:
 
 def story(failure: ranks.RankFailure, sources: Sources) -> CheckFailed:
     """A failed run in the words of a failed check; `sources` are what ran."""
-    if failure.unwritten:
-        return NotWritten(f"{failure.unwritten} is written", "it is still the skeleton's `raise NotImplementedError`")
+    if failure.part:
+        return NotWritten(f"{failure.part} is written", "it is still the skeleton's `raise NotImplementedError`")
     expected = {
         "exception": "every rank runs to the end without an exception",
         "deadline": "every rank gets to the end of the step",

@@ -97,7 +97,7 @@ def check(claim: Claim) -> Checked:
 
 def failed(error: Exception) -> str:
     """What became of an experiment on the student's own modules, in one line."""
-    unwritten = str(error) if isinstance(error, NotImplementedError) else getattr(error, "unwritten", "")
+    unwritten = str(error) if isinstance(error, NotImplementedError) else getattr(error, "part", None)
     return f"{unwritten} is not written yet" if unwritten else f"your modules say: {error}".splitlines()[0]
 
 

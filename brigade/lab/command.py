@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -268,13 +267,13 @@ def trace(options: argparse.Namespace) -> int:
 
 def unfinished(failure: RankFailure, number: int) -> str:
     """What a run that failed tells its user: what is not written yet, or what happened on which rank."""
-    part = re.search(r"module (\d+), (part \(\w\))", failure.summary)
-    if failure.error != "NotImplementedError" or not part:
+    part = failure.part
+    if not part:
         return str(failure)
-    advice = f"`brigade check {part[1]}` says what to do"
-    if int(part[1]) < number and HAS_SOLUTIONS:
+    advice = f"`brigade check {part.module}` says what to do"
+    if part.module < number and HAS_SOLUTIONS:
         advice += ", and --prior reference uses ours"
-    return f"module {part[1]}, {part[2]} is not written yet: {advice}"
+    return f"{part} is not written yet: {advice}"
 
 
 def plan_arguments(parser: argparse.ArgumentParser) -> None:

@@ -186,7 +186,8 @@ def failure(error: Exception, told: dict[str, Any], rank: int, events: list[Even
             return RankFailure("died", f"{where}: a peer {UNREACHABLE}", [], rank)
         return RankFailure("died", f"{where} lost a peer {doing(events)}: {message}", [], rank)
     frames = [f"  {os.path.basename(f)}, line {n}, in {name}: {line}" for f, n, name, line in told["frames"]]
-    return RankFailure("exception", f"{where} raised {told['type']}: {message}", frames, rank, told["type"])
+    summary = f"{where} raised {told['type']}: {message}"
+    return RankFailure("exception", summary, frames, rank, told["type"], message=message)
 
 
 _directory: Path | None = None  # on rank 0, for the files that the ranks of an emulated link share

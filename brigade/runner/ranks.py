@@ -30,12 +30,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from brigade.course.modules import ROOT, CourseError
+from brigade.course.parts import Part, named_part
 from brigade.course.submission import Sources, is_sealed, sealed
 from brigade.runner import protocol, sandbox
 
@@ -62,6 +63,7 @@ MOST_STEPS = 1 << 20  # and launches
 SENT_LIMIT = 1 << 30  # bytes a rank may send to us, where no jail says less
 
 Event = dict[str, Any]
+Frame = tuple[str, int, str, str]  # file, line, function, text of the line
 
 # What `recording.py` says in each event. A rank is not trusted to send it: anything else would fail later, here.
 EVENT_FIELDS: dict[str, tuple[type, ...]] = {"kind": (str,), "time": (float,), "phase": (str,)}
@@ -89,7 +91,9 @@ class RankFailure(Exception):
     `kind`: "exception" (a rank raised), "died" (its process ended), "deadline", "deadlock" (all wait and a launch
     is missing), "mismatch" (the ranks called different collectives) or "garbled" (unreadable result).
     `rank` is the first to fail, where one is to blame; `lines` say one thing per rank; `error` is the exception's
-    type name; `output` is what the ranks printed, `events` what they recorded.
+    type name and `message` what it said; `frames` are its frames in the files that ranks were sent, as (file, line,
+    function, text); `part` is the part of a skeleton that raised it. `output` is what the ranks printed, `events` what
+    they recorded.
     """
 
     events: list[list[Event]]
@@ -103,16 +107,15 @@ class RankFailure(Exception):
         rank: int | None = None,
         error: str | None = None,
         output: list[str] | None = None,
+        *,
+        message: str = "",
+        frames: Sequence[Frame] = (),
     ):
         super().__init__("\n".join([summary, *lines]))
         self.kind, self.summary, self.lines, self.rank, self.error = kind, summary, lines, rank, error
         self.output, self.events = output or [], []
-
-    @property
-    def unwritten(self) -> str:
-        """The part of a skeleton at which a rank ended, such as "module 3, part (b)"; "" if it failed otherwise."""
-        part = re.search(r"module \d+, part \(\w\)", self.summary)
-        return part[0] if part and self.error == "NotImplementedError" else ""
+        self.message, self.frames = message, list(frames)
+        self.part: Part | None = named_part(message) if error == "NotImplementedError" else None
 
 
 class ServerLost(CourseError):
@@ -669,11 +672,20 @@ class _Run:
         if culprit.error:
             error = culprit.error
             summary = f"rank {culprit.number} raised {error['type']}: {error['message'] or '(no message)'}"
-            frames = [
-                f"  {Path(f).name}, line {n}, in {where}" + (f": {text}" if text else "")
-                for f, n, where, text in error["frames"]
+            frames = [(Path(file).name, int(line), function, text) for file, line, function, text in error["frames"]]
+            lines = [
+                f"  {file}, line {n}, in {where}" + (f": {text}" if text else "") for file, n, where, text in frames
             ]
-            failure = RankFailure("exception", summary, frames, culprit.number, error["type"], output)
+            failure = RankFailure(
+                "exception",
+                summary,
+                lines,
+                culprit.number,
+                error["type"],
+                output,
+                message=error["message"],
+                frames=frames,
+            )
             failure.own = error["own"]
             return failure
         how = "it closed its channel" if culprit.status is None else ending(culprit.status)
