@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,52 @@ class Launch:
     wait_phases: list[str] = field(default_factory=list)
     wait_steps: list[int | None] = field(default_factory=list)
     raced: bool = False
+
+
+class Progress:
+    """What each rank of a run has launched and what it waits for, from the events of all ranks."""
+
+    def __init__(self, world_size: int):
+        self.launches: list[list[Event]] = [[] for _ in range(world_size)]  # of each rank, in order
+        self.waiting: list[Event | None] = [None] * world_size  # the launch that each rank waits for now
+        self._sequences: dict[tuple[str, int], list[Event]] = {}  # (group, rank) -> its launches there
+
+    def add(self, rank: int, event: Event) -> None:
+        """Take in the next event of a rank."""
+        kind, index = event["kind"], event.get("index")
+        if kind == "launch":
+            self.launches[rank].append(event)
+            self._sequences.setdefault((event["group"], rank), []).append(event)
+        elif kind == "wait" and isinstance(index, int) and 0 <= index < len(self.launches[rank]):
+            self.waiting[rank] = self.launches[rank][index]
+        elif kind == "done":
+            self.waiting[rank] = None
+
+    def sequence(self, group: str, rank: int) -> list[Event]:
+        """Return the launches of a rank in a group, in order."""
+        return self._sequences.get((group, rank), [])
+
+    def missing_peers(self, rank: int) -> list[int]:
+        """Return the peers that have not launched what this rank waits for.
+
+        Nothing is known of the other side of a send or a receive.
+        """
+        launch = self.waiting[rank]
+        if launch is None or launch["op"] in ("send", "recv"):
+            return []
+        place = next(i for i, event in enumerate(self.sequence(launch["group"], rank)) if event is launch)
+        members = [peer for peer in launch["ranks"] if 0 <= peer < len(self.launches)]
+        return [peer for peer in members if len(self.sequence(launch["group"], peer)) <= place]
+
+    def is_deadlocked(self, settled: Collection[int]) -> bool:
+        """Whether no rank can go on by itself. `settled` ranks have returned, raised or ended.
+
+        A rank goes on by itself if all its peers have launched what it waits for, because every group completes its
+        collectives in order and independently of other groups. Until it goes on, it may launch what others wait for:
+        it only lacks processor time. A rank that waits in a send or a receive may go on too.
+        """
+        unsettled = [rank for rank in range(len(self.launches)) if rank not in settled]
+        return bool(unsettled) and all(self.missing_peers(rank) for rank in unsettled)
 
 
 def launches(events: Sequence[Event], step: int | None = None, *, phase: str | None = None) -> list[Launch]:

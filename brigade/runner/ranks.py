@@ -38,6 +38,7 @@ from typing import Any
 from brigade.course.modules import ROOT, CourseError
 from brigade.course.parts import Part, named_part
 from brigade.course.submission import Sources, is_sealed, sealed
+from brigade.events import Event, Progress
 from brigade.runner import protocol, sandbox
 
 OUTSIDE = "setup"  # the phase of what is done in none of the training loop's: see `recording.Recorder`
@@ -62,7 +63,6 @@ FRAMES_LIMIT = 30  # of an exception's
 MOST_STEPS = 1 << 20  # and launches
 SENT_LIMIT = 1 << 30  # bytes a rank may send to us, where no jail says less
 
-Event = dict[str, Any]
 Frame = tuple[str, int, str, str]  # file, line, function, text of the line
 
 # What `recording.py` says in each event. A rank is not trusted to send it: anything else would fail later, here.
@@ -362,8 +362,6 @@ class _Rank:
         self.received = 0  # bytes
         self.garbled = ""  # what is wrong with them
         self.closed = False
-        self.waiting: Event | None = None  # the launch it waits for now
-        self.launches: list[Event] = []
 
     @property
     def descriptors(self) -> list[int]:
@@ -381,16 +379,6 @@ class _Rank:
     def text(self) -> str:
         text = plain(self.printed[:OUTPUT_LIMIT].decode(errors="replace"))
         return text + ("\n... (more was printed)" if len(self.printed) > OUTPUT_LIMIT else "")
-
-    def take(self, event: Event) -> None:
-        self.events.append(event)
-        kind, index = event["kind"], event.get("index")
-        if kind == "launch":
-            self.launches.append(event)
-        elif kind == "wait" and isinstance(index, int) and 0 <= index < len(self.launches):
-            self.waiting = self.launches[index]
-        elif kind == "done":
-            self.waiting = None
 
 
 class _Run:
@@ -417,7 +405,7 @@ class _Run:
         self.failed_at: float | None = None
         self.kind: str | None = None
         self.mismatch: tuple[Event, int, Event, int] | None = None
-        self.sequence: dict[tuple[str, int], list[Event]] = {}  # (group, rank) -> its launches there
+        self.progress = Progress(world_size)
 
     def fork(self, directory: Path) -> None:
         descriptors = [fd for rank in self.ranks for fd in rank.descriptors]
@@ -559,38 +547,27 @@ class _Run:
             raise ValueError("no event that a recorder makes")
         if event["kind"] == "launch":
             require_fields(event, LAUNCH_FIELDS)
-            if event["index"] != len(rank.launches) or not all(type(member) is int for member in event["ranks"]):
+            is_next = event["index"] == len(self.progress.launches[rank.number])
+            if not is_next or not all(type(member) is int for member in event["ranks"]):
                 raise ValueError("no launch that a recorder makes")
-        rank.take(event)
+        rank.events.append(event)
+        self.progress.add(rank.number, event)
         if event["kind"] == "launch":
             self._compare(rank, event)
 
     def _compare(self, rank: _Rank, event: Event) -> None:
         """Whether the peers' launch of the same number in this group is the same collective."""
-        mine = self.sequence.setdefault((event["group"], rank.number), [])
-        mine.append(event)
+        count = len(self.progress.sequence(event["group"], rank.number))
         for peer in self.ranks:
-            theirs = self.sequence.get((event["group"], peer.number), [])
-            if peer is not rank and len(theirs) >= len(mine):
-                other = theirs[len(mine) - 1]
+            theirs = self.progress.sequence(event["group"], peer.number)
+            if peer is not rank and len(theirs) >= count:
+                other = theirs[count - 1]
                 if signature(event) != signature(other) and not self.mismatch:
                     self.mismatch = (event, rank.number, other, peer.number)
 
     def _deadlocked(self) -> bool:
-        """All ranks wait or have finished, and someone waits for a launch that a peer has not made."""
-        if not all(rank.waiting or self._settled(rank) for rank in self.ranks):
-            return False
-        return any(self._missing(rank) for rank in self.ranks if rank.waiting and not self._settled(rank))
-
-    def _missing(self, rank: _Rank) -> list[int]:
-        """The peers that have not launched what this rank waits for."""
-        launch = rank.waiting
-        if launch is None or launch["op"] in ("send", "recv"):
-            return []
-        mine = self.sequence[launch["group"], rank.number]
-        place = next(i for i, event in enumerate(mine) if event is launch)
-        members = [number for number in launch["ranks"] if 0 <= number < len(self.ranks)]
-        return [number for number in members if len(self.sequence.get((launch["group"], number), [])) <= place]
+        """Whether every rank waits or has finished, and none can go on by itself."""
+        return self.progress.is_deadlocked([rank.number for rank in self.ranks if self._settled(rank)])
 
     def _ask_where_they_stand(self) -> None:
         alive = [rank for rank in self.ranks if rank.status is None]
@@ -694,7 +671,8 @@ class _Run:
 
     def _doing(self, rank: _Rank) -> str:
         """Such as: waits in all_reduce #3 (fc2.weight, 4096 B), which rank 1 has not launched; naive_ddp.py:41 in f"""
-        last = f"after {describe(rank.launches[-1])}" if rank.launches else "having launched nothing"
+        launches, waiting = self.progress.launches[rank.number], self.progress.waiting[rank.number]
+        last = f"after {describe(launches[-1])}" if launches else "having launched nothing"
         if rank.result is not None:
             return f"finished {last}"
         if rank.error:
@@ -703,11 +681,11 @@ class _Run:
             return f"ended ({ending(rank.status)}) {last}"
         where = self._where(rank)
         where = f", at {where}" if where else ""
-        if rank.waiting:
-            missing = self._missing(rank)
+        if waiting:
+            missing = self.progress.missing_peers(rank.number)
             names = " and ".join(f"rank {number}" for number in missing)
             missing_text = f", which {names} never launched" if missing else ""
-            return f"waits in {describe(rank.waiting)}{missing_text}{where}"
+            return f"waits in {describe(waiting)}{missing_text}{where}"
         phase = rank.events[-1].get("phase", OUTSIDE) if rank.events else OUTSIDE
         return f"is busy {last}{where}" if phase == OUTSIDE else f"is in {phase} {last}{where}"
 

@@ -290,8 +290,9 @@ def test_a_frame_in_a_scenario_shows_its_line(user):
 
 EATS = """
 import mmap, os, signal, time
-children = []
-for _ in range(6 if os.environ.get("RANK", "0") == "0" else 0):
+import torch.distributed as dist
+eats, children = dist.get_rank() == 0, []
+for _ in range(6 if eats else 0):
     if not (child := os.fork()):
         block = mmap.mmap(-1, 300 << 20)
         for place in range(0, len(block), 4096): block[place] = 1
@@ -299,7 +300,7 @@ for _ in range(6 if os.environ.get("RANK", "0") == "0" else 0):
         os._exit(0)
     children.append(child)
 ended = [os.waitpid(child, 0)[1] for child in children]
-if signal.SIGKILL not in ended: raise SystemExit(f"there is no limit: {ended}")
+if eats and signal.SIGKILL not in ended: raise SystemExit(f"there is no limit: {ended}")
 """
 
 
