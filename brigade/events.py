@@ -131,17 +131,6 @@ def passes(events: Sequence[Event], step: int) -> list[int]:
     return found
 
 
-def counters(events: Sequence[Event]) -> dict[int, list[dict[str, Any]]]:
-    """For each step what the submission's own counters were when it began, and when its last backward was over."""
-    now, found = None, {}
-    for event in events:
-        if event.get("kind") == "step":
-            now = event.get("step")
-        elif event.get("kind") == "counters" and isinstance(event.get("values"), dict):
-            found.setdefault(now, []).append(event["values"])
-    return found
-
-
 def summary(found: Sequence[Launch], limit: int = 8) -> str:
     """The launches in words, such as: 2 launches (all_reduce of 12 float32, all_reduce of 4 float32)"""
     words = [f"{launch.op} of {launch.numel} {launch.dtype}" for launch in found[:limit]]

@@ -191,7 +191,7 @@ def test_no_sync_restores_its_state(submission):
             not inside,
             "no launch in backward passes inside no_sync, after an inner no_sync has ended too",
             f"rank {rank}: {nested} launches inside the inner no_sync, {len(inside) - nested} after it has ended",
-            "is self.synchronize asked before anything is launched?"
+            "is the flag of no_sync asked before anything is launched?"
             if nested
             else "the inner no_sync switches synchronisation on when it ends, instead of restoring what was?",
         )

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from brigade.checks.diagnose.evidence import miscounted
+from brigade.checks.diagnose.evidence import left_over
 from brigade.checks.expectations import (
     expect,
     expect_gradients,
@@ -21,6 +21,7 @@ from brigade.checks.expectations import (
 )
 from brigade.checks.verdict import CheckFailed, NotWritten
 from brigade.events import launches, ready, summary
+from diagnosis.easier import late_launches
 from scenarios import m04_bucketed_ddp, training
 
 CAP_BYTES = 600  # of the buckets in the checks below: a few parameters each
@@ -102,7 +103,7 @@ def launches_cause(submission, case, events, step):
     expected = numels_of(case, buckets)
     if planned_by(submission, case) != buckets:
         return SEE_RULE
-    if cause := miscounted(events, step):
+    if cause := left_over(events):
         return cause
     if sorted(found) == sorted(p.numel() for p in case.parameters().values() if p.requires_grad):
         return "every parameter is launched by itself: is bucket_cap_mb, in MiB, compared with bytes?"
@@ -115,6 +116,12 @@ def launches_cause(submission, case, events, step):
     if set(found) == set(expected):
         return "some buckets are launched twice: those that backward has launched, in finish_grad_sync again?"
     return ""
+
+
+def not_due_at_once(submission, told, events, step):
+    """Why a bucket is not launched as soon as it and those in front of it are complete."""
+    several = "several buckets can be due at once, when the one in front of them is complete at last?"
+    return late_launches(submission, told, events, step) or several
 
 
 @pytest.mark.points(3)
@@ -246,7 +253,8 @@ def test_buckets_overlap_with_backward(submission):
     """Each bucket is launched once, asynchronously, before the next one is complete; nothing waits in backward."""
     for world in submission.worlds(2, 3):
         case = submission.case("Plain", world, hidden_layers=4, steps=2)
-        results = submission.run(training.train, case.for_ranks(**JOB), world_size=world)
+        told = case.for_ranks(**JOB)
+        results = submission.run(training.train, told, world_size=world)
         buckets = buckets_of(case)
         expected = numels_of(case, buckets)
         for rank, events in enumerate(results.events):
@@ -259,7 +267,8 @@ def test_buckets_overlap_with_backward(submission):
                     f"{where}: {summary(found)}",
                     partial(launches_cause, submission, case, events, step),
                 )
-                expect_overlap(events, step, buckets, where)
+                why_late = partial(late_launches, submission, told, events, step)
+                expect_overlap(events, step, buckets, where, why_late=why_late)
 
 
 @pytest.mark.points(3)
@@ -267,7 +276,8 @@ def test_launch_order_does_not_depend_on_ready_order(submission):
     """Where gradients become ready in another order on each rank, all ranks launch the buckets in the same order."""
     for world in submission.worlds(2, 3, 4):
         case = submission.case("Reordered", world, steps=2, branches=list(range(world)))
-        results = submission.run(training.train, case.for_ranks(**JOB), world_size=world)
+        told = case.for_ranks(**JOB)
+        results = submission.run(training.train, told, world_size=world)
         buckets = buckets_of(case)
         expected = numels_of(case, buckets)
         for rank, events in enumerate(results.events):
@@ -284,14 +294,11 @@ def test_launch_order_does_not_depend_on_ready_order(submission):
                 for number, (bucket, launch) in enumerate(zip(buckets, found)):
                     turn = max([turn, *(place for place, name in order if name in bucket)])
                     late = [name for place, name in order if turn < place < launch.place]
-                    due = "several buckets can be due at once, when the one in front of them is complete at last?"
-                    if launch.phase != "backward":
-                        due = "buckets are launched only when backward is over?"
                     expect(
                         len(late) < 2,
                         f"bucket {number} is launched when it and those in front of it are complete",
                         f"rank {rank}, step {step}: {len(late)} more gradients became ready first",
-                        partial(miscounted, events, step, otherwise=due),
+                        partial(not_due_at_once, submission, told, events, step),
                     )
         expect_gradients(results, case)
 
@@ -325,7 +332,8 @@ def test_no_sync_accumulates(submission):
     [world] = submission.worlds(2)
     case = submission.case("Plain", world, micro_batches=3, steps=2, dtype=torch.float64)
     with plan_suspected(submission, case):
-        results = submission.run(training.train, case.for_ranks(interrupted=1, **JOB), world_size=world)
+        told = case.for_ranks(interrupted=1, **JOB)
+        results = submission.run(training.train, told, world_size=world)
         expect_silence(results.events, range(world), steps=2)
         expect_gradients(results, case, "gradients are the average of what 3 micro-batches accumulated")
     expected = len(buckets_of(case))
@@ -345,7 +353,7 @@ def test_no_sync_accumulates(submission):
                 not late,
                 f"{expected} launches in a step of 3 micro-batches: all in the last backward",
                 f"rank {rank}, step {step}: {late} of them after backward",
-                partial(miscounted, events, step, otherwise="buckets are launched only when backward is over?"),
+                partial(late_launches, submission, told, events, step),
             )
     expect_weights(results, case)
 

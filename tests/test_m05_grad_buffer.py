@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from brigade.checks.diagnose.evidence import miscounted
+from brigade.checks.diagnose.evidence import left_over
 from brigade.checks.expectations import (
     expect,
     expect_equal,
@@ -26,6 +26,7 @@ from brigade.checks.expectations import (
 from brigade.checks.verdict import CheckFailed
 from brigade.events import launches, ready, summary
 from brigade.runner.ranks import PerRank
+from diagnosis.easier import late_launches
 from scenarios import m05_grad_buffer, training
 
 BUCKET_NUMEL = 150
@@ -224,7 +225,8 @@ def test_buckets_overlap_with_backward(submission):
         case = submission.case("Plain", world, hidden_layers=4, steps=2)
         names, layout = layout_of(case, world)
         job = JOB | {"zero": "optimizer, to None", "late": False}
-        results = submission.run(m05_grad_buffer.train, case.for_ranks(**job), world_size=world)
+        told = case.for_ranks(**job)
+        results = submission.run(m05_grad_buffer.train, told, world_size=world)
         expected = [end - start for start, end in layout["bucket_ranges"]]
         for rank, events in enumerate(results.events):
             for step in range(2):
@@ -238,10 +240,12 @@ def test_buckets_overlap_with_backward(submission):
                     if results[rank]["buffers"][step][0]["numel"] != layout["numel"]
                     else "the padding of a bucket is reduced with it?"
                     if len(found) == len(expected)
-                    else miscounted(events, step),
+                    else left_over(events),
                 )
                 members = [[n for n, b in zip(names, layout["bucket_of"]) if b == i] for i in range(len(expected))]
-                expect_overlap(events, step, members, where)
+                expect_overlap(
+                    events, step, members, where, why_late=partial(late_launches, submission, told, events, step)
+                )
             leaked = [buffers[0]["padding"] for buffers in results[rank]["buffers"]]
             expect(
                 not any(leaked),
@@ -436,6 +440,6 @@ def test_steps_and_subgroups(submission):
                 count == expected,
                 f"{expected} launches in a step of 3 micro-batches: one for each bucket",
                 f"rank 0: {count} launches",
-                partial(miscounted, results.events[0], 0),
+                partial(left_over, results.events[0]),
             )
         require_padded(results, case, steps=3)

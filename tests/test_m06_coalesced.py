@@ -26,6 +26,7 @@ from brigade.checks.expectations import (
 )
 from brigade.events import launches, ready, summary
 from brigade.runner.ranks import PerRank
+from diagnosis.easier import late_launches
 from scenarios import m05_grad_buffer, m06_coalesced, training
 
 SUBGROUPS = [[1, 3], [0, 2]]  # of four ranks
@@ -513,14 +514,16 @@ def test_groups_overlap_with_backward(submission):
     for world, is_uneven in zip(submission.worlds(2, 3), (False, True)):
         case = submission.case("Plain", world, hidden_layers=6, steps=2)
         buckets_per_group = uneven(case, world) if is_uneven else 1
-        results = submission.run(training.train, case.for_ranks(**job(buckets_per_group)), world_size=world)
+        told = case.for_ranks(**job(buckets_per_group))
+        results = submission.run(training.train, told, world_size=world)
         groups = groups_of(case, world, buckets_per_group)
         for rank, events in enumerate(results.events):
             for step in range(2):
                 where = f"rank {rank}, step {step} (buckets_per_group={buckets_per_group})"
                 expect_launches(launches(events, step), groups, "reduce_scatter", where, events=events)
                 expect_complete(events, step, groups, where)
-                expect_group_overlap(events, step, [names for _, _, names in groups], where)
+                why_late = partial(late_launches, submission, told, events, step, "group")
+                expect_group_overlap(events, step, [names for _, _, names in groups], where, why_late)
 
 
 def expect_complete(events, step, groups, where):
@@ -543,10 +546,10 @@ def uneven(case, size):
     return next(number for number in range(2, count) if count % number)
 
 
-def expect_group_overlap(events, step, groups, where):
+def expect_group_overlap(events, step, groups, where, why_late):
     """The reduce-scatters of the groups (the names of their parameters) overlap with backward as buckets have to."""
     scatters = [event for event in events if event["kind"] != "launch" or event["op"] == "reduce_scatter"]
-    expect_overlap(scatters, step, groups, where, unit="group", gathered=True)
+    expect_overlap(scatters, step, groups, where, unit="group", gathered=True, why_late=why_late)
 
 
 @pytest.mark.points(1)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from brigade.checks.diagnose.evidence import Evidence, launched_in_no_sync, left_over, listing, miscounted, of_record
+from brigade.checks.diagnose.evidence import Evidence, launched_in_no_sync, left_over, listing, of_record
 from brigade.checks.verdict import CheckFailed
 from brigade.events import Event, Launch, launches, passes, ready, summary
 
@@ -207,11 +207,12 @@ def expect_overlap(
     where: str,
     unit: str = "bucket",
     gathered: bool = False,
+    why_late: Callable[[], str] | str = "",
 ) -> None:
     """The step's launches, one for each bucket (the names of its parameters) and in their order, overlap with backward:
     each comes before the next bucket is complete, none is waited for in backward, all are at the finish. `unit` is
     what the student calls a bucket. With `gathered`, one may be waited for in backward when a gradient of the next
-    bucket is ready: its second half can start then."""
+    bucket is ready: its second half can start then. `why_late` is the cause of launches that come too late."""
     found = launches(events, step)
     complete = {name: place for place, name in ready(events, step)}
     for number, (launch, names) in enumerate(zip(found, buckets)):
@@ -229,7 +230,7 @@ def expect_overlap(
             launch.place < max(complete.get(name, -1) for name in after),
             f"{unit} {number} is launched before the {unit} after it is complete",
             f"{where}: it was launched in {launch.phase}, when {listing(after)} were ready",
-            partial(miscounted, events, step, unit, f"{unit}s are launched only when backward is over?"),
+            why_late,
         )
     nexts = [*buckets[1:], []] if gathered else [[]] * len(buckets)
     blocking = [launch for launch, after in zip(found, nexts) if blocks_backward(launch, after, complete)]
@@ -414,7 +415,7 @@ def expect_silence(events: Sequence[Sequence[Event]], ranks: Iterable[int], step
                 not early,
                 "backward passes inside no_sync launch nothing",
                 f"rank {rank}, step {step}: they made {len(early)} of {len(launches(events[rank], step))} launches",
-                "is self.synchronize asked before anything is counted or launched?"
+                "is the flag of no_sync asked before anything is counted or launched?"
                 if first
                 else "an inner no_sync switches synchronisation on when it ends, instead of restoring what was?",
             )

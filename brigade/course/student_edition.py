@@ -22,7 +22,7 @@ TAKEN = (".gitignore", "LICENSE", "assignments.md", "pyproject.toml", "setup.mk"
 TAKEN += tuple(
     f"brigade/{folder}*.py" for folder in ("", "course/", "runner/", "rank/", "checks/", "checks/diagnose/", "cli/")
 )
-TAKEN += ("tests/test_m*.py", "tests/scenarios/*.py")
+TAKEN += ("tests/test_m*.py", "tests/scenarios/*.py", "tests/diagnosis/*.py")
 TAKEN += ("docs/claims.md", "docs/gpus.md", "docs/plan.md")
 TAKEN += ("lessons/*/README.md", "lessons/*/hints.md", "lessons/*/*.png", "lessons/*/*.py")
 LAB = "__init__ bench comparison claimed claimed_ranks claims command corpus demo experiment memory_accounting ladder"

@@ -24,7 +24,7 @@ NEEDED += ("brigade/lab/__init__.py", "brigade/lab/command.py", "brigade/lab/lin
 NEEDED += tuple(
     f"brigade/{folder}/*.py" for folder in ("course", "runner", "rank", "checks", "checks/diagnose", "grade", "cli")
 )
-NEEDED += ("tests/test_m*.py", "tests/scenarios/*.py")
+NEEDED += ("tests/test_m*.py", "tests/scenarios/*.py", "tests/diagnosis/*.py")
 NEEDED_PACKAGES = ("torch", "pytest", "rich", "numpy")  # of requirements.txt; notebooks and pictures are not graded
 
 

@@ -170,7 +170,7 @@ MUTANTS = [
         UNLESS,
         "if True:\n",
         ("test_no_sync_accumulates", "test_no_sync_restores_its_state"),
-        "is self.synchronize asked",
+        "is the flag of no_sync asked",
     ),
     Mutant(
         "without async_op",

@@ -163,7 +163,7 @@ MUTANTS = [
         f"parameter.register_post_accumulate_grad_hook({HOOK})",
         "pass",
         ("test_no_sync_accumulates",),
-        "called by a hook",
+        "even if there is only one",
     ),
     Mutant(
         "a hook before the gradient is accumulated",
@@ -177,14 +177,14 @@ MUTANTS = [
         RESET,
         "self.flat, self.handle = None, None",
         ("test_buckets_overlap_with_backward",),
-        "missing[0] is 0 when step 1 begins",
+        "left over: in step 1 a launch of all_reduce comes in the finish",
     ),
     Mutant(
         "the turn not reset",
         RESTART,
         "            bucket.finish()",
         ("test_steps_and_subgroups",),
-        "left over: launched is",
+        "left over: in step 1 it makes 0 launches of all_reduce",
     ),
     Mutant(
         "no handle kept", REDUCE, REDUCE.replace("True", "False"), ("test_gradients_are_averaged",), "async_op=True"
@@ -203,7 +203,7 @@ MUTANTS = [
         ("test_no_sync_accumulates",),
         "an inner no_sync",
     ),
-    Mutant("no_sync without effect", UNLESS, "pass\n", ("test_no_sync_accumulates",), "is self.synchronize asked"),
+    Mutant("no_sync without effect", UNLESS, "pass\n", ("test_no_sync_accumulates",), "is the flag of no_sync asked"),
     Mutant(
         "counted inside no_sync",
         UNLESS + "        bucket.missing -= 1\n",

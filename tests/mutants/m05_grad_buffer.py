@@ -212,7 +212,7 @@ MUTANTS = [
         RESET,
         "bucket.missing = len(bucket.members)",
         ("test_zero_grad_in_any_form", "test_main_grad_accumulates_in_fp32", "test_steps_and_subgroups"),
-        "left over: launched is",
+        "left over: in step 1 it makes 0 launches of all_reduce",
     ),
     Mutant("grad_dtype ignored", HAS_MAIN, "self.has_main_grad = False", ("test_main_grad_accumulates_in_fp32",)),
     Mutant(
@@ -252,7 +252,7 @@ MUTANTS = [
         RESET,
         "pass\n        self.launched = 0",
         ("test_buckets_overlap_with_backward",),
-        "missing[0] is 0 when step 1 begins",
+        "left over: in step 1 a launch of all_reduce comes in the finish",
     ),
     Mutant(
         "no_sync not restored after an exception",
@@ -268,7 +268,7 @@ MUTANTS = [
         ("test_steps_and_subgroups",),
         "an inner no_sync",
     ),
-    Mutant("no_sync without effect", UNLESS, "pass\n", ("test_steps_and_subgroups",), "is self.synchronize asked"),
+    Mutant("no_sync without effect", UNLESS, "pass\n", ("test_steps_and_subgroups",), "is the flag of no_sync asked"),
     Mutant(
         "padded for the world instead of the group, and averaged over it",
         REDUCE,

@@ -240,7 +240,7 @@ MUTANTS = [
         READY,
         "        group.buffer.take_grad(i)\n",
         ("test_groups_overlap_with_backward",),
-        "no gradient was counted in backward",
+        "even if there is only one",
     ),
     Mutant(
         "waited for in backward",
@@ -274,7 +274,7 @@ MUTANTS = [
         NEW_STEP,
         "self.launched = 0\n",
         ("test_launches_and_volume",),
-        "left over: gathers is",
+        "left over: in step 1 it makes 0 launches of all_gather",
     ),
     Mutant(
         "output and input of the reduce-scatter exchanged",
@@ -314,7 +314,11 @@ MUTANTS = [
         "in the order of the buckets",
     ),
     Mutant(
-        "counters not reset", RESET, "", ("test_groups_overlap_with_backward",), "missing[0] is 0 when step 1 begins"
+        "counters not reset",
+        RESET,
+        "",
+        ("test_groups_overlap_with_backward",),
+        "left over: in step 1 a launch of reduce_scatter comes in the finish",
     ),
     Mutant(
         "no_sync not restored after an exception",
@@ -330,7 +334,7 @@ MUTANTS = [
         NEXT,
         "    @contextmanager\n    def no_sync(self):\n        yield\n\n" + NEXT,
         ("test_steps_and_subgroups",),
-        "is self.synchronize asked",
+        "is the flag of no_sync asked",
     ),
     Mutant(
         "a gradient that never came not taken",

@@ -10,7 +10,7 @@ from brigade.checks.reference import OPTIMIZERS, loss_of
 from brigade.rank import recording
 from brigade.rank.api import device, student
 from brigade.rank.recording import phase
-from scenarios.training import build, forward_backward, group_of, note_counters, on_device, wrap
+from scenarios.training import build, forward_backward, group_of, on_device, wrap
 
 COPIES = ("copy_", "clone", "cat", "stack", "_to_copy", "_foreach_copy_")
 
@@ -94,7 +94,6 @@ def train(job: dict) -> dict:
     buffers, before = [], []
     for step, [batch] in enumerate(job["batches"]):
         recording.note("step", step=step)
-        note_counters(ddp)
         if not job["late"]:
             zero(job["zero"], model, optimizer)
         with phase("forward"):
@@ -103,7 +102,6 @@ def train(job: dict) -> dict:
             zero(job["zero"], model, optimizer)
         with recording.backward_of(loss):
             loss.backward()
-        note_counters(ddp)
         before.append([buffer["places"] for buffer in buffers_of(ddp, model)])
         with phase("finish"):
             ddp.finish_grad_sync()
@@ -170,14 +168,12 @@ def accumulate(job: dict) -> dict:
     steps = []
     for step, micro_batches in enumerate(job["batches"]):
         recording.note("step", step=step)
-        note_counters(ddp)
         model.zero_grad(set_to_none=job["set_to_none"])
         for inputs in micro_batches[:-1]:
             with ddp.no_sync():
                 ddp([x.to(device()) for x in inputs]).backward()
         with phase("backward"):
             ddp([x.to(device()) for x in micro_batches[-1]]).backward()
-        note_counters(ddp)
         with phase("finish"):
             ddp.finish_grad_sync()
         steps.append(

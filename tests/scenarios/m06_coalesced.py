@@ -11,7 +11,7 @@ from brigade.rank import recording
 from brigade.rank.api import device, student
 from brigade.rank.kernels import counted
 from brigade.rank.recording import phase
-from scenarios.training import Interruption, build, forward_backward, group_of, note_counters, wrap
+from scenarios.training import Interruption, build, forward_backward, group_of, wrap
 
 
 def call(entry: dict, group: dist.ProcessGroup | None) -> torch.Tensor:
@@ -142,10 +142,8 @@ def train_on_shards(job: dict) -> dict:
     first = None
     for step, [batch] in enumerate(job["batches"]):
         recording.note("step", step=step)
-        note_counters(ddp)
         model.zero_grad()
         forward_backward(ddp, batch)
-        note_counters(ddp)
         with phase("finish"):
             ddp.finish_grad_sync()
         if first is None:

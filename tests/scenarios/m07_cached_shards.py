@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from brigade.checks.reference import gradients_of, loss_of
 from brigade.rank import locks, recording
 from brigade.rank.recording import tensors_in
-from scenarios.training import build, note_counters, on_device, wrap
+from scenarios.training import build, on_device, wrap
 
 # These give the whole tensor under another name. Nothing is cut out, and writing without autograd takes one of them.
 WHOLE = ("data", "detach", "_base")
@@ -144,7 +144,6 @@ def count_views(job: dict) -> list[list[dict]]:
     found = []
     for step, [batch] in enumerate(job["batches"]):
         recording.note("step", step=step)
-        note_counters(ddp)
         if step == job["reallocate"]:
             for buffer in ddp.grad_buffers:
                 buffer.reallocate()
@@ -153,7 +152,6 @@ def count_views(job: dict) -> list[list[dict]]:
             loss = loss_of(ddp, on_device(batch))
         counter = ViewCounter()
         counter.backward(loss)
-        note_counters(ddp)
         with counter.during("finish_grad_sync"):
             ddp.finish_grad_sync()
         if not job["gather_grads"]:

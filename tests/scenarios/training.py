@@ -75,25 +75,6 @@ def accumulate(ddp: torch.nn.Module, batches: list[dict], interrupted: bool) -> 
             raise Interruption
 
 
-def counters(ddp: torch.nn.Module) -> dict[str, int | list[int]]:
-    """What the skeletons count and collect within a step, as far as the submission has it, by name."""
-    found = {}
-    for name in ("launched", "gathers", "pending"):
-        value = getattr(ddp, name, None)
-        if isinstance(value, (int, list)):
-            found[name] = value if isinstance(value, int) else len(value)
-    for units, name in (("buckets", "missing"), ("grad_buffers", "started")):
-        values = [getattr(unit, name, None) for unit in getattr(ddp, units, [])]
-        if values and all(isinstance(value, (int, set)) for value in values):
-            found[name] = [value if isinstance(value, int) else len(value) for value in values]
-    return found
-
-
-def note_counters(ddp: torch.nn.Module) -> None:
-    """Notes them, for the cause of a failure: when a step begins, and when its last backward is over."""
-    recording.note("counters", values=counters(ddp))
-
-
 def train(job: dict) -> dict:
     """Construct the wrapper and take all steps; all micro-batches of a step except the last run inside no_sync.
 
@@ -106,11 +87,9 @@ def train(job: dict) -> dict:
     gradients, strides = [], []
     for step, batches in enumerate(job["batches"]):
         recording.note("step", step=step)
-        note_counters(ddp)
         optimizer.zero_grad()
         accumulate(ddp, batches[:-1], step == job.get("interrupted"))
         forward_backward(ddp, batches[-1])
-        note_counters(ddp)
         with phase("finish"):
             ddp.finish_grad_sync()
         gradients.append(gradients_of(model))

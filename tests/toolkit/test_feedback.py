@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from brigade.checks.diagnose.evidence import Evidence, left_over, miscounted
+from brigade.checks.diagnose.evidence import Evidence, left_over
 from brigade.checks.expectations import (
     CheckFailed,
     expect,
@@ -319,32 +319,39 @@ def test_one_buffer_that_was_not_broadcast():
 # ---- causes that the record shows
 
 
-def record(*counters: dict[str, Any], passes: int = 1) -> list[dict[str, Any]]:
-    """One step for each pair of counters, at its beginning and after its last backward, of parameters a and b."""
+def record(*steps: str) -> list[dict[str, Any]]:
+    """A step for each text: "r" is a gradient that becomes ready, "l" a launch, "f" the beginning of the finish."""
+    fields = ("dtype", "numel", "nbytes", "parts", "sync", "reduce_op", "name", "memory")
+    launch = {"op": "all_reduce", "time": 0.0} | dict.fromkeys(fields)
     events = []
-    for step, pair in enumerate(zip(counters[::2], counters[1::2])):
-        backward = [{"kind": "phase", "phase": "backward"}, *({"kind": "ready", "name": name} for name in "ab")]
-        begin, end = ({"kind": "counters", "values": values} for values in pair)
-        events += [{"kind": "step", "step": step}, begin, *backward * passes, end]
+    for step, text in enumerate(steps):
+        events += [{"kind": "step", "step": step}, {"kind": "phase", "phase": "backward"}]
+        for sign in text:
+            phase = "finish" if sign == "f" else events[-1]["phase"]
+            kind = {"r": "ready", "l": "launch", "f": "phase"}[sign]
+            events.append({"kind": kind, "phase": phase, "index": len(events)} | (launch if sign == "l" else {}))
     return events
 
 
-FRESH, DONE = {"launched": 0, "missing": [1, 1]}, {"launched": 2, "missing": [0, 0]}
-
-
-def test_what_a_step_leaves_over_is_named():
-    assert left_over(record(FRESH, DONE, FRESH, DONE)) == ""
-    assert "launched is 2 when step 1 begins" in left_over(record(FRESH, DONE, FRESH | {"launched": 2}, DONE))
-    assert "missing[1] is 0 when step 1 begins" in left_over(record(FRESH, DONE, FRESH | {"missing": [1, 0]}, DONE))
-    assert left_over(record({}, {}, {}, {})) == ""
-
-
-def test_gradients_that_are_counted_wrongly_are_named():
-    assert miscounted(record(FRESH, DONE), 0, otherwise="else") == "else"
-    assert "a lambda in a loop" in miscounted(record(FRESH, {"missing": [1, -1]}), 0)
-    assert "inside no_sync are counted" in miscounted(record(FRESH, {"missing": [-1, -1]}, passes=2), 0)
-    assert "is mark_ready called by a hook" in miscounted(record(FRESH, FRESH), 0)
-    assert miscounted(record({}, {}), 0, otherwise="another style") == "another style"
+@pytest.mark.parametrize(
+    ("steps", "cause"),
+    [
+        (["rlrlf", "rlrlf"], ""),
+        (["rlrlf"], ""),
+        ([], ""),
+        (["rlrlf", "rlrlf", "rrf"], "in step 2 it makes 0 launches of all_reduce where step 0 made 2"),
+        (["rlrlf", "rlrf", "rlrlf"], "in step 1 it makes 1 launches of all_reduce where step 0 made 2"),
+        (["rrlfl", "rlrfl"], "comes when 1 gradient is ready, and in step 0 it came when 2 gradients are"),
+        (["rrfll", "rrllf"], "comes when 2 gradients are ready, and in step 0 it came in the finish"),
+        (["rlrlf", "rl"], ""),  # the rank failed before the second launch was due
+        (["rlrlf", "rlr"], ""),
+        (["rlrlf", "rr"], "makes 0 launches"),
+        (["rrflll", "rrf"], ""),
+    ],
+)
+def test_what_a_step_leaves_over_is_seen_in_its_launches(steps, cause):
+    found = left_over(record(*steps))
+    assert cause in found if cause else not found
 
 
 @pytest.mark.parametrize(

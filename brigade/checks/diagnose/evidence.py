@@ -9,10 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from brigade.events import Event, Launch, counters, launches, passes, ready
+from brigade.events import Event, Launch, launches, passes, ready
 
 if TYPE_CHECKING:
     from brigade.checks.reference import Case
+
+Progressed = tuple[Launch, tuple[bool, int]]
 
 
 @dataclass(frozen=True)
@@ -63,43 +65,48 @@ def misplaced(record: Sequence[Event], case: Case, step: int) -> str:
 
 
 def left_over(events: Sequence[Event]) -> str:
-    """The counter of the submission that a step did not leave as the first one found it, or nothing."""
-    noted = counters(events)
-    first = noted[0][0] if noted.get(0) else {}
-    for step, [begin, *_] in noted.items():
-        for name, value in begin.items():
-            before = first.get(name)
-            if isinstance(value, list) and isinstance(before, list) and len(value) == len(before):
-                place = next((i for i, pair in enumerate(zip(value, before)) if pair[0] != pair[1]), 0)
-                name, value, before = f"{name}[{place}]", value[place], before[place]
-            if before is not None and value != before:
-                return (
-                    f"something of the step before is left over: {name} is {value} when step {step} begins, and was "
-                    f"{before} when step 0 began?"
-                )
+    """How a later step launches differently from step 0, which did the same work, or nothing.
+
+    Where the record ends within a step, because the rank failed, only what step 0 had launched by then is compared.
+    """
+    steps = [event["step"] for event in events if event.get("kind") == "step"]
+    for step in steps[1:]:
+        first, again = ([(x, progress(events, s, x.place)) for x in synchronising(events, s)] for s in (steps[0], step))
+        reached = progress(events, step, len(events)) if step == steps[-1] else None
+        if what := difference(first, again, [launch.op for launch, at in first if reached is None or at < reached]):
+            return f"something of the step before is left over: in step {step} {what}; finish_grad_sync has to reset it"
     return ""
 
 
-def miscounted(events: Sequence[Event], step: int, unit: str = "bucket", otherwise: str = "") -> str:
-    """What the submission's counters say of launches that came at the wrong time in this step, or `otherwise`."""
-    noted = counters(events).get(step, [])
-    if cause := left_over(events):
-        return cause
-    if len(noted) < 2 or "missing" not in noted[0] or len(noted[0]["missing"]) != len(noted[1].get("missing", [])):
-        return otherwise
-    members = noted[0]["missing"]
-    counted = [before - after for before, after in zip(members, noted[1]["missing"])]
-    full = [place for place, count in enumerate(counted) if count > members[place]]
-    if len(members) > 1 and len(full) == 1 and sum(map(bool, counted)) == 1:
-        return (
-            f"all {counted[full[0]]} gradients were counted in {unit} {full[0]}, of {members[full[0]]} parameters: "
-            "mark_ready is always called with the same one? What does a lambda in a loop remember of the loop?"
-        )
-    if full and len(passes(events, step)) > 1:
-        return f"gradients that become ready inside no_sync are counted too, {counted} of {members} by {unit}?"
-    if not any(counted):
-        return "no gradient was counted in backward: is mark_ready called by a hook, and does it count?"
-    return otherwise
+def synchronising(events: Sequence[Event], step: int) -> list[Launch]:
+    """The launches of a step that synchronise gradients: in backward, or in the finish."""
+    return [x for x in launches(events, step) if x.phase == "backward" or x.phase.startswith("finish")]
+
+
+def progress(events: Sequence[Event], step: int, place: int) -> tuple[bool, int]:
+    """How far a step was at a place of the record: whether its finish had begun, and how many gradients were ready."""
+    begin = next(i for i, event in enumerate(events) if event.get("kind") == "step" and event.get("step") == step)
+    is_over = any(event.get("phase", "").startswith("finish") for event in events[begin:place])
+    return is_over, sum(at < place for at, _ in ready(events, step))
+
+
+def difference(first: Sequence[Progressed], again: Sequence[Progressed], due: Sequence[str]) -> str:
+    """How the launches of a step differ from those of step 0, which are `first`; each comes with its `progress`.
+
+    `due` are the operations of step 0 that the step had to launch by now.
+    """
+    for op in dict.fromkeys(due):
+        count = sum(launch.op == op for launch, _ in again)
+        if count < due.count(op):
+            return f"it makes {count} launches of {op} where step 0 made {due.count(op)}"
+    for (_, before), (launch, now) in zip(first, again):
+        if now != before:
+            return f"a launch of {launch.op} comes {moment(*now)}, and in step 0 it came {moment(*before)}"
+    return ""
+
+
+def moment(is_over: bool, count: int) -> str:
+    return "in the finish" if is_over else f"when {count} gradient{'s are' if count != 1 else ' is'} ready"
 
 
 def launched_in_no_sync(events: Sequence[Event], step: int) -> list[Launch]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from brigade.checks.diagnose.evidence import left_over, listing
-from brigade.events import Event, counters, launches
+from brigade.events import Event, launches
 
 if TYPE_CHECKING:
     from brigade.course.submission import Sources
@@ -79,17 +79,16 @@ def by_what_is_left(failure: RankFailure, sources: Sources) -> str:
 
 def by_no_handle(failure: RankFailure, sources: Sources) -> str:
     events = recorded(failure)
-    noted = counters(events)
-    step = max(noted, default=0)
-    if not noted.get(step):
+    steps = [event["step"] for event in events if event.get("kind") == "step"]
+    if not steps or events[-1].get("phase") not in ("finish", "finish_grad_sync"):
         return ""
-    found, units = launches(events, step), len(noted[step][0].get("missing", []))
+    found = launches(events, steps[-1])
     if any(launch.sync for launch in found):
         return "a launch without async_op=True gives no handle?"
-    if len(found) < units:
+    if all(steps[-1] in launch.wait_steps for launch in found):
         return (
-            f"only {len(found)} of {units} were launched in this step: does finish_grad_sync launch those that never "
-            "became complete, before it waits?"
+            f"only {len(found)} launches were made in this step, and each was waited for: does finish_grad_sync launch "
+            "those that never became complete, before it waits?"
         )
     return ""
 
