@@ -274,7 +274,7 @@ MUTANTS = [
         GROUP_CLASS,
         in_wrapper("    @__import__('contextlib').contextmanager\n    def no_sync(self):\n        yield\n"),
         STEPS,
-        "is self.synchronize asked",
+        "is the flag of no_sync asked",
     ),
     Mutant("the rank in the world", RANK, "self.rank = dist.get_rank()", STEPS, "for this rank of the group"),
     Mutant("the size of the world", SIZE, "size = dist.get_world_size()", STEPS, "as many as the group has ranks"),

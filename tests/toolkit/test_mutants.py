@@ -6,6 +6,7 @@ import re
 
 import pytest
 from alternatives.variants import VARIANTS
+from mutants.renaming import Renaming
 
 from brigade.checks.plugin import Checked
 from brigade.checks.verdict import CheckFailed, NotWritten
@@ -158,3 +159,32 @@ def test_launching_in_ready_order_fails_every_time(world_size, backend, monkeypa
     for seed in range(6):
         with pytest.raises(CheckFailed):
             checks(entry)[mutant.caught_by[0]](with_text(entry, text, backend, seed))
+
+
+# What causes say that are taken from the record of launches, or from a second run. Mutants with such a cause are tried
+# with every private attribute renamed, and of each module at least the first two that name a cause.
+RECORDED = ("left over", "backward is over", "even if there is only one", "a lambda in a loop", "are counted too")
+RECORDED += ("never became complete", "the group of ranks", "in .grad", "the parameter itself", "was changed before")
+
+
+def with_recorded_causes():
+    chosen = []
+    for entry in MODULES:
+        known = [mutant for mutant in mutants(entry) if mutant.cause]
+        recorded = [mutant for mutant in known if any(text in mutant.cause for text in RECORDED)]
+        others = [mutant for mutant in known if mutant not in recorded]
+        chosen += [(entry, mutant) for mutant in [*recorded, *others[: max(0, 2 - len(recorded))]]]
+    return [pytest.param(*pair, id=f"{pair[0].number}-{pair[1].name.replace(' ', '-')}") for pair in chosen]
+
+
+@pytest.mark.parametrize(("entry", "mutant"), with_recorded_causes())
+def test_causes_do_not_depend_on_private_names(entry, mutant, backend):
+    """The student is told the same cause when every private attribute of all solutions has another name."""
+    sources = read("solutions", entry.number).sources
+    key = f"{entry.package}.{entry.name}"
+    sources = sources | {key: (sources[key][0], mutant.apply(sources[key][1]))}
+    renaming = Renaming([text for _, text in sources.values()])
+    renamed = {name: (path, renaming.apply(text)) for name, (path, text) in sources.items()}
+    with pytest.raises(CheckFailed) as failed:
+        checks(entry)[mutant.caught_by[0]](Checked(renamed, backend=backend))
+    assert mutant.cause in re.sub(r"\s+", " ", str(failed.value))
