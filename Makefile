@@ -20,7 +20,7 @@ help:
 	@echo "make matrix   all tests on the oldest, the pinned and the newest torch, with Python 3.10 to 3.14"
 
 demo: setup
-	$(BIN)/python -m brigade.lab.demo
+	$(BIN)/python -m brigade.cli.demo
 
 test: setup lint
 	$(BIN)/python -m pytest -q -rs -n logical --maxprocesses 4 --target solutions
@@ -37,7 +37,7 @@ figures: setup
 	$(BIN)/brigade bench --target solutions --comm-ratio 0.8 --png docs/ladder.png
 
 gradescope: setup
-	$(BIN)/python -m brigade.grade.package $(GRADE_OPTIONS)
+	$(BIN)/python -m brigade.cli.gradescope $(GRADE_OPTIONS)
 
 student: setup
 	$(BIN)/python -m brigade.course.student_edition

@@ -178,7 +178,7 @@ def measured(repetitions: int, on_stage: Callable[[str], None]) -> list[Promise]
     on_stage("all checks")
     rows.append(timed("all graded checks", "brigade check --target solutions", CHECKS_S, repetitions))
     on_stage("the demo")
-    rows.append(timed("make demo", "python -m brigade.lab.demo", DEMO_S, 1))
+    rows.append(timed("make demo", "python -m brigade.cli.demo", DEMO_S, 1))
     on_stage(f"{repetitions} benches")
     rows += ladder_promises(benches(repetitions))
     on_stage("what is left")

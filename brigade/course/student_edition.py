@@ -2,8 +2,8 @@
 
     python -m brigade.course.student_edition
 
-It has the files that are named here, as far as git tracks them, fresh skeletons, and what `student/` has for it.
-Whatever is not named stays out.
+It has the toolkit without the grader, in whole folders, and the other files that are named here, as far as git tracks
+them. Skeletons are made afresh, and `student/` has what differs. Whatever is not named stays out.
 """
 
 from __future__ import annotations
@@ -18,16 +18,12 @@ from pathlib import Path
 from brigade.course import handout, skeletons, validation
 from brigade.course.modules import MODULES, ROOT, CourseError
 
+FOLDERS = ("course", "runner", "rank", "checks", "lab", "cli")
 TAKEN = (".gitignore", "LICENSE", "assignments.md", "pyproject.toml", "setup.mk")
-TAKEN += tuple(
-    f"brigade/{folder}*.py" for folder in ("", "course/", "runner/", "rank/", "checks/", "checks/diagnose/", "cli/")
-)
+TAKEN += ("brigade/*.py", *(f"brigade/{folder}/**/*.py" for folder in FOLDERS))
 TAKEN += ("tests/test_m*.py", "tests/scenarios/*.py", "tests/diagnosis/*.py")
 TAKEN += ("docs/claims.md", "docs/gpus.md", "docs/plan.md")
 TAKEN += ("lessons/*/README.md", "lessons/*/hints.md", "lessons/*/*.png", "lessons/*/*.py")
-LAB = "__init__ bench comparison claimed claimed_ranks claims command corpus demo experiment memory_accounting ladder"
-LAB += " links memory models plan plan_command plots schedules script plan_config timeline torchrun validate"
-TAKEN += tuple(f"brigade/lab/{name}.py" for name in LAB.split())
 PACKAGES = ("torch", "pytest", "numpy", "matplotlib", "rich", "psutil")  # of requirements.txt
 OUT = ROOT / "out" / "student"
 

@@ -13,13 +13,9 @@ import fcntl
 import hashlib
 import io
 import json
-import os
 import re
-import signal
 import subprocess
-import sys
 import textwrap
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -143,20 +139,23 @@ def locked(gradebook: Path) -> Iterator[int]:
 
 def grade_all(
     waiting: Mapping[Student, str],
-    options: Sequence[str],
+    command: Sequence[str],
     *,
     at_once: int,
     lock: int,
     on_finish: Callable[[Student], None],
 ) -> None:
-    """Grades the students, `at_once` at a time; see `outdated` for `waiting`. Ends all graders when interrupted."""
+    """Run `command` for each student, `at_once` at a time; see `outdated` for `waiting`.
+
+    `command` grades the submission that its options `--submission` and `--out` name. End all graders when interrupted.
+    """
     queue = [(student, 1) for student in waiting]
     running: list[tuple[subprocess.Popen, Student, int]] = []
     try:
         while queue or running:
             while queue and len(running) < at_once:
                 student, attempt = queue.pop(0)
-                running.append((started(student, options, lock), student, attempt))
+                running.append((started(student, command, lock), student, attempt))
             time.sleep(0.05)
             for job in [job for job in running if job[0].poll() is not None]:
                 running.remove(job)
@@ -178,13 +177,12 @@ def grade_all(
             process.wait()
 
 
-def started(student: Student, options: Sequence[str], lock: int) -> subprocess.Popen:
+def started(student: Student, command: Sequence[str], lock: int) -> subprocess.Popen:
     """The student's grader. It ends when this process does, because then its standard input ends."""
     student.made_from.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "brigade.grade.classroom", "--submission", str(student.path)]
     with open(student.log, "w") as log:
         return subprocess.Popen(
-            [*command, "--out", str(student.results), *options],
+            [*command, "--submission", str(student.path), "--out", str(student.results)],
             cwd=ROOT,  # and not where a student's directory could be found as a package
             stdin=subprocess.PIPE,
             stdout=log,
@@ -192,18 +190,6 @@ def started(student: Student, options: Sequence[str], lock: int) -> subprocess.P
             pass_fds=[lock],
             start_new_session=True,  # Ctrl-C is for us; we then end the graders in order
         )
-
-
-def main() -> int:
-    """A grader of a class."""
-    from brigade.cli import main as cli
-
-    def follow() -> None:
-        os.read(0, 1)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=follow, daemon=True).start()
-    return cli.main(["grade", *sys.argv[1:]])
 
 
 def row(student: Student, entries: Sequence[Module], waiting: Container[Student] = ()) -> Row:
@@ -290,7 +276,3 @@ def near_identical(everyone: Sequence[Student], entries: Sequence[Module]) -> li
             *map(textwrap.dedent, CODE.findall(reading)),
         ]
     return similarity.alike(everybodys, given)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -16,8 +16,9 @@ import torch.distributed as dist
 
 from brigade.events import launches
 from brigade.lab import claimed_ranks, memory
+from brigade.lab.claim_registry import CLAIMS as CLAIMS
+from brigade.lab.claim_registry import CannotMeasure, Finding, cited, claim
 from brigade.lab.claimed_ranks import summary
-from brigade.lab.claims import CITED, CannotMeasure, Claim, Finding
 from brigade.lab.ladder import FP32_BYTES, reference
 from brigade.lab.links import NAMED
 from brigade.lab.models import tiny_lm
@@ -37,25 +38,6 @@ COALESCING = "an article on coalesced communication"
 SHARDS = "an article on cached shards"
 # The version of Megatron-LM that the readings are about; tests/toolkit/test_megatron.py lists the names.
 MEGATRON = "[d98e8a64](https://github.com/NVIDIA/Megatron-LM/tree/d98e8a64ddf34856e74b24714e3bedb2f5a39553)"
-
-CLAIMS: list[Claim] = []
-
-
-def claim(
-    name: str, module: int, text: str, source: str, rule: str, verdict: str
-) -> Callable[[Callable[[], Finding]], Callable[[], Finding]]:
-    """Enters a claim with the function that is its experiment."""
-
-    def enter(experiment: Callable[[], Finding]) -> Callable[[], Finding]:
-        CLAIMS.append(Claim(name, module, text, source, rule, verdict, experiment))
-        return experiment
-
-    return enter
-
-
-def cited(name: str, module: int, text: str, source: str, why: str) -> None:
-    """Enters a claim that cannot be measured here."""
-    CLAIMS.append(Claim(name, module, text, source, why, CITED))
 
 
 def right_if(condition: bool, otherwise: str = "wrong") -> str:

@@ -10,48 +10,19 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from brigade.course.modules import HAS_SOLUTIONS, MODULES, ROOT, CourseError
+from brigade.lab.claim_registry import CannotMeasure, Claim, Finding
 from brigade.lab.script import ended
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 PAGE = ROOT / "docs" / "claims.md"
-VERDICTS = ("right", "half right", "depends", "wrong")
-CITED = "cited"  # instead of a verdict
-
-
-class CannotMeasure(Exception):
-    """What an experiment needs is not on this machine; the message says what."""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What an experiment measured, in words with units and spread, and the verdict that the claim's rule gives."""
-
-    measured: str
-    verdict: str
-
-
-@dataclass(frozen=True)
-class Claim:
-    """What somebody says. `verdict` is the reading's; without an experiment it is `CITED`, and `rule` says why.
-
-    `module` is the one whose reading discusses it.
-    """
-
-    name: str
-    module: int
-    claim: str
-    source: str
-    rule: str
-    verdict: str
-    experiment: Callable[[], Finding] | None = None
 
 
 @dataclass(frozen=True)

@@ -37,8 +37,8 @@ def experiment(main: Callable[[Callable[..., RankResults]], Any], module: int) -
     except CourseError as error:
         sys.exit(f"{error}")
     except RankFailure as failure:
-        from brigade.lab.command import unfinished
+        from brigade.lab.script import explain_failure
 
-        sys.exit(unfinished(failure, 1))
+        sys.exit(explain_failure(failure, 1))
     except KeyboardInterrupt:
         sys.exit(130)

@@ -1,4 +1,4 @@
-"""Which link `brigade bench`, `trace` and `plan` emulate: the options, and links that have a name.
+"""Links that have a name, which `brigade bench`, `trace` and `plan` emulate.
 
 A named link is meant relative to computation. On a slow machine its rate itself would say nothing: what counts is how
 long communication takes beside backward. So each stands for the two ratios of a `Pace` that it has beside one stated
@@ -11,19 +11,16 @@ token, attention aside. With two ranks:
     backward    4 x 1 998 235 200 x 32 768 FLOP / (0.4 x 989.4 TFLOP/s) = 662 ms
     gradients   4 B x 1 998 235 200 = 7.99 GB
 
-Options need no torch; it is imported when a link is made.
+Nothing here needs torch; it is imported when a link is made.
 """
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from brigade.course.modules import CourseError
-
 if TYPE_CHECKING:
-    from brigade.rank.emulated_link import Link, Pace
+    from brigade.rank.emulated_link import Pace
 
 # NVIDIA H100 Tensor Core GPU datasheet, SXM: 1 979 TFLOPS in bf16 "with sparsity", half of it for dense matrices.
 PEAK_FLOPS = 989.4e12
@@ -65,60 +62,3 @@ NAMED = {
     "100gbe": NamedLink("100 Gbit/s Ethernet", 100e9 / 8, 14e-6),
     "10gbe": NamedLink("10 Gbit/s Ethernet", 10e9 / 8, 14e-6),
 }
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options that say which link is emulated; `chosen` reads them."""
-    links = parser.add_argument_group(
-        "an emulated link", "One of three ways to say which; without them the collectives take what they take here."
-    )
-    links.add_argument(
-        "--link", choices=NAMED, help="the ratio of communication to computation that this link has beside an H100"
-    )
-    links.add_argument(
-        "--comm-ratio", type=float, metavar="R", help="an all-reduce of all gradients takes R times backward alone"
-    )
-    links.add_argument(
-        "--latency-ratio",
-        type=float,
-        metavar="L",
-        help=f"... and the latency of one all-reduce L times (default {LATENCY_RATIO})",
-    )
-    links.add_argument(
-        "--bandwidth-gbps", type=float, metavar="G", help="the rate in each direction, in Gbit/s (not GB/s)"
-    )
-    links.add_argument("--latency-us", type=float, metavar="U", help="... and each message's latency (default 0)")
-
-
-def chosen(options: argparse.Namespace, world_size: int) -> Link | Pace | None:
-    """The link that the options ask for. Raises CourseError where they contradict each other or make no sense."""
-    ways = {
-        "--link": options.link,
-        "--comm-ratio": options.comm_ratio,
-        "--bandwidth-gbps": options.bandwidth_gbps,
-    }
-    given = [name for name, value in ways.items() if value is not None]
-    if len(given) > 1:
-        raise CourseError(f"{' and '.join(given)} exclude each other: say in one way which link it is")
-    for name, value, of in (
-        ("--latency-ratio", options.latency_ratio, "--comm-ratio"),
-        ("--latency-us", options.latency_us, "--bandwidth-gbps"),
-    ):
-        if value is not None and given != [of]:
-            raise CourseError(f"{name} goes with {of}")
-        if value is not None and not 0 <= value < float("inf"):
-            raise CourseError(f"{name} {value:g}: it takes a number that is not negative")
-    for name, value in list(ways.items())[1:]:
-        if value is not None and not 0 < value < float("inf"):
-            raise CourseError(f"{name} {value:g}: it takes a number above 0")
-    if not given:
-        return None
-    if world_size < 2:
-        raise CourseError(f"{given[0]} needs two ranks or more: one rank has nobody to talk to")
-    from brigade.rank.emulated_link import Link, Pace
-
-    if options.link:
-        return NAMED[options.link].pace(world_size)
-    if options.comm_ratio:
-        return Pace(options.comm_ratio, LATENCY_RATIO if options.latency_ratio is None else options.latency_ratio)
-    return Link((options.latency_us or 0.0) / 1e6, options.bandwidth_gbps * 1e9 / 8)

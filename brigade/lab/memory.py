@@ -316,13 +316,13 @@ def main() -> int:
 def show(target: str) -> int:
     from rich.console import Console
 
-    from brigade.lab.command import progress
+    from brigade.lab.script import show_progress
 
     console = Console(highlight=False, soft_wrap=True)
     entries, sources, left_out = written(target, MODULES)
     for sentence in left_out:
         console.print(sentence, markup=False)
-    with progress("rungs", len(cases(entries)) * len(WORLD_SIZES)) as advance:
+    with show_progress("rungs", len(cases(entries)) * len(WORLD_SIZES)) as advance:
         found = measure(sources=sources, entries=entries, on_case=advance)
     console.print(memory_table(found))
     picture = PICTURE if target == "solutions" else ROOT / "out" / "memory.png"

@@ -35,7 +35,6 @@ GPT3 = {
     "gpt3-175b": Size(d_model=12_288, d_ff=32_768, layers=96, heads=96, vocabulary=50_257, context=2048),
 }
 MODELS = SIZES | GPT3
-MAX_RANKS = 4096
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 

@@ -25,12 +25,11 @@ from torch import Tensor
 
 from brigade.course.modules import CourseError
 from brigade.lab import ladder
-from brigade.lab.command import progress
 from brigade.lab.ladder import PACED, TORCH_DDP, TORCH_ZERO, Ladder, Workload, course_rungs
 from brigade.lab.plan import backward_flops, model_of, plan
 from brigade.lab.plan_config import OPTIMIZERS, Machine, Setting
 from brigade.lab.schedules import with_rules
-from brigade.lab.script import ended
+from brigade.lab.script import ended, show_progress
 from brigade.rank import emulated_link
 from brigade.rank.emulated_link import Link
 from brigade.runner.ranks import cores, run_ranks
@@ -234,7 +233,7 @@ def show_points(asked: Sequence[tuple[int, float]]) -> int:
     console = Console(highlight=False, soft_wrap=True)
     before = os.getloadavg()[0]
     points: list[Point] = []
-    with progress("steps", len(asked) * ladder.steps_of(PACED, [*course_rungs(), *ladder.TORCH])) as advance:
+    with show_progress("steps", len(asked) * ladder.steps_of(PACED, [*course_rungs(), *ladder.TORCH])) as advance:
         for world_size, bucket_mb in asked:
             points += validate(world_size, bucket_mb, on_step=advance)
     console.print(validation_table(points))

@@ -17,9 +17,10 @@ import psutil
 import pytest
 import torch
 
+from brigade.cli import lab
 from brigade.cli import main as cli
 from brigade.course.modules import MODULES, ROOT, CourseError, module
-from brigade.lab import bench, command, ladder, links, torchrun
+from brigade.lab import bench, ladder, links, torchrun
 from brigade.lab.models import SIZES
 from brigade.rank.emulated_link import Link, Pace
 
@@ -89,16 +90,16 @@ def test_named_links_are_what_they_are_said_to_be():
 
 def options(*arguments):
     parser = argparse.ArgumentParser()
-    links.add_arguments(parser)
+    lab.add_link_arguments(parser)
     return parser.parse_args([str(argument) for argument in arguments])
 
 
 def test_three_ways_to_say_which_link():
-    assert links.chosen(options(), 2) is None
-    assert links.chosen(options("--comm-ratio", 0.8), 2) == Pace(0.8, links.LATENCY_RATIO)
-    assert links.chosen(options("--comm-ratio", 2, "--latency-ratio", 0), 2) == Pace(2, 0)
-    assert links.chosen(options("--bandwidth-gbps", 8, "--latency-us", 50), 2) == Link(50e-6, 1e9)
-    assert links.chosen(options("--link", "10gbe"), 4) == links.NAMED["10gbe"].pace(4)
+    assert lab.choose_link(options(), 2) is None
+    assert lab.choose_link(options("--comm-ratio", 0.8), 2) == Pace(0.8, links.LATENCY_RATIO)
+    assert lab.choose_link(options("--comm-ratio", 2, "--latency-ratio", 0), 2) == Pace(2, 0)
+    assert lab.choose_link(options("--bandwidth-gbps", 8, "--latency-us", 50), 2) == Link(50e-6, 1e9)
+    assert lab.choose_link(options("--link", "10gbe"), 4) == links.NAMED["10gbe"].pace(4)
     assert ladder.PACED.link == Pace(0.8, links.LATENCY_RATIO)
 
 
@@ -139,13 +140,13 @@ def test_a_link_is_not_emulated_on_nccl():
 
 def test_nccl_is_the_default_where_every_rank_has_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert [command.default_backend(ranks) for ranks in (1, 2, 3)] == ["gloo", "nccl", "gloo"]
+    assert [lab.default_backend(ranks) for ranks in (1, 2, 3)] == ["gloo", "nccl", "gloo"]
     for name, value in zip(torchrun.VARIABLES, ("5", "8", "1", "2", "localhost", "0")):
         monkeypatch.setenv(name, value)
-    assert command.number_of_ranks(None) == 8
-    assert command.default_backend(8) == "nccl", "of eight ranks, two are on this machine"
+    assert lab.number_of_ranks(None) == 8
+    assert lab.default_backend(8) == "nccl", "of eight ranks, two are on this machine"
     with pytest.raises(CourseError, match="--ranks 2: torchrun has started 8"):
-        command.number_of_ranks(2)
+        lab.number_of_ranks(2)
 
 
 # ---- what it prints and writes

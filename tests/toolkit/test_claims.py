@@ -8,8 +8,9 @@ import pytest
 
 from brigade.course.modules import MODULES
 from brigade.lab import claimed, claims
+from brigade.lab.claim_registry import CITED, VERDICTS, CannotMeasure, Claim, Finding
 from brigade.lab.claimed import CLAIMS
-from brigade.lab.claims import CITED, VERDICTS, CannotMeasure, Checked, Claim, Finding, check, page
+from brigade.lab.claims import Checked, check, page
 
 BY_NAME = {claim.name: claim for claim in CLAIMS}
 CHEAP = [

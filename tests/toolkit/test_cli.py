@@ -15,6 +15,7 @@ import psutil
 import pytest
 import torch
 
+from brigade.cli import check, progress_file, study
 from brigade.cli import main as cli
 from brigade.course import skeletons
 from brigade.course.modules import MODULES, ROOT
@@ -39,7 +40,7 @@ def brigade(capfd):
 def progress(tmp_path_factory, monkeypatch):
     """The file that remembers, new for every test."""
     path = tmp_path_factory.mktemp("progress") / "progress.json"
-    monkeypatch.setattr(cli, "PROGRESS", path)
+    monkeypatch.setattr(progress_file, "PROGRESS", path)
     return path
 
 
@@ -187,7 +188,7 @@ def test_ctrl_c_ends_at_once(lessons, after, tmp_path):
 def test_reset_keeps_the_students_file(tmp_path, monkeypatch, capsys):
     entry = MODULES[0]
     monkeypatch.setattr(skeletons, "ROOT", tmp_path)
-    monkeypatch.setattr(cli, "ROOT", tmp_path)
+    monkeypatch.setattr(study, "ROOT", tmp_path)
     for place, text in (("solutions", (ROOT / "solutions" / entry.path).read_text()), ("lessons", "my work\n")):
         (tmp_path / place / entry.package).mkdir(parents=True)
         (tmp_path / place / entry.path).write_text(text)
@@ -262,7 +263,7 @@ def test_hints_come_one_after_another(capsys):
 def test_hints_are_on_the_first_part_that_is_not_written(tmp_path, monkeypatch, brigade):
     entry = MODULES[3]
     shutil.copytree(entry.lesson, tmp_path / "lessons" / entry.package)
-    monkeypatch.setattr(cli, "ROOT", tmp_path)
+    monkeypatch.setattr(study, "ROOT", tmp_path)
     file = tmp_path / "lessons" / entry.path
     unwritten = file.read_text()
     file.write_text(re.sub(r"raise NotImplementedError.*part \([ab]\).*", "pass", unwritten))
@@ -278,7 +279,7 @@ def test_hints_are_on_the_first_part_that_is_not_written(tmp_path, monkeypatch, 
 def test_every_part_has_three_hints(entry):
     steps = (entry.lesson / "hints.md").read_text().split("\n## ")[1:]
     parts = re.findall(r"part \((\w)\)\"", (ROOT / "lessons" / entry.path).read_text())
-    assert parts and all(cli.on_part(step, part) for step in steps for part in parts)
+    assert parts and all(study.extract_part(step, part) for step in steps for part in parts)
 
 
 def test_without_a_command_all_are_listed(brigade):
@@ -308,7 +309,7 @@ def test_debug_runs_one_rank_on_this_terminal(lessons):
 
 def test_next_does_not_repeat_what_passed(brigade, lessons, monkeypatch):
     brigade("next", "--target", lessons)
-    monkeypatch.setattr(cli, "run_checks", lambda *_, **__: pytest.fail("the checks ran again"))
+    monkeypatch.setattr(check, "check_module", lambda *_, **__: pytest.fail("the checks ran again"))
     assert "✓ Module 1" in brigade("next", "--target", lessons).stdout
     file = lessons / MODULES[0].path
     file.write_text(file.read_text() + "# another line\n")

@@ -25,6 +25,7 @@ from pathlib import Path
 import pytest
 
 from brigade.cli import main as cli
+from brigade.cli import progress_file
 from brigade.course.modules import MODULES, ROOT
 from brigade.course.submission import read
 
@@ -225,7 +226,7 @@ def expect_brigade(arguments: list[str]) -> None:
     """Its own parser takes them. `grade` may be named without what it grades."""
     if arguments[0] == "grade" and not {"--submission", "--class"} & set(arguments):
         arguments = [*arguments, "--submission", "submission.zip"]
-    cli.parser().parse_args(arguments)  # or SystemExit
+    cli.parse(arguments)  # or SystemExit
 
 
 def expect_target(arguments: list[str], variables: list[str]) -> None:
@@ -313,8 +314,10 @@ def copy_of_the_course(place: Path, written: bool) -> Path:
                 (place / "submissions" / name / entry.path).parent.mkdir(parents=True)
                 shutil.copy(ROOT / name / entry.path, place / "submissions" / name / entry.path)
     if written:
-        passed = {one.package: cli.fingerprint(one, read("solutions", one.number).sources) for one in MODULES}
-        (place / cli.PROGRESS.name).write_text(json.dumps({"passed": passed}))
+        passed = {
+            one.package: progress_file.hash_submission(one, read("solutions", one.number).sources) for one in MODULES
+        }
+        (place / progress_file.PROGRESS.name).write_text(json.dumps({"passed": passed}))
     return place
 
 

@@ -21,7 +21,7 @@ from brigade.grade.grading import grade
 
 FIRST = MODULES[0]
 TELLING = 60  # characters of a line; shorter ones say the same in many programs
-KEPT_OUT = {"solutions", "mutants", "alternatives", "hostile", "toolkit", "notebooks", "autograde", "slurm", "student"}
+KEPT_OUT = {"solutions", "mutants", "alternatives", "hostile", "toolkit", "notebooks", "grade", "slurm", "student"}
 
 
 def git(*arguments: str, cwd: Path = ROOT) -> str:
@@ -39,7 +39,7 @@ def edition(tmp_path_factory: pytest.TempPathFactory) -> Path:
             (clone / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, clone / name)
     lesson = f"lessons/{FIRST.package}"
-    for name in ("secret.md", "docs/secret.md", "brigade/lab/secret.py", "tests/secret.py", f"{lesson}/secret.txt"):
+    for name in ("secret.md", "docs/secret.md", "brigade/grade/secret.py", "tests/secret.py", f"{lesson}/secret.txt"):
         (clone / name).write_text("a secret that git tracks\n")
     git("init", "--quiet", cwd=clone)
     git("add", "--all", cwd=clone)
@@ -110,7 +110,6 @@ def test_no_answer_is_in_it(edition):
 
 
 def test_what_it_imports_is_in_it(edition):
-    """The files of the lab are named one by one."""
     found = texts(edition)
     names = set()
     for name, text in found.items():
@@ -140,7 +139,7 @@ def test_targets_of_make_and_commands_of_the_readme_exist(edition):
     lines = [line.partition("#")[0].split() for block in blocks for line in block.splitlines()]
     commands = [words[1:] for words in lines if words[0] == "brigade"]
     assert len(commands) > 5
-    program = f"from brigade.cli import main as cli\nfor words in {commands}: cli.parser().parse_args(words)"
+    program = f"from brigade.cli import main as cli\nfor words in {commands}: cli.parse(words)"
     subprocess.run([sys.executable, "-c", program], cwd=edition, env=at_home(edition), check=True)
     for words in lines:
         assert words[0] in ("brigade", "make", "source", "python"), words
@@ -201,7 +200,7 @@ def test_help_names_no_solutions(edition):
     assert "solutions" not in said and "grade " not in said
 
 
-@pytest.mark.parametrize("command", ["brigade bench", "brigade.lab.memory", "brigade.lab.demo"])
+@pytest.mark.parametrize("command", ["brigade bench", "brigade.lab.memory", "brigade.cli.demo"])
 def test_what_is_not_written_is_left_out_in_words(edition, command):
     assert "module 1, part (a) is not written yet" in typed(edition, command, status=2)
 

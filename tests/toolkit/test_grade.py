@@ -15,9 +15,10 @@ import psutil
 import pytest
 from mutants.m01_naive_ddp import MUTANTS
 
+from brigade.cli import grade as grade_command
 from brigade.cli import main as cli
-from brigade.course.modules import MODULES, ROOT, CourseError
-from brigade.grade import command, formats, grading
+from brigade.course.modules import MODULES, ROOT, CourseError, selected
+from brigade.grade import formats, grading
 from brigade.grade.outcome import UNFINISHED, Grading, Outcome, nothing_yet
 from brigade.runner import ranks
 
@@ -560,7 +561,7 @@ def test_what_could_meddle_is_named(grade, submit):
         (["--submission", "lessons", "--meta", "owner=ada"], "--meta is for --format classroom50"),
         (["--submission", "lessons", "--gradebook", "a.csv"], "--gradebook is for --class"),
         (["--submission", "lessons", "--limit", "nan"], "--limit nan: it takes a number above 0"),
-        (["--class", "lessons", "--memory-gb", "-1"], "--memory-gb -1.0: it takes a number above 0"),
+        (["--class", "lessons", "--memory-gb", "-1"], "--memory-gb -1: it takes a number above 0"),
         (["--class", "lessons"], "--class writes to --gradebook FILE.csv, which it needs"),
         (["--class", "does/not/exist", "--gradebook", "a.csv"], "does/not/exist"),
         (["--class", "lessons", "--gradebook", "does/not/exist/a.csv"], "does/not/exist for the results"),
@@ -610,10 +611,10 @@ def test_without_out_the_results_are_printed(submit, capfd, monkeypatch):
 def test_selected_modules(text):
     if text == "1-99":
         with pytest.raises(CourseError, match=f"there is no module {len(MODULES) + 1}:"):
-            command.selected(text)
+            selected(text)
     else:
-        assert [entry.number for entry in command.selected(text)] == [entry.number for entry in MODULES]
-    assert [entry.number for entry in command.selected("5, 2-3,3")] == [2, 3, 5]
+        assert [entry.number for entry in selected(text)] == [entry.number for entry in MODULES]
+    assert [entry.number for entry in selected("5, 2-3,3")] == [2, 3, 5]
 
 
 # Killed
@@ -693,7 +694,7 @@ def test_interrupted_it_puts_everything_away(number, grader):
 def test_an_interrupt_waits_for_the_end_of_an_import():
     reached, before = False, [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     with pytest.raises(KeyboardInterrupt):
-        with command.interrupts_wait():
+        with grade_command.interrupts_wait():
             os.kill(os.getpid(), signal.SIGTERM)
             os.kill(os.getpid(), signal.SIGINT)
             reached = True
@@ -701,5 +702,5 @@ def test_an_interrupt_waits_for_the_end_of_an_import():
 
 
 def test_the_first_results_do_not_wait_for_torch():
-    program = "import sys, brigade.cli.main, brigade.grade.command; assert 'torch' not in sys.modules"
+    program = "import sys, brigade.cli.main, brigade.cli.grade; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)

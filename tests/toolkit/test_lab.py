@@ -9,8 +9,9 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from brigade.cli import demo
 from brigade.course.modules import MODULES, module
-from brigade.lab import demo, ladder, plots
+from brigade.lab import ladder, plots
 from brigade.lab.models import Size, TinyLM
 
 SIZE = Size(d_model=16, d_ff=32, layers=1, heads=2, vocabulary=256)

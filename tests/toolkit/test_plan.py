@@ -252,8 +252,8 @@ def test_the_command_prints_json(capsys):
         (["--dp", "0"], "--dp 0: it takes 1 to 4096 ranks"),
         (["--link", "string"], "--link string: it takes one of nvlink4, pcie4, 100gbe, 10gbe"),
         (["--bucket-mb", "nan"], "--bucket-mb nan: it takes a number above 0"),
-        (["--latency-us", "-1"], "--latency-us -1.0: it takes a number that is not negative"),
-        (["--mfu", "2"], "--mfu 2.0: it takes a number above 0, at most 1"),
+        (["--latency-us", "-1"], "--latency-us -1: it takes a number that is not negative"),
+        (["--mfu", "2"], "--mfu 2: it takes a number above 0, at most 1"),
     ],
 )
 def test_errors_are_one_sentence(options, sentence, capsys):

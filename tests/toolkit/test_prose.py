@@ -17,7 +17,7 @@ import pytest
 import torch
 from test_commands import documents, markdown
 
-from brigade.cli.main import parser
+from brigade.cli.main import parse
 from brigade.course.modules import MODULES, ROOT
 from brigade.grade import similarity
 from brigade.lab import gpu_check, links, plan
@@ -212,7 +212,7 @@ def test_a_name_that_torch_has_not_is_found():
 def default(command: str, option: str):
     """Of an option of `brigade`."""
     needed = {"trace": ["1"], "grade": ["--submission", "x"]}
-    return getattr(parser().parse_args([command, *needed.get(command, [])]), option)
+    return getattr(parse([command, *needed.get(command, [])]), option)
 
 
 LIMIT = re.search(r"--limit (\d+)", (ROOT / "brigade/grade/gradescope/run_autograder").read_text())[1]

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from brigade.cli import gradescope
 from brigade.cli import main as cli
 from brigade.course import skeletons, student_edition, validation
 from brigade.course.modules import MODULES, ROOT, CourseError
-from brigade.grade import package
+from brigade.grade import gradescope_package as package
 
 FIRST = MODULES[0]
 CHECKS = f"tests/{FIRST.checks.name}"
@@ -119,11 +120,11 @@ def contradiction(monkeypatch):
 
 
 def test_nothing_is_made_from_a_contradiction(contradiction, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(package, "ROOT", tmp_path)
+    monkeypatch.setattr(gradescope, "ROOT", tmp_path)
     monkeypatch.setattr(student_edition, "OUT", tmp_path / "student")
     monkeypatch.setattr(skeletons, "write", lambda: pytest.fail("skeletons were written"))
     monkeypatch.setattr("sys.argv", ["edition"])
-    for make in (lambda: cli.main(["skeletons"]), lambda: package.main([]), student_edition.main):
+    for make in (lambda: cli.main(["skeletons"]), lambda: gradescope.main([]), student_edition.main):
         assert make() == 2
         told = capsys.readouterr().err
         assert "its checks have 8 points, and brigade/course/modules.py gives module 1 9" in told

@@ -1,29 +1,62 @@
-"""What `brigade plan` does with its options: checks them, plans, and prints a table with all assumptions, or JSON."""
+"""`brigade plan` prints a table with all assumptions, or JSON. What needs torch is imported when it runs."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import textwrap
+from collections.abc import Collection
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-
+from brigade.cli.console import console
+from brigade.cli.options import ABOVE_ZERO, FRACTION, NOT_NEGATIVE, Range, add_number
 from brigade.course.modules import CourseError
-from brigade.lab import plan
-from brigade.lab.ladder import course_rungs
-from brigade.lab.links import NAMED
-from brigade.lab.plan_config import OPTIMIZERS, Setting
-from brigade.rank.emulated_link import Link
+from brigade.lab.links import NAMED, UTILISATION
+
+if TYPE_CHECKING:
+    from brigade.lab.plan import Planned
+    from brigade.rank.emulated_link import Link
 
 WIDTH = 80  # columns
 PRECISION = {"fp32": "fp32 without TF32", "bf16": "bf16"}  # of the device's peak
+MAX_RANKS = 4096
+RANKS = Range(int, lambda value: 1 <= value <= MAX_RANKS, f"1 to {MAX_RANKS} ranks")
+TOKENS = Range(int, lambda value: value > 0, "a number above 0")
 
 
-def run(options: argparse.Namespace) -> int:
+def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `brigade plan`."""
+    add = parser.add_argument
+    add("--model", default="xl", metavar="NAME", help="tiny, small, medium, large, xl, gpt3-6.7b or gpt3-175b (xl)")
+    ranks = f"data-parallel ranks, 1 to {MAX_RANKS} (8)"
+    add_number(parser, "--dp", RANKS, default=8, metavar="N", help=ranks)
+    add_number(parser, "--tokens", TOKENS, default=4096, metavar="N", help="tokens of each rank in a step (4096)")
+    add_number(parser, "--bucket-mb", ABOVE_ZERO, default=25.0, metavar="MB", help="bucket size in MiB (25)")
+    add("--dtype", default="fp32", choices=("fp32", "bf16"), help="of the parameters (fp32)")
+    add("--optimizer", default="adamw", choices=("adamw", "sgd"), help="sgd has momentum (adamw)")
+    add("--link", default="100gbe", metavar="NAME", help=f"between neighbours, one of {', '.join(NAMED)} (100gbe)")
+    rate = "the rate in each direction in Gbit/s, instead of the link's"
+    add_number(parser, "--bandwidth-gbps", ABOVE_ZERO, metavar="X", help=rate)
+    latency = "microseconds for each message, instead of the link's"
+    add_number(parser, "--latency-us", NOT_NEGATIVE, metavar="X", help=latency)
+    peak = "peak of a rank's device (an H100's: 67 in fp32, 989.4 in bf16; 494.7 where TF32 is allowed)"
+    add_number(parser, "--tflops", ABOVE_ZERO, metavar="X", help=peak)
+    part = f"the part of the peak that computation reaches ({UTILISATION})"
+    add_number(parser, "--mfu", FRACTION, default=UTILISATION, metavar="X", help=part)
+    backward = "backward as it was measured, instead of --tflops and --mfu"
+    add_number(parser, "--backward-ms", ABOVE_ZERO, metavar="X", help=backward)
+    add("--json", action="store_true", help="print JSON instead of a table")
+
+
+def run_plan(options: argparse.Namespace) -> int:
     """brigade plan"""
-    check(options)
+    from brigade.lab import plan
+    from brigade.lab.ladder import course_rungs
+    from brigade.lab.plan_config import OPTIMIZERS, Setting
+
+    check_name("--model", options.model, plan.MODELS)
+    check_name("--link", options.link, NAMED)
     model = plan.model_of(plan.MODELS[options.model], options.dtype)
     time = min(options.tokens, model.size.context)
     flops = plan.backward_flops(model, options.tokens, time)
@@ -32,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
     machine = plan.machine_of(flops, options.mfu * tflops * 1e12, plan.DEVICE_MEMORY_GBPS * 1e9, backward_s)
     optimizer = OPTIMIZERS[options.optimizer]
     setting = Setting(list(model.parameters()), options.dp, options.bucket_mb, optimizer, machine)
-    link = link_of(options)
+    link = make_link(options)
     found, missing = [], [f"{one.label}, for want of a rule" for one in course_rungs() if one not in plan.rungs()]
     for rung in plan.rungs():
         try:
@@ -49,9 +82,9 @@ def run(options: argparse.Namespace) -> int:
     assumptions = [
         f"{options.model}: {setting.numel / 1e9:,.3f} billion parameters in {options.dtype}, {optimizer.label}",
         f"{ranks}, {options.tokens:,} tokens each in a step, in sequences of {time:,}",
-        f"computation: backward {shown(sum(machine.backward_s))}, {source}; forward {shown(machine.forward_s)}, half "
+        f"computation: backward {spell(sum(machine.backward_s))}, {source}; forward {spell(machine.forward_s)}, half "
         f"as long; optimizer and copies at {plan.DEVICE_MEMORY_GBPS:,} GB/s",
-        f"link: {link_name(options)}{link.bytes_per_s / 1e9:,.4g} GB/s in each direction and "
+        f"link: {name_link(options)}{link.bytes_per_s / 1e9:,.4g} GB/s in each direction and "
         f"{link.latency_s * 1e6:g} us for each message, between neighbours in a ring of all ranks; one collective "
         "after the other",
         f"buckets of {options.bucket_mb:g} MiB; gradients become ready from the last layer to the first",
@@ -65,42 +98,27 @@ def run(options: argparse.Namespace) -> int:
     assumptions += [f"not planned: {one}" for one in missing]
     if options.json:
         rungs = [asdict(one) | {"held_bytes": one.held_bytes} for one in found]
-        print(json.dumps({"options": options_of(options), "assumptions": assumptions, "rungs": rungs}, indent=2))
+        print(json.dumps({"options": collect_options(options), "assumptions": assumptions, "rungs": rungs}, indent=2))
         return 0
-    console = Console(highlight=False, soft_wrap=True)
     console.print(plan.plan_table(found, f"One step of {options.model} on {ranks}, as predicted"))
     console.print("\nAssumed:")
     for one in assumptions:
         console.print(textwrap.fill(f"- {one}", WIDTH, subsequent_indent="  "), markup=False)
-    for one in warnings(options, found):
+    for one in collect_warnings(options, found):
         console.print("\n" + textwrap.fill(one, WIDTH), markup=False)
     return 0
 
 
-def check(options: argparse.Namespace) -> None:
-    """Raises CourseError when there is no plan for these options."""
-
-    def refuse(name: str, wanted: str) -> None:
-        raise CourseError(f"--{name.replace('_', '-')} {getattr(options, name)}: it takes {wanted}")
-
-    if options.model not in plan.MODELS:
-        refuse("model", f"one of {', '.join(plan.MODELS)}")
-    if options.link not in NAMED:
-        refuse("link", f"one of {', '.join(NAMED)}")
-    if not 1 <= options.dp <= plan.MAX_RANKS:
-        refuse("dp", f"1 to {plan.MAX_RANKS} ranks")
-    if options.latency_us is not None and not 0 <= options.latency_us < math.inf:
-        refuse("latency_us", "a number that is not negative")
-    if not 0 < options.mfu <= 1:
-        refuse("mfu", "a number above 0, at most 1")
-    for name in ("tokens", "bucket_mb", "bandwidth_gbps", "tflops", "backward_ms"):
-        value = getattr(options, name)
-        if value is not None and not 0 < value < math.inf:
-            refuse(name, "a number above 0")
+def check_name(option: str, name: str, known: Collection[str]) -> None:
+    """Raise CourseError for a name that is not known."""
+    if name not in known:
+        raise CourseError(f"{option} {name}: it takes one of {', '.join(known)}")
 
 
-def link_of(options: argparse.Namespace) -> Link:
-    """The link of that name, with the numbers that the options give instead of its own."""
+def make_link(options: argparse.Namespace) -> Link:
+    """Return the link of that name, with the numbers that the options give instead of its own."""
+    from brigade.rank.emulated_link import Link
+
     named = NAMED[options.link]
     return Link(
         named.latency_s if options.latency_us is None else options.latency_us / 1e6,
@@ -108,22 +126,24 @@ def link_of(options: argparse.Namespace) -> Link:
     )
 
 
-def link_name(options: argparse.Namespace) -> str:
-    """For what comes before its numbers, if those are the named link's own."""
+def name_link(options: argparse.Namespace) -> str:
+    """Return what comes before the link's numbers, if those are its own."""
     own = options.latency_us is None and options.bandwidth_gbps is None
     return f"{NAMED[options.link].what}, " if own else ""
 
 
-def options_of(options: argparse.Namespace) -> dict[str, object]:
+def collect_options(options: argparse.Namespace) -> dict[str, object]:
     return {name: value for name, value in vars(options).items() if name not in ("run", "command", "json")}
 
 
-def shown(seconds: float) -> str:
+def spell(seconds: float) -> str:
     return f"{seconds:,.2f} s" if seconds >= 1 else f"{1e3 * seconds:,.3g} ms"
 
 
-def warnings(options: argparse.Namespace, found: list[plan.Planned]) -> list[str]:
-    """What a reader should know before believing the numbers."""
+def collect_warnings(options: argparse.Namespace, found: list[Planned]) -> list[str]:
+    """Return what a reader should know before believing the numbers."""
+    from brigade.lab import plan
+
     said = []
     least = min(found, key=lambda one: one.held_bytes)
     if least.held_bytes > plan.DEVICE_MEMORY_GB * 1e9:

@@ -1,23 +1,22 @@
-"""`brigade bench`, `brigade trace` and `brigade plan`: their options. What needs torch is imported when they run."""
+"""`brigade bench` and `brigade trace`. What needs torch is imported when they run."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-from brigade.course.modules import HAS_SOLUTIONS, ROOT, TARGETS, CourseError, Module, module, results_file, selected
+from brigade.cli.console import console, shorten
+from brigade.cli.options import ABOVE_ZERO, NOT_NEGATIVE, Range, add_number, add_prior, add_target
+from brigade.course.modules import ROOT, CourseError, Module, module, results_file, selected
+from brigade.course.submission import read
 from brigade.lab import links
+from brigade.lab.script import explain_failure, show_progress
 
 if TYPE_CHECKING:
     from brigade.lab.ladder import Workload
     from brigade.rank.emulated_link import Link, Pace
-    from brigade.runner.ranks import RankFailure
 
 
 SIZES = ("tiny", "small", "medium", "large", "xl")  # of `models.py`, which imports torch
@@ -28,22 +27,21 @@ MOST_RANKS = 64  # of a timeline, in which one must see something
 TRACE_S = 300.0  # a run of `brigade trace` takes some 10 s on two cores
 
 
-def bench_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `brigade bench`."""
+def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `brigade bench`."""
     number = {"type": int, "metavar": "N"}
     parser.add_argument("--modules", default="", metavar="LIST", help="such as 1-4 or 2,5; all without it")
-    where = f"{TARGETS}; what is not written is left out"
-    parser.add_argument("--target", default="lessons", metavar="DIR", help=where)
-    parser.add_argument("--ranks", **number, help="how many (default 2; under torchrun as many as it starts)")
+    add_target(parser, "; what is not written is left out")
+    ranks = Range(int, lambda value: value >= 1, "at least one rank")
+    add_number(parser, "--ranks", ranks, metavar="N", help="how many (default 2; under torchrun as many as it starts)")
     parser.add_argument(
         "--rounds", **number, help="steps of each rung, the first 5 not timed (default 30, emulated 35)"
     )
     parser.add_argument("--size", choices=SIZES, default="tiny", help="of the model (default tiny)")
     parser.add_argument("--batch", **number, help="sequences in a step, of all ranks together (default 8, emulated 24)")
     parser.add_argument("--time", **number, help="tokens in a sequence (default 64, emulated 128)")
-    parser.add_argument(
-        "--bucket-mb", type=float, default=1.0, metavar="MB", help="size of the buckets in MiB (default 1)"
-    )
+    size = "size of the buckets in MiB (default 1)"
+    add_number(parser, "--bucket-mb", ABOVE_ZERO, default=1.0, metavar="MB", help=size)
     parser.add_argument(
         "--sweep",
         nargs="?",
@@ -58,26 +56,27 @@ def bench_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", help="write everything that was measured")
     parser.add_argument("--csv", metavar="FILE", help="write the table")
     parser.add_argument("--png", metavar="FILE", help="draw it")
-    parser.add_argument("--deadline", type=float, default=900.0, metavar="SECONDS", help="for all ranks (default 900)")
-    links.add_arguments(parser)
-
-
-def bench(options: argparse.Namespace) -> int:
-    """brigade bench, on ranks of its own or on those that torchrun has started."""
-    from brigade.lab.torchrun import on_ranks
-
-    return on_ranks(run_bench)(options)
+    deadline = "for all ranks (default 900)"
+    add_number(parser, "--deadline", ABOVE_ZERO, default=900.0, metavar="SECONDS", help=deadline)
+    add_link_arguments(parser)
 
 
 def run_bench(options: argparse.Namespace) -> int:
-    """Returns the exit status: 0 good, 1 a rung trains otherwise than one process does. Raises as `ladder.climb`."""
+    """brigade bench, on ranks of its own or on those that torchrun has started."""
+    from brigade.lab.torchrun import on_ranks
+
+    return on_ranks(bench)(options)
+
+
+def bench(options: argparse.Namespace) -> int:
+    """Return the exit status: 0 good, 1 a rung trains otherwise than one process does. Raise as `ladder.climb`."""
     from brigade.lab import ladder, plots, torchrun
     from brigade.lab.bench import Bench, save_csv, save_json, sweep_rungs, written
     from brigade.runner import ranks
 
     world_size = number_of_ranks(options.ranks)
     entries = selected(options.modules or (SWEPT if options.sweep else ""))
-    link = links.chosen(options, world_size)
+    link = choose_link(options, world_size)
     workload = workload_of(options, link, world_size)
     sizes = swept(options.sweep, entries) if options.sweep else []
     files = {kind: results_file(getattr(options, kind)) for kind in ("json", "csv", "png")}
@@ -85,7 +84,6 @@ def run_bench(options: argparse.Namespace) -> int:
     if backend == "nccl" and not torchrun.given():
         ranks.nccl_environment(world_size, options.share_gpu)
     entries, sources, left_out = written(options.target, entries)
-    console = Console(highlight=False, soft_wrap=True)
     for sentence in left_out:
         console.print(sentence, markup=False)
     rungs = [ladder.rung_of(entry) for entry in entries]
@@ -95,7 +93,7 @@ def run_bench(options: argparse.Namespace) -> int:
         how["run"] = torchrun.run_given
     elif options.target != "solutions":  # a deadlock is found within seconds here, and there at the deadline only
         ladder.rehearse(workload, rungs, sources, **how)
-    with progress("training steps", ladder.steps_of(workload, rungs)) as advance:
+    with show_progress("training steps", ladder.steps_of(workload, rungs)) as advance:
         found = Bench(rungs, ladder.climb(workload, rungs, sources, on_step=advance, **how))
     for table in plots.bench_tables(found):
         console.print(table)
@@ -120,8 +118,6 @@ def number_of_ranks(wanted: int | None) -> int:
         if wanted not in (None, given):
             raise CourseError(f"--ranks {wanted}: torchrun has started {given}; leave --ranks out")
         return given
-    if wanted is not None and wanted < 1:
-        raise CourseError(f"--ranks {wanted}: it takes at least one rank")
     return wanted or 2
 
 
@@ -155,15 +151,7 @@ def workload_of(options: argparse.Namespace, link: Link | Pace | None, world_siz
         )
     if workload.time < 1:
         raise CourseError(f"--time {workload.time}: a sequence has at least one token")
-    check_above_zero("--bucket-mb", options.bucket_mb)
-    check_above_zero("--deadline", options.deadline)
     return workload
-
-
-def check_above_zero(name: str, value: float) -> None:
-    """Raises CourseError for an option whose value is no number above 0."""
-    if not 0 < value < float("inf"):
-        raise CourseError(f"{name} {value:g}: it takes a number above 0")
 
 
 def swept(text: str, entries: Sequence[Module]) -> list[float]:
@@ -183,50 +171,31 @@ def swept(text: str, entries: Sequence[Module]) -> list[float]:
     return sizes
 
 
-@contextlib.contextmanager
-def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
-    """A bar on a terminal's standard error while the block runs; gives what advances it by one."""
-    console = Console(stderr=True)
-    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    # Seldom: it runs beside what is being timed.
-    with Progress(
-        *columns, console=console, refresh_per_second=2, transient=True, disable=not console.is_terminal
-    ) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda: bar.advance(task)
-
-
-def trace_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `brigade trace`."""
+def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `brigade trace`."""
     parser.description += " The ranks compute on the CPU. Without options for the link, moving all gradients takes 0.8 "
     parser.description += "of backward."
     parser.add_argument("number", metavar="N", help="the module's number")
-    parser.add_argument("--target", default="lessons", metavar="DIR", help=TARGETS)
-    whose = "whose earlier modules are used"
-    parser.add_argument("--prior", default="own", choices=("own", "reference"), help=whose)
+    add_target(parser)
+    add_prior(parser)
     parser.add_argument("--torch", action="store_true", help="torch DDP's step below, from the same run")
     parser.add_argument("--ranks", type=int, default=2, metavar="N", help="how many (default 2)")
-    parser.add_argument(
-        "--bucket-mb", type=float, default=1.0, metavar="MB", help="size of a bucket in MiB (default 1)"
-    )
+    size = "size of a bucket in MiB (default 1)"
+    add_number(parser, "--bucket-mb", ABOVE_ZERO, default=1.0, metavar="MB", help=size)
     parser.add_argument("--png", metavar="FILE", help="the picture (default out/trace-N.png)")
     parser.add_argument("--json", metavar="FILE", help="for Perfetto or chrome://tracing (default out/trace-N.json)")
-    links.add_arguments(parser)
+    add_link_arguments(parser)
     parser.add_argument("--no-pace", action="store_true", help="no emulated link: what the collectives take here")
 
 
-def trace(options: argparse.Namespace) -> int:
+def run_trace(options: argparse.Namespace) -> int:
     """brigade trace N"""
     entry = module(options.number)
     if not 2 <= options.ranks <= MOST_RANKS:
         raise CourseError(f"--ranks {options.ranks}: a timeline takes 2 ranks or more, and {MOST_RANKS} at most")
-    check_above_zero("--bucket-mb", options.bucket_mb)
-    link = links.chosen(options, options.ranks)
+    link = choose_link(options, options.ranks)
     if link and options.no_pace:
         raise CourseError("--no-pace emulates no link: leave it out, or what describes one")
-
-    from brigade.cli.main import console, shown
-    from brigade.course.submission import read
 
     sources = read(options.target, entry.number, options.prior).sources
     files = {kind: results_file(getattr(options, kind)) for kind in ("png", "json")}
@@ -249,10 +218,10 @@ def trace(options: argparse.Namespace) -> int:
     try:
         if options.target != "solutions":
             ladder.rehearse(replace(workload, batch_size=options.ranks, time=8), rungs, sources, **how)
-        with progress("training steps", workload.rounds * (len(rungs) + 1)) as advance:
+        with show_progress("training steps", workload.rounds * (len(rungs) + 1)) as advance:
             timelines = timeline.trace(rungs, sources, workload=workload, on_step=advance, **how)
     except RankFailure as failure:
-        raise CourseError(unfinished(failure, entry.number)) from None
+        raise CourseError(explain_failure(failure, entry.number)) from None
     timeline.draw(timelines, files["png"], width=1200)
     timeline.save_chrome(timelines, files["json"])
     for found in timelines:
@@ -260,55 +229,51 @@ def trace(options: argparse.Namespace) -> int:
         if never := sum(collective.waited_ms is None for collective in found.launched):
             console.print(f"  {never} of {len(found.launched)} collectives of all ranks were never waited for")
     console.print(timelines[0].carrier)
-    console.print(f"{shown(files['png'])}  the picture", markup=False)
-    console.print(f"{shown(files['json'])}  for https://ui.perfetto.dev or chrome://tracing", markup=False)
+    console.print(f"{shorten(files['png'])}  the picture", markup=False)
+    console.print(f"{shorten(files['json'])}  for https://ui.perfetto.dev or chrome://tracing", markup=False)
     return 0
 
 
-def unfinished(failure: RankFailure, number: int) -> str:
-    """What a run that failed tells its user: what is not written yet, or what happened on which rank."""
-    part = failure.part
-    if not part:
-        return str(failure)
-    advice = f"`brigade check {part.module}` says what to do"
-    if part.module < number and HAS_SOLUTIONS:
-        advice += ", and --prior reference uses ours"
-    return f"{part} is not written yet: {advice}"
-
-
-def plan_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `brigade plan`."""
-    add = parser.add_argument
-    add("--model", default="xl", metavar="NAME", help="tiny, small, medium, large, xl, gpt3-6.7b or gpt3-175b (xl)")
-    add("--dp", type=int, default=8, metavar="N", help="data-parallel ranks, 1 to 4096 (8)")
-    add("--tokens", type=int, default=4096, metavar="N", help="tokens of each rank in a step (4096)")
-    add("--bucket-mb", type=float, default=25.0, metavar="MB", help="bucket size in MiB (25)")
-    add("--dtype", default="fp32", choices=("fp32", "bf16"), help="of the parameters (fp32)")
-    add("--optimizer", default="adamw", choices=("adamw", "sgd"), help="sgd has momentum (adamw)")
-    add(
-        "--link", default="100gbe", metavar="NAME", help=f"between neighbours, one of {', '.join(links.NAMED)} (100gbe)"
+def add_link_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say which link is emulated; `choose_link` reads them."""
+    group = parser.add_argument_group(
+        "an emulated link", "One of three ways to say which; without them the collectives take what they take here."
     )
-    add("--bandwidth-gbps", type=float, metavar="X", help="the rate in each direction in Gbit/s, instead of the link's")
-    add("--latency-us", type=float, metavar="X", help="microseconds for each message, instead of the link's")
-    add(
-        "--tflops",
-        type=float,
-        metavar="X",
-        help="peak of a rank's device (an H100's: 67 in fp32, 989.4 in bf16; 494.7 where TF32 is allowed)",
-    )
-    add(
-        "--mfu",
-        type=float,
-        default=links.UTILISATION,
-        metavar="X",
-        help=f"the part of the peak that computation reaches ({links.UTILISATION})",
-    )
-    add("--backward-ms", type=float, metavar="X", help="backward as it was measured, instead of --tflops and --mfu")
-    add("--json", action="store_true", help="print JSON instead of a table")
+    named = "the ratio of communication to computation that this link has beside an H100"
+    group.add_argument("--link", choices=links.NAMED, help=named)
+    ratio = "an all-reduce of all gradients takes R times backward alone"
+    add_number(group, "--comm-ratio", ABOVE_ZERO, metavar="R", help=ratio)
+    latency = f"... and the latency of one all-reduce L times (default {links.LATENCY_RATIO})"
+    add_number(group, "--latency-ratio", NOT_NEGATIVE, metavar="L", help=latency)
+    rate = "the rate in each direction, in Gbit/s (not GB/s)"
+    add_number(group, "--bandwidth-gbps", ABOVE_ZERO, metavar="G", help=rate)
+    add_number(group, "--latency-us", NOT_NEGATIVE, metavar="U", help="... and each message's latency (default 0)")
 
 
-def plan(options: argparse.Namespace) -> int:
-    """brigade plan"""
-    from brigade.lab import plan_command
+def choose_link(options: argparse.Namespace, world_size: int) -> Link | Pace | None:
+    """Return the link that the options ask for. Raise CourseError if they contradict each other."""
+    ways = {
+        "--link": options.link,
+        "--comm-ratio": options.comm_ratio,
+        "--bandwidth-gbps": options.bandwidth_gbps,
+    }
+    given = [name for name, value in ways.items() if value is not None]
+    if len(given) > 1:
+        raise CourseError(f"{' and '.join(given)} exclude each other: say in one way which link it is")
+    for name, value, of in (
+        ("--latency-ratio", options.latency_ratio, "--comm-ratio"),
+        ("--latency-us", options.latency_us, "--bandwidth-gbps"),
+    ):
+        if value is not None and given != [of]:
+            raise CourseError(f"{name} goes with {of}")
+    if not given:
+        return None
+    if world_size < 2:
+        raise CourseError(f"{given[0]} needs two ranks or more: one rank has nobody to talk to")
+    from brigade.rank.emulated_link import Link, Pace
 
-    return plan_command.run(options)
+    if options.link:
+        return links.NAMED[options.link].pace(world_size)
+    if options.comm_ratio:
+        return Pace(options.comm_ratio, links.LATENCY_RATIO if options.latency_ratio is None else options.latency_ratio)
+    return Link((options.latency_us or 0.0) / 1e6, options.bandwidth_gbps * 1e9 / 8)

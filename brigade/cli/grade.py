@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import random
 import signal
 import sys
@@ -16,24 +15,21 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from brigade.course.modules import ROOT, CourseError, Module, results_file, selected
-from brigade.grade import classroom, formats, incoming, static_look
+from brigade.cli.options import ABOVE_ZERO, add_number
+from brigade.course.modules import CourseError, Module, results_file, selected
+from brigade.grade import classroom, formats, incoming, isolation, static_look
 from brigade.grade.outcome import Grading, nothing_yet
 from brigade.runner import ranks, sandbox
 
-UNFILTERED = (
-    "Graded without a filter of system calls, which this machine does not have: a submission may have left data in the "
-    "kernel for the next one."
-)
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `brigade grade`."""
+def add_grade_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `brigade grade`."""
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--submission", metavar="PATH", help="a directory or an archive with the modules")
     what.add_argument("--class", dest="class_directory", metavar="DIR", help="a directory with one entry per student")
     parser.add_argument("--gradebook", metavar="FILE.csv", help="for --class: one row per student")
-    parser.add_argument("--memory-gb", type=float, default=4.0, metavar="N", help="for --class: memory to use (4)")
+    memory = "for --class: memory to use (4)"
+    add_number(parser, "--memory-gb", ABOVE_ZERO, default=4.0, metavar="N", help=memory)
     parser.add_argument("--out", metavar="FILE", help="the results file; without it they go to the terminal")
     parser.add_argument("--format", choices=formats.FORMATS, help="default: gradescope; text on the terminal")
     parser.add_argument("--meta", action="append", default=[], metavar="NAME=VALUE", help="a field for classroom50")
@@ -42,15 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, metavar="N", help="repeat a grading; the seed is in its results")
     parser.add_argument("--backend", default="gloo", choices=("gloo", "nccl"), help="default: gloo")
     parser.add_argument("--share-gpu", action="store_true", help="several NCCL ranks on one GPU")
-    parser.add_argument("--limit", type=float, default=900.0, metavar="SECONDS", help="for one submission (900)")
+    add_number(parser, "--limit", ABOVE_ZERO, default=900.0, metavar="SECONDS", help="for one submission (900)")
 
 
-def run(options: argparse.Namespace) -> int:
-    """Returns the exit status: 0 when everything was graded, whatever the score; 1 when a part of the class was not."""
+def run_grade(options: argparse.Namespace) -> int:
+    """Return the exit status: 0 when everything was graded, whatever the score; 1 when a part of the class was not."""
     entries = selected(options.modules)
-    for name, amount in (("--limit", options.limit), ("--memory-gb", options.memory_gb)):
-        if not 0 < amount < float("inf"):
-            raise CourseError(f"{name} {amount}: it takes a number above 0")
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     if options.backend == "nccl":
         ranks.nccl_environment(2, options.share_gpu)
@@ -108,7 +101,10 @@ def run_one(options: argparse.Namespace, entries: Sequence[Module], console: Con
             tempfile.gettempdir()  # tries the directory out with a file, which an interrupt would leave there
         follow(latest)  # before torch is imported: that takes seconds
         try:
-            with incoming.opened(options.submission) as submission, isolated(options) as notes:
+            with (
+                incoming.opened(options.submission) as submission,
+                isolation.isolate_ranks(options.submission, options.out, options.backend) as notes,
+            ):
                 with interrupts_wait():
                     ranks.SERVER.start()  # it imports torch while this process does
                     from brigade.grade import grading
@@ -116,7 +112,7 @@ def run_one(options: argparse.Namespace, entries: Sequence[Module], console: Con
                     grading.collect(entries)
                 findings += static_look.look_at(submission.directory, entries)
                 if ranks.SERVER.jail:
-                    notes += probe()
+                    notes += isolation.probe()
                 notes += submission.notes
                 grading.grade(
                     submission.directory,
@@ -150,7 +146,7 @@ def run_class(options: argparse.Namespace, entries: Sequence[Module], console: C
     passed_on += ["--modules", options.modules] if options.modules else []
     passed_on += ["--seed", str(1 if options.seed is None else options.seed)]  # the same cases for all, and for repeats
     passed_on += ["--share-gpu"] if options.share_gpu else []
-    if may_isolate():  # where ranks have no mounts of their own, one submission must not read another
+    if isolation.may_isolate():  # where ranks have no mounts of their own, one submission must not read another
         sandbox.close_off([Path(options.class_directory).resolve()])
     with classroom.locked(gradebook) as lock:
         waiting = classroom.outdated(everyone, passed_on)
@@ -175,7 +171,8 @@ def run_class(options: argparse.Namespace, entries: Sequence[Module], console: C
 
             classroom.save(gradebook, everyone, entries, left_to_grade)
             at_once = max(1, min(room, ranks.cores()))
-            classroom.grade_all(waiting, passed_on, at_once=at_once, lock=lock, on_finish=follow)
+            command = [sys.executable, "-m", "brigade.cli.grade_student", *passed_on]
+            classroom.grade_all(waiting, command, at_once=at_once, lock=lock, on_finish=follow)
     table = classroom.save(gradebook, everyone, entries)
     report = Console(highlight=False, soft_wrap=True, markup=False)
     kept = len(everyone) - len(waiting)
@@ -204,50 +201,3 @@ def writer(options: argparse.Namespace) -> Callable[[Grading], str]:
     if options.meta:
         raise CourseError("--meta is for --format classroom50")
     return formats.WRITERS[options.format or ("gradescope" if options.out else "text")]
-
-
-@contextlib.contextmanager
-def isolated(options: argparse.Namespace) -> Iterator[list[str]]:
-    """Ranks are confined inside the block, where this process is root; notes say what is not protected."""
-    if not may_isolate():
-        yield [
-            "Graded without isolation, because the grader was not started as root: the submission ran as the same "
-            "user, who can read the tests and write the results."
-        ]
-        return
-    private = [str(Path(path).resolve().parent) for path in (options.submission, options.out) if path]
-    private = [path for path in private if path != "/"]
-    with sandbox.free_user() as uid:
-        # CUDA reserves more addresses than any limit on them would allow.
-        limits = {"memory": 0} if options.backend == "nccl" else {}
-        ranks.SERVER.jail = sandbox.Jail(uid, hidden=private, **limits)
-        try:
-            yield []
-        finally:
-            ranks.SERVER.jail = None
-            sandbox.remove_files(uid)
-
-
-def may_isolate() -> bool:
-    """Whether ranks can be given to another user."""
-    return sys.platform == "linux" and os.geteuid() == 0
-
-
-def probe() -> list[str]:
-    """Try the isolation on a rank without a submission. Raise CourseError if it does not hold.
-
-    Return notes on what this machine cannot do.
-    """
-    sandbox.close_off([ROOT / name for name in sandbox.SECRETS])
-    try:
-        [found] = ranks.run_ranks(sandbox.look_around, world_size=1)
-    except ranks.RankFailure as failure:
-        raise CourseError(f"the ranks cannot be isolated here: {failure.summary}") from None
-    if found["uid"] == 0 or found["secrets"]:
-        raise CourseError(f"the ranks are not isolated: user {found['uid']} can read {', '.join(found['secrets'])}")
-    if found["unreachable"]:
-        raise CourseError(
-            f"the ranks' user may not enter {found['unreachable'][0]}, and mounts of their own are not allowed here: "
-            "have Python and its packages where everybody may read them"
-        )
-    return [] if found["is_filtered"] else [UNFILTERED]

@@ -1,4 +1,4 @@
-"""What a newcomer sees first: python -m brigade.lab.demo
+"""What a newcomer sees first: python -m brigade.cli.demo
 
 Trains the ladder on real text, prints and draws it, then checks a right answer to module 3 and a wrong one.
 """
@@ -10,7 +10,11 @@ import sys
 from dataclasses import replace
 from importlib import import_module
 
-from brigade.lab.script import ended
+from brigade.cli.console import console
+from brigade.cli.main import main as brigade
+from brigade.course.modules import HAS_SOLUTIONS, MODULES, REFERENCE, ROOT, module
+from brigade.lab.script import ended, show_progress
+from brigade.runner import ranks
 
 ROUNDS = 20  # steps of each rung
 MODULE = 3
@@ -20,27 +24,21 @@ MUTANT = "synchronous all-reduce in the hook"  # of tests/mutants: the numbers a
 def main() -> int:
     """Returns the exit status: 0 good, 1 something is wrong with the course, 2 it cannot run here, 130 stopped."""
     argparse.ArgumentParser(
-        prog="python -m brigade.lab.demo",
+        prog="python -m brigade.cli.demo",
         description="Trains a small language model on two ranks with every module of the course and with torch DDP, "
         "compares them, and shows how an answer is checked. About a minute on two cores; no GPU is needed.",
-        epilog="Example: python -m brigade.lab.demo",
+        epilog="Example: python -m brigade.cli.demo",
     ).parse_args()
     return ended("demo", demo)
 
 
 def demo() -> int:
-    # Imported here, so that Ctrl-C is quiet while torch is loading too.
-    from rich.console import Console
-
-    from brigade.course.modules import HAS_SOLUTIONS, MODULES, REFERENCE, ROOT
-    from brigade.runner import ranks
-
+    """Train, draw and check; return the exit status."""
     ranks.SERVER.start()  # it imports torch while this process does
+    # Imported here, so that Ctrl-C is quiet while torch is loading too.
     from brigade.lab import ladder, plots
     from brigade.lab.bench import written
-    from brigade.lab.command import progress
 
-    console = Console(highlight=False, soft_wrap=True)
     workload = replace(ladder.PACED, batch_size=16, rounds=ROUNDS)
     entries, sources, left_out = written(REFERENCE, MODULES)
     rungs = [ladder.rung_of(entry) for entry in entries]
@@ -55,7 +53,7 @@ def demo() -> int:
         console.print(sentence)
     if not HAS_SOLUTIONS:  # a deadlock of the student's is found within seconds here
         ladder.rehearse(workload, rungs, sources, world_size=2)
-    with progress("training steps", ladder.steps_of(workload, [*rungs, *ladder.TORCH])) as advance:
+    with show_progress("training steps", ladder.steps_of(workload, [*rungs, *ladder.TORCH])) as advance:
         found = ladder.run_ladder(workload, rungs, sources, on_step=advance)
     console.print()
     console.print(plots.ladder_table(found))
@@ -70,16 +68,12 @@ def demo() -> int:
 
 
 def show_checks() -> int:
-    """Runs the checks of one module on its solution, then on a mutant of it."""
-    from brigade.cli.main import console
-    from brigade.cli.main import main as brigade
-    from brigade.course.modules import ROOT, module
-
+    """Run the checks of one module on its solution, then on a mutant of it."""
     entry = module(MODULE)
     console.print(f"How an answer is checked: brigade check {MODULE} --target solutions")
     status = brigade(["check", str(MODULE), "--target", "solutions"])
     if status:
-        return failed(status, f"the solution of module {MODULE} does not pass its own checks")
+        return fail(status, f"the solution of module {MODULE} does not pass its own checks")
     sys.path.insert(0, str(ROOT / "tests"))
     mutants = import_module(f"mutants.{entry.package}").MUTANTS
     mutant = next(mutant for mutant in mutants if mutant.name == MUTANT)
@@ -90,15 +84,15 @@ def show_checks() -> int:
     console.print(f"The same solution with one mistake in it, {mutant.name}. Its numbers are right:")
     status = brigade(["check", str(MODULE), "--target", str(directory), "--prior", "reference"])
     if status != 1:
-        return failed(status, f"the checks of module {MODULE} do not catch the mistake")
+        return fail(status, f"the checks of module {MODULE} do not catch the mistake")
     console.print(
         "The mistake was caught. Your turn: lessons/ has the readings, and `brigade next` says where to start."
     )
     return 0
 
 
-def failed(status: int, sentence: str) -> int:
-    """The demo's own exit status, where a check ended otherwise than it should; the sentence unless it was Ctrl-C."""
+def fail(status: int, sentence: str) -> int:
+    """Return the demo's exit status after a check with a wrong end; print the sentence unless the user stopped it."""
     if status == 130:
         return 130
     print(f"demo: {sentence}", file=sys.stderr)

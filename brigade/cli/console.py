@@ -1,0 +1,32 @@
+"""The terminal that the commands write to, and how they write paths and details."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+from rich.console import Console
+
+
+class Terminal(Console):
+    """Output that nobody reads any more (`brigade check 3 | head`) ends the program without a word."""
+
+    def on_broken_pipe(self) -> None:
+        os._exit(1)
+
+
+console = Terminal(highlight=False, soft_wrap=True)
+
+
+def indent(text: str, by: int = 9) -> str:
+    return "\n".join(" " * by + line for line in text.splitlines())
+
+
+def shorten(path: Path | None) -> str:
+    """Return the path as the student would type it; "" for None."""
+    if path is None:
+        return ""
+    with contextlib.suppress(ValueError):
+        return str(path.relative_to(Path.cwd()))
+    return str(path)

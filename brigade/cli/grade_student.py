@@ -1,0 +1,23 @@
+"""`brigade grade` for one student of a class: it also ends when its standard input does, and so with its parent.
+
+python -m brigade.cli.grade_student --submission DIR --out FILE [options of brigade grade]
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+
+from brigade.cli.main import main
+
+
+def end_with_parent() -> None:
+    os.read(0, 1)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    sys.exit(main(["grade", *sys.argv[1:]]))

@@ -1,0 +1,30 @@
+"""brigade skeletons: make the skeletons and the handout from the solutions."""
+
+from __future__ import annotations
+
+import argparse
+
+from brigade.cli.console import console, shorten
+from brigade.course import skeletons, validation
+from brigade.course.modules import ROOT
+
+
+def add_skeletons_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `brigade skeletons`."""
+    parser.add_argument("--check", action="store_true", help="change nothing; fail if a file is out of date")
+
+
+def run_skeletons(options: argparse.Namespace) -> int:
+    """brigade skeletons [--check]"""
+    validation.validate_course()
+    validation.import_checks()
+    if options.check:
+        outdated = skeletons.outdated()
+        for path in outdated:
+            console.print(f"{shorten(path)} is not what it is made of: run `brigade skeletons`")
+        return 1 if outdated else 0
+    for path in skeletons.write():
+        console.print(f"{shorten(path)} written")
+        if path.suffix == ".py":
+            console.print(f"  what was there is in {shorten(ROOT / skeletons.REPLACED / path.parent.name)}")
+    return 0

@@ -1,0 +1,136 @@
+"""brigade hint | reset | submit: what a student does beside running checks."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import time
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from brigade.cli.console import console, shorten
+from brigade.cli.options import add_target
+from brigade.cli.progress_file import hash_submission, recall, remember
+from brigade.course import skeletons
+from brigade.course.modules import MODULES, ROOT, CourseError, Module, module
+from brigade.course.submission import directory, find, read
+
+LABEL = re.compile(r"^\*\*(\(\w\)(?:, \(\w\))*)\*\*", re.MULTILINE)  # in hints: **(b)**, or **(b), (c)**
+
+
+def add_hint_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `brigade hint`."""
+    parser.add_argument("number", metavar="N", help="the module's number")
+    parser.add_argument("part", nargs="?", metavar="PART", help="such as b; by default the first that is not written")
+    parser.add_argument("--again", action="store_true", help="begin with its first hint again")
+
+
+def add_reset_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `brigade reset`."""
+    parser.add_argument("number", metavar="N", help="the module's number")
+
+
+def add_submit_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `brigade submit`."""
+    add_target(parser)
+
+
+def run_hint(options: argparse.Namespace) -> int:
+    """brigade hint N [PART]: the next hint on a part, by default on the first that is not written."""
+    entry = module(options.number)
+    steps = (entry.lesson / "hints.md").read_text().split("\n## ")[1:]
+    parts = sorted({part for step in steps for label in LABEL.findall(step) for part in re.findall(r"\w", label)})
+    part = (options.part or find_unwritten_part(entry)).strip("()").lower()
+    if not part:
+        example = f"`brigade hint {entry.number} {parts[0]}`"
+        raise CourseError(f"all of module {entry.number} is written: say which part, as in {example}")
+    if part not in parts:
+        raise CourseError(f"module {entry.number} has no part {part}: it has {', '.join(parts)}")
+    hints = [f"{step.splitlines()[0]}\n\n{about}" for step in steps if (about := extract_part(step, part))]
+    shown_before = recall("hints").get(entry.package)
+    shown_before = shown_before if isinstance(shown_before, dict) else {}
+    before = shown_before.get(part, 0)
+    index = 0 if options.again or not isinstance(before, int) else min(before, len(hints) - 1)
+    if console.is_terminal:
+        from rich.markdown import Markdown
+
+        console.print(Markdown("## " + hints[index]))
+    else:
+        console.print(hints[index], markup=False)
+    left = len(hints) - index - 1
+    again = f"`brigade hint {entry.number} {part}`"
+    console.print(f"\n{left} more on part {part}: {again}" if left else "\nThat was the last one.", markup=False)
+    remember("hints", entry.package, shown_before | {part: index + 1})
+    return 0
+
+
+def find_unwritten_part(entry: Module) -> str:
+    """Return the letter of the first part in the student's file that is not written; "" if there is none."""
+    path = ROOT / "lessons" / entry.path
+    found = re.search(rf'NotImplementedError\("module {entry.number}, part \((\w)\)"\)', path.read_text())
+    return found[1] if found else ""
+
+
+def extract_part(step: str, part: str) -> str:
+    """Return what a step of the hints says on a part."""
+    about = re.split(f"(?={LABEL.pattern})", step, flags=re.MULTILINE)[1:]
+    texts = zip(about[::2], about[1::2])
+    return "".join(text for label, text in texts if f"({part})" in label).rstrip()
+
+
+def run_reset(options: argparse.Namespace) -> int:
+    """brigade reset N: the skeleton again, and the student's file beside it."""
+    entry = module(options.number)
+    backup = skeletons.reset(entry)
+    console.print(f"{shorten(ROOT / 'lessons' / entry.path)} is the skeleton again.")
+    if backup:
+        console.print(f"Your version is kept in {shorten(backup)}.")
+    return 0
+
+
+def run_submit(options: argparse.Namespace) -> int:
+    """brigade submit: a zip of the module files."""
+    target = directory(options.target)
+    archive = Path(time.strftime("submission-%Y%m%d-%H%M%S.zip"))
+    files = [(path, entry) for entry in MODULES if (path := find(target, entry))]
+    if not files:
+        raise CourseError(f"there are no module files in {target}")
+    with zipfile.ZipFile(archive, "x", zipfile.ZIP_DEFLATED) as bundle:
+        for path, entry in files:
+            bundle.write(path, entry.path.as_posix())
+    states = {entry.number: find_state(entry, target) for _, entry in files}
+    written = [number for number, state in states.items() if state not in ("not written", "broken")]
+    passing = [number for number, state in states.items() if state == "passes"]
+    console.print(
+        f"{archive} holds {len(files)} of {len(MODULES)} module files: {len(written)} written, "
+        f"{len(passing)} known to pass all checks."
+    )
+    unknown = [number for number in written if number not in passing]
+    if unknown:
+        console.print(f"Not known to pass: {name_modules(unknown)}. `brigade check` runs all checks.", markup=False)
+    if unwritten := [number for number, state in states.items() if state == "not written"]:
+        console.print(f"Not written, or not completely: {name_modules(unwritten)}.")
+    for entry in MODULES:
+        try:
+            read(target, entry.number)
+        except CourseError as error:
+            console.print(f"Note: {error}", markup=False)
+    return 0
+
+
+def find_state(entry: Module, target: Path) -> str:
+    """Return what is known of a module without running it: "broken", "not written", "passes" or "written"."""
+    try:
+        sources = read(target, entry.number).sources
+    except CourseError:
+        return "broken"
+    text = sources[f"{entry.package}.{entry.name}"][1]
+    if re.search(rf'raise NotImplementedError\("module {entry.number}, part \(\w\)"\)', text):
+        return "not written"
+    return "passes" if recall("passed").get(entry.package) == hash_submission(entry, sources) else "written"
+
+
+def name_modules(numbers: Sequence[int]) -> str:
+    """Return such as "module 3", or "modules 2, 5"."""
+    return ("modules " if len(numbers) > 1 else "module ") + ", ".join(map(str, numbers))

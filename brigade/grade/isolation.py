@@ -1,0 +1,64 @@
+"""Ranks of a submission run as a user of their own, who reads neither tests nor solutions nor results."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from brigade.course.modules import ROOT, CourseError
+from brigade.runner import ranks, sandbox
+
+UNFILTERED = (
+    "Graded without a filter of system calls, which this machine does not have: a submission may have left data in the "
+    "kernel for the next one."
+)
+
+
+@contextlib.contextmanager
+def isolate_ranks(submission: str, out: str | None, backend: str) -> Iterator[list[str]]:
+    """Confine the ranks inside the block, if this process is root; yield notes on what is not protected."""
+    if not may_isolate():
+        yield [
+            "Graded without isolation, because the grader was not started as root: the submission ran as the same "
+            "user, who can read the tests and write the results."
+        ]
+        return
+    private = [str(Path(path).resolve().parent) for path in (submission, out) if path]
+    private = [path for path in private if path != "/"]
+    with sandbox.free_user() as uid:
+        # CUDA reserves more addresses than any limit on them would allow.
+        limits = {"memory": 0} if backend == "nccl" else {}
+        ranks.SERVER.jail = sandbox.Jail(uid, hidden=private, **limits)
+        try:
+            yield []
+        finally:
+            ranks.SERVER.jail = None
+            sandbox.remove_files(uid)
+
+
+def may_isolate() -> bool:
+    """Return whether ranks can be given to another user."""
+    return sys.platform == "linux" and os.geteuid() == 0
+
+
+def probe() -> list[str]:
+    """Try the isolation on a rank without a submission. Raise CourseError if it does not hold.
+
+    Return notes on what this machine cannot do.
+    """
+    sandbox.close_off([ROOT / name for name in sandbox.SECRETS])
+    try:
+        [found] = ranks.run_ranks(sandbox.look_around, world_size=1)
+    except ranks.RankFailure as failure:
+        raise CourseError(f"the ranks cannot be isolated here: {failure.summary}") from None
+    if found["uid"] == 0 or found["secrets"]:
+        raise CourseError(f"the ranks are not isolated: user {found['uid']} can read {', '.join(found['secrets'])}")
+    if found["unreachable"]:
+        raise CourseError(
+            f"the ranks' user may not enter {found['unreachable'][0]}, and mounts of their own are not allowed here: "
+            "have Python and its packages where everybody may read them"
+        )
+    return [] if found["is_filtered"] else [UNFILTERED]
