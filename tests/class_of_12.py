@@ -47,7 +47,8 @@ def submissions() -> dict[str, dict[int, str]]:
         "wrong from the start": REFERENCE | mutant(1, 5),
         "two mistakes": REFERENCE | mutant(4, 0) | mutant(8, 0),
         "three mistakes": REFERENCE | mutant(2, 1) | mutant(5, 2) | mutant(6, 3),
-        "deadlock": REFERENCE | replaced(3, "if self.synchronize:", "if self.synchronize and not dist.get_rank():"),
+        "deadlock": REFERENCE
+        | replaced(3, "if self.require_grad_sync:", "if self.require_grad_sync and not dist.get_rank():"),
         "no Python": REFERENCE | {5: "class GradBuffer(:\n"},
         "leaves": REFERENCE | {6: "raise SystemExit\n"},
         "empty": {},

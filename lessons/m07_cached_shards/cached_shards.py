@@ -1,8 +1,8 @@
-"""Module 7: the views of buckets and shards, made once.
+"""Module 7: the views of buckets and shards, created once.
 
-Module 6 cuts every bucket into all its shards whenever it communicates, and needs one of them. A view costs little, N
-views for each bucket, twice a step, cost something: time on the CPU, in the middle of backward. Here each
-view that is needed is made at its first use and kept for as long as the flat tensor it was made of is the buffer's.
+Module 6 cuts every bucket into all its shards whenever it communicates, although it needs only one of them. A view is
+cheap, but N views per bucket, twice per step, take CPU time in the middle of backward. Here each view that is needed is
+created at its first use. It is kept as long as the buffer keeps the flat tensor that it is a view of.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from ..m06_coalesced.coalesced import BucketGroup, CoalescedDDP
 
 
 class ShardCache:
-    """The views of one flat tensor of a buffer with this layout, whose buckets are divided among `dp_size` ranks."""
+    """The views of one flat tensor with this layout, whose buckets are divided among `dp_size` ranks."""
 
     def __init__(self, layout: BufferLayout, dp_size: int):
         self.layout = layout
         self.dp_size = dp_size
-        self.data: torch.Tensor | None = None  # what the views are of
+        self.data: torch.Tensor | None = None  # (layout.numel,): what the views show
         self.views: dict[tuple[int, int | None], torch.Tensor] = {}
 
     def view(self, data: torch.Tensor, bucket: int, rank: int | None = None) -> torch.Tensor:
-        """The shard of a rank in a bucket of `data`, or the whole bucket for None: the same tensor every time.
+        """Return a rank's shard of a bucket of `data`, or the whole bucket for None: the same tensor every time.
 
-        `data` may be another tensor than before: `GradBuffer.reallocate` replaces it.
+        `data` may be a different tensor than before, because `GradBuffer.reallocate` replaces it.
         """
         # TODO: part (a)
         raise NotImplementedError("module 7, part (a)")
@@ -47,12 +47,12 @@ class CachedBucketGroup(BucketGroup):
         self.param_cache = ShardCache(buffer.layout, size)
 
     def shards(self, data: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """As in module 6, for `buffer.grad_data` or `buffer.param_data`, each with views of its own."""
+        """Return what module 6 does, for `buffer.grad_data` or `buffer.param_data`. Each has its own cached views."""
         # TODO: part (b)
         raise NotImplementedError("module 7, part (b)")
 
 
 class CachedDDP(CoalescedDDP):
-    """Module 6's wrapper, with the same arguments, on groups that keep their views."""
+    """Like `CoalescedDDP`, with the same arguments, but its groups keep their views."""
 
     group_class = CachedBucketGroup

@@ -1,37 +1,36 @@
-"""Module 4: buckets, the middle way between one launch and one per parameter.
+"""Module 4: buckets, the middle way between one launch in all and one launch per parameter.
 
 Gradients become ready in roughly the reverse order of registration, so neighbours in that order share a bucket of about
-25 MiB. A bucket is all-reduced as soon as its last gradient is ready, while backward goes on. Ranks may become ready in
-different orders, but all of them launch bucket 0 first, then bucket 1, and so on: a bucket that is complete too early
-waits for those before it.
+25 MiB. A bucket is all-reduced as soon as its last gradient is ready, while backward continues. Gradients may become
+ready in a different order on each rank, but all ranks launch buckets in the same order (`LaunchQueue`).
 
 Cost per step: about (bytes of gradients) / (bucket size) launches, all but the last ones during backward; the same
-bytes as ever; a copy of each gradient into its bucket and one back.
+bytes as before; one copy of each gradient into its bucket and one copy back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from ..m01_naive_ddp.naive_ddp import broadcast_module_state
+from ..m03_overlapped_ddp.overlapped_ddp import GradSyncMixin
 
 
 def plan_buckets(params: Iterable[nn.Parameter], bucket_cap_bytes: int) -> list[list[nn.Parameter]]:
-    """Divides trainable parameters, given in the order of registration, into buckets, in the reverse order.
+    """Divide trainable parameters, given in registration order, into buckets, in reverse order.
 
-    A bucket closes before a parameter that would take it above the cap; one that fits exactly still belongs to it. A
-    parameter larger than the cap has a bucket of its own, and a bucket has parameters of one dtype only. A pure
-    function of shapes and dtypes: it works on the meta device.
+    A bucket closes before a parameter that would exceed the cap; a parameter that fits exactly still belongs to it. A
+    parameter larger than the cap has a bucket of its own, and all parameters of a bucket have one dtype. The function
+    looks at shapes and dtypes only, so it works on the meta device.
     """
     # Go through the parameters from the last to the first, and open a new bucket where the rule asks for one.
     ### BEGIN SOLUTION part (a)
     buckets: list[list[nn.Parameter]] = []
-    nbytes = 0  # of the bucket that is open
+    nbytes = 0  # in the open bucket
     for parameter in reversed(list(params)):
         size = parameter.numel() * parameter.element_size()
         if not buckets or nbytes + size > bucket_cap_bytes or parameter.dtype != buckets[-1][0].dtype:
@@ -44,91 +43,108 @@ def plan_buckets(params: Iterable[nn.Parameter], bucket_cap_bytes: int) -> list[
 
 
 class Bucket:
-    """Parameters that share an all-reduce, and how far that is in the current step."""
+    """Parameters that share an all-reduce."""
 
     def __init__(self, parameters: list[nn.Parameter], process_group: dist.ProcessGroup | None):
         self.parameters = parameters
         self.process_group = process_group
-        self.missing = len(parameters)  # gradients that are not ready yet
-        self.flat: torch.Tensor | None = None  # (sum of numel,), while the all-reduce is under way
+        self.flat: torch.Tensor | None = None  # (sum of numel,), while the all-reduce is running
         self.handle: dist.Work | None = None
 
     def launch(self) -> None:
-        """Copies the gradients together and starts their all-reduce, without waiting. A missing one counts as zeros."""
-        # As in module 2, but asynchronous.
+        """Copy the gradients into one flat tensor and start its all-reduce, without waiting. None counts as zeros."""
+        # Do the same as in module 2, but asynchronously.
         ### BEGIN SOLUTION part (b)
         for parameter in self.parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        self.flat = torch.cat([parameter.grad.reshape(-1) for parameter in self.parameters])
+        self.flat = torch.cat([parameter.grad.reshape(-1) for parameter in self.parameters])  # (sum of numel,)
         self.handle = dist.all_reduce(self.flat, group=self.process_group, async_op=True)
         ### END SOLUTION
 
     def finish(self) -> None:
-        """Waits, puts the averages into the gradients, and makes the bucket ready for the next step."""
-        # Wait before anything else; at the end nothing of this step may be left.
+        """Wait for the all-reduce and copy the averages back into the gradients."""
+        # Wait before anything else. Drop the handle and the flat tensor at the end.
         ### BEGIN SOLUTION part (c)
         self.handle.wait()
         self.flat /= dist.get_world_size(self.process_group)
-        pieces = self.flat.split([parameter.numel() for parameter in self.parameters])
+        pieces = self.flat.split([parameter.numel() for parameter in self.parameters])  # each (numel,)
         for parameter, piece in zip(self.parameters, pieces):
             parameter.grad.copy_(piece.view(parameter.shape))
-        self.flat, self.handle, self.missing = None, None, len(self.parameters)
+        self.flat, self.handle = None, None
         ### END SOLUTION
 
 
-class BucketedDDP(nn.Module):
-    """Wraps a model; gradients are all-reduced bucket by bucket during backward. `bucket_cap_mb` counts MiB.
+class LaunchQueue:
+    """Launch units strictly in order, each one as soon as it and all units before it are complete.
 
-    Ranks may use different parameters, and in different orders.
+    A unit is whatever is launched at once: a bucket, or in module 6 a group of buckets. Unit k is complete when
+    `num_grads[k]` gradients are ready. `launch(k)` starts its communication and does not wait. All ranks have the same
+    units, so they launch them in the same order.
     """
+
+    def __init__(self, num_grads: Sequence[int], launch: Callable[[int], None]):
+        self.num_grads = num_grads
+        self.launch = launch
+        self.reset()
+
+    def reset(self) -> None:
+        """Prepare for the next step: no gradient is ready, no unit is launched."""
+        self.num_pending = list(self.num_grads)  # gradients of each unit that are not ready yet
+        self.next_to_launch = 0  # units 0 to next_to_launch - 1 are launched
+
+    def mark_ready(self, unit: int) -> None:
+        """Count one more ready gradient of a unit. Then launch, in order, every unit whose turn has come."""
+        ### BEGIN SOLUTION part (d)
+        self.num_pending[unit] -= 1
+        while self.next_to_launch < len(self.num_pending) and self.num_pending[self.next_to_launch] == 0:
+            self.launch(self.next_to_launch)
+            self.next_to_launch += 1
+        ### END SOLUTION
+
+    def launch_remaining(self) -> None:
+        """Launch, in order, the units that never became complete and all units after them."""
+        ### BEGIN SOLUTION part (e)
+        while self.next_to_launch < len(self.num_pending):
+            self.launch(self.next_to_launch)
+            self.next_to_launch += 1
+        ### END SOLUTION
+
+
+class BucketedDDP(GradSyncMixin, nn.Module):
+    """Wrap a model; its gradients are all-reduced bucket by bucket during backward. `bucket_cap_mb` counts MiB."""
 
     def __init__(self, module: nn.Module, bucket_cap_mb: float = 25.0, process_group: dist.ProcessGroup | None = None):
         super().__init__()
         self.module = module
         broadcast_module_state(module, process_group)
-        self.synchronize = True  # no_sync turns it off
         trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        self.buckets = [Bucket(group, process_group) for group in plan_buckets(trainable, int(bucket_cap_mb * 2**20))]
-        self.launched = 0  # buckets 0 to launched - 1 are under way
-        # Have `mark_ready` called with its bucket when the gradient of a parameter is accumulated.
-        ### BEGIN SOLUTION part (d)
-        for bucket in self.buckets:
+        self.buckets = [Bucket(params, process_group) for params in plan_buckets(trainable, int(bucket_cap_mb * 2**20))]
+        self.queue = LaunchQueue([len(b.parameters) for b in self.buckets], lambda index: self.buckets[index].launch())
+        # Register a hook on each parameter that calls `mark_ready` with the index of its bucket.
+        ### BEGIN SOLUTION part (f)
+        for index, bucket in enumerate(self.buckets):
             for parameter in bucket.parameters:
-                parameter.register_post_accumulate_grad_hook(lambda _, bucket=bucket: self.mark_ready(bucket))
+                parameter.register_post_accumulate_grad_hook(lambda _, index=index: self.mark_ready(index))
         ### END SOLUTION
 
     def forward(self, *args, **kwargs):
         return self.module(*args, **kwargs)
 
-    def mark_ready(self, bucket: Bucket) -> None:
-        """Runs in backward when one more gradient of `bucket` is ready; launches every bucket whose turn has come."""
-        # Unless inside no_sync, count, and launch in the order of the buckets as far as they are complete.
-        ### BEGIN SOLUTION part (e)
-        if not self.synchronize:
-            return
-        bucket.missing -= 1
-        while self.launched < len(self.buckets) and self.buckets[self.launched].missing == 0:
-            self.buckets[self.launched].launch()
-            self.launched += 1
+    def mark_ready(self, index: int) -> None:
+        """Tell the queue that a gradient of bucket `index` is ready. The backward hook calls this method."""
+        # Inside no_sync, neither count nor launch.
+        ### BEGIN SOLUTION part (g)
+        if self.require_grad_sync:
+            self.queue.mark_ready(index)
         ### END SOLUTION
 
     def finish_grad_sync(self) -> None:
-        """Launches the buckets that never became complete, waits for all; then each gradient is the average."""
-        # A bucket with an unused parameter, and all those behind it, are still to be launched, in the same order.
-        ### BEGIN SOLUTION part (f)
-        for bucket in self.buckets[self.launched :]:
-            bucket.launch()
+        """Launch the buckets that never became complete and wait for all. Then each gradient is the average."""
+        # At the end, prepare the queue for the next step.
+        ### BEGIN SOLUTION part (h)
+        self.queue.launch_remaining()
         for bucket in self.buckets:
             bucket.finish()
-        self.launched = 0
+        self.queue.reset()
         ### END SOLUTION
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backward passes inside the block accumulate gradients without any communication."""
-        before, self.synchronize = self.synchronize, False
-        try:
-            yield
-        finally:
-            self.synchronize = before

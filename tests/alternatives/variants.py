@@ -2,7 +2,7 @@
 
 from mutants import Variant
 
-HOOK_3 = """        if self.synchronize:
+HOOK_3 = """        if self.require_grad_sync:
             handle = dist.all_reduce(parameter.grad, group=self.process_group, async_op=True)
             self.in_flight.append((handle, parameter))
 """
@@ -25,7 +25,7 @@ VARIANTS = {
         Variant(
             "every launch held back until one more gradient is ready",
             HOOK_3,
-            "        if self.synchronize:\n"
+            "        if self.require_grad_sync:\n"
             "            self.pending = [*getattr(self, 'pending', []), parameter]\n"
             "            last = parameter is next(p for p in self.module.parameters() if p.requires_grad)\n"
             "            while len(self.pending) > (0 if last else 1):\n"

@@ -6,13 +6,13 @@ BROADCAST = "broadcast_module_state(module, process_group)\n"
 HOOK = "parameter.register_post_accumulate_grad_hook(self.launch)"
 LAUNCH = "handle = dist.all_reduce(parameter.grad, group=self.process_group, async_op=True)"
 REMEMBER = "self.in_flight.append((handle, parameter))"
-UNLESS = "if self.synchronize:\n"
+UNLESS = "if self.require_grad_sync:\n"
 WAIT = "handle.wait()\n"
 DIVIDE = "parameter.grad /= dist.get_world_size(self.process_group)"
 FINISH = "for handle, parameter in self.in_flight:\n"
 CLEAR = "self.in_flight.clear()\n"
-RESTORE = "self.synchronize = before"
-TRY = "try:\n            yield\n        finally:\n            self.synchronize = before"
+RESTORE = "self.require_grad_sync = before"
+TRY = f"try:\n            yield\n        finally:\n            {RESTORE}"
 
 NOT_OVERLAPPED = (
     "test_gradients_are_averaged",
@@ -146,7 +146,7 @@ MUTANTS = [
         "                    lambda grad, p=parameter: self.in_flight.append(\n"
         "                        (dist.all_reduce(grad, group=self.process_group, async_op=True), p)\n"
         "                    )\n"
-        "                    if self.synchronize\n"
+        "                    if self.require_grad_sync\n"
         "                    else None\n"
         "                )",
         ("test_no_sync_accumulates", "test_gradients_are_averaged", "test_no_sync_restores_its_state"),
@@ -158,7 +158,7 @@ MUTANTS = [
         "def reduce(grad, p=parameter):\n"
         "                    copy = grad.clone()\n"
         "                    place = property(lambda _: copy, lambda _, value: setattr(p, 'grad', value))\n"
-        "                    if self.synchronize:\n"
+        "                    if self.require_grad_sync:\n"
         "                        handle = dist.all_reduce(copy, group=self.process_group, async_op=True)\n"
         "                        self.in_flight.append((handle, type('Place', (), {'grad': place})()))\n\n"
         "                parameter.register_hook(reduce)",
@@ -177,7 +177,7 @@ MUTANTS = [
         LAUNCH,
         LAUNCH.replace(", async_op=True", ""),
         ("test_launches_are_asynchronous",),
-        "line 48: without async_op=True all_reduce works in place and returns None",
+        "line 69: without async_op=True all_reduce works in place and returns None",
     ),
     Mutant(
         "the hook returns the handle",
@@ -211,14 +211,14 @@ MUTANTS = [
     Mutant(
         "no_sync not restored after an exception",
         TRY,
-        "yield\n        self.synchronize = before",
+        f"yield\n        {RESTORE}",
         ("test_no_sync_restores_its_state",),
         "try ... finally",
     ),
     Mutant(
         "the inner no_sync ends the outer one",
         RESTORE,
-        "self.synchronize = True",
+        "self.require_grad_sync = True",
         ("test_no_sync_restores_its_state",),
         "the inner no_sync",
     ),

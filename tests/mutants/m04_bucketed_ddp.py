@@ -12,21 +12,28 @@ REDUCE = "self.handle = dist.all_reduce(self.flat, group=self.process_group, asy
 WAIT = "self.handle.wait()\n"
 DIVIDE = "self.flat /= dist.get_world_size(self.process_group)\n"
 COPY_BACK = "parameter.grad.copy_(piece.view(parameter.shape))"
-RESET = "self.flat, self.handle, self.missing = None, None, len(self.parameters)"
-UNLESS = "if not self.synchronize:\n            return\n"
-LAUNCH_IN_ORDER = (
-    "while self.launched < len(self.buckets) and self.buckets[self.launched].missing == 0:\n"
-    "            self.buckets[self.launched].launch()\n"
-    "            self.launched += 1"
+UNLESS = "if self.require_grad_sync:\n"
+COUNT_AND_LAUNCH = (
+    "self.num_pending[unit] -= 1\n"
+    "        while self.next_to_launch < len(self.num_pending) and self.num_pending[self.next_to_launch] == 0:\n"
+    "            self.launch(self.next_to_launch)\n"
+    "            self.next_to_launch += 1"
 )
-LEFT_OVER = "for bucket in self.buckets[self.launched :]:\n            bucket.launch()\n"
-RESTART = "            bucket.finish()\n        self.launched = 0"
+LEFT_OVER = "self.queue.launch_remaining()\n"
+RESET = "self.queue.reset()\n"
 CAP = "int(bucket_cap_mb * 2**20)"
-HOOK = "lambda _, bucket=bucket: self.mark_ready(bucket)"
+HOOK = "lambda _, index=index: self.mark_ready(index)"
+PLANNED = (
+    "self.buckets = [Bucket(params, process_group) for params in plan_buckets(trainable, int(bucket_cap_mb * 2**20))]"
+)
+FORWARD = "    def forward(self, *args, **kwargs):\n"
 
-PLANNED = "for group in plan_buckets(trainable, int(bucket_cap_mb * 2**20))]"
-RESTORE = "self.synchronize = before"
-TRY = f"try:\n            yield\n        finally:\n            {RESTORE}"
+
+def no_sync(body):
+    """BucketedDDP with a no_sync of its own."""
+    head = "    @__import__('contextlib').contextmanager\n    def no_sync(self):\n"
+    return f"{head}{body}\n\n{FORWARD}"
+
 
 MUTANTS = [
     Mutant("not reversed", REVERSE, "for parameter in list(params):", ("test_bucket_rule",), "reverse"),
@@ -83,7 +90,7 @@ MUTANTS = [
     ),
     Mutant(
         "a plan of its own, which mixes dtypes",
-        "self.buckets = [Bucket(group, process_group) " + PLANNED,
+        PLANNED,
         "plan = [[]]\n"
         "        for p in reversed(trainable):\n"
         "            if plan[-1] and sum(q.nbytes for q in plan[-1]) + p.nbytes > bucket_cap_mb * 2**20:\n"
@@ -114,25 +121,24 @@ MUTANTS = [
     ),
     Mutant(
         "everything launched at the finish",
-        LAUNCH_IN_ORDER,
-        "pass",
+        COUNT_AND_LAUNCH,
+        "self.num_pending[unit] -= 1",
         ("test_buckets_overlap_with_backward",),
         "only when backward is over",
     ),
     Mutant(
         "launched in the order of being ready",
-        LAUNCH_IN_ORDER,
-        "if bucket.missing == 0:\n"
-        "            self.buckets.remove(bucket)\n"
-        "            self.buckets.insert(self.launched, bucket)\n"
-        "            bucket.launch()\n"
-        "            self.launched += 1",
+        COUNT_AND_LAUNCH,
+        "self.num_pending[unit] -= 1\n"
+        "        if self.num_pending[unit] == 0:\n"
+        "            self.launch(unit)\n"
+        "            self.next_to_launch += 1",
         ("test_launch_order_does_not_depend_on_ready_order",),
     ),
     Mutant(
         "only the next bucket is looked at",
-        LAUNCH_IN_ORDER,
-        LAUNCH_IN_ORDER.replace("while", "if"),
+        COUNT_AND_LAUNCH,
+        COUNT_AND_LAUNCH.replace("while", "if"),
         ("test_launch_order_does_not_depend_on_ready_order",),
         "several buckets can be due at once",
     ),
@@ -154,7 +160,7 @@ MUTANTS = [
     Mutant(
         "all hooks with the last bucket",
         HOOK,
-        "lambda _: self.mark_ready(bucket)",
+        "lambda _: self.mark_ready(index)",
         ("test_buckets_overlap_with_backward", "test_no_sync_accumulates"),
         "a lambda in a loop",
     ),
@@ -175,14 +181,14 @@ MUTANTS = [
     Mutant(
         "ready counters not reset",
         RESET,
-        "self.flat, self.handle = None, None",
+        "self.queue.next_to_launch = 0\n",
         ("test_buckets_overlap_with_backward",),
         "left over: in step 1 a launch of all_reduce comes in the finish",
     ),
     Mutant(
         "the turn not reset",
-        RESTART,
-        "            bucket.finish()",
+        RESET,
+        "self.queue.num_pending = [len(bucket.parameters) for bucket in self.buckets]\n",
         ("test_steps_and_subgroups",),
         "left over: in step 1 it makes 0 launches of all_reduce",
     ),
@@ -191,23 +197,34 @@ MUTANTS = [
     ),
     Mutant(
         "no_sync not restored after an exception",
-        TRY,
-        f"yield\n        {RESTORE}",
+        FORWARD,
+        no_sync(
+            "        before, self.require_grad_sync = self.require_grad_sync, False\n"
+            "        yield\n        self.require_grad_sync = before"
+        ),
         ("test_no_sync_accumulates",),
         "try ... finally",
     ),
     Mutant(
         "the inner no_sync ends the outer one",
-        RESTORE,
-        "self.synchronize = True",
+        FORWARD,
+        no_sync(
+            "        self.require_grad_sync = False\n"
+            "        try:\n            yield\n        finally:\n            self.require_grad_sync = True"
+        ),
         ("test_no_sync_accumulates",),
         "an inner no_sync",
     ),
-    Mutant("no_sync without effect", UNLESS, "pass\n", ("test_no_sync_accumulates",), "is the flag of no_sync asked"),
+    Mutant(
+        "no_sync without effect", UNLESS, "if True:\n", ("test_no_sync_accumulates",), "is the flag of no_sync asked"
+    ),
     Mutant(
         "counted inside no_sync",
-        UNLESS + "        bucket.missing -= 1\n",
-        "bucket.missing -= 1\n        if not self.synchronize:\n            return\n",
+        UNLESS + "            self.queue.mark_ready(index)\n",
+        "self.queue.num_pending[index] -= 1\n"
+        "        if self.require_grad_sync:\n"
+        "            self.queue.num_pending[index] += 1\n"
+        "            self.queue.mark_ready(index)\n",
         ("test_no_sync_accumulates",),
         "inside no_sync are counted too",
     ),

@@ -5,38 +5,40 @@ from mutants import Mutant
 MULTIPLE = "multiple = math.lcm(dp_size, 128, 2**16 if pad_for_busbw else 1)"
 START = "start = round_up(end, 64)"
 FULL = "is_full = bucket_numel is not None and end - bucket_start >= bucket_numel"
-LAST = "if is_full or place == len(numels) - 1:"
+LAST = "if is_full or i == len(numels) - 1:"
 PAD = "end = round_up(end, multiple)"
 FROZEN = "@dataclass(frozen=True)"
 ZEROS = "self.grad_data = first.new_zeros("
-WIDE = "dtype=grad_dtype if self.has_main_grad else None"
+WIDE = "grad_dtype if self.has_main_grad else first.dtype"
 HAS_MAIN = "self.has_main_grad = grad_dtype is not None and grad_dtype.itemsize > first.itemsize"
-IS_VIEW = "if parameter.grad is view:\n            return\n"
-ADD = "view.add_(parameter.grad)"
-IF_STARTED = "if self.has_main_grad and i in self.started:"
-TAKEN = "parameter.grad = None if self.has_main_grad else view"
-ZERO_VIEW = "elif parameter.grad is None:\n            view.zero_()\n"
+IS_VIEW = "if parameter.grad is not view:\n"
+ATTACH = "parameter.grad = view.zero_() if parameter.grad is None else view.copy_(parameter.grad)"
+ADD = "view.add_(parameter.grad)\n"
+MOVED = "                parameter.grad = None\n"
 BROADCAST = "broadcast_module_state(module, process_group)\n"
 REVERSED = "for parameter in reversed([p for p in module.parameters() if p.requires_grad]):"
 BY_DTYPE = "by_dtype[parameter.dtype].append(parameter)"
-SIZE = "size = dist.get_world_size(process_group)"
 FORWARD = "if torch.is_grad_enabled():"
-UNLESS = "if not self.synchronize:\n            return\n"
-LAUNCH_IN_ORDER = (
-    "while self.launched < len(self.buckets) and self.buckets[self.launched].missing == 0:\n"
-    "            self.launch_next()"
-)
-SLICE = "data = bucket.buffer.grad_data[bucket.start : bucket.end]"
-REDUCE = "bucket.handle = dist.all_reduce(data, dist.ReduceOp.AVG, self.process_group, async_op=True)"
-LEFT_OVER = (
-    "            for i in bucket.members:\n                bucket.buffer.take_grad(i)\n            self.launch_next()"
-)
-WAIT = "bucket.handle.wait()\n"
-RESET = "bucket.missing = len(bucket.members)\n        self.launched = 0"
-CLEAR = "buffer.started.clear()\n"
+ACCUMULATE = "self.units[index].buffer.accumulate_into_buffer(i)\n"
+UNLESS = "if self.require_grad_sync:\n"
+COUNT = "            self.queue.mark_ready(index)\n"
+SLICE = "data = self.buffer.grad_data[self.start : self.end]"
+REDUCE = "self.handle = dist.all_reduce(data, dist.ReduceOp.AVG, self.process_group, async_op=True)"
+NEVER_CAME = "            for i in unit.param_indices:\n                unit.buffer.accumulate_into_buffer(i)\n"
+LEFT_OVER = "self.queue.launch_remaining()\n"
+WAIT = "self.handle.wait()\n"
+RESET = "self.queue.reset()\n"
+CLEAR = "self.has_accumulated = [False] * len(self.params)\n        if"
+FINISH_BUFFER = "buffer.finish_accumulation()\n"
 ROUNDED = "parameter.grad = parameter.main_grad.to(parameter.dtype)"
-RESTORE = "self.synchronize = before"
-TRY = f"try:\n            yield\n        finally:\n            {RESTORE}"
+FORWARD_METHOD = "    def forward(self, *args, **kwargs):\n"
+
+
+def no_sync(body):
+    """BufferedDDP with a no_sync of its own."""
+    head = "    @__import__('contextlib').contextmanager\n    def no_sync(self):\n"
+    return f"{head}{body}\n\n{FORWARD_METHOD}"
+
 
 MUTANTS = [
     Mutant("parameters not aligned", START, "start = end", ("test_layout_rule",), "multiple of 64"),
@@ -58,15 +60,15 @@ MUTANTS = [
     Mutant(
         "closed before the parameter that fills it",
         FULL,
-        "is_full = bucket_numel is not None and place + 1 < len(numels)"
-        " and end + numels[place + 1] - bucket_start > bucket_numel",
+        "is_full = bucket_numel is not None and i + 1 < len(numels)"
+        " and end + numels[i + 1] - bucket_start > bucket_numel",
         ("test_layout_rule",),
         "once it holds",
     ),
     Mutant(
         "no padding at the end",
         PAD,
-        "end = end if place == len(numels) - 1 else round_up(end, multiple)",
+        "end = end if i == len(numels) - 1 else round_up(end, multiple)",
         ("test_layout_rule",),
         "the end of a bucket",
     ),
@@ -92,53 +94,52 @@ MUTANTS = [
     ),
     Mutant(
         "gradients copied out of the buffer at the finish",
-        CLEAR,
-        CLEAR + "            for p, v in zip(buffer.params, buffer.views):\n                p.grad = v.clone()\n",
+        FINISH_BUFFER,
+        FINISH_BUFFER
+        + "            for p, v in zip(buffer.params, buffer.views):\n                p.grad = v.clone()\n",
         ("test_gradients_are_views",),
         "finish_grad_sync has to change it in place",
     ),
     Mutant(
         "the view is not put back after zero_grad",
-        TAKEN,
-        "pass",
+        ATTACH,
+        ATTACH.removeprefix("parameter.grad = "),
         ("test_gradients_are_views",),
         "was not put back",
     ),
     Mutant(
         "buckets reduced in a copy",
         SLICE,
-        "data = bucket.buffer.grad_data[bucket.start : bucket.end].clone()",
+        SLICE + ".clone()",
         ("test_gradients_are_views", "test_gradients_are_averaged"),
     ),
     Mutant(
         "a copied bucket is written back at the finish",
-        SLICE + "\n        " + REDUCE,
-        "bucket.data = bucket.buffer.grad_data[bucket.start : bucket.end].clone()\n"
-        "        work = dist.all_reduce(bucket.data, dist.ReduceOp.AVG, self.process_group, async_op=True)\n"
-        "        bucket.handle = type('H', (), {})()\n"
-        "        bucket.handle.wait = lambda: (\n"
-        "            work.wait(), bucket.buffer.grad_data[bucket.start : bucket.end].copy_(bucket.data)\n"
-        "        )",
+        REDUCE,
+        "copy = data.clone()\n"
+        "        work = dist.all_reduce(copy, dist.ReduceOp.AVG, self.process_group, async_op=True)\n"
+        "        self.handle = type('H', (), {})()\n"
+        "        self.handle.wait = lambda: (work.wait(), data.copy_(copy))",
         ("test_gradients_are_views",),
         "copies",
     ),
     Mutant(
         "a removed gradient keeps the old values",
-        ZERO_VIEW,
-        "elif parameter.grad is None:\n            pass\n",
+        ATTACH,
+        ATTACH.replace("view.zero_()", "view"),
         ("test_zero_grad_in_any_form", "test_steps_and_subgroups"),
         "as if nothing were ever zeroed",
     ),
     Mutant(
         "assumes that zero_grad comes before forward",
         IS_VIEW,
-        IS_VIEW.replace("is view", "is view or not self.has_main_grad and parameter.grad is not None"),
+        "if parameter.grad is None:\n",
         ("test_zero_grad_in_any_form",),
     ),
     Mutant(
         "the padding not reduced",
         SLICE,
-        "data = bucket.buffer.grad_data[bucket.start : bucket.buffer.layout.param_ranges[bucket.members[-1]][1]]",
+        SLICE.replace("self.end", "self.buffer.layout.param_ranges[self.param_indices[-1]][1]"),
         ("test_buckets_overlap_with_backward",),
         "the padding of a bucket",
     ),
@@ -151,66 +152,66 @@ MUTANTS = [
     ),
     Mutant(
         "everything launched at the finish",
-        LAUNCH_IN_ORDER,
-        "pass",
+        COUNT,
+        "            self.queue.num_pending[index] -= 1\n",
         ("test_buckets_overlap_with_backward",),
         "only when backward is over",
     ),
     Mutant(
         "synchronous",
         REDUCE,
-        REDUCE + "\n        bucket.handle.wait()",
+        REDUCE + "\n        self.handle.wait()",
         ("test_buckets_overlap_with_backward",),
     ),
     Mutant(
         "launched in the order of being ready",
-        LAUNCH_IN_ORDER,
-        "if bucket.missing == 0:\n"
-        "            self.buckets.remove(bucket)\n"
-        "            self.buckets.insert(self.launched, bucket)\n"
-        "            self.launch_next()",
+        COUNT,
+        "            self.queue.num_pending[index] -= 1\n"
+        "            if self.queue.num_pending[index] == 0:\n"
+        "                self.launch(index)\n"
+        "                self.queue.next_to_launch += 1\n",
         ("test_steps_and_subgroups",),
         "before those in front of it",
     ),
     Mutant(
         "main_grad not cleared",
         CLEAR,
-        "pass\n",
+        "if",
         ("test_main_grad_accumulates_in_fp32",),
         "still holds the step before",
     ),
     Mutant(
         "accumulated in the parameter's dtype until the finish",
-        "        bucket.buffer.take_grad(i)\n        if not",
-        "        if self.synchronize:\n            bucket.buffer.take_grad(i)\n        if not",
+        ACCUMULATE,
+        f"if self.require_grad_sync:\n            {ACCUMULATE}",
         ("test_main_grad_accumulates_in_fp32",),
         "accumulated in bf16",
     ),
     Mutant(
         "main_grad overwritten by each micro-batch",
         ADD,
-        "view.copy_(parameter.grad)",
+        ADD.replace("add_", "copy_"),
         ("test_main_grad_accumulates_in_fp32",),
         "only the last micro-batch",
     ),
     Mutant(
         "what was added to main_grad is not dropped",
-        TAKEN,
-        "parameter.grad = parameter.grad if self.has_main_grad else view",
+        MOVED,
+        "",
         ("test_main_grad_accumulates_in_fp32",),
         "goes on growing",
     ),
     Mutant(
         "a gradient that never came not taken",
-        LEFT_OVER,
-        "            self.launch_next()",
+        NEVER_CAME,
+        "            pass\n",
         ("test_zero_grad_in_any_form",),
         "one that never came has to be taken",
     ),
     Mutant(
         "the turn not reset",
         RESET,
-        "bucket.missing = len(bucket.members)",
+        "self.queue.num_pending = list(self.queue.num_grads)\n",
         ("test_zero_grad_in_any_form", "test_main_grad_accumulates_in_fp32", "test_steps_and_subgroups"),
         "left over: in step 1 it makes 0 launches of all_reduce",
     ),
@@ -225,7 +226,7 @@ MUTANTS = [
     Mutant(
         "a buffer in a narrower grad_dtype too",
         WIDE,
-        "dtype=grad_dtype",
+        "grad_dtype or first.dtype",
         ("test_one_buffer_per_dtype",),
         "not wider than the parameters' dtype is ignored",
     ),
@@ -244,31 +245,39 @@ MUTANTS = [
     Mutant(
         "only what became ready is launched",
         LEFT_OVER,
-        "            break",
+        "pass\n",
         ("test_zero_grad_in_any_form",),
     ),
     Mutant(
         "counters not reset",
         RESET,
-        "pass\n        self.launched = 0",
+        "self.queue.next_to_launch = 0\n",
         ("test_buckets_overlap_with_backward",),
         "left over: in step 1 a launch of all_reduce comes in the finish",
     ),
     Mutant(
         "no_sync not restored after an exception",
-        TRY,
-        f"yield\n        {RESTORE}",
+        FORWARD_METHOD,
+        no_sync(
+            "        before, self.require_grad_sync = self.require_grad_sync, False\n"
+            "        yield\n        self.require_grad_sync = before"
+        ),
         ("test_steps_and_subgroups",),
         "try ... finally",
     ),
     Mutant(
         "the inner no_sync ends the outer one",
-        RESTORE,
-        "self.synchronize = True",
+        FORWARD_METHOD,
+        no_sync(
+            "        self.require_grad_sync = False\n"
+            "        try:\n            yield\n        finally:\n            self.require_grad_sync = True"
+        ),
         ("test_steps_and_subgroups",),
         "an inner no_sync",
     ),
-    Mutant("no_sync without effect", UNLESS, "pass\n", ("test_steps_and_subgroups",), "is the flag of no_sync asked"),
+    Mutant(
+        "no_sync without effect", UNLESS, "if True:\n", ("test_steps_and_subgroups",), "is the flag of no_sync asked"
+    ),
     Mutant(
         "padded for the world instead of the group, and averaged over it",
         REDUCE,

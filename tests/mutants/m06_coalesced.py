@@ -4,7 +4,7 @@ from mutants import Mutant
 
 GROUP = "group = process_group or dist.group.WORLD\n"
 MANAGER = "        with c10d._coalescing_manager(group, async_ops=True) as handle:\n"
-COMPARE = "            for what, found in (\n"
+COMPARE = "            for what, values in (\n"
 REDUCE_OPS = '                ("reduce operations", [call.redop for call in calls]),\n'
 DTYPES = '                ("dtypes", [call.tensor.dtype for call in calls]),\n'
 CALLS = "            calls = captured[group]\n"
@@ -15,25 +15,25 @@ OWN = "bucket.chunk(size)[rank]"
 SCATTER_BLOCK = "        with coalesce(self.process_group) as self.grad_handle:\n"
 SCATTER = "reduce_scatter(own, bucket, dist.ReduceOp.AVG, self.process_group)\n"
 WAIT_GRADS = "        self.grad_handle.wait()\n"
-PARAM_DATA = "self.param_handle = self.start_gather(self.buffer.param_data)\n"
+PARAM_DATA = "self.param_handle = self.start_all_gather(self.buffer.param_data)\n"
 WAIT_PARAMS = "        self.param_handle.wait()\n"
-MODULE_5 = "        super().__init__(module, bucket_numel, grad_dtype, process_group)  # calls make_buckets\n"
-WITH_PARAMS = "with_params = True"
+MODULE_5 = "        super().__init__(module, bucket_numel, grad_dtype, process_group)\n"
+WITH_PARAMS = "with_params=True"
 LENGTH = "length = self.buckets_per_group or len(indices)\n"
 FIRSTS = "for first in range(0, len(indices), length):"
 MAKE = "self.group_class(buffer, indices[first : first + length], self.process_group)"
-READY = "        super().mark_ready(group, i)\n"
-NEXT = "    def launch_next(self) -> None:\n"
-START = "        self.groups[self.launched].start_grad_sync()\n"
-BEFORE = "        if self.gather_grads and len(self.gathers) < self.launched:\n            self.gather_next()\n"
-HALF = "if 2 * coming.missing <= len(coming.members):"
+READY = "        super().mark_ready(index, i)\n"
+NEXT = "    def launch(self, index: int) -> None:\n"
+START = "        super().launch(index)\n"
+BEFORE = "        if self.gather_grads and len(self.gathers) < index:\n            self.launch_next_all_gather()\n"
+HALF = "if 2 * self.queue.num_pending[coming] <= num_grads:"
 REDUCED = "        group.finish_grad_sync()\n        self.gathers"
-TAKE_MISSING = "            for i in group.members:\n                group.buffer.take_grad(i)\n            self.launch"
-RESET = "        for group in self.groups:\n            group.missing = len(group.members)\n"
+NEVER_CAME = "            for i in group.param_indices:\n                group.buffer.accumulate_into_buffer(i)\n"
+RESET = "        self.queue.reset()\n"
 IF_GATHER = "        if self.gather_grads:\n            while"
 WAIT_GATHERS = "            for handle in self.gathers:\n                handle.wait()\n"
-NEW_STEP = "self.launched, self.gathers = 0, []\n"
-CLEAR = "            buffer.started.clear()\n"
+FORGET_GATHERS = "        self.gathers.clear()\n"
+FINISH_BUFFER = "            buffer.finish_accumulation(self.gather_grads)\n"
 START_PARAMS = "            group.start_param_sync()\n"
 FINISH_PARAMS = "        for group in self.groups:\n            group.finish_param_sync()\n"
 
@@ -141,7 +141,7 @@ MUTANTS = [
     Mutant(
         "divided while the launch is under way",
         START,
-        START + "        group = self.groups[self.launched]\n"
+        START + "        group = self.groups[index]\n"
         "        for index in group.bucket_indices:\n"
         "            start, end = group.buffer.layout.bucket_ranges[index]\n"
         "            group.buffer.grad_data[start:end] /= dist.get_world_size(self.process_group)\n",
@@ -238,14 +238,14 @@ MUTANTS = [
     Mutant(
         "everything launched at the finish",
         READY,
-        "        group.buffer.take_grad(i)\n",
+        "        self.groups[index].buffer.accumulate_into_buffer(i)\n",
         ("test_groups_overlap_with_backward",),
         "even if there is only one",
     ),
     Mutant(
         "waited for in backward",
         START,
-        START + "        self.groups[self.launched].finish_grad_sync()\n",
+        START + "        self.groups[index].finish_grad_sync()\n",
         ("test_groups_overlap_with_backward",),
         "wait in finish_grad_sync",
     ),
@@ -271,8 +271,8 @@ MUTANTS = [
     ),
     Mutant(
         "the handles of the last step kept",
-        NEW_STEP,
-        "self.launched = 0\n",
+        FORGET_GATHERS,
+        "",
         ("test_launches_and_volume",),
         "left over: in step 1 it makes 0 launches of all_gather",
     ),
@@ -307,16 +307,19 @@ MUTANTS = [
     Mutant(
         "launched in the order of being ready",
         READY,
-        "        if self.synchronize and group.missing == 1:\n"
-        "            self.groups.remove(group)\n"
-        "            self.groups.insert(self.launched, group)\n" + READY,
+        "        if self.require_grad_sync and self.queue.num_pending[index] == 1:\n"
+        "            self.groups[index].buffer.accumulate_into_buffer(i)\n"
+        "            self.queue.num_pending[index] -= 1\n"
+        "            self.groups[index].start_grad_sync()\n"
+        "            self.queue.next_to_launch += 1\n"
+        "            return\n" + READY + "        return\n",
         ("test_steps_and_subgroups",),
         "in the order of the buckets",
     ),
     Mutant(
         "counters not reset",
         RESET,
-        "",
+        "        self.queue.next_to_launch = 0\n",
         ("test_groups_overlap_with_backward",),
         "left over: in step 1 a launch of reduce_scatter comes in the finish",
     ),
@@ -324,8 +327,8 @@ MUTANTS = [
         "no_sync not restored after an exception",
         NEXT,
         "    @contextmanager\n    def no_sync(self):\n"
-        "        before, self.synchronize = self.synchronize, False\n"
-        "        yield\n        self.synchronize = before\n\n" + NEXT,
+        "        before, self.require_grad_sync = self.require_grad_sync, False\n"
+        "        yield\n        self.require_grad_sync = before\n\n" + NEXT,
         ("test_steps_and_subgroups",),
         "try ... finally",
     ),
@@ -338,8 +341,8 @@ MUTANTS = [
     ),
     Mutant(
         "a gradient that never came not taken",
-        TAKE_MISSING,
-        "            self.launch",
+        NEVER_CAME,
+        "            pass\n",
         ("test_steps_and_subgroups",),
         "one that never came has to be taken",
     ),
@@ -358,7 +361,15 @@ MUTANTS = [
         ("test_launches_and_volume",),
         "one handle is kept",
     ),
-    Mutant("main_grad not started anew", CLEAR, "            pass\n", ("test_steps_and_subgroups",), "start anew"),
+    Mutant(
+        "main_grad not started anew",
+        FINISH_BUFFER,
+        "            if buffer.has_main_grad and self.gather_grads:\n"
+        "                for parameter in buffer.params:\n"
+        "                    parameter.grad = parameter.main_grad.to(parameter.dtype)\n",
+        ("test_steps_and_subgroups",),
+        "start anew",
+    ),
 ]
 
 SAMPLE = ("the first shard on every rank", "reduce-scatters launched one by one")

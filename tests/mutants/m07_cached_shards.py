@@ -6,7 +6,7 @@ INIT = (
     "def __init__(self, layout: BufferLayout, dp_size: int):\n"
     "        self.layout = layout\n"
     "        self.dp_size = dp_size\n"
-    "        self.data: torch.Tensor | None = None  # what the views are of\n"
+    "        self.data: torch.Tensor | None = None  # (layout.numel,): what the views show\n"
     "        self.views: dict[tuple[int, int | None], torch.Tensor] = {}"
 )
 IF_NEW = "if data is not self.data:"
@@ -15,6 +15,7 @@ KEPT = "if (bucket, rank) not in self.views:"
 LENGTH = "length = (end - start) // self.dp_size"
 OFFSET = "start += rank * length"
 VIEW = "self.views[bucket, rank] = data[start:end]"
+SHAPES = "  # (bucket numel,) or (bucket numel / dp_size,)"
 LOOK_UP = (
     f"{KEPT}\n"
     "            start, end = self.layout.bucket_ranges[bucket]\n"
@@ -22,7 +23,7 @@ LOOK_UP = (
     f"                {LENGTH}\n"
     f"                {OFFSET}\n"
     "                end = start + length\n"
-    f"            {VIEW}\n"
+    f"            {VIEW}{SHAPES}\n"
     "        return self.views[bucket, rank]"
 )
 RANK = "self.rank = dist.get_rank(process_group)"
@@ -115,10 +116,11 @@ MUTANTS = [
         "a slice in the hook",
         GROUP_CLASS,
         in_wrapper(
-            "    def mark_ready(self, group, i):\n"
-            "        start, end = group.buffer.layout.param_ranges[i]\n"
-            "        if group.buffer.grad_data[start:end].isfinite().all():\n"
-            "            super().mark_ready(group, i)\n"
+            "    def mark_ready(self, index, i):\n"
+            "        buffer = self.groups[index].buffer\n"
+            "        start, end = buffer.layout.param_ranges[i]\n"
+            "        if buffer.grad_data[start:end].isfinite().all():\n"
+            "            super().mark_ready(index, i)\n"
         ),
         STEADY,
         "some are made anew in every step",
@@ -240,7 +242,9 @@ MUTANTS = [
     Mutant(
         "launched at the finish",
         GROUP_CLASS,
-        in_wrapper("    def mark_ready(self, group, i):\n        group.buffer.take_grad(i)\n"),
+        in_wrapper(
+            "    def mark_ready(self, index, i):\n        self.groups[index].buffer.accumulate_into_buffer(i)\n"
+        ),
         LAUNCHES,
         "only when backward is over",
     ),
@@ -262,9 +266,9 @@ MUTANTS = [
         in_wrapper(
             "    @__import__('contextlib').contextmanager\n"
             "    def no_sync(self):\n"
-            "        before, self.synchronize = self.synchronize, False\n"
+            "        before, self.require_grad_sync = self.require_grad_sync, False\n"
             "        yield\n"
-            "        self.synchronize = before\n"
+            "        self.require_grad_sync = before\n"
         ),
         STEPS,
         "try ... finally",

@@ -504,7 +504,7 @@ ZERO = [
         "gradients gathered in the step",
         OPTIONS,
         "        for group in self.ddp.groups:\n"
-        "            group.start_gather(group.buffer.grad_data).wait()\n" + OPTIONS,
+        "            group.start_all_gather(group.buffer.grad_data).wait()\n" + OPTIONS,
         ("test_zero_volume",),
         "gradients are gathered too",
     ),

@@ -208,7 +208,7 @@ class ZeroOptimizer(Unsharded):
 
     def communicate(self):
         for group in self.ddp.groups:
-            group.start_gather(group.buffer.grad_data).wait()
+            group.start_all_gather(group.buffer.grad_data).wait()
 
     def state_dict(self):
         return self.optim.state_dict() | {"masters": {}}
