@@ -307,12 +307,13 @@ MUTANTS = [
     Mutant(
         "launched in the order of being ready",
         READY,
-        "        if self.require_grad_sync and self.queue.num_pending[index] == 1:\n"
-        "            self.groups[index].buffer.accumulate_into_buffer(i)\n"
+        "        self.groups[index].buffer.accumulate_into_buffer(i)\n"
+        "        if self.require_grad_sync:\n"
         "            self.queue.num_pending[index] -= 1\n"
-        "            self.groups[index].start_grad_sync()\n"
-        "            self.queue.next_to_launch += 1\n"
-        "            return\n" + READY + "        return\n",
+        "            if self.queue.num_pending[index] == 0:\n"
+        "                self.groups[index].start_grad_sync()\n"
+        "                self.queue.next_to_launch += 1\n"
+        "        return\n",
         ("test_steps_and_subgroups",),
         "in the order of the buckets",
     ),
