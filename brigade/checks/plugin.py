@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 
 from brigade.checks.diagnose import exceptions
+from brigade.checks.server import start_server
 from brigade.checks.verdict import CheckFailed, NotWritten
 from brigade.course.modules import MODULES, CourseError
 from brigade.course.submission import Sources, directory, read
@@ -138,8 +139,7 @@ def pytest_configure(config: pytest.Config) -> None:
     except CourseError as error:
         raise pytest.UsageError(str(error)) from None
     if not config.getoption("collectonly"):
-        ranks.SERVER.preload.add("brigade.checks.reference")
-        ranks.SERVER.start()  # it imports torch while this process does
+        start_server()
         dynamo_stub.import_torch()
         import torch
 

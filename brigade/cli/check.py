@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from rich.text import Text
 
+from brigade.checks.server import start_server
 from brigade.cli.console import console, indent, shorten
 from brigade.cli.options import add_prior, add_target
 from brigade.cli.progress_file import hash_submission, recall, remember
@@ -136,7 +137,7 @@ def check_module(entry: Module, options: argparse.Namespace, **how: Any) -> Repo
     """Run a module's graded checks in this process; `how` is for `Report`. Raise CourseError when they cannot run."""
     report = Report(prints=bool(options.only), **how)
     with ending_at_once():
-        ranks.SERVER.start()
+        start_server()
         dynamo_stub.import_torch()
     arguments = [str(entry.checks), f"--rootdir={ROOT}", f"--config-file={ROOT / 'pyproject.toml'}"]
     arguments += ["-p", "no:terminal", "-p", "no:cacheprovider", "--hurry"]
@@ -184,7 +185,7 @@ def run_check(options: argparse.Namespace) -> int:
     options.target = str(directory(options.target).resolve())
     if options.prior == "reference":
         directory("solutions")
-    ranks.SERVER.start()  # it imports torch meanwhile
+    start_server()
     if options.backend == "nccl":
         ranks.nccl_environment(2, options.share_gpu)
     entries = [module(options.number)] if options.number else list(MODULES)

@@ -15,6 +15,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from brigade.checks.server import start_server
 from brigade.cli.options import ABOVE_ZERO, add_number
 from brigade.course.modules import CourseError, Module, results_file, selected
 from brigade.grade import classroom, formats, incoming, isolation, static_look
@@ -106,7 +107,7 @@ def run_one(options: argparse.Namespace, entries: Sequence[Module], console: Con
                 isolation.isolate_ranks(options.submission, options.out, options.backend) as notes,
             ):
                 with interrupts_wait():
-                    ranks.SERVER.start()  # it imports torch while this process does
+                    start_server()
                     from brigade.grade import grading
 
                     grading.collect(entries)

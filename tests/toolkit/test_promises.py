@@ -58,7 +58,7 @@ def test_whatever_is_left_is_named():
 
 def test_commands_are_run_with_this_python():
     assert promises.arguments("brigade check 1") == [sys.executable, "-m", "brigade.cli", "check", "1"]
-    assert promises.arguments("python -m brigade.cli.demo") == [sys.executable, "-m", "brigade.lab.demo"]
+    assert promises.arguments("python -m brigade.cli.demo") == [sys.executable, "-m", "brigade.cli.demo"]
 
 
 @pytest.mark.parametrize("missed", [False, True])
