@@ -21,7 +21,7 @@ from ..m01_naive_ddp.naive_ddp import broadcast_module_state
 
 
 class GradSyncMixin:
-    """Gives a wrapper `no_sync` and the flag that it switches. Later modules inherit it too."""
+    """The `no_sync` of every wrapper from here on, and the flag that it switches."""
 
     require_grad_sync = True  # whether a backward pass communicates
 
