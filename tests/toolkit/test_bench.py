@@ -1,7 +1,9 @@
 """`brigade bench`: its options, what it prints and writes, submissions that are half written, ranks of torchrun."""
 
 import argparse
+import contextlib
 import csv
+import io
 import json
 import os
 import re
@@ -25,6 +27,7 @@ from brigade.lab.models import SIZES
 from brigade.rank.emulated_link import Link, Pace
 
 SMALL = ("--rounds", 7, "--batch", 2, "--time", 8)  # of the tiny model
+EMULATED = ("--modules", "1,8", *SMALL, "--comm-ratio", 0.5, "--latency-ratio", 0.01)
 
 
 @pytest.fixture(autouse=True)
@@ -154,14 +157,13 @@ def test_nccl_is_the_default_where_every_rank_has_a_gpu(monkeypatch):
 
 @pytest.fixture(scope="module")
 def written_files(tmp_path_factory):
-    """What `brigade bench --modules 1,8` with an emulated link wrote."""
+    """What `brigade bench --modules 1,8` with an emulated link wrote and printed."""
     directory = tmp_path_factory.mktemp("bench")
-    paths = SimpleNamespace(**{kind: directory / f"bench.{kind}" for kind in ("json", "csv", "png")})
-    arguments = ["--modules", "1,8", *SMALL, "--comm-ratio", 0.5, "--latency-ratio", 0.01]
-    for kind, path in vars(paths).items():
-        arguments += [f"--{kind}", path]
-    assert cli.main(["bench", "--target", "solutions", *map(str, arguments)]) == 0
-    return paths
+    paths = {kind: directory / f"bench.{kind}" for kind in ("json", "csv", "png")}
+    arguments = [*EMULATED, *(word for kind, path in paths.items() for word in (f"--{kind}", path))]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert cli.main(["bench", "--target", "solutions", *map(str, arguments)]) == 0
+    return SimpleNamespace(**paths, printed=printed.getvalue())
 
 
 def test_the_json_is_complete_and_can_be_read_again(written_files, tmp_path):
@@ -219,25 +221,25 @@ def test_the_table_can_be_read_by_other_programs(written_files):
     assert written_files.png.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
-def test_what_is_printed_fits_a_pipe_and_says_how_far_to_trust_it(brigade):
-    done = brigade("--modules", "1", *SMALL, "--bandwidth-gbps", 1000)
-    assert done.returncode == 0, done
-    tables = done.stdout.split("The link is emulated")[0].splitlines()
+def test_what_is_printed_fits_a_pipe_and_says_which_link_it_is(written_files):
+    tables = written_files.printed.split("The link is emulated")[0].splitlines()
     assert max(map(len, tables)) <= 80
-    assert "The link is emulated, 0.0 us a message and 1e+03 Gbit/s in each direction" in done.stdout
-    assert "Do not trust these times: the real one underneath takes" in done.stdout
-    assert "all losses are equal within" in done.stdout
+    link = bench.load_json(written_files.json).ladder.link
+    assert f"The link is emulated, {link.described}: " in written_files.printed
+    assert "all losses are equal within" in written_files.printed
 
 
 def test_the_emulation_is_trusted_up_to_a_fifth(written_files):
     found = bench.load_json(written_files.json)
 
-    def remarks(share):
-        return bench.Bench(found.rungs, replace(found.ladder, real_s=share * found.ladder.link_s)).remarks()
+    def remarks(share, **changes):
+        return bench.Bench(found.rungs, replace(found.ladder, real_s=share * found.ladder.link_s, **changes)).remarks()
 
     assert "20 % of that." in remarks(0.199)[1] and "trust" not in remarks(0.199)[1]
     assert remarks(0.21)[1].startswith("Do not trust these times: the real one underneath takes")
     assert remarks(0.1)[2].startswith("8 ZeroOptimizer against torch DDP + ZeRO: step time ")
+    fast = remarks(0.1, link=Link(latency_s=0, bytes_per_s=125e9))[0]
+    assert fast.startswith("The link is emulated, 0.0 us a message and 1e+03 Gbit/s in each direction: ")
 
 
 def test_what_is_no_bench_is_refused(tmp_path, written_files):
@@ -343,26 +345,21 @@ def process_environment(process):
         return ""
 
 
-def test_torchrun_gives_the_losses_of_a_local_run(brigade, tmp_path):
-    arguments = ("--modules", "1,4", *SMALL)
-    local, given = tmp_path / "local.json", tmp_path / "given.json"
-    assert brigade(*arguments, "--json", local).returncode == 0
-    done = under_torchrun(tmp_path, *arguments, "--json", given)
+def test_torchrun_gives_the_losses_of_a_local_run(written_files, tmp_path):
+    given = tmp_path / "given.json"
+    done = under_torchrun(tmp_path, *EMULATED, "--json", given, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert losses(given) == losses(local)
-    found = bench.load_json(given)
-    assert found.ladder.truth == bench.load_json(local).ladder.truth
-    assert [row.collectives for row in found.rows()] == [row.collectives for row in bench.load_json(local).rows()]
+    assert losses(given) == losses(written_files.json)
+    found, local = bench.load_json(given), bench.load_json(written_files.json)
+    assert found.ladder.truth == local.ladder.truth
+    assert [row.collectives for row in found.rows()] == [row.collectives for row in local.rows()]
     assert len(found.ladder.rungs[0].marks) == 2, "one for each rank"
     assert done.stdout.count("Step time: 2 ranks (gloo)") == 1, "only rank 0 prints"
-    assert all(path.name.startswith("torchelastic_") for path in (tmp_path / "tmp").iterdir()), "that one is torchrun's"
-
-
-def test_under_torchrun_a_link_is_emulated_on_one_machine(tmp_path, monkeypatch):
-    done = under_torchrun(tmp_path, "--modules", "3", *SMALL, "--comm-ratio", 0.5, timeout=120)
-    assert done.returncode == 0, done.stderr
     assert done.stdout.count("The link is emulated") == 1
     assert all(path.name.startswith("torchelastic_") for path in (tmp_path / "tmp").iterdir()), "the shared files stay"
+
+
+def test_under_torchrun_no_link_is_emulated_between_machines(monkeypatch):
     for name, value in zip(torchrun.VARIABLES, ("0", "2", "0", "1", "localhost", "1")):
         monkeypatch.setenv(name, value)
     with pytest.raises(CourseError, match="an emulated link needs all ranks on one machine"):
