@@ -23,7 +23,7 @@ demo: setup
 	$(BIN)/python -m brigade.cli.demo
 
 test: setup lint
-	$(BIN)/python -m pytest -q -rs -n logical --maxprocesses 4 --target solutions
+	$(BIN)/python -m pytest -q -rs -n logical --maxprocesses 4 --dist worksteal --target solutions
 
 lint: setup
 	$(BIN)/ruff check .

@@ -55,16 +55,20 @@ def two_ranks(monkeypatch):
     monkeypatch.setattr(Checked, "worlds", lambda self, *sizes: [2])
 
 
-def points(entry, text, backend):
-    """Return what the text earns as the answer to a module, by check."""
-    earned = {}
-    for name, check in checks(entry).items():
+def expect_next_to_nothing(entry, text, backend):
+    """As the answer to a module the text earns `MOST` points at most. Valuable checks run first, until this is sure."""
+    value = {name: check.pytestmark[0].args[0] for name, check in checks(entry).items()}
+    earned, open_points = {}, sum(value.values())
+    for name in sorted(value, key=value.get, reverse=True):
+        if sum(earned.values()) + open_points <= MOST:
+            return
+        open_points -= value[name]
         try:
-            check(with_text(entry, text, backend))
-            earned[name] = check.pytestmark[0].args[0]
+            checks(entry)[name](with_text(entry, text, backend))
+            earned[name] = value[name]
         except CheckFailed:
             pass
-    return earned
+    assert sum(earned.values()) <= MOST, earned
 
 
 @pytest.fixture
@@ -74,8 +78,7 @@ def backend(request):
 
 @pytest.mark.parametrize(("earlier", "later"), PAIRS, ids=lambda entry: str(entry.number))
 def test_alias_of_an_earlier_wrapper(earlier, later, backend, two_ranks):
-    earned = points(later, alias(earlier, later), backend)
-    assert sum(earned.values()) <= MOST, earned
+    expect_next_to_nothing(later, alias(earlier, later), backend)
 
 
 # Answers to module 3 without overlap, although they launch in backward, or where no hook can see it.
@@ -146,8 +149,7 @@ class OverlappedDDP(nn.Module):
 
 @pytest.mark.parametrize("name", NO_OVERLAP)
 def test_no_overlap_in_module_3(name, backend, two_ranks):
-    earned = points(MODULES[2], NO_OVERLAP[name], backend)
-    assert sum(earned.values()) <= MOST, earned
+    expect_next_to_nothing(MODULES[2], NO_OVERLAP[name], backend)
 
 
 UNSHARDED = """
@@ -221,5 +223,4 @@ class ZeroOptimizer(Unsharded):
 
 def test_unsharded_optimizers_in_module_8(backend):
     """Every rank keeps the whole state and steps on all weights, with complete averages, as in earlier modules."""
-    earned = points(MODULES[7], UNSHARDED, backend)
-    assert sum(earned.values()) <= MOST, earned
+    expect_next_to_nothing(MODULES[7], UNSHARDED, backend)
