@@ -6,17 +6,20 @@ Commands are the lines of fenced blocks without a language (those that begin wit
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import json
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -244,20 +247,24 @@ def expect_target(arguments: list[str], variables: list[str]) -> None:
 
 
 @cache
-def help_of(*program: str) -> str:
-    done = subprocess.run([sys.executable, *program, "--help"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def help_of(run: Callable[..., object], program: str) -> str:
+    """What a program prints for --help in this process, which has imported torch already."""
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as said:
+        patch.setattr(sys, "argv", [program, "--help"])
+        with pytest.raises(SystemExit) as left:
+            run(program, run_name="__main__")
+    assert not left.value.code
+    return said.getvalue()
 
 
 def expect_python(arguments: list[str]) -> None:
     if arguments[0] == "-m":
-        said = help_of("-m", arguments[1])
+        said = help_of(runpy.run_module, arguments[1])
         options = [word for word in arguments[2:] if word.startswith("-")]
     else:
         assert (ROOT / arguments[0]).is_file()
         options = arguments[1:2]
-        said = help_of(arguments[0]) if options else ""
+        said = help_of(runpy.run_path, str(ROOT / arguments[0])) if options else ""
     assert all(re.search(rf"{option}\b", said) for option in options), said
 
 
