@@ -99,7 +99,6 @@ ACCOUNTS = [
     NotRun("python -m brigade.lab.claims slice", "as with another name"),
     NotRun("python -m brigade.lab.claims --write", "a minute; tests/toolkit/test_claims.py writes a page"),
     NotRun("python -m brigade.lab.(demo|memory|validate)", "long; tests/toolkit has tests of each"),
-    Run("python lessons/m04_bucketed_ddp/buckets.py"),
     NotRun(r"python lessons/\w+/\w+\.py", "tests/toolkit/test_experiments.py runs all scripts of the readings"),
     # ---- several machines, GPUs
     NotRun("torchrun .*", "several GPUs or machines; tests/toolkit/test_bench.py and test_two_hosts.py start torchrun"),
