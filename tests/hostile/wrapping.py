@@ -311,6 +311,6 @@ def wrapped(module, group):
         0,
         "ZeroRedundancyOptimizer is not taken for an answer",
         modules=(8,),
-        checks=("test_sharded_equals_unsharded", "test_sharded_state_is_shared", "test_zero_state_is_shared"),
+        checks=("test_sharded_equals_unsharded", "test_zero_state_is_shared"),  # one of each class
     ),
 ]
