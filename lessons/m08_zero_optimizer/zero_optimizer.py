@@ -1,17 +1,23 @@
-"""Module 8: every rank keeps the optimizer state of its share of the parameters only (ZeRO, stage 1).
+"""Module 8: each rank keeps the optimizer state of its own share of the parameters (ZeRO, stage 1).
 
-Two ways to share. `ShardedOptimizer` gives whole parameters to ranks, for any optimizer and a plain model: a reduce and
-a broadcast for each parameter. `ZeroOptimizer` takes the shards that module 6 makes of every bucket, wherever they cut
-a parameter: reduce-scatter during backward, a step on the shard, all-gather of the weights, which are the bytes of one
-all-reduce. Only optimizers that treat every element by itself allow that.
+Both optimizers take a step in three phases. There are N ranks; a bucket has the shape (bucket_numel,).
 
-State per rank with Adam in fp32, P parameters, N ranks: 8 P / N bytes (and padding) instead of 8 P.
+                  ShardedOptimizer                              ZeroOptimizer
+    a rank has    whole parameters, each with one owner         one shard of every bucket, (bucket_numel / N,)
+    1. gradients  one reduce per parameter, to its owner        one reduce-scatter per bucket, in backward (module 6)
+    2. update     the inner optimizer steps on what this rank has
+    3. weights    one broadcast per parameter, from its owner   one all-gather per bucket
+    bytes         those of one all-reduce of the gradients      the same, in two launches per group of buckets
+    accepts       any optimizer, a model without a wrapper      elementwise optimizers, the wrapper of module 6 or 7
+
+With P parameters in fp32, Adam keeps 8 P / N bytes of state per rank instead of 8 P. `ZeroOptimizer` adds padding, and
+4 P / N bytes for the masters of 16-bit weights. `ShardedOptimizer` adds at most the state of the largest parameter.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,227 +28,197 @@ from torch.optim import Optimizer
 from ..m05_grad_buffer.grad_buffer import GradBuffer
 from ..m06_coalesced.coalesced import CoalescedDDP
 
-Params = Iterable[Any]  # parameters, or dicts of "params" and options of their own, as for any torch optimizer
+Params = Iterable[Any] | None  # parameters, or dicts of "params" and their options, as for any torch optimizer
 ProcessGroup = dist.ProcessGroup | None  # None is the default group
+SCALARS = ("step", "mu_product", "eta", "mu")  # state without dimensions that torch's optimizers keep
 
 
-def options_of(group: dict[str, Any]) -> dict[str, Any]:
-    """A parameter group without its parameters: learning rate and so on."""
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+class OuterOptimizer(Optimizer):
+    """Has whole parameters in `param_groups`; `optim`, the inner optimizer, steps on this rank's part, `local`."""
 
-
-@torch.no_grad()
-def clip_by_global_norm(
-    grads: list[Tensor], max_norm: float, device: torch.device, process_group: ProcessGroup
-) -> Tensor:
-    """Scales gradients, of which each rank has a part, so that the 2-norm of all together is `max_norm` at most.
-
-    Returns the norm before, in fp64 and the same on every rank: NaN or infinite if it is so anywhere.
-    """
-    # The factor is that of torch.nn.utils.clip_grad_norm_: max_norm / (norm + 1e-6), and never above 1.
-    # TODO: part (a)
-    raise NotImplementedError("module 8, part (a)")
-
-
-class ShardedOptimizer(Optimizer):
-    """Any torch optimizer, for a model that is the same on all ranks; each rank steps on the parameters it owns.
-
-    `param_groups` hold all parameters, those of `optim`, the inner optimizer, the owned ones. A trainable parameter
-    without a gradient counts as zero. After a step gradients are averages on their owner only. It makes no checkpoints.
-    """
-
-    def __init__(
-        self, params: Params, optimizer_cls: type[Optimizer], process_group: ProcessGroup = None, **defaults: Any
-    ):
+    def __init__(self, params: Params, optimizer_cls: type[Optimizer], process_group: ProcessGroup, defaults: dict):
         self.process_group = process_group
-        self.rank, self.size = dist.get_rank(process_group), dist.get_world_size(process_group)
-        self.owner: dict[nn.Parameter, int] = {}  # rank in the group
-        self.loads = [0] * self.size  # bytes of parameters that each rank owns
-        self.reduced = False  # whether this step's gradients are reduced already
+        self.local: dict[nn.Parameter, nn.Parameter] = {}  # what `optim` has of a parameter, made by `divide`
         self.optim: Optimizer | None = None
         super().__init__(params, optimizer_cls([{"params": []}], **defaults).defaults)  # calls add_param_group
         self.optim = optimizer_cls([self.inner_group(group) for group in self.param_groups], **defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Gives each parameter of the group to a rank; none owns more than the mean and one parameter."""
+        """Divide the parameters of one more group among the ranks."""
         super().add_param_group(param_group)
-        self.assign(self.param_groups[-1]["params"])
+        self.divide(self.param_groups[-1]["params"])
         if self.optim:
             self.optim.add_param_group(self.inner_group(self.param_groups[-1]))
 
-    def assign(self, parameters: list[nn.Parameter]) -> None:
-        """Finds the owner of each parameter, the same on every rank."""
-        # What a parameter adds to a rank's load is its bytes; nothing if it is frozen, because it will have no state.
-        # TODO: part (b)
-        raise NotImplementedError("module 8, part (b)")
-
     def inner_group(self, group: dict[str, Any]) -> dict[str, Any]:
-        """What the inner optimizer has of a parameter group."""
-        return {**options_of(group), "params": [p for p in group["params"] if self.owner[p] == self.rank]}
-
-    def reduce_grads(self) -> None:
-        """Averages the gradient of every trainable parameter on its owner, unless that was done in this step."""
-        # dist.reduce takes the root as group_dst, a rank in the group.
-        # TODO: part (c)
-        raise NotImplementedError("module 8, part (c)")
+        """Return the options of a group, such as its learning rate, with this rank's part of its parameters."""
+        return {**group, "params": [self.local[p] for p in group["params"] if p in self.local]}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Reduces the gradients (unless clipping did), steps on the owned parameters, broadcasts all."""
-        with torch.enable_grad():  # a closure computes the gradients anew
+        """Take a step after backward, or after a closure that computes the gradients, whose loss is returned."""
+        with torch.enable_grad():
             loss = closure() if closure else None
-        # Options may have changed since the last step, through a scheduler; the inner groups have copies of them.
-        # TODO: part (d)
-        raise NotImplementedError("module 8, part (d)")
+        # Take the three phases. A scheduler may have changed options in `param_groups`; `inner_group` returns them.
+        # TODO: part (a)
+        raise NotImplementedError("module 8, part (a)")
         return loss
 
+    @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Reduces the gradients and clips them by their global norm, which it returns. Call it after backward."""
-        self.reduce_grads()
-        owned = [p.grad for p, owner in self.owner.items() if owner == self.rank and p.grad is not None]
-        return clip_by_global_norm(owned, max_norm, next(iter(self.owner)).device, self.process_group)
+        """Scale the averaged gradients to a global 2-norm of at most `max_norm`. Return the norm before, in fp64."""
+        grads = self.prepare_grads()
+        # The factor is that of torch.nn.utils.clip_grad_norm_: max_norm / (norm + 1e-6), and never above 1.
+        # TODO: part (b)
+        raise NotImplementedError("module 8, part (b)")
+
+
+# ---- ShardedOptimizer: whole parameters, each with one owner
+
+
+class ShardedOptimizer(OuterOptimizer):
+    """Any torch optimizer, divided by parameters. Weights must be equal on all ranks. It makes no checkpoints."""
+
+    def __init__(self, params: Params, optimizer_cls: type[Optimizer], process_group: ProcessGroup = None, **defaults):
+        self.owner: dict[nn.Parameter, int] = {}  # rank in the group
+        self.owned_bytes = [0] * dist.get_world_size(process_group)  # bytes of trainable parameters, by rank
+        self.is_reduced = False  # whether the owners have the averaged gradients of this step
+        super().__init__(params, optimizer_cls, process_group, defaults)
+
+    def divide(self, parameters: list[nn.Parameter]) -> None:
+        """Choose an owner for each parameter, the same on every rank."""
+        # Balance the bytes. A frozen parameter adds none, because it will have no state.
+        # TODO: part (c)
+        raise NotImplementedError("module 8, part (c)")
+        self.local |= {p: p for p in parameters if self.owner[p] == dist.get_rank(self.process_group)}
+
+    def prepare_grads(self) -> list[Tensor]:
+        """Average trainable gradients on their owners, once per step. Return those that this rank owns."""
+        # A gradient that is None counts as zero. dist.reduce takes the root as group_dst, a rank in the group.
+        # TODO: part (d)
+        raise NotImplementedError("module 8, part (d)")
+        return [p.grad for p in self.local if p.grad is not None]
+
+    def share_weights(self) -> None:
+        """Broadcast every trainable parameter from its owner."""
+        self.is_reduced = False
+        # TODO: part (e)
+        raise NotImplementedError("module 8, part (e)")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in any optimizer. What was reduced, and never used for a step, is forgotten."""
-        self.reduced = False
+        """Clear the gradients, and forget a reduction whose step was skipped."""
+        self.is_reduced = False
         super().zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
         raise RuntimeError("ShardedOptimizer makes no checkpoints: each rank has its part of the state in .optim")
 
 
+# ---- ZeroOptimizer: one shard of every bucket
+
+
 def is_elementwise(optimizer_cls: type[Optimizer], defaults: dict[str, Any], device: torch.device) -> bool:
-    """Whether the two parts of a vector, each with an optimizer of its own, end where the whole does."""
-    values = torch.linspace(-1, 1, 8, dtype=torch.float64, device=device)
-
-    def trained(part: slice) -> Tensor:
-        parameter = nn.Parameter(values[part].clone())
-        optimizer = optimizer_cls([parameter], **defaults)
-        for step in range(1, 4):
-            parameter.grad = step * values.flip(0)[part].exp()
-            optimizer.step()
-        return parameter.detach()
-
+    """Return whether two parts of a vector, each with its own optimizer, train as the whole vector does."""
+    optimizer_cls([{"params": []}], **defaults)  # raises an error for wrong options
+    vector = torch.linspace(-1, 1, 8, dtype=torch.float64, device=device)
+    whole, *parts = params = [nn.Parameter(values.clone()) for values in (vector, vector[:3], vector[3:])]
     try:
-        return torch.allclose(trained(slice(0, 8)), torch.cat([trained(slice(0, 3)), trained(slice(3, 8))]), rtol=1e-9)
+        for parameter in params:
+            optimizer = optimizer_cls([parameter], **defaults)
+            for factor in (1, 2, 3):
+                parameter.grad = factor * parameter.detach().neg().exp()
+                optimizer.step()
     except (TypeError, ValueError, RuntimeError):  # it needs a closure, a matrix, or sparse gradients
         return False
+    return torch.allclose(whole, torch.cat(parts), rtol=1e-9)
 
 
-@dataclass
-class Piece:
-    """The part of a parameter that lies in this rank's shard of its bucket.
+class ParamShard:
+    """The overlap, which may be empty, of parameter `i` of a buffer and this rank's shard of its bucket.
 
-    `local` are its elements in the flattened parameter, `place` those in the buffer. `inner`, of one dimension, is what
-    the inner optimizer steps on: the part itself, or for 16-bit parameters its fp32 copy, the master.
+    `param_slice` is where it lies in the flattened parameter, `buffer_slice` where in the buffer. The inner optimizer
+    steps on `shard`, (overlap,): a view of the buffer, or for a 16-bit parameter the master, an fp32 copy.
     """
 
-    buffer: GradBuffer
-    local: slice
-    place: slice
-    inner: nn.Parameter
-    is_master: bool
-
-
-class ZeroOptimizer(Optimizer):
-    """An elementwise torch optimizer, divided among the ranks as the buckets of `ddp` are.
-
-    Without `param_groups` it has one group of all the model's parameters. It sets `ddp.gather_grads` to False: after
-    `ddp.finish_grad_sync()`, which the loop or the closure calls, gradients are averages in the own shard only.
-    Masters of 16-bit parameters are copied now: load weights before. ValueError if the optimizer is not elementwise.
-    """
-
-    def __init__(
-        self, ddp: CoalescedDDP, optimizer_cls: type[Optimizer], param_groups: Params | None = None, **defaults: Any
-    ):
-        self.ddp = ddp
-        self.rank, self.size = dist.get_rank(ddp.process_group), dist.get_world_size(ddp.process_group)
-        self.device = next(ddp.module.parameters()).device
-        self.places = {p: (buffer, i) for buffer in ddp.grad_buffers for i, p in enumerate(buffer.params)}
-        self.pieces: dict[nn.Parameter, Piece] = {}  # of the parameters of which this rank has a part
-        self.optim: Optimizer | None = None
-        params = ddp.module.parameters() if param_groups is None else param_groups
-        super().__init__(params, optimizer_cls([{"params": []}], **defaults).defaults)  # calls add_param_group
-        if not is_elementwise(optimizer_cls, defaults, self.device):
-            raise ValueError(
-                f"ZeroOptimizer cannot divide {optimizer_cls.__name__}: it does not treat every element by itself"
-            )
-        self.optim = optimizer_cls([self.inner_group(group) for group in self.param_groups], **defaults)
-        ddp.gather_grads = False
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds parameters that lie in the buffers of `ddp`, or are frozen; ValueError for others."""
-        super().add_param_group(param_group)
-        params = self.param_groups[-1]["params"]
-        if any(parameter.requires_grad and parameter not in self.places for parameter in params):
-            self.param_groups.pop()
-            raise ValueError("ZeroOptimizer: the group has a parameter that is not in the wrapped model's buffers")
-        found = {parameter: self.piece_of(*self.places[parameter]) for parameter in params if parameter in self.places}
-        self.pieces |= {parameter: piece for parameter, piece in found.items() if piece}
-        if self.optim:
-            self.optim.add_param_group(self.inner_group(self.param_groups[-1]))
-
-    def inner_group(self, group: dict[str, Any]) -> dict[str, Any]:
-        """What the inner optimizer has of a parameter group."""
-        return {**options_of(group), "params": [self.pieces[p].inner for p in group["params"] if p in self.pieces]}
-
-    def piece_of(self, buffer: GradBuffer, i: int) -> Piece | None:
-        """What of parameter i of the buffer lies in this rank's shard of its bucket; None if nothing does."""
-        # Both are ranges of elements in the buffer: intersect them. A dtype of less than 4 bytes needs a master.
-        # TODO: part (e)
-        raise NotImplementedError("module 8, part (e)")
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Steps on the own shards, after `ddp.finish_grad_sync()`, and gathers the weights of all ranks."""
-        with torch.enable_grad():  # a closure computes the gradients anew
-            loss = closure() if closure else None
-        # Take the flat tensors from the buffer in every step: `reallocate` replaces them.
+    def __init__(self, buffer: GradBuffer, i: int, process_group: ProcessGroup):
+        self.buffer, self.param, self.process_group = buffer, buffer.params[i], process_group
+        # The parameter and the rank's shard are two ranges of elements in the buffer: intersect them.
         # TODO: part (f)
         raise NotImplementedError("module 8, part (f)")
-        return loss
+        weights = buffer.param_data[self.buffer_slice]
+        self.is_master = weights.itemsize < 4
+        self.shard = nn.Parameter(weights.float() if self.is_master else weights)
 
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Clips the averages by their global norm, which it returns. Call it after `ddp.finish_grad_sync()`."""
-        grads = [piece.buffer.grad_data[piece.place] for piece in self.pieces.values()]
-        return clip_by_global_norm(grads, max_norm, self.device, self.ddp.process_group)
+    def cut(self, full: Tensor) -> Tensor:
+        """Return this rank's part, (overlap,), of a tensor in the shape of the parameter."""
+        return full.flatten()[self.param_slice].clone()
 
-    def parameters(self) -> list[nn.Parameter]:
-        """Those of all groups; a parameter's position is its number in a `state_dict`."""
-        return [parameter for group in self.param_groups for parameter in group["params"]]
+    def all_gather_full(self, part: Tensor) -> Tensor:
+        """Return the tensor in the shape of the parameter of which each rank has a part, (overlap,)."""
+        full = part.new_zeros(self.param.numel())
+        full[self.param_slice] = part
+        dist.all_reduce(full, group=self.process_group)  # each element is zero on all ranks except one
+        return full.view(self.param.shape)
 
-    def state_dict(self) -> dict[str, Any]:
-        """What the unsharded optimizer's would be, whole, and "masters", which are the fp32 copies by number.
 
-        All ranks must call it, and all get it. What has the shape of a parameter is gathered; the rest is scalars.
-        """
-        result = super().state_dict() | {"masters": {}}  # the groups; no state, that is in `optim`
-        # A rank without a part of a parameter does not know what its state consists of: ask the others first,
-        # with dist.all_gather_object. Then `gathered` makes one tensor whole.
+def map_like(like: Tensor, function: Callable[[Tensor], Tensor], state: dict[str, Any]) -> dict[str, Any]:
+    """Apply a function to the entries of a parameter's state in the shape of `like`. Copy the other entries."""
+    mapped = {key for key, v in state.items() if isinstance(v, Tensor) and v.shape == like.shape and key not in SCALARS}
+    return {key: function(value) if key in mapped else copy.deepcopy(value) for key, value in state.items()}
+
+
+class ZeroOptimizer(OuterOptimizer):
+    """Divides an elementwise torch optimizer as the buckets of `ddp` are divided. ValueError if it is not elementwise.
+
+    Without `param_groups` it has one group of all parameters. It turns `ddp.gather_grads` off: call
+    `ddp.finish_grad_sync()` before `clip_grad_norm_` and `step`. Load weights first: masters are copied from them now.
+    """
+
+    def __init__(self, ddp: CoalescedDDP, optimizer_cls: type[Optimizer], param_groups: Params = None, **defaults):
+        if not is_elementwise(optimizer_cls, defaults, next(ddp.parameters()).device):
+            raise ValueError(f"{optimizer_cls.__name__} cannot be divided: it does not treat every element by itself")
+        self.ddp = ddp
+        self.positions = {p: (buffer, i) for buffer in ddp.grad_buffers for i, p in enumerate(buffer.params)}
+        self.param_shards: dict[int, ParamShard] = {}  # by the index of the parameter in a state dict
+        params = list(ddp.module.parameters()) if param_groups is None else param_groups
+        super().__init__(params, optimizer_cls, ddp.process_group, defaults)
+        ddp.gather_grads = False
+
+    def divide(self, parameters: list[nn.Parameter]) -> None:
+        """Find this rank's shard of each parameter. ValueError if one trains and is not in the buffers of `ddp`."""
+        if any(p.requires_grad and p not in self.positions for p in parameters):
+            self.param_groups.pop()
+            raise ValueError("ZeroOptimizer: the group has a parameter that is not in the wrapped model's buffers")
+        first = sum(len(group["params"]) for group in self.param_groups[:-1])
+        for index, p in enumerate(parameters, first):
+            if p in self.positions:
+                self.param_shards[index] = ParamShard(*self.positions[p], self.process_group)
+                self.local[p] = self.param_shards[index].shard
+
+    def prepare_grads(self) -> list[Tensor]:
+        """Attach gradients and weights to the shards. Return the gradients, views of the buffers."""
+        # Take the flat tensors from the buffers in every step, because `reallocate` replaces them.
         # TODO: part (g)
         raise NotImplementedError("module 8, part (g)")
+        return [part.buffer.grad_data[part.buffer_slice] for part in self.param_shards.values()]
 
-    @torch.no_grad()
-    def gathered(self, parameter: nn.Parameter, dtype: torch.dtype, part: Tensor | None) -> Tensor:
-        """A tensor in the shape of the parameter, put together from what all ranks have of it, `part` or nothing."""
-        whole = torch.zeros(parameter.numel(), dtype=dtype, device=self.device)
-        if part is not None:
-            whole[self.pieces[parameter].local] = part
-        dist.all_reduce(whole, group=self.ddp.process_group)  # each element is zero on all ranks but one
-        return whole.view(parameter.shape)
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes a `state_dict` made with any number of ranks, or the unsharded optimizer's.
-
-        Where that has no masters, they are copied from the model's weights as they are now.
-        """
-        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
-        # The inner optimizer has numbers of its own for its pieces, in the same order.
+    def share_weights(self) -> None:
+        """Round the masters into the buffers, then gather the weights of all ranks."""
         # TODO: part (h)
         raise NotImplementedError("module 8, part (h)")
 
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """Return the unsharded optimizer's state dict and the "masters", by index. Every rank calls it and gets all."""
+        result = super().state_dict() | {"masters": {}}  # the groups; the state is in `optim`
+        # Every rank calls `all_gather_full` of every shard, because it communicates.
+        # TODO: part (i)
+        raise NotImplementedError("module 8, part (i)")
 
-def is_like(value: Any, parameter: Tensor) -> bool:
-    """Whether an entry of an optimizer's state has the shape of its parameter."""
-    return isinstance(value, Tensor) and value.shape == parameter.shape
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict from any number of ranks, or the unsharded optimizer's. Masters default to the weights."""
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        # The inner optimizer numbers the shards from 0, in the same order.
+        # TODO: part (j)
+        raise NotImplementedError("module 8, part (j)")

@@ -6,14 +6,15 @@ HOOK_3 = """        if self.require_grad_sync:
             handle = dist.all_reduce(parameter.grad, group=self.process_group, async_op=True)
             self.in_flight.append((handle, parameter))
 """
-NORM = """    squares = torch.zeros((), dtype=torch.float64, device=device)
-    for grad in grads:
-        squares += torch.linalg.vector_norm(grad, dtype=torch.float64).square()
-    dist.all_reduce(squares, group=process_group)
-    norm = squares.sqrt()
-    for grad in grads:
-        grad.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
-    return norm
+NORM = """        squares = torch.zeros((), dtype=torch.float64, device=self.param_groups[0]["params"][0].device)
+        for grad in grads:
+            squares += torch.linalg.vector_norm(grad, dtype=torch.float64).square()
+        dist.all_reduce(squares, group=self.process_group)
+        norm = squares.sqrt()
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for grad in grads:
+            grad.mul_(factor)
+        return norm
 """
 FLOAT32 = NORM.replace("vector_norm(grad, dtype=torch.float64)", "vector_norm(grad.float())").replace(
     "float64", "float32"

@@ -6,100 +6,84 @@ from mutants import Mutant
 
 SHARE = (
     "for parameter in sorted(parameters, key=lambda p: p.nbytes, reverse=True):\n"
-    "            owner = self.loads.index(min(self.loads))\n"
+    "            owner = self.owned_bytes.index(min(self.owned_bytes))\n"
 )
-OWNED = '[p for p in group["params"] if self.owner[p] == self.rank]'
-RANK = "self.rank, self.size = dist.get_rank(process_group), "
-INNER = (
-    ".defaults)  # calls add_param_group\n"
-    "        self.optim = optimizer_cls([self.inner_group(group) for group in self.param_groups], **defaults)"
-)
-LATE = (
-    'self.assign(self.param_groups[-1]["params"])\n'
-    "        if self.optim:\n"
-    "            self.optim.add_param_group(self.inner_group(self.param_groups[-1]))"
-)
-REDUCED = "if self.reduced:\n            return\n        self.reduced = True\n"
-NONE = (
-    "if parameter.grad is None:\n"
-    "                    parameter.grad = torch.zeros_like(parameter)\n"
-    "                handles.append(\n"
-)
-TRAINABLE = "if parameter.requires_grad:\n                if parameter.grad is None:"
-TO_OWNER = "parameter.grad, op=dist.ReduceOp.AVG, group=self.process_group, async_op=True, group_dst=owner"
-WAIT_REDUCED = (
-    "for handle in handles:\n            handle.wait()\n        ### END SOLUTION\n\n    @torch.no_grad()\n    def step"
-)
-COPIED = "inner.update(options_of(group))\n        self.optim.step()\n"
-FROM_OWNER = "dist.broadcast(parameter.detach(), group=self.process_group, async_op=True, group_src=owner)"
-SENT = "for parameter, owner in self.owner.items()\n            if parameter.requires_grad\n        ]\n"
-WAIT_SENT = (
-    "for handle in handles:\n"
-    "            handle.wait()\n"
-    "        ### END SOLUTION\n"
-    "        return loss\n\n"
-    "    def clip_grad_norm_"
-)
-SQUARES = "dist.all_reduce(squares, group=process_group)\n"
+OWNED = "for p in parameters if self.owner[p] == dist.get_rank(self.process_group)}"
+INNER = "[self.inner_group(group) for group in self.param_groups]"
+LATE = "            self.optim.add_param_group(self.inner_group(self.param_groups[-1]))\n"
+TRAINABLE = "trainable = [p for p in self.owner if p.requires_grad and not self.is_reduced]\n"
+NONE = "p.grad = torch.zeros_like(p) if p.grad is None else p.grad\n"
+AVERAGE = '{"op": dist.ReduceOp.AVG, "group": self.process_group, "async_op": True}\n'
+TO_OWNER = "dist.reduce(p.grad, group_dst=self.owner[p], **options) for p in trainable]\n"
+WAIT_REDUCED = "for handle in handles:\n            handle.wait()\n        self.is_reduced = True\n"
+OPTIONS = "inner_group.update(self.inner_group(group))\n"
+FIRST_OPTIONS = OPTIONS.replace("(group)", "(self.param_groups[0]) | {'params': inner_group['params']}")
+STEP = "self.optim.step()\n"
+FROM_OWNER = "dist.broadcast(p.detach(), group_src=self.owner[p], **options) for p in trainable]\n"
+SENT = "trainable = [p for p in self.owner if p.requires_grad]\n"
+NEXT_STEP = "self.is_reduced = False\n        ### BEGIN SOLUTION part (e)"
+LOSS = "        return loss\n"
+SQUARES = "dist.all_reduce(squares, group=self.process_group)\n"
 CLAMPED = ".clamp(max=1.0)"
-CLIP = "self.reduce_grads()\n        owned ="
-CLIPPED = "return clip_by_global_norm(owned, "
-ZEROED = "self.reduced = False\n        super().zero_grad(set_to_none)"
+GRADS = "grads = self.prepare_grads()\n"
+ZEROED = "self.is_reduced = False\n        super().zero_grad(set_to_none)"
 
 SHARDED = [
     Mutant(
         "gradients not reduced",
-        REDUCED,
-        "return\n",
+        TRAINABLE,
+        "trainable = []\n",
         ("test_sharded_equals_unsharded", "test_sharded_launches"),
         "the owner steps with its own gradient",
     ),
     Mutant(
         "copies of the gradients reduced",
         TO_OWNER,
-        TO_OWNER.replace("parameter.grad,", "parameter.grad.clone(),"),
+        TO_OWNER.replace("p.grad", "p.grad.clone()"),
         ("test_sharded_equals_unsharded",),
         "the result is not used",
     ),
     Mutant(
         "gradients summed",
-        TO_OWNER,
-        TO_OWNER.replace("AVG", "SUM"),
+        AVERAGE,
+        AVERAGE.replace("AVG", "SUM"),
         ("test_sharded_equals_unsharded",),
         "summed over the ranks, not averaged",
     ),
     Mutant(
         "gradients summed and divided by the size of the world",
-        TO_OWNER,
-        TO_OWNER.replace("parameter.grad", "parameter.grad.div_(dist.get_world_size())").replace("AVG", "SUM"),
+        AVERAGE + "        handles = [" + TO_OWNER,
+        AVERAGE.replace("AVG", "SUM")
+        + "        handles = ["
+        + TO_OWNER.replace("p.grad", "p.grad.div_(dist.get_world_size())"),
         ("test_sharded_equals_unsharded",),
         "the size of the world",
     ),
     Mutant(
         "averaged, then divided again",
         TO_OWNER,
-        TO_OWNER.replace("parameter.grad", "parameter.grad.div_(self.size)"),
+        TO_OWNER.replace("p.grad", "p.grad.div_(dist.get_world_size(self.process_group))"),
         ("test_sharded_equals_unsharded",),
         "divided twice",
     ),
     Mutant(
         "gradients summed and divided by a literal 2",
-        TO_OWNER,
-        TO_OWNER.replace("parameter.grad", "parameter.grad.div_(2)").replace("AVG", "SUM"),
+        AVERAGE + "        handles = [" + TO_OWNER,
+        AVERAGE.replace("AVG", "SUM") + "        handles = [" + TO_OWNER.replace("p.grad", "p.grad.div_(2)"),
         ("test_sharded_equals_unsharded",),
         "divided by 2",
     ),
     Mutant(
         "all gradients reduced to rank 0",
         TO_OWNER,
-        TO_OWNER.replace("=owner", "=0"),
+        TO_OWNER.replace("=self.owner[p]", "=0"),
         ("test_sharded_equals_unsharded", "test_sharded_launches"),
         "both must be its owner",
     ),
     Mutant(
         "all weights broadcast from rank 0",
         FROM_OWNER,
-        FROM_OWNER.replace("=owner", "=0"),
+        FROM_OWNER.replace("=self.owner[p]", "=0"),
         ("test_sharded_launches", "test_sharded_equals_unsharded"),
         "both must be its owner",
     ),
@@ -111,50 +95,50 @@ SHARDED = [
     ),
     Mutant(
         "the owner compared with the rank in the world",
-        RANK,
-        RANK.replace("process_group", ""),
+        OWNED,
+        OWNED.replace("self.process_group", ""),
         ("test_sharded_equals_unsharded",),
         "its rank in the group",
     ),
     Mutant(
         "weights not broadcast",
         SENT,
-        SENT.replace("parameter.requires_grad", "False"),
+        SENT.replace("p.requires_grad", "False"),
         ("test_sharded_equals_unsharded", "test_sharded_launches"),
         "new weights reach some ranks only",
     ),
     Mutant(
         "the last parameter not broadcast",
         SENT,
-        SENT.replace("self.owner.items()", "list(self.owner.items())[:-1]"),
+        SENT.replace("self.owner", "list(self.owner)[:-1]"),
         ("test_sharded_launches", "test_sharded_equals_unsharded"),
         "some parameters are left out",
     ),
     Mutant(
         "only the owner calls broadcast",
         SENT,
-        SENT.replace("parameter.requires_grad", "parameter.requires_grad and owner == self.rank"),
+        SENT.replace("p.requires_grad", "p.requires_grad and p in self.local"),
         ("test_sharded_equals_unsharded",),
         "skipped or added on some ranks only",
     ),
     Mutant(
         "a parameter without a gradient skipped",
-        NONE,
-        "if parameter.grad is None:\n                    continue\n                handles.append(\n",
+        TRAINABLE + "        for p in trainable:\n            " + NONE,
+        TRAINABLE.replace("p.requires_grad", "p.grad is not None"),
         ("test_sharded_equals_unsharded",),
         "skipped or added on some ranks only",
     ),
     Mutant(
         "frozen parameters reduced",
         TRAINABLE,
-        TRAINABLE.replace("parameter.requires_grad", "True"),
+        TRAINABLE.replace("p.requires_grad and ", ""),
         ("test_sharded_launches", "test_sharded_equals_unsharded"),
         "a frozen parameter",
     ),
     Mutant(
         "all-reduce in place of reduce",
-        "dist.reduce(\n                        " + TO_OWNER,
-        "dist.all_reduce(\n                        " + TO_OWNER.replace(", group_dst=owner", ""),
+        TO_OWNER,
+        TO_OWNER.replace("dist.reduce", "dist.all_reduce").replace(", group_dst=self.owner[p]", ""),
         ("test_sharded_launches",),
         "reduce, then broadcast",
     ),
@@ -174,116 +158,110 @@ SHARDED = [
     ),
     Mutant(
         "the owner of a parameter does not wait until it is sent",
-        SENT + "        " + WAIT_SENT,
-        SENT
-        + "        owners = [owner for parameter, owner in self.owner.items() if parameter.requires_grad]\n"
-        + "        handles = [handle for handle, owner in zip(handles, owners) if owner != self.rank]\n        "
-        + WAIT_SENT,
+        FROM_OWNER,
+        FROM_OWNER + "        handles = [handle for handle, p in zip(handles, trainable) if p not in self.local]\n",
         ("test_sharded_launches",),
         "only when it has been sent",
     ),
     Mutant(
         "state lost in every step",
-        COPIED,
-        "inner.update(options_of(group))\n"
-        "        groups = [self.inner_group(group) for group in self.param_groups]\n"
-        "        self.optim = type(self.optim)(groups, **self.defaults)\n"
-        "        self.optim.step()\n",
+        OPTIONS,
+        OPTIONS
+        + "        groups = [self.inner_group(group) for group in self.param_groups]\n"
+        + "        self.optim = type(self.optim)(groups, **self.defaults)\n",
         ("test_sharded_equals_unsharded",),
         "state is lost",
     ),
     Mutant(
         "crash where a rank owns nothing",
         INNER,
-        INNER.replace(
-            "[self.inner_group(group) for group in self.param_groups]",
-            "[p for p, owner in self.owner.items() if owner == self.rank]",
-        ),
+        "list(self.local.values())",
         ("test_sharded_equals_unsharded",),
         "empty parameter list",
     ),
-    Mutant("all state on every rank", OWNED, 'group["params"]', ("test_sharded_state_is_shared",), "state of all"),
+    Mutant("all state on every rank", OWNED, "for p in parameters}", ("test_sharded_state_is_shared",), "state of all"),
     Mutant(
         "parameter i owned by rank i % world_size",
         SHARE,
-        "for parameter in parameters:\n            owner = len(self.owner) % self.size\n",
+        "for parameter in parameters:\n            owner = len(self.owner) % len(self.owned_bytes)\n",
         ("test_sharded_state_is_shared",),
         "i % world_size",
     ),
     Mutant(
         "all state on rank 0",
         SHARE,
-        SHARE.replace("self.loads.index(min(self.loads))", "0"),
+        SHARE.replace("self.owned_bytes.index(min(self.owned_bytes))", "0"),
         ("test_sharded_state_is_shared",),
         "nothing is owned by",
     ),
     Mutant(
         "only ranks 0 and 1 own",
         SHARE,
-        SHARE.replace("self.loads", "self.loads[:2]"),
+        SHARE.replace("self.owned_bytes", "self.owned_bytes[:2]"),
         ("test_sharded_state_is_shared",),
         "nothing is owned by",
     ),
     Mutant(
         "as many parameters to each rank",
         SHARE,
-        "for place, parameter in enumerate(parameters):\n            owner = place * self.size // len(parameters)\n",
+        "for i, parameter in enumerate(parameters):\n"
+        "            owner = i * len(self.owned_bytes) // len(parameters)\n",
         ("test_sharded_state_is_shared",),
         "in elements, not in parameters",
     ),
     Mutant(
         "sharing begins anew in every group",
         SHARE,
-        "self.loads = [0] * self.size\n        " + SHARE,
+        "self.owned_bytes = [0] * len(self.owned_bytes)\n        " + SHARE,
         ("test_sharded_state_is_shared",),
         "sharing begin anew",
     ),
     Mutant(
         "what the scheduler sets ignored",
-        COPIED,
-        "pass\n        self.optim.step()\n",
+        OPTIONS,
+        "pass\n",
         ("test_sharded_groups_and_schedulers",),
         "the learning rate that the scheduler set is ignored",
     ),
     Mutant(
         "only the learning rate updated",
-        COPIED,
-        COPIED.replace("inner.update(options_of(group))", 'inner["lr"] = group["lr"]'),
+        OPTIONS,
+        'inner_group["lr"] = group["lr"]\n',
         ("test_sharded_groups_and_schedulers",),
         "not only the learning rate",
     ),
     Mutant(
         "the first group's options for all",
-        COPIED,
-        COPIED.replace("options_of(group)", "options_of(self.param_groups[0])"),
+        OPTIONS,
+        FIRST_OPTIONS,
         ("test_sharded_groups_and_schedulers",),
         "the first group's",
     ),
     Mutant(
         "options of groups dropped",
-        COPIED,
-        COPIED.replace("options_of(group)", "self.defaults"),
+        OPTIONS,
+        OPTIONS.replace("self.inner_group(group)", "self.defaults"),
         ("test_sharded_groups_and_schedulers",),
         "only the defaults",
     ),
     Mutant(
         "a group added later not stepped",
         LATE,
-        'self.assign(self.param_groups[-1]["params"])',
+        "            pass\n",
         ("test_sharded_groups_and_schedulers", "test_sharded_state_is_shared"),
         "never stepped",
     ),
     Mutant(
         "the closure passed on to the inner optimizer",
-        COPIED,
-        COPIED.replace("step()", "step(closure)"),
+        STEP,
+        STEP.replace("step()", "step(closure)"),
         ("test_sharded_groups_and_schedulers",),
         "calls the closure once",
     ),
     Mutant(
         "zero_grad for the owned parameters only",
         ZEROED,
-        "self.reduced = False\n        self.optim.zero_grad(set_to_none)",
+        "self.is_reduced = False\n        self.optim.zero_grad(set_to_none)",
         ("test_sharded_equals_unsharded",),
         "only the parameters that this rank owns",
     ),
@@ -303,8 +281,8 @@ SHARDED = [
     ),
     Mutant(
         "norms added up instead of squares",
-        SQUARES + "    norm = squares.sqrt()\n",
-        "norm = squares.sqrt()\n    dist.all_reduce(norm, group=process_group)\n",
+        SQUARES + "        norm = squares.sqrt()\n",
+        "norm = squares.sqrt()\n        dist.all_reduce(norm, group=self.process_group)\n",
         ("test_sharded_clipping",),
         "each counted once",
     ),
@@ -313,32 +291,32 @@ SHARDED = [
     ),
     Mutant(
         "the norm returned, nothing clipped",
-        CLIPPED,
-        "return clip_by_global_norm([grad.clone() for grad in owned], ",
+        GRADS,
+        "grads = [grad.clone() for grad in self.prepare_grads()]\n",
         ("test_sharded_clipping",),
         "nothing was clipped",
     ),
     Mutant(
         "a rank's own gradients clipped, then reduced",
-        CLIP,
+        GRADS,
         "norm = torch.nn.utils.clip_grad_norm_(list(self.owner), max_norm)\n"
-        "        self.reduce_grads()\n"
+        "        self.prepare_grads()\n"
         "        return norm\n"
-        "        owned =",
+        "        grads = []\n",
         ("test_sharded_clipping",),
         "clip_grad_norm_ reduces first",
     ),
     Mutant(
         "reduced again after clipping",
-        REDUCED,
-        "self.reduced = True\n",
+        TRAINABLE,
+        TRAINABLE.replace(" and not self.is_reduced", ""),
         ("test_sharded_clipping",),
         "averaged with gradients that are not",
     ),
     Mutant(
         "taken for reduced until the optimizer's own zero_grad",
-        "self.reduce_grads()\n        self.reduced = False\n",
-        "self.reduce_grads()\n",
+        NEXT_STEP,
+        NEXT_STEP.replace("self.is_reduced = False", "pass"),
         ("test_sharded_equals_unsharded",),
         "does step end that",
     ),
@@ -354,41 +332,35 @@ SHARDED = [
 # ZeroOptimizer
 
 INIT_GATHER = "        ddp.gather_grads = False\n"
-RANK_AND_SIZE = "self.rank, self.size = dist.get_rank(ddp.process_group), dist.get_world_size(ddp.process_group)"
-REFUSED = "if not is_elementwise(optimizer_cls, defaults, self.device):"
-ADDED = (
-    "        self.pieces |= {parameter: piece for parameter, piece in found.items() if piece}\n"
-    "        if self.optim:\n"
-    "            self.optim.add_param_group(self.inner_group(self.param_groups[-1]))\n"
+REFUSED = "if not is_elementwise(optimizer_cls, defaults, next(ddp.parameters()).device):"
+LENGTH = "length = (bucket_end - bucket_start) // dist.get_world_size(process_group)\n"
+SHARD_START = "shard_start = bucket_start + dist.get_rank(process_group) * length\n"
+OVERLAP = (
+    "        start = max(param_start, shard_start)\n        end = max(start, min(param_end, shard_start + length))\n"
 )
-LENGTH = "length = (bucket_end - bucket_start) // self.size"
-START = "start = max(param_start, bucket_start + self.rank * length)"
-END = "end = min(param_end, bucket_start + (self.rank + 1) * length)"
-PART = "part = buffer.param_data[start:end]\n"
-IS_MASTER = "is_master = part.itemsize < 4"
-OPTIONS = (
-    "        for group, inner in zip(self.param_groups, self.optim.param_groups):\n"
-    "            inner.update(options_of(group))\n"
-    "        for piece in"
+IS_MASTER = "self.is_master = weights.itemsize < 4"
+TAKE_GRAD = "part.shard.grad = part.buffer.grad_data[part.buffer_slice].to(part.shard.dtype)"
+REPOINT = "part.shard.data = part.buffer.param_data[part.buffer_slice]"
+COPY_BACK = "part.buffer.param_data[part.buffer_slice] = part.shard\n"
+GATHER = "        self.ddp.start_param_sync()\n        self.ddp.finish_param_sync()\n"
+LOCAL_GRADS = "        return [part.buffer.grad_data[part.buffer_slice] for part in self.param_shards.values()]\n"
+SHARE_WEIGHTS = (
+    "\n    def share_weights(self) -> None:\n"
+    '        """Round the masters into the buffers, then gather the weights of all ranks."""\n'
+    "        ### BEGIN SOLUTION part (h)\n"
+    "        for part in self.param_shards.values():\n"
+    "            part.shard.grad = None\n"
+    "            if part.is_master:\n                " + COPY_BACK
 )
-TAKE_GRAD = "piece.inner.grad = piece.buffer.grad_data[piece.place].to(piece.inner.dtype)"
-REPOINT = "piece.inner.data = piece.buffer.param_data[piece.place]"
-COPY_BACK = "piece.buffer.param_data[piece.place] = piece.inner\n"
-STEP = "        self.optim.step()\n        for piece in"
-GATHER = "        self.ddp.start_param_sync()\n        self.ddp.finish_param_sync()\n        ### END SOLUTION\n"
-CLIP_PARTS = "grads = [piece.buffer.grad_data[piece.place] for piece in self.pieces.values()]"
-CLIP_SUM = "dist.all_reduce(squares, group=process_group)\n"
-CLIP_SCALE = "grad.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))"
-SAVED_MASTERS = "if parameter in self.places and parameter.itemsize < 4:"
-SAVED_ENTRIES = "state = next((dict(known[number]) for known in everyone if number in known), {})"
+SAVED = "        for index, part in self.param_shards.items():\n            if state :="
+SAVED_MASTERS = 'result["masters"][index] = part.all_gather_full(part.shard)'
 RESULT = "        return result\n        ### END SOLUTION"
-PUT = "whole[self.pieces[parameter].local] = part"
-ADD_PARTS = "dist.all_reduce(whole, group=self.ddp.process_group)  # each element is zero on all ranks but one\n"
-SHAPE = "return whole.view(parameter.shape)"
+PUT = "full[self.param_slice] = part"
+ADD_PARTS = "dist.all_reduce(full, group=self.process_group)  # each element is zero on all ranks except one\n"
+SHAPE = "return full.view(self.param.shape)"
 LOAD_GROUPS = 'super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})'
-LOAD_ENTRIES = "v.flatten()[piece.local].clone() if is_like(v, parameter) else v for k, v in entries}"
-LOAD_MASTERS = "masters[number].flatten()[piece.local] if number in masters else now"
-LOAD_STATE = 'entries = state_dict["state"].get(number, {}).items()'
+LOAD_STATE = 'map_like(part.param, part.cut, state_dict["state"].get(index, {}))\n'
+LOAD_MASTERS = "part.shard.copy_(part.cut(masters.get(index, part.param)))"
 
 ZERO = [
     Mutant(
@@ -400,47 +372,47 @@ ZERO = [
     ),
     Mutant(
         "the shard of another rank",
-        LENGTH,
-        LENGTH + "\n        self.rank = (dist.get_rank(self.ddp.process_group) + 1) % self.size",
+        SHARD_START,
+        SHARD_START.replace(
+            "dist.get_rank(process_group)",
+            "((dist.get_rank(process_group) + 1) % dist.get_world_size(process_group))",
+        ),
         ("test_zero_equals_unsharded",),
         "each rank step on the shard that it sends",
     ),
     Mutant(
         "the rank in the world, not in the group",
-        RANK_AND_SIZE + "\n        self.device",
-        RANK_AND_SIZE.replace("dist.get_rank(ddp.process_group)", "dist.get_rank()") + "\n        self.device",
+        SHARD_START,
+        SHARD_START.replace("get_rank(process_group)", "get_rank()"),
         ("test_zero_equals_unsharded",),
         "Rank r of the group",
     ),
     Mutant(
         "a part of each parameter, not of each bucket",
         LENGTH,
-        "bucket_start, length = param_start, -((param_start - param_end) // self.size)",
+        "bucket_start, length = param_start, -((param_start - param_end) // dist.get_world_size(process_group))\n",
         ("test_zero_equals_unsharded",),
         "the r-th of the N equal parts",
     ),
     Mutant(
         "only parameters that lie in one shard",
-        "        if start >= end:\n            return None\n        part",
-        "        if (start, end) != (param_start, param_end):\n            return None\n        part",
+        OVERLAP,
+        OVERLAP + "        end = end if (start, end) == (param_start, param_end) else start\n",
         ("test_zero_equals_unsharded",),
         "wherever they cut a parameter",
     ),
     Mutant("weights not gathered", GATHER, "", ("test_zero_equals_unsharded",), "are weights gathered from all ranks"),
     Mutant(
         "weights gathered before the step",
-        STEP,
-        "        self.ddp.start_param_sync()\n        self.ddp.finish_param_sync()\n" + STEP,
+        LOCAL_GRADS,
+        GATHER + LOCAL_GRADS,
         ("test_zero_volume",),
         "weights twice",
     ),
     Mutant(
         "weights gathered before the step only",
-        "        self.optim.step()\n        for piece in self.pieces.values():\n            piece.inner.grad = None\n"
-        "            if piece.is_master:\n                " + COPY_BACK + GATHER,
-        "        self.ddp.start_param_sync()\n        self.ddp.finish_param_sync()\n"
-        "        self.optim.step()\n        for piece in self.pieces.values():\n            piece.inner.grad = None\n"
-        "            if piece.is_master:\n                " + COPY_BACK,
+        LOCAL_GRADS + SHARE_WEIGHTS + GATHER,
+        GATHER + LOCAL_GRADS + SHARE_WEIGHTS,
         ("test_zero_equals_unsharded",),
         "after the step on the own shard",
     ),
@@ -454,7 +426,7 @@ ZERO = [
     Mutant(
         "averages divided again",
         TAKE_GRAD,
-        TAKE_GRAD + " / self.size",
+        TAKE_GRAD + " / dist.get_world_size(self.process_group)",
         ("test_zero_equals_unsharded",),
         "divided by the number of ranks",
     ),
@@ -468,22 +440,22 @@ ZERO = [
     Mutant("any optimizer taken", REFUSED, "if False:", ("test_zero_equals_unsharded",), "cuts parameters"),
     Mutant(
         "state for all parameters",
-        START + "\n        " + END,
-        "start, end = param_start, param_end",
+        OVERLAP,
+        "        start, end = param_start, param_end\n",
         ("test_zero_state_is_shared",),
         "state for whole parameters",
     ),
     Mutant(
         "state for every parameter of which the rank has a part",
-        "        part = buffer.param_data[start:end]\n",
-        "        start, end = param_start, param_end\n        " + PART,
+        OVERLAP,
+        OVERLAP + "        start, end = (param_start, param_end) if start < end else (start, end)\n",
         ("test_zero_state_is_shared",),
         "state for whole parameters",
     ),
     Mutant(
         "state in the parameters' 16 bits",
         IS_MASTER,
-        "is_master = False",
+        "self.is_master = False",
         ("test_zero_state_is_shared", "test_zero_masters"),
         "in 16 bits",
     ),
@@ -492,67 +464,67 @@ ZERO = [
         GATHER,
         "        for buffer in self.ddp.grad_buffers:\n"
         "            whole = torch.zeros_like(buffer.param_data)\n"
-        "            for piece in self.pieces.values():\n"
-        "                if piece.buffer is buffer:\n"
-        "                    whole[piece.place] = buffer.param_data[piece.place]\n"
-        "            dist.all_reduce(whole, group=self.ddp.process_group)\n"
+        "            for part in self.param_shards.values():\n"
+        "                if part.buffer is buffer:\n"
+        "                    whole[part.buffer_slice] = buffer.param_data[part.buffer_slice]\n"
+        "            dist.all_reduce(whole, group=self.process_group)\n"
         "            buffer.param_data.copy_(whole)\n",
         ("test_zero_volume",),
         "half the bytes of an all-reduce",
     ),
     Mutant(
         "gradients gathered in the step",
-        OPTIONS,
+        LOCAL_GRADS,
         "        for group in self.ddp.groups:\n"
-        "            group.start_all_gather(group.buffer.grad_data).wait()\n" + OPTIONS,
+        "            group.start_all_gather(group.buffer.grad_data).wait()\n" + LOCAL_GRADS,
         ("test_zero_volume",),
         "gradients are gathered too",
     ),
     Mutant(
         "options never taken over",
         OPTIONS,
-        "        for piece in",
+        "pass\n",
         ("test_zero_groups_and_schedulers",),
         "options that change do not reach the inner optimizer",
     ),
     Mutant(
         "only the learning rate taken over",
         OPTIONS,
-        OPTIONS.replace("inner.update(options_of(group))", 'inner["lr"] = group["lr"]'),
+        'inner_group["lr"] = group["lr"]\n',
         ("test_zero_groups_and_schedulers",),
         "but not the other options",
     ),
     Mutant(
         "a scheduler's learning rate ignored",
         OPTIONS,
-        OPTIONS.replace("options_of(group)", 'options_of(group) | {"lr": inner["lr"]}'),
+        OPTIONS.replace("(group)", "(group) | {'lr': inner_group['lr']}"),
         ("test_zero_groups_and_schedulers",),
         "learning rates do not reach the inner optimizer",
     ),
     Mutant(
         "one group for all",
         OPTIONS,
-        OPTIONS.replace("options_of(group)", "options_of(self.param_groups[0])"),
+        FIRST_OPTIONS,
         ("test_zero_groups_and_schedulers",),
         "the options of the first",
     ),
     Mutant(
         "a late group never stepped",
-        ADDED,
-        ADDED.replace("self.optim.add_param_group(self.inner_group(self.param_groups[-1]))", "pass"),
+        LATE,
+        "            pass\n",
         ("test_zero_groups_and_schedulers",),
         "the group added later is never stepped",
     ),
     Mutant(
         "the loss not returned",
-        GATHER + "        return loss\n",
-        GATHER,
+        LOSS,
+        "",
         ("test_zero_groups_and_schedulers",),
         "returns what it returns",
     ),
     Mutant(
         "clipped by the local norm",
-        CLIP_SUM,
+        SQUARES,
         "pass\n",
         ("test_zero_clipping",),
         "their squares are not summed",
@@ -566,36 +538,36 @@ ZERO = [
     ),
     Mutant(
         "squares averaged",
-        CLIP_SUM,
-        CLIP_SUM.replace("squares, ", "squares, dist.ReduceOp.AVG, "),
+        SQUARES,
+        SQUARES.replace("squares, ", "squares, dist.ReduceOp.AVG, "),
         ("test_zero_clipping",),
         "the squares are averaged",
     ),
     Mutant(
         "the norm of all that is in the buffers",
-        CLIP_PARTS,
-        "grads = [buffer.grad_data for buffer in self.ddp.grad_buffers]",
+        LOCAL_GRADS,
+        "        return [buffer.grad_data for buffer in self.ddp.grad_buffers]\n",
         ("test_zero_clipping",),
         "of the own shards only",
     ),
     Mutant(
         "a copy is clipped",
-        CLIP_PARTS,
-        CLIP_PARTS.replace("[piece.place]", "[piece.place].clone()"),
+        LOCAL_GRADS,
+        LOCAL_GRADS.replace("[part.buffer_slice]", "[part.buffer_slice].clone()"),
         ("test_zero_clipping",),
         "what clip_grad_norm_ scales what step reads",
     ),
     Mutant(
         "short gradients made longer",
-        CLIP_SCALE,
-        CLIP_SCALE.replace(".clamp(max=1.0)", ""),
+        CLAMPED,
+        "",
         ("test_zero_clipping",),
         "below max_norm must stay",
     ),
     Mutant(
         "NaN counts as nothing",
-        CLIP_SUM,
-        "squares.nan_to_num_(posinf=0.0)\n    " + CLIP_SUM,
+        SQUARES,
+        "squares.nan_to_num_(posinf=0.0)\n        " + SQUARES,
         ("test_zero_clipping",),
         "the norm is not finite on any rank",
     ),
@@ -609,37 +581,39 @@ ZERO = [
     Mutant(
         "parts put at the beginning",
         PUT,
-        "whole[: part.numel()] = part",
+        "full[: part.numel()] = part",
         ("test_zero_checkpoints",),
         "each in its place",
     ),
     Mutant(
         "only parameters of which this rank has a part",
-        SAVED_ENTRIES,
-        "state = dict(mine.get(number, {}))",
+        SAVED,
+        SAVED.replace(
+            "            if", "            if not part.shard.numel():\n                continue\n            if"
+        ),
         ("test_zero_checkpoints",),
         "on some ranks only",
     ),
     Mutant(
         "a state_dict on rank 0 only",
         RESULT,
-        RESULT.replace("return result", "return {} if self.rank else result"),
+        RESULT.replace("return result", "return {} if dist.get_rank(self.process_group) else result"),
         ("test_zero_checkpoints",),
         "every rank is given all of it",
     ),
-    Mutant("flat moments", SHAPE, "return whole", ("test_zero_checkpoints",), "not in the parameter's shape"),
+    Mutant("flat moments", SHAPE, "return full", ("test_zero_checkpoints",), "not in the parameter's shape"),
     Mutant(
         "moments not resharded",
-        LOAD_ENTRIES,
-        LOAD_ENTRIES.replace("[piece.local]", "[: piece.inner.numel()]"),
+        LOAD_STATE,
+        LOAD_STATE.replace("part.cut", "lambda full, n=part.shard.numel(): full.flatten()[:n].clone()"),
         ("test_zero_checkpoints",),
         "what its own shards cover",
     ),
-    Mutant("the state not loaded", LOAD_STATE, "entries = ()", ("test_zero_checkpoints",), "moments start from zero"),
+    Mutant("the state not loaded", LOAD_STATE, "{}\n", ("test_zero_checkpoints",), "moments start from zero"),
     Mutant(
         "scalars not loaded",
         LOAD_STATE,
-        LOAD_STATE + '\n                entries = [(k, v * 0 if k == "step" else v) for k, v in entries]',
+        LOAD_STATE + '            inner_state[number].get("step", torch.zeros(())).zero_()\n',
         ("test_zero_checkpoints",),
         "such as Adam's step",
     ),
@@ -660,16 +634,22 @@ ZERO = [
     Mutant(
         "masters made anew from the weights in every step",
         TAKE_GRAD,
-        TAKE_GRAD + "\n            piece.inner.data = piece.buffer.param_data[piece.place].float()",
+        TAKE_GRAD + "\n            part.shard.data = part.buffer.param_data[part.buffer_slice].float()",
         ("test_zero_masters",),
         "rounding takes a small step back",
     ),
-    Mutant("masters not saved", SAVED_MASTERS, "if False:", ("test_zero_masters",), "does state_dict have them"),
-    Mutant("masters not loaded", LOAD_MASTERS, "now", ("test_zero_masters",), "does state_dict have them"),
+    Mutant("masters not saved", SAVED_MASTERS, "pass", ("test_zero_masters",), "does state_dict have them"),
+    Mutant(
+        "masters not loaded",
+        LOAD_MASTERS,
+        LOAD_MASTERS.replace("masters.get(index, part.param)", "part.param"),
+        ("test_zero_masters",),
+        "does state_dict have them",
+    ),
     Mutant(
         "masters cut where another rank's shard is",
         LOAD_MASTERS,
-        LOAD_MASTERS.replace("[piece.local]", "[: piece.inner.numel()]"),
+        "part.shard.copy_(masters.get(index, part.param).flatten()[: part.shard.numel()])",
         ("test_zero_masters",),
         "of each master a rank takes what its own shards cover",
     ),
