@@ -21,9 +21,8 @@ from brigade.course.modules import HAS_SOLUTIONS, MODULES, ROOT, CourseError, Mo
 
 KEPT = "skeletons"  # where the student edition, which has no solutions, keeps them
 REPLACED = Path("out") / "replaced"  # where `write` moves what was in a skeleton's place
-BLOCK = re.compile(
-    r"^( *)### BEGIN SOLUTION (part \(\w\))\n(?:(?! *### BEGIN SOLUTION).*\n)*? *### END SOLUTION\n", re.MULTILINE
-)
+BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
+BLOCK = re.compile(rf"^( *){BEGIN} (part \(\w\))\n(?:(?! *{BEGIN}).*\n)*? *{END}\n", re.MULTILINE)
 
 
 def skeleton(entry: Module) -> str:
@@ -38,7 +37,7 @@ def skeleton(entry: Module) -> str:
 
     text = BLOCK.sub(unwritten, solution)
     if "SOLUTION" in text or text == solution:
-        raise CourseError(f"{entry.path}: ### BEGIN SOLUTION and ### END SOLUTION do not pair up")
+        raise CourseError(f"{entry.path}: {BEGIN} and {END} do not pair up")
     return text
 
 

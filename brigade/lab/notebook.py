@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from brigade.course.modules import MODULES, ROOT, module
+from brigade.course.skeletons import BEGIN, END
 from brigade.course.submission import read
 from brigade.runner.ranks import Event, cores, describe, ending, loopback_interface, own_directory
 
@@ -372,8 +373,8 @@ def show(number: int, name: str) -> Code:
         node = next(node for node in body if getattr(node, "name", None) == part)
         body = node.body
     lines = text.splitlines()
-    begin = next(i for i in range(node.lineno, len(lines)) if "### BEGIN SOLUTION" in lines[i])
-    end = next(i for i in range(begin, len(lines)) if "### END SOLUTION" in lines[i])
+    begin = next(i for i in range(node.lineno, len(lines)) if BEGIN in lines[i])
+    end = next(i for i in range(begin, len(lines)) if END in lines[i])
     head = next(i for i in range(node.lineno - 1, len(lines)) if lines[i].endswith(":"))
     shown = [*lines[node.lineno - 1 : head + 1], *lines[begin + 1 : end]]
     return Code(textwrap.dedent("\n".join(shown)), language="python")

@@ -1,5 +1,7 @@
 """The command line, as a student meets it: one clear line for every wrong input, and nothing of theirs lost."""
 
+import json
+import os
 import re
 import shutil
 import signal
@@ -9,6 +11,7 @@ import threading
 import time
 import zipfile
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -431,3 +434,41 @@ def test_plain_pytest_refuses_wrong_options_in_one_line(options, line):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     assert line in done.stderr and "Traceback" not in done.stderr
+
+
+def run_python(program: str, place: Path = ROOT) -> None:
+    environment = os.environ | {"PYTHONPATH": str(place)}
+    subprocess.run([sys.executable, "-c", program], cwd=place, env=environment, check=True)
+
+
+def test_parsing_imports_what_the_command_needs_and_nothing_else():
+    """Neither torch, pytest and rich nor the lab and the grader: they are imported for the commands that use them."""
+    run_python(
+        "import sys\n"
+        "from brigade.cli.main import parse\n"
+        "def imported(*names): return {*names} & {*sys.modules}\n"
+        "parse([])\n"
+        "assert not imported('torch', 'pytest', 'rich', 'brigade.lab', 'brigade.grade', 'brigade.checks')\n"
+        "parse(['hint', '1'])\n"
+        "assert not imported('torch', 'pytest', 'brigade.lab', 'brigade.grade', 'brigade.checks')\n"
+        "parse(['grade', '--submission', 'x'])\n"
+        "assert not imported('torch', 'pytest', 'brigade.lab')\n"
+        "parse(['check', '1'])\n"
+        "assert not imported('torch', 'brigade.lab')\n"
+        "for words in (['bench'], ['trace', '1'], ['plan']): parse(words)\n"
+        "assert not imported('torch')\n"
+    )
+
+
+def test_checks_run_and_are_graded_without_the_lab(tmp_path):
+    """The Gradescope package has no lab."""
+    for name in ("brigade", "solutions", "tests"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "lab", "toolkit"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    commands = [
+        ["grade", "--submission", str(ROOT / "solutions"), "--modules", "1", "--out", str(tmp_path / "results.json")],
+        ["check", "1", "--target", "solutions"],
+    ]
+    for words in commands:
+        run_python(f"from brigade.cli.main import main\nassert main({words}) == 0", tmp_path)
+    assert json.loads((tmp_path / "results.json").read_text())["score"] == MODULES[0].points
