@@ -159,7 +159,7 @@ def test_no_sync_accumulates(submission):
             results,
             case,
             "gradients are the average of what 3 micro-batches accumulated",
-            suspects={
+            hypotheses={
                 "only the last micro-batch counts: what no_sync accumulated is lost?": [last] * world,
                 "only the last micro-batch was averaged: the hook reduces the incoming gradient, not the "
                 "accumulated one?": mixed,

@@ -19,7 +19,7 @@ from brigade.checks.expectations import (
     overlaps,
     require_launches,
 )
-from brigade.checks.verdict import CheckFailed, NotWritten
+from brigade.checks.verdict import CheckFailed
 from brigade.events import launches, ready, summary
 from diagnosis.easier import late_launches
 from scenarios import m04_bucketed_ddp, training
@@ -69,14 +69,8 @@ def planned_by(submission, case):
     """The buckets that the submission's plan_buckets makes of the case's model, as lists of names; None: no plan."""
     named = [(name, p) for name, p in case.parameters().items() if p.requires_grad]
     problem = {"numels": [p.numel() for _, p in named], "dtypes": [p.dtype for _, p in named], "cap_bytes": CAP_BYTES}
-    printed = submission.output
-    try:
-        [[buckets]] = submission.run(m04_bucketed_ddp.plan, [problem], world_size=1)
-    except CheckFailed:
-        return None
-    finally:
-        submission.output = printed  # by what failed
-    return [[named[i][0] if i >= 0 else "" for i in bucket] for bucket in buckets]
+    results = submission.try_run(m04_bucketed_ddp.plan, [problem], world_size=1)
+    return results and [[named[i][0] if i >= 0 else "" for i in bucket] for bucket in results[0][0]]
 
 
 SEE_RULE = "plan_buckets does not follow its rule, and these are its buckets: see test_bucket_rule"
@@ -87,13 +81,13 @@ def plan_suspected(submission, case):
     """Where a check fails and plan_buckets has lost a parameter of the case's model, that is the cause."""
     try:
         yield
-    except NotWritten:
-        raise
     except CheckFailed as failed:
+        if failed.verdict.part:
+            raise  # it is not written yet
         buckets = planned_by(submission, case)
         names = sorted(name for name, p in case.parameters().items() if p.requires_grad)
         if buckets is not None and sorted(name for bucket in buckets for name in bucket) != names:
-            raise CheckFailed(failed.expected, failed.happened, SEE_RULE) from None
+            raise failed.with_cause(SEE_RULE) from None
         raise
 
 

@@ -289,7 +289,7 @@ def test_main_grad_accumulates_in_fp32(submission):
                 grown[name], last[name] = again, sum(own[step][-1][i].float() for own in batches) / world
                 for own, total in zip(unreduced, sums):
                     own[name] = total
-            suspects = {
+            hypotheses = {
                 "the micro-batches accumulated in bf16, where 1 + 0.002 is 1?": [rounded] * world,
                 "main_grad still holds the step before: zero_grad does not reach it?": [kept] * world,
                 "p.grad goes on growing, and all of it is added each time: drop it when it has been added?": [grown]
@@ -297,7 +297,7 @@ def test_main_grad_accumulates_in_fp32(submission):
                 "only the last micro-batch is in it: copied, where it has to be added?": [last] * world,
             }
             if step == 0:
-                suspects["each rank has its own sum: is main_grad a view of the buffer?"] = unreduced
+                hypotheses["each rank has its own sum: is main_grad a view of the buffer?"] = unreduced
             with explained(results.events):
                 expect_equal(
                     f"main_grad is the average of what 41 micro-batches accumulated, in fp32 (step {step})",
@@ -307,7 +307,7 @@ def test_main_grad_accumulates_in_fp32(submission):
                     ],
                     truth,
                     tolerance=1e-5,
-                    suspects=suspects,
+                    hypotheses=hypotheses,
                 )
             for rank, result in enumerate(results):
                 for i in range(len(sizes)):
@@ -349,7 +349,7 @@ def test_one_buffer_per_dtype(submission):
         job = JOB | {"zero": "optimizer, to None", "late": False}
         job["arguments"] = JOB["arguments"] | {"grad_dtype": grad_dtype}
         wide = [dtype for dtype in (torch.float64, torch.float32) if grad_dtype]  # float32 is not wider than these
-        with explained_as(NARROWER if wide else "", "a gradient has its parameter's dtype"):
+        with explained_as(NARROWER if wide else "", "assigned gradient"):
             results = submission.run(m05_grad_buffer.train, case.for_ranks(**job), world_size=world)
         expected = {}
         for name, parameter in case.parameters().items():
@@ -386,13 +386,13 @@ def test_one_buffer_per_dtype(submission):
 
 
 @contextlib.contextmanager
-def explained_as(cause, vague):
-    """Replace a failure's cause that begins with `vague` by `cause`, if there is one."""
+def explained_as(cause, symptom):
+    """Replace the likely cause that `symptom` gave a failure by `cause`, if there is one."""
     try:
         yield
     except CheckFailed as failed:
-        if cause and failed.cause.startswith(vague):
-            raise CheckFailed(failed.expected, failed.happened, cause) from None
+        if cause and failed.verdict.hypothesis == symptom:
+            raise failed.with_cause(cause) from None
         raise
 
 

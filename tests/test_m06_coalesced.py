@@ -221,7 +221,7 @@ def expect_working(answers, inputs, label):
         f"after a block of coalesce that ended with an exception ({label}), the next all_reduce works",
         [{"its result": answer["alone"]} for answer in answers],
         {"its result": whole},
-        suspects={
+        hypotheses={
             "it did nothing: the group is still capturing, because the exception ended the block before the manager "
             "removed the group's state; try ... finally?": [{"its result": value} for value in inputs]
         },
@@ -310,7 +310,7 @@ def expect_averaged_shards(results, grads, layout, buckets, group):
         def cut(whole, place=place):
             return {f"shard {place} of bucket {b}": whole[shard_of(layout, b, place, size)] for b in buckets}
 
-        suspects = {
+        hypotheses = {
             "its own gradients stand there: does rank r's result go to shard r, of each bucket by itself?": own[place],
             f"exactly {size}× too large: summed over the ranks, not averaged?": average * size,
             f"exactly {size}× too small: divided twice, or by the size of the world?": average / size,
@@ -325,7 +325,7 @@ def expect_averaged_shards(results, grads, layout, buckets, group):
             [cut(found)],
             cut(average),
             ranks=[rank],
-            suspects={cause: [cut(whole)] for cause, whole in suspects.items()} if size > 1 else None,
+            hypotheses={cause: [cut(whole)] for cause, whole in hypotheses.items()} if size > 1 else None,
         )
 
 
@@ -355,7 +355,9 @@ def expect_gathered_shards(results, params, layout, buckets, group):
         [cut(result["param_data"]) for result in results],
         cut(whole),
         ranks=group,
-        suspects={"each rank has its own parameters still: param_data was not gathered?": [cut(data) for data in own]},
+        hypotheses={
+            "each rank has its own parameters still: param_data was not gathered?": [cut(data) for data in own]
+        },
         tolerance=0.0,
     )
     members = [i for i, bucket in enumerate(layout["bucket_of"]) if bucket in buckets]
@@ -364,7 +366,7 @@ def expect_gathered_shards(results, params, layout, buckets, group):
         [{f"parameter {i}": result["params"][i].flatten() for i in members} for result in results],
         {f"parameter {i}": whole[slice(*layout["param_ranges"][i])] for i in members},
         ranks=group,
-        suspects={
+        hypotheses={
             "module 5: with_params=True makes each p.data a view of param_data?": [
                 {f"parameter {i}": tensors[i].flatten() for i in members} for tensors in params
             ]
@@ -613,7 +615,7 @@ def test_steps_and_subgroups(submission):
         )
         told = case.for_ranks(groups=subgroups(world), interrupted=1 if model == "Plain" else None, **job(2))
         results = submission.run(training.train, told, world_size=world)
-        suspects = {}
+        hypotheses = {}
         if model == "Plain":
             expect_silence(results.events, case.group, 3)
             expect_restored(results.events, case.group, 1)
@@ -625,9 +627,9 @@ def test_steps_and_subgroups(submission):
                 expect_complete(events, 0, groups, f"rank {rank}")
         if model == "Plain":
             first, last = case.gradients(micro=slice(0, 1)), case.gradients(micro=slice(2, 3))
-            suspects["only the first of 3 micro-batches counts?"] = [first] * world
-            suspects["only the last of 3 micro-batches counts: what no_sync accumulated is lost?"] = [last] * world
-        expect_gradients(results, case, suspects=suspects)
+            hypotheses["only the first of 3 micro-batches counts?"] = [first] * world
+            hypotheses["only the last of 3 micro-batches counts: what no_sync accumulated is lost?"] = [last] * world
+        expect_gradients(results, case, hypotheses=hypotheses)
         expect_weights(results, case)
         require_halves(results, case, steps=3)
     forms = (("optimizer, to zeros", "before"), ("model, to None", "after"))
@@ -673,7 +675,7 @@ def expect_fp32_gradients(submission):
                 f"with grad_dtype=float32, after the finish of step {step}, {what} is the average of what accumulated",
                 [named(result["steps"][step][key], dtype) for result in results],
                 named(truth, dtype),
-                suspects={
+                hypotheses={
                     "the step before is still in it: accumulation does not start anew?": [named(kept, dtype)] * world
                 },
             )

@@ -19,7 +19,7 @@ from brigade.checks.expectations import (
     expect_weights,
     listing,
 )
-from brigade.checks.verdict import CheckFailed, NotWritten
+from brigade.checks.verdict import CheckFailed
 from brigade.events import launches, ready, summary
 from scenarios import m05_grad_buffer, m07_cached_shards, training
 
@@ -56,14 +56,12 @@ def views_suspected():
     """Module 6 has the same numbers right: where no other cause is known, a view is wrong."""
     try:
         yield
-    except NotWritten:
-        raise
     except CheckFailed as failed:
-        raised = "raised" in failed.happened
-        wrong_length = raised and any(word in failed.happened.partition("\n")[0] for word in ("hape", "size"))
-        vague = not failed.cause or failed.cause.startswith(("the ranks do not agree", "reduce_scatter(output"))
-        if (wrong_length or not raised) and vague:
-            failed = CheckFailed(failed.expected, failed.happened, WRONG_VIEW)
+        verdict = failed.verdict
+        is_unequal = any(word in verdict.message for word in ("hape", "size"))  # in the words of torch
+        is_general = not verdict.likely_cause or verdict.hypothesis in ("ranks_disagree", "unequal shards")
+        if is_general and not verdict.part and (is_unequal or not verdict.error):
+            failed = failed.with_cause(WRONG_VIEW)
         raise failed from None
 
 
@@ -177,14 +175,14 @@ def test_views_follow_the_buffer(submission):
                 )
             except CheckFailed as failed:
                 flat = "grad_data" if gather_grads else "grad_data, or of param_data alone,"
-                cause = failed.cause
+                cause = failed.verdict.likely_cause
                 if moved:
                     cause = (
                         f"it was right until reallocate(): do the views of {flat} still lie in the memory of before?"
                     )
                 elif not gather_grads:
                     cause = "shard r of a bucket is rank r's, in grad_data as in param_data: is it another's?"
-                raise CheckFailed(failed.expected, failed.happened, cause) from None
+                raise failed.with_cause(cause) from None
         runs.append((results, gather_grads))
     for results, gather_grads in runs:
         for rank, result in enumerate(results):

@@ -9,8 +9,9 @@ import torch
 from test_m05_grad_buffer import planned
 
 from brigade.checks import edge_case_models
-from brigade.checks.expectations import MANY_STEPS, CheckFailed, expect, expect_equal, format_distinct, listing, same
+from brigade.checks.expectations import MANY_STEPS, expect, expect_equal, format_distinct, listing, same
 from brigade.checks.reference import loss_of
+from brigade.checks.verdict import CheckFailed
 from brigade.events import launches, summary
 from brigade.runner.ranks import PerRank
 from scenarios import m08_sharded, m08_zero
@@ -62,7 +63,7 @@ def wrong_root(case, events):
     return ""
 
 
-def first_step_suspects(case, job, found, events):
+def first_step_hypotheses(case, job, found, events):
     """Causes of wrong weights after the first step, with the values that each would give."""
     start, size = case.start(), len(case.group)
     one = unsharded(case, job, steps=1)["weights"][0]
@@ -73,10 +74,10 @@ def first_step_suspects(case, job, found, events):
     ]
     frozen = {name for name, parameter in case.parameters().items() if not parameter.requires_grad}
     stepped = {name for name in one if any(not same(tensors[name], start[name]) for tensors in found)}
-    suspects = {}
+    hypotheses = {}
     if wrong := wrong_root(case, events):
-        suspects[f"{wrong}: both must be its owner?"] = found
-    suspects["the owner steps with its own gradient: it is not reduced, or the result is not used?"] = owners
+        hypotheses[f"{wrong}: both must be its owner?"] = found
+    hypotheses["the owner steps with its own gradient: it is not reduced, or the result is not used?"] = owners
     for factor, cause in (
         (size, f"gradients are {size}× too large: summed over the ranks, not averaged?"),
         (size / case.world_size, f"gradients are divided by {case.world_size}, the size of the world?"),
@@ -84,22 +85,22 @@ def first_step_suspects(case, job, found, events):
         (size / 2, f"gradients are divided by 2 where the group has {size} ranks?"),
     ):
         if factor != 1:
-            suspects[cause] = [{name: start[name] + factor * (one[name] - start[name]) for name in one}] * size
+            hypotheses[cause] = [{name: start[name] + factor * (one[name] - start[name]) for name in one}] * size
     if any(not torch.equal(tensors[name], start[name]) for name in frozen for tensors in found):
-        suspects["a frozen parameter is stepped, and weight decay moves it: it must have no gradient?"] = [
+        hypotheses["a frozen parameter is stepped, and weight decay moves it: it must have no gradient?"] = [
             {name: (tensors if name in frozen else one)[name] for name in one} for tensors in found
         ]
-    suspects["new weights reach some ranks only: every parameter must be broadcast from its owner?"] = [
+    hypotheses["new weights reach some ranks only: every parameter must be broadcast from its owner?"] = [
         {name: start[name] if name in stepped else one[name] for name in one}
     ] * size
-    suspects["no rank has stepped it: does a rank compare the owner with its rank in the group?"] = [start] * size
-    return suspects
+    hypotheses["no rank has stepped it: does a rank compare the owner with its rank in the group?"] = [start] * size
+    return hypotheses
 
 
-def expect_unsharded(results, case, job, suspects=None, tolerance=MANY_STEPS):
+def expect_unsharded(results, case, job, hypotheses=None, tolerance=MANY_STEPS):
     """After the first step and after the last, the case's group has the weights that the unsharded optimizer gives.
 
-    `suspects` maps a cause to changes of the job with which one process would get the wrong weights too.
+    `hypotheses` maps a cause to changes of the job with which one process would get the wrong weights too.
     """
     for rank in case.group:
         expect(
@@ -115,7 +116,9 @@ def expect_unsharded(results, case, job, suspects=None, tolerance=MANY_STEPS):
         try:
             expect_equal(what, found, truth[step], ranks=case.group, tolerance=tolerance)
         except CheckFailed:
-            options = {cause: unsharded(case, job | changes)["weights"] for cause, changes in (suspects or {}).items()}
+            options = {
+                cause: unsharded(case, job | changes)["weights"] for cause, changes in (hypotheses or {}).items()
+            }
             if step == -1:
                 cause = "state is lost in every step: the inner optimizer is made anew?"
                 options[cause] = unsharded(case, job, forget=True)["weights"]
@@ -123,8 +126,8 @@ def expect_unsharded(results, case, job, suspects=None, tolerance=MANY_STEPS):
             if step == -1 and not_reduced(results.events[case.group[0]], step=1):
                 causes = {"no gradient was reduced after step 0, as if all were: does step end that?": found}
             if step == 0:
-                causes |= first_step_suspects(case, job, found, results.events[case.group[0]])
-            expect_equal(what, found, truth[step], ranks=case.group, suspects=causes, tolerance=tolerance)
+                causes |= first_step_hypotheses(case, job, found, results.events[case.group[0]])
+            expect_equal(what, found, truth[step], ranks=case.group, hypotheses=causes, tolerance=tolerance)
     require_owners(results, case.group)
 
 
@@ -310,7 +313,7 @@ def test_sharded_groups_and_schedulers(submission):
             decayed = {"names": weights, "options": {"weight_decay": 0.1, "lr": 0.03}}
             plain = {"names": biases, "options": {"momentum": 0.5}}
             job = SGD | {"params": [decayed, plain], "scheduler": "lambda", "zeros": True}
-            suspects = {
+            hypotheses = {
                 "the learning rate that the scheduler set is ignored: inner groups are copies, and must be updated "
                 "before every step": {"scheduler": "none"},
                 "each group keeps its own options: the first group's were used for all?": {
@@ -324,7 +327,7 @@ def test_sharded_groups_and_schedulers(submission):
         elif kind == "one cycle":
             options = {"lr": 0.01, "betas": (0.9, 0.999)}
             job = SGD | {"optimizer": "Adam", "options": options, "scheduler": kind, "closure": True}
-            suspects = {
+            hypotheses = {
                 "what the scheduler set is ignored: inner groups are copies, and must be updated before every step": {
                     "scheduler": "none"
                 },
@@ -340,7 +343,7 @@ def test_sharded_groups_and_schedulers(submission):
                 "params": [{"names": names[:-2], "options": {}}],
                 "late": late,
             }
-            suspects = {"the group added later is never stepped": {"late": late | {"options": {"lr": 0.0}}}}
+            hypotheses = {"the group added later is never stepped": {"late": late | {"options": {"lr": 0.0}}}}
         results = submission.run(m08_sharded.train, case.for_ranks(start=case.start(), **job), world_size=world)
         truth = unsharded(case, job)
         for rank, result in enumerate(results):
@@ -361,7 +364,7 @@ def test_sharded_groups_and_schedulers(submission):
                 "step(closure) returns what the closure returned",
                 f"rank {rank}: {result['returned'][:3]}, where the closure returned {result['losses'][:3]}",
             )
-        expect_unsharded(results, case, job, suspects)
+        expect_unsharded(results, case, job, hypotheses)
 
 
 @pytest.mark.points(1)
@@ -529,10 +532,10 @@ def trained_alone(recipe, model, steps, gradients, load=None, clip=None):
     return {name: p.detach().clone() for name, p in model.named_parameters()}, optimizer.state_dict(), found["norms"]
 
 
-def expect_trained(what, results, truth, start, suspects=None, *, ranks=None, tolerance=MANY_STEPS, otherwise=""):
+def expect_trained(what, results, truth, start, hypotheses=None, *, ranks=None, tolerance=MANY_STEPS, otherwise=""):
     """Every rank has the weights `truth`, and a ZeroOptimizer; else CheckFailed with the likely cause.
 
-    `suspects` are functions that compute the weights a mistake gives; `otherwise` is the cause where none does.
+    `hypotheses` are functions that compute the weights a mistake gives; `otherwise` is the cause where none does.
     """
     ranks = list(ranks or range(len(results)))
     for rank in ranks:
@@ -552,8 +555,8 @@ def expect_trained(what, results, truth, start, suspects=None, *, ranks=None, to
     try:
         expect_equal(what, found, truth, ranks=ranks, tolerance=tolerance)
     except CheckFailed as failed:
-        cause = cause_of(found, truth, start, suspects or {}, tolerance, otherwise)
-        raise CheckFailed(failed.expected, failed.happened, cause) from None
+        cause = cause_of(found, truth, start, hypotheses or {}, tolerance, otherwise)
+        raise failed.with_cause(cause) from None
 
 
 def require_shared_state(results, case, name):
@@ -571,13 +574,13 @@ def require_shared_state(results, case, name):
         )
 
 
-def cause_of(found, truth, start, suspects, tolerance, otherwise):
-    """The mistake that explains wrong weights; `otherwise` where it is none of the suspects."""
+def cause_of(found, truth, start, hypotheses, tolerance, otherwise):
+    """The mistake that explains wrong weights; `otherwise` where it is none of the hypotheses."""
     if any(bool(tensor.isnan().any()) for weights in found for tensor in weights.values()):
         return "NaN: weights were read before the handle of their all-gather was waited on?"
     if any(not close(weights, found[0], tolerance) for weights in found):
         return "the ranks do not agree: are weights gathered from all ranks, after the step on the own shard?"
-    for cause, weights in suspects.items():
+    for cause, weights in hypotheses.items():
         if close(found[0], weights(), tolerance):
             return cause
     if otherwise:
@@ -633,7 +636,7 @@ def test_zero_equals_unsharded(submission):
         told = zero_jobs(case, recipe, groups=groups, arguments=arguments, reallocate=moving)
         results = submission.run(m08_zero.train, told, world_size=world)
         what = f"weights after 20 steps of {name} on ranks {listing(case.group)} are those of the plain optimizer"
-        suspects = {
+        hypotheses = {
             f"gradients are {how} by the number of ranks, though the finish has averaged them?": partial(
                 weights_alone, case, recipe | {"loss_scale": factor}
             )
@@ -641,8 +644,8 @@ def test_zero_equals_unsharded(submission):
         }
         if moving:
             what += ", though buffer.reallocate() moves the buffers before every step"
-            suspects["tensors are kept from the start, where `reallocate` replaces them?"] = case.start
-        expect_trained(what, results, weights_alone(case, recipe), case.start(), suspects, ranks=case.group)
+            hypotheses["tensors are kept from the start, where `reallocate` replaces them?"] = case.start
+        expect_trained(what, results, weights_alone(case, recipe), case.start(), hypotheses, ranks=case.group)
         require_shared_state([results[rank] for rank in case.group], case, name)
     [world] = submission.worlds(2)
     results = submission.run(m08_zero.refusals, submission.case("Plain", world).for_ranks(**ZERO), world_size=world)
@@ -775,12 +778,12 @@ def test_zero_groups_and_schedulers(submission):
             results,
             weights_alone(case, recipe),
             case.start(),
-            group_suspects(case, recipe),
+            group_hypotheses(case, recipe),
         )
         require_shared_state(results, case, "AdamW")
 
 
-def group_suspects(case, recipe):
+def group_hypotheses(case, recipe):
     """Mistakes with parameter groups, and the weights they give."""
     if "late" in recipe:
         late = recipe["late"]
@@ -884,10 +887,12 @@ def expect_norms(found, truth, when, rounding):
                 "reduce-scatter left there?"
             )
         got, want = format_distinct(got, want)
-        raise CheckFailed(
+        expect(
+            False,
             f"clip_grad_norm_ returns the norm of all gradients together, {when}",
-            f"rank {rank}: it is {got}, expected {want}",
+            f"it is {got}, expected {want}",
             cause,
+            rank=rank,
         )
 
 
@@ -908,7 +913,7 @@ def test_zero_checkpoints(submission):
         expect_trained(f"weights after {half} steps of {name}", saved, weights, case.start())
         require_shared_state(saved, case, name)
         for rank, result in enumerate(saved):
-            expect_state_dict(result["state_dict"], state, params, f"rank {rank} of {before}")
+            expect_state_dict(result["state_dict"], state, params, rank, before)
         checkpoint = (saved[0]["weights"], saved[0]["state_dict"])
         resumed = partial(weights_alone, case, recipe, range(after), range(half, 2 * half))
         expect_plain_loads(partial(resumed, *checkpoint))
@@ -949,13 +954,15 @@ def expect_plain_loads(resume):
     try:
         resume()
     except Exception as error:
-        raise CheckFailed(
-            "a plain optimizer's load_state_dict takes the state_dict", f"{type(error).__name__}: {error}"
-        ) from None
+        expect(False, "a plain optimizer's load_state_dict takes the state_dict", f"{type(error).__name__}: {error}")
 
 
-def expect_state_dict(found, truth, params, where):
-    """The state_dict is `truth`, the plain optimizer's, with masters; its parameters are `params` in their order."""
+def expect_state_dict(found, truth, params, rank, size):
+    """The state_dict of one of `size` ranks is `truth`, the plain optimizer's, with masters.
+
+    Its parameters are `params` in their order.
+    """
+    where = f"rank {rank} of {size}"
     what = "state_dict() returns on every rank what the plain optimizer's would be, and masters: "
     kinds = {key: type(value).__name__ for key, value in found.items()} if isinstance(found, dict) else {}
     expect(
@@ -1000,13 +1007,10 @@ def expect_state_dict(found, truth, params, where):
                 )
                 got[name] = entry.double()
     try:
-        expect_equal(what + "its moments", [got], expected, tolerance=MANY_STEPS)
+        expect_equal(what + "its moments", [got], expected, ranks=[rank], tolerance=MANY_STEPS)
     except CheckFailed as failed:
-        raise CheckFailed(
-            failed.expected,
-            failed.happened.replace("rank 0", where),
-            "each rank knows its own shards only: are the parts of all ranks put together, each in its place?",
-        ) from None
+        cause = "each rank knows its own shards only: are the parts of all ranks put together, each in its place?"
+        raise failed.with_cause(cause) from None
 
 
 GAP = 1 / 128  # between bfloat16 numbers from 1 to 2

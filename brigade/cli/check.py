@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import random
-import re
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import pytest
 from rich.text import Text
 
+from brigade.checks import render
+from brigade.checks.collect import Check, collect
+from brigade.checks.run import Conditions, default_backend, prepare, run_checks
 from brigade.checks.server import start_server
+from brigade.checks.verdict import Outcome
 from brigade.cli.console import console, indent, shorten
 from brigade.cli.options import add_prior, add_target
 from brigade.cli.progress_file import hash_submission, recall, remember
 from brigade.course import skeletons
 from brigade.course.modules import HAS_SOLUTIONS, MODULES, ROOT, CourseError, Module, module
 from brigade.course.submission import Sources, directory, find, read
-from brigade.rank import dynamo_stub
 from brigade.runner import ranks
+
+Outcomes = dict[Check, Outcome]  # of the last time
 
 
 def add_check_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,125 +47,102 @@ def add_next_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--debug", action="store_true", help="one rank, no deadline, until a failure: for breakpoint()")
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What became of one check. `text` is what the student reads of it, "" where it passed."""
-
-    title: str
-    passed: bool
-    text: str
-
-
+@dataclass
 class Report:
-    """A pytest plugin that shows each graded check as it ends, and keeps the score.
+    """Shows each graded check of a module as it ends, and keeps the score.
 
-    With the outcomes of the run `before` it shows what differs from them, beginning with what failed then.
+    With the outcomes of the run `before` it shows what differs from them.
     """
 
-    def __init__(self, quiet: bool = False, before: dict[str, Outcome] | None = None, prints: bool = False):
-        self.quiet = quiet
-        self.before = before or {}
-        self.prints = prints  # whether what the ranks printed is shown of checks that pass, too
-        self.printed = 0  # checks that pass whose ranks printed something
-        self.told: dict[str, str] = {}  # what was said of a failure -> the first check that said it
-        self.outcomes: dict[str, Outcome] = {}  # by pytest's name of the check
-        self.earned = self.possible = 0
-        self.failed: list[Any] = []
-        self.broken: list[str] = []
+    before: Outcomes
+    is_quiet: bool = False
+    shows_prints: bool = False  # of checks that pass, too
+    outcomes: list[Outcome] = field(default_factory=list)
+    told: dict[tuple, str] = field(default_factory=dict)  # the reason of a failure -> the first check that had it
 
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        items.sort(key=lambda item: item.nodeid in self.before and self.before[item.nodeid].passed)
+    def add(self, outcome: Outcome) -> None:
+        self.outcomes.append(outcome)
+        if not self.is_quiet and not self.is_unchanged(outcome):
+            sign, colour = ("✓", "green") if outcome.passed else ("✗", "red")
+            points = f"{outcome.score}/{outcome.check.points}"
+            console.print(Text.assemble((f"  {sign} ", colour), f"{points}  {outcome.check.title}"))
+            if text := self.describe(outcome):
+                console.print(Text(indent(text)))
 
-    def pytest_runtest_logreport(self, report: Any) -> None:
-        if report.when != "call" and report.passed:
-            return
-        points = getattr(report, "brigade_points", 0)
-        title = getattr(report, "brigade_title", report.nodeid)
-        self.possible += points
-        if report.passed:
-            self.earned += points
-        else:
-            self.failed.append(report)
-        printed = last_prints(report)
-        self.printed += bool(printed) and report.passed
-        outcome = Outcome(title, report.passed, "" if report.passed else feedback(report))
-        self.outcomes[report.nodeid] = outcome
-        if self.quiet or outcome == self.before.get(report.nodeid):
-            return
-        sign, colour, got = ("✓", "green", points) if report.passed else ("✗", "red", 0)
-        console.print(Text.assemble((f"  {sign} ", colour), f"{got}/{points}  {title}"))
-        text = "\n".join(printed) if report.passed and self.prints else outcome.text
-        if text and not report.passed and not getattr(report, "brigade_unwritten", False):
-            first = self.told.setdefault(essence(report), title)
-            if first != title and text.count("\n") > 2:
-                text = "as in the first failed check" if first == next(iter(self.told.values())) else f"as in: {first}"
-        if text:
-            console.print(Text(indent(text)))
+    def describe(self, outcome: Outcome) -> str:
+        """Return what the student reads of a check below its title."""
+        if outcome.passed:
+            return "\n".join(render.printed_lines(outcome)) if self.shows_prints else ""
+        text = render.with_prints(outcome)
+        if outcome.status != "not written":
+            first = self.told.setdefault(render.reason(outcome.verdict), outcome.check.title)
+            if first != outcome.check.title and text.count("\n") > 2:
+                return "as in the first failed check" if first == next(iter(self.told.values())) else f"as in: {first}"
+        return text
 
-    def pytest_collectreport(self, report: Any) -> None:
-        if report.failed:
-            self.broken.append(str(report.longrepr))
+    def is_unchanged(self, outcome: Outcome) -> bool:
+        before = self.before.get(outcome.check)
+        return before is not None and render.is_same(before, outcome)
 
-    def unchanged(self) -> str:
-        """One line on the checks that were not shown, because they ended as before; "" without any."""
-        same = [outcome for name, outcome in self.outcomes.items() if outcome == self.before.get(name)]
-        failing = [f"still fails: {outcome.title}" for outcome in same if not outcome.passed]
+    @property
+    def earned(self) -> int:
+        return sum(outcome.score for outcome in self.outcomes)
+
+    @property
+    def possible(self) -> int:
+        return sum(outcome.check.points for outcome in self.outcomes)
+
+    @property
+    def failed(self) -> list[Outcome]:
+        return [outcome for outcome in self.outcomes if not outcome.passed]
+
+    def count_silent_prints(self) -> int:
+        """Return how many checks pass whose ranks printed something."""
+        return sum(bool(render.printed_lines(outcome)) and outcome.passed for outcome in self.outcomes)
+
+    def list_unchanged(self) -> str:
+        """Return one line on the checks that were not shown, because they ended as before; "" without any."""
+        same = [outcome for outcome in self.outcomes if self.is_unchanged(outcome)]
+        failing = [f"still fails: {outcome.check.title}" for outcome in same if not outcome.passed]
         passing = [f"{len(same) - len(failing)} pass as before"] if len(same) > len(failing) else []
         return "; ".join(passing + failing)
 
 
-def feedback(report: Any) -> str:
-    """What the student reads of a failed check, and the last lines that the ranks printed."""
-    lines = str(report.longrepr).splitlines()
-    if getattr(report, "brigade_unwritten", False):
-        return lines[0].replace("expected  ", "to do: ").removesuffix(" is written")
-    return "\n".join(lines + last_prints(report))
-
-
-def last_prints(report: Any) -> list[str]:
-    """The last lines that each rank printed."""
-    found = [[line for line in text.splitlines() if line.startswith("[rank ")] for _, text in report.sections]
-    return [line for lines in found for line in lines[-20:]]
-
-
-def essence(report: Any) -> str:
-    """What is said of a failure, without what differs between checks that fail for one reason."""
-    said = str(report.longrepr).partition("\nrepeat ")[0]
-    return re.sub(r"rank \d+|\d+ s\b|#\d+", "", said)
-
-
-def check_module(entry: Module, options: argparse.Namespace, **how: Any) -> Report:
-    """Run a module's graded checks in this process; `how` is for `Report`. Raise CourseError when they cannot run."""
-    report = Report(prints=bool(options.only), **how)
+def check_module(
+    entry: Module, options: argparse.Namespace, before: Outcomes | None = None, is_quiet: bool = False
+) -> Report:
+    """Run a module's graded checks in this process, those first that failed before. Raise CourseError if impossible."""
     with ending_at_once():
-        start_server()
-        dynamo_stub.import_torch()
-    arguments = [str(entry.checks), f"--rootdir={ROOT}", f"--config-file={ROOT / 'pyproject.toml'}"]
-    arguments += ["-p", "no:terminal", "-p", "no:cacheprovider", "--hurry"]
-    arguments += [f"--target={options.target}", f"--prior={options.prior}"]
-    if options.backend:
-        arguments.append(f"--backend={options.backend}")
-    if options.share_gpu:
-        arguments.append("--share-gpu")
-    if options.seed is not None:
-        arguments.append(f"--seed={options.seed}")
+        prepare()
+        try:
+            checks = collect([entry])
+        except Exception as error:
+            raise CourseError(f"the checks could not run:\n{type(error).__name__}: {error}") from None
     if options.only:
-        arguments += ["-k", options.only]
-    if options.debug:
-        arguments += ["--debug-rank", "-s", "-x"]
-    before = Path.cwd()
-    status = pytest.main(arguments, plugins=[report])
-    os.chdir(before)
-    if status == pytest.ExitCode.INTERRUPTED:
-        raise KeyboardInterrupt
-    if report.broken or status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
-        if options.only and status == pytest.ExitCode.NO_TESTS_COLLECTED:
-            names = ", ".join(re.findall(r"^def test_(\w+)", entry.checks.read_text(), re.MULTILINE))
-            raise CourseError(
-                f"module {entry.number} has no check whose name contains {options.only!r}; it has {names}"
-            )
-        raise CourseError("the checks could not run:\n" + "\n".join(report.broken))
+        checks = select(checks, options.only)
+    conditions = Conditions(
+        seed=random.randrange(10**6) if options.seed is None else options.seed,
+        backend=options.backend or default_backend(),
+        share_gpu=options.share_gpu,
+        is_debugged=options.debug,
+    )
+    report = Report(before or {}, is_quiet, shows_prints=bool(options.only))
+    checks.sort(key=lambda check: check in report.before and report.before[check].passed)
+    for outcome in run_checks(checks, options.target, conditions, options.prior):
+        report.add(outcome)
+        if options.debug and not outcome.passed:
+            break
     return report
+
+
+def select(checks: Sequence[Check], only: str) -> list[Check]:
+    """Return the checks whose name contains `only`, or one of several texts with "or" between. Raise CourseError."""
+    wanted = [text.strip() for text in only.split(" or ")]
+    chosen = [check for check in checks if any(text in check.name for text in wanted)]
+    if not chosen:
+        names = ", ".join(check.name.removeprefix("test_") for check in checks)
+        raise CourseError(f"module {checks[0].module} has no check whose name contains {only!r}; it has {names}")
+    return chosen
 
 
 @contextlib.contextmanager
@@ -185,7 +163,7 @@ def run_check(options: argparse.Namespace) -> int:
     options.target = str(directory(options.target).resolve())
     if options.prior == "reference":
         directory("solutions")
-    start_server()
+    start_server()  # it imports torch meanwhile
     if options.backend == "nccl":
         ranks.nccl_environment(2, options.share_gpu)
     entries = [module(options.number)] if options.number else list(MODULES)
@@ -200,7 +178,7 @@ def run_check(options: argparse.Namespace) -> int:
     return watch(entries, options)
 
 
-def check_once(entries: Sequence[Module], options: argparse.Namespace, before: dict[str, Outcome]) -> int:
+def check_once(entries: Sequence[Module], options: argparse.Namespace, before: Outcomes) -> int:
     """Checks the modules one after another, and updates `before`, the outcomes of the last time."""
     earned = possible = 0
     status = 0
@@ -217,15 +195,15 @@ def check_once(entries: Sequence[Module], options: argparse.Namespace, before: d
             continue
         report = check_module(entry, options, before=before)
         seconds = time.monotonic() - started
-        if unchanged := report.unchanged():
+        if unchanged := report.list_unchanged():
             console.print(f"  {unchanged}", markup=False)
-        before.update(report.outcomes)
+        before.update({outcome.check: outcome for outcome in report.outcomes})
         console.print(f"  {report.earned} of {report.possible} points, {seconds:.1f} s")
-        if report.printed and not options.only and not options.debug:
-            times = "1 check that passes" if report.printed == 1 else f"{report.printed} checks that pass"
+        if (silent := report.count_silent_prints()) and not options.only and not options.debug:
+            times = "1 check that passes" if silent == 1 else f"{silent} checks that pass"
             console.print(f"  The ranks printed something in {times}: --only NAME shows it.", markup=False)
-        if any(f"module {earlier.number}, part" in str(failed.longrepr) for failed in report.failed
-               for earlier in MODULES[: entry.number - 1]):  # fmt: skip
+        unwritten = [outcome.verdict.part for outcome in report.failed if outcome.verdict.part]
+        if any(part.module < entry.number for part in unwritten):
             advice = ": --prior reference uses ours" if HAS_SOLUTIONS else ""
             console.print(f"  It builds on an earlier module that is not written yet{advice}.")
         console.print()
@@ -263,7 +241,7 @@ def finished(entry: Module, sources: Sources, show: bool) -> None:
 
 def watch(entries: Sequence[Module], options: argparse.Namespace) -> int:
     """Checks now, and whenever one of the modules' files is saved what changes by that, until Ctrl-C."""
-    outcomes: dict[str, Outcome] = {}
+    outcomes: Outcomes = {}
     while True:
         seen = saved(entries, options)
         check_once(entries, options, outcomes)
@@ -290,7 +268,7 @@ def run_next(options: argparse.Namespace) -> int:
             key = hash_submission(entry, sources)
             done = recall("passed").get(entry.package) == key
             begun = sources[f"{entry.package}.{entry.name}"][1] != skeletons.skeleton(entry)
-            report = check_module(entry, options, quiet=True) if begun and not done else None
+            report = check_module(entry, options, is_quiet=True) if begun and not done else None
         except CourseError as error:
             console.print(f"→ {error}", markup=False)
             return 1
@@ -305,8 +283,8 @@ def run_next(options: argparse.Namespace) -> int:
         console.print(f"  check   brigade check {entry.number} --watch")
         console.print(f"  stuck?  brigade hint {entry.number}")
         if report:
-            console.print(f"\n  first check that fails: {report.failed[0].brigade_title}")
-            console.print(Text(indent(feedback(report.failed[0]))))
+            console.print(f"\n  first check that fails: {report.failed[0].check.title}")
+            console.print(Text(indent(render.with_prints(report.failed[0]))))
         return 1
     console.print(f"All {len(MODULES)} modules pass. `brigade submit` makes the zip to hand in;", markup=False)
     console.print("the written questions are in assignments.md.")

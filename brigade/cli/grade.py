@@ -93,7 +93,7 @@ def run_one(options: argparse.Namespace, entries: Sequence[Module], console: Con
             latest.findings = findings
             if out:
                 formats.write(out, render(grading))
-            done = sum(outcome.finished for outcome in grading.outcomes)
+            done = sum(outcome.is_settled for outcome in grading.outcomes)
             progress.update(task, total=len(grading.outcomes), completed=done)
 
         findings: list[static_look.Finding] = []

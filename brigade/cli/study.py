@@ -14,6 +14,7 @@ from brigade.cli.options import add_target
 from brigade.cli.progress_file import hash_submission, recall, remember
 from brigade.course import skeletons
 from brigade.course.modules import MODULES, ROOT, CourseError, Module, module
+from brigade.course.parts import unwritten_parts
 from brigade.course.submission import directory, find, read
 
 LABEL = re.compile(r"^\*\*(\(\w\)(?:, \(\w\))*)\*\*", re.MULTILINE)  # in hints: **(b)**, or **(b), (c)**
@@ -68,8 +69,8 @@ def run_hint(options: argparse.Namespace) -> int:
 def find_unwritten_part(entry: Module) -> str:
     """Return the letter of the first part in the student's file that is not written; "" if there is none."""
     path = ROOT / "lessons" / entry.path
-    found = re.search(rf'NotImplementedError\("module {entry.number}, part \((\w)\)"\)', path.read_text())
-    return found[1] if found else ""
+    unwritten = unwritten_parts(path.read_text())
+    return unwritten[0].letter if unwritten else ""
 
 
 def extract_part(step: str, part: str) -> str:
@@ -126,7 +127,7 @@ def find_state(entry: Module, target: Path) -> str:
     except CourseError:
         return "broken"
     text = sources[f"{entry.package}.{entry.name}"][1]
-    if re.search(rf'raise NotImplementedError\("module {entry.number}, part \(\w\)"\)', text):
+    if unwritten_parts(text):
         return "not written"
     return "passes" if recall("passed").get(entry.package) == hash_submission(entry, sources) else "written"
 

@@ -9,11 +9,11 @@ In a document of `DOCUMENTS` the text between two comments is made, the rest is 
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from brigade.course.listing import list_checks
 from brigade.course.modules import MODULES, CourseError, Module
 
 DOCUMENTS = ("README.md", "assignments.md")
@@ -61,7 +61,7 @@ def assignments(root: Path) -> str:
 def assignment(entry: Module, root: Path) -> str:
     names = [f"`{name}`" for name in entry.public]
     listed = " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
-    rows = [(f"`{name}`", points, title) for name, points, title in checks(entry, root)]
+    rows = [(f"`{check.name}`", check.points, check.title.rstrip(".")) for check in list_checks(entry, root)]
     return (
         f"## Module {entry.number}: {entry.title}\n\n"
         f"**Hand in** `{entry.path.name}`: {listed}. [Reading](lessons/{entry.package}/README.md), {entry.minutes} "
@@ -69,26 +69,6 @@ def assignment(entry: Module, root: Path) -> str:
         + table(("check", "points", "what must hold"), [*rows, ("", f"**{entry.points}**", "")])
         + f"\n**Written questions**\n\n{questions(entry, root)}"
     )
-
-
-def checks(entry: Module, root: Path) -> list[tuple[str, int, str]]:
-    """Name, points and title of each graded check, in order. The file is read and not imported."""
-    tree = ast.parse((root / "tests" / entry.checks.name).read_text())
-    return [
-        (check.name, points_of(check), ast.get_docstring(check).splitlines()[0].rstrip("."))
-        for check in check_functions(tree)
-    ]
-
-
-def check_functions(tree: ast.Module) -> list[ast.FunctionDef]:
-    """Return the functions of a file that are graded checks, in order."""
-    return [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
-
-
-def points_of(check: ast.FunctionDef) -> int:
-    """What its decorator `pytest.mark.points` says."""
-    calls = [mark for mark in check.decorator_list if isinstance(mark, ast.Call)]
-    return next(mark.args[0].value for mark in calls if ast.unparse(mark.func) == "pytest.mark.points")
 
 
 def questions(entry: Module, root: Path) -> str:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from brigade.course import handout, skeletons
+from brigade.course import listing, skeletons
 from brigade.course.modules import MODULES, ROOT, CourseError, Module
 
 IMPORT_S = 120.0  # for importing all checks, torch included
@@ -52,7 +52,7 @@ def import_checks(root: Path = ROOT) -> None:
         raise CourseError(f"the checks cannot be imported: {last}") from None
     faults = []
     for entry in MODULES:
-        names_in_file = sorted(name for name, _, _ in handout.checks(entry, root))
+        names_in_file = sorted(check.name for check in listing.list_checks(entry, root))
         found_there = found[entry.checks.stem]
         if isinstance(found_there, str):
             faults.append(f"tests/{entry.checks.name} cannot be imported: {found_there}")
@@ -110,7 +110,7 @@ def solution_faults(entry: Module, tree: ast.Module) -> list[str]:
 
 def check_faults(entry: Module, tree: ast.Module) -> list[str]:
     """Return what a grader or the handout cannot use in a file of checks."""
-    checks = handout.check_functions(tree)
+    checks = listing.check_functions(tree)
     names = [check.name for check in checks]
     faults = [f"it defines {name} {names.count(name)} times" for name in sorted(set(names)) if names.count(name) > 1]
     total = 0

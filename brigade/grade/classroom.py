@@ -182,7 +182,7 @@ def started(student: Student, command: Sequence[str], lock: int) -> subprocess.P
     student.made_from.unlink(missing_ok=True)
     with open(student.log, "w") as log:
         return subprocess.Popen(
-            [*command, "--submission", str(student.path), "--out", str(student.results)],
+            [*command, "--submission", str(student.path), "--out", str(student.results), "--format", "json"],
             cwd=ROOT,  # and not where a student's directory could be found as a package
             stdin=subprocess.PIPE,
             stdout=log,
@@ -209,18 +209,13 @@ def row(student: Student, entries: Sequence[Module], waiting: Container[Student]
     if result is None:
         note = f"the grader gave no results: see {student.log.name}"
         return line | {"score": 0, "note": noted(student, note)}
-    watched = [test["output"].splitlines()[1:] for test in result["tests"] if test["tags"] == [HEADING]]
-    result["tests"] = [test for test in result["tests"] if test["tags"] != [HEADING]]
-    line |= {"score": result["score"], "max": sum(test["max_score"] for test in result["tests"])}
+    line |= {"score": result["score"], "max": result["max_score"]}
     for entry in entries:
-        mine = [test for test in result["tests"] if f"module {entry.number}" in test["tags"]]
-        line[f"module {entry.number}"] = sum(test["score"] for test in mine)
-    for test in result["tests"]:
-        number, (_, name) = test["number"].split(".")[0], test["tags"]
-        if name.startswith("test_"):  # else the grading ended before it knew the checks
-            line[f"{number}.{name.removeprefix('test_')}"] = test["score"]
-    line[HEADING] = " / ".join(sum(watched, []))
-    return line | {"note": noted(student, *result["output"].splitlines()[1:])}
+        line[f"module {entry.number}"] = sum(c["score"] for c in result["checks"] if c["module"] == entry.number)
+    for check in result["checks"]:
+        line[f"{check['module']}.{check['name'].removeprefix('test_')}"] = check["score"]
+    line[HEADING] = " / ".join(result["findings"])
+    return line | {"note": noted(student, *result["notes"])}
 
 
 def noted(student: Student, *notes: str) -> str:

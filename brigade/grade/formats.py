@@ -1,4 +1,4 @@
-"""Results files: Gradescope's results.json, Classroom 50's result.json, JUnit XML and text.
+"""Results files: our own JSON, Gradescope's results.json, Classroom 50's result.json, JUnit XML and text.
 
 A file is replaced as a whole, so that whoever reads it at any instant finds it complete. Only its owner may read it.
 """
@@ -9,16 +9,20 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from brigade.checks import render
+from brigade.checks.verdict import Outcome, Verdict
 from brigade.course.modules import MODULES, CourseError
-from brigade.grade.outcome import UNFINISHED, Grading, Outcome
+from brigade.grade.outcome import UNFINISHED, Grading
 from brigade.grade.static_look import HEADING
 
 SCREEN_LINES, SCREEN_CHARACTERS = 40, 4_000  # of feedback for one check
+PRINTED_LINES, PRINTED_CHARACTERS = 10, 200  # of each rank, and of each line
 
 # Fields of Classroom 50's result, and where its runner has them in the environment.
 # https://github.com/foundation50/classroom50/blob/main/schemas/result-v1.schema.json
@@ -53,19 +57,29 @@ def write(path: Path, text: str) -> None:
 
 def heading(grading: Grading) -> str:
     """The state of the whole, in a few lines."""
-    lines = [f"{grading.score} of {grading.max_score} points, seed {grading.seed}"]
-    left = sum(not outcome.finished for outcome in grading.outcomes)
-    if left:
+    return "\n".join([f"{grading.score} of {grading.max_score} points, seed {grading.seed}", *remarks(grading)])
+
+
+def remarks(grading: Grading) -> list[str]:
+    """What is missing in the grading, and its notes."""
+    lines = []
+    if left := grading.unfinished():
         lines.append(f"The grading {UNFINISHED}: {left} of {len(grading.outcomes)} checks have not run.")
     elif not grading.finished:
         lines.append(f"The grading {UNFINISHED}: checks that failed were to run again on the reference's modules.")
-    return "\n".join([*lines, *map(shown, grading.notes)])
+    return [*lines, *map(shown, grading.notes)]
 
 
 def feedback(outcome: Outcome) -> str:
     """What the student is told of a check: at most a screen."""
-    text = shown(outcome.text)
-    lines = text.splitlines()
+    if outcome.passed:
+        return ""
+    if not outcome.verdict:
+        return UNFINISHED
+    text = str(outcome.verdict)
+    lines = [text[:SCREEN_CHARACTERS] + (" ..." if len(text) > SCREEN_CHARACTERS else "")]
+    lines += render.printed_lines(outcome, PRINTED_LINES, PRINTED_CHARACTERS)
+    lines = shown("\n".join(lines)).splitlines()
     kept = "\n".join(lines[:SCREEN_LINES])[:SCREEN_CHARACTERS]
     return kept if len(kept) == len("\n".join(lines)) else kept + " ..."
 
@@ -81,18 +95,56 @@ def shown(text: str) -> str:
     return "".join(letter if letter.isprintable() or letter in "\n\t" else "?" for letter in text)
 
 
+def own_json(grading: Grading) -> str:
+    """Everything that is known of the grading, as data."""
+    result = {
+        "score": grading.score,
+        "max_score": grading.max_score,
+        "seed": grading.seed,
+        "started": grading.started.strftime(INSTANT),
+        "seconds": round(grading.seconds, 3),
+        "finished": grading.finished,
+        "notes": remarks(grading),
+        "findings": [shown(str(finding)) for finding in grading.findings],
+        "checks": [
+            {
+                "module": outcome.check.module,
+                "name": outcome.check.name,
+                "title": outcome.check.title,
+                "points": outcome.check.points,
+                "score": outcome.score,
+                "status": outcome.status,
+                "seconds": round(outcome.seconds, 3),
+                "prior_source": outcome.prior_source,
+                "verdict": outcome.verdict and data_of(outcome.verdict),
+                "feedback": feedback(outcome),
+            }
+            for outcome in grading.outcomes
+        ],
+    }
+    return json.dumps(result, indent=2) + "\n"
+
+
+def data_of(verdict: Verdict) -> dict[str, Any]:
+    """A verdict with texts that anybody may read, each at most a screen."""
+    cut = {name: shown(value)[:SCREEN_CHARACTERS] for name, value in asdict(verdict).items() if isinstance(value, str)}
+    place = verdict.location and asdict(verdict.location)
+    place = place and {name: shown(v)[:SCREEN_CHARACTERS] if isinstance(v, str) else v for name, v in place.items()}
+    return asdict(verdict) | cut | {"location": place}
+
+
 def gradescope(grading: Grading) -> str:
     """Gradescope's results.json."""
     tests = [
         {
             "score": outcome.score,
-            "max_score": outcome.points,
+            "max_score": outcome.check.points,
             "status": "passed" if outcome.passed else "failed",
-            "name": outcome.title,
-            "number": f"{outcome.module}.{place}",
+            "name": outcome.check.title,
+            "number": f"{outcome.check.module}.{place}",
             "output": feedback(outcome),
             "output_format": "text",
-            "tags": [f"module {outcome.module}", outcome.name],
+            "tags": [f"module {outcome.check.module}", outcome.check.name],
             "visibility": "visible",
         }
         for number, outcomes in grading.modules()
@@ -135,10 +187,10 @@ def classroom50(grading: Grading, metadata: Mapping[str, Any]) -> str:
         "max-score": grading.max_score,
         "tests": [
             {
-                "test-name": f"{outcome.module}. {outcome.title}" + ("" if outcome.passed else open_end),
+                "test-name": f"{outcome.check.module}. {outcome.check.title}" + ("" if outcome.passed else open_end),
                 "passed": outcome.passed,
                 "score": outcome.score,
-                "max-score": outcome.points,
+                "max-score": outcome.check.points,
             }
             for outcome in grading.outcomes
         ],
@@ -194,9 +246,9 @@ def junit(grading: Grading) -> str:
         )
         for outcome in outcomes:
             seconds = f"{outcome.seconds:.3f}"
-            case = ElementTree.SubElement(suite, "testcase", classname=package, name=outcome.name, time=seconds)
+            case = ElementTree.SubElement(suite, "testcase", classname=package, name=outcome.check.name, time=seconds)
             if not outcome.passed:
-                failure = ElementTree.SubElement(case, "failure", message=f"0 of {outcome.points} points")
+                failure = ElementTree.SubElement(case, "failure", message=f"0 of {outcome.check.points} points")
                 failure.text = feedback(outcome)
         ElementTree.SubElement(suite, "system-out").text = heading(grading)
     if findings := please_look(grading):
@@ -211,11 +263,11 @@ def text(grading: Grading) -> str:
     """For people: the score, then every module, and of failed checks what the student is told."""
     lines = [heading(grading), f"{grading.started:%Y-%m-%d %H:%M:%S} UTC", ""]
     for number, outcomes in grading.modules():
-        earned, possible = sum(o.score for o in outcomes), sum(o.points for o in outcomes)
+        earned, possible = sum(o.score for o in outcomes), sum(o.check.points for o in outcomes)
         lines.append(f"Module {number}: {MODULES[number - 1].title}, {earned} of {possible} points")
         for outcome in outcomes:
             mark = "+" if outcome.passed else "-"
-            lines.append(f"  {mark} {outcome.score}/{outcome.points}  {outcome.title}")
+            lines.append(f"  {mark} {outcome.score}/{outcome.check.points}  {outcome.check.title}")
             lines += [" " * 9 + line for line in feedback(outcome).splitlines()]
         lines.append("")
     if findings := please_look(grading):
@@ -223,5 +275,10 @@ def text(grading: Grading) -> str:
     return "\n".join(lines)
 
 
-WRITERS: dict[str, Callable[[Grading], str]] = {"gradescope": gradescope, "junit": junit, "text": text}
+WRITERS: dict[str, Callable[[Grading], str]] = {
+    "gradescope": gradescope,
+    "json": own_json,
+    "junit": junit,
+    "text": text,
+}
 FORMATS = (*WRITERS, "classroom50")

@@ -6,29 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 
+from brigade.checks.verdict import Outcome
+from brigade.course.listing import list_checks
 from brigade.course.modules import Module
 from brigade.grade.static_look import Finding
 
 UNFINISHED = "did not finish"
-
-
-@dataclass
-class Outcome:
-    """One check, and how it went."""
-
-    module: int
-    name: str
-    title: str
-    points: int
-    passed: bool = False
-    finished: bool = False
-    text: str = UNFINISHED
-    seconds: float = 0.0
-    prior: str = "own"  # whose earlier modules it ran with when it passed, or last
-
-    @property
-    def score(self) -> int:
-        return self.points if self.passed else 0
 
 
 @dataclass
@@ -49,16 +32,21 @@ class Grading:
 
     @property
     def max_score(self) -> int:
-        return sum(outcome.points for outcome in self.outcomes)
+        return sum(outcome.check.points for outcome in self.outcomes)
 
     def of_module(self, number: int) -> list[Outcome]:
-        return [outcome for outcome in self.outcomes if outcome.module == number]
+        return [outcome for outcome in self.outcomes if outcome.check.module == number]
 
     def modules(self) -> list[tuple[int, list[Outcome]]]:
         """The modules that are graded, by number, each with its checks."""
-        return [(number, self.of_module(number)) for number in sorted({outcome.module for outcome in self.outcomes})]
+        numbers = sorted({outcome.check.module for outcome in self.outcomes})
+        return [(number, self.of_module(number)) for number in numbers]
+
+    def unfinished(self) -> int:
+        """How many checks have not run, and are not known not to run."""
+        return sum(not outcome.is_settled for outcome in self.outcomes)
 
 
 def nothing_yet(entries: Sequence[Module], seed: int) -> Grading:
-    """A grading that knows the modules' points and not yet their checks."""
-    return Grading([Outcome(e.number, e.package, f"all of {e.title}", e.points) for e in entries], seed)
+    """A grading of these modules in which no check has run."""
+    return Grading([Outcome(check) for entry in entries for check in list_checks(entry)], seed)

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from brigade.checks.diagnose.evidence import left_over
-from brigade.checks.verdict import CheckFailed
 from brigade.events import Event, launches, passes
-from brigade.runner.ranks import PerRank, RankResults
+from brigade.runner.ranks import PerRank
 from scenarios import training
 
 
@@ -39,16 +38,5 @@ def late_launches(
 
 def launches_in_backward(submission: Any, jobs: Sequence[Mapping[str, Any]]) -> bool:
     """Whether the submission launches in backward when the ranks are told this."""
-    results = repeated(submission, training.train, PerRank(jobs), len(jobs))
+    results = submission.try_run(training.train, PerRank(jobs), world_size=len(jobs))
     return results is not None and any(launch.phase == "backward" for launch in launches(results.events[0], 0))
-
-
-def repeated(submission: Any, scenario: Any, told: Any, world_size: int) -> RankResults | None:
-    """What ranks return from another run of the submission; None if it fails. What the failed one printed is kept."""
-    printed, kind = submission.output, submission.failure_kind
-    try:
-        return submission.run(scenario, told, world_size=world_size)
-    except CheckFailed:
-        return None
-    finally:
-        submission.output, submission.failure_kind = printed, kind

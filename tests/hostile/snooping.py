@@ -140,10 +140,10 @@ for name, value in os.environ.items():
 import gc, sys
 for name in list(sys.modules):
     if name.startswith(("test_", "tests", "solutions", "pytest", "brigade.grade")): found(name)
-    if name in ("brigade.checks.expectations", "brigade.checks.plugin", "brigade.events"): found(name)
+    if name in ("brigade.checks.expectations", "brigade.checks.run", "brigade.events"): found(name)
 WORDS = ("expect_" + "gradients", "points(" + "2)", "--" + "submission")
 def look(value):
-    if type(value).__name__ in ("Case", "Grading", "Outcome", "Checked"): found(value)
+    if type(value).__name__ in ("Case", "Grading", "Outcome", "CheckContext"): found(value)
     if type(value) is str and any(word in value for word in WORDS): found(value[:100])
     if type(value) is dict and {"expected", "truth"} & {key for key in value if type(key) is str}: found(list(value))
 frame = sys._getframe()
@@ -151,7 +151,7 @@ while frame:
     for value in list(frame.f_locals.values()): look(value)
     frame = frame.f_back
 for thing in gc.get_objects():
-    if type(thing).__name__ in ("Case", "Grading", "Outcome", "Checked"): found(thing)
+    if type(thing).__name__ in ("Case", "Grading", "Outcome", "CheckContext"): found(thing)
     if type(thing) is dict and "packages" in thing:
         for sources in thing["packages"].values():
             for name, source in sources.items():

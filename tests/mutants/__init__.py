@@ -8,6 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from brigade.checks.collect import Check, collect
+from brigade.checks.run import Conditions, run_check
+from brigade.checks.verdict import Outcome
+from brigade.course.modules import MODULES, ROOT, Module
+from brigade.course.submission import read
+
 
 @dataclass(frozen=True)
 class Change:
@@ -45,3 +51,29 @@ class Variant(Change):
     """Another right answer: the checks `passes` must pass. They once failed it, or a careless change to them would."""
 
     passes: tuple[str, ...]
+
+
+def run_on_text(check: Check, text: str, conditions: Conditions) -> Outcome:
+    """Run a check on the reference, but for the text of the check's module."""
+    entry = MODULES[check.module - 1]
+    sources = read("solutions", entry.number).sources
+    key = f"{entry.package}.{entry.name}"
+    return run_check(check, "solutions", conditions, sources=sources | {key: (sources[key][0], text)})
+
+
+def escapes(entry: Module, mutant: Mutant, conditions: Conditions) -> str:
+    """Return in which way a mutant escapes the checks that it names; "" if it does not.
+
+    Each of them has to fail, as a check and not by accident, and the first has to name the likely cause.
+    """
+    text = mutant.apply((ROOT / "solutions" / entry.path).read_text())
+    checks = {check.name: check for check in collect([entry])}
+    if not mutant.caught_by:
+        return "no check catches it"
+    for name in mutant.caught_by:
+        outcome = run_on_text(checks[name], text, conditions)
+        if outcome.status != "failed":
+            return f"{name}: {outcome.status}\n{outcome.verdict or ''}"
+        if name == mutant.caught_by[0] and mutant.cause not in " ".join(str(outcome.verdict).split()):
+            return f"{name}: the student is not told {mutant.cause!r} but:\n{outcome.verdict}"
+    return ""

@@ -1,10 +1,10 @@
 """An answer of an earlier module under a later one's name has the right numbers, and earns next to nothing."""
 
 import pytest
-from test_mutants import checks, with_text
+from test_mutants import outcome_of
 
-from brigade.checks.plugin import Checked
-from brigade.checks.verdict import CheckFailed
+from brigade.checks.collect import collect
+from brigade.checks.context import CheckContext
 from brigade.course.modules import MODULES
 
 MOST = 2  # points that an alias may earn
@@ -52,22 +52,19 @@ def alias(earlier, later):
 @pytest.fixture
 def two_ranks(monkeypatch):
     """Run each check once, with two ranks, which is quick and no harder to pass."""
-    monkeypatch.setattr(Checked, "worlds", lambda self, *sizes: [2])
+    monkeypatch.setattr(CheckContext, "worlds", lambda self, *sizes: [2])
 
 
 def expect_next_to_nothing(entry, text, backend):
     """As the answer to a module the text earns `MOST` points at most. Valuable checks run first, until this is sure."""
-    value = {name: check.pytestmark[0].args[0] for name, check in checks(entry).items()}
-    earned, open_points = {}, sum(value.values())
-    for name in sorted(value, key=value.get, reverse=True):
+    every = sorted(collect([entry]), key=lambda check: check.points, reverse=True)
+    earned, open_points = {}, sum(check.points for check in every)
+    for check in every:
         if sum(earned.values()) + open_points <= MOST:
             return
-        open_points -= value[name]
-        try:
-            checks(entry)[name](with_text(entry, text, backend))
-            earned[name] = value[name]
-        except CheckFailed:
-            pass
+        open_points -= check.points
+        if outcome_of(check, text, backend).passed:
+            earned[check.name] = check.points
     assert sum(earned.values()) <= MOST, earned
 
 

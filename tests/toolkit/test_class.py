@@ -54,9 +54,9 @@ STUB = """if True:
     if points < 0:
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(float(os.environ.get("STUB_S", "0.05")))
-    tests = [{"score": points, "max_score": 8, "number": "1.1", "tags": ["module 1", "test_stub"]}]
-    output = str(points) + " of 8 points\\nNote one\\nNote two"
-    open(sys.argv[2], "w").write(json.dumps({"score": points, "tests": tests, "output": output}))
+    checks = [{"module": 1, "name": "test_stub", "score": points, "points": 8}]
+    result = {"score": points, "max_score": 8, "checks": checks, "notes": ["Note one", "Note two"], "findings": []}
+    open(sys.argv[2], "w").write(json.dumps(result))
 """
 
 
@@ -165,7 +165,7 @@ def test_a_grader_ends_with_its_class(tmp_path):
     """However the class ended: a grader's standard input is a pipe from there."""
     scratch, out = tmp_path / "scratch", tmp_path / "results.json"
     scratch.mkdir()
-    command = [sys.executable, "-m", "brigade.grade.classroom", "--submission", "solutions", "--out", str(out)]
+    command = [sys.executable, "-m", "brigade.cli.grade_student", "--submission", "solutions", "--out", str(out)]
     process = subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | {"TMPDIR": str(scratch)}
     )

@@ -154,7 +154,7 @@ def test_an_error_in_all_checks_is_told_once(brigade, lessons):
     (lessons / MODULES[0].path).write_text(text.replace("dist.get_world_size(", "dist.get_wolrd_size("))
     shown = brigade("check", 1, "--target", lessons, "--seed", 3).stdout
     assert shown.count("AttributeError") == 1 and shown.count("as in the first failed check") == 6, shown
-    assert f"repeat    brigade check 1 --only parameters_start_equal --seed 3 --target {lessons}\n" in shown
+    assert f"repeat        brigade check 1 --only parameters_start_equal --seed 3 --target {lessons}\n" in shown
 
 
 def test_after_two_checks_that_hang_no_other_is_waited_for(brigade, lessons, monkeypatch):
@@ -166,7 +166,7 @@ def test_after_two_checks_that_hang_no_other_is_waited_for(brigade, lessons, mon
     (lessons / MODULES[0].path).write_text(hanging)
     shown = brigade("check", 1, "--target", lessons).stdout
     assert shown.count("stopped after 4 s") == 1 and "rank 0 is in finish" in shown, shown
-    assert shown.count("✗ 0/") == 7 and shown.count("this one was not run") == 5 and "0 of 8 points" in shown
+    assert shown.count("✗ 0/") == 7 and shown.count("This check was not run") == 5 and "0 of 8 points" in shown
 
 
 @pytest.mark.parametrize("after", ["Module 1", "✓"])  # torch is being imported; ranks are running

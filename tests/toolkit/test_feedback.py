@@ -11,7 +11,6 @@ from torch import Tensor
 
 from brigade.checks.diagnose.evidence import Evidence, left_over
 from brigade.checks.expectations import (
-    CheckFailed,
     expect,
     expect_equal,
     expect_gradients,
@@ -21,6 +20,7 @@ from brigade.checks.expectations import (
     listing,
 )
 from brigade.checks.reference import Case
+from brigade.checks.verdict import CheckFailed, Verdict
 
 Tensors = dict[str, "Tensor | None"]
 
@@ -34,10 +34,10 @@ def times(factor: float, only: str = "") -> Tensors:
     return {name: value * (factor if only in name else 1.0) for name, value in truth().items()}
 
 
-def verdict(actual: list[Tensors], expected: Tensors | None = None, **options: Any) -> CheckFailed:
+def verdict(actual: list[Tensors], expected: Tensors | None = None, **options: Any) -> Verdict:
     with pytest.raises(CheckFailed) as caught:
         expect_equal("gradients are the average", actual, expected or truth(), **options)
-    return caught.value
+    return caught.value.verdict
 
 
 # ---- the cause
@@ -46,55 +46,58 @@ def verdict(actual: list[Tensors], expected: Tensors | None = None, **options: A
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_summed_not_averaged(world_size):
     failed = verdict([times(world_size)] * world_size)
-    assert failed.cause == f"every gradient is exactly {world_size}× too large: summed over the ranks, not averaged?"
+    assert (
+        failed.likely_cause
+        == f"every gradient is exactly {world_size}× too large: summed over the ranks, not averaged?"
+    )
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_divided_twice(world_size):
     failed = verdict([times(1 / world_size)] * world_size)
-    assert failed.cause == f"every gradient is exactly {world_size}× too small: divided twice?"
+    assert failed.likely_cause == f"every gradient is exactly {world_size}× too small: divided twice?"
 
 
 def test_divided_by_the_world_where_the_group_is_smaller():
-    failed = verdict([times(2 / 6)] * 2, ranks=[1, 3], world_size=6)
-    assert "divided by 6, the size of the world, not by 2" in failed.cause
-    assert failed.happened.startswith("rank 1, weight")
+    failed = verdict([times(2 / 6)] * 2, ranks=[1, 3], evidence=Evidence(world_size=6))
+    assert "divided by 6, the size of the world, not by 2" in failed.likely_cause
+    assert failed.described.startswith("rank 1, weight")
 
 
 def test_divided_twice_where_one_division_was_the_collectives():
     failed = verdict([times(1 / 2)] * 2, evidence=Evidence(averaged=True))
-    assert failed.cause == "every gradient is exactly 2× too small: ReduceOp.AVG has divided already?"
-    assert "ReduceOp.AVG" in verdict([times(1 / 2)] * 2, world_size=4, evidence=Evidence(averaged=True)).cause
+    assert failed.likely_cause == "every gradient is exactly 2× too small: ReduceOp.AVG has divided already?"
+    assert "ReduceOp.AVG" in verdict([times(1 / 2)] * 2, evidence=Evidence(averaged=True, world_size=4)).likely_cause
 
 
 def test_two_mistakes_with_one_factor_are_both_named():
-    cause = verdict([times(1 / 2)] * 2, ranks=[1, 3], world_size=4).cause
+    cause = verdict([times(1 / 2)] * 2, ranks=[1, 3], evidence=Evidence(world_size=4)).likely_cause
     assert "the size of the world" in cause and "Or twice by 2?" in cause
 
 
 def test_divided_by_two_whatever_the_group():
-    assert "divided by 2 where the group has 3 ranks" in verdict([times(3 / 2)] * 3).cause
+    assert "divided by 2 where the group has 3 ranks" in verdict([times(3 / 2)] * 3).likely_cause
 
 
 def test_counted_twice():
     failed = verdict([times(2, only="bias")] * 3)
-    assert failed.cause == "it is exactly 2× too large: counted twice?"
+    assert failed.likely_cause == "it is exactly 2× too large: counted twice?"
 
 
 def test_another_factor():
-    assert "0.7× what it should be" in verdict([times(0.7)] * 2).cause
+    assert "0.7× what it should be" in verdict([times(0.7)] * 2).likely_cause
 
 
 def test_a_factor_of_one_rank_is_found_too():
-    assert "2× too large" in verdict([truth(), times(2)]).cause
+    assert "2× too large" in verdict([truth(), times(2)]).likely_cause
 
 
 def test_nan_is_a_result_nobody_waited_for():
     late = truth()
     late["bias"][1] = float("nan")
     failed = verdict([truth(), late])
-    assert "never waited on" in failed.cause
-    assert failed.happened == f"rank 1, bias: entry 1 is nan, expected {truth()['bias'][1].item():.6g}"
+    assert "never waited on" in failed.likely_cause
+    assert failed.described == f"rank 1, bias: entry 1 is nan, expected {truth()['bias'][1].item():.6g}"
 
 
 @pytest.mark.parametrize(
@@ -102,24 +105,24 @@ def test_nan_is_a_result_nobody_waited_for():
 )
 def test_nan_where_the_record_knows_of_the_handles(forgotten, told):
     wrong = truth() | {"bias": torch.full((3,), float("nan"))}
-    cause = verdict([wrong], evidence=Evidence(forgotten=forgotten)).cause
+    cause = verdict([wrong], evidence=Evidence(forgotten=forgotten)).likely_cause
     assert told in cause and ("never" in cause) == bool(forgotten)
 
 
 def test_a_mistake_in_the_record_comes_first():
-    assert verdict([times(2)] * 2, evidence=Evidence(mistake="the wrong group?")).cause == "the wrong group?"
+    assert verdict([times(2)] * 2, evidence=Evidence(mistake="the wrong group?")).likely_cause == "the wrong group?"
 
 
 def test_gradients_that_are_all_gone():
     nothing: Tensors = dict.fromkeys(truth())
-    assert "p.grad was overwritten" in verdict([nothing] * 2, evidence=Evidence(synchronous=True)).cause
-    assert "p.grad was overwritten" not in verdict([nothing] * 2).cause
+    assert "p.grad was overwritten" in verdict([nothing] * 2, evidence=Evidence(synchronous=True)).likely_cause
+    assert "p.grad was overwritten" not in verdict([nothing] * 2).likely_cause
 
 
 def test_pieces_in_the_wrong_places():
     entries = torch.cat([truth()["bias"], truth()["weight"].flatten()])
     shifted = {"weight": entries[:12].view(3, 4), "bias": entries[12:]}
-    assert "belong elsewhere" in verdict([shifted] * 2).cause
+    assert "belong elsewhere" in verdict([shifted] * 2).likely_cause
 
 
 def test_sums_that_are_right_in_places_that_are_not():
@@ -129,33 +132,33 @@ def test_sums_that_are_right_in_places_that_are_not():
     swapped = torch.cat([other[3:], other[:3]])
     mixed = (mine + swapped) / 2
     found = {"weight": mixed[:12].view(3, 4), "bias": mixed[12:]}
-    assert "in the same order on all ranks" in verdict([found, found]).cause
+    assert "in the same order on all ranks" in verdict([found, found]).likely_cause
 
 
 def test_none_where_a_gradient_belongs():
     missing = truth() | {"bias": None}
     failed = verdict([truth(), missing])
-    assert "rank 1, bias: there is none" in failed.happened
-    assert "None on some rank must still take part" in failed.cause
+    assert "rank 1, bias: there is none" in failed.described
+    assert "None on some rank must still take part" in failed.likely_cause
 
 
 def test_a_suspect_is_named_where_its_values_are_found():
     own = [times(0.3), {name: value + 1 for name, value in truth().items()}]
-    suspects = {"something else?": [truth(), truth()], "each rank still has its own?": own}
-    assert verdict(own, suspects=suspects).cause == "each rank still has its own?"
-    assert verdict([truth(), own[1]], suspects=suspects).cause == "each rank still has its own?"
-    assert verdict([own[1], own[0]], suspects=suspects).cause != "each rank still has its own?"
+    hypotheses = {"something else?": [truth(), truth()], "each rank still has its own?": own}
+    assert verdict(own, hypotheses=hypotheses).likely_cause == "each rank still has its own?"
+    assert verdict([truth(), own[1]], hypotheses=hypotheses).likely_cause == "each rank still has its own?"
+    assert verdict([own[1], own[0]], hypotheses=hypotheses).likely_cause != "each rank still has its own?"
 
 
 def test_ranks_that_disagree():
     actual = [truth(), {name: value.flip(0) + 1 for name, value in truth().items()}]
-    assert "the ranks do not agree: weight" in verdict(actual).cause
+    assert "the ranks do not agree: weight" in verdict(actual).likely_cause
 
 
 def test_no_cause_is_invented():
     wrong = {name: value.flip(0) * torch.rand(1) + 1 for name, value in truth().items()}
     failed = verdict([wrong, wrong])
-    assert failed.cause == "" and "cause" not in str(failed)
+    assert failed.likely_cause == "" and "cause" not in str(failed)
 
 
 # ---- the fact
@@ -167,25 +170,25 @@ def test_the_first_wrong_entry_is_shown_and_the_others_counted():
     failed = verdict([truth(), wrong, wrong])
     want = truth()["weight"][1, 2].item()
     assert failed.expected == "gradients are the average"
-    first, second = failed.happened.splitlines()
+    first, second = failed.described.splitlines()
     assert first == f"rank 1, weight: entry 6 is {want + 1:.6g}, expected {want:.6g}"
     assert second == "2 of 6 are wrong: weight"
-    assert [line[:10].strip() for line in str(failed).splitlines()] == ["expected", "happened", "", "cause"]
+    assert [line[:14].strip() for line in str(failed).splitlines()] == ["expected", "got", "", "likely cause"]
 
 
 def test_a_wrong_shape():
     failed = verdict([truth() | {"weight": torch.zeros(12)}])
-    assert "shape (3, 4)" in failed.expected and "shape (12,)" in failed.happened
+    assert "shape (3, 4)" in failed.expected and "shape (12,)" in failed.described
 
 
 def test_a_missing_name_is_wrong():
-    assert "rank 0, bias: there is none" in verdict([{"weight": truth()["weight"]}]).happened
+    assert "rank 0, bias: there is none" in verdict([{"weight": truth()["weight"]}]).described
 
 
 def test_an_infinite_entry_is_wrong():
     wrong = truth()
     wrong["bias"][0] = float("inf")
-    assert "bias: entry 0 is inf" in verdict([wrong]).happened
+    assert "bias: entry 0 is inf" in verdict([wrong]).described
 
 
 def test_expect():
@@ -193,10 +196,10 @@ def test_expect():
     with pytest.raises(CheckFailed) as caught:
         expect(False, "one launch", "rank 0: two\nrank 1: one", "why?")
     assert str(caught.value).splitlines() == [
-        "expected  one launch",
-        "happened  rank 0: two",
-        "          rank 1: one",
-        "cause     why?",
+        "expected      one launch",
+        "got           rank 0: two",
+        "              rank 1: one",
+        "likely cause  why?",
     ]
 
 
@@ -238,13 +241,13 @@ def test_none_is_zero_on_both_sides():
     zero = {"w": torch.zeros(3)}
     expect_equal("...", [{"w": None}, zero, {}], zero)
     expect_equal("...", [{"w": None}, zero, {}], {"w": None})
-    assert verdict([{"w": torch.ones(3)}], {"w": None}).happened == "rank 0, w: entry 0 is 1, expected 0"
+    assert verdict([{"w": torch.ones(3)}], {"w": None}).described == "rank 0, w: entry 0 is 1, expected 0"
 
 
 def test_tensors_that_are_empty_or_integers():
     expected = {"empty": torch.zeros(0, 3), "count": torch.tensor(5), "mask": torch.tensor([True, False])}
     expect_equal("...", [expected], expected, tolerance=0.0)
-    assert "count: entry 0 is 6" in verdict([expected | {"count": torch.tensor(6)}], expected, tolerance=0.0).happened
+    assert "count: entry 0 is 6" in verdict([expected | {"count": torch.tensor(6)}], expected, tolerance=0.0).described
 
 
 # ---- on a case
@@ -274,17 +277,17 @@ def test_an_average_in_the_gradients_own_dtype_passes():
         expect_gradients(results_of(case, [summed, divided] * 2), case)
 
 
-def failure_of(function: Any, results: list, case: Case) -> CheckFailed:
+def failure_of(function: Any, results: list, case: Case) -> Verdict:
     with pytest.raises(CheckFailed) as caught:
         function(results, case)
-    return caught.value
+    return caught.value.verdict
 
 
 def test_a_gradient_that_stayed_the_ranks_own():
     case = Case(random.Random(3), "Plain", 2)
     results = results_of(case, [case.gradients([rank]) for rank in range(2)])
     failed = failure_of(expect_gradients, results, case)
-    assert "each rank still has its own gradient" in failed.cause
+    assert "each rank still has its own gradient" in failed.likely_cause
     assert "average over ranks 0, 1" in failed.expected
 
 
@@ -294,23 +297,23 @@ def test_only_the_groups_ranks_are_judged():
     expect_gradients(results_of(case, [nothing, case.gradients()] * 2), case)
     halved = {name: value / 2 for name, value in case.gradients().items()}
     failed = failure_of(expect_gradients, results_of(case, [nothing, halved] * 2), case)
-    assert "divided by 4, the size of the world" in failed.cause
-    assert failed.happened.startswith("rank 1, ")
+    assert "divided by 4, the size of the world" in failed.likely_cause
+    assert failed.described.startswith("rank 1, ")
 
 
 def test_a_start_that_is_the_ranks_own_or_the_worlds():
     case = Case(random.Random(3), "Buffers", 3, group=[1, 2])
     failed = failure_of(expect_start, case.states, case)
-    assert failed.happened.startswith("rank 2, ") and "still has its own" in failed.cause
-    assert "rank 0 of the world" in failure_of(expect_start, [case.states[0]] * 3, case).cause
-    assert "the last rank" in failure_of(expect_start, [case.states[2]] * 3, case).cause
+    assert failed.described.startswith("rank 2, ") and "still has its own" in failed.likely_cause
+    assert "rank 0 of the world" in failure_of(expect_start, [case.states[0]] * 3, case).likely_cause
+    assert "the last rank" in failure_of(expect_start, [case.states[2]] * 3, case).likely_cause
 
 
 def test_one_buffer_that_was_not_broadcast():
     case = Case(random.Random(3), "Buffers", 2)
     start = [case.start(), case.start() | {"scratch": case.states[1]["scratch"]}]
     failed = failure_of(expect_start, start, case)
-    assert failed.happened.startswith("rank 1, scratch") and "still has its own" in failed.cause
+    assert failed.described.startswith("rank 1, scratch") and "still has its own" in failed.likely_cause
     expect_start(start, case, "parameters")
     with pytest.raises(CheckFailed, match="buffers start as"):
         expect_start(start, case, "buffers")
@@ -374,4 +377,4 @@ def test_unequal_numbers_print_differently(numbers, texts):
 def test_messages_print_unequal_numbers_differently():
     exact = {"norm": torch.tensor([339494.03125], dtype=torch.float64)}
     failed = verdict([{"norm": exact["norm"] * (1 + 1e-9)}], exact)
-    assert "is 339494.032, expected 339494.031" in failed.happened
+    assert "is 339494.032, expected 339494.031" in failed.described

@@ -15,11 +15,15 @@ import psutil
 import pytest
 from mutants.m01_naive_ddp import MUTANTS
 
+from brigade.checks.collect import Check
+from brigade.checks.verdict import ENDINGS, Outcome, Verdict
 from brigade.cli import grade as grade_command
 from brigade.cli import main as cli
+from brigade.course.listing import GradedCheck, list_checks
 from brigade.course.modules import MODULES, ROOT, CourseError, selected
+from brigade.course.parts import Part
 from brigade.grade import formats, grading
-from brigade.grade.outcome import UNFINISHED, Grading, Outcome, nothing_yet
+from brigade.grade.outcome import UNFINISHED, Grading, nothing_yet
 from brigade.runner import ranks
 
 INTEGER, NUMBER, TEXT = {"type": "integer", "minimum": 0}, {"type": "number", "minimum": 0}, {"type": "string"}
@@ -58,6 +62,43 @@ GRADESCOPE = exactly(
         )
     ),
     leaderboard=some(exactly(name=LINE, value=INTEGER, order={"enum": ["asc", "desc"]})),
+)
+MAYBE = {"type": ["string", "null"], "maxLength": 4_000}
+OWN = exactly(
+    score=INTEGER,
+    max_score=INTEGER,
+    seed=INTEGER,
+    started=INSTANT,
+    seconds=NUMBER,
+    finished={"type": "boolean"},
+    notes={"type": "array", "items": TEXT},
+    findings={"type": "array", "items": TEXT},
+    checks=some(
+        exactly(
+            module=INTEGER,
+            name=LINE,
+            title=LINE,
+            points=INTEGER,
+            score=INTEGER,
+            status={"enum": ["not run", "passed", "failed", "not written", "error"]},
+            seconds=NUMBER,
+            prior_source={"enum": ["own", "reference"]},
+            feedback=TEXT | {"maxLength": 4_004},
+            verdict={
+                "anyOf": [
+                    {"type": "null"},
+                    exactly(
+                        **dict.fromkeys(("expected", "got", "likely_cause", "hypothesis", "note"), MAYBE),
+                        **dict.fromkeys(("error", "message", "parameter"), MAYBE),
+                        **dict.fromkeys(("rank", "step"), {"type": ["integer", "null"]}),
+                        ending={"enum": list(ENDINGS)},
+                        part={"anyOf": [{"type": "null"}, exactly(module=INTEGER, letter=LINE)]},
+                        location={"anyOf": [{"type": "null"}, exactly(file=LINE, line=INTEGER, function=LINE)]},
+                    ),
+                ]
+            },
+        )
+    ),
 )
 HIDDEN = exactly(  # what is for the instructor only; it has no points
     name=LINE, output=TEXT, output_format={"const": "text"}, tags=some(LINE), visibility={"const": "hidden"}
@@ -136,6 +177,11 @@ def validated(text, form):
         score, _, most, *_ = result["testsuite"][0]["system-out"][0]["text"].split()
         return int(score), int(most), UNFINISHED in text
     result = json.loads(text)
+    if form == "json":
+        jsonschema.validate(result, OWN)
+        assert result["score"] == sum(check["score"] for check in result["checks"])
+        assert result["max_score"] == sum(check["points"] for check in result["checks"])
+        return result["score"], result["max_score"], any(UNFINISHED in note for note in result["notes"])
     if form == "gradescope":
         for test in [test for test in result["tests"] if test["tags"] == ["please look"]]:
             jsonschema.validate(test, HIDDEN)
@@ -157,8 +203,8 @@ def grade(tmp_path, capfd, monkeypatch):
     def run(submission, *options, only=()):
         with monkeypatch.context() as patch:
             if only:
-                every = grading.checks
-                patch.setattr(grading, "checks", lambda entry: {n: c for n, c in every(entry).items() if n in only})
+                every = grading.collect
+                patch.setattr(grading, "collect", lambda entries: [c for c in every(entries) if c.name in only])
             out = tmp_path / "results.json"
             status = cli.main(["grade", "--submission", str(submission), "--out", str(out), *options])
         printed, errors = capfd.readouterr()
@@ -210,17 +256,18 @@ def scores(result):
 def states():
     """A grading from its beginning to its end."""
     yield nothing_yet(MODULES, 7), 0, sum(entry.points for entry in MODULES), True
-    outcomes = [Outcome(1, "test_one", "The first.", 3), Outcome(1, "test_two", "The second.", 5)]
-    outcomes.append(Outcome(2, "test_three", "The third.", 8))
+    checks = [(1, "test_one", "The first.", 3), (1, "test_two", "The second.", 5), (2, "test_three", "The third.", 8)]
+    outcomes = [Outcome(GradedCheck(*check)) for check in checks]
     state = Grading(outcomes, 7, notes=["a \x1b[31mred\x1b[0m file \udcff", "another\n"])
     yield state, 0, 16, True
-    outcomes[0].passed = outcomes[0].finished = True
-    outcomes[0].text = ""
-    outcomes[1].finished, outcomes[1].text = True, "\x00\x1b[2J\ufffe\udc80]]>&<\r\n" * 50 + "x" * 10_000
+    outcomes[0].status = "passed"
+    outcomes[1].status = outcomes[2].status = "failed"
+    outcomes[1].verdict = Verdict("no nonsense", "\x00\x1b[2J\ufffe\udc80]]>&<\r\n" * 50 + "x" * 10_000)
+    outcomes[1].printed = ["", "\x1b[2J\n" * 50 + "x" * 10_000]
     yield state, 3, 16, True
-    outcomes[2].finished, outcomes[2].text = True, "\n".join(map(str, range(100)))
+    outcomes[2].verdict = Verdict("few lines", "\n".join(map(str, range(100))), part=Part(2, "a"))
     yield state, 3, 16, True  # what failed is to be repeated with the reference's earlier modules
-    outcomes[2].passed, outcomes[2].text, state.finished = True, "", True
+    outcomes[2].status, outcomes[2].verdict, state.finished = "passed", None, True
     yield state, 11, 16, False
 
 
@@ -289,10 +336,11 @@ def test_points_are_what_the_checks_say(grade, submit):
     done = grade(submit({1: mutated("buffers not broadcast"), 2: unwritten}), "--modules", "1-2", "--prior", "own")
     assert done.status == 0 and "7 of 16 points" in done.errors
     points, failed = scores(done.result)
-    assert points == {1: 7, 2: 0} and failed == {"test_buffers_start_equal", *grading.checks(MODULES[1])}
+    assert points == {1: 7, 2: 0} and failed == {"test_buffers_start_equal", *names_of(2)}
     told = {test["output"] for test in done.result["tests"] if test["number"].startswith("2.")}
     assert told == {
-        "expected  module 2, part (a) is written\nhappened  it is still the skeleton's `raise NotImplementedError`"
+        "expected      module 2, part (a) is written\n"
+        "got           it is still the skeleton's `raise NotImplementedError`"
     }
     assert validated(json.dumps(done.result), "gradescope") == (7, 16, False)
 
@@ -329,8 +377,8 @@ def test_missing_modules_and_broken_checks_count(grade, submit, monkeypatch):
     def falls_over(submission):
         raise ZeroDivisionError("in the check")
 
-    falls_over.__doc__, falls_over.pytestmark = "A check.", [pytest.mark.points(5).mark]
-    monkeypatch.setattr(grading, "checks", lambda entry: {f"test_{entry.number}": falls_over})
+    checks = [Check(number, f"test_{number}", "A check.", 5, falls_over) for number in (1, 2, 3)]
+    monkeypatch.setattr(grading, "collect", lambda entries: checks)
     done = grade(submit({1: None, 2: "def f(:\n"}, upto=3), "--modules", "1-3")
     assert validated(json.dumps(done.result), "gradescope") == (0, 15, False)
     told = [test["output"] for test in done.result["tests"]]
@@ -348,9 +396,14 @@ def test_seed_repeats_a_grading(grade, submit):
     assert told[0] == told[1] != told[2]
 
 
+def names_of(number):
+    """The names of a module's checks, in order."""
+    return [check.name for check in list_checks(MODULES[number - 1])]
+
+
 def one_check(number):
     """The name of a module's first check that averages gradients, for which replicas must be equal."""
-    return next(name for name in grading.checks(MODULES[number - 1]) if "averaged" in name)
+    return next(name for name in names_of(number) if "averaged" in name)
 
 
 def test_an_error_costs_its_points_once(grade, submit):
@@ -373,16 +426,18 @@ class Simulated:
     def __init__(self, monkeypatch, attempt):
         self.now, self.attempts, self.attempt = 0.0, [], attempt
         monkeypatch.setattr(grading, "time", SimpleNamespace(monotonic=lambda: self.now))
-        monkeypatch.setattr(grading, "verdict", self.verdict)
+        monkeypatch.setattr(grading, "run_check", self.run_check)
 
-    def verdict(self, target, outcome, source, seed, backend, share_gpu, ends_at):
-        index = list(grading.checks(MODULES[outcome.module - 1])).index(outcome.name)
-        ending, seconds = self.attempt(outcome.module, index, source)
-        if self.now + seconds >= ends_at:
-            ending, seconds = "deadline", ends_at - self.now
+    def run_check(self, check, target, conditions, prior_source):
+        index = names_of(check.module).index(check.name)
+        ending, seconds = self.attempt(check.module, index, prior_source)
+        if self.now + seconds >= conditions.ends_at:
+            ending, seconds = "deadline", conditions.ends_at - self.now
         self.now += seconds
-        self.attempts.append((outcome.module, index, source))
-        return ending == "passed", f"{ending} on {source}", ending
+        self.attempts.append((check.module, index, prior_source))
+        if ending == "passed":
+            return Outcome(check, "passed", prior_source=prior_source)
+        return Outcome(check, "failed", Verdict("", f"{ending} on {prior_source}", ending=ending))
 
     def grade(self, prior="auto", total_s=480.0, entries=MODULES):
         return grading.grade(ROOT / "solutions", entries, seed=1, prior=prior, total_s=total_s)
@@ -390,7 +445,7 @@ class Simulated:
 
 def lost(state):
     """Return the points that each module lost."""
-    points = {number: sum(o.points - o.score for o in outcomes) for number, outcomes in state.modules()}
+    points = {number: sum(o.check.points - o.score for o in outcomes) for number, outcomes in state.modules()}
     return {number: lost for number, lost in points.items() if lost}
 
 
@@ -407,10 +462,10 @@ def test_an_endless_loop_costs_its_module_only(monkeypatch, seconds):
     assert lost(state) == {1: 8} and state.score == 92
     assert simulated.now == 40 + 54 * seconds, "two deadlines, and every check of the other modules once"
     assert all(source == "reference" for module, _, source in simulated.attempts if module > 1)
-    told = [outcome.text for outcome in state.of_module(1)]
-    sentence = "This check was not run, because module 1 was stopped: 2 of its checks did not end in time."
+    told = [outcome.verdict.got for outcome in state.of_module(1)]
+    sentence = "module 1 was stopped: 2 of its checks did not end in time"
     assert told == ["deadline on own"] * 2 + [sentence] * 5
-    assert state.finished and all(outcome.finished for outcome in state.outcomes)
+    assert state.finished and not state.unfinished()
 
 
 def test_a_module_that_is_slow_costs_itself_only(monkeypatch):
@@ -419,7 +474,7 @@ def test_a_module_that_is_slow_costs_itself_only(monkeypatch):
     state = simulated.grade()
     assert set(lost(state)) == {1} and simulated.now <= 480
     simulated = Simulated(monkeypatch, lambda *_: ("passed", 9.0))
-    [text] = {outcome.text for outcome in simulated.grade("own", total_s=64).of_module(1)[1:]}
+    [text] = {formats.feedback(outcome) for outcome in simulated.grade("own", total_s=64).of_module(1)[1:]}
     assert text == "This check was not run, because module 1 had used up its share of the time limit (8 s)."
 
 
@@ -429,7 +484,7 @@ def test_a_deadlock_sends_later_modules_to_the_reference_and_stops_nothing(monke
 
     simulated = Simulated(monkeypatch, attempt)
     state = simulated.grade()
-    assert lost(state) == {1: grading.collect(MODULES[:1])[2].points}
+    assert lost(state) == {1: list_checks(MODULES[0])[2].points}
     assert len(simulated.attempts) == 61 and simulated.now == 3 + 60 * 0.5
 
 
@@ -449,10 +504,10 @@ def test_what_can_still_be_earned_comes_before_what_is_repeated(monkeypatch):
     order = list(dict.fromkeys((module, source) for module, _, source in simulated.attempts))
     first = [(1, "own"), (2, "own"), *((number, "reference") for number in range(3, 9))]
     assert order == [*first, (2, "reference"), (4, "own"), (5, "own")]
-    assert {outcome.text for outcome in state.of_module(5)} == {"failed on reference"}
+    assert {outcome.verdict.got for outcome in state.of_module(5)} == {"failed on reference"}
 
 
-COUNTS = {entry.number: len(grading.checks(entry)) for entry in MODULES}
+COUNTS = {entry.number: len(list_checks(entry)) for entry in MODULES}
 HANGS = {
     "the first two": lambda module, index: index < 2,
     "the last two": lambda module, index: index >= COUNTS[module] - 2,
@@ -467,7 +522,7 @@ def test_every_module_hangs_and_the_limit_of_the_packages_suffices(monkeypatch, 
     """The worst that an honest student hands in: other checks fail after a second, and nobody runs out of time."""
     simulated = Simulated(monkeypatch, lambda module, index, _: OWN_HANGS if hangs(module, index) else ("failed", 1.0))
     state = simulated.grade(prior)
-    assert simulated.now < 450 and not any("used up" in outcome.text for outcome in state.outcomes)
+    assert simulated.now < 450 and not any("used up" in outcome.verdict.got for outcome in state.outcomes)
 
 
 def test_a_module_alone_is_tried_on_the_reference_after_it_hung_on_its_own(monkeypatch):
@@ -486,10 +541,10 @@ def test_a_real_endless_loop_in_module_1(grade, submit, monkeypatch):
     beginning = "    for tensor in [*module.parameters(), *module.buffers()]:\n"
     looping = reference(1).replace(beginning, LOOP + beginning, 1)
     assert looping != reference(1)
-    names = {*grading.checks(MODULES[0]), *(one_check(number) for number in range(2, 6))}
+    names = {*names_of(1), *(one_check(number) for number in range(2, 6))}
     done = grade(submit({1: looping}, upto=5), "--modules", "1-5", "--limit", "120", only=names)
     points, failed = scores(done.result)
-    assert failed == set(grading.checks(MODULES[0])) and points[1] == 0, done.result
+    assert failed == set(names_of(1)) and points[1] == 0, done.result
     told = [test["output"] for test in done.result["tests"] if test["number"].startswith("1.")]
     assert all("stopped after 8 s" in text for text in told[:2])
     assert all("module 1 was stopped: 2 of its checks did not end" in text for text in told[2:])
@@ -507,7 +562,7 @@ def test_a_module_that_needs_its_own_broken_one_fails(grade, submit):
     done = grade(submit({1: mine, 2: wanting}), "--modules", "2", only=[one_check(2)])
     [test] = done.result["tests"]
     assert done.status == 0 and test["score"] == 0
-    assert test["output"].startswith("expected  parameters and buffers start"), "what it does with its own module 1"
+    assert test["output"].startswith("expected      parameters and buffers start"), "what it does with its own module 1"
     right = mine.replace("group_src=dist.get_world_size(process_group) - 1", "group_src=0")
     assert grade(submit({1: right, 2: wanting}), "--modules", "2", only=[one_check(2)]).result["score"]
 
@@ -522,7 +577,7 @@ def test_feedback_fits_on_a_screen(grade, submit):
     done = grade(submit({1: shouting}), "--modules", "1", only=["test_gradients_are_averaged"])
     [test] = done.result["tests"]
     lines = test["output"].splitlines()
-    assert lines[0] == "expected  every rank runs to the end without an exception"
+    assert lines[0] == "expected      every rank runs to the end without an exception"
     assert 24 <= len(lines) <= 40 and len(test["output"]) <= 4_010 and "\x1b" not in test["output"]
 
 
@@ -600,7 +655,7 @@ def test_what_cannot_be_graded_says_so_in_its_results(grade, tmp_path):
 
 
 def test_without_out_the_results_are_printed(submit, capfd, monkeypatch):
-    monkeypatch.setattr(grading, "checks", lambda entry: {})
+    monkeypatch.setattr(grading, "collect", lambda entries: [])
     assert cli.main(["grade", "--submission", str(submit()), "--modules", "1"]) == 0
     assert capfd.readouterr().out.startswith("0 of 0 points, seed ")
     assert cli.main(["grade", "--submission", str(submit()), "--modules", "1", "--format", "junit"]) == 0

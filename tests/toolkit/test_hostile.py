@@ -28,7 +28,7 @@ import pytest
 import rank_functions as functions
 import torch
 
-from brigade.checks.plugin import Checked
+from brigade.checks.context import CheckContext
 from brigade.checks.reference import Case
 from brigade.course.modules import MODULES, ROOT, CourseError
 from brigade.course.submission import read
@@ -83,7 +83,7 @@ def seconds_of_runs() -> float:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """One world size for each check, and no long look at a deadlock."""
-    monkeypatch.setattr(Checked, "worlds", lambda self, *sizes: [2] if len(sizes) > 1 else list(sizes))
+    monkeypatch.setattr(CheckContext, "worlds", lambda self, *sizes: [2] if len(sizes) > 1 else list(sizes))
     monkeypatch.setattr(ranks, "QUIET_S", 0.3)
 
 
@@ -112,7 +112,11 @@ class Graded:
         self.seconds = time.monotonic() - self.started
 
     def failures(self) -> list[str]:
-        return [self.told] if self.told else [outcome.text for outcome in self.state.outcomes if not outcome.passed]
+        return (
+            [self.told]
+            if self.told
+            else [formats.feedback(outcome) for outcome in self.state.outcomes if not outcome.passed]
+        )
 
 
 def processes_of(uid: int) -> list[psutil.Process]:
@@ -170,7 +174,7 @@ def expect_fair(case: hostile.Hostile, directory: Path, uid: int, monkeypatch: p
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     graded = Graded(submission_in(directory), directory.parent / "results.json", case)
     assert graded.state.score == case.score, graded.failures()
-    assert graded.told or all(outcome.finished for outcome in graded.state.outcomes)
+    assert graded.told or graded.state.unfinished() == 0
     assert graded.seconds < case.limit_s + 5
     if case.told:
         assert case.told in " ".join(graded.failures()[0].split())
@@ -344,7 +348,7 @@ AT_WORK = 2  # checks that have finished when it happens
 
 
 def finished(state: Grading) -> int:
-    return sum(outcome.finished for outcome in state.outcomes)
+    return sum(outcome.is_settled for outcome in state.outcomes)
 
 
 def test_a_fork_server_that_is_killed_is_started_again(user, submission, tmp_path):
@@ -372,7 +376,7 @@ def test_a_rank_that_is_killed_from_outside_costs_one_check(user, submission, tm
 
     graded = Graded(submission, tmp_path / "results.json", RIGHT, kill_soon)
     [failed] = [outcome for outcome in graded.state.outcomes if not outcome.passed]
-    assert failed is graded.state.outcomes[AT_WORK] and "killed by SIGKILL" in failed.text
+    assert failed is graded.state.outcomes[AT_WORK] and "killed by SIGKILL" in failed.verdict.got
     expect_nothing_left(user)
 
 

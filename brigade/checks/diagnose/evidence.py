@@ -25,12 +25,13 @@ class Evidence:
     averaged: bool = False  # some collective's reduce op is AVG
     synchronous: bool = False  # one was called without async_op=True, and returned None
     forgotten: int | None = None  # handles that nobody waited on in their step; None: not known
+    world_size: int | None = None  # of the run, where the ranks that are compared are a part of it
 
 
 def of_record(events: Sequence[Sequence[Event]] | None, case: Case, step: int | None = 0) -> Evidence:
     """What is known of a step (None: of all) from what the ranks of the case's group recorded."""
     if not events:
-        return Evidence()
+        return Evidence(world_size=case.world_size)
     mine = [events[rank] for rank in case.group]
     found = [launch for record in mine for launch in launches(record, step)]
     known = (wrong_group(events, case.group), *(misplaced(record, case, step) for record in mine))
@@ -40,6 +41,7 @@ def of_record(events: Sequence[Sequence[Event]] | None, case: Case, step: int | 
         any(launch.reduce_op == "AVG" for launch in found),
         any(launch.sync and launch.phase != "construct" for launch in found),
         sum(step not in launch.wait_steps for launch in found if not launch.sync),
+        case.world_size,
     )
 
 

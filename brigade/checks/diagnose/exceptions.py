@@ -27,6 +27,7 @@ CALLED_HOOK = "a hook is called where it is registered: pass the function itself
 class Symptom:
     """An exception of this type ("": any) with this in its message means `cause`; "" where the evidence is missing."""
 
+    name: str
     error: str
     message: str
     cause: str | Callable[[RankFailure, Sources], str]
@@ -37,7 +38,7 @@ def by_the_signature(failure: RankFailure, sources: Sources) -> str:
 
 
 def by_its_hooks(failure: RankFailure, sources: Sources) -> str:
-    in_backward = any("run_backward" in line or "loss.backward()" in line for line in failure.lines)
+    in_backward = any("run_backward" in text or "loss.backward()" in text for *_, text in failure.frames)
     return CALLED_HOOK if in_backward and not failure.own else ""
 
 
@@ -54,7 +55,7 @@ def by_no_return(failure: RankFailure, sources: Sources) -> str:
 
 
 def by_unequal_shards(failure: RankFailure, sources: Sources) -> str:
-    whole, given = re.search(UNEQUAL_SHARDS, failure.summary).groups()
+    whole, given = re.search(UNEQUAL_SHARDS, failure.message).groups()
     return (
         f"reduce_scatter(output, input): the output times the number of ranks has {whole} elements, the input {given}; "
         "the output is the own shard, the input the whole bucket, which is as long as all shards?"
@@ -62,13 +63,13 @@ def by_unequal_shards(failure: RankFailure, sources: Sources) -> str:
 
 
 def by_no_gradient(failure: RankFailure, sources: Sources) -> str:
-    [name] = re.search(NO_ATTRIBUTE, failure.summary).groups()
-    used = f".grad.{name}" in str(failure)
+    [name] = re.search(NO_ATTRIBUTE, failure.message).groups()
+    used = any(f".grad.{name}" in text for *_, text in failure.frames)
     return "the gradient of a parameter that this rank did not use is None: it counts as zeros?" if used else ""
 
 
 def by_the_last_bucket(failure: RankFailure, sources: Sources) -> str:
-    last = failure.lines[-1] if failure.lines else ""
+    last = failure.frames[-1][-1] if failure.frames else ""
     cause = "an index beyond the buffer's last bucket: the last group may have fewer buckets than the others?"
     return cause if "bucket_ranges[" in last else ""
 
@@ -99,42 +100,45 @@ def recorded(failure: RankFailure) -> list[Event]:
 
 
 UNEQUAL_SHARDS = r"outputShape\[0\] \* worldSize == inputShape\[0\] \((\d+) vs\. (\d+)\)"
+HOOK_RESULT = "hook returned|hooks should return"
 NO_ATTRIBUTE = r"'NoneType' object has no attribute '(\w+)'"
 SYMPTOMS = [
-    Symptom("BdbQuit", "", "a breakpoint() was left in? --debug runs one rank on this terminal, where it works"),
-    Symptom("NameError", " has no ", "the name was changed or deleted? The skeleton has it; `brigade reset` brings it "
-            "back"),
-    Symptom("TypeError", "hook returned|hooks should return", "a hook returns a value: it must return None"),
-    Symptom("RuntimeError", "hook returned|hooks should return", "a hook returns a value: it must return None"),
-    Symptom("TypeError", "object is not callable", by_its_hooks),
-    Symptom("ValueError", r"Global rank \d+ is not part of", "src and dst are ranks of the world; group_src and "
-            "group_dst are those of the group?"),
-    Symptom("TypeError", r"(missing|takes) .*argument|unexpected keyword argument|multiple values for argument",
-            by_the_signature),
-    Symptom("RuntimeError", "assign a gradient|assigned grad", "a gradient has its parameter's dtype and shape: "
-            "torch.zeros_like(parameter)?"),
-    Symptom("TypeError", "'NoneType' object is not an iterator", "a function under @contextmanager has no yield"),
-    Symptom("AttributeError", NO_ATTRIBUTE, by_no_result),
-    Symptom("TypeError", "'NoneType'", by_no_result),
-    Symptom("", "NoneType", by_no_return),
-    Symptom("", UNEQUAL_SHARDS, by_unequal_shards),
-    Symptom("", NO_ATTRIBUTE, by_no_gradient),
-    Symptom("IndexError", "", by_the_last_bucket),
-    Symptom("", "", by_what_is_left),
-    Symptom("", "'wait'", by_no_handle),
+    Symptom("breakpoint", "BdbQuit", "", "a breakpoint() was left in? --debug runs one rank on this terminal, where it "
+            "works"),
+    Symptom("missing name", "NameError", " has no ", "the name was changed or deleted? The skeleton has it; "
+            "`brigade reset` brings it back"),
+    Symptom("hook result", "TypeError", HOOK_RESULT, "a hook returns a value: it must return None"),
+    Symptom("hook result", "RuntimeError", HOOK_RESULT, "a hook returns a value: it must return None"),
+    Symptom("called hook", "TypeError", "object is not callable", by_its_hooks),
+    Symptom("global rank", "ValueError", r"Global rank \d+ is not part of", "src and dst are ranks of the world; "
+            "group_src and group_dst are those of the group?"),
+    Symptom("signature", "TypeError",
+            r"(missing|takes) .*argument|unexpected keyword argument|multiple values for argument", by_the_signature),
+    Symptom("assigned gradient", "RuntimeError", "assign a gradient|assigned grad", "a gradient has its parameter's "
+            "dtype and shape: torch.zeros_like(parameter)?"),
+    Symptom("no yield", "TypeError", "'NoneType' object is not an iterator", "a function under @contextmanager has no "
+            "yield"),
+    Symptom("no result", "AttributeError", NO_ATTRIBUTE, by_no_result),
+    Symptom("no result", "TypeError", "'NoneType'", by_no_result),
+    Symptom("no return", "", "NoneType", by_no_return),
+    Symptom("unequal shards", "", UNEQUAL_SHARDS, by_unequal_shards),
+    Symptom("no gradient", "", NO_ATTRIBUTE, by_no_gradient),
+    Symptom("last bucket", "IndexError", "", by_the_last_bucket),
+    Symptom("left over", "", "", by_what_is_left),
+    Symptom("no handle", "", "'wait'", by_no_handle),
 ]  # fmt: skip
 
 
-def of_exception(failure: RankFailure, sources: Sources) -> str:
-    """The likely cause of a rank's exception, or nothing."""
-    if any(re.search(r"register_\w*hook\(", line) for line in failure.lines[:-1]) and failure.own:
-        return CALLED_HOOK  # a call on the line that registers was being made when it raised
+def explain_exception(failure: RankFailure, sources: Sources) -> tuple[str, str]:
+    """Return the likely cause of a rank's exception, and the name of the symptom; two "" for none."""
+    if any(re.search(r"register_\w*hook\(", text) for *_, text in failure.frames[:-1]) and failure.own:
+        return CALLED_HOOK, "called hook"  # a call on the line that registers was being made when it raised
     for symptom in SYMPTOMS:
-        if symptom.error in ("", failure.error) and re.search(symptom.message, failure.summary):
+        if symptom.error in ("", failure.error) and re.search(symptom.message, failure.message):
             cause = symptom.cause if isinstance(symptom.cause, str) else symptom.cause(failure, sources)
             if cause:
-                return cause
-    return ""
+                return cause, symptom.name
+    return "", ""
 
 
 def used_results(sources: Sources) -> Iterable[tuple[str, str]]:

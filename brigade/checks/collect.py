@@ -1,0 +1,38 @@
+"""The one collector of graded checks: the list of `course.listing`, with the functions."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from brigade.course.listing import GradedCheck, list_checks
+from brigade.course.modules import ROOT, Module
+
+if TYPE_CHECKING:
+    from brigade.checks.context import CheckContext
+
+
+@dataclass(frozen=True)
+class Check(GradedCheck):
+    """A graded check that can be run."""
+
+    function: Callable[[CheckContext], None]
+
+
+def collect(entries: Sequence[Module]) -> list[Check]:
+    """Return all graded checks of the modules, in order. Import their files, and torch with them."""
+    return [
+        Check(**asdict(check), function=getattr(import_file(entry), check.name))
+        for entry in entries
+        for check in list_checks(entry)
+    ]
+
+
+def import_file(entry: Module) -> object:
+    """Return the module with the checks of `entry`."""
+    if str(ROOT / "tests") not in sys.path:
+        sys.path.insert(0, str(ROOT / "tests"))
+    return importlib.import_module(entry.checks.stem)

@@ -1,0 +1,140 @@
+"""What a check is given: the submission, on which it runs scenarios, and random cases."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from brigade.checks.diagnose.exceptions import explain_exception
+from brigade.checks.verdict import CheckFailed, Location, Verdict, not_run
+from brigade.course.submission import Sources
+from brigade.runner import ranks
+
+EXPECTED = {
+    "exception": "every rank runs to the end without an exception",
+    "deadline": "every rank gets to the end of the step",
+    "deadlock": "all ranks call the same collectives, so that none waits forever",
+    "mismatch": "all ranks call the same collectives in the same order",
+}
+USUAL_CAUSES = {
+    "deadline": "a loop that does not end, or a rank that waits for something that never comes?",
+    "deadlock": "a collective is skipped on some ranks only, by a condition that is not the same on all of them?",
+    "mismatch": "a collective is skipped or added on some ranks only, or the order depends on the rank?",
+    "died": "the process was ended from inside (os._exit, a crash): a check must run to its end",
+}
+
+
+@dataclass
+class CheckContext:
+    """The submission that a check examines: runs scenarios on it, and draws random cases.
+
+    It holds the text of the submission's modules; only ranks import them. No run may go on after `ends_at`, a time of
+    time.monotonic().
+    """
+
+    sources: Sources
+    seed: int = 0
+    backend: str = "gloo"
+    share_gpu: bool = False
+    deadline_s: float | None = None
+    ends_at: float = math.inf
+    is_debugged: bool = False
+    rng: random.Random = field(init=False)
+    output: list[str] = field(init=False, default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.rng = random.Random(self.seed)
+
+    def worlds(self, *sizes: int) -> list[int]:
+        """The world sizes to check: those asked for; only 1 under --debug."""
+        return [1] if self.is_debugged else list(sizes)
+
+    def case(self, model: str, world_size: int, **options: Any) -> Any:
+        """A random training problem; see `reference.Case`."""
+        from brigade.checks.reference import Case
+
+        return Case(self.rng, model, world_size, **options)
+
+    def run(self, scenario: Callable[..., Any], *args: Any, world_size: int, mode: str = "hold") -> ranks.RankResults:
+        """What each rank returns from the scenario. Raises CheckFailed where a rank returns nothing.
+
+        If there are fewer GPUs than ranks and sharing is not allowed, the ranks run on the CPU.
+        """
+        usual_s = self.deadline_s or ranks.DEADLINE_S[self.backend]
+        left_s = self.ends_at - time.monotonic()
+        if left_s <= 0:
+            raise CheckFailed(not_run("the checks of its module have used up their time"))
+        try:
+            results = ranks.run_ranks(
+                scenario,
+                *args,
+                world_size=world_size,
+                backend=self.backend if self.share_gpu or world_size <= gpus() else "gloo",
+                share_gpu=self.share_gpu,
+                deadline=min(usual_s, left_s),
+                mode=mode,
+                packages={"submission": self.sources},
+                seed=self.rng.randrange(2**31),
+                terminal=self.is_debugged,
+            )
+        except ranks.RankFailure as failure:
+            self.output = failure.output
+            note = "Here the module's time ended." if failure.kind == "deadline" and left_s < usual_s else ""
+            raise to_failure(failure, self.sources, note) from None
+        self.output = results.output
+        return results
+
+    def try_run(self, scenario: Callable[..., Any], *args: Any, world_size: int) -> ranks.RankResults | None:
+        """What each rank returns from a scenario that only looks for a cause; None if it fails.
+
+        What the ranks of the failed check printed is kept.
+        """
+        output = self.output
+        try:
+            return self.run(scenario, *args, world_size=world_size)
+        except CheckFailed:
+            return None
+        finally:
+            self.output = output
+
+
+def to_failure(failure: ranks.RankFailure, sources: Sources, note: str = "") -> CheckFailed:
+    """Return a failed run as a failed check; `sources` are what ran."""
+    if failure.part:
+        got = "it is still the skeleton's `raise NotImplementedError`"
+        return CheckFailed(Verdict(f"{failure.part} is written", got, ending="exception", part=failure.part))
+    cause, hypothesis = USUAL_CAUSES.get(failure.kind, ""), f"usual for {failure.kind}"
+    if failure.kind == "exception":
+        cause, hypothesis = explain_exception(failure, sources)
+    return CheckFailed(
+        Verdict(
+            EXPECTED.get(failure.kind, "every rank delivers its result"),
+            "\n".join([failure.summary, *failure.lines]),
+            cause,
+            hypothesis if cause else "",
+            ending=failure.kind,
+            rank=failure.rank,
+            location=location_of(failure, sources),
+            error=failure.error or "",
+            message=failure.message,
+            note=note,
+        )
+    )
+
+
+def location_of(failure: ranks.RankFailure, sources: Sources) -> Location | None:
+    """Return the innermost line of the submission in the failed rank's exception; None if there is none."""
+    names = {Path(path).name for path, _ in sources.values()}
+    own = [Location(file, line, function) for file, line, function, _ in failure.frames if file in names]
+    return own[-1] if own else None
+
+
+def gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()

@@ -1,0 +1,148 @@
+"""The one way to run a check on a submission: `run_check`. Commands, graders, mutants and pytest call it."""
+
+from __future__ import annotations
+
+import math
+import random
+import shlex
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from brigade.checks.collect import Check
+from brigade.checks.context import CheckContext, gpus
+from brigade.checks.server import start_server
+from brigade.checks.verdict import CheckFailed, Outcome, Verdict, not_run
+from brigade.course.listing import GradedCheck
+from brigade.course.modules import CourseError
+from brigade.course.submission import Sources, directory, read
+from brigade.rank import dynamo_stub
+from brigade.runner import ranks
+
+HURRY = 4  # once a check has reached its deadline, the others get so much less time
+HUNG_LIMIT = 2  # ... and after so many no check runs any more
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """How checks run. The same seed gives the same random cases."""
+
+    seed: int = 0
+    backend: str = "gloo"
+    share_gpu: bool = False
+    deadline_s: float | None = None  # of one run of ranks
+    ends_at: float = math.inf  # time.monotonic() by which a check has to end
+    is_debugged: bool = False
+
+
+def run_check(
+    check: Check,
+    target: str | Path,
+    conditions: Conditions,
+    prior_source: str = "own",
+    sources: Sources | None = None,
+) -> Outcome:
+    """Run one check on the submission in `target`, or on the texts `sources` in its place, and return the outcome.
+
+    `prior_source` says whose earlier modules are used (see `submission.read`). Only Ctrl-C and its like are raised.
+    """
+    started = time.monotonic()
+    outcome = Outcome(check, prior_source=prior_source, repeat=repeat_command(check, target, conditions, prior_source))
+    context = None
+    try:
+        context = CheckContext(
+            read_sources(target, check.module, prior_source) if sources is None else sources,
+            seed=seed_of(conditions.seed, check.name),
+            backend=conditions.backend,
+            share_gpu=conditions.share_gpu,
+            deadline_s=conditions.deadline_s,
+            ends_at=conditions.ends_at,
+            is_debugged=conditions.is_debugged,
+        )
+        check.function(context)
+        outcome.status = "passed"
+    except CheckFailed as failed:
+        outcome.verdict = failed.verdict
+        outcome.status = "not written" if failed.verdict.part else "failed"
+    except ranks.ServerLost as lost:
+        outcome.status, outcome.verdict = "error", Verdict("the ranks can be started", str(lost), ending="lost")
+    except CourseError as error:
+        outcome.status, outcome.verdict = "error", Verdict("the check can run here", str(error), ending="refused")
+    except Exception as error:  # an answer that a check did not foresee is wrong, and never a crash of ours
+        said = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        got = f"what the ranks returned could not be examined ({said})"
+        outcome.status, outcome.verdict = "error", Verdict("the check comes to its end", got, ending="unexamined")
+        outcome.exception = error
+    outcome.printed = context.output if context else []
+    outcome.seconds = time.monotonic() - started
+    return outcome
+
+
+def run_checks(
+    checks: Sequence[Check], target: str | Path, conditions: Conditions, prior_source: str = "own"
+) -> Iterator[Outcome]:
+    """Run checks one after another, and yield the outcome of each.
+
+    Once one has reached its deadline, the others get less time; after two of them no other check is run.
+    """
+    hung = 0
+    for check in checks:
+        if hung == HUNG_LIMIT:
+            reason = f"{hung} checks before it did not come to their end"
+            yield Outcome(
+                check, verdict=not_run(reason), repeat=repeat_command(check, target, conditions, prior_source)
+            )
+            continue
+        usual_s = conditions.deadline_s or ranks.DEADLINE_S[conditions.backend]
+        outcome = run_check(
+            check, target, replace(conditions, deadline_s=usual_s / HURRY) if hung else conditions, prior_source
+        )
+        if outcome.ending == "deadline":
+            if hung:
+                note = "It was given less time than usual, since a check before it had not come to its end."
+                outcome.verdict = replace(outcome.verdict, note=note)
+            hung += 1
+        yield outcome
+
+
+def prepare() -> None:
+    """Import what checks need, here and in the process from which ranks are forked."""
+    start_server()
+    dynamo_stub.import_torch()
+    import torch
+
+    import brigade.checks.reference  # noqa: F401
+
+    torch.set_num_threads(1)  # the truth is small, and on a busy machine a second thread is waited for
+
+
+def read_sources(target: str | Path, number: int, prior_source: str) -> Sources:
+    """Return the texts of a submission. Raise CheckFailed if it cannot be read."""
+    try:
+        return read(target, number, prior_source).sources
+    except CourseError as error:
+        raise CheckFailed(Verdict("the submission can be read", str(error), ending="unreadable")) from None
+
+
+def seed_of(seed: int, name: str) -> int:
+    """Return the seed of one check, so that running a check alone repeats its cases."""
+    return random.Random(f"{seed}/{name}").randrange(2**31)
+
+
+def default_backend() -> str:
+    """Return nccl where there is a GPU for each of two ranks, else gloo."""
+    return "nccl" if gpus() >= 2 else "gloo"
+
+
+def repeat_command(check: GradedCheck, target: str | Path, conditions: Conditions, prior_source: str) -> str:
+    """Return the command that runs this check alone, on the same random cases."""
+    words = ["brigade", "check", str(check.module), "--only", check.name.removeprefix("test_")]
+    words += ["--seed", str(conditions.seed)]
+    if directory(target).resolve() != directory("lessons").resolve():
+        words += ["--target", str(target)]
+    if prior_source != "own":
+        words += ["--prior", prior_source]
+    if conditions.backend != default_backend():
+        words += ["--backend", conditions.backend]
+    return shlex.join(words)
