@@ -63,7 +63,8 @@ def expect_nothing_left(temporary: Path, within_s: float) -> None:
 
 @pytest.fixture(scope="module")
 def two_ranks() -> Iterator[Ranks]:
-    with start_ranks(2) as ranks:
+    """Two ranks between which a link can be emulated; the notebooks themselves try the other modes."""
+    with start_ranks(2, mode="pace") as ranks:
         yield ranks
 
 
@@ -79,6 +80,21 @@ def test_a_cell_is_what_every_rank_does(two_ranks: Ranks, capsys: pytest.Capture
     assert " ".join(printed) == "[stdout:0] I am 0 [stdout:1] I am 1"
     assert two_ranks["value"] == [3.0, 3.0]
     assert [[launch.op for launch in launches(events)] for events in two_ranks.events()] == [["all_reduce"]] * 2
+
+
+def test_a_link_is_emulated_between_the_ranks_of_a_notebook(two_ranks: Ranks) -> None:
+    before = [len(launches(events)) for events in two_ranks.events()]
+    two_ranks.run(
+        "import time, torch, torch.distributed as dist\n"
+        "from brigade.rank import emulated_link\n"
+        "emulated_link.use(emulated_link.Link(latency_s=0.05, bytes_per_s=1e9))\n"
+        "time.sleep(0.2 * dist.get_rank())\n"
+        "dist.all_reduce(torch.ones(4))\n"
+        "emulated_link.use(None)"
+    )
+    [first], [second] = (launches(events)[count:] for count, events in zip(before, two_ranks.events()))
+    assert first.began == second.began >= max(first.start, second.start)
+    assert min(first.end, second.end) >= first.began + 0.1
 
 
 def test_solutions_are_importable(two_ranks: Ranks) -> None:
@@ -138,20 +154,6 @@ def test_nothing_outlives_a_killed_notebook(temporary: Path) -> None:
         os.kill(notebook.pid, signal.SIGKILL)
         notebook.communicate()
     expect_nothing_left(temporary, within_s=15)
-
-
-def test_a_link_is_emulated_between_the_ranks_of_a_notebook() -> None:
-    with start_ranks(2, mode="pace") as ranks:
-        ranks.run(
-            "import time, torch, torch.distributed as dist\n"
-            "from brigade import pacing\n"
-            "pacing.use(pacing.Link(latency_s=0.05, bytes_per_s=1e9))\n"
-            "time.sleep(0.2 * dist.get_rank())\n"
-            "dist.all_reduce(torch.ones(4))"
-        )
-        [first], [second] = (launches(events) for events in ranks.events())
-        assert first.began == second.began >= max(first.start, second.start)
-        assert min(first.end, second.end) >= first.began + 0.1
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
