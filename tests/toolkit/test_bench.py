@@ -400,7 +400,7 @@ def test_under_torchrun_a_peer_that_cannot_be_reached_is_named(tmp_path):
     place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     command = [sys.executable, "-m", "brigade.cli", "bench", "--target", "solutions", "--modules", "1", *SMALL]
     process = subprocess.Popen(
-        [*map(str, command), "--deadline", "5"],
+        [*map(str, command), "--deadline", "10"],
         cwd=ROOT,
         env=os.environ | place | {"MASTER_PORT": str(port), "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
         stdout=subprocess.PIPE,
@@ -414,7 +414,7 @@ def test_under_torchrun_a_peer_that_cannot_be_reached_is_named(tmp_path):
         process.kill()
         process.wait()
     assert process.returncode == 1
-    assert re.search(r"^brigade: stopped after 5 s: rank 0 on .*: a peer could not be reached; is GLOO_S", err, re.M)
+    assert re.search(r"^brigade: stopped after 10 s: rank 0 on .*: a peer could not be reached; is GLOO_S", err, re.M)
 
 
 @pytest.mark.parametrize(
