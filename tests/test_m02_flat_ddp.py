@@ -1,10 +1,13 @@
 """Graded checks of module 2: one flat all-reduce per dtype."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from brigade.checks.expectations import expect, expect_gradients, expect_start, expect_weights, require_launches
 from brigade.events import launches, summary
+from diagnosis import m02_flat_ddp as diagnosis
 from scenarios import training
 
 JOB = {"package": "m02_flat_ddp", "wrapper": "FlatDDP"}
@@ -13,17 +16,6 @@ JOB = {"package": "m02_flat_ddp", "wrapper": "FlatDDP"}
 # In the mixed model every layer sees activations that were rounded to bfloat16, so that all its gradients carry that
 # rounding: 2^-8 each in forward, backward and the sum.
 MIXED = 2**-6
-
-
-def require_flat(results, case, steps=1):
-    """The numbers count only if no step launches more than one all_reduce for each dtype."""
-    dtypes = {parameter.dtype for parameter in case.parameters().values() if parameter.requires_grad}
-
-    def accepts(found):
-        return len(found) <= len(dtypes)
-
-    kind = "at most one all_reduce for each dtype"
-    require_launches(results.events, case.group, kind, accepts, steps, in_backward=False)
 
 
 @pytest.mark.points(1)
@@ -52,20 +44,8 @@ def test_one_all_reduce_per_dtype(submission):
                     len(kinds) == dtypes == len(set(kinds)) and all(op == "all_reduce" for op, _ in kinds),
                     f"a step of the {model} model launches {dtypes} all_reduce, one for each dtype",
                     f"rank {rank}, step {step}: {summary(found)}",
-                    likely_launches(found, case),
+                    partial(diagnosis.wrong_launches, found, case),
                 )
-
-
-def likely_launches(found, case):
-    """Why the launches of a step may be wrong."""
-    if len(found) > 3:
-        return "every parameter is still reduced by itself?"
-    trainable = [p for p in case.parameters().values() if p.requires_grad]
-    if len({p.dtype for p in trainable}) > 1 and [launch.numel for launch in found] == [
-        sum(map(torch.numel, trainable))
-    ]:
-        return "torch.cat casts tensors of several dtypes to the widest: a flat tensor for each dtype?"
-    return ""
 
 
 @pytest.mark.points(1)
@@ -83,9 +63,7 @@ def test_bytes_on_the_wire(submission):
                 sent == nbytes,
                 f"a step of the {model} model all-reduces {nbytes} bytes, the size of its trainable parameters",
                 f"rank {rank}: {sent} bytes",
-                "frozen parameters travel, a tied one travels twice, or values are cast to a wider dtype?"
-                if sent > nbytes
-                else "gradients are left out, or cast to a narrower dtype?",
+                partial(diagnosis.wrong_volume, sent, nbytes),
             )
         require_flat(results, case)
 
@@ -125,7 +103,7 @@ def test_gradients_keep_shape_and_stride(submission):
                     result["strides"][0][name] == list(parameter.stride()),
                     f"after finish_grad_sync the gradient of {name} has the parameter's strides, {parameter.stride()}",
                     f"rank {rank}: its strides are {result['strides'][0][name]}",
-                    "p.grad was replaced by a piece of the flat tensor, instead of copying the piece into it?",
+                    diagnosis.REPLACED,
                 )
         require_flat(results, case)
 
@@ -150,3 +128,17 @@ def test_steps_and_subgroups(submission):
         expect_gradients(results, case)
         expect_weights(results, case)
         require_flat(results, case, steps=4)
+
+
+# ---- what the checks use
+
+
+def require_flat(results, case, steps=1):
+    """The numbers count only if no step launches more than one all_reduce for each dtype."""
+    dtypes = {parameter.dtype for parameter in case.parameters().values() if parameter.requires_grad}
+
+    def accepts(found):
+        return len(found) <= len(dtypes)
+
+    kind = "at most one all_reduce for each dtype"
+    require_launches(results.events, case.group, kind, accepts, steps, in_backward=False)

@@ -1,5 +1,7 @@
 """Graded checks of module 3: all-reduces that overlap with backward."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -15,20 +17,10 @@ from brigade.checks.expectations import (
     require_launches,
 )
 from brigade.events import launches, ready, summary
+from diagnosis import m03_overlapped_ddp as diagnosis
 from scenarios import m03_overlapped_ddp, training
 
 JOB = {"package": "m03_overlapped_ddp", "wrapper": "OverlappedDDP"}
-
-
-def require_overlapped(results, case, steps=1):
-    """The numbers count only if each step launches one asynchronous all_reduce per gradient, while backward runs."""
-    count = sum(parameter.requires_grad for parameter in case.parameters().values())
-
-    def accepts(found):
-        return len(found) == count and all(map(overlaps, found))
-
-    kind = "one asynchronous all_reduce for each gradient, launched while backward runs and awaited in the finish"
-    require_launches(results.events, case.group, kind, accepts, steps)
 
 
 @pytest.mark.points(2)
@@ -65,14 +57,14 @@ def test_launches_are_asynchronous(submission):
                     not late,
                     "every all_reduce is launched while backward runs",
                     f"{where}: {len(late)} of {len(found)} were launched in {late and late[0].phase}",
-                    "the launch belongs into a hook on the parameter, not into finish_grad_sync?",
+                    diagnosis.IN_THE_FINISH,
                 )
                 blocking = [launch for launch in found if launch.sync or "backward" in launch.wait_phases]
                 expect(
                     not blocking,
                     "backward launches and goes on: no launch is synchronous, no handle is waited on in backward",
                     f"{where}: {len(blocking)} of {len(found)} launches were waited for in backward",
-                    "async_op=True, and wait in finish_grad_sync?",
+                    diagnosis.BLOCKING,
                 )
 
 
@@ -90,7 +82,7 @@ def test_launches_follow_their_gradients(submission):
                 not missing,
                 "backward leaves the gradient of every parameter of the model in its .grad",
                 f"rank {rank}: backward reported no gradient for {listing(missing)}",
-                "forward uses copies of the parameters, which have gradients of their own",
+                diagnosis.COPIED_PARAMETERS,
             )
             found = {launch.numel: launch.place for launch in launches(events, 0)}
             for place, (at, name) in enumerate(order):
@@ -100,8 +92,7 @@ def test_launches_follow_their_gradients(submission):
                     at < launched,
                     f"the all_reduce of {name} is launched when its gradient has been added to .grad",
                     f"rank {rank}: it was launched before",
-                    "a tensor's hook (register_hook) gets the incoming gradient, which does not have what "
-                    "earlier backward passes accumulated; register_post_accumulate_grad_hook runs when it is added",
+                    diagnosis.TENSOR_HOOK,
                 )
                 if place + 2 < len(order):
                     expect(
@@ -109,7 +100,7 @@ def test_launches_follow_their_gradients(submission):
                         f"the all_reduce of {name} is launched before {order[place + 2][1]} is ready",
                         f"rank {rank}: it was launched later, {sum(p < launched for p, _ in order)} of {len(order)} "
                         "gradients being ready",
-                        "launches are collected, and made only at the end of backward?",
+                        diagnosis.COLLECTED,
                     )
 
 
@@ -127,21 +118,21 @@ def test_every_handle_is_waited_on(submission):
                     bool(found) and not forgotten,
                     "finish_grad_sync waits on the handle of every all_reduce of the step",
                     f"rank {rank}, step {step}: {len(forgotten)} of {len(found)} were never waited on",
-                    "waiting on the last handle does not mean that the others are complete",
+                    diagnosis.LAST_HANDLE,
                 )
                 stale = [launch for launch in found if set(launch.wait_steps) - {step}]
                 expect(
                     not stale,
                     "a step waits on its own handles only",
                     f"rank {rank}: {len(stale)} handles of step {step} were waited on again in a later step",
-                    "the list of handles is never cleared?",
+                    diagnosis.NEVER_CLEARED,
                 )
                 raced = [launch for launch in found if launch.raced]
                 expect(
                     not raced,
                     "a gradient is left alone between its launch and its wait",
                     f"rank {rank}, step {step}: {len(raced)} of {len(found)} were changed in between",
-                    "the gradient was divided or overwritten while its all_reduce was under way?",
+                    diagnosis.RACED,
                 )
         require_overlapped(results, case, steps=3)
 
@@ -153,17 +144,11 @@ def test_no_sync_accumulates(submission):
         case = submission.case("Plain", world, micro_batches=3, steps=2)
         results = submission.run(training.train, case.for_ranks(**JOB), world_size=world)
         expect_silence(results.events, range(world), steps=2)
-        last = case.gradients(micro=slice(2, 3))
-        mixed = [sum_of(case.gradients([rank], slice(0, 2)), last) for rank in range(world)]
         expect_gradients(
             results,
             case,
             "gradients are the average of what 3 micro-batches accumulated",
-            hypotheses={
-                "only the last micro-batch counts: what no_sync accumulated is lost?": [last] * world,
-                "only the last micro-batch was averaged: the hook reduces the incoming gradient, not the "
-                "accumulated one?": mixed,
-            },
+            hypotheses=partial(diagnosis.lost_micro_batches, case),
         )
         for rank, events in enumerate(results.events):
             count = len(launches(events, 0))
@@ -191,18 +176,14 @@ def test_no_sync_restores_its_state(submission):
             not inside,
             "no launch in backward passes inside no_sync, after an inner no_sync has ended too",
             f"rank {rank}: {nested} launches inside the inner no_sync, {len(inside) - nested} after it has ended",
-            "is the flag of no_sync asked before anything is launched?"
-            if nested
-            else "the inner no_sync switches synchronisation on when it ends, instead of restoring what was?",
+            partial(diagnosis.not_silent, nested),
         )
         outside = [launch for launch in launches(events, phase="backward") if launch.place > after]
         expect(
             len(outside) == len(case.parameters()),
             "after an exception inside no_sync, the next backward launches all its all-reduces",
             f"rank {rank}: {len(outside)} launches for {len(case.parameters())} parameters",
-            "the launch belongs into a hook on the parameter, not into finish_grad_sync?"
-            if launches(events, phase="finish")
-            else "no_sync restores its state only when the block ends normally: try ... finally?",
+            partial(diagnosis.not_restored, events),
         )
     expect_equal(
         "gradients are the average of all three",
@@ -224,5 +205,15 @@ def test_steps_and_subgroups(submission):
         require_overlapped(results, case, steps=4)
 
 
-def sum_of(one, other):
-    return {name: one[name] + other[name] for name in one}
+# ---- what the checks use
+
+
+def require_overlapped(results, case, steps=1):
+    """The numbers count only if each step launches one asynchronous all_reduce per gradient, while backward runs."""
+    count = sum(parameter.requires_grad for parameter in case.parameters().values())
+
+    def accepts(found):
+        return len(found) == count and all(map(overlaps, found))
+
+    kind = "one asynchronous all_reduce for each gradient, launched while backward runs and awaited in the finish"
+    require_launches(results.events, case.group, kind, accepts, steps)

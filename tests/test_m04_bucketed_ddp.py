@@ -1,13 +1,11 @@
 """Graded checks of module 4: buckets."""
 
-import contextlib
 from collections import Counter
 from functools import partial
 
 import pytest
 import torch
 
-from brigade.checks.diagnose.evidence import left_over
 from brigade.checks.expectations import (
     expect,
     expect_gradients,
@@ -19,103 +17,14 @@ from brigade.checks.expectations import (
     overlaps,
     require_launches,
 )
-from brigade.checks.verdict import CheckFailed
 from brigade.events import launches, ready, summary
+from diagnosis import m04_bucketed_ddp as diagnosis
 from diagnosis.easier import late_launches
 from scenarios import m04_bucketed_ddp, training
 
 CAP_BYTES = 600  # of the buckets in the checks below: a few parameters each
 JOB = {"package": "m04_bucketed_ddp", "wrapper": "BucketedDDP", "arguments": {"bucket_cap_mb": CAP_BYTES / 2**20}}
 XL = {1: 435, 10: 339, 100: 98, 1000: 8}  # buckets of the XL model, by cap in MiB
-
-
-def ruled(sizes, dtypes, cap):
-    """The buckets as the rule has them, as places in these lists; `cap` is in the unit of the sizes."""
-    buckets, held = [], 0
-    for i in reversed(range(len(sizes))):
-        if not buckets or held + sizes[i] > cap or dtypes[i] != dtypes[buckets[-1][0]]:
-            buckets.append([])
-            held = 0
-        buckets[-1].append(i)
-        held += sizes[i]
-    return buckets
-
-
-def buckets_of(case, cap=CAP_BYTES):
-    """The same for a case, in names."""
-    named = [(name, p) for name, p in case.parameters().items() if p.requires_grad]
-    buckets = ruled([p.nbytes for _, p in named], [p.dtype for _, p in named], cap)
-    return [[named[i][0] for i in bucket] for bucket in buckets]
-
-
-def numels_of(case, buckets):
-    parameters = case.parameters()
-    return [sum(parameters[name].numel() for name in bucket) for bucket in buckets]
-
-
-def require_buckets(results, case, cap=CAP_BYTES, steps=1):
-    """The numbers count only if each step launches buckets asynchronously, while backward runs."""
-    count = sum(parameter.requires_grad for parameter in case.parameters().values())
-    has_shared = len(buckets_of(case, cap)) < count  # a bucket of several parameters
-
-    def accepts(found):
-        return all(map(overlaps, found)) and (len(found) < count or not has_shared)
-
-    kind = "an asynchronous all_reduce for each bucket, launched while backward runs and awaited in the finish"
-    require_launches(results.events, case.group, kind, accepts, steps)
-
-
-def planned_by(submission, case):
-    """The buckets that the submission's plan_buckets makes of the case's model, as lists of names; None: no plan."""
-    named = [(name, p) for name, p in case.parameters().items() if p.requires_grad]
-    problem = {"numels": [p.numel() for _, p in named], "dtypes": [p.dtype for _, p in named], "cap_bytes": CAP_BYTES}
-    results = submission.try_run(m04_bucketed_ddp.plan, [problem], world_size=1)
-    return results and [[named[i][0] if i >= 0 else "" for i in bucket] for bucket in results[0][0]]
-
-
-SEE_RULE = "plan_buckets does not follow its rule, and these are its buckets: see test_bucket_rule"
-
-
-@contextlib.contextmanager
-def plan_suspected(submission, case):
-    """Where a check fails and plan_buckets has lost a parameter of the case's model, that is the cause."""
-    try:
-        yield
-    except CheckFailed as failed:
-        if failed.verdict.part:
-            raise  # it is not written yet
-        buckets = planned_by(submission, case)
-        names = sorted(name for name, p in case.parameters().items() if p.requires_grad)
-        if buckets is not None and sorted(name for bucket in buckets for name in bucket) != names:
-            raise failed.with_cause(SEE_RULE) from None
-        raise
-
-
-def launches_cause(submission, case, events, step):
-    """Why a step's launches are not one for each bucket of the rule."""
-    found, buckets = [launch.numel for launch in launches(events, step)], buckets_of(case)
-    expected = numels_of(case, buckets)
-    if planned_by(submission, case) != buckets:
-        return SEE_RULE
-    if cause := left_over(events):
-        return cause
-    if sorted(found) == sorted(p.numel() for p in case.parameters().values() if p.requires_grad):
-        return "every parameter is launched by itself: is bucket_cap_mb, in MiB, compared with bytes?"
-    if found == [sum(expected)]:
-        return "everything is in one launch: is bucket_cap_mb, in MiB, compared with bytes?"
-    if sorted(found) == sorted(expected):
-        return "a bucket is launched as soon as it is complete, before those in front of it?"
-    if not Counter(found) - Counter(expected):
-        return "finish_grad_sync has to launch what never became complete?"
-    if set(found) == set(expected):
-        return "some buckets are launched twice: those that backward has launched, in finish_grad_sync again?"
-    return ""
-
-
-def not_due_at_once(submission, told, events, step):
-    """Why a bucket is not launched as soon as it and those in front of it are complete."""
-    several = "several buckets can be due at once, when the one in front of them is complete at last?"
-    return late_launches(submission, told, events, step) or several
 
 
 @pytest.mark.points(3)
@@ -138,14 +47,204 @@ def test_bucket_rule(submission):
         expect_buckets(case, buckets if case["numels"] else [bucket for bucket in buckets if bucket])
     [counts] = submission.run(m04_bucketed_ddp.plan_model, "xl", list(XL), world_size=1)
     for (cap, expected), count in zip(XL.items(), counts):
-        closes_after = {1: 338, 10: 242, 100: 65}
         expect(
             count == expected,
             f"the XL model has {expected} buckets at a cap of {cap} MiB",
             f"{count} buckets",
-            "a bucket is closed after a parameter takes it over the cap, not before?" * (count == closes_after.get(cap))
-            or "is the cap in MiB, 2^20 bytes, and compared with bytes?",
+            partial(diagnosis.wrong_count, cap, count),
         )
+
+
+@pytest.mark.points(2)
+def test_gradients_are_averaged(submission):
+    """Replicas start equal, buffers included; one all-reduce per bucket, of one dtype, averages every gradient."""
+    for world, model in zip(submission.worlds(1, 2, 3, 4), ("Plain", "Buffers", "Frozen", "Tied")):
+        case = submission.case(model, world)
+        with diagnosis.plan_suspected(submission, case, CAP_BYTES):
+            results = submission.run(training.train, case.for_ranks(**JOB), world_size=world)
+            expect_start([result["start"] for result in results], case)
+            expect_gradients(results, case)
+        require_buckets(results, case)
+    # All parameters of a dtype are neighbours and share a bucket of the default size, wherever a bucket is closed.
+    [world] = submission.worlds(2)
+    case = submission.case("MixedDtypes", world)
+    with diagnosis.plan_suspected(submission, case, CAP_BYTES):
+        results = submission.run(training.train, case.for_ranks(**JOB | {"arguments": {}}), world_size=world)
+        expect_gradients(results, case, tolerance=2**-6)
+    expect_dtypes(results.events, case)
+    require_buckets(results, case, cap=25 * 2**20)
+
+
+@pytest.mark.points(3)
+def test_buckets_overlap_with_backward(submission):
+    """Each bucket is launched once, asynchronously, before the next one is complete; nothing waits in backward."""
+    for world in submission.worlds(2, 3):
+        case = sharing_case(submission, world)
+        jobs = case.for_ranks(**JOB)
+        results = submission.run(training.train, jobs, world_size=world)
+        buckets = buckets_of(case)
+        expected = numels_of(case, buckets)
+        for rank, events in enumerate(results.events):
+            for step in range(2):
+                where = f"rank {rank}, step {step}"
+                found = launches(events, step)
+                expect(
+                    [launch.numel for launch in found] == expected and all(x.op == "all_reduce" for x in found),
+                    f"one all_reduce for each of the {len(expected)} buckets, in their order: {listed(expected)}",
+                    f"{where}: {summary(found)}",
+                    partial(diagnosis.wrong_launches, submission, case, buckets, CAP_BYTES, events, step),
+                )
+                why_late = partial(late_launches, submission, jobs, events, step)
+                expect_overlap(events, step, buckets, where, why_late=why_late)
+
+
+@pytest.mark.points(3)
+def test_launch_order_does_not_depend_on_ready_order(submission):
+    """Where gradients become ready in another order on each rank, all ranks launch the buckets in the same order."""
+    for world in submission.worlds(2, 3, 4):
+        case = submission.case("Reordered", world, steps=2, branches=list(range(world)))
+        jobs = case.for_ranks(**JOB)
+        results = submission.run(training.train, jobs, world_size=world)
+        buckets = buckets_of(case)
+        expected = numels_of(case, buckets)
+        for rank, events in enumerate(results.events):
+            for step in range(2):
+                found = launches(events, step)
+                expect(
+                    [launch.numel for launch in found] == expected,
+                    f"buckets are launched in their order on every rank, with {listed(expected)} elements",
+                    f"rank {rank}, step {step}: {summary(found)}",
+                    partial(diagnosis.wrong_launches, submission, case, buckets, CAP_BYTES, events, step),
+                )
+                order = ready(events, step)
+                turn = 0  # the place in the record from which on a bucket and all in front of it are complete
+                for number, (bucket, launch) in enumerate(zip(buckets, found)):
+                    turn = max([turn, *(place for place, name in order if name in bucket)])
+                    late = [name for place, name in order if turn < place < launch.place]
+                    expect(
+                        len(late) < 2,
+                        f"bucket {number} is launched when it and those in front of it are complete",
+                        f"rank {rank}, step {step}: {len(late)} more gradients became ready first",
+                        partial(diagnosis.not_at_once, submission, jobs, events, step),
+                    )
+        expect_gradients(results, case)
+
+
+@pytest.mark.points(2)
+def test_unused_parameters(submission):
+    """A bucket with a parameter that is unused on some rank, or on all, still completes, in every step."""
+    for world in submission.worlds(2, 3):
+        case = submission.case(
+            "Branches", world, branches=[1, -1, 0][:world], steps=3, dtype=torch.float64, optimizer="adam"
+        )
+        with diagnosis.plan_suspected(submission, case, CAP_BYTES):
+            results = submission.run(training.train, case.for_ranks(**JOB), world_size=world)
+            expect_gradients(results, case, "gradients are the average, where ranks use different layers")
+        counts = [[len(launches(events, step)) for step in range(3)] for events in results.events]
+        buckets = buckets_of(case)
+        expected = len(buckets)
+        for rank, events in enumerate(results.events):
+            for step in range(3):
+                expect(
+                    counts[rank][step] == expected,
+                    f"{expected} launches in every step, one for each bucket",
+                    f"launches by rank and step: {counts}",
+                    partial(diagnosis.wrong_launches, submission, case, buckets, CAP_BYTES, events, step),
+                )
+        expect_weights(results, case)
+
+
+@pytest.mark.points(1)
+def test_no_sync_accumulates(submission):
+    """Backward passes inside no_sync, also nested or interrupted, launch nothing; the last one averages their sum."""
+    [world] = submission.worlds(2)
+    case = submission.case("Plain", world, micro_batches=3, steps=2, dtype=torch.float64)
+    with diagnosis.plan_suspected(submission, case, CAP_BYTES):
+        jobs = case.for_ranks(interrupted=1, **JOB)
+        results = submission.run(training.train, jobs, world_size=world)
+        expect_silence(results.events, range(world), steps=2)
+        expect_gradients(results, case, "gradients are the average of what 3 micro-batches accumulated")
+    buckets = buckets_of(case)
+    expected = len(buckets)
+    for step in range(2):
+        if step:
+            expect_restored(results.events, range(world), step)
+        for rank, events in enumerate(results.events):
+            found = launches(events, step)
+            late = sum(launch.phase != "backward" for launch in found)
+            expect(
+                len(found) == expected,
+                f"{expected} launches in a step of 3 micro-batches: one for each bucket",
+                f"rank {rank}, step {step}: {len(found)} launches",
+                partial(diagnosis.wrong_launches, submission, case, buckets, CAP_BYTES, events, step),
+            )
+            expect(
+                not late,
+                f"{expected} launches in a step of 3 micro-batches: all in the last backward",
+                f"rank {rank}, step {step}: {late} of them after backward",
+                partial(late_launches, submission, jobs, events, step),
+            )
+    expect_weights(results, case)
+
+
+@pytest.mark.points(1)
+def test_steps_and_subgroups(submission):
+    """Over four overlapped steps, and in a group of ranks 1 and 3 of four, the weights are those of one process."""
+    for world, optimizer in zip(submission.worlds(2, 4), ("adam", "sgd")):
+        groups = [[1, 3], [0, 2]] if world == 4 else [list(range(world))]
+        case = submission.case("Tied", world, steps=4, dtype=torch.float64, optimizer=optimizer, group=groups[0])
+        with diagnosis.plan_suspected(submission, case, CAP_BYTES):
+            results = submission.run(training.train, case.for_ranks(groups=groups, **JOB), world_size=world)
+            expect_gradients(results, case)
+            expect_weights(results, case)
+        require_buckets(results, case, steps=4)
+
+
+# ---- what the checks use
+
+
+def ruled(sizes, dtypes, cap):
+    """The buckets as the rule has them, as places in these lists; `cap` is in the unit of the sizes."""
+    buckets, held = [], 0
+    for i in reversed(range(len(sizes))):
+        if not buckets or held + sizes[i] > cap or dtypes[i] != dtypes[buckets[-1][0]]:
+            buckets.append([])
+            held = 0
+        buckets[-1].append(i)
+        held += sizes[i]
+    return buckets
+
+
+def buckets_of(case, cap=CAP_BYTES):
+    """The same for a case, in names."""
+    named = [(name, p) for name, p in case.parameters().items() if p.requires_grad]
+    buckets = ruled([p.nbytes for _, p in named], [p.dtype for _, p in named], cap)
+    return [[named[i][0] for i in bucket] for bucket in buckets]
+
+
+def sharing_case(submission, world):
+    """A case in which some bucket has several parameters; most random ones are like that."""
+    while True:
+        case = submission.case("Plain", world, hidden_layers=4, steps=2)
+        if any(len(bucket) > 1 for bucket in buckets_of(case)):
+            return case
+
+
+def numels_of(case, buckets):
+    parameters = case.parameters()
+    return [sum(parameters[name].numel() for name in bucket) for bucket in buckets]
+
+
+def require_buckets(results, case, cap=CAP_BYTES, steps=1):
+    """The numbers count only if each step launches buckets asynchronously, while backward runs."""
+    count = sum(parameter.requires_grad for parameter in case.parameters().values())
+    has_shared = len(buckets_of(case, cap)) < count  # a bucket of several parameters
+
+    def accepts(found):
+        return all(map(overlaps, found)) and (len(found) < count or not has_shared)
+
+    kind = "an asynchronous all_reduce for each bucket, launched while backward runs and awaited in the finish"
+    require_launches(results.events, case.group, kind, accepts, steps)
 
 
 def expect_buckets(case, buckets):
@@ -159,7 +258,7 @@ def expect_buckets(case, buckets):
         sorted(flat) == list(range(len(sizes))) and all(buckets),
         "each parameter is in exactly one bucket, and no bucket is empty",
         happened,
-        "the last bucket is never closed, and lost?" if len(flat) < len(sizes) else "",
+        partial(diagnosis.not_each_once, buckets, len(sizes)),
     )
     for dtype in set(case["dtypes"]):
         mine = [[i for i in bucket if case["dtypes"][i] == dtype] for bucket in buckets]
@@ -168,26 +267,20 @@ def expect_buckets(case, buckets):
             order == sorted(order, reverse=True),
             "parameters come in the reverse of their order of registration",
             happened,
-            "reverse the parameters, not the list of buckets?",
+            diagnosis.NOT_REVERSED,
         )
     expect(
         all(len({case["dtypes"][i] for i in bucket}) == 1 for bucket in buckets),
         "a bucket has parameters of one dtype only",
         happened,
     )
-    elements = ruled(case["numels"], case["dtypes"], case["cap_bytes"]) != ruled(
-        sizes, case["dtypes"], case["cap_bytes"]
-    )
-    elements = elements and buckets == ruled(case["numels"], case["dtypes"], case["cap_bytes"])
     for bucket in buckets:
         total = sum(sizes[i] for i in bucket)
         expect(
             total <= case["cap_bytes"] or len(bucket) == 1,
             f"a bucket of several parameters holds at most {case['cap_bytes']} bytes",
             f"{happened}; one holds {total} bytes",
-            "elements are compared with the cap, which is in bytes?"
-            if elements
-            else "the bucket closes after it has exceeded the cap: the rule is to close before?",
+            partial(diagnosis.over_the_cap, ruled, case, sizes, buckets),
         )
     for bucket, after in zip(buckets, buckets[1:]):
         if case["dtypes"][bucket[0]] == case["dtypes"][after[0]] and len(set(case["dtypes"])) == 1:
@@ -201,26 +294,6 @@ def expect_buckets(case, buckets):
 
 def listed(values):
     return ", ".join(str(value) for value in values)
-
-
-@pytest.mark.points(2)
-def test_gradients_are_averaged(submission):
-    """Replicas start equal, buffers included; one all-reduce per bucket, of one dtype, averages every gradient."""
-    for world, model in zip(submission.worlds(1, 2, 3, 4), ("Plain", "Buffers", "Frozen", "Tied")):
-        case = submission.case(model, world)
-        with plan_suspected(submission, case):
-            results = submission.run(training.train, case.for_ranks(**JOB), world_size=world)
-            expect_start([result["start"] for result in results], case)
-            expect_gradients(results, case)
-        require_buckets(results, case)
-    # All parameters of a dtype are neighbours and share a bucket of the default size, wherever a bucket is closed.
-    [world] = submission.worlds(2)
-    case = submission.case("MixedDtypes", world)
-    with plan_suspected(submission, case):
-        results = submission.run(training.train, case.for_ranks(**JOB | {"arguments": {}}), world_size=world)
-        expect_gradients(results, case, tolerance=2**-6)
-    expect_dtypes(results.events, case)
-    require_buckets(results, case, cap=25 * 2**20)
 
 
 def expect_dtypes(events, case):
@@ -237,129 +310,5 @@ def expect_dtypes(events, case):
             "a bucket has gradients of one dtype and travels in it; a step carries "
             + listed(f"{numel} elements of {dtype}" for dtype, numel in expected.items()),
             f"rank {rank}: {summary(launches(own, 0))}",
-            "the wrapper's buckets are not those of plan_buckets; torch.cat casts tensors of several dtypes to the "
-            "widest",
+            diagnosis.MIXED_BUCKETS,
         )
-
-
-@pytest.mark.points(3)
-def test_buckets_overlap_with_backward(submission):
-    """Each bucket is launched once, asynchronously, before the next one is complete; nothing waits in backward."""
-    for world in submission.worlds(2, 3):
-        case = submission.case("Plain", world, hidden_layers=4, steps=2)
-        told = case.for_ranks(**JOB)
-        results = submission.run(training.train, told, world_size=world)
-        buckets = buckets_of(case)
-        expected = numels_of(case, buckets)
-        for rank, events in enumerate(results.events):
-            for step in range(2):
-                where = f"rank {rank}, step {step}"
-                found = launches(events, step)
-                expect(
-                    [launch.numel for launch in found] == expected and all(x.op == "all_reduce" for x in found),
-                    f"one all_reduce for each of the {len(expected)} buckets, in their order: {listed(expected)}",
-                    f"{where}: {summary(found)}",
-                    partial(launches_cause, submission, case, events, step),
-                )
-                why_late = partial(late_launches, submission, told, events, step)
-                expect_overlap(events, step, buckets, where, why_late=why_late)
-
-
-@pytest.mark.points(3)
-def test_launch_order_does_not_depend_on_ready_order(submission):
-    """Where gradients become ready in another order on each rank, all ranks launch the buckets in the same order."""
-    for world in submission.worlds(2, 3, 4):
-        case = submission.case("Reordered", world, steps=2, branches=list(range(world)))
-        told = case.for_ranks(**JOB)
-        results = submission.run(training.train, told, world_size=world)
-        buckets = buckets_of(case)
-        expected = numels_of(case, buckets)
-        for rank, events in enumerate(results.events):
-            for step in range(2):
-                found = launches(events, step)
-                expect(
-                    [launch.numel for launch in found] == expected,
-                    f"buckets are launched in their order on every rank, with {listed(expected)} elements",
-                    f"rank {rank}, step {step}: {summary(found)}",
-                    partial(launches_cause, submission, case, events, step),
-                )
-                order = ready(events, step)
-                turn = 0  # the place in the record from which on a bucket and all in front of it are complete
-                for number, (bucket, launch) in enumerate(zip(buckets, found)):
-                    turn = max([turn, *(place for place, name in order if name in bucket)])
-                    late = [name for place, name in order if turn < place < launch.place]
-                    expect(
-                        len(late) < 2,
-                        f"bucket {number} is launched when it and those in front of it are complete",
-                        f"rank {rank}, step {step}: {len(late)} more gradients became ready first",
-                        partial(not_due_at_once, submission, told, events, step),
-                    )
-        expect_gradients(results, case)
-
-
-@pytest.mark.points(2)
-def test_unused_parameters(submission):
-    """A bucket with a parameter that is unused on some rank, or on all, still completes, in every step."""
-    for world in submission.worlds(2, 3):
-        case = submission.case(
-            "Branches", world, branches=[1, -1, 0][:world], steps=3, dtype=torch.float64, optimizer="adam"
-        )
-        with plan_suspected(submission, case):
-            results = submission.run(training.train, case.for_ranks(**JOB), world_size=world)
-            expect_gradients(results, case, "gradients are the average, where ranks use different layers")
-        counts = [[len(launches(events, step)) for step in range(3)] for events in results.events]
-        expected = len(buckets_of(case))
-        for rank, events in enumerate(results.events):
-            for step in range(3):
-                expect(
-                    counts[rank][step] == expected,
-                    f"{expected} launches in every step, one for each bucket",
-                    f"launches by rank and step: {counts}",
-                    partial(launches_cause, submission, case, events, step),
-                )
-        expect_weights(results, case)
-
-
-@pytest.mark.points(1)
-def test_no_sync_accumulates(submission):
-    """Backward passes inside no_sync, also nested or interrupted, launch nothing; the last one averages their sum."""
-    [world] = submission.worlds(2)
-    case = submission.case("Plain", world, micro_batches=3, steps=2, dtype=torch.float64)
-    with plan_suspected(submission, case):
-        told = case.for_ranks(interrupted=1, **JOB)
-        results = submission.run(training.train, told, world_size=world)
-        expect_silence(results.events, range(world), steps=2)
-        expect_gradients(results, case, "gradients are the average of what 3 micro-batches accumulated")
-    expected = len(buckets_of(case))
-    for step in range(2):
-        if step:
-            expect_restored(results.events, range(world), step)
-        for rank, events in enumerate(results.events):
-            found = launches(events, step)
-            late = sum(launch.phase != "backward" for launch in found)
-            expect(
-                len(found) == expected,
-                f"{expected} launches in a step of 3 micro-batches: one for each bucket",
-                f"rank {rank}, step {step}: {len(found)} launches",
-                partial(launches_cause, submission, case, events, step),
-            )
-            expect(
-                not late,
-                f"{expected} launches in a step of 3 micro-batches: all in the last backward",
-                f"rank {rank}, step {step}: {late} of them after backward",
-                partial(late_launches, submission, told, events, step),
-            )
-    expect_weights(results, case)
-
-
-@pytest.mark.points(1)
-def test_steps_and_subgroups(submission):
-    """Over four overlapped steps, and in a group of ranks 1 and 3 of four, the weights are those of one process."""
-    for world, optimizer in zip(submission.worlds(2, 4), ("adam", "sgd")):
-        groups = [[1, 3], [0, 2]] if world == 4 else [list(range(world))]
-        case = submission.case("Tied", world, steps=4, dtype=torch.float64, optimizer=optimizer, group=groups[0])
-        with plan_suspected(submission, case):
-            results = submission.run(training.train, case.for_ranks(groups=groups, **JOB), world_size=world)
-            expect_gradients(results, case)
-            expect_weights(results, case)
-        require_buckets(results, case, steps=4)

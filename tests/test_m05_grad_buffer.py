@@ -1,13 +1,12 @@
 """Graded checks of module 5: gradients that live in a padded contiguous buffer."""
 
-import contextlib
 import math
 from functools import partial
 
 import pytest
 import torch
 
-from brigade.checks.diagnose.evidence import left_over
+from brigade.checks.diagnose.evidence import left_over, listing
 from brigade.checks.expectations import (
     expect,
     expect_equal,
@@ -19,18 +18,293 @@ from brigade.checks.expectations import (
     expect_trained,
     expect_weights,
     explained,
-    listing,
     overlaps,
     require_launches,
 )
-from brigade.checks.verdict import CheckFailed
 from brigade.events import launches, ready, summary
 from brigade.runner.ranks import PerRank
+from diagnosis import m05_grad_buffer as diagnosis
 from diagnosis.easier import late_launches
 from scenarios import m05_grad_buffer, training
 
 BUCKET_NUMEL = 150
 JOB = {"package": "m05_grad_buffer", "wrapper": "BufferedDDP", "arguments": {"bucket_numel": BUCKET_NUMEL}}
+ZEROED = {"zero": "optimizer, to None", "late": False}
+
+
+@pytest.mark.points(3)
+def test_layout_rule(submission):
+    """plan_layout follows the rule: starts at multiples of 64, buckets closed once full, ends padded for dp ranks."""
+    rng = submission.rng
+    cases = [
+        {"arguments": [[100], 40, 1], "keywords": {}},
+        {"arguments": [[64, 64, 64], 128, 2], "keywords": {}},  # full exactly
+        {"arguments": [[10, 20, 30], None, 3], "keywords": {}},
+        {"arguments": [[1, 1], 1, 4096], "keywords": {"pad_for_busbw": True}},
+        {"arguments": [[], 10, 2], "keywords": {}},
+    ]
+    for _ in range(150):
+        numels = [rng.randint(1, rng.choice([10, 300, 5000])) for _ in range(rng.randint(1, 30))]
+        bucket_numel = rng.choice([None, rng.randint(1, 500), rng.randint(1, 20_000)])
+        dp_size = rng.choice([1, 2, 3, 4, 6, 7, 8, 12, 48, 100, 128, 1000, 4096])
+        keywords = {"pad_for_busbw": True} if rng.random() < 0.3 else {}
+        cases.append({"arguments": [numels, bucket_numel, dp_size], "keywords": keywords})
+    [answers] = submission.run(m05_grad_buffer.layouts, cases, world_size=1)
+    for case, answer in zip(cases, answers):
+        given = (
+            f"plan_layout({', '.join(map(str, case['arguments']))}{', pad_for_busbw=True' * bool(case['keywords'])})"
+        )
+        expect(
+            all(start % 64 == 0 for start, _ in answer["param_ranges"]),
+            f"in {given} every parameter starts at a multiple of 64 elements",
+            f"param_ranges = {answer['param_ranges']}",
+            diagnosis.ALIGNED,
+        )
+        layout = planned(*case["arguments"], **case["keywords"])
+        for field in ("bucket_of", "param_ranges", "bucket_ranges", "numel"):
+            expect(
+                answer[field] == layout[field],
+                f"{given} has {field} = {layout[field]}",
+                f"{field} = {answer[field]}",
+                diagnosis.LAYOUT[field],
+            )
+    [frozen] = submission.run(m05_grad_buffer.is_frozen, world_size=1)
+    expect(frozen, "a BufferLayout cannot be changed: @dataclass(frozen=True)", "its numel could be set")
+
+
+@pytest.mark.points(1)
+def test_gradients_are_averaged(submission):
+    """Replicas start equal, buffers included; one all-reduce per padded bucket averages every gradient."""
+    for world, model in zip(submission.worlds(1, 2, 3, 4), ("Plain", "Buffers", "Frozen", "Tied")):
+        case = submission.case(model, world)
+        results = submission.run(training.train, case.for_ranks(**JOB), world_size=world)
+        expect_start([result["start"] for result in results], case)
+        expect_gradients(results, case)
+        require_padded(results, case)
+
+
+@pytest.mark.points(3)
+def test_gradients_are_views(submission):
+    """Gradients lie in the buffer as the layout says, and a steady step copies and allocates nothing for that."""
+    for world, form in zip(submission.worlds(2, 3), ("optimizer, to None", "optimizer, to zeros")):
+        case = submission.case("Plain", world, steps=3)
+        names, layout = layout_of(case, world)
+        results = submission.run(m05_grad_buffer.train, case.for_ranks(zero=form, late=False, **JOB), world_size=world)
+        for rank, result in enumerate(results):
+            for step, buffers in enumerate(result["buffers"]):
+                expect(
+                    len(buffers) == 1 and buffers[0]["numel"] == layout["numel"],
+                    f"there is one grad buffer, with {layout['numel']} elements",
+                    f"rank {rank}: {[buffer['numel'] for buffer in buffers]}",
+                    partial(diagnosis.wrong_layout, buffers, names),
+                )
+                for name, (start, _) in zip(names, layout["param_ranges"]):
+                    offset = buffers[0]["places"].get(name)
+                    expect(
+                        offset == start,
+                        f"after the finish the gradient of {name} is a view of the buffer, from element {start} on",
+                        f"rank {rank}, step {step}: "
+                        + ("it does not lie in the buffer" if offset is None else f"it begins at element {offset}"),
+                        partial(diagnosis.wrong_place, results, buffers, names, name),
+                    )
+    case = submission.case("Plain", world)
+    results = submission.run(m05_grad_buffer.steady_step, case.for_ranks(**JOB), world_size=world, mode="record")
+    smallest = min(p.numel() for p in case.parameters().values())
+    gradient_bytes = sum(p.numel() * p.element_size() for p in case.parameters().values())
+    for rank, result in enumerate(results):
+        bare, ddp = ([n for n in result[key]["copied"] if n >= smallest] for key in ("bare", "ddp"))
+        expect(
+            sum(ddp) <= sum(bare),
+            f"a step copies no more than the bare model's own, {sum(bare)} elements",
+            f"rank {rank}: {sum(ddp)} elements in {len(ddp)} copies, of {sorted(ddp, reverse=True)[:6]} elements",
+            diagnosis.COPIES,
+        )
+        extra = result["ddp"]["allocated"] - result["bare"]["allocated"]
+        expect(
+            extra < 0.05 * gradient_bytes,
+            "a step allocates no more than the bare model's own forward and backward",
+            f"rank {rank}: {extra} bytes more; all gradients are {gradient_bytes} bytes",
+            diagnosis.ALLOCATES,
+        )
+
+
+@pytest.mark.points(2)
+def test_zero_grad_in_any_form(submission):
+    """Every form of zero_grad, before forward or between forward and backward, gives the weights of one process."""
+    forms = ("optimizer, to None", "optimizer, to zeros", "model, to None", "model, to zeros")
+    [world] = submission.worlds(2)
+    for form in forms:
+        for late in (False, True):
+            case = submission.case("Branches", world, steps=3, dtype=torch.float64, branches=[1, -1][:world])
+            jobs = case.for_ranks(zero=form, late=late, **JOB)
+            results = submission.run(m05_grad_buffer.train, jobs, world_size=world)
+            when = "between forward and backward" if late else "before forward"
+            with explained(results.events, partial(diagnosis.no_view, results)):
+                what = f"weights after 3 steps with zero_grad ({form}) {when}"
+                expect_trained(what, [result["weights"] for result in results], case)
+
+
+@pytest.mark.points(2)
+def test_buckets_overlap_with_backward(submission):
+    """Each bucket, padding included, is launched in place before the next is complete; padding stays zero."""
+    for world in submission.worlds(2, 3):
+        case = submission.case("Plain", world, hidden_layers=4, steps=2)
+        names, layout = layout_of(case, world)
+        jobs = case.for_ranks(**ZEROED, **JOB)
+        results = submission.run(m05_grad_buffer.train, jobs, world_size=world)
+        expected = [end - start for start, end in layout["bucket_ranges"]]
+        for rank, events in enumerate(results.events):
+            for step in range(2):
+                where = f"rank {rank}, step {step}"
+                found = launches(events, step)
+                buffers = results[rank]["buffers"][step]
+                expect(
+                    [launch.numel for launch in found] == expected and all(x.op == "all_reduce" for x in found),
+                    f"one all_reduce for each of the {len(expected)} buckets, in their order: {expected} elements",
+                    f"{where}: {summary(found)}",
+                    partial(diagnosis.wrong_launches, buffers, names, layout, events, step),
+                )
+                why_late = partial(late_launches, submission, jobs, events, step)
+                expect_overlap(events, step, buckets_of(names, layout), where, why_late=why_late)
+            leaked = [buffers[0]["padding"] for buffers in results[rank]["buffers"]]
+            expect(
+                not any(leaked),
+                "the padding is zero after every step",
+                f"rank {rank}: its entries add up to {leaked}",
+                diagnosis.LEAKS,
+            )
+
+
+@pytest.mark.points(2)
+def test_main_grad_accumulates_in_fp32(submission):
+    """With grad_dtype=float32, many small bf16 gradients accumulate in fp32, and each step starts anew."""
+    rng = torch.Generator().manual_seed(submission.rng.randrange(2**31))
+    sizes = submission.rng.sample(range(3, 200), 4)
+    # One gradient of about 1, then many of about 1/500: in bf16 each of these would be rounded away.
+    scales = [1.0] + [0.002] * 40
+    for world, set_to_none in zip(submission.worlds(2, 3), (True, False)):
+        batches = [  # of each rank: two steps of 41 micro-batches
+            [[[(scale * (0.5 + torch.rand(size, generator=rng))).bfloat16() for size in sizes] for scale in scales]
+             for _ in range(2)]
+            for _ in range(world)
+        ]  # fmt: skip
+        arguments = {"bucket_numel": BUCKET_NUMEL, "grad_dtype": torch.float32}
+        common = JOB | {"sizes": sizes, "set_to_none": set_to_none, "arguments": arguments}
+        jobs = PerRank(common | {"batches": own} for own in batches)
+        results = submission.run(m05_grad_buffer.accumulate, jobs, world_size=world)
+        for step in range(2):
+            average = {
+                f"main_grad of parameter {i}": sum(micro[i].float() for own in batches for micro in own[step]) / world
+                for i in range(len(sizes))
+            }
+            with explained(results.events):
+                expect_equal(
+                    f"main_grad is the average of what 41 micro-batches accumulated, in fp32 (step {step})",
+                    [dict(zip(average, result["steps"][step]["main_grad"].values())) for result in results],
+                    average,
+                    tolerance=1e-5,
+                    hypotheses=partial(diagnosis.main_grads, batches, step, results),
+                )
+            for rank, result in enumerate(results):
+                for i, main_grad in result["steps"][step]["main_grad"].items():
+                    grad = result["steps"][step]["grad"][i]
+                    expect(
+                        grad.dtype == torch.bfloat16 and torch.equal(grad, main_grad.bfloat16()),
+                        "after the finish p.grad is main_grad, rounded to the parameter's dtype",
+                        f"rank {rank}, step {step}: parameter {i} has another gradient, of {grad.dtype}",
+                    )
+        for rank, events in enumerate(results.events):
+            expect(
+                {launch.dtype for launch in launches(events, 0)} == {"float32"},
+                "the gradients travel in fp32, the dtype of the buffer",
+                f"rank {rank}: {summary(launches(events, 0))}",
+            )
+            places = results[rank]["steps"][1]["buffers"][0]["places"]
+            expect(
+                None not in places.values(),
+                "each main_grad is a view of the buffer",
+                f"rank {rank}: {sum(place is None for place in places.values())} of {len(places)} are not",
+            )
+
+
+@pytest.mark.points(1)
+def test_one_buffer_per_dtype(submission):
+    """Parameters of each dtype have one buffer, in their dtype or in a wider grad_dtype; all are averaged."""
+    for world, grad_dtype in zip(submission.worlds(2, 3), (None, torch.float32)):
+        case = submission.case("MixedDtypes", world, hidden_layers=4)
+        job = JOB | {"arguments": JOB["arguments"] | {"grad_dtype": grad_dtype}}
+        wide = [dtype for dtype in (torch.float64, torch.float32) if grad_dtype]  # float32 is not wider than these
+        with diagnosis.narrower_dtype_suspected(wide):
+            results = submission.run(m05_grad_buffer.train, case.for_ranks(**ZEROED, **job), world_size=world)
+        expected = {}
+        for name, parameter in case.parameters().items():
+            expected.setdefault(parameter.dtype, set()).add(name)
+        dtypes = {name: p.dtype if p.dtype in wide else grad_dtype or p.dtype for name, p in case.parameters().items()}
+        for rank, result in enumerate(results):
+            buffers = result["buffers"][0]
+            found = [set(buffer["places"]) for buffer in buffers]
+            expect(
+                len(found) == len(expected) and all(names in found for names in expected.values()),
+                f"there are {len(expected)} grad buffers, one for the parameters of each of "
+                f"{sorted(map(str, expected))}",
+                f"rank {rank}: {len(buffers)} buffers, of {sorted(str(buffer['dtype']) for buffer in buffers)}",
+            )
+            for buffer in buffers:
+                name = next(iter(buffer["places"]))
+                own = case.parameters()[name].dtype
+                expect(
+                    buffer["dtype"] == dtypes[name],
+                    f"with grad_dtype={grad_dtype} the gradients of {own} parameters are in a {dtypes[name]} buffer",
+                    f"rank {rank}: it is a {buffer['dtype']} buffer",
+                    diagnosis.NARROWER if own in wide else "",
+                )
+            lost = [name for buffer in buffers for name, place in buffer["places"].items() if place is None]
+            expect(
+                not lost,
+                "every gradient is a view of its buffer",
+                f"rank {rank}: not {', '.join(lost)}",
+                partial(diagnosis.no_view, results),
+            )
+        results = submission.run(training.train, case.for_ranks(**job), world_size=world)
+        expect_gradients(results, case, tolerance=2**-6)
+
+
+@pytest.mark.points(1)
+def test_steps_and_subgroups(submission):
+    """Several steps are right with no_sync (also interrupted), different ready orders, and on ranks 1 and 3 of four."""
+    for world, model in zip(submission.worlds(2, 3, 4), ("Plain", "Reordered", "Tied")):
+        groups = [[1, 3], [0, 2]] if world == 4 else [list(range(world))]
+        case = submission.case(
+            model,
+            world,
+            steps=3,
+            micro_batches=3 if model == "Plain" else 1,
+            dtype=torch.float64,
+            group=groups[0],
+            branches=list(range(world)) if model == "Reordered" else None,
+        )
+        jobs = case.for_ranks(groups=groups, interrupted=1 if model == "Plain" else None, **JOB)
+        results = submission.run(training.train, jobs, world_size=world)
+        if model == "Plain":
+            expect_silence(results.events, case.group, 3)
+            expect_restored(results.events, case.group, 1)
+        elif model == "Reordered":
+            for rank in case.group:
+                expect_turns(results.events[rank], *layout_of(case, world), f"rank {rank}, step 0")
+        expect_gradients(results, case)
+        expect_weights(results, case)
+        if model == "Plain":
+            count, expected = len(launches(results.events[0], 0)), len(layout_of(case, world)[1]["bucket_ranges"])
+            expect(
+                count == expected,
+                f"{expected} launches in a step of 3 micro-batches: one for each bucket",
+                f"rank 0: {count} launches",
+                partial(left_over, results.events[0]),
+            )
+        require_padded(results, case, steps=3)
+
+
+# ---- what the checks use
 
 
 def planned(numels, bucket_numel, dp_size, pad_for_busbw=False):
@@ -75,371 +349,20 @@ def require_padded(results, case, steps=1):
     require_launches(results.events, case.group, kind, accepts, steps)
 
 
-def layout_cause(buffers, names):
-    """Why a buffer is not laid out as the rule has it, with the parameters `names` in their order."""
-    if len(buffers) == 1 and list(buffers[0]["places"]) == names:
-        return "plan_layout does not follow its rule (see test_layout_rule), or is given other numbers?"
-    return "parameters are not laid out from the last to the first?"
-
-
-def no_view(results):
-    """Which gradient is not a view of its buffer after a finish, and why, or nothing. `results` are m05's `train`."""
-    for rank, result in enumerate(results):
-        for step, buffers in enumerate(result["buffers"]):
-            for buffer, before in zip(buffers, result["places_before_finish"][step]):
-                lost = [name for name, place in buffer["places"].items() if place is None]
-                others = [name for name in lost if name not in buffer["absent"]]
-                where = f"after the finish, on rank {rank} in step {step}"
-                if others:
-                    what = f"the gradient of {listing(others)} is no view {where}"
-                    if all(before.get(name) is not None for name in others):
-                        return what + ", and was one before: finish_grad_sync has to change it in place?"
-                    return what + ": zero_grad took the view away, and it was not put back, or a copy was?"
-                if lost:
-                    return f"the gradient of {listing(lost)} is None {where}: one that never came has to be taken, too?"
-    return ""
-
-
-@pytest.mark.points(3)
-def test_layout_rule(submission):
-    """plan_layout follows the rule: starts at multiples of 64, buckets closed once full, ends padded for dp ranks."""
-    rng = submission.rng
-    cases = [
-        {"arguments": [[100], 40, 1], "keywords": {}},
-        {"arguments": [[64, 64, 64], 128, 2], "keywords": {}},  # full exactly
-        {"arguments": [[10, 20, 30], None, 3], "keywords": {}},
-        {"arguments": [[1, 1], 1, 4096], "keywords": {"pad_for_busbw": True}},
-        {"arguments": [[], 10, 2], "keywords": {}},
-    ]
-    for _ in range(150):
-        numels = [rng.randint(1, rng.choice([10, 300, 5000])) for _ in range(rng.randint(1, 30))]
-        bucket_numel = rng.choice([None, rng.randint(1, 500), rng.randint(1, 20_000)])
-        dp_size = rng.choice([1, 2, 3, 4, 6, 7, 8, 12, 48, 100, 128, 1000, 4096])
-        keywords = {"pad_for_busbw": True} if rng.random() < 0.3 else {}
-        cases.append({"arguments": [numels, bucket_numel, dp_size], "keywords": keywords})
-    [answers] = submission.run(m05_grad_buffer.layouts, cases, world_size=1)
-    for case, answer in zip(cases, answers):
-        numels, bucket_numel, dp_size = case["arguments"]
-        given = f"plan_layout({numels}, {bucket_numel}, {dp_size}" + (
-            ", pad_for_busbw=True)" * bool(case["keywords"]) or ")"
-        )
-        truth = planned(*case["arguments"], **case["keywords"])
-        expect(
-            all(start % 64 == 0 for start, _ in answer["param_ranges"]),
-            f"in {given} every parameter starts at a multiple of 64 elements",
-            f"param_ranges = {answer['param_ranges']}",
-            "elements, not bytes; a start is rounded up to a multiple of 64?",
-        )
-        for field, cause in (
-            ("bucket_of", "a bucket closes once it holds bucket_numel elements, measured from its start?"),
-            ("param_ranges", "what follows a closed bucket starts after its padding?"),
-            ("bucket_ranges", "the end of a bucket is a multiple of lcm(dp_size, 128), in elements?"),
-            ("numel", "the last bucket's padding belongs to the buffer?"),
-        ):
-            expect(
-                answer[field] == truth[field],
-                f"{given} has {field} = {truth[field]}",
-                f"{field} = {answer[field]}",
-                cause,
-            )
-    [frozen] = submission.run(m05_grad_buffer.is_frozen, world_size=1)
-    expect(frozen, "a BufferLayout cannot be changed: @dataclass(frozen=True)", "its numel could be set")
-
-
-@pytest.mark.points(1)
-def test_gradients_are_averaged(submission):
-    """Replicas start equal, buffers included; one all-reduce per padded bucket averages every gradient."""
-    for world, model in zip(submission.worlds(1, 2, 3, 4), ("Plain", "Buffers", "Frozen", "Tied")):
-        case = submission.case(model, world)
-        results = submission.run(training.train, case.for_ranks(**JOB), world_size=world)
-        expect_start([result["start"] for result in results], case)
-        expect_gradients(results, case)
-        require_padded(results, case)
-
-
-@pytest.mark.points(3)
-def test_gradients_are_views(submission):
-    """Gradients lie in the buffer as the layout says, and a steady step copies and allocates nothing for that."""
-    for world, form in zip(submission.worlds(2, 3), ("optimizer, to None", "optimizer, to zeros")):
-        case = submission.case("Plain", world, steps=3)
-        names, layout = layout_of(case, world)
-        results = submission.run(m05_grad_buffer.train, case.for_ranks(zero=form, late=False, **JOB), world_size=world)
-        for rank, result in enumerate(results):
-            for step, buffers in enumerate(result["buffers"]):
-                expect(
-                    len(buffers) == 1 and buffers[0]["numel"] == layout["numel"],
-                    f"there is one grad buffer, with {layout['numel']} elements",
-                    f"rank {rank}: {[buffer['numel'] for buffer in buffers]}",
-                    partial(layout_cause, buffers, names),
-                )
-                for name, (start, _) in zip(names, layout["param_ranges"]):
-                    offset = buffers[0]["places"].get(name)
-                    expect(
-                        offset == start,
-                        f"after the finish the gradient of {name} is a view of the buffer, from element {start} on",
-                        f"rank {rank}, step {step}: "
-                        + ("it does not lie in the buffer" if offset is None else f"it begins at element {offset}"),
-                        no_view(results) if offset is None else layout_cause(buffers, names),
-                    )
-    case = submission.case("Plain", world)
-    results = submission.run(m05_grad_buffer.steady_step, case.for_ranks(**JOB), world_size=world, mode="record")
-    smallest = min(p.numel() for p in case.parameters().values())
-    gradient_bytes = sum(p.numel() * p.element_size() for p in case.parameters().values())
-    for rank, result in enumerate(results):
-        bare, ddp = ([n for n in result[key]["copied"] if n >= smallest] for key in ("bare", "ddp"))
-        expect(
-            sum(ddp) <= sum(bare),
-            f"a step copies no more than the bare model's own, {sum(bare)} elements",
-            f"rank {rank}: {sum(ddp)} elements in {len(ddp)} copies, of {sorted(ddp, reverse=True)[:6]} elements",
-            "gradients are copied into the buffer or out of it: p.grad must be the view before backward adds to it",
-        )
-        extra = result["ddp"]["allocated"] - result["bare"]["allocated"]
-        expect(
-            extra < 0.05 * gradient_bytes,
-            "a step allocates no more than the bare model's own forward and backward",
-            f"rank {rank}: {extra} bytes more; all gradients are {gradient_bytes} bytes",
-            "a flat copy is made in every step?",
-        )
-
-
-@pytest.mark.points(2)
-def test_zero_grad_in_any_form(submission):
-    """Every form of zero_grad, before forward or between forward and backward, gives the weights of one process."""
-    forms = ("optimizer, to None", "optimizer, to zeros", "model, to None", "model, to zeros")
-    [world] = submission.worlds(2)
-    for form in forms:
-        for late in (False, True):
-            case = submission.case("Branches", world, steps=3, dtype=torch.float64, branches=[1, -1][:world])
-            job = JOB | {"zero": form, "late": late}
-            results = submission.run(m05_grad_buffer.train, case.for_ranks(**job), world_size=world)
-            when = "between forward and backward" if late else "before forward"
-            with explained(results.events, partial(no_view, results)):
-                what = f"weights after 3 steps with zero_grad ({form}) {when}"
-                expect_trained(what, [result["weights"] for result in results], case)
-
-
-@pytest.mark.points(2)
-def test_buckets_overlap_with_backward(submission):
-    """Each bucket, padding included, is launched in place before the next is complete; padding stays zero."""
-    for world in submission.worlds(2, 3):
-        case = submission.case("Plain", world, hidden_layers=4, steps=2)
-        names, layout = layout_of(case, world)
-        job = JOB | {"zero": "optimizer, to None", "late": False}
-        told = case.for_ranks(**job)
-        results = submission.run(m05_grad_buffer.train, told, world_size=world)
-        expected = [end - start for start, end in layout["bucket_ranges"]]
-        for rank, events in enumerate(results.events):
-            for step in range(2):
-                where = f"rank {rank}, step {step}"
-                found = launches(events, step)
-                expect(
-                    [launch.numel for launch in found] == expected and all(x.op == "all_reduce" for x in found),
-                    f"one all_reduce for each of the {len(expected)} buckets, in their order: {expected} elements",
-                    f"{where}: {summary(found)}",
-                    layout_cause(results[rank]["buffers"][step], names)
-                    if results[rank]["buffers"][step][0]["numel"] != layout["numel"]
-                    else "the padding of a bucket is reduced with it?"
-                    if len(found) == len(expected)
-                    else left_over(events),
-                )
-                members = [[n for n, b in zip(names, layout["bucket_of"]) if b == i] for i in range(len(expected))]
-                expect_overlap(
-                    events, step, members, where, why_late=partial(late_launches, submission, told, events, step)
-                )
-            leaked = [buffers[0]["padding"] for buffers in results[rank]["buffers"]]
-            expect(
-                not any(leaked),
-                "the padding is zero after every step",
-                f"rank {rank}: its entries add up to {leaked}",
-                "the buffer was allocated without zeros, or something is written past a parameter's end?",
-            )
-
-
-@pytest.mark.points(2)
-def test_main_grad_accumulates_in_fp32(submission):
-    """With grad_dtype=float32, many small bf16 gradients accumulate in fp32, and each step starts anew."""
-    rng = torch.Generator().manual_seed(submission.rng.randrange(2**31))
-    sizes = submission.rng.sample(range(3, 200), 4)
-    for world, set_to_none in zip(submission.worlds(2, 3), (True, False)):
-        # One gradient of about 1, then many of about 1/500: in bf16 each of these would be rounded away.
-        micro = [[[1.0] + [0.002] * 40 for _ in range(2)] for _ in range(world)]
-        batches = [
-            [[[(scale * (0.5 + torch.rand(size, generator=rng))).bfloat16() for size in sizes] for scale in step]
-             for step in own]
-            for own in micro
-        ]  # fmt: skip
-        jobs = training_jobs(batches, sizes, set_to_none)
-        results = submission.run(m05_grad_buffer.accumulate, jobs, world_size=world)
-        for step in range(2):
-            truth, rounded, kept, grown, last = {}, {}, {}, {}, {}
-            unreduced = [{} for _ in range(world)]
-            for i in range(len(sizes)):
-                name = f"main_grad of parameter {i}"
-                sums = [sum(micro_batch[i].float() for micro_batch in own[step]) for own in batches]
-                truth[name] = sum(sums) / world
-                low, again = [], torch.zeros(sizes[i])
-                for own in batches:
-                    total = torch.zeros(sizes[i], dtype=torch.bfloat16)
-                    for micro_batch in own[step]:
-                        total += micro_batch[i]
-                        again += total.float() / world
-                    low.append(total.float())
-                rounded[name] = sum(low) / world
-                kept[name] = truth[name] + (results[0]["steps"][0]["main_grad"][str(i)] if step else 0)
-                grown[name], last[name] = again, sum(own[step][-1][i].float() for own in batches) / world
-                for own, total in zip(unreduced, sums):
-                    own[name] = total
-            hypotheses = {
-                "the micro-batches accumulated in bf16, where 1 + 0.002 is 1?": [rounded] * world,
-                "main_grad still holds the step before: zero_grad does not reach it?": [kept] * world,
-                "p.grad goes on growing, and all of it is added each time: drop it when it has been added?": [grown]
-                * world,
-                "only the last micro-batch is in it: copied, where it has to be added?": [last] * world,
-            }
-            if step == 0:
-                hypotheses["each rank has its own sum: is main_grad a view of the buffer?"] = unreduced
-            with explained(results.events):
-                expect_equal(
-                    f"main_grad is the average of what 41 micro-batches accumulated, in fp32 (step {step})",
-                    [
-                        {name: result["steps"][step]["main_grad"][str(i)] for i, name in enumerate(truth)}
-                        for result in results
-                    ],
-                    truth,
-                    tolerance=1e-5,
-                    hypotheses=hypotheses,
-                )
-            for rank, result in enumerate(results):
-                for i in range(len(sizes)):
-                    main_grad, grad = (result["steps"][step][key][str(i)] for key in ("main_grad", "grad"))
-                    expect(
-                        grad.dtype == torch.bfloat16 and torch.equal(grad, main_grad.bfloat16()),
-                        "after the finish p.grad is main_grad, rounded to the parameter's dtype",
-                        f"rank {rank}, step {step}: parameter {i} has another gradient, of {grad.dtype}",
-                    )
-        for rank, events in enumerate(results.events):
-            expect(
-                {launch.dtype for launch in launches(events, 0)} == {"float32"},
-                "the gradients travel in fp32, the dtype of the buffer",
-                f"rank {rank}: {summary(launches(events, 0))}",
-            )
-            places = results[rank]["steps"][1]["buffers"][0]["places"]
-            expect(
-                None not in places.values(),
-                "each main_grad is a view of the buffer",
-                f"rank {rank}: {sum(place is None for place in places.values())} of {len(places)} are not",
-            )
-
-
-def training_jobs(batches, sizes, set_to_none):
-    """What each rank is told: its own inputs."""
-    arguments = {"bucket_numel": BUCKET_NUMEL, "grad_dtype": torch.float32}
-    common = JOB | {"sizes": sizes, "set_to_none": set_to_none, "arguments": arguments}
-    return PerRank(common | {"batches": own} for own in batches)
-
-
-NARROWER = "a grad_dtype that is not wider than the parameters' dtype is ignored: it is used for these parameters too"
-
-
-@pytest.mark.points(1)
-def test_one_buffer_per_dtype(submission):
-    """Parameters of each dtype have one buffer, in their dtype or in a wider grad_dtype; all are averaged."""
-    for world, grad_dtype in zip(submission.worlds(2, 3), (None, torch.float32)):
-        case = submission.case("MixedDtypes", world, hidden_layers=4)
-        job = JOB | {"zero": "optimizer, to None", "late": False}
-        job["arguments"] = JOB["arguments"] | {"grad_dtype": grad_dtype}
-        wide = [dtype for dtype in (torch.float64, torch.float32) if grad_dtype]  # float32 is not wider than these
-        with explained_as(NARROWER if wide else "", "assigned gradient"):
-            results = submission.run(m05_grad_buffer.train, case.for_ranks(**job), world_size=world)
-        expected = {}
-        for name, parameter in case.parameters().items():
-            expected.setdefault(parameter.dtype, set()).add(name)
-        dtypes = {name: p.dtype if p.dtype in wide else grad_dtype or p.dtype for name, p in case.parameters().items()}
-        for rank, result in enumerate(results):
-            buffers = result["buffers"][0]
-            found = [set(buffer["places"]) for buffer in buffers]
-            expect(
-                len(found) == len(expected) and all(names in found for names in expected.values()),
-                f"there are {len(expected)} grad buffers, one for the parameters of each of "
-                f"{sorted(map(str, expected))}",
-                f"rank {rank}: {len(buffers)} buffers, of {sorted(str(buffer['dtype']) for buffer in buffers)}",
-            )
-            for buffer in buffers:
-                name = next(iter(buffer["places"]))
-                own = case.parameters()[name].dtype
-                expect(
-                    buffer["dtype"] == dtypes[name],
-                    f"with grad_dtype={grad_dtype} the gradients of {own} parameters are in a {dtypes[name]} buffer",
-                    f"rank {rank}: it is a {buffer['dtype']} buffer",
-                    NARROWER if own in wide else "",
-                )
-            lost = [name for buffer in buffers for name, place in buffer["places"].items() if place is None]
-            expect(
-                not lost,
-                "every gradient is a view of its buffer",
-                f"rank {rank}: not {', '.join(lost)}",
-                partial(no_view, results),
-            )
-        job = JOB | {"arguments": job["arguments"]}
-        results = submission.run(training.train, case.for_ranks(**job), world_size=world)
-        expect_gradients(results, case, tolerance=2**-6)
-
-
-@contextlib.contextmanager
-def explained_as(cause, symptom):
-    """Replace the likely cause that `symptom` gave a failure by `cause`, if there is one."""
-    try:
-        yield
-    except CheckFailed as failed:
-        if cause and failed.verdict.hypothesis == symptom:
-            raise failed.with_cause(cause) from None
-        raise
+def buckets_of(names, layout):
+    """The names of the parameters of each bucket."""
+    count = len(layout["bucket_ranges"])
+    return [[name for name, bucket in zip(names, layout["bucket_of"]) if bucket == i] for i in range(count)]
 
 
 def expect_turns(events, names, layout, where):
     """In step 0 launch i is made when all gradients of bucket i are ready, by the layout of the parameters `names`."""
     complete = {name: place for place, name in ready(events, 0)}
-    for number, launch in enumerate(launches(events, 0)):
-        members = [name for name, bucket in zip(names, layout["bucket_of"]) if bucket == number]
+    for number, (launch, members) in enumerate(zip(launches(events, 0), buckets_of(names, layout))):
         missing = [name for name in members if complete.get(name, -1) > launch.place]
         expect(
             not missing,
             "buckets are launched in their order, each when all its gradients are ready",
             f"{where}: launch {number} was made when {listing(missing)} of bucket {number} were not",
-            "a bucket is launched as soon as it is complete, before those in front of it?",
+            diagnosis.IN_READY_ORDER,
         )
-
-
-@pytest.mark.points(1)
-def test_steps_and_subgroups(submission):
-    """Several steps are right with no_sync (also interrupted), different ready orders, and on ranks 1 and 3 of four."""
-    for world, model in zip(submission.worlds(2, 3, 4), ("Plain", "Reordered", "Tied")):
-        groups = [[1, 3], [0, 2]] if world == 4 else [list(range(world))]
-        case = submission.case(
-            model,
-            world,
-            steps=3,
-            micro_batches=3 if model == "Plain" else 1,
-            dtype=torch.float64,
-            group=groups[0],
-            branches=list(range(world)) if model == "Reordered" else None,
-        )
-        told = case.for_ranks(groups=groups, interrupted=1 if model == "Plain" else None, **JOB)
-        results = submission.run(training.train, told, world_size=world)
-        if model == "Plain":
-            expect_silence(results.events, case.group, 3)
-            expect_restored(results.events, case.group, 1)
-        elif model == "Reordered":
-            for rank in case.group:
-                expect_turns(results.events[rank], *layout_of(case, world), f"rank {rank}, step 0")
-        expect_gradients(results, case)
-        expect_weights(results, case)
-        if model == "Plain":
-            count, expected = len(launches(results.events[0], 0)), len(layout_of(case, world)[1]["bucket_ranges"])
-            expect(
-                count == expected,
-                f"{expected} launches in a step of 3 micro-batches: one for each bucket",
-                f"rank 0: {count} launches",
-                partial(left_over, results.events[0]),
-            )
-        require_padded(results, case, steps=3)

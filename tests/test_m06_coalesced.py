@@ -1,14 +1,12 @@
 """Graded checks of module 6: coalesced collectives, and an all-reduce as a reduce-scatter and an all-gather."""
 
-from collections import Counter
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from test_m05_grad_buffer import BUCKET_NUMEL, no_view, planned
+from test_m05_grad_buffer import BUCKET_NUMEL, planned
 
-from brigade.checks.diagnose.evidence import left_over
 from brigade.checks.expectations import (
     expect,
     expect_equal,
@@ -26,7 +24,9 @@ from brigade.checks.expectations import (
 )
 from brigade.events import launches, ready, summary
 from brigade.runner.ranks import PerRank
+from diagnosis import m06_coalesced as diagnosis
 from diagnosis.easier import late_launches
+from diagnosis.m05_grad_buffer import no_view
 from scenarios import m05_grad_buffer, m06_coalesced, training
 
 SUBGROUPS = [[1, 3], [0, 2]]  # of four ranks
@@ -52,41 +52,6 @@ def job(buckets_per_group=1, **arguments):
 def subgroups(world):
     """The groups in which the ranks of a run train: four ranks are two groups."""
     return SUBGROUPS if world == 4 else [list(range(world))]
-
-
-def names_of(op):
-    """The names that this torch has for a collective."""
-    return [name for name in FUNCTIONS[op] if hasattr(dist, name)]
-
-
-def draw_calls(rng, world, size, kinds, name=None):
-    """For each rank the same calls, one for each (operation, reduce operation, dtype), with inputs of its own.
-
-    `size` is that of the groups, `name` the function's, by default the newest that this torch has.
-    """
-    generator = torch.Generator().manual_seed(rng.randrange(2**31))
-    lengths = [rng.randint(2, 40) for _ in kinds]
-    return [
-        [
-            {
-                "function": name or names_of(op)[0],
-                "op": reduce_op,
-                "input": torch.randn(length * (size if op == "reduce_scatter" else 1), generator=generator).to(dtype),
-                "output_numel": {"all_reduce": None, "reduce_scatter": length, "all_gather": length * size}[op],
-            }
-            for (op, reduce_op, dtype), length in zip(kinds, lengths)
-        ]
-        for _ in range(world)
-    ]
-
-
-def result_of(calls, place):
-    """What rank `place` of a group has after one call; `calls` are those of all ranks of the group."""
-    inputs = [entry["input"] for entry in calls]
-    if calls[0]["op"] is None:
-        return torch.cat(inputs)
-    reduced = REDUCED[calls[0]["op"]](inputs)
-    return reduced if calls[0]["output_numel"] is None else reduced.chunk(len(inputs))[place]
 
 
 @pytest.mark.points(1)
@@ -116,47 +81,6 @@ def test_coalesce_is_one_launch(submission):
                         ranks=[rank],
                     )
                 expect_kernels(results.events[rank], len(blocks), f"rank {rank}")
-
-
-def expect_kernels(events, blocks, where):
-    """On GPUs, where events say what NCCL launched: so many blocks of coalesced calls were as many kernels."""
-    for event in events:
-        if event["kind"] == "kernels" and event["counts"] is not None:
-            counts = event["counts"]
-            expect(
-                sum(counts.values()) == blocks,
-                f"on the GPU {blocks} blocks of coalesced calls are {blocks} kernels of NCCL",
-                f"{where}: {listing([f'{count} {name}' for name, count in counts.items()], 8) or 'none'}",
-                "the calls of a block are launched one by one?",
-            )
-
-
-def expect_one_launch(found, op, count, where):
-    """A block of `count` calls made one launch, when it ended, and handle.wait() was the first to wait for it."""
-    cause = ""
-    if not found:
-        cause = "what is called in the block is collected, and never launched?"
-    elif len(found) > 1:
-        cause = "the calls are not collected: does coalesce collect those on the group that it is given?"
-    expect(
-        [(launch.op, launch.parts) for launch in found] == [(op, count)],
-        f"{count} calls of one collective in a block of coalesce are one launch of {count} tensors",
-        f"{where}: {summary(found)}" + (f", with {found[0].parts} tensors" if len(found) == 1 else ""),
-        cause,
-    )
-    [launch] = found
-    early = launch.sync or "block" in launch.wait_phases
-    expect(not early, "the end of the block launches and goes on", f"{where}: it waited", "async_ops=True?")
-    expect(launch.phase == "block", "the launch is made when the block ends", f"{where}: it was made by handle.wait()")
-    expect(
-        bool(launch.waits),
-        "handle.wait() waits for the launch",
-        f"{where}: it did not",
-        "the launch is another handle's?",
-    )
-
-
-NESTED = "blocks of one group cannot be nested: is the group captured already when the inner one begins?"
 
 
 @pytest.mark.points(2)
@@ -190,54 +114,22 @@ def test_coalesce_refuses_mixtures(submission):
                     raised is not None,
                     f"{label} in one block of coalesce raise an exception",
                     f"rank {rank}: nothing was raised; {summary(found)}",
-                    NESTED
-                    if compared == "nested"
-                    else f"the manager takes all calls to be like the first: compare {compared} before it launches?",
+                    partial(diagnosis.not_refused, compared),
                 )
             else:
                 expect(
                     result[number]["unchanged"],
                     "an exception that is raised inside a block comes out of it, the same one",
                     f"rank {rank}: {f'a {raised}' if raised else 'nothing'} came out",
-                    "coalesce swallows or replaces it, in an `except` or with a `return` in `finally`?",
+                    diagnosis.SWALLOWED,
                 )
             expect(
                 not found,
                 f"where a block of coalesce ends with an exception ({label}), nothing is launched",
                 f"rank {rank}: {summary(found)}",
-                NESTED
-                if compared == "nested"
-                else f"compare {compared} before the manager ends, and end it with the exception: else it launches?"
-                if compared
-                else "the manager has to end with the exception: ended as usual, in a `finally`, it launches?",
+                partial(diagnosis.launched_though_refused, compared),
             )
         expect_working([result[number] for result in results], [entry["input"] for entry in after], label)
-
-
-def expect_working(answers, inputs, label):
-    """After a block that ended with an exception, an all_reduce works, and so does the next block."""
-    whole = sum(inputs)
-    expect_equal(
-        f"after a block of coalesce that ended with an exception ({label}), the next all_reduce works",
-        [{"its result": answer["alone"]} for answer in answers],
-        {"its result": whole},
-        hypotheses={
-            "it did nothing: the group is still capturing, because the exception ended the block before the manager "
-            "removed the group's state; try ... finally?": [{"its result": value} for value in inputs]
-        },
-    )
-    for rank, answer in enumerate(answers):
-        expect(
-            answer["failure"] is None,
-            f"after a block of coalesce that ended with an exception ({label}), the next block works",
-            f"rank {rank}: it raised {answer['failure']}",
-            "something of the block before is left over?",
-        )
-    expect_equal(
-        f"after a block of coalesce that ended with an exception ({label}), the next block works",
-        [{"its result": answer["again"]} for answer in answers],
-        {"its result": whole},
-    )
 
 
 @pytest.mark.points(2)
@@ -279,204 +171,8 @@ def test_bucket_group(submission):
                         torch.equal(result[kind][left], result["before"][kind][left]),
                         "a BucketGroup leaves alone the buckets that are not in its bucket_indices",
                         f"rank {rank}: bucket_indices were {indices}, and bucket 3 of {kind} has changed",
-                        "the whole buffer is divided, or travels?",
+                        diagnosis.WHOLE_BUFFER,
                     )
-
-
-def flat(layout, tensors):
-    """A flat tensor with these in the parameters' places, zeros between them."""
-    whole = torch.zeros(layout["numel"], dtype=tensors[0].dtype)
-    for (start, end), tensor in zip(layout["param_ranges"], tensors):
-        whole[start:end] = tensor.flatten()
-    return whole
-
-
-def shard_of(layout, bucket, place, size):
-    """Where shard `place` of a bucket lies in the buffer, for a group of this size."""
-    start, end = layout["bucket_ranges"][bucket]
-    length = (end - start) // size
-    return slice(start + place * length, start + (place + 1) * length)
-
-
-def expect_averaged_shards(results, grads, layout, buckets, group):
-    """Rank group[i] has the averages in shard i of each bucket of results[i]["grad_data"]. `grads[i]` were its own."""
-    size = len(group)
-    own = [flat(layout, tensors) for tensors in grads]
-    average = sum(own) / size
-    for place, rank in enumerate(group):
-        found = results[place]["grad_data"]
-        expect_numel(found, layout, rank)
-
-        def cut(whole, place=place):
-            return {f"shard {place} of bucket {b}": whole[shard_of(layout, b, place, size)] for b in buckets}
-
-        hypotheses = {
-            "its own gradients stand there: does rank r's result go to shard r, of each bucket by itself?": own[place],
-            f"exactly {size}× too large: summed over the ranks, not averaged?": average * size,
-            f"exactly {size}× too small: divided twice, or by the size of the world?": average / size,
-            "the own shard was divided in the block, before the block's end reduced it: divide the bucket first?": (
-                average * size - own[place]
-            )
-            + own[place] / size,
-        }
-        expect_equal(
-            "after finish_grad_sync rank r of a group has the averages in the r-th of "
-            f"{size} equal, contiguous shards of each bucket",
-            [cut(found)],
-            cut(average),
-            ranks=[rank],
-            hypotheses={cause: [cut(whole)] for cause, whole in hypotheses.items()} if size > 1 else None,
-        )
-
-
-def expect_numel(found, layout, rank):
-    expect(
-        found.numel() == layout["numel"],
-        f"the buffer has {layout['numel']} elements",
-        f"rank {rank}: it has {found.numel()}",
-        "plan_layout does not follow the rule of module 5, or the buffer is not made for the size of the group?",
-    )
-
-
-def expect_gathered_shards(results, params, layout, buckets, group):
-    """After the parameter sync the buckets have shard i from rank group[i], whose parameters were `params[i]`."""
-    own = [flat(layout, tensors) for tensors in params]
-    whole = torch.zeros_like(own[0])
-    for bucket in buckets:
-        for place, values in enumerate(own):
-            shard = shard_of(layout, bucket, place, len(group))
-            whole[shard] = values[shard]
-
-    def cut(data):
-        return {f"bucket {b} of param_data": data[slice(*layout["bucket_ranges"][b])] for b in buckets}
-
-    expect_equal(
-        "after finish_param_sync each bucket is complete: its shard r is what rank r of the group had there",
-        [cut(result["param_data"]) for result in results],
-        cut(whole),
-        ranks=group,
-        hypotheses={
-            "each rank has its own parameters still: param_data was not gathered?": [cut(data) for data in own]
-        },
-        tolerance=0.0,
-    )
-    members = [i for i, bucket in enumerate(layout["bucket_of"]) if bucket in buckets]
-    expect_equal(
-        "after finish_param_sync the parameters are what param_data holds",
-        [{f"parameter {i}": result["params"][i].flatten() for i in members} for result in results],
-        {f"parameter {i}": whole[slice(*layout["param_ranges"][i])] for i in members},
-        ranks=group,
-        hypotheses={
-            "module 5: with_params=True makes each p.data a view of param_data?": [
-                {f"parameter {i}": tensors[i].flatten() for i in members} for tensors in params
-            ]
-        },
-        tolerance=0.0,
-    )
-
-
-def expect_started(found, groups, op, what, where):
-    """One launch for each group, made in start_... without waiting, and waited for in finish_..."""
-    expect_ops(found, (op,), f"{where}, start_{what}")
-    expect_launches(found, groups, op, f"{where}, start_{what}", ordered=False)
-    early = [launch for launch in found if launch.sync or "start" in launch.wait_phases]
-    cause = "keep the handle of each launch for the finish?"
-    if any(launch.sync for launch in found):
-        cause = "a synchronous launch: async_ops=True in coalesce?"
-    late = [launch for launch in found if launch.phase != "start" or "wait" not in launch.wait_phases]
-    expect(
-        not early and not late,
-        f"start_{what} launches and goes on, and finish_{what} waits",
-        f"{where}: start_{what} waited for {len(early)} of {len(found)} launches; {len(late)} were launched later, "
-        "or not waited for in the finish",
-        cause,
-    )
-
-
-def expect_ops(found, ops, where):
-    """The launches are of these kinds."""
-    others = [launch for launch in found if launch.op not in ops]
-    cause = ""
-    if any(launch.op == "all_reduce" for launch in others):
-        cause = "a reduce_scatter and an all_gather do together what an all_reduce does, and move as much?"
-    elif others and len(ops) == 1:
-        cause = "gather_grads is to be read in every finish_grad_sync: False leaves the all-gather out?"
-    expect(not others, f"nothing is launched but {' and '.join(ops)}", f"{where}: also {summary(others)}", cause)
-
-
-def expect_launches(found, groups, op, where, ordered=True, events=()):
-    """One launch of this kind for each group, given as (dtype, elements); those of a dtype in order if `ordered`.
-
-    `events` are the rank's record, where a DDP launched.
-    """
-    mine = [launch for launch in found if launch.op == op]
-    made = by_dtype((launch.dtype, launch.numel) for launch in mine)
-    wanted = by_dtype((str(dtype).removeprefix("torch."), numel) for dtype, numel, *_ in groups)
-    cause = ""
-    if sorted(made) == sorted(wanted):
-        cause = "groups are launched in the order of the buckets?"
-    elif len(made) > len(wanted):
-        cause = "buckets are launched by themselves: are the calls inside coalesce and on its process group, and does "
-        cause += "buckets_per_group=None mean all of a buffer?"
-    elif op == "all_gather" and not Counter(made) - Counter(wanted):
-        cause = "some groups are never gathered: the last one has to be, in finish_grad_sync?"
-    elif made:
-        cause = "a group has buckets_per_group buckets of one buffer, padding included; the last one may have fewer?"
-    expect(
-        made == wanted if ordered else sorted(made) == sorted(wanted),
-        f"one {op} for each of {len(wanted)} groups: {listing([f'{numel} {dtype}' for dtype, numel in wanted], 8)}",
-        f"{where}: {summary(mine)}",
-        left_over(events) or cause,
-    )
-
-
-def by_dtype(pairs):
-    return sorted(pairs, key=lambda pair: pair[0])
-
-
-def expect_waited(found, step, where):
-    """Each launch of the step is waited for in it, and left alone until then."""
-    forgotten = [launch for launch in found if step not in launch.wait_steps]
-    expect(
-        not forgotten,
-        "every launch of a step is waited for in that step",
-        f"{where}: not so {summary(forgotten)}",
-        "one handle is kept for several groups, or its wait() is not called?",
-    )
-    raced = [launch for launch in found if launch.raced]
-    expect(
-        not raced,
-        "what was launched is left alone until its handle was waited on",
-        f"{where}: changed in between were the tensors of {summary(raced)}",
-        "the buffer is divided or written to while a collective is under way?",
-    )
-
-
-def groups_of(case, size, buckets_per_group):
-    """The groups as the rules of modules 5 and 6 have them: (dtype, elements, names of parameters), by dtype."""
-    trainable = [(name, p) for name, p in reversed(case.parameters().items()) if p.requires_grad]
-    groups = []
-    for dtype in dict.fromkeys(p.dtype for _, p in trainable):
-        named = [(name, p.numel()) for name, p in trainable if p.dtype == dtype]
-        layout = planned([numel for _, numel in named], BUCKET_NUMEL, size)
-        ranges = layout["bucket_ranges"]
-        length = buckets_per_group or len(ranges)
-        for first in range(0, len(ranges), length):
-            members = [name for (name, _), b in zip(named, layout["bucket_of"]) if first <= b < first + length]
-            groups.append((dtype, sum(end - start for start, end in ranges[first : first + length]), members))
-    return groups
-
-
-def require_halves(results, case, steps=1):
-    """The numbers count only with reduce_scatters, launched asynchronously while backward runs, and all_gathers."""
-
-    def accepts(found):
-        return {launch.op for launch in found} == {"reduce_scatter", "all_gather"} and all(
-            overlaps(launch) for launch in found if launch.op == "reduce_scatter"
-        )
-
-    kind = "asynchronous reduce_scatters, launched while backward runs, and all_gathers"
-    require_launches(results.events, case.group, kind, accepts, steps)
 
 
 @pytest.mark.points(1)
@@ -528,32 +224,6 @@ def test_groups_overlap_with_backward(submission):
                 expect_group_overlap(events, step, [names for _, _, names in groups], where, why_late)
 
 
-def expect_complete(events, step, groups, where):
-    """Each group's reduce-scatter is launched when all its gradients are ready."""
-    places = {name: place for place, name in ready(events, step)}
-    scatters = [launch for launch in launches(events, step) if launch.op == "reduce_scatter"]
-    for number, (launch, (_, _, names)) in enumerate(zip(scatters, groups)):
-        missing = [name for name in names if places.get(name, -1) > launch.place]
-        expect(
-            not missing,
-            "a group is launched when all gradients of all its buckets are ready",
-            f"{where}: group {number} was launched when {listing(missing)} were not ready",
-            "a group counts the gradients of all its buckets, and waits for its turn, in the order of the buckets?",
-        )
-
-
-def uneven(case, size):
-    """A number of buckets per group that leaves fewer for the last group; the case has four buckets or more."""
-    count = len(groups_of(case, size, 1))
-    return next(number for number in range(2, count) if count % number)
-
-
-def expect_group_overlap(events, step, groups, where, why_late):
-    """The reduce-scatters of the groups (the names of their parameters) overlap with backward as buckets have to."""
-    scatters = [event for event in events if event["kind"] != "launch" or event["op"] == "reduce_scatter"]
-    expect_overlap(scatters, step, groups, where, unit="group", gathered=True, why_late=why_late)
-
-
 @pytest.mark.points(1)
 def test_shards_without_gather(submission):
     """With gather_grads=False the own shards are averages; a step on them, and the parameters travel instead."""
@@ -586,20 +256,6 @@ def test_shards_without_gather(submission):
         expect_weights(results, case)
 
 
-def expect_ranks(events, group, rank):
-    """The steps' launches are on the group that trains."""
-    found = [
-        event["ranks"] for event in events if event["kind"] == "launch" and event["phase"] in ("backward", "finish")
-    ]
-    wrong = [ranks for ranks in found if ranks != group]
-    expect(
-        not wrong,
-        f"on rank {rank} collectives are on the process group that CoalescedDDP was given, of ranks {listing(group)}",
-        f"{len(wrong)} of {len(found)} are on the group of ranks {listing(wrong[0] if wrong else [])}",
-        "the process group is not passed on to each BucketGroup, or to coalesce and the calls in it?",
-    )
-
-
 @pytest.mark.points(1)
 def test_steps_and_subgroups(submission):
     """Steps are right with (interrupted) no_sync, other ready orders, subgroups, unused parameters, fp32 gradients."""
@@ -615,7 +271,6 @@ def test_steps_and_subgroups(submission):
         )
         told = case.for_ranks(groups=subgroups(world), interrupted=1 if model == "Plain" else None, **job(2))
         results = submission.run(training.train, told, world_size=world)
-        hypotheses = {}
         if model == "Plain":
             expect_silence(results.events, case.group, 3)
             expect_restored(results.events, case.group, 1)
@@ -625,10 +280,7 @@ def test_steps_and_subgroups(submission):
                 events, groups = results.events[rank], groups_of(case, world, 2)
                 expect_launches(launches(events, 0), groups, "reduce_scatter", f"rank {rank}", False, events)
                 expect_complete(events, 0, groups, f"rank {rank}")
-        if model == "Plain":
-            first, last = case.gradients(micro=slice(0, 1)), case.gradients(micro=slice(2, 3))
-            hypotheses["only the first of 3 micro-batches counts?"] = [first] * world
-            hypotheses["only the last of 3 micro-batches counts: what no_sync accumulated is lost?"] = [last] * world
+        hypotheses = partial(diagnosis.one_micro_batch, case) if model == "Plain" else None
         expect_gradients(results, case, hypotheses=hypotheses)
         expect_weights(results, case)
         require_halves(results, case, steps=3)
@@ -644,6 +296,308 @@ def test_steps_and_subgroups(submission):
                 case,
             )
     expect_fp32_gradients(submission)
+
+
+# ---- what the checks use
+
+
+def names_of(op):
+    """The names that this torch has for a collective."""
+    return [name for name in FUNCTIONS[op] if hasattr(dist, name)]
+
+
+def draw_calls(rng, world, size, kinds, name=None):
+    """For each rank the same calls, one for each (operation, reduce operation, dtype), with inputs of its own.
+
+    `size` is that of the groups, `name` the function's, by default the newest that this torch has.
+    """
+    generator = torch.Generator().manual_seed(rng.randrange(2**31))
+    lengths = [rng.randint(2, 40) for _ in kinds]
+    return [
+        [
+            {
+                "function": name or names_of(op)[0],
+                "op": reduce_op,
+                "input": torch.randn(length * (size if op == "reduce_scatter" else 1), generator=generator).to(dtype),
+                "output_numel": {"all_reduce": None, "reduce_scatter": length, "all_gather": length * size}[op],
+            }
+            for (op, reduce_op, dtype), length in zip(kinds, lengths)
+        ]
+        for _ in range(world)
+    ]
+
+
+def result_of(calls, place):
+    """What rank `place` of a group has after one call; `calls` are those of all ranks of the group."""
+    inputs = [entry["input"] for entry in calls]
+    if calls[0]["op"] is None:
+        return torch.cat(inputs)
+    reduced = REDUCED[calls[0]["op"]](inputs)
+    return reduced if calls[0]["output_numel"] is None else reduced.chunk(len(inputs))[place]
+
+
+def expect_kernels(events, blocks, where):
+    """On GPUs, where events say what NCCL launched: so many blocks of coalesced calls were as many kernels."""
+    for event in events:
+        if event["kind"] == "kernels" and event["counts"] is not None:
+            counts = event["counts"]
+            expect(
+                sum(counts.values()) == blocks,
+                f"on the GPU {blocks} blocks of coalesced calls are {blocks} kernels of NCCL",
+                f"{where}: {listing([f'{count} {name}' for name, count in counts.items()], 8) or 'none'}",
+                diagnosis.ONE_BY_ONE,
+            )
+
+
+def expect_one_launch(found, op, count, where):
+    """A block of `count` calls made one launch, when it ended, and handle.wait() was the first to wait for it."""
+    expect(
+        [(launch.op, launch.parts) for launch in found] == [(op, count)],
+        f"{count} calls of one collective in a block of coalesce are one launch of {count} tensors",
+        f"{where}: {summary(found)}" + (f", with {found[0].parts} tensors" if len(found) == 1 else ""),
+        partial(diagnosis.not_one_launch, found),
+    )
+    [launch] = found
+    early = launch.sync or "block" in launch.wait_phases
+    expect(not early, "the end of the block launches and goes on", f"{where}: it waited", diagnosis.SYNCHRONOUS)
+    expect(launch.phase == "block", "the launch is made when the block ends", f"{where}: it was made by handle.wait()")
+    expect(
+        bool(launch.waits),
+        "handle.wait() waits for the launch",
+        f"{where}: it did not",
+        diagnosis.OTHER_HANDLE,
+    )
+
+
+def expect_working(answers, inputs, label):
+    """After a block that ended with an exception, an all_reduce works, and so does the next block."""
+    whole = sum(inputs)
+    expect_equal(
+        f"after a block of coalesce that ended with an exception ({label}), the next all_reduce works",
+        [{"its result": answer["alone"]} for answer in answers],
+        {"its result": whole},
+        hypotheses=partial(diagnosis.still_capturing, inputs),
+    )
+    for rank, answer in enumerate(answers):
+        expect(
+            answer["failure"] is None,
+            f"after a block of coalesce that ended with an exception ({label}), the next block works",
+            f"rank {rank}: it raised {answer['failure']}",
+            diagnosis.BLOCK_LEFT_OVER,
+        )
+    expect_equal(
+        f"after a block of coalesce that ended with an exception ({label}), the next block works",
+        [{"its result": answer["again"]} for answer in answers],
+        {"its result": whole},
+    )
+
+
+def flat(layout, tensors):
+    """A flat tensor with these in the parameters' places, zeros between them."""
+    whole = torch.zeros(layout["numel"], dtype=tensors[0].dtype)
+    for (start, end), tensor in zip(layout["param_ranges"], tensors):
+        whole[start:end] = tensor.flatten()
+    return whole
+
+
+def shard_of(layout, bucket, place, size):
+    """Where shard `place` of a bucket lies in the buffer, for a group of this size."""
+    start, end = layout["bucket_ranges"][bucket]
+    length = (end - start) // size
+    return slice(start + place * length, start + (place + 1) * length)
+
+
+def expect_averaged_shards(results, grads, layout, buckets, group):
+    """Rank group[i] has the averages in shard i of each bucket of results[i]["grad_data"]. `grads[i]` were its own."""
+    size = len(group)
+    own = [flat(layout, tensors) for tensors in grads]
+    average = sum(own) / size
+    for place, rank in enumerate(group):
+        found = results[place]["grad_data"]
+        expect_numel(found, layout, rank)
+
+        def cut(whole, place=place):
+            return {f"shard {place} of bucket {b}": whole[shard_of(layout, b, place, size)] for b in buckets}
+
+        expect_equal(
+            "after finish_grad_sync rank r of a group has the averages in the r-th of "
+            f"{size} equal, contiguous shards of each bucket",
+            [cut(found)],
+            cut(average),
+            ranks=[rank],
+            hypotheses=partial(diagnosis.own_shards, own, average, place, cut),
+        )
+
+
+def expect_numel(found, layout, rank):
+    expect(
+        found.numel() == layout["numel"],
+        f"the buffer has {layout['numel']} elements",
+        f"rank {rank}: it has {found.numel()}",
+        diagnosis.WRONG_NUMEL,
+    )
+
+
+def expect_gathered_shards(results, params, layout, buckets, group):
+    """After the parameter sync the buckets have shard i from rank group[i], whose parameters were `params[i]`."""
+    own = [flat(layout, tensors) for tensors in params]
+    whole = torch.zeros_like(own[0])
+    for bucket in buckets:
+        for place, values in enumerate(own):
+            shard = shard_of(layout, bucket, place, len(group))
+            whole[shard] = values[shard]
+
+    def cut(data):
+        return {f"bucket {b} of param_data": data[slice(*layout["bucket_ranges"][b])] for b in buckets}
+
+    expect_equal(
+        "after finish_param_sync each bucket is complete: its shard r is what rank r of the group had there",
+        [cut(result["param_data"]) for result in results],
+        cut(whole),
+        ranks=group,
+        hypotheses=partial(diagnosis.not_gathered, own, cut),
+        tolerance=0.0,
+    )
+    members = [i for i, bucket in enumerate(layout["bucket_of"]) if bucket in buckets]
+    expect_equal(
+        "after finish_param_sync the parameters are what param_data holds",
+        [{f"parameter {i}": result["params"][i].flatten() for i in members} for result in results],
+        {f"parameter {i}": whole[slice(*layout["param_ranges"][i])] for i in members},
+        ranks=group,
+        hypotheses=partial(diagnosis.no_param_views, params, members),
+        tolerance=0.0,
+    )
+
+
+def expect_started(found, groups, op, what, where):
+    """One launch for each group, made in start_... without waiting, and waited for in finish_..."""
+    expect_ops(found, (op,), f"{where}, start_{what}")
+    expect_launches(found, groups, op, f"{where}, start_{what}", ordered=False)
+    early = [launch for launch in found if launch.sync or "start" in launch.wait_phases]
+    late = [launch for launch in found if launch.phase != "start" or "wait" not in launch.wait_phases]
+    expect(
+        not early and not late,
+        f"start_{what} launches and goes on, and finish_{what} waits",
+        f"{where}: start_{what} waited for {len(early)} of {len(found)} launches; {len(late)} were launched later, "
+        "or not waited for in the finish",
+        partial(diagnosis.waits_at_once, found),
+    )
+
+
+def expect_ops(found, ops, where):
+    """The launches are of these kinds."""
+    others = [launch for launch in found if launch.op not in ops]
+    expect(
+        not others,
+        f"nothing is launched but {' and '.join(ops)}",
+        f"{where}: also {summary(others)}",
+        partial(diagnosis.other_kinds, others, ops),
+    )
+
+
+def expect_launches(found, groups, op, where, ordered=True, events=()):
+    """One launch of this kind for each group, given as (dtype, elements); those of a dtype in order if `ordered`.
+
+    `events` are the rank's record, where a DDP launched.
+    """
+    mine = [launch for launch in found if launch.op == op]
+    made = by_dtype((launch.dtype, launch.numel) for launch in mine)
+    wanted = by_dtype((str(dtype).removeprefix("torch."), numel) for dtype, numel, *_ in groups)
+    expect(
+        made == wanted if ordered else sorted(made) == sorted(wanted),
+        f"one {op} for each of {len(wanted)} groups: {listing([f'{numel} {dtype}' for dtype, numel in wanted], 8)}",
+        f"{where}: {summary(mine)}",
+        partial(diagnosis.not_one_for_each_group, made, wanted, op, events),
+    )
+
+
+def by_dtype(pairs):
+    return sorted(pairs, key=lambda pair: pair[0])
+
+
+def expect_waited(found, step, where):
+    """Each launch of the step is waited for in it, and left alone until then."""
+    forgotten = [launch for launch in found if step not in launch.wait_steps]
+    expect(
+        not forgotten,
+        "every launch of a step is waited for in that step",
+        f"{where}: not so {summary(forgotten)}",
+        diagnosis.NOT_AWAITED,
+    )
+    raced = [launch for launch in found if launch.raced]
+    expect(
+        not raced,
+        "what was launched is left alone until its handle was waited on",
+        f"{where}: changed in between were the tensors of {summary(raced)}",
+        diagnosis.RACED,
+    )
+
+
+def groups_of(case, size, buckets_per_group):
+    """The groups as the rules of modules 5 and 6 have them: (dtype, elements, names of parameters), by dtype."""
+    trainable = [(name, p) for name, p in reversed(case.parameters().items()) if p.requires_grad]
+    groups = []
+    for dtype in dict.fromkeys(p.dtype for _, p in trainable):
+        named = [(name, p.numel()) for name, p in trainable if p.dtype == dtype]
+        layout = planned([numel for _, numel in named], BUCKET_NUMEL, size)
+        ranges = layout["bucket_ranges"]
+        length = buckets_per_group or len(ranges)
+        for first in range(0, len(ranges), length):
+            members = [name for (name, _), b in zip(named, layout["bucket_of"]) if first <= b < first + length]
+            groups.append((dtype, sum(end - start for start, end in ranges[first : first + length]), members))
+    return groups
+
+
+def require_halves(results, case, steps=1):
+    """The numbers count only with reduce_scatters, launched asynchronously while backward runs, and all_gathers."""
+
+    def accepts(found):
+        return {launch.op for launch in found} == {"reduce_scatter", "all_gather"} and all(
+            overlaps(launch) for launch in found if launch.op == "reduce_scatter"
+        )
+
+    kind = "asynchronous reduce_scatters, launched while backward runs, and all_gathers"
+    require_launches(results.events, case.group, kind, accepts, steps)
+
+
+def expect_complete(events, step, groups, where):
+    """Each group's reduce-scatter is launched when all its gradients are ready."""
+    places = {name: place for place, name in ready(events, step)}
+    scatters = [launch for launch in launches(events, step) if launch.op == "reduce_scatter"]
+    for number, (launch, (_, _, names)) in enumerate(zip(scatters, groups)):
+        missing = [name for name in names if places.get(name, -1) > launch.place]
+        expect(
+            not missing,
+            "a group is launched when all gradients of all its buckets are ready",
+            f"{where}: group {number} was launched when {listing(missing)} were not ready",
+            diagnosis.TOO_EARLY,
+        )
+
+
+def uneven(case, size):
+    """A number of buckets per group that leaves fewer for the last group; the case has four buckets or more."""
+    count = len(groups_of(case, size, 1))
+    return next(number for number in range(2, count) if count % number)
+
+
+def expect_group_overlap(events, step, groups, where, why_late):
+    """The reduce-scatters of the groups (the names of their parameters) overlap with backward as buckets have to."""
+    scatters = [event for event in events if event["kind"] != "launch" or event["op"] == "reduce_scatter"]
+    expect_overlap(scatters, step, groups, where, unit="group", gathered=True, why_late=why_late)
+
+
+def expect_ranks(events, group, rank):
+    """The steps' launches are on the group that trains."""
+    found = [
+        event["ranks"] for event in events if event["kind"] == "launch" and event["phase"] in ("backward", "finish")
+    ]
+    wrong = [ranks for ranks in found if ranks != group]
+    expect(
+        not wrong,
+        f"on rank {rank} collectives are on the process group that CoalescedDDP was given, of ranks {listing(group)}",
+        f"{len(wrong)} of {len(found)} are on the group of ranks {listing(wrong[0] if wrong else [])}",
+        diagnosis.WRONG_GROUP,
+    )
 
 
 def expect_fp32_gradients(submission):
@@ -669,15 +623,12 @@ def expect_fp32_gradients(submission):
         for step in range(2)
     ]
     for step, truth in enumerate(sums):
-        kept = {name: value + sums[0][name] for name, value in truth.items()}
         for key, what, dtype in (("main_grad", "main_grad", F32), ("grad", "p.grad", BF16)):
             expect_equal(
                 f"with grad_dtype=float32, after the finish of step {step}, {what} is the average of what accumulated",
                 [named(result["steps"][step][key], dtype) for result in results],
                 named(truth, dtype),
-                hypotheses={
-                    "the step before is still in it: accumulation does not start anew?": [named(kept, dtype)] * world
-                },
+                hypotheses=partial(diagnosis.kept_gradients, truth, sums[0], dtype, world),
             )
 
 

@@ -1,7 +1,7 @@
 """Graded checks of module 7: views of buckets and shards that are made once."""
 
-import contextlib
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -19,14 +19,10 @@ from brigade.checks.expectations import (
     expect_weights,
     listing,
 )
-from brigade.checks.verdict import CheckFailed
 from brigade.events import launches, ready, summary
+from diagnosis import m07_cached_shards as diagnosis
 from scenarios import m05_grad_buffer, m07_cached_shards, training
 
-WRONG_VIEW = (
-    "a view is not the bucket or the shard that it stands for: of this buffer, from its bucket's start on, for this "
-    "rank of the group, one of as many as the group has ranks?"
-)
 JOB = {"package": "m07_cached_shards", "wrapper": "CachedDDP"}
 
 
@@ -36,42 +32,13 @@ def job(buckets_per_group=1, **arguments):
     return JOB | {"arguments": arguments}
 
 
-def groups_of(case, world, buckets_per_group):
-    """(elements, names of parameters) of each group, as the rules of modules 5 and 6 have them; dtype by dtype."""
-    by_dtype, groups = {}, []
-    for name, parameter in reversed(case.parameters().items()):
-        by_dtype.setdefault(parameter.dtype, []).append((name, parameter.numel()))
-    for named in by_dtype.values():
-        layout = planned([numel for _, numel in named], BUCKET_NUMEL, world)
-        ranges = layout["bucket_ranges"]
-        for first in range(0, len(ranges), buckets_per_group):
-            mine = range(first, min(first + buckets_per_group, len(ranges)))
-            names = [name for (name, _), bucket in zip(named, layout["bucket_of"]) if bucket in mine]
-            groups.append((sum(end - start for start, end in (ranges[i] for i in mine)), names))
-    return groups
-
-
-@contextlib.contextmanager
-def views_suspected():
-    """Module 6 has the same numbers right: where no other cause is known, a view is wrong."""
-    try:
-        yield
-    except CheckFailed as failed:
-        verdict = failed.verdict
-        is_unequal = any(word in verdict.message for word in ("hape", "size"))  # in the words of torch
-        is_general = not verdict.likely_cause or verdict.hypothesis in ("ranks_disagree", "unequal shards")
-        if is_general and not verdict.part and (is_unequal or not verdict.error):
-            failed = failed.with_cause(WRONG_VIEW)
-        raise failed from None
-
-
 @pytest.mark.points(1)
 def test_gradients_are_averaged(submission):
     """Replicas start equal, buffers included; a reduce-scatter and an all-gather per group average the gradients."""
     models = ("Frozen", "Buffers", "MixedDtypes", "Tied")
     for world, model, buckets_per_group in zip(submission.worlds(1, 2, 3, 4), models, (1, 2, None, 2)):
         case = submission.case(model, world)
-        with views_suspected():
+        with diagnosis.views_suspected():
             results = submission.run(training.train, case.for_ranks(**job(buckets_per_group)), world_size=world)
             expect_start([result["start"] for result in results], case)
             expect_gradients(results, case, tolerance=2**-6 if model == "MixedDtypes" else 1e-5)
@@ -98,54 +65,6 @@ def test_steady_step_makes_no_view(submission):
             )
 
 
-def expect_no_view(rank, step, steps, gather_grads, moved=False):
-    """Expect that a step made no view. `steps` has the views of each step; `moved`: the buffers moved before it."""
-    views = steps[step]
-    if not views:
-        return
-    phases, lines, calls = Counter(), Counter(), {}
-    for view in views:
-        line = f"{file_of(view)}, line {view['line']}, in {view['in']}: {view['text']}"
-        phases["hooks" if view["phase"] == "backward" else view["phase"]] += view["count"]
-        lines[line] += view["count"]
-        calls.setdefault(line, set()).add(view["call"])
-    total, first = phases.total(), sum(view["count"] for view in steps[0])
-    happened = f"rank {rank}, step {step}: {total} views, {listing([f'{n} in {name}' for name, n in phases.items()])}"
-    for line, count in lines.most_common(3):
-        happened += f"\n{line}  ({count} by {listing(sorted(calls[line]))})"
-    earlier = sorted({file_of(view) for view in views if not view["module"].startswith(JOB["package"])})
-    own = [view for view in views if view["module"].startswith(JOB["package"])]
-    before = "" if not moved else ", and the second one after reallocate(),"
-    if not own:
-        cause = (
-            f"{listing(earlier)} is an earlier module: is the view kept there, or does CachedDDP do without that line?"
-        )
-    elif moved:
-        cause = "before reallocate() there were none: the cache is emptied for the new tensor, but in every step?"
-    elif not gather_grads and {view["phase"] for view in own} >= {"backward", "start_param_sync"}:
-        cause = (
-            "without parameter sync there were none: one cache for grad_data and param_data, which the one empties for "
-            "the other?"
-        )
-    elif all("param" in view["phase"] for view in own):
-        cause = "the views of grad_data are kept, those of param_data are not?"
-    elif total == first:
-        cause = "as many as in the first step: they are not kept, or not found again?"
-    else:
-        cause = f"{first} in the first step: some views are kept, and some are made anew in every step?"
-    expect(
-        False,
-        f"a steady step{before} makes no view, in hooks, finish_grad_sync or parameter sync: it has those of the steps "
-        "before",
-        happened,
-        cause,
-    )
-
-
-def file_of(view):
-    return view["module"].rpartition(".")[2] + ".py"
-
-
 @pytest.mark.points(2)
 def test_views_follow_the_buffer(submission):
     """After buffer.reallocate() gradients are averaged and parameters gathered in the new memory, by kept views."""
@@ -166,23 +85,13 @@ def test_views_follow_the_buffer(submission):
                 else "own shards of averages, put into param_data, are whole after finish_param_sync"
             )
             moved = sum(moves[: step + 1])
-            try:
+            with diagnosis.stale_views_suspected(moved, gather_grads):
                 expect_equal(
                     f"{what} (step {step}, after {moved} calls of reallocate())",
                     [result["given"][step] for result in results],
                     case.gradients(micro=micro),
                     scale={name: max(float(grads[name].abs().max()) for grads in own) for name in own[0]},
                 )
-            except CheckFailed as failed:
-                flat = "grad_data" if gather_grads else "grad_data, or of param_data alone,"
-                cause = failed.verdict.likely_cause
-                if moved:
-                    cause = (
-                        f"it was right until reallocate(): do the views of {flat} still lie in the memory of before?"
-                    )
-                elif not gather_grads:
-                    cause = "shard r of a bucket is rank r's, in grad_data as in param_data: is it another's?"
-                raise failed.with_cause(cause) from None
         runs.append((results, gather_grads))
     for results, gather_grads in runs:
         for rank, result in enumerate(results):
@@ -191,7 +100,7 @@ def test_views_follow_the_buffer(submission):
                     not count,
                     "when the step after reallocate() is over nothing holds the memory of before",
                     f"rank {rank}, step {step}: {count} flat tensors of before are still held",
-                    "views of the old tensor are kept beside those of the new one?",
+                    diagnosis.OLD_VIEWS,
                 )
             expect_no_view(rank, 2, result["views"], gather_grads, moved=True)
 
@@ -212,56 +121,6 @@ def test_launches_are_those_of_module_6(submission):
             expect_no_view(rank, 2, results[rank], gather_grads)
 
 
-def expect_launches(events, step, groups, gathers, where):
-    """The launches of a step: a reduce-scatter and an all-gather for each group, the latter in a phase of `gathers`."""
-    found = launches(events, step)
-    sizes = [numel for numel, _ in groups]
-    scatter, gather = ([x for x in found if x.op == op] for op in ("reduce_scatter", "all_gather"))
-    cause = ""
-    if gathers == ["start_param_sync"] and len(gather) > len(scatter):
-        cause = "without gather_grads no gradients are gathered: the all-gathers are those of the parameters?"
-    elif len(found) > 2 * len(sizes):
-        cause = "each bucket is launched by itself: does it happen inside coalesce, and with all of buckets_per_group?"
-    expect(
-        [launch.numel for launch in scatter] == sizes
-        and sorted(launch.numel for launch in gather) == sorted(sizes)
-        and len(found) == 2 * len(sizes),
-        f"a step has a reduce_scatter and an all_gather for each of {len(sizes)} groups, of {listing(sizes)} elements",
-        f"{where}: {summary(found)}",
-        cause,
-    )
-    complete = {name: place for place, name in ready(events, step)}
-    for number, (launch, (_, after)) in enumerate(zip(scatter, groups[1:])):
-        expect(
-            launch.place < max(complete.get(name, -1) for name in after),
-            f"the reduce_scatter of group {number} is launched before the next group's gradients are all ready",
-            f"{where}: it was launched in {launch.phase}, when {listing(after)} were ready",
-            "groups are launched only when backward is over?",
-        )
-    for op, phases in (("reduce_scatter", ["backward"]), ("all_gather", gathers)):
-        others = [launch.phase for launch in found if launch.op == op and launch.phase not in phases]
-        expect(
-            not others,
-            f"each {op} is launched in {' or '.join(phases)}",
-            f"{where}: {len(others)} were launched in {listing(others)}",
-        )
-    nexts = [*(names for _, names in groups[1:]), []] if "backward" in gathers else [[]] * len(groups)
-    blocking = [launch for launch, after in zip(scatter, nexts) if blocks_backward(launch, after, complete)]
-    blocking += [x for x in gather if x.sync or {"backward", "start_param_sync"} & set(x.wait_phases)]
-    expect(
-        not blocking,
-        "each launch goes on at once, and backward waits for none before a gradient of the next group is ready",
-        f"{where}: not so {summary(blocking)}",
-        "asynchronous, and its handle kept for later?",
-    )
-    wrong = [launch for launch in found if step not in launch.wait_steps or launch.raced]
-    expect(
-        not wrong,
-        "every handle of the step is waited on, before anything is read or written",
-        f"{where}: {len(wrong)} of {len(found)} were never waited on, or changed before",
-    )
-
-
 @pytest.mark.points(1)
 def test_steps_and_subgroups(submission):
     """Several steps are right with no_sync (also interrupted), other ready orders, subgroups, unused parameters."""
@@ -277,7 +136,7 @@ def test_steps_and_subgroups(submission):
             branches=list(range(world)) if model == "Reordered" else None,
         )
         told = case.for_ranks(groups=groups, interrupted=1 if model == "Frozen" else None, **job(2))
-        with views_suspected():
+        with diagnosis.views_suspected():
             results = submission.run(training.train, told, world_size=world)
             if model == "Frozen":
                 expect_silence(results.events, case.group, 3)
@@ -291,3 +150,92 @@ def test_steps_and_subgroups(submission):
     late = submission.rng.random() < 0.5
     results = submission.run(m05_grad_buffer.train, case.for_ranks(zero=form, late=late, **job(2)), world_size=world)
     expect_weights(results, case)
+
+
+# ---- what the checks use
+
+
+def groups_of(case, world, buckets_per_group):
+    """(elements, names of parameters) of each group, as the rules of modules 5 and 6 have them; dtype by dtype."""
+    by_dtype, groups = {}, []
+    for name, parameter in reversed(case.parameters().items()):
+        by_dtype.setdefault(parameter.dtype, []).append((name, parameter.numel()))
+    for named in by_dtype.values():
+        layout = planned([numel for _, numel in named], BUCKET_NUMEL, world)
+        ranges = layout["bucket_ranges"]
+        for first in range(0, len(ranges), buckets_per_group):
+            mine = range(first, min(first + buckets_per_group, len(ranges)))
+            names = [name for (name, _), bucket in zip(named, layout["bucket_of"]) if bucket in mine]
+            groups.append((sum(end - start for start, end in (ranges[i] for i in mine)), names))
+    return groups
+
+
+def expect_no_view(rank, step, steps, gather_grads, moved=False):
+    """Expect that a step made no view. `steps` has the views of each step; `moved`: the buffers moved before it."""
+    views = steps[step]
+    if not views:
+        return
+    phases, lines, calls = Counter(), Counter(), {}
+    for view in views:
+        line = f"{view['file']}, line {view['line']}, in {view['in']}: {view['text']}"
+        phases["hooks" if view["phase"] == "backward" else view["phase"]] += view["count"]
+        lines[line] += view["count"]
+        calls.setdefault(line, set()).add(view["call"])
+    happened = (
+        f"rank {rank}, step {step}: {phases.total()} views, {listing([f'{n} in {name}' for name, n in phases.items()])}"
+    )
+    for line, count in lines.most_common(3):
+        happened += f"\n{line}  ({count} by {listing(sorted(calls[line]))})"
+    before = ", and the second one after reallocate()," * moved
+    expect(
+        False,
+        f"a steady step{before} makes no view, in hooks, finish_grad_sync or parameter sync: it has those of the steps "
+        "before",
+        happened,
+        partial(diagnosis.new_views, steps, step, JOB["package"], gather_grads, moved),
+    )
+
+
+def expect_launches(events, step, groups, gathers, where):
+    """The launches of a step: a reduce-scatter and an all-gather for each group, the latter in a phase of `gathers`."""
+    found = launches(events, step)
+    sizes = [numel for numel, _ in groups]
+    scatter, gather = ([x for x in found if x.op == op] for op in ("reduce_scatter", "all_gather"))
+    expect(
+        [launch.numel for launch in scatter] == sizes
+        and sorted(launch.numel for launch in gather) == sorted(sizes)
+        and len(found) == 2 * len(sizes),
+        f"a step has a reduce_scatter and an all_gather for each of {len(sizes)} groups, of {listing(sizes)} elements",
+        f"{where}: {summary(found)}",
+        partial(diagnosis.wrong_launches, found, sizes, "backward" in gathers),
+    )
+    complete = {name: place for place, name in ready(events, step)}
+    for number, (launch, (_, after)) in enumerate(zip(scatter, groups[1:])):
+        expect(
+            launch.place < max(complete.get(name, -1) for name in after),
+            f"the reduce_scatter of group {number} is launched before the next group's gradients are all ready",
+            f"{where}: it was launched in {launch.phase}, when {listing(after)} were ready",
+            diagnosis.IN_THE_FINISH,
+        )
+    for op, phases in (("reduce_scatter", ["backward"]), ("all_gather", gathers)):
+        others = [launch.phase for launch in found if launch.op == op and launch.phase not in phases]
+        expect(
+            not others,
+            f"each {op} is launched in {' or '.join(phases)}",
+            f"{where}: {len(others)} were launched in {listing(others)}",
+        )
+    nexts = [*(names for _, names in groups[1:]), []] if "backward" in gathers else [[]] * len(groups)
+    blocking = [launch for launch, after in zip(scatter, nexts) if blocks_backward(launch, after, complete)]
+    blocking += [x for x in gather if x.sync or {"backward", "start_param_sync"} & set(x.wait_phases)]
+    expect(
+        not blocking,
+        "each launch goes on at once, and backward waits for none before a gradient of the next group is ready",
+        f"{where}: not so {summary(blocking)}",
+        diagnosis.BLOCKING,
+    )
+    wrong = [launch for launch in found if step not in launch.wait_steps or launch.raced]
+    expect(
+        not wrong,
+        "every handle of the step is waited on, before anything is read or written",
+        f"{where}: {len(wrong)} of {len(found)} were never waited on, or changed before",
+    )

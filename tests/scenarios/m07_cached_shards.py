@@ -116,6 +116,7 @@ def place(maker: FrameType) -> dict:
         outer = outer.f_back  # from a comprehension; on a thread of autograd's a hook has nothing around it
     return {
         "module": modules.get(path, f"submission.{os.path.basename(path)}").partition(".")[2],
+        "file": os.path.basename(path),
         "line": line,
         "in": outer.f_code.co_name,
         "text": linecache.getline(path, line).strip(),
