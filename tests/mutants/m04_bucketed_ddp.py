@@ -190,7 +190,7 @@ MUTANTS = [
         RESET,
         "self.queue.num_pending = [len(bucket.parameters) for bucket in self.buckets]\n",
         ("test_steps_and_subgroups",),
-        "left over: in step 1 it makes 0 launches of all_reduce",
+        "left over: in step 1 it makes 0 of the",
     ),
     Mutant(
         "no handle kept", REDUCE, REDUCE.replace("True", "False"), ("test_gradients_are_averaged",), "async_op=True"

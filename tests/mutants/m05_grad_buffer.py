@@ -213,7 +213,7 @@ MUTANTS = [
         RESET,
         "self.queue.num_pending = list(self.queue.num_grads)\n",
         ("test_zero_grad_in_any_form", "test_main_grad_accumulates_in_fp32", "test_steps_and_subgroups"),
-        "left over: in step 1 it makes 0 launches of all_reduce",
+        "left over: in step 1 it makes 0 of the",
     ),
     Mutant("grad_dtype ignored", HAS_MAIN, "self.has_main_grad = False", ("test_main_grad_accumulates_in_fp32",)),
     Mutant(

@@ -342,13 +342,13 @@ def record(*steps: str) -> list[dict[str, Any]]:
         (["rlrlf", "rlrlf"], ""),
         (["rlrlf"], ""),
         ([], ""),
-        (["rlrlf", "rlrlf", "rrf"], "in step 2 it makes 0 launches of all_reduce where step 0 made 2"),
-        (["rlrlf", "rlrf", "rlrlf"], "in step 1 it makes 1 launches of all_reduce where step 0 made 2"),
-        (["rrlfl", "rlrfl"], "comes when 1 gradient is ready, and in step 0 it came when 2 gradients are"),
-        (["rrfll", "rrllf"], "comes when 2 gradients are ready, and in step 0 it came in the finish"),
+        (["rlrlf", "rlrlf", "rrf"], "in step 2 it makes 0 of the 2 launches of all_reduce that step 0 made"),
+        (["rlrlf", "rlrf", "rlrlf"], "in step 1 it makes 1 of the 2 launches of all_reduce"),
+        (["rrlfl", "rlrfl"], "comes after 1 ready gradient, and in step 0 it came after 2 ready gradients"),
+        (["rrfll", "rrllf"], "comes after 2 ready gradients, and in step 0 it came in the finish"),
         (["rlrlf", "rl"], ""),  # the rank failed before the second launch was due
         (["rlrlf", "rlr"], ""),
-        (["rlrlf", "rr"], "makes 0 launches"),
+        (["rlrlf", "rr"], "makes 0 of the 1 launches"),
         (["rrflll", "rrf"], ""),
     ],
 )

@@ -100,7 +100,7 @@ def difference(first: Sequence[Progressed], again: Sequence[Progressed], due: Se
     for op in dict.fromkeys(due):
         count = sum(launch.op == op for launch, _ in again)
         if count < due.count(op):
-            return f"it makes {count} launches of {op} where step 0 made {due.count(op)}"
+            return f"it makes {count} of the {due.count(op)} launches of {op} that step 0 made by then"
     for (_, before), (launch, now) in zip(first, again):
         if now != before:
             return f"a launch of {launch.op} comes {moment(*now)}, and in step 0 it came {moment(*before)}"
@@ -108,7 +108,7 @@ def difference(first: Sequence[Progressed], again: Sequence[Progressed], due: Se
 
 
 def moment(is_over: bool, count: int) -> str:
-    return "in the finish" if is_over else f"when {count} gradient{'s are' if count != 1 else ' is'} ready"
+    return "in the finish" if is_over else f"after {count} ready gradient{'s' * (count != 1)}"
 
 
 def launched_in_no_sync(events: Sequence[Event], step: int) -> list[Launch]:
