@@ -121,23 +121,23 @@ def is_elementwise(optimizer_cls: type[Optimizer], defaults: dict[str, Any], dev
     """Return whether two parts of a vector, each with its own optimizer, train as the whole vector does."""
     optimizer_cls([{"params": []}], **defaults)  # raises an error for wrong options
     vector = torch.linspace(-1, 1, 8, dtype=torch.float64, device=device)
-    whole, *parts = params = [nn.Parameter(values.clone()) for values in (vector, vector[:3], vector[3:])]
+    whole, first, second = (nn.Parameter(values.clone()) for values in (vector, vector[:3], vector[3:]))
     try:
-        for parameter in params:
+        for parameter in (whole, first, second):
             optimizer = optimizer_cls([parameter], **defaults)
             for factor in (1, 2, 3):
                 parameter.grad = factor * parameter.detach().neg().exp()
                 optimizer.step()
     except (TypeError, ValueError, RuntimeError):  # it needs a closure, a matrix, or sparse gradients
         return False
-    return torch.allclose(whole, torch.cat(parts), rtol=1e-9)
+    return torch.allclose(whole, torch.cat([first, second]), rtol=1e-9)
 
 
 class ParamShard:
-    """The overlap, which may be empty, of parameter `i` of a buffer and this rank's shard of its bucket.
+    """This rank's shard of parameter `i` of a buffer: its overlap with the rank's shard of the bucket, often empty.
 
-    `param_slice` is where it lies in the flattened parameter, `buffer_slice` where in the buffer. The inner optimizer
-    steps on `shard`, (overlap,): a view of the buffer, or for a 16-bit parameter the master, an fp32 copy.
+    `param_slice` is the overlap in the flattened parameter, and `buffer_slice` in the buffer. The inner optimizer steps
+    on `shard`, (overlap,): a view of the buffer, or for a 16-bit parameter its master, a copy in fp32.
     """
 
     def __init__(self, buffer: GradBuffer, i: int, process_group: ProcessGroup):
@@ -168,7 +168,7 @@ def map_like(like: Tensor, function: Callable[[Tensor], Tensor], state: dict[str
 
 
 class ZeroOptimizer(OuterOptimizer):
-    """Divides an elementwise torch optimizer as the buckets of `ddp` are divided. ValueError if it is not elementwise.
+    """Any elementwise torch optimizer, divided as the buckets of `ddp` are. Others raise ValueError.
 
     Without `param_groups` it has one group of all parameters. It turns `ddp.gather_grads` off: call
     `ddp.finish_grad_sync()` before `clip_grad_norm_` and `step`. Load weights first: masters are copied from them now.
