@@ -21,7 +21,7 @@ from brigade.course.modules import MODULES, ROOT, CourseError
 FOLDERS = ("course", "runner", "rank", "checks", "lab", "cli")
 TAKEN = (".gitignore", "LICENSE", "assignments.md", "pyproject.toml", "setup.mk")
 TAKEN += ("brigade/*.py", *(f"brigade/{folder}/**/*.py" for folder in FOLDERS))
-TAKEN += ("tests/test_m*.py", "tests/scenarios/*.py", "tests/diagnosis/*.py")
+TAKEN += ("tests/test_m*.py", "tests/scenarios/*.py", "tests/diagnosis/*.py", "tests/expected/*.py")
 TAKEN += ("docs/claims.md", "docs/gpus.md", "docs/plan.md")
 TAKEN += ("lessons/*/README.md", "lessons/*/hints.md", "lessons/*/*.png", "lessons/*/*.py")
 PACKAGES = ("torch", "pytest", "numpy", "matplotlib", "rich", "psutil")  # of requirements.txt

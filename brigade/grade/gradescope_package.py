@@ -15,7 +15,8 @@ from brigade.course.modules import ROOT
 SCRIPTS = Path(__file__).parent / "gradescope"
 FOLDERS = ("course", "runner", "rank", "checks", "grade", "cli")
 NEEDED = ("LICENSE", "requirements.txt", "brigade/*.py", *(f"brigade/{folder}/**/*.py" for folder in FOLDERS))
-NEEDED += ("solutions/*/*.py", "tests/test_m*.py", "tests/scenarios/*.py", "tests/diagnosis/*.py")
+NEEDED += ("solutions/*/*.py", "tests/test_m*.py")
+NEEDED += ("tests/scenarios/*.py", "tests/diagnosis/*.py", "tests/expected/*.py")
 NEEDED_PACKAGES = ("torch", "pytest", "rich", "numpy")  # of requirements.txt; notebooks and pictures are not graded
 
 

@@ -1,0 +1,1 @@
+"""What is right: values with which checks compare what the ranks have."""
