@@ -23,6 +23,7 @@ from statistics import median
 import torch
 
 from brigade.course.modules import HAS_SOLUTIONS, MODULES, CourseError, Module, module_with
+from brigade.course.parts import unwritten_parts
 from brigade.course.submission import Sources, directory, find, source_text
 from brigade.lab.ladder import TORCH_DDP, TORCH_ZERO, Ladder, Measured, Rung, Workload, quartiles, rung_of
 from brigade.lab.models import Size
@@ -167,8 +168,8 @@ def written(target: str, entries: Sequence[Module]) -> tuple[list[Module], Sourc
             faults[entry.package] = str(error)
             continue
         sources[f"{entry.package}.{entry.name}"] = (str(path), text)
-        if part := re.search(rf'NotImplementedError\("module {entry.number}, (part \(\w\))"\)', text):
-            faults[entry.package] = f"module {entry.number}, {part[1]} is not written yet"
+        if parts := unwritten_parts(text):
+            faults[entry.package] = f"{parts[0]} is not written yet"
     texts = {name.partition(".")[0]: text for name, (_, text) in sources.items()}
     chosen, sentences = [], []
     for entry in entries:

@@ -12,14 +12,12 @@ in the report, and the exit status is not zero.
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 import platform
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,6 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from brigade.course.modules import MODULES, ROOT, CourseError, Module, module
+from brigade.lab.gpu_jobs import mutants_of
 from brigade.lab.script import ended
 
 if TYPE_CHECKING:
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
 
 MOST_RANKS = 4  # in the graded checks
 RUN_DEADLINE_S = 60  # of one run of ranks
-RECORD = "BRIGADE_GPU_CHECK"  # the environment variable that tells pytest where to write what happened
 
 # By which part of the whole time each stage has to be over.
 CHECKS_PART, MUTANTS_PART = 0.7, 0.85
@@ -59,17 +57,17 @@ class Plan:
 
 @dataclass(frozen=True)
 class Ran:
-    """One test of pytest's that was run: `outcome` is "passed", "failed" or "skipped", `text` what it said."""
+    """A check, or a mutant, that was run; `text` says what went wrong."""
 
     name: str
-    outcome: str
+    passed: bool
     seconds: float
     text: str = ""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """What became of one stage: `missing` tests were collected and not reached, `problem` is what went wrong."""
+    """What became of one stage: `missing` tests were planned and not reached, `problem` is what went wrong."""
 
     title: str
     seconds: float
@@ -80,10 +78,10 @@ class Stage:
 
     @property
     def good(self) -> bool:
-        return not self.problem and not self.missing and self.count("failed") == 0
+        return not self.problem and not self.missing and all(test.passed for test in self.tests)
 
-    def count(self, outcome: str) -> int:
-        return sum(test.outcome == outcome for test in self.tests)
+    def count(self, passed: bool) -> int:
+        return sum(test.passed == passed for test in self.tests)
 
 
 @dataclass
@@ -184,70 +182,57 @@ def check_stages(plan: Plan, deadline: float) -> Iterator[Stage]:
     """The graded checks of each module on the reference, `plan.jobs` modules at a time; each as it is done."""
 
     def run(entry: Module) -> Stage:
-        return test_stage(f"Checks of module {entry.number}", plan, [str(entry.checks)], deadline)
+        return test_stage(f"Checks of module {entry.number}", plan, {"checks": [entry.number], "mutants": []}, deadline)
 
     with ThreadPoolExecutor(plan.jobs) as pool:
         yield from pool.map(run, plan.modules)
 
 
-def sample(entry: Module) -> tuple[str, ...]:
-    """The names of the module's mutants that are tried."""
-    if str(ROOT / "tests") not in sys.path:
-        sys.path.insert(0, str(ROOT / "tests"))
-    return importlib.import_module(f"mutants.{entry.package}").SAMPLE
-
-
 def mutant_stage(plan: Plan, deadline: float) -> Stage:
     """The sample of mutants, each of which the checks that it names must catch."""
-    places = [
-        f"tests/toolkit/test_mutants.py::test_mutant_is_caught[{entry.number}-{name.replace(' ', '-')}]"
-        for entry in plan.modules
-        for name in sample(entry)
-    ]
-    return test_stage("Mutants", plan, places, deadline)
+    mutants = [(entry.number, name) for entry in plan.modules for name in mutants_of(entry).SAMPLE]
+    return test_stage("Mutants", plan, {"checks": [], "mutants": mutants}, deadline)
 
 
-def test_stage(title: str, plan: Plan, places: Sequence[str], deadline: float) -> Stage:
-    """Runs tests of the course in a process of their own, which is ended at `deadline` (of time.monotonic)."""
+def test_stage(title: str, plan: Plan, jobs: dict[str, Any], deadline: float) -> Stage:
+    """Run checks and mutants (see `gpu_jobs`) in their own process, which is ended at `deadline` (time.monotonic())."""
     started = time.monotonic()
     if deadline - started < 1:
         return Stage(title, 0.0, problem="not reached: the time was used up")
-    options = ["--backend", plan.backend, "--deadline", str(RUN_DEADLINE_S), *["--share-gpu"] * plan.share_gpu]
-    with tempfile.TemporaryDirectory(prefix="gpu-check-") as directory:
-        record = Path(directory) / "record"
-        record.touch()
-        process = subprocess.Popen(
-            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "brigade.lab.gpu_check"]
-            + ["--target", "solutions", *options, *places],
-            cwd=ROOT,
-            env=os.environ | {RECORD: str(record)},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        problem = ""
-        try:
-            said, _ = process.communicate(timeout=deadline - started)
-            if process.returncode not in (0, 1):
-                problem = f"pytest ended with status {process.returncode}\n{said[-2000:].strip()}"
-        except subprocess.TimeoutExpired:
-            problem = f"stopped after {time.monotonic() - started:.0f} s, when its time was used up"
-        finally:
-            end(process)
-        tests, collected = read_record(record.read_text())
-    return Stage(title, time.monotonic() - started, tests, max(0, collected - len(tests)), problem)
+    jobs = jobs | {"backend": plan.backend, "share_gpu": plan.share_gpu, "deadline_s": RUN_DEADLINE_S}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "brigade.lab.gpu_jobs", json.dumps(jobs)],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    problem = ""
+    try:
+        said, errors = process.communicate(timeout=deadline - started)
+        if process.returncode:
+            problem = f"it ended with status {process.returncode}\n{errors[-2000:].strip()}"
+    except subprocess.TimeoutExpired:
+        problem = f"stopped after {time.monotonic() - started:.0f} s, when its time was used up"
+        said = end(process)
+    finally:
+        end(process)
+    tests, planned = read_lines(said)
+    return Stage(title, time.monotonic() - started, tests, max(0, planned - len(tests)), problem)
 
 
-def end(process: subprocess.Popen) -> None:
-    """Interrupts pytest, so that it ends its ranks; kills it if it does not listen. Then its ranks are ended too."""
+def end(process: subprocess.Popen) -> str:
+    """Interrupt the process, so that it ends its ranks; kill it if it does not listen. Return all that it printed."""
+    said = ""
     for number, patience_s in ((signal.SIGINT, 10), (signal.SIGKILL, None)):
         if process.poll() is None:
             process.send_signal(number)
             try:
-                process.communicate(timeout=patience_s)
+                said, _ = process.communicate(timeout=patience_s)
             except subprocess.TimeoutExpired:
                 continue
+    return said
 
 
 def ladder_stage(plan: Plan, deadline: float) -> Stage:
@@ -271,7 +256,10 @@ def ladder_stage(plan: Plan, deadline: float) -> Stage:
     except (RankFailure, CourseError, ValueError) as error:
         return Stage(title, time.monotonic() - started, problem=str(error))
     problem = "\n".join(climbed.wrong())
-    return Stage(title, time.monotonic() - started, problem=problem, lines=tuple(ladder_lines(climbed)))
+    lines = ladder_lines(climbed)
+    if plan.share_gpu:
+        lines += ["", "Ranks that share a GPU wait for each other: these times say nothing about NCCL."]
+    return Stage(title, time.monotonic() - started, problem=problem, lines=tuple(lines))
 
 
 def ladder_lines(climbed: Ladder) -> list[str]:
@@ -313,38 +301,19 @@ def run(plan: Plan, say: Callable[[str], None]) -> Found:
     return found
 
 
-# ---- what pytest tells: this module is a plugin of the pytest that `test_stage` starts
-
-
-def pytest_collection_finish(session: Any) -> None:
-    tell({"collected": len(session.items)})
-
-
-def pytest_runtest_logreport(report: Any) -> None:
-    if report.when == "call" or report.outcome != "passed":
-        text = "" if report.outcome == "passed" else str(report.longrepr)
-        tell({"name": report.nodeid, "outcome": report.outcome, "seconds": report.duration, "text": text})
-
-
-def tell(fields: dict[str, Any]) -> None:
-    with open(os.environ[RECORD], "a") as record:
-        record.write(json.dumps(fields) + "\n")
-
-
-def read_record(text: str) -> tuple[tuple[Ran, ...], int]:
-    """The tests that were run, each once, and how many there were to be run. A last line may be cut off."""
-    tests: dict[str, Ran] = {}
-    collected = 0
+def read_lines(text: str) -> tuple[tuple[Ran, ...], int]:
+    """Return the tests that were run, and how many there were to be run. A last line may be cut off."""
+    tests, planned = [], 0
     for line in text.splitlines():
         try:
             fields = json.loads(line)
         except ValueError:
             continue
-        if "collected" in fields:
-            collected = fields["collected"]
-        elif fields["name"] not in tests or fields["outcome"] == "failed":
-            tests[fields["name"]] = Ran(**fields)
-    return tuple(tests.values()), collected
+        if "jobs" in fields:
+            planned = fields["jobs"]
+        else:
+            tests.append(Ran(**fields))
+    return tuple(tests), planned
 
 
 # ---- the report
@@ -353,9 +322,8 @@ def read_record(text: str) -> tuple[tuple[Ran, ...], int]:
 def sentence(stage: Stage) -> str:
     """One line for the terminal."""
     verdict = "good" if stage.good else "NOT GOOD"
-    counts = [
-        f"{stage.count(outcome)} {outcome}" for outcome in ("passed", "failed", "skipped") if stage.count(outcome)
-    ]
+    named = ((True, "passed"), (False, "failed"))
+    counts = [f"{stage.count(passed)} {name}" for passed, name in named if stage.count(passed)]
     counts += [f"{stage.missing} not reached"] if stage.missing else []
     first = stage.problem.partition("\n")[0]
     return f"{stage.title}: {', '.join([verdict, *counts, f'{stage.seconds:.1f} s'])}" + (
@@ -378,21 +346,19 @@ def report(found: Found) -> str:
         "|---|---|",
         *(f"| {name} | {value} |" for name, value in found.machine),
         "",
-        "| stage | passed | failed | skipped | not reached | seconds | |",
-        "|---|---|---|---|---|---|---|",
+        "| stage | passed | failed | not reached | seconds | |",
+        "|---|---|---|---|---|---|",
     ]
     for stage in found.stages:
-        counts = [str(stage.count(outcome)) for outcome in ("passed", "failed", "skipped")] if stage.tests else [""] * 3
+        counts = [str(stage.count(passed)) for passed in (True, False)] if stage.tests else [""] * 2
         cells = [*counts, str(stage.missing) if stage.missing else "", f"{stage.seconds:.1f}"]
         lines.append(f"| {stage.title} | {' | '.join(cells)} | {'good' if stage.good else '**not good**'} |")
     for stage in found.stages:
         if stage.lines:
             lines += ["", f"## {stage.title}", "", *stage.lines]
-            if plan.share_gpu and stage.title.startswith("The ladder"):
-                lines += ["", "Ranks that share a GPU wait for each other: these times say nothing about NCCL."]
     lines += ["", "## Checks and mutants", "", "| test | | seconds |", "|---|---|---|"]
     lines += [
-        f"| `{test.name.rpartition('::')[2]}` | {test.outcome} | {test.seconds:.1f} |"
+        f"| `{test.name}` | {'passed' if test.passed else 'failed'} | {test.seconds:.1f} |"
         for stage in found.stages
         for test in stage.tests
     ]
@@ -410,8 +376,8 @@ def failed(stages: Iterable[Stage]) -> Iterable[tuple[str, str]]:
         if stage.problem:
             yield stage.title, stage.problem.replace(str(ROOT), ".")
         for test in stage.tests:
-            if test.outcome == "failed":
-                yield f"{stage.title}: {test.name.rpartition('::')[2]}", test.text.replace(str(ROOT), ".")
+            if not test.passed:
+                yield f"{stage.title}: {test.name}", test.text.replace(str(ROOT), ".")
 
 
 # ---- the command

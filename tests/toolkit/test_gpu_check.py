@@ -1,16 +1,18 @@
 """make gpu-check, as far as it can be tried without a GPU: on gloo, with little to do, and its arithmetic."""
 
-import importlib
 import subprocess
 import sys
 import time
 
 import pytest
 import torch
+from mutants import Mutant, escapes
 
+from brigade.checks.run import Conditions
 from brigade.course.modules import MODULES, ROOT, module
 from brigade.lab import gpu_check, ladder
 from brigade.lab.gpu_check import Found, Plan, Ran, Stage
+from brigade.lab.gpu_jobs import mutants_of
 from brigade.lab.models import Size
 
 TINY = ladder.Workload(
@@ -20,8 +22,8 @@ TINY = ladder.Workload(
 
 @pytest.mark.parametrize("entry", MODULES, ids=lambda entry: entry.package)
 def test_the_sample_has_two_mutants_of_each_module(entry):
-    known = {mutant.name for mutant in importlib.import_module(f"mutants.{entry.package}").MUTANTS}
-    assert len(set(gpu_check.sample(entry)) & known) == 2
+    known = {mutant.name for mutant in mutants_of(entry).MUTANTS}
+    assert len(set(mutants_of(entry).SAMPLE) & known) == 2
 
 
 def test_without_rich_and_matplotlib_it_can_be_imported():
@@ -54,11 +56,11 @@ def test_all_stages_on_gloo(tmp_path, monkeypatch, capsys):
     assert gpu_check.main(["--backend", "gloo", "--out", str(out)]) == 0, capsys.readouterr().out
     report = out.read_text()
     assert "**Everything passed.**" in report and "What failed" not in report
-    assert "| Checks of module 2 | 7 | 0 | 0 |" in report and "| Mutants | 2 | 0 | 0 |" in report
+    assert "| Checks of module 2 | 7 | 0 |" in report and "| Mutants | 2 | 0 |" in report
     assert f"| torch | {torch.__version__} |" in report and str(ROOT) not in report
     assert all(f"| {entry.number} {entry.public[-1]} |" in report for entry in MODULES)
-    for name in gpu_check.sample(module(2)):
-        assert f"| `test_mutant_is_caught[2-{name.replace(' ', '-')}]` | passed |" in report
+    for name in mutants_of(module(2)).SAMPLE:
+        assert f"| `mutant 2: {name}` | passed |" in report
 
 
 def test_a_stage_is_ended_when_its_time_is_used_up():
@@ -78,26 +80,32 @@ def test_nothing_else_is_tried_when_the_first_all_reduce_fails(monkeypatch):
     assert not found.good and found.stages[-1].problem.startswith("not tried")
 
 
-def test_what_pytest_told():
+def test_what_the_process_told():
     lines = [
-        '{"collected": 3}',
-        '{"name": "a::one", "outcome": "passed", "seconds": 1.5, "text": ""}',
-        '{"name": "a::two", "outcome": "failed", "seconds": 2.0, "text": "expected"}',
-        '{"name": "a::thr',  # it was killed while it wrote
+        '{"jobs": 3}',
+        '{"name": "one", "passed": true, "seconds": 1.5, "text": ""}',
+        '{"name": "two", "passed": false, "seconds": 2.0, "text": "expected"}',
+        '{"name": "thr',  # it was killed while it wrote
     ]
-    tests, collected = gpu_check.read_record("\n".join(lines))
-    assert collected == 3
-    assert tests == (Ran("a::one", "passed", 1.5), Ran("a::two", "failed", 2.0, "expected"))
+    tests, planned = gpu_check.read_lines("\n".join(lines))
+    assert planned == 3
+    assert tests == (Ran("one", True, 1.5), Ran("two", False, 2.0, "expected"))
+
+
+def test_a_mutant_that_escapes_fails():
+    """Here it is a check, of the reference, that no mutant could fail."""
+    nothing = Mutant("nothing", "import torch\n", "import torch \n", ("test_one_all_reduce_per_dtype",))
+    assert escapes(module(2), nothing, Conditions()).startswith("test_one_all_reduce_per_dtype: passed")
 
 
 def test_the_report_has_what_failed():
-    passed, wrong = Ran("t.py::test_good", "passed", 1.0), Ran("t.py::test_bad", "failed", 2.0, f"in {ROOT}/x.py ```")
+    passed, wrong = Ran("test_good", True, 1.0), Ran("test_bad", False, 2.0, f"in {ROOT}/x.py ```")
     stages = [Stage("Checks of module 1", 3.0, (passed, wrong), missing=4), Stage("The ladder", 5.0, problem="stopped")]
     found = Found(Plan(share_gpu=True), [("GPU", "1 × NVIDIA Example")], stages)
     report = gpu_check.report(found)
     assert not found.good and "**Not everything passed.**" in report
     assert "| GPU | 1 × NVIDIA Example |" in report and "several ranks on one GPU" in report
-    assert "| Checks of module 1 | 1 | 1 | 0 | 4 | 3.0 | **not good** |" in report
+    assert "| Checks of module 1 | 1 | 1 | 4 | 3.0 | **not good** |" in report
     failures = report.partition("## What failed")[2]
     assert "### Checks of module 1: test_bad" in failures and "in ./x.py" in failures and "stopped" in failures
     assert failures.count("```") == 4

@@ -1,0 +1,57 @@
+"""Checks and mutants of `gpu_check`, run in a process of its own, which can be ended.
+
+    python -m brigade.lab.gpu_jobs '{"backend": "gloo", "share_gpu": false, "deadline_s": 60, "checks": [2], "mutants":
+    [[2, "buckets by size"]]}'
+
+It prints a line of JSON with the number of jobs, and one for each job as it ends.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from brigade.checks import render
+from brigade.checks.collect import collect
+from brigade.checks.run import Conditions, prepare, run_check
+from brigade.course.modules import ROOT, Module, module
+
+
+def mutants_of(entry: Module) -> Any:
+    """Return the file of the module's mutants."""
+    if str(ROOT / "tests") not in sys.path:
+        sys.path.insert(0, str(ROOT / "tests"))
+    return importlib.import_module(f"mutants.{entry.package}")
+
+
+def run_jobs(jobs: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Run the checks of the modules `checks` on the reference, then see that checks catch the `mutants`."""
+    checks = collect([module(number) for number in jobs["checks"]])
+    yield {"jobs": len(checks) + len(jobs["mutants"])}
+    conditions = Conditions(backend=jobs["backend"], share_gpu=jobs["share_gpu"], deadline_s=jobs["deadline_s"])
+    for check in checks:
+        outcome = run_check(check, "solutions", conditions)
+        text = "" if outcome.passed else "\n".join([render.plain(outcome), *render.printed_lines(outcome)])
+        yield {"name": check.name, "passed": outcome.passed, "seconds": outcome.seconds, "text": text}
+    for number, name in jobs["mutants"]:
+        entry, started = module(number), time.monotonic()
+        known = mutants_of(entry)
+        [mutant] = [mutant for mutant in known.MUTANTS if mutant.name == name]
+        escaped = importlib.import_module("mutants").escapes(entry, mutant, conditions)
+        seconds = time.monotonic() - started
+        yield {"name": f"mutant {number}: {name}", "passed": not escaped, "seconds": seconds, "text": escaped}
+
+
+def main(arguments: Sequence[str]) -> int:
+    prepare()
+    for line in run_jobs(json.loads(arguments[0])):
+        print(json.dumps(line), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
