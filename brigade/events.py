@@ -1,12 +1,83 @@
-"""Reading what a rank recorded: its launches, put together from the events of `recording.py`."""
+"""What a rank reports: the kinds of events, how to read them, and what a rank is doing, in words.
+
+An event is a small dict. Every event has `kind`, `time` (seconds of `time.perf_counter`, which all processes of one
+machine share) and `phase` (what the training loop was doing). `rank/recording.py` makes these kinds:
+
+    launch   the rank calls a collective. `index` counts the launches of the rank. `group` is the name of the group and
+             `ranks` are its global ranks. `op`, `dtype`, `numel` and `nbytes` describe the full buffer; `parts` is the
+             number of tensors in a coalesced call, else 1. `reduce_op`, `root` (a rank in the group) and `sync` are
+             arguments of the call. `peer` is the global rank that a send goes to or a receive comes from; None: from
+             any rank, or the call is a collective. `name` is the parameter that the call concerns, if known, and
+             `memory` says whether that is the parameter's "weight" or its "gradient".
+    wait     the rank begins to wait for launch `index`
+    done     the rank has the result of launch `index`
+    end      launch `index` is complete. `time` is when; on CUDA it is when the kernel was queued, and for gloo's
+             reduce_scatter when the wait for it ended. `began` is when an emulated link began to carry it.
+    phase    the loop enters this phase
+    race     a tensor of launch `index` was changed between launch and wait (`rank/strict.py`)
+    ready    backward is about to add the gradient of the parameter `name` to its `.grad`
+    step     what follows belongs to step `step` of the training loop; None: to no step
+
+Scenarios add kinds of their own with `note`. The parent validates each event once, when it arrives (`validate`).
+Everything else may rely on the fields.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 Event = dict[str, Any]
+Fields = dict[str, tuple[type, ...]]
+
+OUTSIDE = "setup"  # the phase outside all phases of the training loop
+OPPOSITES = {"send": "recv", "recv": "send"}  # the point-to-point calls, and what the peer must call
+MAX_NUMBER = 1 << 20  # of a launch or a step: a rank could choose larger numbers that collide in the parent's dicts
+
+COMMON_FIELDS: Fields = {"kind": (str,), "time": (float,), "phase": (str,)}
+FIELDS: dict[str, Fields] = {
+    "launch": {
+        "index": (int,), "group": (str,), "ranks": (list,), "op": (str,), "dtype": (str, type(None)), "numel": (int,),
+        "nbytes": (int,), "parts": (int,), "reduce_op": (str, type(None)), "root": (int, type(None)), "sync": (bool,),
+        "peer": (int, type(None)), "name": (str, type(None)), "memory": (str, type(None)),
+    },
+    "wait": {"index": (int,)},
+    "done": {"index": (int,)},
+    "end": {"index": (int,)},
+    "race": {"index": (int,)},
+    "ready": {"name": (str,)},
+    "step": {"step": (int, type(None))},
+}  # fmt: skip
+
+
+def validate(event: Any, num_launches: int) -> None:
+    """Raise ValueError unless a recorder can have made this event after `num_launches` launches of its rank."""
+    if type(event) is not dict:
+        raise ValueError("an event is a dict")
+    kind = event.get("kind")
+    fields = COMMON_FIELDS | (FIELDS.get(kind, {}) if type(kind) is str else {})
+    for name, types in fields.items():
+        if name not in event or type(event[name]) not in types:
+            raise ValueError(f"an event needs the field {name}, of type {types[0].__name__}")
+    if not all(is_small(event.get(name)) for name in ("index", "step")):
+        raise ValueError("the number of a launch or a step is too large")
+    began = event.get("began")
+    if not math.isfinite(event["time"]) or (began is not None and (type(began) is not float or math.isinf(began))):
+        raise ValueError("a time is not finite")
+    if kind == "launch":
+        if event["index"] != num_launches or not all(type(rank) is int for rank in event["ranks"]):
+            raise ValueError("a launch has the wrong number, or its ranks are not numbers")
+    elif "index" in fields and event["index"] >= num_launches:
+        raise ValueError("an event belongs to a launch that was not made")
+
+
+def is_small(number: Any) -> bool:
+    return number is None or type(number) is int and 0 <= number < MAX_NUMBER
+
+
+# ---- the record of one rank
 
 
 @dataclass
@@ -29,110 +100,213 @@ class Launch:
     start: float
     began: float | None = None  # when an emulated link began to carry it
     end: float | None = None
+    wait_start: float | None = None  # when the rank first began to wait for it ...
+    wait_end: float | None = None  # ... and when that wait was over
     waits: list[int] = field(default_factory=list)
     wait_phases: list[str] = field(default_factory=list)
     wait_steps: list[int | None] = field(default_factory=list)
     raced: bool = False
 
 
-class Progress:
-    """What each rank of a run has launched and what it waits for, from the events of all ranks."""
-
-    def __init__(self, world_size: int):
-        self.launches: list[list[Event]] = [[] for _ in range(world_size)]  # of each rank, in order
-        self.waiting: list[Event | None] = [None] * world_size  # the launch that each rank waits for now
-        self._sequences: dict[tuple[str, int], list[Event]] = {}  # (group, rank) -> its launches there
-
-    def add(self, rank: int, event: Event) -> None:
-        """Take in the next event of a rank."""
-        kind, index = event["kind"], event.get("index")
-        if kind == "launch":
-            self.launches[rank].append(event)
-            self._sequences.setdefault((event["group"], rank), []).append(event)
-        elif kind == "wait" and isinstance(index, int) and 0 <= index < len(self.launches[rank]):
-            self.waiting[rank] = self.launches[rank][index]
-        elif kind == "done":
-            self.waiting[rank] = None
-
-    def sequence(self, group: str, rank: int) -> list[Event]:
-        """Return the launches of a rank in a group, in order."""
-        return self._sequences.get((group, rank), [])
-
-    def missing_peers(self, rank: int) -> list[int]:
-        """Return the peers that have not launched what this rank waits for.
-
-        Nothing is known of the other side of a send or a receive.
-        """
-        launch = self.waiting[rank]
-        if launch is None or launch["op"] in ("send", "recv"):
-            return []
-        place = next(i for i, event in enumerate(self.sequence(launch["group"], rank)) if event is launch)
-        members = [peer for peer in launch["ranks"] if 0 <= peer < len(self.launches)]
-        return [peer for peer in members if len(self.sequence(launch["group"], peer)) <= place]
-
-    def is_deadlocked(self, settled: Collection[int]) -> bool:
-        """Whether no rank can go on by itself. `settled` ranks have returned, raised or ended.
-
-        A rank goes on by itself if all its peers have launched what it waits for, because every group completes its
-        collectives in order and independently of other groups. Until it goes on, it may launch what others wait for:
-        it only lacks processor time. A rank that waits in a send or a receive may go on too.
-        """
-        unsettled = [rank for rank in range(len(self.launches)) if rank not in settled]
-        return bool(unsettled) and all(self.missing_peers(rank) for rank in unsettled)
-
-
 def launches(events: Sequence[Event], step: int | None = None, *, phase: str | None = None) -> list[Launch]:
-    """The launches that carry data, in order: all, or those of one step, or one phase. Barriers carry none."""
-    found: dict[int, Launch] = {}
-    now = None
+    """Return the launches that carry data, in order: all, or those of one step, or one phase. Barriers carry none."""
+    by_index: dict[int, Launch] = {}
+    current_step = None
     for place, event in enumerate(events):
-        kind, index = event.get("kind"), event.get("index")
+        kind, launch = event["kind"], by_index.get(event.get("index"))
         if kind == "step":
-            now = event.get("step")
+            current_step = event["step"]
         elif kind == "launch":
-            fields = ("op", "dtype", "numel", "nbytes", "parts", "sync", "reduce_op", "name", "memory", "phase")
-            found[index] = Launch(
-                index=index, step=now, place=place, start=event["time"], **{name: event[name] for name in fields}
-            )
-        elif index in found and kind == "wait":
-            found[index].waits.append(place)
-            found[index].wait_phases.append(event["phase"])
-            found[index].wait_steps.append(now)
-        elif index in found and kind == "end":
-            found[index].began, found[index].end = event.get("began"), event["time"]
-        elif index in found and kind == "race":
-            found[index].raced = True
+            names = ("index", "op", "dtype", "numel", "nbytes", "parts", "sync", "reduce_op", "name", "memory", "phase")
+            fields = {name: event[name] for name in names}
+            by_index[event["index"]] = Launch(step=current_step, place=place, start=event["time"], **fields)
+        elif launch is None:
+            continue
+        elif kind == "wait":
+            launch.wait_start = event["time"] if launch.wait_start is None else launch.wait_start
+            launch.waits.append(place)
+            launch.wait_phases.append(event["phase"])
+            launch.wait_steps.append(current_step)
+        elif kind == "done":
+            launch.wait_end = event["time"] if launch.wait_end is None else launch.wait_end
+        elif kind == "end":
+            launch.began, launch.end = event.get("began"), event["time"]
+        elif kind == "race":
+            launch.raced = True
     return [
         launch
-        for launch in found.values()
+        for launch in by_index.values()
         if launch.op != "barrier" and step in (None, launch.step) and phase in (None, launch.phase)
     ]
 
 
 def ready(events: Sequence[Event], step: int) -> list[tuple[int, str]]:
-    """(position in the record, parameter) for each gradient of a step, in the order in which they became ready."""
-    now, found = None, []
-    for place, event in enumerate(events):
-        if event.get("kind") == "step":
-            now = event.get("step")
-        elif event.get("kind") == "ready" and now == step:
-            found.append((place, event.get("name")))
-    return found
+    """Return (position in the record, parameter) for each gradient of a step, in the order in which they got ready."""
+    return [(place, event["name"]) for place, event in _events_of_step(events, step) if event["kind"] == "ready"]
 
 
 def passes(events: Sequence[Event], step: int) -> list[int]:
-    """The positions in the record at which the backward passes of a step begin."""
-    now, found = None, []
+    """Return the positions in the record at which the backward passes of a step begin."""
+    in_step = _events_of_step(events, step)
+    return [place for place, event in in_step if event["kind"] == "phase" and event["phase"] == "backward"]
+
+
+def _events_of_step(events: Sequence[Event], step: int) -> list[tuple[int, Event]]:
+    """Return the events of one step, with their positions in the record."""
+    current_step, in_step = None, []
     for place, event in enumerate(events):
-        if event.get("kind") == "step":
-            now = event.get("step")
-        elif event.get("kind") == "phase" and event.get("phase") == "backward" and now == step:
-            found.append(place)
-    return found
+        if event["kind"] == "step":
+            current_step = event["step"]
+        elif current_step == step:
+            in_step.append((place, event))
+    return in_step
 
 
-def summary(found: Sequence[Launch], limit: int = 8) -> str:
-    """The launches in words, such as: 2 launches (all_reduce of 12 float32, all_reduce of 4 float32)"""
-    words = [f"{launch.op} of {launch.numel} {launch.dtype}" for launch in found[:limit]]
-    more = [f"and {len(found) - limit} more"] if len(found) > limit else []
-    return f"{len(found)} launch{'' if len(found) == 1 else 'es'}" + (f" ({', '.join(words + more)})" if found else "")
+def summary(launched: Sequence[Launch], limit: int = 8) -> str:
+    """Return the launches in words, such as: 2 launches (all_reduce of 12 float32, all_reduce of 4 float32)"""
+    words = [f"{launch.op} of {launch.numel} {launch.dtype}" for launch in launched[:limit]]
+    if len(launched) > limit:
+        words.append(f"and {len(launched) - limit} more")
+    count = f"{len(launched)} launch{'' if len(launched) == 1 else 'es'}"
+    return f"{count} ({', '.join(words)})" if words else count
+
+
+def describe(launch: Event) -> str:
+    """Return a launch in words, such as: all_reduce #3 (fc2.weight, float32, 4096 B)"""
+    if launch["op"] == "barrier":
+        return f"barrier #{launch['index']}"
+    name = f"{launch['name']}, " if launch["name"] else ""
+    return f"{launch['op']} #{launch['index']} ({name}{launch['dtype']}, {launch['nbytes']} B)"
+
+
+# ---- what the ranks of a run are doing
+
+
+class RankRecord:
+    """What one rank has reported so far."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.launches: list[Event] = []
+        self.waiting: Event | None = None  # the launch that it waits for now
+
+    def add(self, event: Event) -> None:
+        """Take in the rank's next event."""
+        self.events.append(event)
+        if event["kind"] == "launch":
+            self.launches.append(event)
+        elif event["kind"] == "wait":
+            self.waiting = self.launches[event["index"]]
+        elif event["kind"] == "done":
+            self.waiting = None
+
+    def last_launch(self) -> str:
+        """Return the rank's last launch in words, such as: after all_reduce #3 (fc2.weight, float32, 4096 B)"""
+        return f"after {describe(self.launches[-1])}" if self.launches else "having launched nothing"
+
+    def activity(self, missing_peers: Sequence[int] = ()) -> str:
+        """Return what the rank is doing, such as: waits in all_reduce #3 (float32, 4096 B), which rank 1 never launched
+
+        `missing_peers` have not launched what it waits for.
+        """
+        if self.waiting:
+            names = " and ".join(f"rank {peer}" for peer in missing_peers)
+            opposite = OPPOSITES.get(self.waiting["op"])
+            missing = f"for which {names} launched no {opposite}" if opposite else f"which {names} never launched"
+            return f"waits in {describe(self.waiting)}" + (f", {missing}" if names else "")
+        phase = self.events[-1]["phase"] if self.events else OUTSIDE
+        return f"is busy {self.last_launch()}" if phase == OUTSIDE else f"is in {phase} {self.last_launch()}"
+
+
+class Mismatch(NamedTuple):
+    """Two ranks that called different collectives as the same launch of a group."""
+
+    rank: int
+    launch: Event
+    peer: int
+    peer_launch: Event
+
+
+class Progress:
+    """What the ranks of a run have launched, and who waits for whom."""
+
+    def __init__(self, world_size: int):
+        self.ranks = [RankRecord() for _ in range(world_size)]
+        self._collectives: dict[tuple[str, int], list[Event]] = {}  # (group, rank) -> its launches there
+        self._messages: dict[tuple[str, int, str, int | None], list[Event]] = {}  # (group, rank, op, peer) -> launches
+
+    def add(self, rank: int, event: Event) -> None:
+        """Take in the next event of a rank."""
+        self.ranks[rank].add(event)
+        if event["kind"] != "launch":
+            return
+        if event["op"] in OPPOSITES:
+            self._messages.setdefault((event["group"], rank, event["op"], event["peer"]), []).append(event)
+        else:
+            self._collectives.setdefault((event["group"], rank), []).append(event)
+
+    def collectives(self, group: str, rank: int) -> list[Event]:
+        """Return the collectives that a rank has launched in a group, in order."""
+        return self._collectives.get((group, rank), [])
+
+    def activity(self, rank: int) -> str:
+        """Return what a rank is doing, in words: see `RankRecord.activity`."""
+        return self.ranks[rank].activity(self.missing_peers(rank))
+
+    def missing_peers(self, rank: int) -> list[int]:
+        """Return the peers that have not launched what this rank waits for."""
+        launch = self.ranks[rank].waiting
+        if launch is None:
+            return []
+        group = launch["group"]
+        if launch["op"] in OPPOSITES:
+            return [] if self._is_answered(rank, launch) else [launch["peer"]]
+        number = position(launch, self.collectives(group, rank))
+        members = [peer for peer in launch["ranks"] if 0 <= peer < len(self.ranks)]
+        return [peer for peer in members if len(self.collectives(group, peer)) <= number]
+
+    def _is_answered(self, rank: int, launch: Event) -> bool:
+        """Return whether the peer has made, or may have made, the call that belongs to a send or a receive.
+
+        With gloo a send ends when the peer receives. Tags are not compared, and a receive from any rank may belong to
+        any send: the answer is then True, and a run that hangs ends at the deadline.
+        """
+        group, op, peer = launch["group"], launch["op"], launch["peer"]
+        if peer is None or not 0 <= peer < len(self.ranks) or (group, peer, "recv", None) in self._messages:
+            return True
+        number = position(launch, self._messages[group, rank, op, peer])
+        return len(self._messages.get((group, peer, OPPOSITES[op], rank), ())) > number
+
+    def is_deadlocked(self, settled: Collection[int]) -> bool:
+        """Return whether no rank can go on by itself. `settled` ranks have returned, raised or ended.
+
+        A rank goes on by itself if all its peers have launched what it waits for, because every group completes its
+        collectives in order and independently of other groups. Until it goes on, it may launch what others wait for:
+        it only lacks processor time.
+        """
+        unsettled = [rank for rank in range(len(self.ranks)) if rank not in settled]
+        return bool(unsettled) and all(self.missing_peers(rank) for rank in unsettled)
+
+    def find_mismatch(self, rank: int) -> Mismatch | None:
+        """Return the first peer whose launch of the same number in the group differs from this rank's last launch."""
+        launch = self.ranks[rank].launches[-1]
+        if launch["op"] in OPPOSITES:
+            return None
+        number = len(self.collectives(launch["group"], rank)) - 1
+        for peer in range(len(self.ranks)):
+            launched = self.collectives(launch["group"], peer)
+            if len(launched) > number and signature(launched[number]) != signature(launch):
+                return Mismatch(rank, launch, peer, launched[number])
+        return None
+
+
+def position(launch: Event, launched: Sequence[Event]) -> int:
+    """Return the position of this very launch."""
+    return next(i for i, other in enumerate(launched) if other is launch)
+
+
+def signature(launch: Event) -> tuple:
+    """Return what must agree between the ranks. In a gather, the root's side may differ."""
+    if launch["op"] in ("gather", "scatter", "all_to_all"):
+        return (launch["op"], launch["root"])
+    return tuple(launch[name] for name in ("op", "dtype", "numel", "reduce_op", "root"))

@@ -20,7 +20,7 @@ from brigade.cli.options import ABOVE_ZERO, add_number
 from brigade.course.modules import CourseError, Module, results_file, selected
 from brigade.grade import classroom, formats, incoming, isolation, static_look
 from brigade.grade.outcome import Grading, nothing_yet
-from brigade.runner import ranks, sandbox
+from brigade.runner import machine, ranks, sandbox
 
 
 def add_grade_arguments(parser: argparse.ArgumentParser) -> None:
@@ -171,7 +171,7 @@ def run_class(options: argparse.Namespace, entries: Sequence[Module], console: C
                 progress.update(task, completed=done, left=f"about {left:.0f} s left" if done < len(waiting) else "")
 
             classroom.save(gradebook, everyone, entries, left_to_grade)
-            at_once = max(1, min(room, ranks.cores()))
+            at_once = max(1, min(room, machine.cores()))
             command = [sys.executable, "-m", "brigade.cli.grade_student", *passed_on]
             classroom.grade_all(waiting, command, at_once=at_once, lock=lock, on_finish=follow)
     table = classroom.save(gradebook, everyone, entries)

@@ -114,8 +114,8 @@ def any_length(numels: list[int]) -> list[dict]:
 def grouped_step(wrapper: str, buckets_per_group: int | None) -> None:
     """Run a step of module 6's or 7's wrapper with 22 buckets; note an event "ready" when a gradient is ready."""
     model = tiny_lm()
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda _: recording.note("ready"))
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: recording.note("ready", name=name))
     package = "m06_coalesced" if wrapper == "CoalescedDDP" else "m07_cached_shards"
     ddp = student(package, wrapper)(model, bucket_numel=32_000, buckets_per_group=buckets_per_group)
     ddp.gather_grads = False

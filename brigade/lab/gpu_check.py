@@ -397,7 +397,7 @@ def planned(options: argparse.Namespace) -> Plan:
         os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
     import torch
 
-    from brigade.runner.ranks import nccl_environment
+    from brigade.runner.machine import nccl_environment
 
     nccl_environment(1, share_gpu=False)
     gpus = torch.cuda.device_count()

@@ -32,7 +32,10 @@ import psutil
 from brigade.course.modules import MODULES, ROOT, module
 from brigade.course.skeletons import BEGIN, END
 from brigade.course.submission import read
-from brigade.runner.ranks import Event, cores, describe, ending, loopback_interface, own_directory
+from brigade.events import Event, Progress
+from brigade.runner.machine import cores, gloo_environment
+from brigade.runner.report import describe_exit
+from brigade.runner.server import make_locked_directory
 
 if TYPE_CHECKING:
     from ipyparallel import AsyncResult
@@ -90,7 +93,7 @@ class Ranks:
 
     def __init__(self, deadline_s: float):
         self.deadline_s = deadline_s
-        self._directory, lock = own_directory()
+        self._directory, lock = make_locked_directory()
         self._guard = start_guard(self._directory, lock)
         self._client: Any = None
         self._controller: subprocess.Popen | None = None
@@ -119,7 +122,7 @@ class Ranks:
             "backend": self.backend,
             "mode": mode,
             "directory": str(self._directory),
-            "environment": {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", loopback_interface())},
+            "environment": gloo_environment(),
             "packages": {"solutions": read("solutions", len(MODULES)).sources},
             "threads": max(1, cores() // self.world_size),
             "seed": 0,
@@ -241,16 +244,12 @@ class Ranks:
         if part.ready():
             return f"raised {part.exception().ename}: {part.exception().evalue}"
         if self._engines[rank].poll() is not None:
-            return f"died ({ending(self._engines[rank].returncode)})"
-        launched = [[event for event in events if event["kind"] == "launch"] for events in self.events()]
-        waits = [event for event in self.events()[rank] if event["kind"] in ("wait", "done")]
-        if not waits or waits[-1]["kind"] == "done":
-            return f"is computing, after {describe(launched[rank][-1])}" if launched[rank] else "is computing"
-        launch = launched[rank][waits[-1]["index"]]
-        members = {peer: [e for e in launched[peer] if e["group"] == launch["group"]] for peer in launch["ranks"]}
-        missing = [peer for peer in members if len(members[peer]) <= members[rank].index(launch)]
-        never = f", which rank {' and rank '.join(map(str, missing))} never launched" if missing else ""
-        return f"waits in {describe(launch)}{never}"
+            return f"died ({describe_exit(self._engines[rank].returncode)})"
+        progress = Progress(self.world_size)
+        for peer, events in enumerate(self.events()):
+            for event in events:
+                progress.add(peer, event)
+        return progress.activity(rank)
 
     def _activate_magics(self) -> None:
         from ipyparallel.client.magics import ParallelMagics

@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from brigade.course.submission import Sources
-from brigade.events import Event, Launch, launches
+from brigade.events import Launch, launches
 from brigade.lab.ladder import (
     COMPUTATION,
     PACED,
@@ -189,24 +189,14 @@ def trace(
             mine = launches(events, step_number(running, rung, workload.warmup + turn))
             for launch in mine:
                 launch.end = launch.end or times[-1]  # torch gave no future that would tell, or the run was over first
-            waits = waiting(events, mine)
-            spans += [Span(rank, "wait", 1e3 * (a - zero), 1e3 * (b - zero)) for a, b in joined([*waits.values()])]
-            launched += collectives(rank, mine, {index: end for index, (_, end) in waits.items()}, zero, bool(link))
+            waits = [(launch.wait_start, launch.wait_end) for launch in mine if launch.wait_end is not None]
+            spans += [Span(rank, "wait", 1e3 * (a - zero), 1e3 * (b - zero)) for a, b in joined(waits)]
+            launched += collectives(rank, mine, zero, bool(link))
         exposed_ms = median(found.exposed_ms(alone))
         timelines.append(
             Timeline(rung.label, world_size, spans, launched, exposed_ms, link, 1e3 * results[0]["backward_s"])
         )
     return timelines
-
-
-def waiting(events: Sequence[Event], found: Sequence[Launch]) -> dict[int, tuple[float, float]]:
-    """For each launch that was waited for, when the first wait began and when it was over, in seconds."""
-    first = {launch.index: events[launch.waits[0]]["time"] for launch in found if launch.waits}
-    over: dict[int, float] = {}
-    for event in events:
-        if event["kind"] == "done" and event["index"] in first:
-            over.setdefault(event["index"], event["time"])
-    return {index: (start, over[index]) for index, start in first.items() if index in over}
 
 
 def joined(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -220,14 +210,12 @@ def joined(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return [(start, end) for start, end in merged if end - start > GAP_S]
 
 
-def collectives(
-    rank: int, found: Sequence[Launch], over: dict[int, float], zero: float, one_at_a_time: bool
-) -> list[Collective]:
-    """The launches of one rank's step; times in seconds become milliseconds since `zero`. `over`: when waits ended."""
+def collectives(rank: int, launched: Sequence[Launch], zero: float, one_at_a_time: bool) -> list[Collective]:
+    """Return the launches of one rank's step. Times in seconds become milliseconds since `zero`."""
     numbers: dict[str, int] = {}
     rows: list[float] = []  # when the last collective of each row ended
     placed = []
-    for launch in found:
+    for launch in launched:
         start, row = launch.began or launch.start, 0
         if one_at_a_time:  # the one before may have ended late
             start = max([start, *rows])
@@ -249,7 +237,7 @@ def collectives(
                 launched_ms=1e3 * (launch.start - zero),
                 start_ms=1e3 * (start - zero),
                 end_ms=1e3 * (end - zero),
-                waited_ms=1e3 * (over[launch.index] - zero) if launch.index in over else None,
+                waited_ms=None if launch.wait_end is None else 1e3 * (launch.wait_end - zero),
                 row=row,
             )
         )

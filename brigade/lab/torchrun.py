@@ -1,7 +1,7 @@
 """Ranks that are given: `torchrun` (or whatever sets its variables) has started this process as one of them.
 
     given()                 whether that is so
-    run_given(function)     as `ranks.run_ranks`, with this process as a rank
+    run_given(function)     as `run_ranks`, with this process as a rank
     on_ranks(command)       the command, such that ranks that are given speak with one voice, rank 0's
 
 `run_ranks` forks ranks on this machine and watches them from outside. Here nobody stands outside: every process runs
@@ -27,18 +27,12 @@ from pathlib import Path
 from typing import Any
 
 from brigade.course.modules import CourseError
-from brigade.runner import ranks, sandbox
-from brigade.runner.ranks import (
-    BROKEN_LINK,
-    DEADLINE_S,
-    Event,
-    RankFailure,
-    RankResults,
-    cores,
-    describe,
-    importable,
-    own_directory,
-)
+from brigade.events import Event, RankRecord
+from brigade.runner import sandbox
+from brigade.runner.machine import cores, nccl_environment
+from brigade.runner.ranks import RankResults, RunOptions, find_sources
+from brigade.runner.report import BROKEN_LINK, RankFailure
+from brigade.runner.server import SERVER, make_locked_directory
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # torchrun ends its other processes as soon as one has failed. Who has nothing of its own to tell waits for that; if
@@ -67,64 +61,54 @@ def world_size() -> int:
     return place()[1]
 
 
-def run_given(
-    function: Callable[..., Any],
-    *args: Any,
-    world_size: int = 2,
-    backend: str = "gloo",
-    deadline: float | None = None,
-    mode: str = "record",
-    packages: dict[str, dict[str, tuple[str, str]]] | None = None,
-    seed: int = 0,
-    share_gpu: bool = False,
-    stream: bool = True,
-    on_event: Callable[[int, Event], None] | None = None,
-) -> RankResults:
-    """As `run_ranks`, on the ranks that are given. Returns on rank 0 only: other processes end here, with status 0.
+def run_given(function: Callable[..., Any], *args: Any, **options: Any) -> RankResults:
+    """Run a function as `run_ranks` does, on the ranks that are given. Return on rank 0; other processes end here.
 
     Times in events and results are each machine's own (`time.perf_counter`). `on_event` is called on rank 0, with its
     own events; output is not kept, and events are never streamed. Raises CourseError on every rank alike where the run
     is impossible, and RankFailure on the rank that it concerns. When the deadline is over, the process says where it is
     and ends, with status 1. Mode "pace" needs all ranks on one machine: ranks on several have no common clock.
     """
+    how = RunOptions(**options)
     rank, size, local_rank, local_size = place()
-    if size != world_size:
-        raise CourseError(f"{size} ranks are given, and {world_size} were asked for")
-    if mode == "pace" and local_size != size:
+    if size != how.world_size:
+        raise CourseError(f"{size} ranks are given, and {how.world_size} were asked for")
+    if how.mode == "pace" and local_size != size:
         raise CourseError(
             "an emulated link needs all ranks on one machine, because it compares their clocks: leave its options out"
         )
-    if backend == "nccl":
-        os.environ.update(ranks.nccl_environment(local_size, share_gpu)[local_rank])
+    if how.backend == "nccl":
+        os.environ.update(nccl_environment(local_size, how.share_gpu)[local_rank])
     from torch import distributed as dist
 
     from brigade.rank import main as inside
+    from brigade.rank.failure import describe
 
-    module, sources = importable(function)
-    deadline_s = deadline or DEADLINE_S[backend]
-    events: list[Event] = []
+    module, sources = find_sources(function)
+    deadline_s = how.deadline_s
+    record = RankRecord()
 
     def take(event: Event) -> None:
-        events.append(event)
-        if on_event and rank == 0:
-            on_event(0, event)
+        record.add(event)
+        if how.on_event and rank == 0:
+            how.on_event(0, event)
 
     request = {
         "rank": rank,
         "world_size": size,
-        "backend": backend,
-        "mode": mode,
+        "backend": how.backend,
+        "mode": how.mode,
         "module": module,
         "function": function.__qualname__,
-        "packages": {**sources, **(packages or {})},
+        "packages": {**sources, **(how.packages or {})},
         "threads": max(1, cores() // local_size),
-        "seed": seed,
+        "seed": how.seed or 0,  # the same on every rank: none can draw it for all
         "args": args,
     }
     files = {path for path, _ in request["packages"].get("submission", {}).values()}
-    if mode == "pace" and rank == 0:
+    if how.mode == "pace" and rank == 0:
         make_directory()
-    watchdog = start_timer(deadline_s, stop, deadline_s, rank, events, files)
+    watchdog = start_timer(deadline_s, stop, deadline_s, rank, record, files)
     timeout = timedelta(seconds=deadline_s + 2 * OTHERS_FIRST_S)  # the watchdog speaks first
     try:
         store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
@@ -132,23 +116,20 @@ def run_given(
         store = dist.PrefixStore("brigade", store)
         if _directory:
             store.set("directory", str(_directory))
-        if mode == "pace":
+        if how.mode == "pace":
             request["directory"] = store.get("directory").decode()
         result = inside.perform(request, take, store, local_rank, timeout)
-        gathered = gather(result, events)
+        gathered = gather(result, record.events)
     except CourseError:
         raise
     except Exception as error:
-        raise failure(error, inside.describe(error, request), rank, events) from None
+        raise failure(error, describe(error, request["packages"]), rank, record) from None
     finally:
         remove_directory()
     watchdog.cancel()
     if rank:
         leave(0)
-    results = RankResults(value for value, _ in gathered)
-    results.events = [of_rank for _, of_rank in gathered]
-    results.output = [""] * size
-    return results
+    return RankResults([value for value, _ in gathered], [events for _, events in gathered], [""] * size)
 
 
 def gather(result: Any, events: list[Event]) -> list[tuple[Any, list[Event]]]:
@@ -176,27 +157,27 @@ def gather(result: Any, events: list[Event]) -> list[tuple[Any, list[Event]]]:
     return found
 
 
-def failure(error: Exception, told: dict[str, Any], rank: int, events: list[Event]) -> RankFailure:
-    """What became of this rank, in words."""
+def failure(error: Exception, description: dict[str, Any], rank: int, record: RankRecord) -> RankFailure:
+    """Return what became of this rank, in words."""
     where = f"rank {rank} on {socket.gethostname()}"
-    message = told["message"].partition("\n")[0] or "(no message)"
-    if BROKEN_LINK.search(told["message"]):
+    message = description["message"].partition("\n")[0] or "(no message)"
+    if BROKEN_LINK.search(description["message"]):
         time.sleep(OTHERS_FIRST_S)  # the rank that failed says why
-        if "connectFullMesh" in told["message"]:  # gloo never had a connection
+        if "connectFullMesh" in description["message"]:  # gloo never had a connection
             return RankFailure("died", f"{where}: a peer {UNREACHABLE}", [], rank)
-        return RankFailure("died", f"{where} lost a peer {doing(events)}: {message}", [], rank)
-    frames = [f"  {os.path.basename(f)}, line {n}, in {name}: {line}" for f, n, name, line in told["frames"]]
-    summary = f"{where} raised {told['type']}: {message}"
-    return RankFailure("exception", summary, frames, rank, told["type"], message=message)
+        return RankFailure("died", f"{where} lost a peer, and {record.activity()}: {message}", [], rank)
+    frames = [f"  {os.path.basename(f)}, line {n}, in {name}: {line}" for f, n, name, line in description["frames"]]
+    summary = f"{where} raised {description['type']}: {message}"
+    return RankFailure("exception", summary, frames, rank, description["type"], message=message)
 
 
 _directory: Path | None = None  # on rank 0, for the files that the ranks of an emulated link share
 
 
 def make_directory() -> None:
-    """Make the directory. This process keeps it locked; if it is killed, `ranks.sweep` removes the directory later."""
+    """Make the directory. This process keeps it locked; if it is killed, `server.sweep` removes the directory later."""
     global _directory
-    _directory, _ = own_directory()
+    _directory, _ = make_locked_directory()
 
 
 def remove_directory() -> None:
@@ -220,14 +201,14 @@ def stop_unconnected(after_s: float, rank: int) -> None:
         end(f"stopped after {after_s:g} s: rank {rank} on {socket.gethostname()}: a peer {UNREACHABLE}")
 
 
-def stop(deadline_s: float, rank: int, events: list[Event], files: set[str]) -> None:
+def stop(deadline_s: float, rank: int, record: RankRecord, files: set[str]) -> None:
     """End this process, which has reached the deadline, and say where it is."""
     stop_unconnected(deadline_s, rank)
     who = f"rank {rank} on {socket.gethostname()}"
     frames = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])
     lines = [f", at {os.path.basename(f.filename)}:{f.lineno} in {f.name}" for f in frames if f.filename in files]
     where = lines[-1] if lines else ""
-    end(f"stopped after {deadline_s:g} s: {who} is {doing(events)}{where}")
+    end(f"stopped after {deadline_s:g} s: {who} {record.activity()}{where}")
 
 
 def end(message: str) -> None:
@@ -236,23 +217,6 @@ def end(message: str) -> None:
     remove_directory()
     time.sleep(LAST_WORDS_S)
     os._exit(1)
-
-
-def doing(events: list[Event]) -> str:
-    """Such as: waiting in all_reduce #3 (fc2.weight, 4096 B)"""
-    found, waiting = {}, None
-    for event in list(events):
-        if event["kind"] == "launch":
-            found[event["index"]] = event
-        elif event["kind"] == "wait":
-            waiting = found.get(event["index"])
-        elif event["kind"] == "done":
-            waiting = None
-    if waiting:
-        return f"waiting in {describe(waiting)}"
-    if not found:
-        return "in setup, before the first collective"
-    return f"in {events[-1]['phase']}, after {describe(list(found.values())[-1])}"
 
 
 def on_ranks(command: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
@@ -290,5 +254,5 @@ def leave(status: int) -> None:
     """Ends this process at once, its output written and its fork server closed."""
     sys.stdout.flush()
     sys.stderr.flush()
-    ranks.SERVER.close()
+    SERVER.close()
     os._exit(status)

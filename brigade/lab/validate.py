@@ -32,7 +32,8 @@ from brigade.lab.schedules import with_rules
 from brigade.lab.script import ended, show_progress
 from brigade.rank import emulated_link
 from brigade.rank.emulated_link import Link
-from brigade.runner.ranks import cores, run_ranks
+from brigade.runner.machine import cores
+from brigade.runner.ranks import run_ranks
 
 if TYPE_CHECKING:
     from rich.table import Table

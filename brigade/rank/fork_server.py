@@ -51,49 +51,68 @@ def serve(descriptor: int, lock: int, scratch: str, import_path: str, modules: S
     gc.freeze()
     if sys.platform == "linux":
         sandbox.prctl(PR_SET_CHILD_SUBREAPER, 1)  # what a rank leaves behind becomes our child, and is killed as such
-    wake_read, wake_write = os.pipe()
-    os.set_blocking(wake_read, False)
-    os.set_blocking(wake_write, False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-    for ignored in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(ignored, signal.SIG_IGN)
-    ranks: set[int] = set()
-    jail: dict | None = None
+    server = ForkServer(channel, lock)
     try:
-        while True:
-            readable, _, _ = select.select([channel, wake_read], [], [])
-            if wake_read in readable:
-                os.read(wake_read, 4096)
-                for pid, status in reap(ranks).items():
-                    send(channel, {"exited": pid, "status": status})
-            if channel in readable:
-                message, descriptors = receive(channel)
-                if message is None:
-                    break
-                if "fork" in message:
-                    forked = []
-                    if message["jail"] and not jail:
-                        sandbox.leave_network()
-                    jail = message["jail"] or jail
-                    for place in range(0, len(descriptors), FDS_PER_RANK):
-                        mine = descriptors[place : place + FDS_PER_RANK]
-                        inherited = [channel.fileno(), wake_read, wake_write, lock, *descriptors]
-                        others = [fd for fd in inherited if fd not in mine]
-                        forked.append(fork_rank(mine, others, message["jail"], message["directory"]))
-                    ranks.update(forked)
-                    for fd in descriptors:
-                        os.close(fd)
-                    send(channel, {"forked": forked})
-                elif "kill" in message:
-                    kill(set(message["kill"]) & ranks, ranks, message["jail"])
-                    send(channel, {"killed": message["kill"]})
+        server.listen()
     except (BrokenPipeError, ConnectionResetError):
         pass
     finally:
-        kill(set(ranks), ranks, jail)
+        kill(set(server.ranks), server.ranks, server.jail)
         sandbox.remove(scratch)
         os._exit(0)  # unloading torch would take longer than all this, and someone waits for our end
+
+
+class ForkServer:
+    """The ranks that were forked, and the loop that does what the parent orders."""
+
+    def __init__(self, channel: socket.socket, lock: int):
+        self.ranks: set[int] = set()  # process ids
+        self.jail: dict | None = None  # of the last rank that had one
+        self._channel = channel
+        self._lock = lock
+        self._wake_read, self._wake_write = os.pipe()  # written to when a child ends
+        os.set_blocking(self._wake_read, False)
+        os.set_blocking(self._wake_write, False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        for ignored in (signal.SIGINT, signal.SIGHUP):
+            signal.signal(ignored, signal.SIG_IGN)
+
+    def listen(self) -> None:
+        """Do what the parent orders, and tell it which ranks have ended, until the socket closes."""
+        while True:
+            readable, _, _ = select.select([self._channel, self._wake_read], [], [])
+            if self._wake_read in readable:
+                os.read(self._wake_read, 4096)
+                for pid, status in reap(self.ranks).items():
+                    send(self._channel, {"exited": pid, "status": status})
+            if self._channel in readable:
+                order, descriptors = receive(self._channel)
+                if order is None:
+                    return
+                send(self._channel, self.obey(order, descriptors))
+
+    def obey(self, order: dict, descriptors: list[int]) -> dict:
+        """Do what one order says. Return the answer."""
+        if "fork" in order:
+            return {"forked": self.fork(descriptors, order["jail"], order["directory"])}
+        kill(set(order["kill"]) & self.ranks, self.ranks, order["jail"])
+        return {"killed": order["kill"]}
+
+    def fork(self, descriptors: list[int], jail: dict | None, directory: str) -> list[int]:
+        """Fork a rank for every three descriptors. Return their process ids."""
+        if jail and not self.jail:
+            sandbox.leave_network()
+        self.jail = jail or self.jail
+        inherited = [self._channel.fileno(), self._wake_read, self._wake_write, self._lock, *descriptors]
+        pids = []
+        for start in range(0, len(descriptors), FDS_PER_RANK):
+            own = descriptors[start : start + FDS_PER_RANK]
+            pids.append(fork_rank(own, [fd for fd in inherited if fd not in own], jail, directory))
+        self.ranks.update(pids)
+        for fd in descriptors:
+            os.close(fd)
+        return pids
 
 
 def preload(modules: Sequence[str]) -> None:
@@ -108,7 +127,8 @@ def preload(modules: Sequence[str]) -> None:
     torch.optim.Adam([weight]).step()  # a step imports and prepares what each rank would by itself
 
 
-def fork_rank(mine: list[int], others: list[int], jail: dict | None, directory: str) -> int:
+def fork_rank(own: list[int], others: list[int], jail: dict | None, directory: str) -> int:
+    """Fork one rank, with its own descriptors and without the others. Return its process id."""
     server = os.getpid()
     pid = os.fork()
     if pid:
@@ -128,13 +148,13 @@ def fork_rank(mine: list[int], others: list[int], jail: dict | None, directory: 
 
         if jail:
             sandbox.confine(jail, directory, server)
-        main(*mine, server)
+        main(*own, server)
     finally:
         os._exit(1)
 
 
 def reap(ranks: set[int]) -> dict[int, int]:
-    """The exit statuses (as `subprocess` gives them) of the ranks that have ended; others' children go unnoticed."""
+    """Reap all children that have ended. Return the exit statuses, as `subprocess` gives them, of those in `ranks`."""
     ended = {}
     while True:
         try:
@@ -150,7 +170,7 @@ def reap(ranks: set[int]) -> dict[int, int]:
 
 
 def kill(doomed: set[int], ranks: set[int], jail: dict | None = None) -> None:
-    """Kills these ranks and whatever they started, and returns when they are reaped."""
+    """Kill these ranks and whatever they started. Return when they are reaped."""
     give_up = time.monotonic() + PATIENCE_S
     if jail:
         sandbox.kill_user(jail["uid"])
@@ -178,13 +198,13 @@ def signal_process(pid: int) -> None:
 
 
 def children() -> set[int]:
-    """Process ids of this process's children, on Linux; elsewhere nothing is known of orphans."""
-    found, me = set(), str(os.getpid())
+    """Return the process ids of this process's children on Linux, and none elsewhere."""
+    pids, parent = set(), str(os.getpid())
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = stat.read_text().rpartition(")")[2].split()
         except OSError:
             continue
-        if fields[1] == me:
-            found.add(int(stat.parent.name))
-    return found
+        if fields[1] == parent:
+            pids.add(int(stat.parent.name))
+    return pids

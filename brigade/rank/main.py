@@ -1,8 +1,7 @@
 """What runs inside a rank: start the process group, call one function, deliver what it returns.
 
-A rank has three file descriptors. On `control` it receives one request and sends frames, each a letter, an
-8-byte length and that many bytes: E events (a JSON list), R the result (`wire.py`), X an exception (JSON). Its standard
-output and error are `output`. On `trace` it prints where it stands when it gets SIGUSR1.
+A rank has three file descriptors. Its `control` channel is described in `channel.py`. Its standard output and error are
+`output`. On `trace` it prints where it stands when it gets SIGUSR1.
 
 After its result a rank does nothing more, and waits to be killed: tearing down gloo while a peer still
 talks to it can abort the peer.
@@ -10,105 +9,64 @@ talks to it can abort the peer.
 
 from __future__ import annotations
 
-import _socket
 import contextlib
 import faulthandler
 import functools
 import importlib
-import importlib.abc
-import json
 import os
 import random
 import signal
-import socket
-import struct
 import sys
 import threading
 import time
-import traceback
-import types
+from collections.abc import Callable
 from datetime import timedelta
-from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from brigade.course import submission
-from brigade.rank import api, dynamo_stub, emulated_link, locks, recording, strict
+from brigade.rank import api, dynamo_stub, emulated_link, failure, finished_answers, locks, recording, strict
+from brigade.rank.channel import Channel
 from brigade.runner import wire
 
 MODES = {"record": recording.RecordingGroup, "hold": strict.HoldingGroup, "pace": emulated_link.PacedGroup}
-UNSTREAMED_S = 0.5  # how long events are kept when they need not be streamed
-MAX_MESSAGE = 4_000  # characters of an exception's message that are passed on
-
-# What the course has students write, and the class that each of torch's own answers makes one of, by module.
-# Graded checks do not take it from anybody else.
-FINISHED_ANSWERS = {
-    "torch.nn.parallel.distributed": ("DistributedDataParallel", "DistributedDataParallel"),
-    "torch._C._distributed_c10d": ("Reducer", "Reducer"),
-    "torch.distributed.fsdp.fully_sharded_data_parallel": ("FullyShardedDataParallel", "FullyShardedDataParallel"),
-    "torch.distributed.fsdp._fully_shard._fsdp_state": ("fully_shard", "FSDPState"),
-    "torch.distributed.optim.zero_redundancy_optimizer": ("ZeroRedundancyOptimizer", "ZeroRedundancyOptimizer"),
-}
-
-# Functions that a submission replaces in json or socket must not see the record.
-encode_events = locks.own_copy("json.encoder").JSONEncoder().encode
-send = _socket.socket.sendall
 
 SCATTERED = 400  # parameters; half of them leave holes for those of the model
 
 
 def main(control_fd: int, output_fd: int, trace_fd: int, server: int) -> None:
-    """Never returns. Runs in a process just forked from the server."""
-    control = socket.socket(fileno=control_fd)
-    request = wire.decode(read_exactly(control, struct.unpack("<Q", read_exactly(control, 8))[0]))
-    if not request["terminal"]:
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        for source, standard in ((nothing, 0), (output_fd, 1), (output_fd, 2)):
-            os.dup2(source, standard)
-    sys.stdin = os.fdopen(0, closefd=False)
-    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False, errors="replace")
-    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False, errors="replace")
+    """Be a rank. Runs in a process that the server has just forked, and never returns."""
+    channel = Channel(control_fd)
+    request = channel.receive_request()
+    redirect(output_fd, request["terminal"])
     faulthandler.register(signal.SIGUSR1, file=trace_fd, all_threads=True)
     if sys.platform != "linux":
         threading.Thread(target=exit_with_parent, args=(server,), daemon=True).start()
-    lock = threading.RLock()
-    kept: list[dict[str, Any]] = []  # events that are not sent yet
-    sent_at = time.monotonic()
-
-    def deliver(letter: bytes, body: bytes) -> None:
-        with lock:
-            send(control, letter + struct.pack("<Q", len(body)) + body)
-
-    def send_events() -> None:
-        nonlocal sent_at
-        with lock:  # gloo's thread may send at the same time: in order, and none twice
-            events = kept[:]
-            del kept[: len(events)]
-            sent_at = time.monotonic()
-            if events:
-                deliver(b"E", encode_events(events).encode())
-
-    def take(event: dict[str, Any]) -> None:
-        kept.append(event)
-        if request["stream"] or time.monotonic() > sent_at + UNSTREAMED_S:
-            send_events()
-
     try:
-        result = wire.encode(run(request, take))
-        send_events()
-        deliver(b"R", result)
+        channel.send_result(wire.encode(run(request, channel.add_event)))
     except BaseException as error:  # SystemExit and KeyboardInterrupt too: nothing may end a rank silently
-        send_events()
-        deliver(b"X", json.dumps(describe(error, request)).encode())
+        channel.send_failure(failure.describe(error, request["packages"]))
     sys.stdout.flush()
     sys.stderr.flush()
     while True:
         signal.pause()
 
 
-def run(request: dict[str, Any], sink: Any) -> Any:
+def redirect(output_fd: int, is_terminal: bool) -> None:
+    """Make new standard streams. They lead to `output_fd`, or stay on the terminal."""
+    if not is_terminal:
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        for source, standard in ((nothing, 0), (output_fd, 1), (output_fd, 2)):
+            os.dup2(source, standard)
+    sys.stdin = os.fdopen(0, closefd=False)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False, errors="replace")
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False, errors="replace")
+
+
+def run(request: dict[str, Any], sink: Callable[[dict[str, Any]], None]) -> Any:
+    """Do what the request asks for, in a process of its own, and return the result. `sink` receives the events."""
     if request["mode"] != "pace" and hasattr(os, "SCHED_BATCH"):
         with contextlib.suppress(OSError):
             # Where ranks share cores, gloo's polling threads interrupt each other: a small collective takes five times
@@ -122,12 +80,12 @@ def run(request: dict[str, Any], sink: Any) -> Any:
 
 def perform(
     request: dict[str, Any],
-    sink: Any,
+    sink: Callable[[dict[str, Any]], None],
     store: dist.Store,
     local_rank: int | None = None,
     timeout: timedelta | None = None,
 ) -> Any:
-    """Becomes a rank: starts the process group over `store`, and returns what the request's function does.
+    """Become a rank: start the process group over `store`, and return what the request's function returns.
 
     `local_rank` is this rank's place among those of its machine, which picks its GPU; `timeout` that of a collective.
     """
@@ -138,7 +96,7 @@ def perform(
         request["packages"][package] = {name: (path, "") for name, (path, _) in sources.items()}  # the rest is not kept
     graded = {submission.PACKAGE, "scenarios"} <= request["packages"].keys()
     if graded:
-        forbid_finished_answers()
+        finished_answers.forbid()
     torch.set_num_threads(request["threads"])
     seed = request["seed"] + rank  # replicas that are not made equal are not equal
     (torch.manual_seed if backend == "nccl" else torch.default_generator.manual_seed)(seed)  # the former is slow
@@ -162,10 +120,10 @@ def perform(
 
 
 def scatter(seed: int) -> list[torch.nn.Parameter]:
-    """Parameters with holes between them, to be kept while a model is built: its own lie in memory in a random order.
+    """Return parameters to keep while a model is built: its own then lie in the holes of memory between them.
 
-    Ranks are forked, and would otherwise have equal addresses: what goes by them, such as the order of a set, would
-    agree by accident, as it does on no cluster.
+    Forked ranks would otherwise have equal addresses. What depends on addresses, such as the order of a set, would then
+    agree by accident.
     """
     tensor, rng = torch.zeros(0), random.Random(seed)
     parameters = [torch.nn.Parameter(tensor) for _ in range(SCATTERED)]
@@ -173,68 +131,8 @@ def scatter(seed: int) -> list[torch.nn.Parameter]:
     return parameters[::2]  # the others are freed in this order, and their memory is given out again in another
 
 
-def forbid_finished_answers() -> None:
-    """From now on torch's own wrappers raise RuntimeError in this process."""
-    for module in FINISHED_ANSWERS:
-        if module in sys.modules:
-            refuse(sys.modules[module])
-    sys.meta_path.insert(0, Refusing())
-
-
-def refuse(module: types.ModuleType) -> None:
-    name, made = FINISHED_ANSWERS[module.__name__]
-
-    def refused(*args: Any, **kwargs: Any) -> None:
-        raise RuntimeError(f"{name} is not taken for an answer: the collectives of torch.distributed are")
-
-    getattr(module, made).__init__ = refused
-
-
-class Refusing(importlib.abc.MetaPathFinder):
-    """Refuses a finished answer as soon as it is imported."""
-
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if fullname not in FINISHED_ANSWERS:
-            return None
-        spec = PathFinder.find_spec(fullname, path, target)
-        execute = spec.loader.exec_module
-
-        def execute_and_refuse(module: types.ModuleType) -> None:
-            execute(module)
-            refuse(module)
-
-        spec.loader.exec_module = execute_and_refuse
-        return spec
-
-
-def describe(error: BaseException, request: dict[str, Any]) -> dict[str, Any]:
-    """The exception as the parent shows it: its frames in the submission; else in the scenario; else all but ours."""
-    frames = traceback.extract_tb(error.__traceback__)
-    toolkit = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-    files = {path for path, _ in request["packages"].get(submission.PACKAGE, {}).values()}
-    own = [frame for frame in frames if frame.filename in files]
-    ours = {path for sources in request["packages"].values() for path, _ in sources.values()}
-    others = [frame for frame in frames if frame.filename in ours]
-    others = others or [frame for frame in frames if not frame.filename.startswith(toolkit)]
-    return {
-        "type": type(error).__name__,
-        "message": str(error)[:MAX_MESSAGE],
-        "frames": [[frame.filename, frame.lineno, frame.name, frame.line] for frame in (own or others)],
-        "own": bool(own),
-    }
-
-
 def exit_with_parent(server: int) -> None:
+    """Kill this process and what it has started once the server has gone."""
     while os.getppid() == server:
         time.sleep(0.5)
     os.kill(0, signal.SIGKILL)
-
-
-def read_exactly(channel: socket.socket, size: int) -> bytes:
-    data = bytearray()
-    while len(data) < size:
-        piece = channel.recv(min(size - len(data), 1 << 20))
-        if not piece:
-            os._exit(1)
-        data += piece
-    return bytes(data)

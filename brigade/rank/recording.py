@@ -3,22 +3,8 @@
 `RecordingGroup` stands between `torch.distributed` and gloo or NCCL in every rank. Whatever calls a
 collective, under whatever name, arrives here: a submission, a sub-group it made, torch DDP's C++ reducer.
 
-An event is a small dict. All of them carry `kind`, `time` (seconds, `time.perf_counter`, comparable between
-the processes of one machine) and `phase` (what the training loop was doing). The kinds made here:
-
-    launch   a collective was called: `index` counts them in this rank; `group`, `ranks` (global ranks of the
-             group), `op`, `dtype`, `numel` and `nbytes` of the full buffer, `parts` (tensors in a coalesced
-             call), `reduce_op`, `root` (rank in the group), `sync`, `name` (of the parameter it concerns, if known),
-             `memory` (whether that is its "weight" or its "gradient")
-    wait     the rank starts to wait for launch `index`
-    done     ... and has been given its result
-    end      launch `index` is complete (its `time` is when; on CUDA when its kernel was queued; of gloo's
-             reduce_scatter when the wait for it ended; `began` is when an emulated link began to carry it)
-    phase    the loop has come to this phase
-    race     a tensor of launch `index` was changed between launch and wait (`strict.py`)
-    ready    backward is about to add the gradient of the parameter `name` to its `.grad` (`watch_gradients`)
-
-Scenarios add their own kinds with `note`. Only this file and `ranks.py` know how torch makes process groups.
+The kinds of events that are made here, and their fields, are listed in `brigade/events.py`, which the parent reads them
+with. Ranks do not import it. Scenarios add their own kinds with `note`.
 
 Student code holds groups and handles. `locks.py` hides their inner parts from it, so that it can neither communicate
 unrecorded nor write into the record.
@@ -53,7 +39,7 @@ class Recorder:
     """What one rank tells of itself: numbers its launches, stamps its events, and hands them to `sink`."""
 
     def __init__(self, sink: Callable[[dict[str, Any]], None]):
-        # Of the rank, not of a thread: on CUDA, hooks run on autograd's own. The parent knows this one as OUTSIDE.
+        # Of the rank, not of a thread: on CUDA, hooks run on autograd's own. This one is `events.OUTSIDE`.
         self.phase = "setup"
         self._sink = sink
         self.end_with_wait: set[int] = set()  # launches that do not tell by themselves when they are complete
@@ -384,6 +370,7 @@ class RecordingGroup(dist.ProcessGroup, metaclass=sealed(dist.ProcessGroup)):
             parts=len(full) if "coalesced" in method else 1,
             reduce_op=None if reduce_op is None else str(reduce_op.op).rpartition(".")[2],
             root=getattr(options, "rootRank", None),
+            peer=self._ranks[args[1]] if method in ("send", "recv") else None,
             sync=not getattr(options, "asyncOp", True),
             name=name,
             memory=memory,

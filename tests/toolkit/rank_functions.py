@@ -186,6 +186,24 @@ def cross_over() -> None:
     dist.all_reduce(torch.ones(3), group=second)
 
 
+def send_first() -> None:
+    """Every rank sends to the next before it receives: no send ends, because nobody receives."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    dist.send(torch.ones(3), (rank + 1) % world_size)
+    dist.recv(torch.empty(3), (rank - 1) % world_size)
+
+
+def send_and_reduce() -> float:
+    """One rank sends to another. A third takes no part in that. All three then take part in an all-reduce."""
+    rank, total = dist.get_rank(), torch.ones(1)
+    if rank == 0:
+        dist.send(torch.ones(3), 1)
+    elif rank == 1:
+        dist.recv(torch.empty(3), 0)
+    dist.all_reduce(total)
+    return total.item()
+
+
 def slow_peer(seconds: float) -> float:
     """Rank 1 computes for a while before it takes part: slow is not deadlocked."""
     if dist.get_rank() == 1:

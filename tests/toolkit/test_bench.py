@@ -22,6 +22,7 @@ import torch
 from brigade.cli import lab
 from brigade.cli import main as cli
 from brigade.course.modules import MODULES, ROOT, CourseError, module
+from brigade.events import RankRecord
 from brigade.lab import bench, ladder, links, torchrun
 from brigade.lab.models import SIZES
 from brigade.rank.emulated_link import Link, Pace
@@ -388,8 +389,8 @@ def test_under_torchrun_a_peer_that_hangs_is_not_waited_for(tmp_path):
     done = under_torchrun(tmp_path, "--target", target, "--modules", 1, *SMALL, "--deadline", 8)
     assert done.returncode != 0
     where = r", at naive_ddp\.py:\d+ in finish_grad_sync$"
-    for rank, what in ((0, "waiting in all_reduce #"), (1, "in ")):
-        assert re.search(rf"^brigade: stopped after 8 s: rank {rank} on .* is {what}.*{where}", done.stderr, re.M)
+    for rank, what in ((0, "waits in all_reduce #"), (1, "is in ")):
+        assert re.search(rf"^brigade: stopped after 8 s: rank {rank} on .* {what}.*{where}", done.stderr, re.M)
 
 
 def test_under_torchrun_a_peer_that_cannot_be_reached_is_named(tmp_path):
@@ -424,22 +425,14 @@ def test_under_torchrun_a_peer_that_cannot_be_reached_is_named(tmp_path):
             "Gloo connectFullMesh failed with [pair.cc:152] timed out: Connection refused",
             "a peer could not be reached;",
         ),
-        ("[pair.cc:534] Connection closed by peer [127.0.0.1]:12345", "lost a peer in setup, before the first coll"),
+        (
+            "[pair.cc:534] Connection closed by peer [127.0.0.1]:12345",
+            "lost a peer, and is busy having launched",
+        ),
         ("no more", "raised RuntimeError: no more"),
     ],
 )
 def test_a_broken_connection_is_told_from_one_that_was_never_there(message, said, monkeypatch):
     monkeypatch.setattr(torchrun, "OTHERS_FIRST_S", 0.0)
     told = {"message": message, "type": "RuntimeError", "frames": []}
-    assert said in str(torchrun.failure(RuntimeError(message), told, 0, []))
-
-
-def test_what_a_rank_was_doing():
-    launch = {"kind": "launch", "phase": "backward", "op": "all_reduce", "dtype": "float32", "nbytes": 8, "name": "w"}
-    events = [launch | {"index": 0}]
-    assert torchrun.doing([]) == "in setup, before the first collective"
-    assert torchrun.doing(events) == "in backward, after all_reduce #0 (w, float32, 8 B)"
-    events.append({"kind": "wait", "phase": "finish", "index": 0})
-    assert torchrun.doing(events) == "waiting in all_reduce #0 (w, float32, 8 B)"
-    events.append({"kind": "done", "phase": "finish", "index": 0})
-    assert torchrun.doing(events) == "in finish, after all_reduce #0 (w, float32, 8 B)"
+    assert said in str(torchrun.failure(RuntimeError(message), told, 0, RankRecord()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from brigade.checks.diagnose.exceptions import CALLED_HOOK, explain_exception, used_results, without_return
-from brigade.runner.ranks import RankFailure, plain
+from brigade.runner.report import RankFailure, plain
 
 
 def cause(error: str, message: str, texts: list[str] = (), own: bool = True, text: str = "") -> str:

@@ -206,7 +206,7 @@ def test_only_what_changed_is_graded_again(stub, tmp_path, capfd):
 
 def test_an_interrupted_regrade_leaves_no_mixed_table(stub, tmp_path, capfd, monkeypatch):
     """What was graded before, under other conditions, has no score in the new table, but a note."""
-    monkeypatch.setattr("brigade.runner.ranks.cores", lambda: 1)
+    monkeypatch.setattr("brigade.runner.machine.cores", lambda: 1)
     command = small_class(tmp_path / "class", ada=8, bob=3, carl=5)
     assert cli.main(command) == 0
     for name, points in (("ada", 7), ("bob", 2)):
@@ -250,7 +250,7 @@ def test_a_grader_that_is_killed_gets_a_second_try(stub, tmp_path, capfd):
 def test_progress_has_an_estimate(stub, tmp_path, capfd, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "100")
-    monkeypatch.setattr("brigade.runner.ranks.cores", lambda: 1)
+    monkeypatch.setattr("brigade.runner.machine.cores", lambda: 1)
     assert cli.main(small_class(tmp_path / "class", **{f"student{n}": n for n in range(6)})) == 0
     errors = capfd.readouterr().err
     assert "6/6" in errors and "s left" in errors

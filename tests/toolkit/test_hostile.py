@@ -34,7 +34,7 @@ from brigade.course.modules import MODULES, ROOT, CourseError
 from brigade.course.submission import read
 from brigade.grade import formats, grading, incoming
 from brigade.grade.outcome import Grading, nothing_yet
-from brigade.runner import ranks, sandbox
+from brigade.runner import monitor, ranks, sandbox, server
 from scenarios import training
 
 CASES = hostile.every_case()
@@ -84,7 +84,7 @@ def seconds_of_runs() -> float:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """One world size for each check, and no long look at a deadlock."""
     monkeypatch.setattr(CheckContext, "worlds", lambda self, *sizes: [2] if len(sizes) > 1 else list(sizes))
-    monkeypatch.setattr(ranks, "QUIET_S", 0.3)
+    monkeypatch.setattr(monitor, "QUIET_S", 0.3)
 
 
 class Graded:
@@ -224,16 +224,16 @@ def test_no_rank_holds_what_the_checks_know(monkeypatch):
         "secret": b"the grader's own secret",
     }
     found: list[set[str]] = []
-    end = ranks._Run.end
+    end = monitor.Monitor.end
 
-    def look_and_end(run: ranks._Run) -> None:
+    def look_and_end(run: monitor.Monitor) -> None:
         for rank in run.ranks:
             needles = {f"rank {r}'s {what}": data for r in (0, 1) for what, data in raw[r].items()} | common
             regions = memory_of(rank.pid)
             found.append({name for region in regions for name, needle in needles.items() if needle in region})
         end(run)
 
-    monkeypatch.setattr(ranks._Run, "end", look_and_end)
+    monkeypatch.setattr(monitor.Monitor, "end", look_and_end)
     sources = {"m01_naive_ddp.naive_ddp": ("naive_ddp.py", STANDS)}
     with pytest.raises(ranks.RankFailure, match="stopped after 2 s"):
         ranks.run_ranks(
@@ -446,7 +446,7 @@ def bare(user: int) -> Iterator[None]:
         ctypes.CDLL(None).prctl(PR_CAPBSET_DROP, CAP_SYS_ADMIN, 0, 0, 0)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ranks.subprocess, "Popen", functools.partial(subprocess.Popen, preexec_fn=give_up))
+        patch.setattr(server.subprocess, "Popen", functools.partial(subprocess.Popen, preexec_fn=give_up))
         ranks.SERVER.close()
         ranks.SERVER.start()
     assert list(ranks.run_ranks(functions.mounts, world_size=1)) == [Path("/proc/self/mounts").read_text()]

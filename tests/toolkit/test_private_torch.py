@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from brigade.rank import recording
-from brigade.runner.ranks import loopback_interface, run_ranks
+from brigade.runner.machine import loopback_interface
+from brigade.runner.ranks import run_ranks
 
 COALESCE = "coalesce in solutions/m06_coalesced/coalesced.py needs "
 

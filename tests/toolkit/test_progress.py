@@ -1,8 +1,10 @@
-"""When a run is deadlocked, judged from events alone."""
+"""What ranks are doing and when a run is deadlocked, read from their events alone; which events are valid."""
+
+import math
 
 import pytest
 
-from brigade.events import Progress
+from brigade.events import Mismatch, Progress, RankRecord, validate
 
 
 class Run:
@@ -11,13 +13,23 @@ class Run:
     def __init__(self, world_size):
         self.progress = Progress(world_size)
 
-    def launch(self, rank, group, ranks, op="all_reduce"):
-        index = len(self.progress.launches[rank])
-        self.progress.add(rank, {"kind": "launch", "index": index, "group": group, "ranks": list(ranks), "op": op})
+    def launch(self, rank, group, ranks, op="all_reduce", numel=3, peer=None):
+        index = len(self.progress.ranks[rank].launches)
+        common = {
+            "dtype": "float32",
+            "numel": numel,
+            "nbytes": 4 * numel,
+            "name": None,
+            "reduce_op": "SUM",
+            "root": None,
+            "peer": peer,
+        }
+        event = {"kind": "launch", "index": index, "group": group, "ranks": list(ranks), "op": op}
+        self.progress.add(rank, event | common)
         return index
 
-    def wait(self, rank, group, ranks, op="all_reduce"):
-        index = self.launch(rank, group, ranks, op)
+    def wait(self, rank, group, ranks, **call):
+        index = self.launch(rank, group, ranks, **call)
         self.progress.add(rank, {"kind": "wait", "index": index})
         return index
 
@@ -80,12 +92,32 @@ def test_a_run_without_waiting_ranks_is_no_deadlock(run):
     assert not run.progress.is_deadlocked(settled=[0, 1, 2])
 
 
-@pytest.mark.parametrize("op", ["send", "recv"])
-def test_nothing_is_known_of_the_other_side_of_a_send(run, op):
-    """Such a run ends at the deadline, unless a rank goes on."""
-    run.wait(0, "world", range(3), op=op)
+def test_a_send_waits_for_its_receive(run):
+    """Messages to other ranks, or of another direction, do not count."""
+    run.wait(0, "world", range(3), op="send", peer=1)
+    run.launch(1, "world", range(3), op="recv", peer=2)
+    run.launch(1, "world", range(3), op="send", peer=0)
     run.wait(1, "world", range(3))
+    run.wait(2, "world", range(3), op="recv", peer=0)
+    assert [run.progress.missing_peers(rank) for rank in range(3)] == [[1], [0, 2], [0]]
+    assert run.progress.is_deadlocked(settled=[])
+
+
+def test_a_send_whose_peer_receives_goes_on_by_itself(run):
+    run.launch(1, "world", range(3), op="recv", peer=0)
+    run.wait(1, "world", range(3))
+    run.wait(0, "world", range(3), op="send", peer=1)
     assert not run.progress.is_deadlocked(settled=[2])
+    run.wait(0, "world", range(3), op="send", peer=1)
+    assert run.progress.is_deadlocked(settled=[2]), "rank 1 receives one message only"
+
+
+def test_a_receive_from_any_rank_may_go_on(run):
+    """Such a run ends at the deadline, unless a rank goes on."""
+    run.wait(0, "world", range(3), op="recv")
+    run.wait(1, "world", range(3), op="send", peer=0)
+    run.wait(2, "world", range(3))
+    assert not run.progress.is_deadlocked(settled=[])
 
 
 def test_a_wait_counts_the_launches_of_its_own_group(run):
@@ -95,3 +127,97 @@ def test_a_wait_counts_the_launches_of_its_own_group(run):
         run.launch(1, "b", (0, 1))
     run.progress.add(1, {"kind": "wait", "index": 2})
     assert run.progress.is_deadlocked(settled=[2])
+
+
+# ---- mismatches
+
+
+def test_launches_of_the_same_number_must_be_the_same_collective(run):
+    run.launch(0, "world", (0, 1), numel=3)
+    assert run.progress.find_mismatch(0) is None, "rank 1 has launched nothing"
+    run.launch(1, "world", (0, 1), numel=4)
+    [launch], [peer_launch], _ = [record.launches for record in run.progress.ranks]
+    assert run.progress.find_mismatch(1) == Mismatch(1, peer_launch, 0, launch)
+    run.launch(0, "pair", (0, 2))
+    assert run.progress.find_mismatch(0) is None, "in this group rank 0 is alone so far"
+
+
+def test_sends_are_no_collectives(run):
+    run.launch(0, "world", (0, 1), op="send", peer=1)
+    run.launch(1, "world", (0, 1), op="recv", peer=0)
+    assert run.progress.find_mismatch(1) is None
+    run.launch(0, "world", range(3))
+    run.launch(2, "world", range(3))
+    assert run.progress.find_mismatch(2) is None, "rank 2 takes no part in the message"
+
+
+# ---- what a rank is doing, in words
+
+
+def test_what_a_rank_is_doing():
+    launch = {"kind": "launch", "phase": "backward", "op": "all_reduce", "dtype": "float32", "nbytes": 8, "name": "w"}
+    record = RankRecord()
+    assert record.activity() == "is busy having launched nothing"
+    record.add(launch | {"index": 0})
+    assert record.activity() == "is in backward after all_reduce #0 (w, float32, 8 B)"
+    record.add({"kind": "wait", "phase": "finish", "index": 0})
+    assert record.activity() == "waits in all_reduce #0 (w, float32, 8 B)"
+    assert record.activity([1, 3]).endswith("8 B), which rank 1 and rank 3 never launched")
+    record.add({"kind": "done", "phase": "finish", "index": 0})
+    assert record.activity() == "is in finish after all_reduce #0 (w, float32, 8 B)"
+
+
+def test_who_has_not_launched_what_a_rank_waits_for(run):
+    run.wait(0, "world", range(3))
+    run.launch(2, "world", range(3))
+    assert run.progress.activity(0) == "waits in all_reduce #0 (float32, 12 B), which rank 1 never launched"
+
+
+# ---- which events are valid
+
+LAUNCH = {
+    "kind": "launch", "time": 1.0, "phase": "backward", "index": 2, "group": "0", "ranks": [0, 1], "op": "all_reduce",
+    "dtype": "float32", "numel": 3, "nbytes": 12, "parts": 1, "reduce_op": "SUM", "root": None, "sync": False,
+    "peer": None, "name": None, "memory": None,
+}  # fmt: skip
+WAIT = {"kind": "wait", "time": 1.0, "phase": "finish", "index": 1}
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        LAUNCH,
+        WAIT,
+        WAIT | {"kind": "end", "began": 0.5},
+        {"kind": "ready", "time": 1.0, "phase": "backward", "name": "w"},
+        {"kind": "step", "time": 1.0, "phase": "setup", "step": None},
+        {"kind": "the scenario's own", "time": 1.0, "phase": "setup", "values": [1, "x"]},
+    ],
+    ids=lambda event: event["kind"],
+)
+def test_valid_events(event):
+    validate(event, num_launches=2)
+
+
+@pytest.mark.parametrize(
+    ("event", "why"),
+    [
+        ([LAUNCH], "is a dict"),
+        (LAUNCH | {"kind": ["launch"]}, "kind"),
+        (LAUNCH | {"time": 1}, "time"),
+        (LAUNCH | {"time": math.inf}, "finite"),
+        (LAUNCH | {"index": 3}, "wrong number"),
+        (LAUNCH | {"ranks": ["0"]}, "not numbers"),
+        (LAUNCH | {"sync": 0}, "sync"),
+        ({name: value for name, value in LAUNCH.items() if name != "group"}, "group"),
+        (WAIT | {"index": 2}, "not made"),
+        (WAIT | {"index": True}, "index"),
+        (WAIT | {"index": -1}, "too large"),
+        (WAIT | {"kind": "end", "began": "0"}, "finite"),
+        ({"kind": "own", "time": 1.0, "phase": "setup", "index": 1 << 40}, "too large"),
+        ({"kind": "ready", "time": 1.0, "phase": "backward"}, "name"),
+    ],
+)
+def test_invalid_events(event, why):
+    with pytest.raises(ValueError, match=why):
+        validate(event, num_launches=2)

@@ -21,7 +21,7 @@ from brigade.cli.main import parse
 from brigade.course.modules import MODULES, ROOT
 from brigade.grade import similarity
 from brigade.lab import gpu_check, links, plan
-from brigade.runner import ranks
+from brigade.runner import monitor, ranks
 
 PLACES = ("brigade", "docs", "lessons", "notebooks", "slurm", "solutions", "tests")
 GENERATED = ("docs/gpu_report.md",)  # not there until somebody makes it
@@ -221,7 +221,7 @@ FIGURES = {
     r"(\d+) s with gloo, \d+ s with NCCL": ranks.DEADLINE_S["gloo"],
     r"\d+ s with gloo, (\d+) s with NCCL": ranks.DEADLINE_S["nccl"],
     r"that does not end is stopped after (\d+)": ranks.DEADLINE_S["gloo"],
-    r"when for (\d+) s nothing was launched": ranks.QUIET_S,
+    r"when for (\d+) s no rank": monitor.QUIET_S,
     r"until `--deadline` \((\d+) s\)": default("bench", "deadline"),
     r"stopped after (\d+) s: rank 3 on node2": default("bench", "deadline"),
     r"`--limit` is (\d+) s there": LIMIT,

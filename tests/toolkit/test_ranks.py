@@ -25,8 +25,9 @@ import rank_functions as functions
 import torch.multiprocessing
 
 from brigade.course.modules import ROOT, CourseError
-from brigade.runner import ranks
+from brigade.runner import machine, monitor, server
 from brigade.runner.ranks import SERVER, PerRank, RankFailure, run_ranks
+from brigade.runner.report import OUTPUT_LIMIT, RankState
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc, or a child subreaper")
 
@@ -160,13 +161,13 @@ def test_a_run_on_the_terminal_has_no_deadline():
 
 
 def test_output_is_capped_and_blocks_nobody(monkeypatch):
-    kept, text = [], ranks._Rank.text
-    monkeypatch.setattr(ranks._Rank, "text", lambda rank: kept.append(len(rank.printed)) or text(rank))
+    kept, output = [], RankState.output
+    monkeypatch.setattr(RankState, "output", lambda state: kept.append(len(state.printed)) or output(state))
     results = run_ranks(functions.chatter, 3)
     assert list(results) == [3, 3]
-    assert max(kept) <= ranks.OUTPUT_LIMIT + 1, "what is not shown is not kept in memory either"
+    assert max(kept) <= OUTPUT_LIMIT + 1, "what is not shown is not kept in memory either"
     for text in results.output:
-        assert text.startswith("xxxx") and len(text) < ranks.OUTPUT_LIMIT + 100 and text.endswith("(more was printed)")
+        assert text.startswith("xxxx") and len(text) < OUTPUT_LIMIT + 100 and text.endswith("(more was printed)")
 
 
 # ---- failures
@@ -251,10 +252,10 @@ def test_an_endless_loop_ends_by_the_deadline_with_its_line():
 @pytest.mark.parametrize("async_op", [False, True])
 def test_a_missing_launch_is_a_deadlock_long_before_the_deadline(async_op, monkeypatch):
     if async_op:
-        monkeypatch.setattr(ranks, "QUIET_S", 0.5)  # the other case shows the wait as it is
+        monkeypatch.setattr(monitor, "QUIET_S", 0.5)  # the other case shows the wait as it is
     deadline, start = 20.0, time.monotonic()
     failure = failure_of(functions.leave_one_out, async_op, deadline=deadline)
-    assert time.monotonic() - start < min(deadline / 2, ranks.QUIET_S + 4)
+    assert time.monotonic() - start < min(deadline / 2, monitor.QUIET_S + 4)
     assert failure.kind == "deadlock"
     for words in ("waits in all_reduce #1 (weight, float32, 32 B)", "which rank 1 never launched", "rank_functions.py"):
         assert words in failure.lines[0]
@@ -264,15 +265,26 @@ def test_a_missing_launch_is_a_deadlock_long_before_the_deadline(async_op, monke
 
 
 def test_ranks_that_wait_for_each_other_in_two_groups_are_a_deadlock(monkeypatch):
-    monkeypatch.setattr(ranks, "QUIET_S", 0.5)
+    monkeypatch.setattr(monitor, "QUIET_S", 0.5)
     deadline, start = 20.0, time.monotonic()
     failure = failure_of(functions.cross_over, deadline=deadline)
-    assert failure.kind == "deadlock" and time.monotonic() - start < ranks.QUIET_S + 4
+    assert failure.kind == "deadlock" and time.monotonic() - start < monitor.QUIET_S + 4
     assert "rank 1 never launched" in failure.lines[0] and "rank 0 never launched" in failure.lines[1]
 
 
+def test_ranks_that_all_send_first_are_a_deadlock(monkeypatch):
+    monkeypatch.setattr(monitor, "QUIET_S", 0.5)
+    failure = failure_of(functions.send_first, world_size=3)
+    assert failure.kind == "deadlock" and "someone waits for a send or a recv" in failure.summary
+    assert "waits in send #0 (float32, 12 B), for which rank 1 launched no recv" in failure.lines[0]
+
+
+def test_a_rank_that_sends_nothing_does_not_differ_from_one_that_does():
+    assert list(run_ranks(functions.send_and_reduce, world_size=3)) == [3.0, 3.0, 3.0]
+
+
 def test_a_slow_rank_is_no_deadlock(monkeypatch):
-    monkeypatch.setattr(ranks, "QUIET_S", 0.3)
+    monkeypatch.setattr(monitor, "QUIET_S", 0.3)
     assert list(run_ranks(functions.slow_peer, 1.0)) == [3.0, 3.0]
 
 
@@ -283,13 +295,13 @@ def test_collectives_that_do_not_fit_are_a_mismatch_at_once(how, mode):
     for _ in range(5 if aborts else 1):  # never may that hide the reason
         start = time.monotonic()
         failure = failure_of(functions.mismatch, how, mode=mode)
-        assert failure.kind == "mismatch" and time.monotonic() - start < ranks.QUIET_S
+        assert failure.kind == "mismatch" and time.monotonic() - start < monitor.QUIET_S
         assert re.match(r"rank [01] called (all_reduce|broadcast) #0 .* where rank [01] called ", failure.summary)
         assert "the same collectives in the same order" in failure.summary
 
 
 def test_a_mismatch_is_told_where_all_ranks_have_delivered(monkeypatch):
-    monkeypatch.setattr(ranks, "LISTEN_S", 0.3)  # all that they say is heard at once
+    monkeypatch.setattr(monitor, "LISTEN_S", 0.3)  # all that they say is heard at once
     for how in ("dtype", "reduce op"):
         assert failure_of(functions.mismatch, how, mode="hold").kind == "mismatch"
 
@@ -329,7 +341,7 @@ FORGED |= {name: functions.frame(b"E", json.dumps([launch]).encode()) for name, 
 @linux
 @pytest.mark.parametrize("data", FORGED.values(), ids=FORGED.keys())
 def test_what_is_written_to_the_channel_never_harms_the_parent(data, monkeypatch):
-    monkeypatch.setattr(ranks, "GRACE_S", 0.05)
+    monkeypatch.setattr(monitor, "GRACE_S", 0.05)
     failure = failure_of(functions.write_to_channel, data, deadline=5.0)
     assert (failure.kind, failure.rank) == ("garbled", 1)
 
@@ -355,7 +367,7 @@ def test_a_rank_that_kills_the_server():
 def test_after_ctrl_c_at_any_moment_the_next_run_is_in_order(moment, monkeypatch):
     """An interrupt while the server's answer is awaited must not leave that answer to the next run."""
     run_ranks(functions.reduce_once)  # the server runs
-    answer = ranks.Server._answer
+    answer = server.Server._answer
     interrupted = []
 
     def interrupt_once(self, key, on_exit):
@@ -364,7 +376,7 @@ def test_after_ctrl_c_at_any_moment_the_next_run_is_in_order(moment, monkeypatch
             raise KeyboardInterrupt
         return answer(self, key, on_exit)
 
-    monkeypatch.setattr(ranks.Server, "_answer", interrupt_once)
+    monkeypatch.setattr(server.Server, "_answer", interrupt_once)
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         run_ranks(functions.reduce_once)
@@ -396,10 +408,10 @@ def test_nccl_needs_a_gpu():
 def test_nccl_needs_a_gpu_for_each_rank_unless_they_share(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(CourseError, match="2 ranks need 2 GPUs and there are 1.*--share-gpu"):
-        ranks.nccl_environment(2, share_gpu=False)
-    environment = ranks.nccl_environment(2, share_gpu=True)
+        machine.nccl_environment(2, share_gpu=False)
+    environment = machine.nccl_environment(2, share_gpu=True)
     assert len({variables["NCCL_HOSTID"] for variables in environment}) == 2
-    assert ranks.nccl_environment(1, share_gpu=False) == [{}]
+    assert machine.nccl_environment(1, share_gpu=False) == [{}]
 
 
 # ---- the parent's end
@@ -502,10 +514,10 @@ def test_parent_and_server_killed_together_leave_no_rank_and_the_next_start_clea
     [stale] = tmp_path.glob("brigade-*")
     assert wait_until(lambda: unlocked(stale / "lock"), seconds=5)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    another = ranks.Server()
+    another = server.Server()
     another.start()
     assert not stale.exists()
-    ranks.sweep()
+    server.sweep()
     assert another.scratch.exists(), "a directory in use was swept"
     another._process.kill()  # it is still importing torch
     another.close()
@@ -541,7 +553,7 @@ def test_ranks_start_at_least_ten_times_as_fast_as_with_spawn(tmp_path, monkeypa
         ours += [seconds(lambda: run_ranks(functions.reduce_once)) for _ in range(4)]
         file = str(tmp_path / f"rendezvous-{turn}")
         with monkeypatch.context() as patch:
-            patch.setenv("GLOO_SOCKET_IFNAME", ranks.loopback_interface())
+            patch.setenv("GLOO_SOCKET_IFNAME", machine.loopback_interface())
             spawns.append(seconds(partial(torch.multiprocessing.spawn, functions.spawned, (2, file), nprocs=2)))
     with capsys.disabled():
         print(

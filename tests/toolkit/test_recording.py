@@ -8,9 +8,9 @@ import pytest
 import rank_functions as functions
 import torch
 
-from brigade.events import launches, ready, summary
+from brigade.events import Event, launches, ready, summary
 from brigade.rank import recording
-from brigade.runner.ranks import Event, RankFailure, run_ranks
+from brigade.runner.ranks import RankFailure, run_ranks
 
 FIELDS = ("op", "dtype", "numel", "nbytes", "parts", "sync", "reduce_op", "root")
 

@@ -1,0 +1,80 @@
+"""The channel between a rank and the parent: one request in, then events and a result or an exception out.
+
+A message to the parent is a letter, an 8-byte length and that many bytes: E events (a JSON list), R the result
+(`wire.py`), X an exception (JSON). The request has no letter.
+"""
+
+from __future__ import annotations
+
+import _socket
+import json
+import os
+import socket
+import struct
+import threading
+import time
+from typing import Any
+
+from brigade.rank import locks
+from brigade.runner import wire
+
+UNSTREAMED_S = 0.5  # how long events are kept when they need not be streamed
+
+# Functions that a submission replaces in json or socket must not see the record.
+encode_events = locks.own_copy("json.encoder").JSONEncoder().encode
+send = _socket.socket.sendall
+
+
+class Channel:
+    """The rank's end of the channel."""
+
+    def __init__(self, descriptor: int):
+        self._socket = socket.socket(fileno=descriptor)
+        self._lock = threading.RLock()
+        self._events: list[dict[str, Any]] = []  # not sent yet
+        self._sent_at = time.monotonic()
+        self._stream = True
+
+    def receive_request(self) -> dict[str, Any]:
+        """Wait for the request and return it."""
+        request = wire.decode(self._read(struct.unpack("<Q", self._read(8))[0]))
+        self._stream = request["stream"]
+        return request
+
+    def add_event(self, event: dict[str, Any]) -> None:
+        """Send an event: at once, or with others if events need not be streamed."""
+        self._events.append(event)
+        if self._stream or time.monotonic() > self._sent_at + UNSTREAMED_S:
+            self.send_events()
+
+    def send_events(self) -> None:
+        """Send the events that are not sent yet."""
+        with self._lock:  # gloo's thread may send at the same time: in order, and none twice
+            events = self._events[:]
+            del self._events[: len(events)]
+            self._sent_at = time.monotonic()
+            if events:
+                self._send(b"E", encode_events(events).encode())
+
+    def send_result(self, result: bytes) -> None:
+        """Send the encoded result, after all events."""
+        self.send_events()
+        self._send(b"R", result)
+
+    def send_failure(self, description: dict[str, Any]) -> None:
+        """Send the description of an exception, after all events."""
+        self.send_events()
+        self._send(b"X", json.dumps(description).encode())
+
+    def _send(self, letter: bytes, body: bytes) -> None:
+        with self._lock:
+            send(self._socket, letter + struct.pack("<Q", len(body)) + body)
+
+    def _read(self, size: int) -> bytes:
+        data = bytearray()
+        while len(data) < size:
+            piece = self._socket.recv(min(size - len(data), 1 << 20))
+            if not piece:
+                os._exit(1)  # the parent has gone
+            data += piece
+        return bytes(data)

@@ -1,0 +1,31 @@
+"""Describe the exception that ended a rank, for the parent."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from typing import Any
+
+from brigade.course import submission
+
+MAX_MESSAGE = 4_000  # characters of the message that are passed on
+
+
+def describe(error: BaseException, packages: dict[str, Any]) -> dict[str, Any]:
+    """Return an exception as the parent shows it: with its frames in the submission.
+
+    If it has none there: those in the other packages that the rank was sent; else all except the toolkit's.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    toolkit = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+    files = {path for path, _ in packages.get(submission.PACKAGE, {}).values()}
+    own = [frame for frame in frames if frame.filename in files]
+    ours = {path for sources in packages.values() for path, _ in sources.values()}
+    others = [frame for frame in frames if frame.filename in ours]
+    others = others or [frame for frame in frames if not frame.filename.startswith(toolkit)]
+    return {
+        "type": type(error).__name__,
+        "message": str(error)[:MAX_MESSAGE],
+        "frames": [[frame.filename, frame.lineno, frame.name, frame.line] for frame in (own or others)],
+        "own": bool(own),
+    }

@@ -1,0 +1,331 @@
+"""Watch the ranks of one run: listen to them, notice how the run ends, and end all ranks.
+
+A run ends when every rank has delivered a result, or when
+
+- a rank raised, ended without a result or sent something unreadable ("failed"),
+- two ranks called different collectives as the same launch of a group ("mismatch"),
+- no rank can go on by itself ("deadlock"),
+- the deadline is over ("deadline").
+
+A rank is not trusted: whatever it sends is limited in size and validated here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import socket
+import struct
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from brigade.course.submission import Sources, is_sealed
+from brigade.events import Event, Mismatch, Progress, validate
+from brigade.runner.report import OUTPUT_LIMIT, Frame, RankError, RankFailure, RankState, failure_of_run, plain
+from brigade.runner.server import SERVER
+
+QUIET_S = 2.0  # the time without any message from a rank after which a deadlock is looked for
+GRACE_S = 0.3  # after the first failure, the time that other ranks get to report theirs
+LISTEN_S = 0.001  # pause between looks at what ranks say: waking up for each event would take the cores from them
+ANSWER_S = 0.5  # the time that ranks get to say where they stand
+MESSAGE_LIMIT = 4_000  # characters of an exception's message that are kept
+TRACE_LIMIT = 1 << 16  # bytes of what a rank says of where it stands
+FRAMES_LIMIT = 30  # of an exception
+SENT_LIMIT = 1 << 30  # bytes that a rank may send, where no jail says less
+HEADER_BYTES = 9  # of a message: its letter and its size
+
+
+class RankProcess:
+    """One rank: its process, our ends of its three channels, and what is known of it."""
+
+    def __init__(self, state: RankState):
+        self.state = state
+        self.pid = 0
+        self.control, self._rank_control = socket.socketpair()
+        self.output, self._rank_output = os.pipe()
+        self.trace, self._rank_trace = os.pipe()
+        self.buffer = bytearray()  # the beginning of a message
+        self.num_received = 0  # bytes
+
+    @property
+    def descriptors(self) -> list[int]:
+        """The rank's ends of the channels."""
+        return [self._rank_control.fileno(), self._rank_output, self._rank_trace]
+
+    def close_rank_ends(self) -> None:
+        """Close the rank's ends of the channels, which its process has open by now."""
+        self._rank_control.close()
+        os.close(self._rank_output)
+        os.close(self._rank_trace)
+
+    def send(self, data: bytes) -> None:
+        """Send the request. A rank that has ended already does not read it."""
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self.control.sendall(struct.pack("<Q", len(data)) + data)
+
+    def close(self) -> None:
+        """Close all channels, after reading what the rank has still printed."""
+        if self.pid:
+            os.set_blocking(self.output, False)
+            with contextlib.suppress(OSError):
+                while len(self.state.printed) <= OUTPUT_LIMIT and (data := os.read(self.output, 1 << 16)):
+                    keep(self.state.printed, data, OUTPUT_LIMIT + 1)
+        else:
+            self.close_rank_ends()
+        self.control.close()
+        os.close(self.output)
+        os.close(self.trace)
+
+
+class Monitor:
+    """The ranks of one run, and the loop that listens to them."""
+
+    def __init__(
+        self,
+        world_size: int,
+        packages: dict[str, Sources],
+        *,
+        deadline_s: float | None,
+        stream: bool,
+        on_event: Callable[[int, Event], None] | None,
+    ):
+        self.progress = Progress(world_size)
+        self.ranks = [RankProcess(RankState(number, record)) for number, record in enumerate(self.progress.ranks)]
+        self._packages = packages
+        self._deadline_s = deadline_s
+        self._stream = stream  # otherwise a rank may have done more than has arrived
+        self._on_event = on_event
+        self._max_bytes = SERVER.jail.sent if SERVER.jail else SENT_LIMIT
+        self._sealed_lines = sealed_lines(packages) if SERVER.jail else {}
+        self._selector = selectors.DefaultSelector()
+        self._last_news = time.monotonic()
+        self._failed_at: float | None = None
+        self._mismatch: Mismatch | None = None
+
+    @property
+    def states(self) -> list[RankState]:
+        """What is known of each rank."""
+        return [rank.state for rank in self.ranks]
+
+    def fork(self, directory: Path) -> None:
+        """Have the server fork the ranks."""
+        descriptors = [fd for rank in self.ranks for fd in rank.descriptors]
+        pids = SERVER.fork(descriptors, directory, self._note_exit)
+        for rank, pid in zip(self.ranks, pids):
+            rank.pid = pid
+            rank.close_rank_ends()
+            for fd, read in (
+                (rank.control, self._read_control),
+                (rank.output, self._read_output),
+                (rank.trace, self._read_trace),
+            ):
+                self._selector.register(fd, selectors.EVENT_READ, (read, rank))
+        self._selector.register(SERVER.fileno(), selectors.EVENT_READ, (None, None))
+
+    def watch(self) -> RankFailure | None:
+        """Listen until all ranks have delivered, or the run has failed. Return the failure."""
+        ends_at = time.monotonic() + self._deadline_s if self._deadline_s else float("inf")
+        while (kind := self._failure_kind(ends_at)) is None:
+            if all(state.result is not None for state in self.states):
+                return None
+            self._listen(0.05)
+            time.sleep(LISTEN_S)
+        if kind != "failed":
+            self._ask_where_ranks_stand()
+        return failure_of_run(kind, self.states, self.progress, self._mismatch, self._deadline_s, self._packages)
+
+    def end(self) -> None:
+        """Kill and reap all ranks. Read what they had still printed."""
+        pids = [rank.pid for rank in self.ranks if rank.pid]
+        try:
+            if pids:
+                SERVER.kill(pids, lambda pid, status: None)
+        finally:
+            for rank in self.ranks:
+                rank.close()
+            self._selector.close()
+
+    def decode_results(self) -> list[Any]:
+        """Return what the ranks returned. Raise RankFailure if a rank sent something else."""
+        from brigade.runner import wire
+
+        values = []
+        for state in self.states:
+            try:
+                values.append(wire.decode(state.result))
+            except wire.WireError as error:
+                line = f"rank {state.number}: {error}"
+                raise RankFailure("garbled", "a rank delivered something unreadable", [line], state.number) from None
+        return values
+
+    def _failure_kind(self, ends_at: float) -> str | None:
+        """Return how the run has failed, or None if it has not, or not yet."""
+        now = time.monotonic()
+        if self._mismatch:  # even if all have delivered: some such collectives end
+            return "mismatch"
+        if all(state.result is not None for state in self.states):
+            return None
+        settled = [state.number for state in self.states if state.is_settled]
+        if self._failed_at and (now > self._failed_at + GRACE_S or len(settled) == len(self.ranks)):
+            return "failed"
+        if now > ends_at:
+            return "deadline"
+        if self._stream and now > self._last_news + QUIET_S and self.progress.is_deadlocked(settled):
+            return "deadlock"
+        return None
+
+    # ---- what the ranks and the server say
+
+    def _listen(self, timeout: float) -> None:
+        for key, _ in self._selector.select(timeout):
+            read, rank = key.data
+            if read is None:
+                SERVER.read_exit(self._note_exit)
+            else:
+                read(rank)
+
+    def _note_exit(self, pid: int, status: int) -> None:
+        for rank in self.ranks:
+            if rank.pid == pid:
+                rank.state.status = status
+                self._note_failure()
+
+    def _note_failure(self) -> None:
+        self._failed_at = self._failed_at or time.monotonic()
+
+    def _read_output(self, rank: RankProcess) -> None:
+        self._read_text(rank.output, rank.state.printed, OUTPUT_LIMIT + 1)
+
+    def _read_trace(self, rank: RankProcess) -> None:
+        self._read_text(rank.trace, rank.state.stack, TRACE_LIMIT)
+
+    def _read_text(self, fd: int, kept: bytearray, limit: int) -> None:
+        data = os.read(fd, 1 << 16)
+        if not data:
+            self._selector.unregister(fd)
+        keep(kept, data, limit)
+
+    def _read_control(self, rank: RankProcess) -> None:
+        """Read from a rank's channel, and take in the messages that are complete."""
+        try:
+            data = rank.control.recv(1 << 20)
+        except ConnectionResetError:
+            data = b""
+        if not data:
+            self._selector.unregister(rank.control)
+            rank.state.is_closed = True
+            self._note_failure()
+            return
+        rank.buffer += data
+        rank.num_received += len(data)
+        if rank.num_received > self._max_bytes:
+            self._refuse(rank, f"sent more than {self._max_bytes} bytes: does it launch collectives without end?")
+            return
+        try:
+            while message := self._next_message(rank.buffer):
+                self._take_in(rank.state, *message)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
+            self._refuse(rank, "wrote something unreadable to its channel")
+
+    def _next_message(self, buffer: bytearray) -> tuple[bytes, bytes] | None:
+        """Return letter and body of the next message and remove it, or None if it is not complete yet."""
+        if len(buffer) < HEADER_BYTES:
+            return None
+        letter, (size,) = bytes(buffer[:1]), struct.unpack_from("<Q", buffer, 1)
+        if letter not in (b"E", b"R", b"X") or size > self._max_bytes:
+            raise ValueError("no message that a rank sends")
+        if len(buffer) < HEADER_BYTES + size:
+            return None
+        body = bytes(buffer[HEADER_BYTES : HEADER_BYTES + size])
+        del buffer[: HEADER_BYTES + size]
+        return letter, body
+
+    def _refuse(self, rank: RankProcess, why: str) -> None:
+        rank.state.garbled = why
+        self._selector.unregister(rank.control)
+        self._note_failure()
+
+    def _take_in(self, state: RankState, letter: bytes, body: bytes) -> None:
+        """Take in one message of a rank. See `rank/channel.py` for the letters."""
+        if state.result is not None or state.error is not None:
+            return  # after its result or its exception, a rank says nothing more
+        self._last_news = time.monotonic()
+        if letter == b"R":
+            state.result = body
+        elif letter == b"X":
+            state.error = self._read_error(read_json(body))
+            self._note_failure()
+        else:
+            self._take_in_events(state, list(read_json(body)))
+
+    def _take_in_events(self, state: RankState, events: list[Any]) -> None:
+        if not events:
+            raise ValueError("no message that a rank sends")
+        for event in events:
+            validate(event, len(state.record.launches))
+            self.progress.add(state.number, event)
+            if event["kind"] == "launch" and not self._mismatch:
+                self._mismatch = self.progress.find_mismatch(state.number)
+        for event in events if self._on_event else []:
+            self._on_event(state.number, event)
+
+    def _read_error(self, error: Any) -> RankError:
+        return RankError(
+            str(error["type"])[:MESSAGE_LIMIT],
+            plain(str(error["message"])[:MESSAGE_LIMIT]),
+            bool(error["own"]),
+            [self._read_frame(*frame) for frame in error["frames"][-FRAMES_LIMIT:]],
+        )
+
+    def _read_frame(self, file: Any, line: Any, function: Any, text: Any) -> Frame:
+        """Return one frame of an exception. Fill in the text of the line if the rank does not have the file's text."""
+        if isinstance(file, str) and file in self._sealed_lines:
+            lines = self._sealed_lines[file]
+            text = lines[line - 1] if type(line) is int and 0 < line <= len(lines) else ""
+        return (str(file)[:MESSAGE_LIMIT], int(line), str(function)[:MESSAGE_LIMIT], str(text)[:MESSAGE_LIMIT])
+
+    def _ask_where_ranks_stand(self) -> None:
+        """Have the ranks print their stacks, and read them."""
+        alive = [rank for rank in self.ranks if rank.state.status is None]
+        for rank in alive:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(rank.pid, signal.SIGUSR1)
+        ends_at = time.monotonic() + ANSWER_S
+        while time.monotonic() < ends_at:
+            sizes = [len(rank.state.stack) for rank in alive]
+            self._listen(0.1)
+            if all(sizes) and sizes == [len(rank.state.stack) for rank in alive]:
+                break  # all have answered, and nothing more is coming
+
+
+def keep(kept: bytearray, data: bytes, limit: int) -> None:
+    """Append data to what is kept, up to a limit."""
+    kept.extend(data[: max(0, limit - len(kept))])
+
+
+def read_json(body: bytes) -> Any:
+    """Return what a rank says in JSON. Raise ValueError or RecursionError for what none of our ranks would say."""
+    from brigade.runner import wire
+
+    return json.loads(body, parse_int=wire.read_int, parse_constant=refuse_constant)
+
+
+def refuse_constant(name: str) -> None:
+    """Raise ValueError: NaN and infinity are neither times nor counts."""
+    raise ValueError(f"{name} in an event")
+
+
+def sealed_lines(packages: dict[str, Sources]) -> dict[str, list[str]]:
+    """Return the lines of the files that ranks get as code only. A student's feedback shows none of the reference."""
+    lines = {}
+    for sources in packages.values():
+        is_mixed = not all(is_sealed(path) for path, _ in sources.values())
+        for path, text in sources.values():
+            if is_sealed(path):
+                lines[path] = [] if is_mixed else [line.strip() for line in text.splitlines()]
+    return lines

@@ -1,0 +1,179 @@
+"""The parent's side of the fork server: start it, have it fork and kill ranks, and keep its temporary directory.
+
+`SERVER` is the one of this process. How it talks with the server is in `protocol.py`, what the server does in
+`rank/fork_server.py`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from brigade.course.modules import ROOT, CourseError
+from brigade.runner import protocol, sandbox
+
+
+class ServerLost(CourseError):
+    """The fork server has ended, and its ranks with it. The next run starts another."""
+
+
+class Server:
+    """The fork server of this process, started at first need and closed at exit."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen | None = None
+        self._channel: socket.socket | None = None
+        self._ready = False  # whether it has answered: it has imported torch
+        self.scratch = Path()
+        self.preload: set[str] = set()  # modules that it imports for all ranks, when it starts
+        self.jail: sandbox.Jail | None = None  # of all ranks from now on
+
+    def start(self) -> None:
+        """Start the server unless it runs. Do not wait until it is ready."""
+        if self._process and self._process.poll() is None:
+            return
+        self.close()
+        sweep()
+        self.scratch, lock = make_locked_directory()  # the server holds the lock as long as it lives
+        channel, server_end = socket.socketpair()
+        program = (
+            f"import sys; sys.path[:1] = [{str(ROOT)!r}]; from brigade.rank.fork_server import serve; "
+            f"serve({server_end.fileno()}, {lock}, {str(self.scratch)!r}, {str(ROOT)!r}, {sorted(self.preload)!r})"
+        )
+        self._process = subprocess.Popen(
+            [sys.executable, "-s", "-c", program],
+            pass_fds=[server_end.fileno(), lock],
+            env=self._environment(),
+            start_new_session=True,  # Ctrl-C is for us; we then end the ranks in order
+        )
+        self._ready = False
+        server_end.close()
+        os.close(lock)
+        self._channel = channel
+
+    def _environment(self) -> dict[str, str]:
+        """Return the environment of the server, which its ranks inherit."""
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "PYTHON"))}
+        if self.jail:  # what a stranger may know of this machine
+            environment = {name: value for name, value in environment.items() if name in ("PATH", "LANG", "LC_ALL")}
+        return environment | {
+            "OMP_NUM_THREADS": "1",  # no thread pools before the fork; each rank sets its own number
+            "OPENBLAS_NUM_THREADS": "1",
+            "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",  # fewer, larger pages: a fork copies less
+            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # looking for GPUs must not initialise CUDA before the fork
+            "OBJC_DISABLE_INITIALIZE_FORK_SAFETY": "YES",
+            "TORCHINDUCTOR_CACHE_DIR": str(self.scratch / "inductor"),  # torch._dynamo makes it on import
+        }
+
+    def fork(self, descriptors: list[int], directory: Path, on_exit: Callable[[int, int], None]) -> list[int]:
+        """Fork one rank for every three descriptors. Return their process ids."""
+        self.start()
+        with self._exchange():
+            order = {"fork": len(descriptors) // protocol.FDS_PER_RANK, "directory": str(directory)}
+            protocol.send(self._channel, order | self._jail(), descriptors)
+            return self._answer("forked", on_exit)
+
+    def kill(self, pids: list[int], on_exit: Callable[[int, int], None]) -> None:
+        """Kill and reap these ranks and whatever they started."""
+        if self._channel is None:
+            return  # closed in between: it took its ranks with it
+        try:
+            with self._exchange():
+                protocol.send(self._channel, {"kill": pids} | self._jail())
+                self._answer("killed", on_exit)
+        except ServerLost:
+            for pid in pids:  # on Linux they went with it
+                protocol.kill_group(pid)
+
+    def _jail(self) -> dict[str, Any]:
+        return {"jail": asdict(self.jail) if self.jail else None}
+
+    def read_exit(self, on_exit: Callable[[int, int], None]) -> None:
+        """Read one message that came unasked: a rank has ended by itself."""
+        with self._exchange():
+            message = self._message()
+        on_exit(message["exited"], message["status"])
+
+    @contextlib.contextmanager
+    def _exchange(self) -> Iterator[None]:
+        """Close the channel if Ctrl-C interrupts the block: half a message would stay in it for the next run.
+
+        Raise ServerLost if the server has gone, and kill what its ranks had started.
+        """
+        try:
+            yield
+        except KeyboardInterrupt:
+            self.close()
+            raise
+        except (OSError, EOFError):
+            self.close()
+            if self.jail:
+                sandbox.kill_user(self.jail.uid)
+            raise ServerLost("the process that starts the ranks has ended; does `import torch` work here?") from None
+
+    def _answer(self, key: str, on_exit: Callable[[int, int], None]) -> Any:
+        while True:
+            message = self._message()
+            if key in message:
+                self._ready = True
+                return message[key]
+            on_exit(message["exited"], message["status"])
+
+    def _message(self) -> dict[str, Any]:
+        message, _ = protocol.receive(self._channel)
+        if message is None:
+            raise EOFError
+        return message
+
+    def fileno(self) -> int:
+        return self._channel.fileno()
+
+    def close(self) -> None:
+        """End the server and all its ranks. The next `start` starts another."""
+        if self._channel:
+            self._channel.close()
+            self._channel = None
+        if self._process:
+            if not self._ready:
+                self._process.kill()  # importing torch, it would not listen for seconds; it has no ranks yet
+            try:
+                self._process.wait(timeout=15)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+            self._process = None
+            sandbox.remove(self.scratch)
+
+
+def make_locked_directory() -> tuple[Path, int]:
+    """Make a temporary directory. Return it and a descriptor that locks it. `sweep` removes it once that is closed."""
+    directory = Path(tempfile.mkdtemp(prefix="brigade-"))
+    lock = os.open(directory / "new", os.O_CREAT | os.O_RDWR)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    os.rename(directory / "new", directory / "lock")  # so that no `sweep` ever finds it unlocked
+    return directory, lock
+
+
+def sweep() -> None:
+    """Remove temporary directories whose server has gone, because someone killed it and its parent."""
+    for lock in Path(tempfile.gettempdir()).glob("brigade-*/lock"):
+        try:
+            with open(lock, "r+") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                sandbox.remove(lock.parent)
+        except OSError:
+            continue  # in use, or not ours
+
+
+SERVER = Server()
+atexit.register(SERVER.close)
