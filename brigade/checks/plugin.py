@@ -26,7 +26,7 @@ from brigade.checks.verdict import CheckFailed, Outcome
 from brigade.course.listing import list_checks
 from brigade.course.modules import MODULES, CourseError
 from brigade.course.submission import directory
-from brigade.runner import ranks
+from brigade.runner import machine
 
 OUTCOME = pytest.StashKey[Outcome]()
 CHECK = pytest.StashKey[Check]()
@@ -54,7 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
         if config.getoption("--prior") == "reference":
             directory("solutions")
         if config.getoption("--backend") == "nccl":
-            ranks.nccl_environment(1, share_gpu=False)
+            machine.nccl_environment(1, share_gpu=False)
     except CourseError as error:
         raise pytest.UsageError(str(error)) from None
     if not config.getoption("collectonly"):

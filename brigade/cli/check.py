@@ -24,7 +24,7 @@ from brigade.cli.progress_file import hash_submission, recall, remember
 from brigade.course import skeletons
 from brigade.course.modules import HAS_SOLUTIONS, MODULES, ROOT, CourseError, Module, module
 from brigade.course.submission import Sources, directory, find, read
-from brigade.runner import ranks
+from brigade.runner import machine, ranks
 
 Outcomes = dict[Check, Outcome]  # of the last time
 
@@ -165,7 +165,7 @@ def run_check(options: argparse.Namespace) -> int:
         directory("solutions")
     start_server()  # it imports torch meanwhile
     if options.backend == "nccl":
-        ranks.nccl_environment(2, options.share_gpu)
+        machine.nccl_environment(2, options.share_gpu)
     entries = [module(options.number)] if options.number else list(MODULES)
     if options.debug:
         if not options.number:

@@ -47,7 +47,7 @@ def run_grade(options: argparse.Namespace) -> int:
     entries = selected(options.modules)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     if options.backend == "nccl":
-        ranks.nccl_environment(2, options.share_gpu)
+        machine.nccl_environment(2, options.share_gpu)
     with sigterm_interrupts():
         return run_class(options, entries, console) if options.class_directory else run_one(options, entries, console)
 

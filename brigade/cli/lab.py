@@ -72,7 +72,7 @@ def bench(options: argparse.Namespace) -> int:
     """Return the exit status: 0 good, 1 a rung trains otherwise than one process does. Raise as `ladder.climb`."""
     from brigade.lab import ladder, plots, torchrun
     from brigade.lab.bench import Bench, save_csv, save_json, sweep_rungs, written
-    from brigade.runner import ranks
+    from brigade.runner import machine
 
     world_size = number_of_ranks(options.ranks)
     entries = selected(options.modules or (SWEPT if options.sweep else ""))
@@ -82,7 +82,7 @@ def bench(options: argparse.Namespace) -> int:
     files = {kind: results_file(getattr(options, kind)) for kind in ("json", "csv", "png")}
     backend = options.backend or default_backend(world_size)
     if backend == "nccl" and not torchrun.given():
-        ranks.nccl_environment(world_size, options.share_gpu)
+        machine.nccl_environment(world_size, options.share_gpu)
     entries, sources, left_out = written(options.target, entries)
     for sentence in left_out:
         console.print(sentence, markup=False)

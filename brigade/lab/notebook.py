@@ -292,7 +292,7 @@ def import_path() -> str:
 def start_guard(directory: Path, lock: int) -> subprocess.Popen:
     """A process that outlives this one, however it ends, to end the ranks and remove their directory.
 
-    It holds the lock: should it be killed too, `ranks.sweep` removes the directory later.
+    It holds the lock: should it be killed too, `server.sweep` removes the directory later.
     """
     program = "import sys; from brigade.lab.notebook import guard; guard(sys.argv[1])"
     process = subprocess.Popen(

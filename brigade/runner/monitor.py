@@ -226,11 +226,14 @@ class Monitor:
         if rank.num_received > self._max_bytes:
             self._refuse(rank, f"sent more than {self._max_bytes} bytes: does it launch collectives without end?")
             return
+        events: list[Event] = []
         try:
             while message := self._next_message(rank.buffer):
-                self._take_in(rank.state, *message)
+                events += self._take_in(rank.state, *message)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
             self._refuse(rank, "wrote something unreadable to its channel")
+        for event in events if self._on_event else []:
+            self._on_event(rank.state.number, event)
 
     def _next_message(self, buffer: bytearray) -> tuple[bytes, bytes] | None:
         """Return letter and body of the next message and remove it, or None if it is not complete yet."""
@@ -250,20 +253,19 @@ class Monitor:
         self._selector.unregister(rank.control)
         self._note_failure()
 
-    def _take_in(self, state: RankState, letter: bytes, body: bytes) -> None:
-        """Take in one message of a rank. See `rank/channel.py` for the letters."""
+    def _take_in(self, state: RankState, letter: bytes, body: bytes) -> list[Event]:
+        """Take in one message of a rank, and return the events in it. See `rank/channel.py` for the letters."""
         if state.result is not None or state.error is not None:
-            return  # after its result or its exception, a rank says nothing more
+            return []  # after its result or its exception, a rank says nothing more
         self._last_news = time.monotonic()
         if letter == b"R":
             state.result = body
-        elif letter == b"X":
+            return []
+        if letter == b"X":
             state.error = self._read_error(read_json(body))
             self._note_failure()
-        else:
-            self._take_in_events(state, list(read_json(body)))
-
-    def _take_in_events(self, state: RankState, events: list[Any]) -> None:
+            return []
+        events = list(read_json(body))
         if not events:
             raise ValueError("no message that a rank sends")
         for event in events:
@@ -271,8 +273,7 @@ class Monitor:
             self.progress.add(state.number, event)
             if event["kind"] == "launch" and not self._mismatch:
                 self._mismatch = self.progress.find_mismatch(state.number)
-        for event in events if self._on_event else []:
-            self._on_event(state.number, event)
+        return events
 
     def _read_error(self, error: Any) -> RankError:
         return RankError(

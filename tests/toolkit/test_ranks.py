@@ -25,9 +25,10 @@ import rank_functions as functions
 import torch.multiprocessing
 
 from brigade.course.modules import ROOT, CourseError
-from brigade.runner import machine, monitor, server
+from brigade.runner import machine, monitor
 from brigade.runner.ranks import SERVER, PerRank, RankFailure, run_ranks
 from brigade.runner.report import OUTPUT_LIMIT, RankState
+from brigade.runner.server import Server, sweep
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc, or a child subreaper")
 
@@ -367,7 +368,7 @@ def test_a_rank_that_kills_the_server():
 def test_after_ctrl_c_at_any_moment_the_next_run_is_in_order(moment, monkeypatch):
     """An interrupt while the server's answer is awaited must not leave that answer to the next run."""
     run_ranks(functions.reduce_once)  # the server runs
-    answer = server.Server._answer
+    answer = Server._answer
     interrupted = []
 
     def interrupt_once(self, key, on_exit):
@@ -376,7 +377,7 @@ def test_after_ctrl_c_at_any_moment_the_next_run_is_in_order(moment, monkeypatch
             raise KeyboardInterrupt
         return answer(self, key, on_exit)
 
-    monkeypatch.setattr(server.Server, "_answer", interrupt_once)
+    monkeypatch.setattr(Server, "_answer", interrupt_once)
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         run_ranks(functions.reduce_once)
@@ -514,10 +515,10 @@ def test_parent_and_server_killed_together_leave_no_rank_and_the_next_start_clea
     [stale] = tmp_path.glob("brigade-*")
     assert wait_until(lambda: unlocked(stale / "lock"), seconds=5)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    another = server.Server()
+    another = Server()
     another.start()
     assert not stale.exists()
-    server.sweep()
+    sweep()
     assert another.scratch.exists(), "a directory in use was swept"
     another._process.kill()  # it is still importing torch
     another.close()
