@@ -38,17 +38,17 @@ MAX_NUMBER = 1 << 20  # of a launch or a step: a rank could choose larger number
 
 COMMON_FIELDS: Fields = {"kind": (str,), "time": (float,), "phase": (str,)}
 FIELDS: dict[str, Fields] = {
-    "launch": {
+    "launch": COMMON_FIELDS | {
         "index": (int,), "group": (str,), "ranks": (list,), "op": (str,), "dtype": (str, type(None)), "numel": (int,),
         "nbytes": (int,), "parts": (int,), "reduce_op": (str, type(None)), "root": (int, type(None)), "sync": (bool,),
         "peer": (int, type(None)), "name": (str, type(None)), "memory": (str, type(None)),
     },
-    "wait": {"index": (int,)},
-    "done": {"index": (int,)},
-    "end": {"index": (int,)},
-    "race": {"index": (int,)},
-    "ready": {"name": (str,)},
-    "step": {"step": (int, type(None))},
+    "wait": COMMON_FIELDS | {"index": (int,)},
+    "done": COMMON_FIELDS | {"index": (int,)},
+    "end": COMMON_FIELDS | {"index": (int,)},
+    "race": COMMON_FIELDS | {"index": (int,)},
+    "ready": COMMON_FIELDS | {"name": (str,)},
+    "step": COMMON_FIELDS | {"step": (int, type(None))},
 }  # fmt: skip
 
 
@@ -57,11 +57,11 @@ def validate(event: Any, num_launches: int) -> None:
     if type(event) is not dict:
         raise ValueError("an event is a dict")
     kind = event.get("kind")
-    fields = COMMON_FIELDS | (FIELDS.get(kind, {}) if type(kind) is str else {})
+    fields = FIELDS.get(kind, COMMON_FIELDS) if type(kind) is str else COMMON_FIELDS
     for name, types in fields.items():
         if name not in event or type(event[name]) not in types:
             raise ValueError(f"an event needs the field {name}, of type {types[0].__name__}")
-    if not all(is_small(event.get(name)) for name in ("index", "step")):
+    if not (is_small(event.get("index")) and is_small(event.get("step"))):
         raise ValueError("the number of a launch or a step is too large")
     began = event.get("began")
     if not math.isfinite(event["time"]) or (began is not None and (type(began) is not float or math.isinf(began))):
