@@ -19,6 +19,7 @@ from brigade.course.modules import ROOT, CourseError
 from brigade.course.submission import Sources, directory, read
 from brigade.rank import dynamo_stub
 from brigade.runner import ranks
+from brigade.runner.server import ServerLost
 
 HURRY = 4  # once a check has reached its deadline, the others get so much less time
 HUNG_LIMIT = 2  # ... and after so many no check runs any more
@@ -65,7 +66,7 @@ def run_check(
     except CheckFailed as failed:
         outcome.verdict = failed.verdict
         outcome.status = "not written" if failed.verdict.part else "failed"
-    except ranks.ServerLost as lost:
+    except ServerLost as lost:
         outcome.status, outcome.verdict = "error", Verdict("the ranks can be started", str(lost), ending="lost")
     except CourseError as error:
         outcome.status, outcome.verdict = "error", Verdict("the check can run here", str(error), ending="refused")
