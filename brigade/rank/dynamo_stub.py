@@ -48,10 +48,24 @@ def compiler() -> types.ModuleType:
     return found
 
 
+class NoUtilities(types.ModuleType):
+    """What torch calls of torch._dynamo.utils."""
+
+    @staticmethod
+    def get_optimize_ddp_mode() -> str:
+        """What the compiler would do with torch DDP: called by its constructor."""
+        return "ddp_optimizer"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(compiler().utils, name)
+
+
 class NoCompiler(types.ModuleType):
     """What torch calls of torch._dynamo where nothing is compiled. Private API: as in torch 2.11 to 2.15."""
 
     __path__: list[str] = []  # its submodules are looked for, and found by `Submodules`
+
+    utils = NoUtilities(f"{COMPILER}.utils")
 
     @staticmethod
     def graph_break(*args: Any, **kwargs: Any) -> None:

@@ -910,6 +910,13 @@ def every_optimizer() -> list[str]:
     return sorted(name for name in set(sys.modules) - before if name.startswith("torch._dynamo"))
 
 
+def train_with_torch_ddp() -> list[str]:
+    """Take a step with torch's own wrapper; return what that imported of the compiler."""
+    model = nn.parallel.DistributedDataParallel(nn.Linear(3, 3))
+    model(torch.ones(2, 3)).sum().backward()
+    return sorted(name for name in sys.modules if name.startswith("torch._dynamo."))
+
+
 def compile_something() -> dict:
     doubled = torch.compile(lambda x: x * 2, backend="eager")(torch.ones(3))
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(3))])

@@ -15,6 +15,11 @@ def test_optimizers_do_not_import_the_compiler():
     assert imported == []
 
 
+def test_torch_ddp_does_not_import_the_compiler():
+    """If this fails, its constructor asks something else of torch._dynamo: every rank with it takes a second longer."""
+    assert run_ranks(functions.train_with_torch_ddp, world_size=2) == [[], []]
+
+
 def test_who_wants_to_compile_gets_the_compiler():
     [found] = run_ranks(functions.compile_something, world_size=1)
     assert torch.equal(found["doubled"], torch.full((3,), 2.0))
