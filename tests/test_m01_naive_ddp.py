@@ -74,8 +74,10 @@ def test_one_all_reduce_per_parameter(submission):
                     == sorted(("all_reduce", p.numel()) for p in trainable),
                     f"one all_reduce for each of the {len(trainable)} trainable parameters in a step ({model} model), "
                     "each of its parameter's size",
-                    f"rank {rank}, step {step}: {summary(found)}",
+                    summary(found),
                     partial(diagnosis.wrong_launches, found, case),
+                    rank=rank,
+                    step=step,
                 )
 
 

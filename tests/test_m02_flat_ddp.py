@@ -43,8 +43,10 @@ def test_one_all_reduce_per_dtype(submission):
                 expect(
                     len(kinds) == dtypes == len(set(kinds)) and all(op == "all_reduce" for op, _ in kinds),
                     f"a step of the {model} model launches {dtypes} all_reduce, one for each dtype",
-                    f"rank {rank}, step {step}: {summary(found)}",
+                    summary(found),
                     partial(diagnosis.wrong_launches, found, case),
+                    rank=rank,
+                    step=step,
                 )
 
 
@@ -62,8 +64,9 @@ def test_bytes_on_the_wire(submission):
             expect(
                 sent == nbytes,
                 f"a step of the {model} model all-reduces {nbytes} bytes, the size of its trainable parameters",
-                f"rank {rank}: {sent} bytes",
+                f"{sent} bytes",
                 partial(diagnosis.wrong_volume, sent, nbytes),
+                rank=rank,
             )
         require_flat(results, case)
 
@@ -80,7 +83,8 @@ def test_mixed_dtypes(submission):
                 expect(
                     gradient is not None and gradient.dtype == parameter.dtype,
                     f"the gradient of {name} has the parameter's dtype, {parameter.dtype}",
-                    f"rank {rank}: it has {None if gradient is None else gradient.dtype}",
+                    f"it has {None if gradient is None else gradient.dtype}",
+                    rank=rank,
                 )
         expect_gradients(results, case, tolerance=MIXED)
         require_flat(results, case)
@@ -102,8 +106,9 @@ def test_gradients_keep_shape_and_stride(submission):
                 expect(
                     result["strides"][0][name] == list(parameter.stride()),
                     f"after finish_grad_sync the gradient of {name} has the parameter's strides, {parameter.stride()}",
-                    f"rank {rank}: its strides are {result['strides'][0][name]}",
+                    f"its strides are {result['strides'][0][name]}",
                     diagnosis.REPLACED,
+                    rank=rank,
                 )
         require_flat(results, case)
 

@@ -81,26 +81,29 @@ def test_launches_follow_their_gradients(submission):
             expect(
                 not missing,
                 "backward leaves the gradient of every parameter of the model in its .grad",
-                f"rank {rank}: backward reported no gradient for {listing(missing)}",
+                f"backward reported no gradient for {listing(missing)}",
                 diagnosis.COPIED_PARAMETERS,
+                rank=rank,
             )
             found = {launch.numel: launch.place for launch in launches(events, 0)}
             for place, (at, name) in enumerate(order):
                 launched = found.get(sizes[name])
-                expect(launched is not None, f"{name} is all-reduced by itself", f"rank {rank}: no launch of its size")
+                expect(launched is not None, f"{name} is all-reduced by itself", "no launch of its size", rank=rank)
                 expect(
                     at < launched,
                     f"the all_reduce of {name} is launched when its gradient has been added to .grad",
-                    f"rank {rank}: it was launched before",
+                    "it was launched before",
                     diagnosis.TENSOR_HOOK,
+                    rank=rank,
                 )
                 if place + 2 < len(order):
                     expect(
                         launched < order[place + 2][0],
                         f"the all_reduce of {name} is launched before {order[place + 2][1]} is ready",
-                        f"rank {rank}: it was launched later, {sum(p < launched for p, _ in order)} of {len(order)} "
+                        f"it was launched later, {sum(p < launched for p, _ in order)} of {len(order)} "
                         "gradients being ready",
                         diagnosis.COLLECTED,
+                        rank=rank,
                     )
 
 
@@ -117,22 +120,27 @@ def test_every_handle_is_waited_on(submission):
                 expect(
                     bool(found) and not forgotten,
                     "finish_grad_sync waits on the handle of every all_reduce of the step",
-                    f"rank {rank}, step {step}: {len(forgotten)} of {len(found)} were never waited on",
+                    f"{len(forgotten)} of {len(found)} were never waited on",
                     diagnosis.LAST_HANDLE,
+                    rank=rank,
+                    step=step,
                 )
                 stale = [launch for launch in found if set(launch.wait_steps) - {step}]
                 expect(
                     not stale,
                     "a step waits on its own handles only",
-                    f"rank {rank}: {len(stale)} handles of step {step} were waited on again in a later step",
+                    f"{len(stale)} handles of step {step} were waited on again in a later step",
                     diagnosis.NEVER_CLEARED,
+                    rank=rank,
                 )
                 raced = [launch for launch in found if launch.raced]
                 expect(
                     not raced,
                     "a gradient is left alone between its launch and its wait",
-                    f"rank {rank}, step {step}: {len(raced)} of {len(found)} were changed in between",
+                    f"{len(raced)} of {len(found)} were changed in between",
                     diagnosis.RACED,
+                    rank=rank,
+                    step=step,
                 )
         require_overlapped(results, case, steps=3)
 
@@ -156,7 +164,8 @@ def test_no_sync_accumulates(submission):
             expect(
                 count == expected,
                 f"{expected} launches in a step of 3 micro-batches: one for each parameter, in the last backward",
-                f"rank {rank}: {count} launches",
+                f"{count} launches",
+                rank=rank,
             )
         require_overlapped(results, case, steps=2)
 
@@ -175,15 +184,17 @@ def test_no_sync_restores_its_state(submission):
         expect(
             not inside,
             "no launch in backward passes inside no_sync, after an inner no_sync has ended too",
-            f"rank {rank}: {nested} launches inside the inner no_sync, {len(inside) - nested} after it has ended",
+            f"{nested} launches inside the inner no_sync, {len(inside) - nested} after it has ended",
             partial(diagnosis.not_silent, nested),
+            rank=rank,
         )
         outside = [launch for launch in launches(events, phase="backward") if launch.place > after]
         expect(
             len(outside) == len(case.parameters()),
             "after an exception inside no_sync, the next backward launches all its all-reduces",
-            f"rank {rank}: {len(outside)} launches for {len(case.parameters())} parameters",
+            f"{len(outside)} launches for {len(case.parameters())} parameters",
             partial(diagnosis.not_restored, events),
+            rank=rank,
         )
     expect_equal(
         "gradients are the average of all three",

@@ -113,8 +113,10 @@ def test_launch_order_does_not_depend_on_ready_order(submission):
                 expect(
                     [launch.numel for launch in found] == expected,
                     f"buckets are launched in their order on every rank, with {listed(expected)} elements",
-                    f"rank {rank}, step {step}: {summary(found)}",
+                    summary(found),
                     partial(diagnosis.wrong_launches, submission, case, buckets, CAP_BYTES, events, step),
+                    rank=rank,
+                    step=step,
                 )
                 order = ready(events, step)
                 turn = 0  # the place in the record from which on a bucket and all in front of it are complete
@@ -124,8 +126,10 @@ def test_launch_order_does_not_depend_on_ready_order(submission):
                     expect(
                         len(late) < 2,
                         f"bucket {number} is launched when it and those in front of it are complete",
-                        f"rank {rank}, step {step}: {len(late)} more gradients became ready first",
+                        f"{len(late)} more gradients became ready first",
                         partial(diagnosis.not_at_once, submission, jobs, events, step),
+                        rank=rank,
+                        step=step,
                     )
         expect_gradients(results, case)
 
@@ -175,14 +179,18 @@ def test_no_sync_accumulates(submission):
             expect(
                 len(found) == expected,
                 f"{expected} launches in a step of 3 micro-batches: one for each bucket",
-                f"rank {rank}, step {step}: {len(found)} launches",
+                f"{len(found)} launches",
                 partial(diagnosis.wrong_launches, submission, case, buckets, CAP_BYTES, events, step),
+                rank=rank,
+                step=step,
             )
             expect(
                 not late,
                 f"{expected} launches in a step of 3 micro-batches: all in the last backward",
-                f"rank {rank}, step {step}: {late} of them after backward",
+                f"{late} of them after backward",
                 partial(late_launches, submission, jobs, events, step),
+                rank=rank,
+                step=step,
             )
     expect_weights(results, case)
 
@@ -309,6 +317,7 @@ def expect_dtypes(events, case):
             found == expected or len(events) == 1,
             "a bucket has gradients of one dtype and travels in it; a step carries "
             + listed(f"{numel} elements of {dtype}" for dtype, numel in expected.items()),
-            f"rank {rank}: {summary(launches(own, 0))}",
+            summary(launches(own, 0)),
             diagnosis.MIXED_BUCKETS,
+            rank=rank,
         )

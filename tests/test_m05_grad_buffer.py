@@ -95,8 +95,9 @@ def test_gradients_are_views(submission):
                 expect(
                     len(buffers) == 1 and buffers[0]["numel"] == layout["numel"],
                     f"there is one grad buffer, with {layout['numel']} elements",
-                    f"rank {rank}: {[buffer['numel'] for buffer in buffers]}",
+                    f"{[buffer['numel'] for buffer in buffers]}",
                     partial(diagnosis.wrong_layout, buffers, names),
+                    rank=rank,
                 )
                 for name, (start, _) in zip(names, layout["param_ranges"]):
                     offset = buffers[0]["places"].get(name)
@@ -116,15 +117,17 @@ def test_gradients_are_views(submission):
         expect(
             sum(ddp) <= sum(bare),
             f"a step copies no more than the bare model's own, {sum(bare)} elements",
-            f"rank {rank}: {sum(ddp)} elements in {len(ddp)} copies, of {sorted(ddp, reverse=True)[:6]} elements",
+            f"{sum(ddp)} elements in {len(ddp)} copies, of {sorted(ddp, reverse=True)[:6]} elements",
             diagnosis.COPIES,
+            rank=rank,
         )
         extra = result["ddp"]["allocated"] - result["bare"]["allocated"]
         expect(
             extra < 0.05 * gradient_bytes,
             "a step allocates no more than the bare model's own forward and backward",
-            f"rank {rank}: {extra} bytes more; all gradients are {gradient_bytes} bytes",
+            f"{extra} bytes more; all gradients are {gradient_bytes} bytes",
             diagnosis.ALLOCATES,
+            rank=rank,
         )
 
 
@@ -170,8 +173,9 @@ def test_buckets_overlap_with_backward(submission):
             expect(
                 not any(leaked),
                 "the padding is zero after every step",
-                f"rank {rank}: its entries add up to {leaked}",
+                f"its entries add up to {leaked}",
                 diagnosis.LEAKS,
+                rank=rank,
             )
 
 
@@ -211,19 +215,23 @@ def test_main_grad_accumulates_in_fp32(submission):
                     expect(
                         grad.dtype == torch.bfloat16 and torch.equal(grad, main_grad.bfloat16()),
                         "after the finish p.grad is main_grad, rounded to the parameter's dtype",
-                        f"rank {rank}, step {step}: parameter {i} has another gradient, of {grad.dtype}",
+                        f"parameter {i} has another gradient, of {grad.dtype}",
+                        rank=rank,
+                        step=step,
                     )
         for rank, events in enumerate(results.events):
             expect(
                 {launch.dtype for launch in launches(events, 0)} == {"float32"},
                 "the gradients travel in fp32, the dtype of the buffer",
-                f"rank {rank}: {summary(launches(events, 0))}",
+                summary(launches(events, 0)),
+                rank=rank,
             )
             places = results[rank]["steps"][1]["buffers"][0]["places"]
             expect(
                 None not in places.values(),
                 "each main_grad is a view of the buffer",
-                f"rank {rank}: {sum(place is None for place in places.values())} of {len(places)} are not",
+                f"{sum(place is None for place in places.values())} of {len(places)} are not",
+                rank=rank,
             )
 
 
@@ -247,7 +255,8 @@ def test_one_buffer_per_dtype(submission):
                 len(found) == len(expected) and all(names in found for names in expected.values()),
                 f"there are {len(expected)} grad buffers, one for the parameters of each of "
                 f"{sorted(map(str, expected))}",
-                f"rank {rank}: {len(buffers)} buffers, of {sorted(str(buffer['dtype']) for buffer in buffers)}",
+                f"{len(buffers)} buffers, of {sorted(str(buffer['dtype']) for buffer in buffers)}",
+                rank=rank,
             )
             for buffer in buffers:
                 name = next(iter(buffer["places"]))
@@ -255,15 +264,17 @@ def test_one_buffer_per_dtype(submission):
                 expect(
                     buffer["dtype"] == dtypes[name],
                     f"with grad_dtype={grad_dtype} the gradients of {own} parameters are in a {dtypes[name]} buffer",
-                    f"rank {rank}: it is a {buffer['dtype']} buffer",
+                    f"it is a {buffer['dtype']} buffer",
                     diagnosis.NARROWER if own in wide else "",
+                    rank=rank,
                 )
             lost = [name for buffer in buffers for name, place in buffer["places"].items() if place is None]
             expect(
                 not lost,
                 "every gradient is a view of its buffer",
-                f"rank {rank}: not {', '.join(lost)}",
+                f"not {', '.join(lost)}",
                 partial(diagnosis.no_view, results),
+                rank=rank,
             )
         results = submission.run(training.train, case.for_ranks(**job), world_size=world)
         expect_gradients(results, case, tolerance=2**-6)

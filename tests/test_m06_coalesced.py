@@ -113,21 +113,24 @@ def test_coalesce_refuses_mixtures(submission):
                 expect(
                     raised is not None,
                     f"{label} in one block of coalesce raise an exception",
-                    f"rank {rank}: nothing was raised; {summary(found)}",
+                    f"nothing was raised; {summary(found)}",
                     partial(diagnosis.not_refused, compared),
+                    rank=rank,
                 )
             else:
                 expect(
                     result[number]["unchanged"],
                     "an exception that is raised inside a block comes out of it, the same one",
-                    f"rank {rank}: {f'a {raised}' if raised else 'nothing'} came out",
+                    f"{f'a {raised}' if raised else 'nothing'} came out",
                     diagnosis.SWALLOWED,
+                    rank=rank,
                 )
             expect(
                 not found,
                 f"where a block of coalesce ends with an exception ({label}), nothing is launched",
-                f"rank {rank}: {summary(found)}",
+                summary(found),
                 partial(diagnosis.launched_though_refused, compared),
+                rank=rank,
             )
         expect_working([result[number] for result in results], [entry["input"] for entry in after], label)
 
@@ -170,8 +173,9 @@ def test_bucket_group(submission):
                     expect(
                         torch.equal(result[kind][left], result["before"][kind][left]),
                         "a BucketGroup leaves alone the buckets that are not in its bucket_indices",
-                        f"rank {rank}: bucket_indices were {indices}, and bucket 3 of {kind} has changed",
+                        f"bucket_indices were {indices}, and bucket 3 of {kind} has changed",
                         diagnosis.WHOLE_BUFFER,
+                        rank=rank,
                     )
 
 
@@ -382,8 +386,9 @@ def expect_working(answers, inputs, label):
         expect(
             answer["failure"] is None,
             f"after a block of coalesce that ended with an exception ({label}), the next block works",
-            f"rank {rank}: it raised {answer['failure']}",
+            f"it raised {answer['failure']}",
             diagnosis.BLOCK_LEFT_OVER,
+            rank=rank,
         )
     expect_equal(
         f"after a block of coalesce that ended with an exception ({label}), the next block works",
@@ -433,8 +438,9 @@ def expect_numel(found, layout, rank):
     expect(
         found.numel() == layout["numel"],
         f"the buffer has {layout['numel']} elements",
-        f"rank {rank}: it has {found.numel()}",
+        f"it has {found.numel()}",
         diagnosis.WRONG_NUMEL,
+        rank=rank,
     )
 
 
@@ -616,7 +622,7 @@ def expect_fp32_gradients(submission):
         found = launches(events, 0)
         dtypes = {launch.dtype for launch in found}
         expect(
-            dtypes <= {"float32"}, "gradients travel in fp32, the dtype of the buffer", f"rank {rank}: {summary(found)}"
+            dtypes <= {"float32"}, "gradients travel in fp32, the dtype of the buffer", f"{summary(found)}", rank=rank
         )
     sums = [
         {str(i): sum(x[i].float() for own in batches for x in own[step]) / world for i in range(len(sizes))}
