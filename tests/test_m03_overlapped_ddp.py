@@ -44,27 +44,32 @@ def test_launches_are_asynchronous(submission):
         trainable = [p for p in case.parameters().values() if p.requires_grad]
         for rank, events in enumerate(results.events):
             for step in range(2):
-                where = f"rank {rank}, step {step}"
                 found = launches(events, step)
                 expect(
                     sorted((launch.op, launch.numel) for launch in found)
                     == sorted(("all_reduce", p.numel()) for p in trainable),
                     f"one all_reduce for each of the {len(trainable)} trainable parameters ({model} model)",
-                    f"{where}: {summary(found)}",
+                    f"{summary(found)}",
+                    rank=rank,
+                    step=step,
                 )
                 late = [launch for launch in found if launch.phase != "backward"]
                 expect(
                     not late,
                     "every all_reduce is launched while backward runs",
-                    f"{where}: {len(late)} of {len(found)} were launched in {late and late[0].phase}",
+                    f"{len(late)} of {len(found)} were launched in {late and late[0].phase}",
                     diagnosis.IN_THE_FINISH,
+                    rank=rank,
+                    step=step,
                 )
                 blocking = [launch for launch in found if launch.sync or "backward" in launch.wait_phases]
                 expect(
                     not blocking,
                     "backward launches and goes on: no launch is synchronous, no handle is waited on in backward",
-                    f"{where}: {len(blocking)} of {len(found)} launches were waited for in backward",
+                    f"{len(blocking)} of {len(found)} launches were waited for in backward",
                     diagnosis.BLOCKING,
+                    rank=rank,
+                    step=step,
                 )
 
 
