@@ -273,7 +273,7 @@ def test_hints_are_on_the_first_part_that_is_not_written(tmp_path, monkeypatch, 
     shown = brigade("hint", 4).stdout
     assert "**(b), (c)**" in shown and "(a)" not in shown and "(d)" not in shown
     assert "1. Nudge" in brigade("hint", 4, "e").stdout
-    assert brigade("hint", 4, "z").stderr == "brigade: module 4 has no part z: it has a, b, c, d, e, f\n"
+    assert brigade("hint", 4, "z").stderr == "brigade: module 4 has no part z: it has a, b, c, d, e, f, g, h\n"
     file.write_text(re.sub(r"raise NotImplementedError.*", "pass", unwritten))
     assert "all of module 4 is written: say which part" in brigade("hint", 4).stderr
 
