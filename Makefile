@@ -1,14 +1,16 @@
 # make demo and make test are all that a newcomer needs: each does its own set-up first.
 #   PYTHON, TORCH_INDEX            see setup.mk
+#   MODULE=3                       for make module: which; for make figures: that module's timeline alone
 #   GRADE_OPTIONS="--modules 1-4"  for make gradescope: options of `brigade grade`, used for every submission
 #   MATRIX="3.12:2.13.0"           for make matrix: its pairs of Python and torch
 #   GPU_OPTIONS="--minutes 9"      for make gpu-check: its options
 
-.PHONY: help demo test figures gradescope student gpu-check claims promises soak matrix lint
+.PHONY: help demo test module figures gradescope student gpu-check claims promises soak matrix lint
 
 help:
 	@echo "make demo     train the ladder on real text, draw it, check one right and one wrong answer"
 	@echo "make test     everything that must hold: lint, skeletons, graded checks, mutants, toolkit, notebooks"
+	@echo "make module MODULE=3  all that the tests say about one module, for whoever changes it"
 	@echo "make setup    the virtual environment in .venv; then: source .venv/bin/activate"
 	@echo "make figures  draw the readings' pictures anew from runs on this machine"
 	@echo "make gradescope  the autograder for Gradescope as out/gradescope.zip"
@@ -25,6 +27,10 @@ demo: setup
 test: setup lint
 	$(BIN)/python -m pytest -q -rs -n logical --maxprocesses 4 --dist worksteal --target solutions
 
+module: setup lint
+	$(if $(MODULE),,$(error say which module, as in `make module MODULE=3`))
+	$(BIN)/python -m pytest -q -rs -n logical --maxprocesses 4 --dist worksteal --target solutions --module $(MODULE)
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -32,9 +38,9 @@ lint: setup
 	$(BIN)/brigade skeletons --check
 
 figures: setup
-	$(BIN)/python -m brigade.lab.figures
-	$(BIN)/python -m brigade.lab.memory --target solutions
-	$(BIN)/brigade bench --target solutions --comm-ratio 0.8 --png docs/ladder.png
+	$(BIN)/python -m brigade.lab.figures $(MODULE)
+	$(if $(MODULE),,$(BIN)/python -m brigade.lab.memory --target solutions)
+	$(if $(MODULE),,$(BIN)/brigade bench --target solutions --comm-ratio 0.8 --png docs/ladder.png)
 
 gradescope: setup
 	$(BIN)/python -m brigade.cli.gradescope $(GRADE_OPTIONS)

@@ -6,7 +6,7 @@ import argparse
 
 from brigade.cli.console import console, shorten
 from brigade.course import skeletons, validation
-from brigade.course.modules import ROOT
+from brigade.course.modules import MODULES, ROOT
 
 
 def add_skeletons_arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,6 +16,8 @@ def add_skeletons_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_skeletons(options: argparse.Namespace) -> int:
     """brigade skeletons [--check]"""
+    if not options.check:
+        write_first_skeletons()
     validation.validate_course()
     validation.import_checks()
     if options.check:
@@ -23,8 +25,17 @@ def run_skeletons(options: argparse.Namespace) -> int:
         for path in outdated:
             console.print(f"{shorten(path)} is not what it is made of: run `brigade skeletons`")
         return 1 if outdated else 0
+    existing = {path for path in (ROOT / "lessons" / entry.path for entry in MODULES) if path.exists()}
     for path in skeletons.write():
         console.print(f"{shorten(path)} written")
-        if path.suffix == ".py":
+        if path in existing:
             console.print(f"  what was there is in {shorten(ROOT / skeletons.REPLACED / path.parent.name)}")
     return 0
+
+
+def write_first_skeletons() -> None:
+    """Write the skeletons of new modules that still lack a reading, hints or checks: their authors need them first."""
+    for entry in MODULES:
+        is_new = not (ROOT / "lessons" / entry.path).exists() and (ROOT / "solutions" / entry.path).exists()
+        if is_new and validation.missing_files(entry):
+            console.print(f"{shorten(skeletons.write_skeleton(entry))} written")

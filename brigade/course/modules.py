@@ -78,7 +78,18 @@ def module(number: int | str) -> Module:
     for entry in MODULES:
         if str(number) == str(entry.number):
             return entry
-    raise CourseError(f"there is no module {number}: the course has modules 1 to {len(MODULES)}")
+    raise CourseError(f"there is no module {number}: the course has modules {list_numbers()}")
+
+
+def list_numbers() -> str:
+    """Return the numbers of all modules in words, such as "1 to 8, 99"."""
+    runs: list[list[int]] = []
+    for entry in MODULES:
+        if runs and entry.number == runs[-1][-1] + 1:
+            runs[-1].append(entry.number)
+        else:
+            runs.append([entry.number])
+    return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def selected(text: str) -> list[Module]:
@@ -93,9 +104,8 @@ def selected(text: str) -> list[Module]:
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first:
             raise CourseError(f"--modules {text}: {first} comes after {last}")
-        end = max(first, min(last, len(MODULES) + 1))  # far enough to meet one that there is not
-        numbers |= {module(number).number for number in range(first, end + 1)}
-    return [module(number) for number in sorted(numbers)]
+        numbers |= {entry.number for entry in MODULES if module(first).number <= entry.number <= module(last).number}
+    return [entry for entry in MODULES if entry.number in numbers]
 
 
 def results_file(path: str | None, submission: str | None = None) -> Path | None:

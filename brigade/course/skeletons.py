@@ -52,10 +52,16 @@ def write() -> list[Path]:
     changed = outdated()
     for entry in MODULES:
         if ROOT / "lessons" / entry.path in changed:
-            replace(entry, ROOT / REPLACED / entry.package)
+            write_skeleton(entry)
     for path, text in handout.documents(ROOT).items():
         path.write_text(text)
     return changed
+
+
+def write_skeleton(entry: Module) -> Path:
+    """Write one skeleton and return its path. What was in its place is moved to REPLACED."""
+    replace(entry, ROOT / REPLACED / entry.package)
+    return ROOT / "lessons" / entry.path
 
 
 def reset(entry: Module) -> Path | None:

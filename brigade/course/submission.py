@@ -81,7 +81,7 @@ def read(target: str | Path, number: int, prior: str = "own") -> Submission:
     text = source_text(path, target)
     earlier: Sources = {}
     within = directory("solutions") if prior == "reference" else target
-    for other in MODULES[: number - 1]:
+    for other in MODULES[: MODULES.index(entry)]:
         place = find(within, other)
         try:
             if place is not None:

@@ -66,9 +66,13 @@ def import_checks(root: Path = ROOT) -> None:
 def table_faults() -> list[str]:
     """Return what is wrong with the table itself."""
     faults = []
-    for number, entry in enumerate(MODULES, 1):
-        if entry.number != number or not re.fullmatch(rf"m{number:02}_[a-z]\w*", entry.package):
-            faults.append(f"brigade/course/modules.py: row {number} is module {entry.number}, {entry.package}")
+    for before, entry in zip((None, *MODULES), MODULES):
+        if not re.fullmatch(rf"m{entry.number:02}_[a-z]\w*", entry.package):
+            name = f"m{entry.number:02}_"
+            faults.append(f"brigade/course/modules.py: the package of module {entry.number} begins with {name}")
+        if before and entry.number <= before.number:
+            numbers = f"module {entry.number} comes after module {before.number}"
+            faults.append(f"brigade/course/modules.py: {numbers}, but numbers increase")
         if entry.points <= 0 or not entry.public:
             faults.append(f"brigade/course/modules.py: module {entry.number} needs points and public names")
     names = [name for entry in MODULES for name in entry.public]
@@ -80,10 +84,8 @@ def table_faults() -> list[str]:
 
 def module_faults(entry: Module, root: Path) -> list[str]:
     """Return where a module's files do not agree with its row in the table."""
-    lesson, solution = Path("lessons", entry.package), Path("solutions", entry.path)
-    checks = Path("tests", entry.checks.name)
-    needed = (lesson / "README.md", lesson / "hints.md", solution, checks)
-    if missing := [path for path in needed if not (root / path).is_file()]:
+    solution, checks = Path("solutions", entry.path), Path("tests", entry.checks.name)
+    if missing := missing_files(entry, root):
         return [f"{path} is missing" for path in missing]
     faults = []
     for path, examine in ((solution, solution_faults), (checks, check_faults)):
@@ -96,6 +98,18 @@ def module_faults(entry: Module, root: Path) -> list[str]:
     except CourseError as error:
         faults.append(f"solutions/{error}")
     return faults
+
+
+def missing_files(entry: Module, root: Path = ROOT) -> list[Path]:
+    """Return which files of a module, below `root`, its skeleton, handout or grading needs and are not there."""
+    lesson = Path("lessons", entry.package)
+    needed = (
+        lesson / "README.md",
+        lesson / "hints.md",
+        Path("solutions", entry.path),
+        Path("tests", entry.checks.name),
+    )
+    return [path for path in needed if not (root / path).is_file()]
 
 
 def solution_faults(entry: Module, tree: ast.Module) -> list[str]:

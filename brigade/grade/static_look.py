@@ -142,8 +142,9 @@ class Finding:
 def look_at(target: Path, entries: Sequence[Module]) -> list[Finding]:
     """List what is worth a look in the modules of `target` that a grading of `entries` may import."""
     texts, findings = {}, []
-    for entry in MODULES[: max((entry.number for entry in entries), default=0)]:
-        path = find(target, entry)
+    last = max((entry.number for entry in entries), default=0)
+    for entry in MODULES:
+        path = find(target, entry) if entry.number <= last else None
         if path is None:
             continue
         try:

@@ -50,7 +50,7 @@ def steps_of(entry: Module) -> int:
 
 def rungs_of(entry: Module) -> list[Rung]:
     """Of the module before, if there is one, and of the module."""
-    return [rung_of(one) for one in MODULES[max(0, entry.number - 2) : entry.number]]
+    return [rung_of(one) for one in MODULES if one.number <= entry.number][-2:]
 
 
 def bought(entry: Module, sources: Sources, on_step: Callable[[], None] | None = None) -> list[Bought]:

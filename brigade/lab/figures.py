@@ -1,4 +1,4 @@
-"""Redraws the timeline of every lesson from real runs: python -m brigade.lab.figures
+"""Redraws the timeline of every lesson, or of one, from real runs: python -m brigade.lab.figures 3
 
 Each figure shows the module's own step below that of the module before, both from one run on the emulated link of
 `timeline.WORKLOAD`: moving all gradients takes 0.8 of backward.
@@ -9,23 +9,29 @@ from __future__ import annotations
 import argparse
 import sys
 
-from brigade.course.modules import MODULES, ROOT
+from brigade.course.modules import MODULES, ROOT, module
 from brigade.lab.ladder import rung_of
 from brigade.lab.script import ended
 from brigade.lab.timeline import draw, trace
 
 
 def main() -> int:
-    argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="python -m brigade.lab.figures",
         description="Redraws lessons/mNN_*/timeline.png from real runs on two ranks, on an emulated link.",
-        epilog="Example: python -m brigade.lab.figures",
-    ).parse_args()
-    return ended("figures", figures)
+        epilog="Example: python -m brigade.lab.figures 3",
+    )
+    parser.add_argument("number", nargs="?", metavar="N", help="the module's number; all modules without it")
+    options = parser.parse_args()
+    return ended("figures", lambda: figures(options.number))
 
 
-def figures() -> int:
+def figures(number: str | None = None) -> int:
+    """Draw the timeline of one module, or of all. Raise CourseError if there is no such module."""
+    entries = [module(number)] if number else MODULES
     for before, entry in zip((None, *MODULES), MODULES):
+        if entry not in entries:
+            continue
         shown = [entry] if before is None else [before, entry]
         timelines = trace([rung_of(one) for one in shown])
         path = entry.lesson / "timeline.png"

@@ -215,7 +215,7 @@ class Ladder:
 
 def rung_of(entry: Module) -> Rung:
     """A module's place on the ladder: the last of its public names. An optimizer steps for the wrapper before it."""
-    wrapping = [one for one in MODULES[: entry.number] if one.public[-1].endswith("DDP")][-1]
+    wrapping = [one for one in MODULES if one.number <= entry.number and one.public[-1].endswith("DDP")][-1]
     return Rung(
         f"{entry.number} {entry.public[-1]}",
         (wrapping.package, wrapping.public[-1]),

@@ -123,7 +123,7 @@ class Ranks:
             "mode": mode,
             "directory": str(self._directory),
             "environment": gloo_environment(),
-            "packages": {"solutions": read("solutions", len(MODULES)).sources},
+            "packages": {"solutions": read("solutions", MODULES[-1].number).sources},
             "threads": max(1, cores() // self.world_size),
             "seed": 0,
         }

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from brigade.checks.collect import Check, collect
 from brigade.checks.run import Conditions, run_check
 from brigade.checks.verdict import Outcome
-from brigade.course.modules import MODULES, ROOT, Module
+from brigade.course.modules import ROOT, Module, module
 from brigade.course.submission import read
 
 
@@ -55,7 +55,7 @@ class Variant(Change):
 
 def run_on_text(check: Check, text: str, conditions: Conditions) -> Outcome:
     """Run a check on the reference, but for the text of the check's module."""
-    entry = MODULES[check.module - 1]
+    entry = module(check.module)
     sources = read("solutions", entry.number).sources
     key = f"{entry.package}.{entry.name}"
     return run_check(check, "solutions", conditions, sources=sources | {key: (sources[key][0], text)})
@@ -70,6 +70,8 @@ def escapes(entry: Module, mutant: Mutant, conditions: Conditions) -> str:
     checks = {check.name: check for check in collect([entry])}
     if not mutant.caught_by:
         return "no check catches it"
+    if unknown := [name for name in mutant.caught_by if name not in checks]:
+        return f"module {entry.number} has no check {', '.join(unknown)}"
     for name in mutant.caught_by:
         outcome = run_on_text(checks[name], text, conditions)
         if outcome.status != "failed":

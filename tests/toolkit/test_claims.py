@@ -26,6 +26,7 @@ def claim(verdict="wrong", found="wrong"):
     return Claim("example", 1, "Water is dry", "a pump", "right if dry", verdict, lambda: Finding("4 drops", found))
 
 
+@pytest.mark.all_modules
 def test_claims_are_well_formed():
     assert len(BY_NAME) == len(CLAIMS)
     assert [one.module for one in CLAIMS] == sorted(one.module for one in CLAIMS)
@@ -45,6 +46,7 @@ def test_the_box_of_a_reading_names_its_claims(entry):
     assert not names or "python -m brigade.lab.claims NAME" in box
 
 
+@pytest.mark.all_modules
 def test_the_page_is_up_to_date():
     """In all columns but that of what was measured: names, claims, sources, rules, verdicts, and what is cited."""
 

@@ -68,6 +68,7 @@ def test_every_question_has_an_answer(entry):
     assert asked == numbers(text("solutions", entry.package, "answers.md")) == [str(n + 1) for n in range(len(asked))]
 
 
+@pytest.mark.all_modules
 def test_made_parts_are_in_their_places():
     """`brigade skeletons --check` says whether they are up to date."""
     made = {name: [part for _, part, _ in handout.MADE.findall(text(name))] for name in handout.DOCUMENTS}

@@ -671,7 +671,7 @@ def test_without_out_the_results_are_printed(submit, capfd, monkeypatch):
 @pytest.mark.parametrize("text", ["", f"1-{len(MODULES)}", "1-99"])
 def test_selected_modules(text):
     if text == "1-99":
-        with pytest.raises(CourseError, match=f"there is no module {len(MODULES) + 1}:"):
+        with pytest.raises(CourseError, match="there is no module 99:"):
             selected(text)
     else:
         assert [entry.number for entry in selected(text)] == [entry.number for entry in MODULES]

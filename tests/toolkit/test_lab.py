@@ -33,6 +33,7 @@ def png_size(path):
     return struct.unpack(">II", data[16:24])
 
 
+@pytest.mark.all_modules
 def test_every_module_and_torch_train_as_one_process_does(climbed):
     found, steps = climbed
     torch_labels = ["torch DDP", "torch DDP + ZeRO"]

@@ -1,7 +1,7 @@
 """The checks are checked: they catch every mutant, pass every right answer, and give nothing for a skeleton."""
 
+import ast
 import importlib
-import inspect
 
 import pytest
 from alternatives.variants import VARIANTS
@@ -11,7 +11,8 @@ from mutants.renaming import Renaming
 from brigade.checks.collect import collect
 from brigade.checks.context import CheckContext
 from brigade.checks.run import Conditions, run_check
-from brigade.course.modules import MODULES, ROOT
+from brigade.course import validation
+from brigade.course.modules import MODULES, ROOT, module
 from brigade.course.submission import read
 
 WRAPPERS = [entry for entry in MODULES if entry.public[-1].endswith("DDP")]
@@ -48,20 +49,26 @@ def test_mutant_is_caught(entry, mutant, request):
     """Every check that the mutant names fails, as a check and not by accident, and tells the likely cause."""
     option = request.config.option
     conditions = Conditions(backend=option.backend, share_gpu=option.share_gpu, deadline_s=option.deadline)
-    assert escapes(entry, mutant, conditions) == ""
+    fault = escapes(entry, mutant, conditions)
+    assert not fault, f"the mutant {mutant.name!r} of module {entry.number} is not caught as it should be: {fault}"
 
 
 @pytest.mark.parametrize("entry", MODULES, ids=lambda entry: entry.package)
 def test_every_check_catches_a_mutant(entry):
     caught = {name for mutant in mutants(entry) for name in mutant.caught_by}
-    assert caught == set(checks(entry))
-    assert 3 * len(mutants(entry)) >= 4 * len(checks(entry))
+    file = f"tests/mutants/{entry.package}.py"
+    unproved = sorted(set(checks(entry)) - caught)
+    assert not unproved, f"no mutant of {file} has these checks in its `caught_by`: {', '.join(unproved)}"
+    few, many = len(mutants(entry)), len(checks(entry))
+    assert 3 * few >= 4 * many, f"{file} has {few} mutants for {many} checks; at least four for three checks are needed"
 
 
 @pytest.mark.parametrize("entry", MODULES, ids=lambda entry: entry.package)
 def test_points_add_up(entry):
+    """The file's text says so, and what is imported from it has the same points."""
+    faults = validation.check_faults(entry, ast.parse(entry.checks.read_text()))
+    assert not faults, f"tests/{entry.checks.name}: {'; '.join(faults)}"
     assert sum(check.points for check in collect([entry])) == entry.points
-    assert all(inspect.getdoc(check.function) for check in collect([entry]))
 
 
 @pytest.mark.parametrize("entry", MODULES, ids=lambda entry: entry.package)
@@ -73,7 +80,7 @@ def test_another_style_passes(entry, backend):
 
 
 ALL_VARIANTS = [
-    pytest.param(MODULES[number - 1], variant, id=f"{number}-{variant.name.replace(' ', '-')}")
+    pytest.param(module(number), variant, id=f"{number}-{variant.name.replace(' ', '-')}")
     for number, variants in VARIANTS.items()
     for variant in variants
 ]

@@ -208,6 +208,7 @@ def test_thousands_of_ranks_are_planned_in_seconds():
     assert time.process_time() - start < 4
 
 
+@pytest.mark.all_modules
 def test_the_command_prints_a_table_and_its_assumptions(capsys):
     assert cli.main(["plan", "--model", "gpt3-175b", "--dp", "1024", "--dtype", "bf16"]) == 0
     text = capsys.readouterr().out
@@ -219,6 +220,7 @@ def test_the_command_prints_a_table_and_its_assumptions(capsys):
     assert "Data parallelism alone cannot train gpt3-175b" in assumed
 
 
+@pytest.mark.all_modules
 def test_the_example_in_the_document_is_what_the_command_prints(capsys):
     assert cli.main(["plan", "--model", "gpt3-175b", "--dp", "1024"]) == 0
     assert lines(capsys.readouterr().out) in lines(ROOT.joinpath("docs", "plan.md").read_text())

@@ -1,0 +1,42 @@
+"""`pytest --module 3` runs every test that says something about module 3: `make module MODULE=3`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from brigade.course.modules import CourseError, Module, module
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--module", metavar="N", help="only tests about module N, and those about all modules together")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "all_modules: the test is about all modules together")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the tests about one module if the option names one."""
+    if config.option.module is None:
+        return
+    try:
+        entry = module(config.option.module)
+    except CourseError as error:
+        raise pytest.UsageError(str(error)) from None
+    kept = [item for item in items if is_about(item, entry)]
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = kept
+
+
+def is_about(item: pytest.Item, entry: Module) -> bool:
+    """Return whether a test is a check of the module, or is about it, or about all modules together.
+
+    A test is about a module if one of its parameters is the module, or names its package or its notebook.
+    """
+    if item.path == entry.checks or item.get_closest_marker("all_modules"):
+        return True
+    values = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    names = [str(value) for value in values if isinstance(value, (str, Path))]
+    return entry in values or any(entry.package.removeprefix("m") in name for name in names)
