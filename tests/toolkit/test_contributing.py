@@ -104,7 +104,7 @@ def test_the_files_of_a_module_are_there(entry):
     assert len(names) == 12
     for name, what in names:
         path = name.replace(example.package[1:], entry.package[1:]).replace(example.name, entry.name)
-        assert (ROOT / path).is_file() or "may be missing" in what, f"there is no {path}"
+        assert (ROOT / path).is_file() or "may be missing" in what, f"there is no {path}: {what}"
 
 
 def test_the_targets_of_make_are_listed():

@@ -51,8 +51,9 @@ OTHERS = {"grad", "itemsize"}  # torch's, in the same paragraphs
 def paragraph(entry):
     """Return what a reading says about Megatron-LM in its section on other systems."""
     section = (entry.lesson / "README.md").read_text().partition(SECTION)[2].partition("\n## ")[0]
-    [found] = [one for one in re.split(r"\n\s*\n", section.strip()) if one.startswith("**Megatron-LM**")]
-    return " ".join(found.split())
+    found = [one for one in re.split(r"\n\s*\n", section.strip()) if one.startswith("**Megatron-LM**")]
+    assert len(found) == 1, f"lessons/{entry.package}/README.md has {len(found)} paragraphs on **Megatron-LM**, not one"
+    return " ".join(found[0].split())
 
 
 def unknown(text):
@@ -70,8 +71,11 @@ def unknown(text):
 @pytest.mark.parametrize("entry", MODULES, ids=lambda entry: entry.package)
 def test_a_reading_names_the_commit_and_nothing_that_is_not_in_it(entry):
     text = paragraph(entry)
-    assert LINK in text
-    assert unknown(text.replace("`torch/_utils.py`", "")) == set()
+    assert LINK in text, f"lessons/{entry.package}/README.md does not name the commit {LINK}"
+    missing = unknown(text.replace("`torch/_utils.py`", ""))
+    assert not missing, (
+        f"lessons/{entry.package}/README.md names what the table here lacks: {', '.join(sorted(missing))}"
+    )
 
 
 def test_claims_about_the_source_name_the_commit():

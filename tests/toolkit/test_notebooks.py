@@ -159,6 +159,7 @@ def test_nothing_outlives_a_killed_notebook(temporary: Path) -> None:
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_is_stored_without_outputs(path: Path) -> None:
+    assert path.is_file(), f"there is no {path.relative_to(ROOT)}, the demo of its module"
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
     assert notebook.metadata.kernelspec.name == "python3"

@@ -223,7 +223,9 @@ def test_the_command_prints_a_table_and_its_assumptions(capsys):
 @pytest.mark.all_modules
 def test_the_example_in_the_document_is_what_the_command_prints(capsys):
     assert cli.main(["plan", "--model", "gpt3-175b", "--dp", "1024"]) == 0
-    assert lines(capsys.readouterr().out) in lines(ROOT.joinpath("docs", "plan.md").read_text())
+    printed = lines(capsys.readouterr().out)
+    is_current = printed in lines(ROOT.joinpath("docs", "plan.md").read_text())
+    assert is_current, f"docs/plan.md: replace the table below its command by what the command prints:\n{printed}"
 
 
 def test_fp32_is_planned_without_tf32_which_torch_does_not_use_by_default(capsys):
