@@ -11,21 +11,20 @@ import importlib.abc
 import importlib.util
 import sys
 import weakref
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
 from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-_trusted: list[dict[str, Any]] = []
+_trusted: dict[int, dict[str, Any]] = {}  # namespaces by their id, which nothing else has while they are kept here
 
 
 def trust(namespace: dict[str, Any]) -> None:
     """Let the code of a module, which passes its globals(), use what is hidden and private."""
-    _trusted.append(namespace)
+    _trusted[id(namespace)] = namespace
 
 
 def is_trusted(frame: FrameType) -> bool:
-    namespace = frame.f_globals
-    return any(namespace is trusted for trusted in _trusted)
+    return id(frame.f_globals) in _trusted
 
 
 def hidden() -> property:
@@ -137,8 +136,17 @@ class NotForSubmissions(importlib.abc.MetaPathFinder):
             raise ModuleNotFoundError(f"{fullname} belongs to the grader: submissions do not import it", name=fullname)
 
 
+def imported_modules(package: ModuleType) -> Iterator[str]:
+    """Yield the names of a package and of all its modules. To look through sys.modules would copy memory in a fork."""
+    yield package.__name__
+    for value in list(vars(package).values()):
+        if type(value) is ModuleType and value.__name__.rpartition(".")[0] == package.__name__:
+            yield from imported_modules(value)
+
+
 def hide_packages(packages: set[str]) -> None:
     """From now on nobody can import these packages. Code that has imported them keeps them."""
-    for name in [name for name in sys.modules if name.partition(".")[0] in packages]:
-        del sys.modules[name]
+    for package in packages & sys.modules.keys():
+        for name in list(imported_modules(sys.modules[package])):
+            sys.modules.pop(name, None)
     sys.meta_path.insert(0, NotForSubmissions(packages))

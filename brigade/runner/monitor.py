@@ -13,6 +13,7 @@ A rank is not trusted: whatever it sends is limited in size and validated here.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import selectors
@@ -115,7 +116,7 @@ class Monitor:
     def fork(self, directory: Path) -> None:
         """Have the server fork the ranks."""
         descriptors = [fd for rank in self.ranks for fd in rank.descriptors]
-        pids = SERVER.fork(descriptors, directory, self._note_exit)
+        pids = SERVER.fork(descriptors, directory, [functools.partial(self._note_exit, rank) for rank in self.ranks])
         for rank, pid in zip(self.ranks, pids):
             rank.pid = pid
             rank.close_rank_ends()
@@ -144,7 +145,7 @@ class Monitor:
         pids = [rank.pid for rank in self.ranks if rank.pid]
         try:
             if pids:
-                SERVER.kill(pids, lambda pid, status: None)
+                SERVER.kill(pids)
         finally:
             for rank in self.ranks:
                 rank.close()
@@ -185,15 +186,13 @@ class Monitor:
         for key, _ in self._selector.select(timeout):
             read, rank = key.data
             if read is None:
-                SERVER.read_exit(self._note_exit)
+                SERVER.read_exits()
             else:
                 read(rank)
 
-    def _note_exit(self, pid: int, status: int) -> None:
-        for rank in self.ranks:
-            if rank.pid == pid:
-                rank.state.status = status
-                self._note_failure()
+    def _note_exit(self, rank: RankProcess, status: int) -> None:
+        rank.state.status = status
+        self._note_failure()
 
     def _note_failure(self) -> None:
         self._failed_at = self._failed_at or time.monotonic()

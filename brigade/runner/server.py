@@ -1,7 +1,7 @@
 """The parent's side of the fork server: start it, have it fork and kill ranks, and keep its temporary directory.
 
-`SERVER` is the one of this process. How it talks with the server is in `protocol.py`, what the server does in
-`rank/fork_server.py`.
+`SERVER` is the one of this process. Several threads may use it, each for ranks of its own. How it talks with the server
+is in `protocol.py`, what the server does in `rank/fork_server.py`.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ import atexit
 import contextlib
 import fcntl
 import os
+import select
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -34,14 +36,19 @@ class Server:
         self._process: subprocess.Popen | None = None
         self._channel: socket.socket | None = None
         self._ready = False  # whether it has answered: it has imported torch
+        self._lock = threading.RLock()  # held during an exchange of messages
+        self._on_exit: dict[int, Callable[[int], None]] = {}  # by process id, of the ranks that run
         self.scratch = Path()
         self.preload: set[str] = set()  # modules that it imports for all ranks, when it starts
         self.jail: sandbox.Jail | None = None  # of all ranks from now on
 
     def start(self) -> None:
         """Start the server unless it runs. Do not wait until it is ready."""
-        if self._process and self._process.poll() is None:
-            return
+        with self._lock:
+            if not self._process or self._process.poll() is not None:
+                self._start()
+
+    def _start(self) -> None:
         self.close()
         sweep()
         self.scratch, lock = make_locked_directory()  # the server holds the lock as long as it lives
@@ -75,22 +82,29 @@ class Server:
             "TORCHINDUCTOR_CACHE_DIR": str(self.scratch / "inductor"),  # torch._dynamo makes it on import
         }
 
-    def fork(self, descriptors: list[int], directory: Path, on_exit: Callable[[int, int], None]) -> list[int]:
-        """Fork one rank for every three descriptors. Return their process ids."""
+    def fork(self, descriptors: list[int], directory: Path, on_exit: Sequence[Callable[[int], None]]) -> list[int]:
+        """Fork one rank for every three descriptors. Return their process ids.
+
+        `on_exit[rank]` is called with the exit status of a rank that ends by itself.
+        """
         self.start()
         with self._exchange():
             order = {"fork": len(descriptors) // protocol.FDS_PER_RANK, "directory": str(directory)}
             protocol.send(self._channel, order | self._jail(), descriptors)
-            return self._answer("forked", on_exit)
+            pids = self._answer("forked")
+            self._on_exit.update(zip(pids, on_exit))
+            return pids
 
-    def kill(self, pids: list[int], on_exit: Callable[[int, int], None]) -> None:
+    def kill(self, pids: list[int]) -> None:
         """Kill and reap these ranks and whatever they started."""
+        for pid in pids:
+            self._on_exit.pop(pid, None)
         if self._channel is None:
             return  # closed in between: it took its ranks with it
         try:
             with self._exchange():
                 protocol.send(self._channel, {"kill": pids} | self._jail())
-                self._answer("killed", on_exit)
+                self._answer("killed")
         except ServerLost:
             for pid in pids:  # on Linux they went with it
                 protocol.kill_group(pid)
@@ -98,11 +112,11 @@ class Server:
     def _jail(self) -> dict[str, Any]:
         return {"jail": asdict(self.jail) if self.jail else None}
 
-    def read_exit(self, on_exit: Callable[[int, int], None]) -> None:
-        """Read one message that came unasked: a rank has ended by itself."""
+    def read_exits(self) -> None:
+        """Read the messages that came unasked: ranks have ended by themselves. Another thread may have read them."""
         with self._exchange():
-            message = self._message()
-        on_exit(message["exited"], message["status"])
+            while self._channel and select.select([self._channel], [], [], 0)[0]:
+                self._note_exit(self._message())
 
     @contextlib.contextmanager
     def _exchange(self) -> Iterator[None]:
@@ -110,24 +124,32 @@ class Server:
 
         Raise ServerLost if the server has gone, and kill what its ranks had started.
         """
-        try:
-            yield
-        except KeyboardInterrupt:
-            self.close()
-            raise
-        except (OSError, EOFError):
-            self.close()
-            if self.jail:
-                sandbox.kill_user(self.jail.uid)
-            raise ServerLost("the process that starts the ranks has ended; does `import torch` work here?") from None
+        with self._lock:
+            try:
+                if self._channel is None:
+                    raise EOFError  # another thread has lost the server
+                yield
+            except KeyboardInterrupt:
+                self.close()
+                raise
+            except (OSError, EOFError):
+                self.close()
+                if self.jail:
+                    sandbox.kill_user(self.jail.uid)
+                lost = "the process that starts the ranks has ended; does `import torch` work here?"
+                raise ServerLost(lost) from None
 
-    def _answer(self, key: str, on_exit: Callable[[int, int], None]) -> Any:
+    def _answer(self, key: str) -> Any:
         while True:
             message = self._message()
             if key in message:
                 self._ready = True
                 return message[key]
-            on_exit(message["exited"], message["status"])
+            self._note_exit(message)
+
+    def _note_exit(self, message: dict[str, Any]) -> None:
+        if on_exit := self._on_exit.pop(message["exited"], None):
+            on_exit(message["status"])
 
     def _message(self) -> dict[str, Any]:
         message, _ = protocol.receive(self._channel)

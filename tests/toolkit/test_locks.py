@@ -22,7 +22,7 @@ class Holder:
 @pytest.fixture
 def trusted(monkeypatch):
     """This file is trusted during the test."""
-    monkeypatch.setattr(locks, "_trusted", [globals()])
+    monkeypatch.setattr(locks, "_trusted", {id(globals()): globals()})
 
 
 def as_stranger(source, **names):
@@ -103,8 +103,10 @@ def test_code_of_a_module_is_known_by_its_objects():
 
 def test_hidden_packages_cannot_be_imported(monkeypatch):
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    monkeypatch.setitem(sys.modules, "a_package", types.ModuleType("a_package"))
-    monkeypatch.setitem(sys.modules, "a_package.part", types.ModuleType("a_package.part"))
+    package, part = types.ModuleType("a_package"), types.ModuleType("a_package.part")
+    package.part = part  # as an import does
+    monkeypatch.setitem(sys.modules, "a_package", package)
+    monkeypatch.setitem(sys.modules, "a_package.part", part)
     locks.hide_packages({"a_package"})
     assert not [name for name in sys.modules if name.startswith("a_package")]
     with pytest.raises(ModuleNotFoundError, match="a_package.part belongs to the grader|a_package belongs"):

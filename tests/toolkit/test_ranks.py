@@ -371,11 +371,11 @@ def test_after_ctrl_c_at_any_moment_the_next_run_is_in_order(moment, monkeypatch
     answer = Server._answer
     interrupted = []
 
-    def interrupt_once(self, key, on_exit):
+    def interrupt_once(self, key):
         if key == moment and not interrupted:
             interrupted.append(key)
             raise KeyboardInterrupt
-        return answer(self, key, on_exit)
+        return answer(self, key)
 
     monkeypatch.setattr(Server, "_answer", interrupt_once)
     start = time.monotonic()
