@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,11 @@ USUAL_CAUSES = {
 }
 
 
+# Checks that run side by side take turns in this process, which has one generator of random numbers. While one waits
+# for its ranks, another has its turn.
+TURN = threading.Lock()
+
+
 @dataclass
 class CheckContext:
     """The submission that a check examines: runs scenarios on it, and draws random cases.
@@ -46,9 +53,32 @@ class CheckContext:
     is_debugged: bool = False
     rng: random.Random = field(init=False)
     output: list[str] = field(init=False, default_factory=list)
+    has_turn: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """Wait for this check's turn, and keep it in the block except while ranks run."""
+        with TURN:
+            self.has_turn = True
+            try:
+                yield
+            finally:
+                self.has_turn = False
+
+    @contextlib.contextmanager
+    def _pause(self) -> Iterator[None]:
+        """Give the turn away for the duration of the block."""
+        if not self.has_turn:
+            yield
+            return
+        TURN.release()
+        try:
+            yield
+        finally:
+            TURN.acquire()
 
     def worlds(self, *sizes: int) -> list[int]:
         """The world sizes to check: those asked for; only 1 under --debug."""
@@ -70,18 +100,20 @@ class CheckContext:
         if left_s <= 0:
             raise CheckFailed(not_run("the checks of its module have used up their time"))
         try:
-            results = ranks.run_ranks(
-                scenario,
-                *args,
-                world_size=world_size,
-                backend=self.backend if self.share_gpu or world_size <= gpus() else "gloo",
-                share_gpu=self.share_gpu,
-                deadline=min(usual_s, left_s),
-                mode=mode,
-                packages={"submission": self.sources},
-                seed=self.rng.randrange(2**31),
-                terminal=self.is_debugged,
-            )
+            seed = self.rng.randrange(2**31)
+            with self._pause():
+                results = ranks.run_ranks(
+                    scenario,
+                    *args,
+                    world_size=world_size,
+                    backend=self.backend if self.share_gpu or world_size <= gpus() else "gloo",
+                    share_gpu=self.share_gpu,
+                    deadline=min(usual_s, left_s),
+                    mode=mode,
+                    packages={"submission": self.sources},
+                    seed=seed,
+                    terminal=self.is_debugged,
+                )
         except ranks.RankFailure as failure:
             self.output = failure.output
             note = "Here the module's time ended." if failure.kind == "deadline" and left_s < usual_s else ""

@@ -7,6 +7,7 @@ import random
 import shlex
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from brigade.course.modules import ROOT, CourseError
 from brigade.course.submission import Sources, directory, read
 from brigade.rank import dynamo_stub
 from brigade.runner import ranks
-from brigade.runner.server import ServerLost
+from brigade.runner.server import SERVER, ServerLost
 
 HURRY = 4  # once a check has reached its deadline, the others get so much less time
 HUNG_LIMIT = 2  # ... and after so many no check runs any more
@@ -61,7 +62,8 @@ def run_check(
             ends_at=conditions.ends_at,
             is_debugged=conditions.is_debugged,
         )
-        check.function(context)
+        with context.turn():
+            check.function(context)
         outcome.status = "passed"
     except CheckFailed as failed:
         outcome.verdict = failed.verdict
@@ -81,20 +83,26 @@ def run_check(
 
 
 def run_checks(
-    checks: Sequence[Check], target: str | Path, conditions: Conditions, prior_source: str = "own"
+    checks: Sequence[Check],
+    target: str | Path,
+    conditions: Conditions,
+    prior_source: str = "own",
+    at_a_time: int = 1,
 ) -> Iterator[Outcome]:
-    """Run checks one after another, and yield the outcome of each.
+    """Run checks, several at a time, and yield their outcomes in the order of the checks.
 
-    Once one has reached its deadline, the others get less time; after two of them no other check is run.
+    Ranks mostly wait for each other, so two checks at a time use two cores better than one. Once a check has reached
+    its deadline, those that start later get less time; after two of them no other check is run.
     """
     hung = 0
-    for check in checks:
-        if hung == HUNG_LIMIT:
+
+    def run_next(check: Check) -> Outcome:
+        nonlocal hung
+        if hung >= HUNG_LIMIT:
             reason = f"{hung} checks before it did not come to their end"
-            yield Outcome(
+            return Outcome(
                 check, verdict=not_run(reason), repeat=repeat_command(check, target, conditions, prior_source)
             )
-            continue
         usual_s = conditions.deadline_s or ranks.DEADLINE_S[conditions.backend]
         outcome = run_check(
             check, target, replace(conditions, deadline_s=usual_s / HURRY) if hung else conditions, prior_source
@@ -104,7 +112,20 @@ def run_checks(
                 note = "It was given less time than usual, since a check before it had not come to its end."
                 outcome.verdict = replace(outcome.verdict, note=note)
             hung += 1
-        yield outcome
+        return outcome
+
+    if at_a_time == 1:
+        yield from map(run_next, checks)
+        return
+    pool = ThreadPoolExecutor(at_a_time)
+    try:
+        for future in [pool.submit(run_next, check) for check in checks]:
+            yield future.result()
+    except KeyboardInterrupt:
+        SERVER.close()  # which ends the ranks that the others wait for
+        raise
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def prepare() -> None:

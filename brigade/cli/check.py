@@ -26,6 +26,7 @@ from brigade.course.modules import HAS_SOLUTIONS, MODULES, ROOT, CourseError, Mo
 from brigade.course.submission import Sources, directory, find, read
 from brigade.runner import machine, ranks
 
+MAX_AT_A_TIME = 4  # checks; each has up to four ranks
 Outcomes = dict[Check, Outcome]  # of the last time
 
 
@@ -128,7 +129,8 @@ def check_module(
     )
     report = Report(before or {}, is_quiet, shows_prints=bool(options.only))
     checks.sort(key=lambda check: check in report.before and report.before[check].passed)
-    for outcome in run_checks(checks, options.target, conditions, options.prior):
+    at_a_time = 1 if options.debug or conditions.backend == "nccl" else min(MAX_AT_A_TIME, machine.cores())
+    for outcome in run_checks(checks, options.target, conditions, options.prior, at_a_time):
         report.add(outcome)
         if options.debug and not outcome.passed:
             break
