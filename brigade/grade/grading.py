@@ -104,7 +104,7 @@ class Schedule:
         if outcome.passed or self.earlier(outcome, source):
             return False
         if source == "reference":
-            return earlier_failed(self.grading, outcome.check.module)
+            return earlier_failed(self.grading, outcome.check.module) or lacks_a_name(outcome)
         # It has run on the reference's modules, or not at all. A check that waited in vain there will do so here, too.
         stopped = self.time_outs(outcome.check.module, "reference") >= PATIENCE
         before = self.earlier(outcome, "reference")
@@ -169,6 +169,11 @@ class Schedule:
         """Return how many of the module's checks reached their deadline with the earlier modules of `source`."""
         found = [self.earlier(outcome, source) for outcome in self.grading.of_module(number)]
         return sum(outcome is not None and outcome.ending == "deadline" for outcome in found)
+
+
+def lacks_a_name(outcome: Outcome) -> bool:
+    """Return whether the module imports what an earlier one does not have: that one may be right in another style."""
+    return outcome.verdict is not None and outcome.verdict.error == "ImportError"
 
 
 def earlier_failed(grading: Grading, number: int) -> bool:
