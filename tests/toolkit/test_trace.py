@@ -237,3 +237,13 @@ def test_the_readings_have_their_pictures_redrawn(quick, monkeypatch, tmp_path, 
     assert capsys.readouterr().out.count(" ms exposed") == 3
     for entry in MODULES[:2]:
         assert colours(tmp_path / "lessons" / entry.package / "timeline.png")[1] == 900
+
+
+def test_one_reading_has_its_picture_redrawn(monkeypatch, capsys):
+    drawn = []
+    monkeypatch.setattr(figures, "trace", lambda rungs: [])
+    monkeypatch.setattr(figures, "draw", lambda timelines, path, titles: drawn.append(path))
+    monkeypatch.setattr(sys, "argv", ["figures", "3"])
+    assert figures.main() == 0 and drawn == [MODULES[2].lesson / "timeline.png"]
+    monkeypatch.setattr(sys, "argv", ["figures", "77"])
+    assert figures.main() == 2 and capsys.readouterr().err.startswith("figures: there is no module 77")

@@ -1,0 +1,57 @@
+"""`pytest --module 3`, which `make module MODULE=3` runs, has every test that is about module 3."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from conftest import is_about, pytest_collection_modifyitems
+
+from brigade.course.modules import MODULES, ROOT
+
+FIRST, SECOND = MODULES[:2]
+
+
+def item(*values, path="test_any.py", marker=None):
+    """A test of the suite: the values of its parameters, its file, and its marker."""
+    found = SimpleNamespace(path=ROOT / "tests" / path, get_closest_marker=lambda name: name == marker)
+    if values:
+        found.callspec = SimpleNamespace(params=dict(enumerate(values)))
+    return found
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        item(path=FIRST.checks.name),
+        item(marker="all_modules"),
+        item(FIRST, "another parameter"),
+        item(ROOT / "lessons" / FIRST.package / "README.md"),
+        item(ROOT / "notebooks" / f"{FIRST.package[1:]}.ipynb"),
+    ],
+)
+def test_what_is_about_a_module(chosen):
+    assert is_about(chosen, FIRST)
+
+
+@pytest.mark.parametrize(
+    "other", [item(), item(path=SECOND.checks.name), item(SECOND), item(ROOT / "lessons" / SECOND.package), item(1)]
+)
+def test_what_is_about_something_else(other):
+    assert not is_about(other, FIRST)
+
+
+def select(number, items):
+    """Select as the option does. Return what is left of the items, and how many were deselected."""
+    deselected = []
+    hook = SimpleNamespace(pytest_deselected=lambda items: deselected.extend(items))
+    pytest_collection_modifyitems(SimpleNamespace(option=SimpleNamespace(module=number), hook=hook), items)
+    return items, len(deselected)
+
+
+def test_the_option_keeps_the_tests_of_one_module():
+    first, second = item(FIRST), item(SECOND)
+    assert select(None, [first, second]) == ([first, second], 0)
+    assert select("1", [first, second]) == ([first], 1)
+    with pytest.raises(pytest.UsageError, match="there is no module 77: the course has modules 1 to"):
+        select("77", [first])
