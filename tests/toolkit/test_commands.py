@@ -185,6 +185,7 @@ def test_commands_are_found():
     assert len(commands()) > 80
 
 
+@pytest.mark.all_modules
 @pytest.mark.parametrize("command", commands())
 def test_the_command_is_accounted_for(command):
     assert account_of(command), f"{commands()[command]} has a command that ACCOUNTS does not have"
@@ -199,6 +200,7 @@ def test_the_account_is_of_a_command(account):
 # ---- all are looked at
 
 
+@pytest.mark.all_modules
 @pytest.mark.parametrize("command", commands())
 def test_the_command_exists(command):
     """The program, its options and the files that it names."""

@@ -101,6 +101,7 @@ def test_no_secret_is_in_it(edition):
     assert {name for name, text in found.items() if "### BEGIN SOLUTION" in text} == {"brigade/course/skeletons.py"}
 
 
+@pytest.mark.all_modules
 def test_no_answer_is_in_it(edition):
     """Not a telling line of what the student has to write, the last hints aside, and of what a full answer contains."""
     secret, shown = set(), set()
@@ -117,6 +118,7 @@ def test_no_answer_is_in_it(edition):
         assert not told or name.endswith("/hints.md"), f"{name}: {told}"
 
 
+@pytest.mark.all_modules
 def test_what_it_imports_is_in_it(edition):
     found = texts(edition)
     names = set()

@@ -97,7 +97,6 @@ def test_a_link_is_emulated_between_the_ranks_of_a_notebook(two_ranks: Ranks) ->
     assert min(first.end, second.end) >= first.began + 0.1
 
 
-@pytest.mark.all_modules
 def test_solutions_are_importable(two_ranks: Ranks) -> None:
     names = [f"from solutions.{m.package}.{m.name} import {', '.join(m.public)}" for m in MODULES]
     two_ranks.run("\n".join(names))

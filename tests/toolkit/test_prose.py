@@ -72,6 +72,7 @@ def fault_of(target: str, document: Path) -> str:
     return ""
 
 
+@pytest.mark.all_modules
 @every_document
 def test_links_lead_somewhere(document):
     targets = re.findall(r"\]\(\s*([^)\s]+)\s*\)", prose(document))
@@ -129,6 +130,7 @@ def missing_name(code: str) -> bool:
     return True
 
 
+@pytest.mark.all_modules
 @every_document
 def test_what_is_named_is_there(document):
     for code in code_in(document):
@@ -145,6 +147,7 @@ def test_what_is_not_there_is_found():
     assert not missing_name("brigade.runner.ranks.run_ranks(f)") and not missing_name("torch.nn.utils.clip_grad_norm_")
 
 
+@pytest.mark.all_modules
 def test_files_named_in_the_code_are_there():
     """In docstrings and comments, by the end of their path."""
     for path in paths():
@@ -246,6 +249,7 @@ def test_a_figure_is_the_codes(pattern):
 # ---- spelling
 
 
+@pytest.mark.all_modules
 @every_document
 def test_the_spelling_is_british(document):
     """The opposite of codespell's list of British words that an American would write otherwise."""
