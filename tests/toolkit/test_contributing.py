@@ -122,3 +122,17 @@ def test_the_bounds_are_those_that_are_measured():
         promises.BUCKETED_RATIO, promises.ZERO_RATIO,
     ]  # fmt: skip
     assert f"`{promises.BENCH}`" in section
+
+
+WALKS = re.findall(r"^\*\*[^*]+\*\*, in six files:\n\n((?:.+\n)+)", TEXT, re.MULTILINE)
+
+
+@pytest.mark.parametrize("walk", WALKS, ids=["one check", "one gradient"])
+def test_a_walk_leads_through_at_most_six_files_that_have_what_it_names(walk):
+    steps = re.split(r"^\d\. ", walk, flags=re.MULTILINE)[1:]
+    files = [re.match(r"`([\w/]+\.py)`: ", step)[1] for step in steps]
+    assert len(set(files)) == 6
+    code = "\n".join((ROOT / file).read_text() for file in files)
+    for name in re.findall(r"`([\w.]+)`", "".join(steps)):
+        if name not in files:
+            assert re.search(rf"\b{name.split('.')[-1]}\b", code), f"no file of the walk has {name}"
