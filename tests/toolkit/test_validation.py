@@ -10,7 +10,7 @@ import pytest
 
 from brigade.cli import gradescope
 from brigade.cli import main as cli
-from brigade.course import skeletons, student_edition, validation
+from brigade.course import modules, skeletons, student_edition, validation
 from brigade.course.modules import MODULES, ROOT, CourseError
 from brigade.grade import gradescope_package as package
 
@@ -88,6 +88,21 @@ def test_files_and_names_of_the_table(course):
     shutil.copy(ROOT / SOLUTION, course / SOLUTION)
     change(course / SOLUTION, "### END SOLUTION", "### END")
     assert fault(course).startswith(f"{SOLUTION}: ### BEGIN SOLUTION and")
+
+
+def test_numbers_may_leave_gaps_but_increase(monkeypatch):
+    last = replace(MODULES[-1], number=99, package="m99_last", public=("Last",))
+    for owner in (validation, modules):
+        monkeypatch.setattr(owner, "MODULES", (*MODULES[:2], last))
+    assert validation.table_faults() == []
+    assert modules.selected("2-99") == [MODULES[1], last] and modules.selected("99,1") == [FIRST, last]
+    with pytest.raises(CourseError, match="there is no module 3: the course has modules 1 to 2, 99$"):
+        modules.selected("2-3")
+    monkeypatch.setattr(validation, "MODULES", (last, replace(MODULES[1], package="m03_flat_ddp")))
+    assert validation.table_faults() == [
+        "brigade/course/modules.py: the package of module 2 begins with m02_",
+        "brigade/course/modules.py: module 2 comes after module 99, but numbers increase",
+    ]
 
 
 def test_all_faults_are_named_at_once(course):
