@@ -104,11 +104,12 @@ def run_checks(
                 check, verdict=not_run(reason), repeat=repeat_command(check, target, conditions, prior_source)
             )
         usual_s = conditions.deadline_s or ranks.DEADLINE_S[conditions.backend]
+        is_hurried = hung > 0
         outcome = run_check(
-            check, target, replace(conditions, deadline_s=usual_s / HURRY) if hung else conditions, prior_source
+            check, target, replace(conditions, deadline_s=usual_s / HURRY) if is_hurried else conditions, prior_source
         )
         if outcome.ending == "deadline":
-            if hung:
+            if is_hurried:
                 note = "It was given less time than usual, since a check before it had not come to its end."
                 outcome.verdict = replace(outcome.verdict, note=note)
             hung += 1

@@ -159,6 +159,7 @@ def test_an_error_in_all_checks_is_told_once(brigade, lessons):
 
 def test_after_two_checks_that_hang_no_other_is_waited_for(brigade, lessons, monkeypatch):
     monkeypatch.setitem(ranks.DEADLINE_S, "gloo", 4.0)
+    monkeypatch.setattr(check, "MAX_AT_A_TIME", 1)  # so that it is certain which ones are the first two
     text = (lessons / MODULES[0].path).read_text()
     hanging = text.replace(
         "        for parameter in self.module", "        while True: pass\n        for parameter in self.module"

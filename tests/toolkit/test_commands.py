@@ -354,8 +354,9 @@ def test_the_command_works(command, ended):
 
 def test_the_copy_is_what_is_run(tmp_path):
     """Not the course that is installed in this environment."""
-    (tmp_path / "brigade").mkdir()
-    (tmp_path / "brigade" / "__init__.py").write_text("")
-    (tmp_path / "brigade" / "cli.py").write_text("program = lambda: print('the copy')\n")
+    (tmp_path / "brigade" / "cli").mkdir(parents=True)
+    for package in ("brigade", "brigade/cli"):
+        (tmp_path / package / "__init__.py").write_text("")
+    (tmp_path / "brigade" / "cli" / "main.py").write_text("program = lambda: print('the copy')\n")
     done = subprocess.run(["bash", "-c", "brigade"], cwd=tmp_path, env=environment(tmp_path), capture_output=True)
     assert done.stdout == b"the copy\n"

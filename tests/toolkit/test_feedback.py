@@ -332,7 +332,9 @@ def record(*steps: str) -> list[dict[str, Any]]:
         for sign in text:
             phase = "finish" if sign == "f" else events[-1]["phase"]
             kind = {"r": "ready", "l": "launch", "f": "phase"}[sign]
-            events.append({"kind": kind, "phase": phase, "index": len(events)} | (launch if sign == "l" else {}))
+            events.append(
+                {"kind": kind, "phase": phase, "index": len(events), "name": "weight"} | (launch if sign == "l" else {})
+            )
     return events
 
 

@@ -10,6 +10,7 @@ import hostile
 import pytest
 from hostile.watched import WATCHED
 
+from brigade.course.listing import GradedCheck
 from brigade.course.modules import MODULES, ROOT, CourseError
 from brigade.grade import classroom, formats, incoming
 from brigade.grade.outcome import Grading, Outcome
@@ -290,7 +291,7 @@ def test_only_modules_that_a_grading_may_import_are_looked_at(tmp_path):
 
 @pytest.fixture
 def state():
-    return Grading([Outcome(1, "test_one", "The first.", 3, passed=True, finished=True)], 7, finished=True)
+    return Grading([Outcome(GradedCheck(1, "test_one", "The first.", 3), "passed")], 7, finished=True)
 
 
 FOUND = Finding(FILE, (12, 40), "_getframe\x1b", "reads the frames of other functions")
