@@ -311,9 +311,12 @@ def test_gradescope_hides_it_from_the_student(state):
 def test_every_format_says_it(state):
     writers = {**formats.WRITERS, "classroom50": lambda grading: formats.classroom50(grading, {})}
     assert set(writers) == set(formats.FORMATS)
+    own = writers.pop("json")
+    assert json.loads(own(state))["findings"] == []
     for write in writers.values():
         assert HEADING not in write(state).lower()
     state.findings.append(FOUND)
+    assert json.loads(own(state))["findings"] == [LINE]
     for write in writers.values():
         assert HEADING in write(state).lower() and LINE in write(state)
     *_, suite = ElementTree.fromstring(writers["junit"](state))
@@ -324,10 +327,10 @@ def test_every_format_says_it(state):
 
 def test_the_gradebook_has_a_column_for_it(state, tmp_path):
     student = classroom.Student("ada", tmp_path / "ada", tmp_path / "ada.json")
-    student.results.write_text(formats.gradescope(state))
+    student.results.write_text(formats.own_json(state))
     before = classroom.row(student, MODULES[:1])
     state.findings += [FOUND, Finding(FILE, (), "", "cannot be looked at: it is odd")]
-    student.results.write_text(formats.gradescope(state))
+    student.results.write_text(formats.own_json(state))
     after = classroom.row(student, MODULES[:1])
     assert before[HEADING] == ""
     assert after.pop(HEADING) == f"{LINE} / {FILE}: cannot be looked at: it is odd"
