@@ -1,10 +1,12 @@
-"""The claims that the readings check, in their order, each with its experiment."""
+"""The claims that the readings check, in their order, each with its experiment.
+
+Where a script beside a reading measures the same, the experiment is that script's function.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
-import timeit
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,6 +28,11 @@ from brigade.lab.plan import DEVICE_MEMORY_GBPS, MODELS, model_of
 from brigade.lab.plan_config import solution
 from brigade.rank.emulated_link import Link, sent_bytes
 from brigade.runner.ranks import RankResults, run_ranks
+from lessons.m02_flat_ddp import launches as launch_times
+from lessons.m05_grad_buffer import ledger
+from lessons.m06_coalesced import manager
+from lessons.m06_coalesced.sent import measure as measure_sent_bytes
+from lessons.m07_cached_shards.views import all_slices, microseconds
 
 MIB = 2**20
 DEADLINE_S = 60.0
@@ -109,8 +116,8 @@ def xl_backward() -> Finding:
     "computed for XL on two ranks with each link that `brigade plan` names; wrong if in none of these cases", "depends",
 )  # fmt: skip
 def latency() -> Finding:
-    found = on_ranks(claimed_ranks.launch_times, 20, stream=False)[0]
-    ratios = [one / flat for one, flat in zip(found["one by one"], found["flat"])]
+    _, together, single = on_ranks(launch_times.measure, 20, stream=False)[0].values()
+    ratios = [one / flat for one, flat in zip(single, together)]
     sizes = [FP32_BYTES * parameter.numel() for parameter in xl_parameters().values()]
     computed = {}
     for link in NAMED.values():
@@ -119,8 +126,8 @@ def latency() -> Finding:
         computed[link.what] = one_by_one_s / pace.seconds("all_reduce", sum(sizes), 2)
     words = listed([f"{ratio:.2f} ({what})" for what, ratio in computed.items()])
     return Finding(
-        f"TinyLM tiny on gloo, the recorder's own time included: 39 all-reduces {summary(found['one by one'])} ms, one "
-        f"with the same bytes {summary(found['flat'])} ms, {summary(ratios)} times as long; XL computed, α from NCCL's "
+        f"TinyLM tiny on gloo, the recorder's own time included: 39 all-reduces {summary(single)} ms, one "
+        f"with the same bytes {summary(together)} ms, {summary(ratios)} times as long; XL computed, α from NCCL's "
         f"table: {words} times as long",
         by_share([median(ratios) > 2, *(ratio > 2 for ratio in computed.values())]),
     )
@@ -131,9 +138,10 @@ def latency() -> Finding:
     "right if nothing is copied and no memory is allocated for it", "wrong",
 )  # fmt: skip
 def flatten() -> Finding:
-    found = on_ranks(claimed_ranks.flat_copies, 100)[0]
+    found = ledger.beyond_bare(on_ranks, "m02_flat_ddp", "FlatDDP")
+    times = on_ranks(claimed_ranks.copy_times, 100)[0]
     return Finding(
-        f"for TinyLM tiny {found['copied'] / 1e6:.2f} MB are copied (in and out) in {summary(found['ms'], 2)} ms, and "
+        f"for TinyLM tiny {found['copied'] / 1e6:.2f} MB are copied (in and out) in {summary(times, 2)} ms, and "
         f"{found['allocated'] / 1e6:.2f} MB allocated",
         right_if(found["copied"] == 0 and found["allocated"] == 0),
     )
@@ -558,12 +566,17 @@ cited(
     "right if the calls in the block are done, and an all-reduce after it", "wrong",
 )  # fmt: skip
 def manager_device() -> Finding:
-    text, device = (on_ranks(claimed_ranks.manage, f"device={given}")[0] for given in ("'cuda'", "torch.device('cpu')"))
+    text, device = (on_ranks(manager.attempt, f"device={given}")[0] for given in ("'cuda'", "torch.device('cpu')"))
     return Finding(
-        f"{text['raised'] or 'nothing'} is raised, and with a `torch.device` {device['raised'] or 'nothing'} (gloo); "
-        f"an all-reduce of 1 and 2 afterwards gives {text['after']:g} and {device['after']:g}",
-        right_if(text["results"] == [[3.0], [3.0]] and text["after"] == 3),
+        f"{exception(text)} is raised, and with a `torch.device` {exception(device)} (gloo); "
+        f"an all-reduce of 1 and 2 afterwards gives {text[2]:g} and {device[2]:g}",
+        right_if(text == ([3.0, 3.0], "", 3.0)),
     )
+
+
+def exception(attempted: tuple[list[float], str, float]) -> str:
+    """Return the name of the exception that a block raised."""
+    return attempted[1].partition(":")[0] or "nothing"
 
 
 @claim(
@@ -573,13 +586,12 @@ def manager_device() -> Finding:
     "block", "wrong",
 )  # fmt: skip
 def manager_mixtures() -> Finding:
-    names = ("a maximum and a sum", "an all-reduce and an all-gather", "an exception")
-    ops, kinds, exception = (on_ranks(claimed_ranks.manage, name)[0] for name in names)
-    got = listed([f"{value:g}" for result in ops["results"] for value in result])
+    names = ("MAX, then SUM", "all-reduce, then all-gather", "an exception after the first")
+    ops, kinds, interrupted = (on_ranks(manager.attempt, name)[0] for name in names)
     return Finding(
-        f"the maximum and the sum of 1 and 2 become {got}; an all-reduce and an all-gather: "
-        f"{kinds['raised'] or 'no exception'}; after an exception in a block the next sum is {exception['after']:g}",
-        right_if(ops["results"] == [[2.0], [3.0]] and exception["after"] == 3),
+        f"the maximum and the sum of 1 and 2 become {listed([f'{value:g}' for value in ops[0]])}; an all-reduce and an "
+        f"all-gather: {exception(kinds)}; after an exception in a block the next sum is {interrupted[2]:g}",
+        right_if(ops[0] == [2.0, 3.0] and interrupted[2] == 3),
     )
 
 
@@ -616,16 +628,14 @@ def benchmark_loop() -> Finding:
 def reduce_scatter_bytes() -> Finding:
     if not Path("/proc/self/io").exists():
         raise CannotMeasure("only Linux counts what a process writes")
-    found = on_ranks(claimed_ranks.written_bytes)[0]
-    ratios = [
-        found["reduce_scatter"] / found["all_reduce"],
-        found["ring reduce_scatter"] / found["ring all_reduce"],
-    ]
+    gloo = {op: share for op, (share, _, _) in on_ranks(measure_sent_bytes)[0].items()}
+    half, whole = on_ranks(claimed_ranks.ring_bytes)[0]
+    ratios = [gloo["reduce_scatter"] / gloo["all_reduce"], half / whole]
     return Finding(
-        f"of S bytes a rank sends {found['all_reduce']:.2f} S in gloo's all-reduce, {found['reduce_scatter']:.2f} S "
-        f"in its reduce-scatter, which is an all-reduce and a slice, {found['all_gather']:.2f} S in its all-gather; "
+        f"of S bytes a rank sends {gloo['all_reduce']:.2f} S in gloo's all-reduce, {gloo['reduce_scatter']:.2f} S "
+        f"in its reduce-scatter, which is an all-reduce and a slice, {gloo['all_gather']:.2f} S in its all-gather; "
         "with a ring of sends and receives, the algorithm for which nccl-tests counts NCCL's bytes, "
-        f"{found['ring all_reduce']:.2f} S and {found['ring reduce_scatter']:.2f} S",
+        f"{whole:.2f} S and {half:.2f} S",
         by_share([abs(2 * ratio - 1) < 0.1 for ratio in ratios]),
     )
 
@@ -633,29 +643,23 @@ def reduce_scatter_bytes() -> Finding:
 # ---- module 7
 
 
-def best_us(function: Callable[[], object]) -> float:
-    """Microseconds of a call, the least disturbed of many."""
-    return min(timeit.repeat(function, number=10, repeat=500)) / 10 * 1e6
-
-
-def all_slices(bucket: torch.Tensor, ranks: int) -> list[torch.Tensor]:
-    length = bucket.numel() // ranks
-    return [bucket[rank * length : (rank + 1) * length] for rank in range(ranks)]
-
-
 @functools.cache
 def slice_us() -> float:
     bucket = torch.zeros(1_000_000)
-    return best_us(lambda: bucket[100:200])
+    return microseconds(lambda: bucket[100:200])
+
+
+def slices_us(ranks: int) -> float:
+    bucket = torch.zeros(1_000_000)
+    return microseconds(lambda: all_slices(bucket, ranks))
 
 
 @claim(
-    "slice", 7, "A slice costs 10 to 50 µs of CPU time", SHARDS, "right if the quickest of 500 takes 10 µs or more",
+    "slice", 7, "A slice costs 10 to 50 µs of CPU time", SHARDS, "right if the quickest of 1000 takes 10 µs or more",
     "wrong",
 )  # fmt: skip
 def one_slice() -> Finding:
-    bucket = torch.zeros(1_000_000)
-    times = {ranks: best_us(lambda ranks=ranks: all_slices(bucket, ranks)) for ranks in (8, 32)}
+    times = {ranks: slices_us(ranks) for ranks in (8, 32)}
     return Finding(
         f"{slice_us():.1f} µs; all shards of a bucket {times[8]:.1f} µs for 8 ranks, {times[32]:.0f} µs for 32",
         right_if(slice_us() >= 10),
@@ -679,9 +683,9 @@ def many_slices() -> Finding:
     "ranks, wrong if for none", "depends",
 )  # fmt: skip
 def caching() -> Finding:
-    bucket, cache = torch.zeros(1_000_000), {(0, 3): torch.zeros(1)}
-    cached = best_us(lambda: cache[0, 3])
-    saved = {ranks: 0.04 * (best_us(lambda ranks=ranks: all_slices(bucket, ranks)) - cached) for ranks in (8, 32, 128)}
+    cache = {(0, 3): torch.zeros(1)}
+    cached = microseconds(lambda: cache[0, 3])
+    saved = {ranks: 0.04 * (slices_us(ranks) - cached) for ranks in (8, 32, 128)}
     words = listed([f"{ms:.1f} ms for {ranks}" for ranks, ms in saved.items()])
     return Finding(
         f"{words} ranks; slicing only the rank's own shard, without a cache, saves all but "
@@ -810,11 +814,13 @@ def equal_shares() -> Finding:
     "half right",
 )  # fmt: skip
 def sharding_traffic() -> Finding:
+    from lessons.m08_zero_optimizer import traffic  # imports parts of torch that are slow to import
+
     numel = sum(parameter.numel() for parameter in tiny_lm("tiny", "meta").parameters())
     one = sent_bytes("all_reduce", FP32_BYTES * numel, 2)
     words, more = [], []
-    for kind in ("ZeroOptimizer", "ShardedOptimizer", "torch DDP + ZeroRedundancyOptimizer"):
-        step = launches(on_ranks(claimed_ranks.sharing_steps, kind).events[0], 2)
+    for kind in ("ZeroOptimizer", "ShardedOptimizer", traffic.TORCH):
+        step = launches(on_ranks(traffic.three_steps, kind).events[0], 2)
         sent = sum(sent_bytes(launch.op, launch.nbytes, 2) for launch in step)
         ops = listed([f"{count} {op}" for op, count in Counter(launch.op for launch in step).items()])
         words.append(f"{kind} {sent / one:.2f} times an all-reduce of all gradients ({ops})")

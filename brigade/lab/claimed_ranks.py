@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,49 +24,9 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def launch_times(rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of all-reducing TinyLM's gradients one by one, and as one tensor; in turns."""
-    sizes = [parameter.numel() for parameter in tiny_lm("tiny", "meta").parameters()]
-    found: dict[str, list[float]] = {"one by one": [], "flat": []}
-    for _ in range(rounds):
-        for name, shapes in (("one by one", sizes), ("flat", [sum(sizes)])):
-            tensors = [torch.zeros(shape) for shape in shapes]
-            dist.barrier()
-            start = time.perf_counter()
-            for tensor in tensors:
-                dist.all_reduce(tensor)
-            found[name].append(1e3 * (time.perf_counter() - start))
-    return found
-
-
-class Ledger(TorchDispatchMode):
-    """Counts the bytes that copying operations write, and those of new memory, in what runs inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.copied = self.allocated = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        if isinstance(result, Tensor):
-            if function._overloadpacket.__name__ in ("cat", "copy_", "clone"):
-                self.copied += result.nbytes
-            memory = {tensor.untyped_storage().data_ptr() for tensor in recording.tensors_in(list(args))}
-            if result.untyped_storage().data_ptr() not in memory:
-                self.allocated += result.nbytes
-        return result
-
-
-def flat_copies(rounds: int) -> dict:
-    """Bytes that module 2's finish copies and allocates for TinyLM, and milliseconds of that copying alone."""
-    model = tiny_lm()
-    ddp = student("m02_flat_ddp", "FlatDDP")(model)
-    gradients = []
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-        gradients.append(parameter.grad)
-    with Ledger() as ledger:
-        ddp.finish_grad_sync()
+def copy_times(rounds: int) -> list[float]:
+    """Return the milliseconds of copying TinyLM's gradients into one tensor and back, as module 2 does."""
+    gradients = [torch.ones_like(parameter) for parameter in tiny_lm().parameters()]
     times = []
     for _ in range(rounds):
         start = time.perf_counter()
@@ -75,7 +34,7 @@ def flat_copies(rounds: int) -> dict:
         for gradient, piece in zip(gradients, flat.split([gradient.numel() for gradient in gradients])):
             gradient.copy_(piece.view(gradient.shape))
         times.append(1e3 * (time.perf_counter() - start))
-    return {"copied": ledger.copied, "allocated": ledger.allocated, "ms": times}
+    return times
 
 
 def unfinished(attempts: int) -> int:
@@ -123,45 +82,6 @@ def grouped_step(wrapper: str, buckets_per_group: int | None) -> None:
     recording.note("step", step=0)
     language_loss(ddp(tokens), tokens).backward()
     ddp.finish_grad_sync()
-
-
-def reduced(op: Any = dist.ReduceOp.SUM) -> Tensor:
-    """An all-reduce of what this rank has: 1 on rank 0 and 2 on rank 1."""
-    tensor = torch.tensor([dist.get_rank() + 1.0])
-    dist.all_reduce(tensor, op)
-    return tensor
-
-
-def gathered() -> Tensor:
-    tensor = torch.empty(dist.get_world_size())
-    all_gather(tensor, torch.tensor([dist.get_rank() + 1.0]))
-    return tensor
-
-
-def interrupted() -> Tensor:
-    raise KeyError("on purpose")
-
-
-BLOCKS: dict[str, tuple[Any, list[Callable[[], Tensor]]]] = {
-    "device='cuda'": ("cuda", [reduced, reduced]),
-    "device=torch.device('cpu')": (torch.device("cpu"), [reduced, reduced]),
-    "a maximum and a sum": (None, [lambda: reduced(dist.ReduceOp.MAX), reduced]),
-    "an all-reduce and an all-gather": (None, [reduced, gathered]),
-    "an exception": (None, [reduced, interrupted]),
-}
-
-
-def manage(name: str) -> dict:
-    """What a block of torch's coalescing manager gives, or the exception's name, and a sum afterwards (1 + 2)."""
-    pass_device, calls = BLOCKS[name]
-    results, raised = [], ""
-    try:
-        with _coalescing_manager(device=pass_device):
-            results = [call() for call in calls]
-    except (RuntimeError, TypeError, KeyError, AssertionError) as error:
-        raised = type(error).__name__
-    found = [result.tolist() for result in results] if not raised else []
-    return {"results": found, "raised": raised, "after": reduced().item()}
 
 
 def twenty_times() -> dict[str, float]:
@@ -233,52 +153,23 @@ def ring(whole: Tensor, phases: int) -> None:
             mine.copy_(received)
 
 
-def written_bytes() -> dict[str, float]:
-    """What this process writes for each collective, as a multiple of the tensor's bytes. Linux counts it."""
+def ring_bytes() -> list[float]:
+    """Return what this process sends in a ring's reduce-scatter and all-reduce, as a multiple of the tensor's bytes.
+
+    Linux counts it.
+    """
 
     def written() -> int:
         return int(dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())["wchar"])
 
-    rank, size = dist.get_rank(), dist.get_world_size()
-    calls = {
-        "all_reduce": lambda whole: dist.all_reduce(whole),
-        "reduce_scatter": lambda whole: reduce_scatter(whole.chunk(size)[rank], whole),
-        "all_gather": lambda whole: all_gather(whole, whole.chunk(size)[rank]),
-        "ring all_reduce": lambda whole: ring(whole, 2),
-        "ring reduce_scatter": lambda whole: ring(whole, 1),
-    }
     tensors = [torch.ones(96_000) for _ in range(20)]
-    found = {}
-    for name, call in calls.items():
-        before = written()
+    marks = [written()]
+    for phases in (1, 2):
         for tensor in tensors:
-            call(tensor)
-        found[name] = (written() - before) / sum(tensor.nbytes for tensor in tensors)
-    return found
-
-
-def sharing_steps(kind: str) -> None:
-    """Three steps with an optimizer whose state is divided, or with torch DDP and none; see step 2 of the record."""
-    torch.manual_seed(0)  # equal weights, for ShardedOptimizer
-    model = ddp = tiny_lm()
-    if kind == "ShardedOptimizer":
-        optimizer = student("m08_zero_optimizer", kind)(model.parameters(), torch.optim.AdamW)
-    elif kind == "ZeroOptimizer":
-        ddp = student("m07_cached_shards", "CachedDDP")(model, bucket_numel=2**18)
-        optimizer = student("m08_zero_optimizer", kind)(ddp, torch.optim.AdamW)
-    else:
-        from torch.distributed.optim import ZeroRedundancyOptimizer  # importing it warns of what torch itself uses
-
-        ddp = DistributedDataParallel(model, bucket_cap_mb=1)
-        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
-    tokens = torch.randint(256, (2, 16))
-    for step in range(3):
-        recording.note("step", step=step)
-        optimizer.zero_grad()
-        language_loss(ddp(tokens), tokens).backward()
-        if kind == "ZeroOptimizer":
-            ddp.finish_grad_sync()
-        optimizer.step()
+            ring(tensor, phases)
+        marks.append(written())
+    nbytes = sum(tensor.nbytes for tensor in tensors)
+    return [(after - before) / nbytes for before, after in zip(marks, marks[1:])]
 
 
 def summary(values: list[float], digits: int = 1) -> str:

@@ -74,6 +74,8 @@ def failed(error: Exception) -> str:
 
 def chosen(names: Sequence[str]) -> list[Claim]:
     """The claims of these names; all without names. Raises CourseError for a name that is none."""
+    if str(ROOT) not in sys.path:
+        sys.path.append(str(ROOT))  # some experiments are scripts of the readings
     from brigade.lab.claimed import CLAIMS
 
     known = {claim.name: claim for claim in CLAIMS}

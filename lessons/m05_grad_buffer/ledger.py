@@ -11,20 +11,20 @@ KINDS = {"cat": "copied", "clone": "copied", "copy_": "copied", "add_": "added",
 
 
 class Ledger(TorchDispatchMode):
-    """Adds up what torch writes, in MB: copies, sums in place, zeros, and new memory."""
+    """Adds up what torch writes, in bytes: copies, sums in place, zeros, and new memory."""
 
     def __init__(self):
         super().__init__()
-        self.mb = {"copied": 0, "added": 0, "zeroed": 0, "allocated": 0}
+        self.nbytes = {"copied": 0, "added": 0, "zeroed": 0, "allocated": 0}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         if isinstance(result, torch.Tensor):
             if kind := KINDS.get(function.overloadpacket.__name__):
-                self.mb[kind] += result.nbytes / 1e6
+                self.nbytes[kind] += result.nbytes
             memory = result.untyped_storage().data_ptr()
             if memory not in [arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, torch.Tensor)]:
-                self.mb["allocated"] += result.nbytes / 1e6
+                self.nbytes["allocated"] += result.nbytes
         return result
 
 
@@ -38,14 +38,19 @@ def third_step(package, wrapper):
             language_loss(ddp(tokens), tokens).backward()
             if wrapper:
                 ddp.finish_grad_sync()
-    return ledger.mb
+    return ledger.nbytes
+
+
+def beyond_bare(run, package, wrapper):
+    """Return what a step with the wrapper writes beyond a step of the bare model, in bytes by kind."""
+    bare, wrapped = run(third_step, "", "")[0], run(third_step, package, wrapper)[0]
+    return {kind: wrapped[kind] - bare[kind] for kind in bare}
 
 
 def main(run):
-    bare = run(third_step, "", "")[0]
     for package, wrapper in [("m04_bucketed_ddp", "BucketedDDP"), ("m05_grad_buffer", "BufferedDDP")]:
-        found = run(third_step, package, wrapper)[0]
-        print(f"{wrapper}:", ", ".join(f"{mb - bare[kind]:.2f} MB {kind}" for kind, mb in found.items()))
+        found = beyond_bare(run, package, wrapper)
+        print(f"{wrapper}:", ", ".join(f"{nbytes / 1e6:.2f} MB {kind}" for kind, nbytes in found.items()))
 
 
 if __name__ == "__main__":

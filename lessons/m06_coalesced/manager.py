@@ -19,27 +19,36 @@ def all_reduce(op=dist.ReduceOp.SUM):
     return tensor
 
 
+def gather():
+    tensor = torch.empty(dist.get_world_size())
+    all_gather(tensor, mine())
+    return tensor
+
+
 CASES = {
     "two sums": (None, [all_reduce, all_reduce]),
     "device='cuda'": ("cuda", [all_reduce, all_reduce]),
     "device=torch.device('cpu')": (torch.device("cpu"), [all_reduce, all_reduce]),
     "MAX, then SUM": (None, [lambda: all_reduce(dist.ReduceOp.MAX), all_reduce]),
-    "all-reduce, then all-gather": (None, [all_reduce, lambda: all_gather(torch.empty(2), mine())]),
+    "all-reduce, then all-gather": (None, [all_reduce, gather]),
     "an exception after the first": (None, [all_reduce, lambda: 1 / 0]),
 }
 
 
 def attempt(name):
+    """Return the results of a block, what it raises, and what a SUM of 1 and 2 gives afterwards."""
     device, calls = CASES[name]
+    results, raised = [], ""
     try:
         with _coalescing_manager(device=device):
             results = [call() for call in calls]
-        outcome = [result.item() for result in results]
+        results = torch.cat(results).tolist()
     except (RuntimeError, TypeError, ZeroDivisionError) as error:
-        outcome = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
-    return f"{outcome}; a SUM afterwards: {all_reduce().item()}"
+        results, raised = [], f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+    return results, raised, all_reduce().item()
 
 
 if __name__ == "__main__":
     for name in CASES:
-        print(f"{name}: {run_ranks(attempt, name)[0]}")
+        results, raised, after = run_ranks(attempt, name)[0]
+        print(f"{name}: {raised or results}; a SUM afterwards: {after}")

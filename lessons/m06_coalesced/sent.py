@@ -21,6 +21,7 @@ def written():
 
 
 def measure():
+    """Return by collective what part of the tensors' bytes is sent, and the writes, one by one and coalesced."""
     rank, size = dist.get_rank(), dist.get_world_size()
     calls = {
         "all_reduce": lambda whole: dist.all_reduce(whole),
@@ -39,8 +40,7 @@ def measure():
                 call(tensor)
         marks.append(written())
         (before, one), (middle, two), (_, three) = marks
-        share = (middle - before) / sum(tensor.nbytes for tensor in tensors)
-        found[name] = f"{share:.2f} of the bytes sent; {two - one} writes one by one, {three - two} coalesced"
+        found[name] = (middle - before) / sum(tensor.nbytes for tensor in tensors), two - one, three - two
     return found
 
 
@@ -49,5 +49,5 @@ if __name__ == "__main__":
         sys.exit("only Linux counts what a process writes")
     for size in (2, 4):
         print(f"{size} ranks")
-        for name, found in run_ranks(measure, world_size=size)[0].items():
-            print(f"  {name}: {found}")
+        for name, (share, single, coalesced) in run_ranks(measure, world_size=size)[0].items():
+            print(f"  {name}: {share:.2f} of the bytes sent; {single} writes one by one, {coalesced} coalesced")
