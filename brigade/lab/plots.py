@@ -30,23 +30,16 @@ NAMES = {  # where a legend needs more than the key
 def ladder_table(ladder: Ladder) -> Table:
     """A row for each rung, 80 columns wide at most."""
     workload = ladder.workload
-    table = Table(
-        title=f"The ladder: {ladder.world_size} ranks, {workload.rounds - workload.warmup} timed steps each, in turns",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=0,
-        show_edge=False,
-    )
-    table.add_column("rung", no_wrap=True)
-    for heading in (
+    title = f"The ladder: {ladder.world_size} ranks, {workload.rounds - workload.warmup} timed steps each, in turns"
+    headings = (
         "step ms\nmedian",
         "step ms\nquartiles",
         "ratio to\ntorch DDP",
         "collectives\nper step",
         "MB sent\nper step",
-    ):
-        table.add_column(heading, justify="right")
-    table.add_column(f"loss after\n{workload.rounds} steps", justify="right")
+        f"loss after\n{workload.rounds} steps",
+    )
+    table = bench_table(title, "rung", headings)
     for rung in ladder.rungs:
         lower, upper = rung.quartiles_ms
         table.add_row(

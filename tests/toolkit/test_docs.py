@@ -79,20 +79,3 @@ def test_made_parts_are_made_anew_and_the_rest_is_left_alone():
     before = text("assignments.md")
     edited = before.replace("| 1. ", "| 9. ").replace("## Module 2", "## Part 2") + "By hand.\n"
     assert handout.filled(edited, ROOT) == before + "By hand.\n"
-
-
-def documents():
-    places = ("*.md", "docs/*.md", "lessons/*/*.md", "solutions/*/*.md")
-    return [path for place in places for path in ROOT.glob(place)]
-
-
-def dead_links(document):
-    """The targets of a document's links that are not there. Code has none."""
-    prose = re.sub(r"^```.*?^```$", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
-    targets = re.findall(r"\]\(([^)#\s]+)\)", prose)
-    return [target for target in targets if "://" not in target and not (document.parent / target).exists()]
-
-
-@pytest.mark.parametrize("document", documents(), ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_links_lead_somewhere(document):
-    assert dead_links(document) == []

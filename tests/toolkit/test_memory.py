@@ -1,12 +1,12 @@
 """What the picture of memory counts, and that it agrees with the formulas."""
 
 import io
-import struct
 import sys
 
 import pytest
 import torch
 from rich.console import Console
+from test_lab import png_size
 
 from brigade.course.modules import CourseError
 from brigade.lab import memory, memory_accounting
@@ -86,9 +86,7 @@ def test_the_table_fits_a_terminal(counted):
 def test_the_picture_can_be_drawn(counted, tmp_path):
     path = tmp_path / "out" / "memory.png"
     memory.memory_picture([*counted[0].values()], path)
-    data = path.read_bytes()
-    assert data.startswith(b"\x89PNG\r\n\x1a\n")
-    assert struct.unpack(">II", data[16:24])[0] == 900
+    assert png_size(path)[0] == 900
 
 
 def test_errors_are_one_line(monkeypatch, capsys):
