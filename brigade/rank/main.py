@@ -33,7 +33,7 @@ from brigade.runner import wire
 
 MODES = {"record": recording.RecordingGroup, "hold": strict.HoldingGroup, "pace": emulated_link.PacedGroup}
 
-SCATTERED = 400  # parameters; half of them leave holes for those of the model
+SCATTERED = 100  # parameters; half of them leave holes for those of the model
 
 
 def main(control_fd: int, output_fd: int, trace_fd: int, server: int) -> None:
