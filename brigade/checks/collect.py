@@ -6,7 +6,7 @@ import importlib
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from brigade.course.listing import GradedCheck, list_checks
 from brigade.course.modules import ROOT, Module
@@ -25,14 +25,14 @@ class Check(GradedCheck):
 def collect(entries: Sequence[Module]) -> list[Check]:
     """Return all graded checks of the modules, in order. Import their files, and torch with them."""
     return [
-        Check(**asdict(check), function=getattr(import_file(entry), check.name))
+        Check(**asdict(check), function=getattr(import_from_tests(entry.checks.stem), check.name))
         for entry in entries
         for check in list_checks(entry)
     ]
 
 
-def import_file(entry: Module) -> object:
-    """Return the module with the checks of `entry`."""
+def import_from_tests(name: str) -> Any:
+    """Import a module of the directory `tests`, such as the checks or the mutants of a module."""
     if str(ROOT / "tests") not in sys.path:
         sys.path.insert(0, str(ROOT / "tests"))
-    return importlib.import_module(entry.checks.stem)
+    return importlib.import_module(name)

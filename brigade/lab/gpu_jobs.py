@@ -8,7 +8,6 @@ It prints a line of JSON with the number of jobs, and one for each job as it end
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 import time
@@ -16,16 +15,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from brigade.checks import render
-from brigade.checks.collect import collect
+from brigade.checks.collect import collect, import_from_tests
 from brigade.checks.run import Conditions, prepare, run_check
-from brigade.course.modules import ROOT, Module, module
+from brigade.course.modules import Module, module
 
 
 def mutants_of(entry: Module) -> Any:
     """Return the file of the module's mutants."""
-    if str(ROOT / "tests") not in sys.path:
-        sys.path.insert(0, str(ROOT / "tests"))
-    return importlib.import_module(f"mutants.{entry.package}")
+    return import_from_tests(f"mutants.{entry.package}")
 
 
 def run_jobs(jobs: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -41,7 +38,7 @@ def run_jobs(jobs: dict[str, Any]) -> Iterator[dict[str, Any]]:
         entry, started = module(number), time.monotonic()
         known = mutants_of(entry)
         [mutant] = [mutant for mutant in known.MUTANTS if mutant.name == name]
-        escaped = importlib.import_module("mutants").escapes(entry, mutant, conditions)
+        escaped = import_from_tests("mutants").escapes(entry, mutant, conditions)
         seconds = time.monotonic() - started
         yield {"name": f"mutant {number}: {name}", "passed": not escaped, "seconds": seconds, "text": escaped}
 

@@ -162,25 +162,12 @@ def measure(
 
 def memory_table(found: Sequence[Held]) -> Table:
     """A row for each case, and for each formula a row below the cases it is for; 80 columns wide at most."""
-    from rich import box
-    from rich.table import Table
+    from brigade.lab.plots import bench_table
 
     world_sizes = list(found[0].held)
-    table = Table(
-        title=f"MB on the fullest rank after two steps of AdamW, P = {found[0].numel} parameters",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=0,
-        show_edge=False,
-    )
-    table.add_column("rung", no_wrap=True)
-    headings = [
-        "para-\nmeters",
-        "gradi-\nents",
-        *(f"{kind}\nN={n}" for kind in ("state", "total") for n in world_sizes),
-    ]
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
+    title = f"MB on the fullest rank after two steps of AdamW, P = {found[0].numel} parameters"
+    headings = [f"{kind}\nN={n}" for kind in ("state", "total") for n in world_sizes]
+    table = bench_table(title, "rung", ["para-\nmeters", "gradi-\nents", *headings])
     for place, one in enumerate(found):
         table.add_row(one.case.label, *cells([one.fullest(n) for n in world_sizes]))
         if one is found[-1] or found[place + 1].case.formula != one.case.formula:

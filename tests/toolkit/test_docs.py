@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from brigade.checks.collect import collect, import_file
+from brigade.checks.collect import collect, import_from_tests
 from brigade.course import handout
 from brigade.course.modules import MODULES, ROOT
 
@@ -59,7 +59,7 @@ def test_the_list_of_checks_is_what_the_file_defines(entry):
         [points] = [mark.args[0] for mark in check.function.pytestmark if mark.name == "points"]
         assert check.points == points and check.title == inspect.getdoc(check.function).splitlines()[0]
         found.append(check.name)
-    assert found == [name for name in vars(import_file(entry)) if name.startswith("test_")]
+    assert found == [name for name in vars(import_from_tests(entry.checks.stem)) if name.startswith("test_")]
 
 
 @pytest.mark.parametrize("entry", MODULES, ids=lambda entry: entry.package)
