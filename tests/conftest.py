@@ -1,12 +1,34 @@
-"""`pytest --module 3` runs every test that says something about module 3: `make module MODULE=3`."""
+"""`pytest --module 3` runs every test that says something about module 3: `make module MODULE=3`.
+
+The fixture `brigade` is what the tests of commands share.
+"""
 
 from __future__ import annotations
 
+from collections import namedtuple
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from brigade.course.modules import CourseError, Module, module
+
+Done = namedtuple("Done", "returncode stdout stderr")
+
+
+@pytest.fixture
+def brigade(capfd: pytest.CaptureFixture[str]) -> Callable[..., Done]:
+    """Run a command in this process; return its exit status, output and errors."""
+
+    def run(*arguments: object) -> Done:
+        from brigade.cli import main as cli
+
+        status = cli.main([str(argument) for argument in arguments])
+        out, err = capfd.readouterr()
+        assert "Traceback" not in out + err
+        return Done(status, out, err)
+
+    return run
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -12,6 +12,7 @@ from brigade.checks.reference import loss_of
 from brigade.rank import recording
 from brigade.rank.api import device, student
 from brigade.rank.recording import phase
+from scenarios.m08_sharded import state_bytes
 from scenarios.training import on_device, wrap
 
 
@@ -198,12 +199,6 @@ def on_this_device(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: on_this_device(item) for key, item in value.items()}
     return type(value)(on_this_device(item) for item in value) if isinstance(value, (list, tuple)) else value
-
-
-def state_bytes(state: dict) -> int:
-    """The bytes of an optimizer's state, in tensors of more than one element."""
-    tensors = recording.tensors_in([list(entries.values()) for entries in state.values()])
-    return sum(tensor.nbytes for tensor in tensors if tensor.numel() > 1)
 
 
 def bytes_by_dtype(tensors: Iterable[Tensor]) -> dict[str, int]:

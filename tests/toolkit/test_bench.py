@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import csv
+import functools
 import io
 import json
 import os
@@ -38,16 +39,9 @@ def outside_torchrun(monkeypatch):
 
 
 @pytest.fixture
-def brigade(capfd):
+def brigade(brigade):
     """Runs `brigade bench` in this process; gives its exit status, output and errors."""
-
-    def run(*arguments):
-        status = cli.main(["bench", "--target", "solutions", *map(str, arguments)])
-        out, err = capfd.readouterr()
-        assert "Traceback" not in out + err
-        return SimpleNamespace(returncode=status, stdout=out, stderr=err)
-
-    return run
+    return functools.partial(brigade, "bench", "--target", "solutions")
 
 
 def submission(directory, changes=(), modules=(1,)):

@@ -12,7 +12,6 @@ import time
 import zipfile
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -24,19 +23,6 @@ from brigade.course import skeletons
 from brigade.course.modules import MODULES, ROOT
 from brigade.lab import comparison
 from brigade.runner import ranks
-
-
-@pytest.fixture
-def brigade(capfd):
-    """Runs a command in this process; gives its exit status, output and errors."""
-
-    def run(*arguments):
-        status = cli.main([str(argument) for argument in arguments])
-        out, err = capfd.readouterr()
-        assert "Traceback" not in out + err
-        return SimpleNamespace(returncode=status, stdout=out, stderr=err)
-
-    return run
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,6 @@ from itertools import pairwise
 import matplotlib.image
 import pytest
 
-from brigade.cli import main as cli
 from brigade.course import modules
 from brigade.course.modules import MODULES, ROOT, module
 from brigade.lab import figures, ladder, timeline
@@ -149,17 +148,10 @@ def quick(monkeypatch):
     monkeypatch.setattr(timeline, "WORKLOAD", WORKLOAD)
 
 
-def brigade(capsys, *arguments):
-    status = cli.main([str(argument) for argument in arguments])
-    out, err = capsys.readouterr()
-    assert "Traceback" not in out + err
-    return status, out, err
-
-
-def test_the_command_writes_a_picture_and_a_trace(quick, capsys, tmp_path):
+def test_the_command_writes_a_picture_and_a_trace(quick, brigade, tmp_path):
     picture, events = tmp_path / "step.png", tmp_path / "step.json"
     options = ("--torch", "--latency-us", 500, "--bandwidth-gbps", 1, "--png", picture, "--json", events)
-    status, out, err = brigade(capsys, "trace", 2, "--target", "solutions", *options)
+    status, out, err = brigade("trace", 2, "--target", "solutions", *options)
     assert status == 0 and not err
     assert "2 FlatDDP: a step of " in out and "torch DDP: a step of " in out and " ms exposed, 1 collective" in out
     assert "The link is emulated, 500.0 us a message and 1 Gbit/s in each direction" in out
@@ -177,36 +169,36 @@ def submission(directory, number, change=lambda text: text):
     return directory
 
 
-def test_what_is_not_written_yet_is_named(quick, capsys, tmp_path):
+def test_what_is_not_written_yet_is_named(quick, brigade, tmp_path):
     submission(tmp_path, 1)
     skeleton = MODULES[1]
     (tmp_path / skeleton.package).mkdir()
     (tmp_path / skeleton.path).write_text((ROOT / "lessons" / skeleton.path).read_text())
-    status, _, err = brigade(capsys, "trace", 2, "--target", tmp_path)
+    status, _, err = brigade("trace", 2, "--target", tmp_path)
     assert status == 2
     assert err == "brigade: module 2, part (a) is not written yet: `brigade check 2` says what to do\n"
-    status, _, err = brigade(capsys, "trace", 1, "--target", tmp_path / "nowhere")
+    status, _, err = brigade("trace", 1, "--target", tmp_path / "nowhere")
     assert (status, err) == (2, f"brigade: there is no directory {tmp_path / 'nowhere'}\n")
 
 
-def test_a_deadlock_is_told_rank_by_rank(quick, capsys, tmp_path):
+def test_a_deadlock_is_told_rank_by_rank(quick, brigade, tmp_path):
     def only_rank_0(text):
         head = "def finish_grad_sync(self) -> None:"
         assert head in text
         return text.replace(head, f"{head}\n        if dist.get_rank(): return", 1)
 
-    status, _, err = brigade(capsys, "trace", 2, "--target", submission(tmp_path, 2, only_rank_0))
+    status, _, err = brigade("trace", 2, "--target", submission(tmp_path, 2, only_rank_0))
     assert status == 2
     assert err.startswith("brigade: ") and "rank 0" in err and "rank 1" in err
 
 
-def test_a_collective_that_nobody_waits_for_is_counted(quick, capsys, tmp_path):
+def test_a_collective_that_nobody_waits_for_is_counted(quick, brigade, tmp_path):
     def forgets(text):
         assert "handle.wait()" in text
         return text.replace("handle.wait()", "pass", 1)
 
     files = ("--png", tmp_path / "step.png", "--json", tmp_path / "step.json")
-    status, printed, _ = brigade(capsys, "trace", 3, "--target", submission(tmp_path, 3, forgets), *files)
+    status, printed, _ = brigade("trace", 3, "--target", submission(tmp_path, 3, forgets), *files)
     assert status == 0
     assert f"{2 * len(PARAMETERS)} of {2 * len(PARAMETERS)} collectives of all ranks were never waited for" in printed
 
@@ -222,8 +214,8 @@ def test_a_collective_that_nobody_waits_for_is_counted(quick, capsys, tmp_path):
         (["2", "--png", "no/such/place.png"], "there is no directory"),
     ],
 )
-def test_wrong_input_gets_one_line(quick, capsys, arguments, line):
-    status, _, err = brigade(capsys, "trace", *arguments, "--target", "solutions")
+def test_wrong_input_gets_one_line(quick, brigade, arguments, line):
+    status, _, err = brigade("trace", *arguments, "--target", "solutions")
     assert status == 2
     assert line in err and err.startswith("brigade: ") and err.count("\n") == 1
 

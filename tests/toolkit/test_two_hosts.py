@@ -124,8 +124,3 @@ def test_a_run_that_is_killed_leaves_nothing(tmp_path, nothing_left):
     finally:
         process.send_signal(signal.SIGKILL)
     finish(process)
-
-
-def test_the_batch_script_is_a_script():
-    subprocess.run(["bash", "-n", str(ROOT / "slurm" / "bench.sbatch")], check=True)
-    subprocess.run(["bash", "-n", str(SCRIPT)], check=True)
