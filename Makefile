@@ -25,11 +25,11 @@ demo: setup
 	$(BIN)/python -m brigade.cli.demo
 
 test: setup lint
-	$(BIN)/python -m pytest -q -rs -n logical --maxprocesses 4 --dist worksteal --target solutions
+	$(BIN)/python -m pytest -q -rs -n 3 --dist worksteal --target solutions
 
 module: setup lint
 	$(if $(MODULE),,$(error say which module, as in `make module MODULE=3`))
-	$(BIN)/python -m pytest -q -rs -n logical --maxprocesses 4 --dist worksteal --target solutions --module $(MODULE)
+	$(BIN)/python -m pytest -q -rs -n 3 --dist worksteal --target solutions --module $(MODULE)
 
 lint: setup
 	$(BIN)/ruff check .
