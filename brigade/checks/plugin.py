@@ -42,7 +42,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--share-gpu", action="store_true", help="several NCCL ranks on one GPU: for correctness only")
     group.addoption("--seed", type=int, default=None, help="repeat the random cases of an earlier run")
     group.addoption("--deadline", type=float, default=None, help="seconds that one run of ranks may take")
-    group.addoption("--debug-rank", action="store_true", help="world size 1, no deadline: breakpoint() works, with -s")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -94,7 +93,6 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         backend=option.backend,
         share_gpu=option.share_gpu,
         deadline_s=option.deadline,
-        is_debugged=option.debug_rank,
     )
     outcome = pyfuncitem.stash[OUTCOME] = run_check(check, option.target, conditions, option.prior)
     if outcome.exception:

@@ -114,11 +114,15 @@ def overlapped(program: Program) -> None:
 
 
 def bucketed(program: Program) -> None:
-    buckets = program.setting.by_cap
+    average_copies(program, program.setting.by_cap, 4)  # divides, and copies back
+    program.step()
+
+
+def average_copies(program: Program, buckets: Buckets, moves: int) -> None:
+    """Copy and reduce the buckets in backward. Wait for each, and read or write its bytes so many times."""
     for number, nbytes in zip(program.backward("all_reduce", buckets, copies=1), buckets.nbytes):
         program.wait(number)
-        program.move(4 * nbytes)  # divides, and copies back
-    program.step()
+        program.move(moves * nbytes)
 
 
 def buffered(program: Program) -> None:
@@ -170,22 +174,13 @@ def owners_step(program: Program) -> None:
 
 
 def torch_ddp(program: Program) -> None:
-    torch_average(program)
+    average_copies(program, program.setting.by_torch, 2)  # torch divides as it copies
     program.step()
 
 
 def torch_zero(program: Program) -> None:
-    torch_average(program)
+    average_copies(program, program.setting.by_torch, 2)
     owners_step(program)
-
-
-def torch_average(program: Program) -> None:
-    buckets = program.setting.by_torch
-    for number, nbytes in zip(
-        program.backward("all_reduce", buckets, copies=1), buckets.nbytes
-    ):  # divides as it copies
-        program.wait(number)
-        program.move(2 * nbytes)
 
 
 def computation(program: Program) -> None:
