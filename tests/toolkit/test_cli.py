@@ -156,17 +156,21 @@ def test_after_two_checks_that_hang_no_other_is_waited_for(brigade, lessons, mon
     assert shown.count("✗ 0/") == 7 and shown.count("This check was not run") == 5 and "0 of 8 points" in shown
 
 
-@pytest.mark.parametrize("after", ["Module 1", "✓"])  # torch is being imported; ranks are running
-def test_ctrl_c_ends_at_once(lessons, after, tmp_path):
-    command = [sys.executable, "-u", "-m", "brigade.cli", "check", "1", "--target", str(lessons)]
-    process = subprocess.Popen(
-        command,
+def start(*arguments: str) -> subprocess.Popen:
+    """Start `brigade` in a process of its own, whose output can be read as it comes."""
+    return subprocess.Popen(
+        [sys.executable, "-u", "-m", "brigade.cli", *arguments],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background ignores Ctrl-C
     )
+
+
+@pytest.mark.parametrize("after", ["Module 1", "✓"])  # torch is being imported; ranks are running
+def test_ctrl_c_ends_at_once(lessons, after, tmp_path):
+    process = start("check", "1", "--target", str(lessons))
     read_until(process, after)
     process.send_signal(signal.SIGINT)
     asked = time.monotonic()
@@ -346,16 +350,7 @@ def test_a_module_that_passes_on_the_reference_only_buys_nothing_yet(brigade, le
 @pytest.fixture
 def watched(lessons):
     """`brigade check 1 --watch` on one's own lessons."""
-    command = [sys.executable, "-u", "-m", "brigade.cli", "check", "1", "--watch", "--only", "start_equal"]
-    command += ["--target", str(lessons)]
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background ignores Ctrl-C
-    )
+    process = start("check", "1", "--watch", "--only", "start_equal", "--target", str(lessons))
     alarm = threading.Timer(60, process.kill)
     alarm.start()
     yield process

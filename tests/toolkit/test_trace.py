@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import matplotlib.image
 import pytest
+from test_bench import submission
 
 from brigade.course import modules
 from brigade.course.modules import MODULES, ROOT, module
@@ -160,17 +161,8 @@ def test_the_command_writes_a_picture_and_a_trace(quick, brigade, tmp_path):
     expect_chrome_trace(json.loads(events.read_text())["traceEvents"], ranks=4)
 
 
-def submission(directory, number, change=lambda text: text):
-    """The solutions of modules 1 to `number`, the last one changed."""
-    for entry in MODULES[:number]:
-        (directory / entry.package).mkdir()
-        text = (ROOT / "solutions" / entry.path).read_text()
-        (directory / entry.path).write_text(change(text) if entry.number == number else text)
-    return directory
-
-
 def test_what_is_not_written_yet_is_named(quick, brigade, tmp_path):
-    submission(tmp_path, 1)
+    submission(tmp_path)
     skeleton = MODULES[1]
     (tmp_path / skeleton.package).mkdir()
     (tmp_path / skeleton.path).write_text((ROOT / "lessons" / skeleton.path).read_text())
@@ -182,23 +174,16 @@ def test_what_is_not_written_yet_is_named(quick, brigade, tmp_path):
 
 
 def test_a_deadlock_is_told_rank_by_rank(quick, brigade, tmp_path):
-    def only_rank_0(text):
-        head = "def finish_grad_sync(self) -> None:"
-        assert head in text
-        return text.replace(head, f"{head}\n        if dist.get_rank(): return", 1)
-
-    status, _, err = brigade("trace", 2, "--target", submission(tmp_path, 2, only_rank_0))
+    only_rank_0 = (2, r"def finish_grad_sync\(self\) -> None:", r"\g<0>\n        if dist.get_rank(): return")
+    status, _, err = brigade("trace", 2, "--target", submission(tmp_path, [only_rank_0], (1, 2)))
     assert status == 2
     assert err.startswith("brigade: ") and "rank 0" in err and "rank 1" in err
 
 
 def test_a_collective_that_nobody_waits_for_is_counted(quick, brigade, tmp_path):
-    def forgets(text):
-        assert "handle.wait()" in text
-        return text.replace("handle.wait()", "pass", 1)
-
+    forgets = (3, r"handle\.wait\(\)", "pass")
     files = ("--png", tmp_path / "step.png", "--json", tmp_path / "step.json")
-    status, printed, _ = brigade("trace", 3, "--target", submission(tmp_path, 3, forgets), *files)
+    status, printed, _ = brigade("trace", 3, "--target", submission(tmp_path, [forgets], (1, 2, 3)), *files)
     assert status == 0
     assert f"{2 * len(PARAMETERS)} of {2 * len(PARAMETERS)} collectives of all ranks were never waited for" in printed
 
