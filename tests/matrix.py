@@ -108,7 +108,7 @@ def main() -> int:
     given = sys.argv[1:]
     split = given.index("--") if "--" in given else len(given)
     options = parser.parse_args(given[:split])
-    arguments = given[split + 1 :] or ["-n", "logical", "--maxprocesses", "4", "--dist", "worksteal"]
+    arguments = given[split + 1 :] or ["-n", "3", "--dist", "worksteal"]
     console = Console(highlight=False, soft_wrap=True)
     passed = []
     try:
