@@ -31,10 +31,10 @@ from brigade.course.modules import MODULES, ROOT, CourseError, module
 from brigade.lab.bench import Bench, load_json
 from brigade.lab.ladder import TORCH_DDP, TORCH_ZERO, rung_of
 
-MODULE_S, TWO_MODULES_S, CHECKS_S, DEMO_S = 6.0, 12.0, 45.0, 90.0
+MODULE_S, TWO_MODULES_S, CHECKS_S, DEMO_S = 4.5, 10.0, 25.0, 60.0
 BUCKETED = (4, 5, 6, 7)  # modules whose buckets are those of torch DDP
 ZERO = 8  # torch's ZeroRedundancyOptimizer is its rival; it is two modules in one, with 12 checks
-BUCKETED_RATIO, ZERO_RATIO = 1.05, 1.0
+BUCKETED_RATIO, ZERO_RATIO = 1.05, 0.85
 BENCH = "brigade bench --comm-ratio 0.8 --target solutions"
 LEFT_COMMAND = "brigade check 5 --target solutions"  # the one that is killed
 GONE_WITHIN_S = 15.0  # after the kill; the fork server has to notice it

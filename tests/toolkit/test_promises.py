@@ -19,7 +19,8 @@ def measured(label, step_s=0.1, state=100):
 
 
 def bench(**changes):
-    """All rungs alike, but for `changes`: arguments of `measured` by label, with _ for a space."""
+    """All rungs alike, but for module 8, and for `changes`: arguments of `measured` by label, with _ for a space."""
+    changes = {"8_ZeroOptimizer": {"step_s": 0.08}} | changes
     rungs = [*course_rungs(), TORCH_DDP, TORCH_ZERO]
     found = [measured(rung.label, **changes.get(rung.label.replace(" ", "_"), {})) for rung in rungs]
     return Bench(rungs, Ladder(Workload(), 2, "gloo", 1.0, found, measured("alone"), None, 0.1, 0.1, 400))
@@ -32,9 +33,9 @@ def test_the_median_counts():
     assert at_most("demo", "make demo", 90, [90.0]).measured == "90.00"
 
 
-def test_equal_times_hold_and_longer_ones_do_not():
+def test_short_times_hold_and_longer_ones_do_not():
     assert [row.held for row in ladder_promises([bench()] * 3)] == [True] * 6
-    slow = bench(**{"5_BufferedDDP": {"step_s": 0.107}, "8_ZeroOptimizer": {"step_s": 0.101}})
+    slow = bench(**{"5_BufferedDDP": {"step_s": 0.107}, "8_ZeroOptimizer": {"step_s": 0.09}})
     rows = ladder_promises([slow, slow, bench()])
     assert [row.figure for row in rows if not row.held] == [
         "step time, 5 BufferedDDP to torch DDP",
