@@ -84,19 +84,23 @@ class ForkServer:
             readable, _, _ = select.select([self._channel, self._wake_read], [], [])
             if self._wake_read in readable:
                 os.read(self._wake_read, 4096)
-                for pid, status in reap(self.ranks).items():
-                    send(self._channel, {"exited": pid, "status": status})
+                self.report(reap(self.ranks))
             if self._channel in readable:
                 order, descriptors = receive(self._channel)
                 if order is None:
                     return
                 send(self._channel, self.obey(order, descriptors))
 
+    def report(self, ended: dict[int, int]) -> None:
+        """Tell the parent which ranks have ended by themselves, and their exit statuses."""
+        for pid, status in ended.items():
+            send(self._channel, {"exited": pid, "status": status})
+
     def obey(self, order: dict, descriptors: list[int]) -> dict:
         """Do what one order says. Return the answer."""
         if "fork" in order:
             return {"forked": self.fork(descriptors, order["jail"], order["directory"])}
-        kill(set(order["kill"]) & self.ranks, self.ranks, order["jail"])
+        self.report(kill(set(order["kill"]) & self.ranks, self.ranks, order["jail"]))
         return {"killed": order["kill"]}
 
     def fork(self, descriptors: list[int], jail: dict | None, directory: str) -> list[int]:
@@ -169,34 +173,30 @@ def reap(ranks: set[int]) -> dict[int, int]:
             kill_group(pid)
 
 
-def kill(doomed: set[int], ranks: set[int], jail: dict | None = None) -> None:
-    """Kill these ranks and whatever they started. Return when they are reaped."""
+def kill(doomed: set[int], ranks: set[int], jail: dict | None = None) -> dict[int, int]:
+    """Kill these ranks and whatever they started. Return when they are reaped.
+
+    The result has the exit statuses of other ranks that ended by themselves meanwhile.
+    """
     give_up = time.monotonic() + PATIENCE_S
+    ended: dict[int, int] = {}
     if jail:
         sandbox.kill_user(jail["uid"])
     for pid in doomed & ranks:
         kill_group(pid)
         signal_process(pid)  # just forked, it has no group yet
     while doomed & ranks and time.monotonic() < give_up:
-        reap(ranks)
+        ended |= reap(ranks)
         time.sleep(0.001)
-    while has_children() and (orphans := children() - ranks) and time.monotonic() < give_up:
+    while (orphans := children() - ranks) and time.monotonic() < give_up:
         for pid in orphans:
             kill_group(pid)
             signal_process(pid)
-        reap(ranks)
+        ended |= reap(ranks)
         time.sleep(0.001)
     if jail:
         sandbox.remove_files(jail["uid"])
-
-
-def has_children() -> bool:
-    """Return whether a child is left. Looking for them in /proc would take longer than most runs of ranks."""
-    try:
-        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return False
-    return True
+    return {pid: status for pid, status in ended.items() if pid not in doomed}
 
 
 def signal_process(pid: int) -> None:
@@ -208,6 +208,12 @@ def signal_process(pid: int) -> None:
 
 def children() -> set[int]:
     """Return the process ids of this process's children on Linux, and none elsewhere."""
+    if sys.platform != "linux":
+        return set()
+    try:  # most often there are none, and looking at all processes would take longer than most runs of ranks
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return set()
     pids, parent = set(), str(os.getpid())
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:

@@ -455,6 +455,24 @@ assert not ranks and time.monotonic() - start < 2
 """
 
 
+SIDE_BY_SIDE = """
+import os, time
+from brigade.rank.fork_server import kill
+
+def fork(seconds, status):
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(seconds)
+        os._exit(status)
+    return pid
+
+doomed, other, going_on = fork(60, 0), fork(0, 3), fork(1, 0)
+ranks = {doomed, other, going_on}
+time.sleep(0.3)
+assert kill({doomed}, ranks) == {other: 3} and ranks == {going_on}
+"""
+
+
 @contextlib.contextmanager
 def program(text: str, scratch: Path) -> Iterator[subprocess.Popen]:
     """Another process that uses the toolkit, with its temporary files in `scratch`."""
@@ -527,6 +545,11 @@ def test_parent_and_server_killed_together_leave_no_rank_and_the_next_start_clea
 
 def test_a_rank_that_was_only_just_forked_is_ended_too(tmp_path):
     with program(YOUNG, tmp_path) as server:
+        assert server.wait(timeout=30) == 0, server.stderr.read()
+
+
+def test_killing_the_ranks_of_one_run_keeps_the_exit_statuses_of_another(tmp_path):
+    with program(SIDE_BY_SIDE, tmp_path) as server:
         assert server.wait(timeout=30) == 0, server.stderr.read()
 
 
