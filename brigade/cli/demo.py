@@ -8,8 +8,8 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import replace
-from importlib import import_module
 
+from brigade.checks.collect import import_from_tests
 from brigade.cli.console import console
 from brigade.cli.main import main as brigade
 from brigade.course.modules import HAS_SOLUTIONS, MODULES, REFERENCE, ROOT, module
@@ -74,8 +74,7 @@ def show_checks() -> int:
     status = brigade(["check", str(MODULE), "--target", "solutions"])
     if status:
         return fail(status, f"the solution of module {MODULE} does not pass its own checks")
-    sys.path.insert(0, str(ROOT / "tests"))
-    mutants = import_module(f"mutants.{entry.package}").MUTANTS
+    mutants = import_from_tests(f"mutants.{entry.package}").MUTANTS
     mutant = next(mutant for mutant in mutants if mutant.name == MUTANT)
     directory = ROOT / "out" / "mistake"
     file = directory / entry.path

@@ -15,13 +15,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from brigade.course import handout, skeletons, validation
+from brigade.course import editions, handout, skeletons, validation
 from brigade.course.modules import MODULES, ROOT, CourseError
 
-FOLDERS = ("course", "runner", "rank", "checks", "lab", "cli")
 TAKEN = (".gitignore", "LICENSE", "assignments.md", "pyproject.toml", "setup.mk")
-TAKEN += ("brigade/*.py", *(f"brigade/{folder}/**/*.py" for folder in FOLDERS))
-TAKEN += ("tests/test_m*.py", "tests/scenarios/*.py", "tests/diagnosis/*.py", "tests/expected/*.py")
+TAKEN += (*editions.CORE, "brigade/lab/**/*.py", *editions.CHECKS)
 TAKEN += ("docs/claims.md", "docs/gpus.md", "docs/plan.md")
 TAKEN += ("lessons/*/README.md", "lessons/*/hints.md", "lessons/*/*.png", "lessons/*/*.py")
 PACKAGES = ("torch", "pytest", "numpy", "matplotlib", "rich", "psutil")  # of requirements.txt
@@ -48,9 +46,7 @@ def contents() -> dict[Path, bytes]:
     for document in (Path("README.md"), Path("assignments.md")):
         text = handout.filled(found[document].decode(), ROOT)
         found[document] = re.sub(r"<!-- .* -->\n+", "", text).encode()
-    wanted = re.compile(rf"({'|'.join(PACKAGES)})==")
-    lines = (ROOT / "requirements.txt").read_text().splitlines(keepends=True)
-    return found | {Path("requirements.txt"): "".join(line for line in lines if wanted.match(line)).encode()}
+    return found | {Path("requirements.txt"): editions.requirements_for(PACKAGES).encode()}
 
 
 def build(target: Path) -> int:

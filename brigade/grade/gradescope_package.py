@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import os
-import re
 import tempfile
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from brigade.course import validation
+from brigade.course import editions, validation
 from brigade.course.modules import ROOT
 
 SCRIPTS = Path(__file__).parent / "gradescope"
-FOLDERS = ("course", "runner", "rank", "checks", "grade", "cli")
-NEEDED = ("LICENSE", "requirements.txt", "brigade/*.py", *(f"brigade/{folder}/**/*.py" for folder in FOLDERS))
-NEEDED += ("solutions/*/*.py", "tests/test_m*.py")
-NEEDED += ("tests/scenarios/*.py", "tests/diagnosis/*.py", "tests/expected/*.py")
+NEEDED = ("LICENSE", *editions.CORE, "brigade/grade/**/*.py", "solutions/*/*.py", *editions.CHECKS)
 NEEDED_PACKAGES = ("torch", "pytest", "rich", "numpy")  # of requirements.txt; notebooks and pictures are not graded
 
 
@@ -31,9 +27,7 @@ def build(archive: Path, options: Sequence[str] = ()) -> int:
     for path in sorted(path for pattern in NEEDED for path in ROOT.glob(pattern)):
         if path != Path(__file__).resolve():
             contents[path.relative_to(ROOT).as_posix()] = path.read_text()
-    needed = re.compile(rf"({'|'.join(NEEDED_PACKAGES)})==")
-    lines = contents["requirements.txt"].splitlines(keepends=True)
-    contents["requirements.txt"] = "".join(line for line in lines if needed.match(line))
+    contents["requirements.txt"] = editions.requirements_for(NEEDED_PACKAGES)
     import_checks(contents)
     archive.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     archive.unlink(missing_ok=True)

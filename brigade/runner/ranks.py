@@ -117,6 +117,7 @@ def requests_to_ranks(
     module: str, function: str, args: Sequence[Any], packages: dict[str, Sources], how: RunOptions
 ) -> list[dict[str, Any]]:
     """Return what each rank is asked to do: see `rank/main.py`."""
+    common = gloo_environment()
     environments = [{}] * how.world_size
     if how.backend == "nccl":
         environments = nccl_environment(how.world_size, how.share_gpu)
@@ -137,7 +138,7 @@ def requests_to_ranks(
         | {
             "rank": rank,
             "args": [arg[rank] if isinstance(arg, PerRank) else arg for arg in args],
-            "environment": gloo_environment() | environment,
+            "environment": common | environment,
         }
         for rank, environment in enumerate(environments)
     ]

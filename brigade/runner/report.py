@@ -11,7 +11,7 @@ from pathlib import Path
 
 from brigade.course.parts import Part, named_part
 from brigade.course.submission import PACKAGE, Sources
-from brigade.events import Event, Mismatch, Progress, RankRecord, describe
+from brigade.events import OPPOSITES, Event, Mismatch, Progress, RankRecord, describe
 
 OUTPUT_LIMIT = 20_000  # characters of a rank's output that are kept
 # An exception with this message says that a peer has gone. The rank that raised it is not the cause.
@@ -120,7 +120,7 @@ def failure_of_run(
             )
         elif kind == "deadlock":
             waiting = {state.record.waiting["op"] for state in states if state.record.waiting}
-            what = "send or a recv" if waiting <= {"send", "recv"} else "collective"
+            what = "send or a recv" if waiting <= OPPOSITES.keys() else "collective"
             summary = f"deadlock: every rank has stopped, and someone waits for a {what} that a peer never launched"
         else:
             summary = f"stopped after {deadline_s:.0f} s"

@@ -1,0 +1,17 @@
+"""What the student edition and the Gradescope package have in common: the core with its commands, and the checks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from brigade.course.modules import ROOT
+
+CORE = ("brigade/*.py", *(f"brigade/{folder}/**/*.py" for folder in ("course", "runner", "rank", "checks", "cli")))
+CHECKS = ("tests/test_m*.py", "tests/scenarios/*.py", "tests/diagnosis/*.py", "tests/expected/*.py")
+
+
+def requirements_for(packages: Iterable[str]) -> str:
+    """Return the lines of requirements.txt that pin these packages."""
+    pins = tuple(f"{package}==" for package in packages)
+    lines = (ROOT / "requirements.txt").read_text().splitlines(keepends=True)
+    return "".join(line for line in lines if line.startswith(pins))
