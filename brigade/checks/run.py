@@ -17,7 +17,7 @@ from brigade.checks.server import start_server
 from brigade.checks.verdict import CheckFailed, Outcome, Verdict, not_run
 from brigade.course.listing import GradedCheck
 from brigade.course.modules import ROOT, CourseError
-from brigade.course.submission import Sources, directory, read
+from brigade.course.submission import Sources, compile_texts, directory, is_sealed, keep_code, read
 from brigade.rank import dynamo_stub
 from brigade.runner import ranks
 from brigade.runner.server import SERVER, ServerLost
@@ -95,6 +95,8 @@ def run_checks(
     its deadline, those that start later get less time; after two of them no other check is run.
     """
     hung = 0
+    if len(checks) > 1:
+        compile_student_files(target, max(check.module for check in checks), prior_source)
 
     def run_next(check: Check) -> Outcome:
         nonlocal hung
@@ -127,6 +129,18 @@ def run_checks(
         raise
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
+
+
+def compile_student_files(target: str | Path, number: int, prior_source: str) -> None:
+    """Have a rank compile the files up to this module, which otherwise every rank of every check compiles again."""
+    try:
+        sources = read(target, number, prior_source).sources
+        sources = {name: source for name, source in sources.items() if not is_sealed(source[0])}
+        if sources:
+            [codes] = ranks.run_ranks(compile_texts, sources, world_size=1)
+            keep_code(sources, codes)
+    except (CourseError, ranks.RankFailure):
+        pass  # every check says it
 
 
 def prepare() -> None:

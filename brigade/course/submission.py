@@ -5,12 +5,13 @@ package called `submission`, so that `from ..m05_grad_buffer.grad_buffer import 
 of the same submission wherever it lies on disk. Nothing else in the directory is looked at.
 
 A rank receives the text of what the student wrote. It receives the course's own files (the reference's earlier modules,
-the scenarios) as compiled code (`sealed`), so that a submission finds no text of them to copy.
+the scenarios) as compiled code (`to_ranks`), so that a submission finds no text of them to copy.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import importlib.abc
 import importlib.machinery
@@ -30,7 +31,9 @@ PACKAGE = "submission"
 MAX_SOURCE_BYTES = 250_000
 
 Sources = dict[str, tuple[str, str]]  # module name -> (path of the file, text)
-Sealed = dict[str, tuple[str, "str | bytes"]]  # the same, but the course's own files as code instead of text
+ForRanks = dict[str, tuple[str, str, "bytes | None"]]  # module name -> (path, text, code)
+
+_student_code: dict[tuple[str, str], bytes] = {}  # by path and text; see `keep_code`
 
 
 @dataclass(frozen=True)
@@ -146,9 +149,12 @@ def fault(name: str, text: str) -> str:
     return ""
 
 
-def sealed(sources: Sources) -> Sealed:
-    """Return what a rank gets: the course's solutions and scenarios without their texts, everything else as it is."""
-    return {name: (path, code_of(path, text) if is_sealed(path) else text) for name, (path, text) in sources.items()}
+def to_ranks(sources: Sources) -> ForRanks:
+    """Return what a rank gets: text, and code where there is any. It gets the course's own files as code alone."""
+    return {
+        name: (path, "", code_of(path, text)) if is_sealed(path) else (path, text, _student_code.get((path, text)))
+        for name, (path, text) in sources.items()
+    }
 
 
 def is_sealed(path: str) -> bool:
@@ -162,10 +168,28 @@ def code_of(path: str, text: str) -> bytes:
     return marshal.dumps(compile(text, path, "exec", dont_inherit=True))
 
 
+def compile_texts(sources: Sources) -> dict[str, bytes]:
+    """Return the compiled texts by module name, without those that cannot be compiled. Runs in a rank."""
+    codes = {}
+    for name, (path, text) in sources.items():
+        with contextlib.suppress(Exception):  # importing the module raises it again
+            codes[name] = code_of(path, text)
+    return codes
+
+
+def keep_code(sources: Sources, codes: dict[str, bytes]) -> None:
+    """Send these codes along with the texts, from now on, so that not every rank compiles them again.
+
+    They come from a rank (`compile_texts`). Codes of earlier submissions are forgotten.
+    """
+    _student_code.clear()
+    _student_code.update({sources[name]: code for name, code in codes.items()})
+
+
 class SourceFinder(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
     """Imports a package from texts and code; the files themselves need not be readable, or there at all."""
 
-    def __init__(self, package: str, sources: Sealed):
+    def __init__(self, package: str, sources: ForRanks):
         self._sources = {f"{package}.{name}": source for name, source in sources.items()}
         self._packages = {package}
         for name in self._sources:
@@ -185,23 +209,20 @@ class SourceFinder(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
 
     def get_source(self, fullname: str) -> str | None:
         """Return the text of a module; None where this process has only its code."""
-        content = "" if fullname in self._packages else self._sources[fullname][1]
-        return content if isinstance(content, str) else None
+        return "" if fullname in self._packages else self._sources[fullname][1] or None
 
     def exec_module(self, module: ModuleType) -> None:
         name = module.__name__
         if name in self._packages:
             return
-        path, content = self._sources[name]
+        path, text, code = self._sources[name]
         module.__file__ = path
-        if isinstance(content, str):
-            linecache.cache[path] = (len(content), None, content.splitlines(keepends=True), path)  # for tracebacks
-            exec(compile(content, path, "exec", dont_inherit=True), module.__dict__)
-        else:
-            exec(marshal.loads(content), module.__dict__)
-            self._sources[name] = (path, b"")  # it is imported once, and leaves nothing to be found
+        if text:
+            linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)  # for tracebacks
+        self._sources[name] = (path, text, None)  # it is imported once, and leaves no code to be found
+        exec(marshal.loads(code) if code else compile(text, path, "exec", dont_inherit=True), module.__dict__)
 
 
-def install(package: str, sources: Sealed) -> None:
+def install(package: str, sources: ForRanks) -> None:
     """Make `sources` importable as `package` in this process: a rank."""
     sys.meta_path.insert(0, SourceFinder(package, sources))

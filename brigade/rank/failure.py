@@ -18,9 +18,9 @@ def describe(error: BaseException, packages: dict[str, Any]) -> dict[str, Any]:
     """
     frames = traceback.extract_tb(error.__traceback__)
     toolkit = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-    files = {path for path, _ in packages.get(submission.PACKAGE, {}).values()}
+    files = {path for path, *_ in packages.get(submission.PACKAGE, {}).values()}
     own = [frame for frame in frames if frame.filename in files]
-    ours = {path for sources in packages.values() for path, _ in sources.values()}
+    ours = {path for sources in packages.values() for path, *_ in sources.values()}
     others = [frame for frame in frames if frame.filename in ours]
     others = others or [frame for frame in frames if not frame.filename.startswith(toolkit)]
     return {

@@ -11,7 +11,7 @@ import pytest
 import rank_functions as functions
 
 from brigade.course.modules import MODULES, ROOT, CourseError, module
-from brigade.course.submission import MAX_SOURCE_BYTES, directory, install, read, sealed
+from brigade.course.submission import MAX_SOURCE_BYTES, compile_texts, directory, install, keep_code, read, to_ranks
 from brigade.runner.ranks import RankFailure, run_ranks
 
 FIRST, SECOND, THIRD = MODULES[:3]
@@ -283,27 +283,43 @@ def test_the_text_that_was_read_is_the_text_that_runs(tmp_path):
 
 
 def test_the_courses_own_files_travel_as_code():
-    """Nothing else travels as code: a student's text is compiled in a rank."""
+    """Nothing else does: a rank compiles a student's text."""
     sources = read("solutions", 2).sources | {"mine": ("/home/ada/mine.py", "answer = 1\n")}
-    found = sealed(sources)
-    assert {name: path for name, (path, _) in found.items()} == {name: path for name, (path, _) in sources.items()}
-    assert [name for name, (_, content) in found.items() if isinstance(content, str)] == ["mine"]
-    for name in (NAIVE, FLAT):
+    sent = to_ranks(sources)
+    assert {name: path for name, (path, _, _) in sent.items()} == {name: path for name, (path, _) in sources.items()}
+    assert sent.pop("mine") == ("/home/ada/mine.py", "answer = 1\n", None)
+    for name, (_, text, code) in sent.items():
         words = [line.strip() for line in sources[name][1].splitlines() if line.strip().startswith("#")]
-        assert words and not [line for line in words if line.encode() in found[name][1]], "a comment is in the code"
+        assert words and not text and not [line for line in words if line.encode() in code], "a comment is in the code"
+
+
+def test_a_rank_compiles_a_students_files_once():
+    """The code travels along with the text, until there is another; what cannot be compiled has none."""
+    good, bad = ("/home/ada/good.py", "answer = 1\n"), ("/home/ada/bad.py", "answer = (\n")
+    try:
+        [codes] = run_ranks(compile_texts, {"good": good, "bad": bad}, world_size=1)
+        assert list(codes) == ["good"]
+        keep_code({"good": good, "bad": bad}, codes)
+        assert to_ranks({"good": good, "bad": bad}) == {"good": (*good, codes["good"]), "bad": (*bad, None)}
+        edited = (good[0], "answer = 2\n")
+        assert to_ranks({"good": edited}) == {"good": (*edited, None)}
+        keep_code({}, {})
+        assert to_ranks({"good": good}) == {"good": (*good, None)}
+    finally:
+        keep_code({}, {})
 
 
 def test_code_is_imported_as_text_is(monkeypatch):
     """Relative imports work too, and the package keeps no code that it has imported."""
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     try:
-        install("sealed", sealed(read("solutions", 2).sources))
+        install("sealed", to_ranks(read("solutions", 2).sources))
         module = importlib.import_module(f"sealed.{FLAT}")
         assert module.__file__ == str(ROOT / "solutions" / SECOND.path)
         assert module.broadcast_module_state.__module__ == f"sealed.{NAIVE}"
         finder = module.__loader__
         assert finder.get_source(module.__name__) is None
-        assert set(finder._sources.values()) == {(str(ROOT / "solutions" / e.path), b"") for e in (FIRST, SECOND)}
+        assert set(finder._sources.values()) == {(str(ROOT / "solutions" / e.path), "", None) for e in (FIRST, SECOND)}
     finally:
         for name in [name for name in sys.modules if name.partition(".")[0] == "sealed"]:
             del sys.modules[name]
