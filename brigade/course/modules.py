@@ -64,7 +64,7 @@ MODULES = (
     Module(7, "m07_cached_shards", "Cached shards", 8, 30, 2, ("ShardCache", "CachedDDP"),
            "one reduce-scatter and one all-gather per group, no new views"),
     Module(8, "m08_zero_optimizer", "A ZeRO optimizer", 22, 150, 5, ("ShardedOptimizer", "ZeroOptimizer"),
-           "reduce-scatter, step on the own shard, all-gather of weights"),
+           "reduce-scatter, step on each rank's shard, all-gather of weights"),
 )  # fmt: skip
 
 
