@@ -36,7 +36,7 @@ def test_gradients_are_averaged(submission):
     """After finish_grad_sync every gradient is the average over the ranks, at world sizes 1 to 4."""
     for world in submission.worlds(1, 2, 3, 4):
         case = submission.case("Plain", world)
-        results = submission.run(training.train, case.for_ranks(**JOB), world_size=world)
+        results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)
         expect_gradients(results, case)
 
 
@@ -45,7 +45,7 @@ def test_several_steps(submission):
     """After four optimizer steps the weights are those that one process gets from the whole batch."""
     for world, optimizer in zip(submission.worlds(2, 3), ("sgd", "adam")):
         case = submission.case("Tied", world, steps=4, dtype=torch.float64, optimizer=optimizer)
-        results = submission.run(training.train, case.for_ranks(**JOB), world_size=world)
+        results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)
         expect_weights(results, case)
 
 
@@ -54,7 +54,7 @@ def test_branches_and_unused_parameters(submission):
     """A parameter that some ranks do not use counts as zero there; one that none uses does no harm."""
     for world, dtype in zip(submission.worlds(2, 3), (torch.float32, torch.float64)):
         case = submission.case("Branches", world, branches=[1, -1, 0][:world], dtype=dtype)
-        results = submission.run(training.train, case.for_ranks(**JOB), world_size=world)
+        results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)
         expect_gradients(results, case, "gradients are the average, where ranks use different layers")
 
 
@@ -64,7 +64,7 @@ def test_one_all_reduce_per_parameter(submission):
     [world] = submission.worlds(2)
     for model in ("Frozen", "Tied"):
         case = submission.case(model, world, steps=2)
-        results = submission.run(training.train, case.for_ranks(**JOB), world_size=world)
+        results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)
         trainable = [p for p in case.parameters().values() if p.requires_grad]
         for rank, events in enumerate(results.events):
             for step in range(2):
@@ -87,7 +87,7 @@ def test_subgroups(submission):
     [world] = submission.worlds(4)
     groups = [[1, 3], [0, 2]] if world == 4 else [[0]]
     case = submission.case("Plain", world, group=groups[0])
-    results = submission.run(training.train, case.for_ranks(groups=groups, **JOB), world_size=world)
+    results = submission.run(training.train, case.make_jobs(groups=groups, **JOB), world_size=world)
     expect_start([result["start"] for result in results], case)
     expect_gradients(results, case)
 
@@ -97,6 +97,6 @@ def test_subgroups(submission):
 
 def states_at_start(submission, case, world):
     """What each rank has after broadcast_module_state alone, and after constructing NaiveDDP."""
-    yield submission.run(m01_naive_ddp.broadcast, case.for_ranks(**JOB), world_size=world)
-    results = submission.run(training.train, case.for_ranks(**JOB), world_size=world)
+    yield submission.run(m01_naive_ddp.broadcast, case.make_jobs(**JOB), world_size=world)
+    results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)
     yield [result["start"] for result in results]

@@ -23,7 +23,7 @@ def test_gradients_are_averaged(submission):
     """Replicas start equal, buffers included; one all-reduce per dtype makes every gradient the average."""
     for world, model in zip(submission.worlds(1, 2, 3, 4), ("Plain", "Buffers", "Frozen", "Tied")):
         case = submission.case(model, world)
-        results = submission.run(training.train, case.for_ranks(**JOB), world_size=world)
+        results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)
         expect_start([result["start"] for result in results], case)
         expect_gradients(results, case)
         require_flat(results, case)
@@ -35,7 +35,7 @@ def test_one_all_reduce_per_dtype(submission):
     for model, dtypes in (("Tied", 1), ("Frozen", 1), ("MixedDtypes", 3)):
         [world] = submission.worlds(2)
         case = submission.case(model, world, steps=2)
-        results = submission.run(training.train, case.for_ranks(**JOB), world_size=world)
+        results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)
         for rank, events in enumerate(results.events):
             for step in range(2):
                 found = launches(events, step)
@@ -56,7 +56,7 @@ def test_bytes_on_the_wire(submission):
     for model in ("Tied", "Frozen", "MixedDtypes"):
         [world] = submission.worlds(2)
         case = submission.case(model, world)
-        results = submission.run(training.train, case.for_ranks(**JOB), world_size=world)
+        results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)
         trainable = [p for p in case.parameters().values() if p.requires_grad]
         nbytes = sum(p.numel() * p.element_size() for p in trainable)
         for rank, events in enumerate(results.events):
@@ -76,7 +76,7 @@ def test_mixed_dtypes(submission):
     """Parameters of several dtypes are averaged without casts, each dtype by one all-reduce in its own precision."""
     for world in submission.worlds(2, 3):
         case = submission.case("MixedDtypes", world, hidden_layers=4)
-        results = submission.run(training.train, case.for_ranks(**JOB), world_size=world)
+        results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)
         for rank, result in enumerate(results):
             for name, parameter in case.parameters().items():
                 gradient = result["gradients"][0][name]
@@ -90,7 +90,7 @@ def test_mixed_dtypes(submission):
         require_flat(results, case)
         # A model of float64 alone shows a detour through float32, which bfloat16 activations would hide.
         exact = submission.case("Plain", world, dtype=torch.float64)
-        results = submission.run(training.train, exact.for_ranks(**JOB), world_size=world)
+        results = submission.run(training.train, exact.make_jobs(**JOB), world_size=world)
         expect_gradients(results, exact, "float64 gradients are averaged in float64")
 
 
@@ -99,7 +99,7 @@ def test_gradients_keep_shape_and_stride(submission):
     """Gradients that are not contiguous are averaged by one all-reduce, and keep their shape and strides."""
     for world in submission.worlds(2, 3):
         case = submission.case("Transposed", world)
-        results = submission.run(training.train, case.for_ranks(**JOB), world_size=world)
+        results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)
         expect_gradients(results, case, "gradients of transposed weights are the average")
         for rank, result in enumerate(results):
             for name, parameter in case.parameters().items():
@@ -118,7 +118,7 @@ def test_branches_and_unused_parameters(submission):
     """In the one all-reduce, a parameter counts as zero on each rank that does not use it, even if none does."""
     for world, dtype in zip(submission.worlds(2, 3), (torch.float32, torch.float64)):
         case = submission.case("Branches", world, branches=[1, -1, 0][:world], dtype=dtype)
-        results = submission.run(training.train, case.for_ranks(**JOB), world_size=world)
+        results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)
         expect_gradients(results, case, "gradients are the average, where ranks use different layers")
         require_flat(results, case)
 
@@ -129,7 +129,7 @@ def test_steps_and_subgroups(submission):
     for world, optimizer in zip(submission.worlds(2, 4), ("adam", "sgd")):
         groups = [[1, 3], [0, 2]] if world == 4 else [list(range(world))]
         case = submission.case("Tied", world, steps=4, dtype=torch.float64, optimizer=optimizer, group=groups[0])
-        results = submission.run(training.train, case.for_ranks(groups=groups, **JOB), world_size=world)
+        results = submission.run(training.train, case.make_jobs(groups=groups, **JOB), world_size=world)
         expect_gradients(results, case)
         expect_weights(results, case)
         require_flat(results, case, steps=4)

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from brigade.checks.diagnose.evidence import listing, of_record
+from brigade.checks.diagnose.evidence import collect_evidence, join_names
 from brigade.checks.expectations import (
     expect,
     expect_equal,
@@ -28,7 +28,7 @@ def test_gradients_are_averaged(submission):
     """Replicas start equal, buffers included, and launches in backward make every gradient the average."""
     for world, model in zip(submission.worlds(1, 2, 3, 4), ("Plain", "Buffers", "Frozen", "Tied")):
         case = submission.case(model, world)
-        results = submission.run(training.train, case.for_ranks(**JOB), world_size=world)
+        results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)
         expect_start([result["start"] for result in results], case)
         expect_gradients(results, case)
         require_overlapped(results, case)
@@ -40,7 +40,7 @@ def test_launches_are_asynchronous(submission):
     [world] = submission.worlds(2)
     for model in ("Tied", "Frozen"):
         case = submission.case(model, world, steps=2)
-        results = submission.run(training.train, case.for_ranks(**JOB), world_size=world)
+        results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)
         trainable = [p for p in case.parameters().values() if p.requires_grad]
         for rank, events in enumerate(results.events):
             for step in range(2):
@@ -78,7 +78,7 @@ def test_launches_follow_their_gradients(submission):
     """Each all-reduce is launched when its gradient is in .grad, and before the gradient after the next is ready."""
     for world in submission.worlds(2, 3):
         case = submission.case("Plain", world, hidden_layers=4)
-        results = submission.run(training.train, case.for_ranks(**JOB), world_size=world)
+        results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)
         sizes = {name: p.numel() for name, p in case.parameters().items()}  # all different
         for rank, events in enumerate(results.events):
             order = ready(events, 0)
@@ -86,7 +86,7 @@ def test_launches_follow_their_gradients(submission):
             expect(
                 not missing,
                 "backward leaves the gradient of every parameter of the model in its .grad",
-                f"backward reported no gradient for {listing(missing)}",
+                f"backward reported no gradient for {join_names(missing)}",
                 diagnosis.COPIED_PARAMETERS,
                 rank=rank,
             )
@@ -117,7 +117,7 @@ def test_every_handle_is_waited_on(submission):
     """finish_grad_sync waits for every asynchronous launch of its step, and for none of an earlier step."""
     for world in submission.worlds(2, 3):
         case = submission.case("Plain", world, steps=3)
-        results = submission.run(training.train, case.for_ranks(**JOB), world_size=world)
+        results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)
         for rank, events in enumerate(results.events):
             for step in range(3):
                 found = launches(events, step)
@@ -155,7 +155,7 @@ def test_no_sync_accumulates(submission):
     """Micro-batches inside no_sync launch nothing; launches in the last backward average what was accumulated."""
     for world in submission.worlds(2, 3):
         case = submission.case("Plain", world, micro_batches=3, steps=2)
-        results = submission.run(training.train, case.for_ranks(**JOB), world_size=world)
+        results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)
         expect_silence(results.events, range(world), steps=2)
         expect_gradients(
             results,
@@ -180,7 +180,7 @@ def test_no_sync_restores_its_state(submission):
     """no_sync nests, and after an exception inside it the next backward synchronises again."""
     [world] = submission.worlds(2)
     case = submission.case("Plain", world, micro_batches=3)
-    results = submission.run(m03_overlapped_ddp.interrupted_no_sync, case.for_ranks(**JOB), world_size=world)
+    results = submission.run(m03_overlapped_ddp.interrupted_no_sync, case.make_jobs(**JOB), world_size=world)
     for rank, events in enumerate(results.events):
         after = next(place for place, event in enumerate(events) if event.get("part") == "after")
         outer = next(place for place, event in enumerate(events) if event.get("part") == "outer")
@@ -205,7 +205,7 @@ def test_no_sync_restores_its_state(submission):
         "gradients are the average of all three",
         [result[0] for result in results],
         case.gradients(),
-        evidence=of_record(results.events, case, step=None),
+        evidence=collect_evidence(results.events, case, step=None),
     )
 
 
@@ -215,7 +215,7 @@ def test_steps_and_subgroups(submission):
     for world, optimizer in zip(submission.worlds(2, 4), ("adam", "sgd")):
         groups = [[1, 3], [0, 2]] if world == 4 else [list(range(world))]
         case = submission.case("Tied", world, steps=4, dtype=torch.float64, optimizer=optimizer, group=groups[0])
-        results = submission.run(training.train, case.for_ranks(groups=groups, **JOB), world_size=world)
+        results = submission.run(training.train, case.make_jobs(groups=groups, **JOB), world_size=world)
         expect_gradients(results, case)
         expect_weights(results, case)
         require_overlapped(results, case, steps=4)

@@ -19,7 +19,7 @@ from brigade.checks.expectations import (
 )
 from brigade.events import launches, ready, summary
 from diagnosis import m04_bucketed_ddp as diagnosis
-from diagnosis.easier import late_launches
+from diagnosis.easier import explain_late_launches
 from scenarios import m04_bucketed_ddp, training
 
 CAP_BYTES = 600  # of the buckets in the checks below: a few parameters each
@@ -61,7 +61,7 @@ def test_gradients_are_averaged(submission):
     for world, model in zip(submission.worlds(1, 2, 3, 4), ("Plain", "Buffers", "Frozen", "Tied")):
         case = submission.case(model, world)
         with diagnosis.plan_suspected(submission, case, CAP_BYTES):
-            results = submission.run(training.train, case.for_ranks(**JOB), world_size=world)
+            results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)
             expect_start([result["start"] for result in results], case)
             expect_gradients(results, case)
         require_buckets(results, case)
@@ -69,7 +69,7 @@ def test_gradients_are_averaged(submission):
     [world] = submission.worlds(2)
     case = submission.case("MixedDtypes", world)
     with diagnosis.plan_suspected(submission, case, CAP_BYTES):
-        results = submission.run(training.train, case.for_ranks(**JOB | {"arguments": {}}), world_size=world)
+        results = submission.run(training.train, case.make_jobs(**JOB | {"arguments": {}}), world_size=world)
         expect_gradients(results, case, tolerance=2**-6)
     expect_dtypes(results.events, case)
     require_buckets(results, case, cap=25 * 2**20)
@@ -80,7 +80,7 @@ def test_buckets_overlap_with_backward(submission):
     """Each bucket is launched once, asynchronously, before the next one is complete; nothing waits in backward."""
     for world in submission.worlds(2, 3):
         case = sharing_case(submission, world)
-        jobs = case.for_ranks(**JOB)
+        jobs = case.make_jobs(**JOB)
         results = submission.run(training.train, jobs, world_size=world)
         buckets = buckets_of(case)
         expected = numels_of(case, buckets)
@@ -94,7 +94,7 @@ def test_buckets_overlap_with_backward(submission):
                     f"{where}: {summary(found)}",
                     partial(diagnosis.wrong_launches, submission, case, buckets, CAP_BYTES, events, step),
                 )
-                why_late = partial(late_launches, submission, jobs, events, step)
+                why_late = partial(explain_late_launches, submission, jobs, events, step)
                 expect_overlap(events, step, buckets, where, why_late=why_late)
 
 
@@ -103,7 +103,7 @@ def test_launch_order_does_not_depend_on_ready_order(submission):
     """Where gradients become ready in another order on each rank, all ranks launch the buckets in the same order."""
     for world in submission.worlds(2, 3, 4):
         case = submission.case("Reordered", world, steps=2, branches=list(range(world)))
-        jobs = case.for_ranks(**JOB)
+        jobs = case.make_jobs(**JOB)
         results = submission.run(training.train, jobs, world_size=world)
         buckets = buckets_of(case)
         expected = numels_of(case, buckets)
@@ -142,7 +142,7 @@ def test_unused_parameters(submission):
             "Branches", world, branches=[1, -1, 0][:world], steps=3, dtype=torch.float64, optimizer="adam"
         )
         with diagnosis.plan_suspected(submission, case, CAP_BYTES):
-            results = submission.run(training.train, case.for_ranks(**JOB), world_size=world)
+            results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)
             expect_gradients(results, case, "gradients are the average, where ranks use different layers")
         counts = [[len(launches(events, step)) for step in range(3)] for events in results.events]
         buckets = buckets_of(case)
@@ -164,7 +164,7 @@ def test_no_sync_accumulates(submission):
     [world] = submission.worlds(2)
     case = submission.case("Plain", world, micro_batches=3, steps=2, dtype=torch.float64)
     with diagnosis.plan_suspected(submission, case, CAP_BYTES):
-        jobs = case.for_ranks(interrupted=1, **JOB)
+        jobs = case.make_jobs(interrupted=1, **JOB)
         results = submission.run(training.train, jobs, world_size=world)
         expect_silence(results.events, range(world), steps=2)
         expect_gradients(results, case, "gradients are the average of what 3 micro-batches accumulated")
@@ -188,7 +188,7 @@ def test_no_sync_accumulates(submission):
                 not late,
                 f"{expected} launches in a step of 3 micro-batches: all in the last backward",
                 f"{late} of them after backward",
-                partial(late_launches, submission, jobs, events, step),
+                partial(explain_late_launches, submission, jobs, events, step),
                 rank=rank,
                 step=step,
             )
@@ -202,7 +202,7 @@ def test_steps_and_subgroups(submission):
         groups = [[1, 3], [0, 2]] if world == 4 else [list(range(world))]
         case = submission.case("Tied", world, steps=4, dtype=torch.float64, optimizer=optimizer, group=groups[0])
         with diagnosis.plan_suspected(submission, case, CAP_BYTES):
-            results = submission.run(training.train, case.for_ranks(groups=groups, **JOB), world_size=world)
+            results = submission.run(training.train, case.make_jobs(groups=groups, **JOB), world_size=world)
             expect_gradients(results, case)
             expect_weights(results, case)
         require_buckets(results, case, steps=4)

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from brigade.checks.diagnose.evidence import left_over, listing
+from brigade.checks.diagnose.evidence import find_leftover, join_names
 from brigade.checks.expectations import (
     expect,
     expect_equal,
@@ -17,14 +17,14 @@ from brigade.checks.expectations import (
     expect_start,
     expect_trained,
     expect_weights,
-    explained,
+    explain_failures,
     overlaps,
     require_launches,
 )
 from brigade.events import launches, ready, summary
 from brigade.runner.ranks import PerRank
 from diagnosis import m05_grad_buffer as diagnosis
-from diagnosis.easier import late_launches
+from diagnosis.easier import explain_late_launches
 from scenarios import m05_grad_buffer, training
 
 BUCKET_NUMEL = 150
@@ -77,7 +77,7 @@ def test_gradients_are_averaged(submission):
     """Replicas start equal, buffers included; one all-reduce per padded bucket averages every gradient."""
     for world, model in zip(submission.worlds(1, 2, 3, 4), ("Plain", "Buffers", "Frozen", "Tied")):
         case = submission.case(model, world)
-        results = submission.run(training.train, case.for_ranks(**JOB), world_size=world)
+        results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)
         expect_start([result["start"] for result in results], case)
         expect_gradients(results, case)
         require_padded(results, case)
@@ -89,7 +89,7 @@ def test_gradients_are_views(submission):
     for world, form in zip(submission.worlds(2, 3), ("optimizer, to None", "optimizer, to zeros")):
         case = submission.case("Plain", world, steps=3)
         names, layout = layout_of(case, world)
-        results = submission.run(m05_grad_buffer.train, case.for_ranks(zero=form, late=False, **JOB), world_size=world)
+        results = submission.run(m05_grad_buffer.train, case.make_jobs(zero=form, late=False, **JOB), world_size=world)
         for rank, result in enumerate(results):
             for step, buffers in enumerate(result["buffers"]):
                 expect(
@@ -109,7 +109,7 @@ def test_gradients_are_views(submission):
                         partial(diagnosis.wrong_place, results, buffers, names, name),
                     )
     case = submission.case("Plain", world)
-    results = submission.run(m05_grad_buffer.steady_step, case.for_ranks(**JOB), world_size=world, mode="record")
+    results = submission.run(m05_grad_buffer.steady_step, case.make_jobs(**JOB), world_size=world, mode="record")
     smallest = min(p.numel() for p in case.parameters().values())
     gradient_bytes = sum(p.numel() * p.element_size() for p in case.parameters().values())
     for rank, result in enumerate(results):
@@ -139,10 +139,10 @@ def test_zero_grad_in_any_form(submission):
     for form in forms:
         for late in (False, True):
             case = submission.case("Branches", world, steps=3, dtype=torch.float64, branches=[1, -1][:world])
-            jobs = case.for_ranks(zero=form, late=late, **JOB)
+            jobs = case.make_jobs(zero=form, late=late, **JOB)
             results = submission.run(m05_grad_buffer.train, jobs, world_size=world)
             when = "between forward and backward" if late else "before forward"
-            with explained(results.events, partial(diagnosis.no_view, results)):
+            with explain_failures(results.events, partial(diagnosis.no_view, results)):
                 what = f"weights after 3 steps with zero_grad ({form}) {when}"
                 expect_trained(what, [result["weights"] for result in results], case)
 
@@ -153,7 +153,7 @@ def test_buckets_overlap_with_backward(submission):
     for world in submission.worlds(2, 3):
         case = submission.case("Plain", world, hidden_layers=4, steps=2)
         names, layout = layout_of(case, world)
-        jobs = case.for_ranks(**ZEROED, **JOB)
+        jobs = case.make_jobs(**ZEROED, **JOB)
         results = submission.run(m05_grad_buffer.train, jobs, world_size=world)
         expected = [end - start for start, end in layout["bucket_ranges"]]
         for rank, events in enumerate(results.events):
@@ -167,7 +167,7 @@ def test_buckets_overlap_with_backward(submission):
                     f"{where}: {summary(found)}",
                     partial(diagnosis.wrong_launches, buffers, names, layout, events, step),
                 )
-                why_late = partial(late_launches, submission, jobs, events, step)
+                why_late = partial(explain_late_launches, submission, jobs, events, step)
                 expect_overlap(events, step, buckets_of(names, layout), where, why_late=why_late)
             leaked = [buffers[0]["padding"] for buffers in results[rank]["buffers"]]
             expect(
@@ -201,7 +201,7 @@ def test_main_grad_accumulates_in_fp32(submission):
                 f"main_grad of parameter {i}": sum(micro[i].float() for own in batches for micro in own[step]) / world
                 for i in range(len(sizes))
             }
-            with explained(results.events):
+            with explain_failures(results.events):
                 expect_equal(
                     f"main_grad is the average of what 41 micro-batches accumulated, in fp32 (step {step})",
                     [dict(zip(average, result["steps"][step]["main_grad"].values())) for result in results],
@@ -243,7 +243,7 @@ def test_one_buffer_per_dtype(submission):
         job = JOB | {"arguments": JOB["arguments"] | {"grad_dtype": grad_dtype}}
         wide = [dtype for dtype in (torch.float64, torch.float32) if grad_dtype]  # float32 is not wider than these
         with diagnosis.narrower_dtype_suspected(wide):
-            results = submission.run(m05_grad_buffer.train, case.for_ranks(**ZEROED, **job), world_size=world)
+            results = submission.run(m05_grad_buffer.train, case.make_jobs(**ZEROED, **job), world_size=world)
         expected = {}
         for name, parameter in case.parameters().items():
             expected.setdefault(parameter.dtype, set()).add(name)
@@ -276,7 +276,7 @@ def test_one_buffer_per_dtype(submission):
                 partial(diagnosis.no_view, results),
                 rank=rank,
             )
-        results = submission.run(training.train, case.for_ranks(**job), world_size=world)
+        results = submission.run(training.train, case.make_jobs(**job), world_size=world)
         expect_gradients(results, case, tolerance=2**-6)
 
 
@@ -294,7 +294,7 @@ def test_steps_and_subgroups(submission):
             group=groups[0],
             branches=list(range(world)) if model == "Reordered" else None,
         )
-        jobs = case.for_ranks(groups=groups, interrupted=1 if model == "Plain" else None, **JOB)
+        jobs = case.make_jobs(groups=groups, interrupted=1 if model == "Plain" else None, **JOB)
         results = submission.run(training.train, jobs, world_size=world)
         if model == "Plain":
             expect_silence(results.events, case.group, 3)
@@ -310,7 +310,7 @@ def test_steps_and_subgroups(submission):
                 count == expected,
                 f"{expected} launches in a step of 3 micro-batches: one for each bucket",
                 f"rank 0: {count} launches",
-                partial(left_over, results.events[0]),
+                partial(find_leftover, results.events[0]),
             )
         require_padded(results, case, steps=3)
 
@@ -374,6 +374,6 @@ def expect_turns(events, names, layout, where):
         expect(
             not missing,
             "buckets are launched in their order, each when all its gradients are ready",
-            f"{where}: launch {number} was made when {listing(missing)} of bucket {number} were not",
+            f"{where}: launch {number} was made when {join_names(missing)} of bucket {number} were not",
             diagnosis.IN_READY_ORDER,
         )

@@ -17,15 +17,15 @@ from brigade.checks.expectations import (
     expect_start,
     expect_trained,
     expect_weights,
-    explained,
-    listing,
+    explain_failures,
+    join_names,
     overlaps,
     require_launches,
 )
 from brigade.events import launches, ready, summary
 from brigade.runner.ranks import PerRank
 from diagnosis import m06_coalesced as diagnosis
-from diagnosis.easier import late_launches
+from diagnosis.easier import explain_late_launches
 from diagnosis.m05_grad_buffer import no_view
 from scenarios import m05_grad_buffer, m06_coalesced, training
 
@@ -72,7 +72,7 @@ def test_coalesce_is_one_launch(submission):
             for place, rank in enumerate(group):
                 for number, (op, name, calls) in enumerate(blocks):
                     count = len(calls[rank])
-                    where = f"rank {rank}, {count} calls of {name} in the group of ranks {listing(group)}"
+                    where = f"rank {rank}, {count} calls of {name} in the group of ranks {join_names(group)}"
                     expect_one_launch(launches(results.events[rank], number), op, count, where)
                     expect_equal(
                         f"after handle.wait() each of {count} coalesced calls of {name} has its result",
@@ -185,7 +185,7 @@ def test_gradients_are_averaged(submission):
     cases = zip(submission.worlds(1, 2, 3, 4), ("Plain", "Buffers", "Frozen", "Tied"), (1, 2, None, 2))
     for world, model, buckets_per_group in cases:
         case = submission.case(model, world)
-        results = submission.run(training.train, case.for_ranks(**job(buckets_per_group)), world_size=world)
+        results = submission.run(training.train, case.make_jobs(**job(buckets_per_group)), world_size=world)
         expect_start([result["start"] for result in results], case)
         expect_gradients(results, case)
         require_halves(results, case)
@@ -197,7 +197,7 @@ def test_launches_and_volume(submission):
     cases = zip(submission.worlds(2, 3, 2), ("Plain", "MixedDtypes", "MixedDtypes"), (2, 1, None))
     for world, model, buckets_per_group in cases:
         case = submission.case(model, world, hidden_layers=6 if model == "Plain" else 4, steps=2)
-        results = submission.run(training.train, case.for_ranks(**job(buckets_per_group)), world_size=world)
+        results = submission.run(training.train, case.make_jobs(**job(buckets_per_group)), world_size=world)
         groups = groups_of(case, world, buckets_per_group)
         for rank, events in enumerate(results.events):
             for step in range(2):
@@ -216,7 +216,7 @@ def test_groups_overlap_with_backward(submission):
     for world, is_uneven in zip(submission.worlds(2, 3), (False, True)):
         case = submission.case("Plain", world, hidden_layers=6, steps=2)
         buckets_per_group = uneven(case, world) if is_uneven else 1
-        told = case.for_ranks(**job(buckets_per_group))
+        told = case.make_jobs(**job(buckets_per_group))
         results = submission.run(training.train, told, world_size=world)
         groups = groups_of(case, world, buckets_per_group)
         for rank, events in enumerate(results.events):
@@ -224,7 +224,7 @@ def test_groups_overlap_with_backward(submission):
                 where = f"rank {rank}, step {step} (buckets_per_group={buckets_per_group})"
                 expect_launches(launches(events, step), groups, "reduce_scatter", where, events=events)
                 expect_complete(events, step, groups, where)
-                why_late = partial(late_launches, submission, told, events, step, "group")
+                why_late = partial(explain_late_launches, submission, told, events, step, "group")
                 expect_group_overlap(events, step, [names for _, _, names in groups], where, why_late)
 
 
@@ -233,7 +233,7 @@ def test_shards_without_gather(submission):
     """With gather_grads=False the own shards are averages; a step on them, and the parameters travel instead."""
     for world, buckets_per_group in zip(submission.worlds(2, 4), (2, 1)):
         case = submission.case("Plain", world, steps=3, dtype=F64, group=subgroups(world)[0])
-        told = case.for_ranks(groups=subgroups(world), **job(buckets_per_group))
+        told = case.make_jobs(groups=subgroups(world), **job(buckets_per_group))
         results = submission.run(m06_coalesced.train_on_shards, told, world_size=world)
         names = list(reversed(case.parameters()))
         layout = planned([p.numel() for p in reversed(case.parameters().values())], BUCKET_NUMEL, len(case.group))
@@ -273,7 +273,7 @@ def test_steps_and_subgroups(submission):
             group=subgroups(world)[0],
             branches=[0, 3, 1][:world] if model == "Reordered" else None,
         )
-        told = case.for_ranks(groups=subgroups(world), interrupted=1 if model == "Plain" else None, **job(2))
+        told = case.make_jobs(groups=subgroups(world), interrupted=1 if model == "Plain" else None, **job(2))
         results = submission.run(training.train, told, world_size=world)
         if model == "Plain":
             expect_silence(results.events, case.group, 3)
@@ -291,9 +291,9 @@ def test_steps_and_subgroups(submission):
     forms = (("optimizer, to zeros", "before"), ("model, to None", "after"))
     for world, (form, when) in zip(submission.worlds(2, 2), forms):
         case = submission.case("Branches", world, steps=3, dtype=F64, branches=[1, -1][:world])
-        told = case.for_ranks(zero=form, late=when == "after", **job(2))
+        told = case.make_jobs(zero=form, late=when == "after", **job(2))
         results = submission.run(m05_grad_buffer.train, told, world_size=world)
-        with explained(results.events, partial(no_view, results)):
+        with explain_failures(results.events, partial(no_view, results)):
             expect_trained(
                 f"weights after 3 steps with unused parameters and zero_grad ({form}) {when} forward",
                 [result["weights"] for result in results],
@@ -348,7 +348,7 @@ def expect_kernels(events, blocks, where):
             expect(
                 sum(counts.values()) == blocks,
                 f"on the GPU {blocks} blocks of coalesced calls are {blocks} kernels of NCCL",
-                f"{where}: {listing([f'{count} {name}' for name, count in counts.items()], 8) or 'none'}",
+                f"{where}: {join_names([f'{count} {name}' for name, count in counts.items()], 8) or 'none'}",
                 diagnosis.ONE_BY_ONE,
             )
 
@@ -511,7 +511,7 @@ def expect_launches(found, groups, op, where, ordered=True, events=()):
     wanted = by_dtype((str(dtype).removeprefix("torch."), numel) for dtype, numel, *_ in groups)
     expect(
         made == wanted if ordered else sorted(made) == sorted(wanted),
-        f"one {op} for each of {len(wanted)} groups: {listing([f'{numel} {dtype}' for dtype, numel in wanted], 8)}",
+        f"one {op} for each of {len(wanted)} groups: {join_names([f'{numel} {dtype}' for dtype, numel in wanted], 8)}",
         f"{where}: {summary(mine)}",
         partial(diagnosis.not_one_for_each_group, made, wanted, op, events),
     )
@@ -575,7 +575,7 @@ def expect_complete(events, step, groups, where):
         expect(
             not missing,
             "a group is launched when all gradients of all its buckets are ready",
-            f"{where}: group {number} was launched when {listing(missing)} were not ready",
+            f"{where}: group {number} was launched when {join_names(missing)} were not ready",
             diagnosis.TOO_EARLY,
         )
 
@@ -600,8 +600,8 @@ def expect_ranks(events, group, rank):
     wrong = [ranks for ranks in found if ranks != group]
     expect(
         not wrong,
-        f"on rank {rank} collectives are on the process group that CoalescedDDP was given, of ranks {listing(group)}",
-        f"{len(wrong)} of {len(found)} are on the group of ranks {listing(wrong[0] if wrong else [])}",
+        f"on rank {rank} collectives run on the process group of CoalescedDDP, ranks {join_names(group)}",
+        f"{len(wrong)} of {len(found)} are on the group of ranks {join_names(wrong[0] if wrong else [])}",
         diagnosis.WRONG_GROUP,
     )
 

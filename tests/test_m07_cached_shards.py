@@ -17,7 +17,7 @@ from brigade.checks.expectations import (
     expect_silence,
     expect_start,
     expect_weights,
-    listing,
+    join_names,
 )
 from brigade.events import launches, ready, summary
 from diagnosis import m07_cached_shards as diagnosis
@@ -39,7 +39,7 @@ def test_gradients_are_averaged(submission):
     for world, model, buckets_per_group in zip(submission.worlds(1, 2, 3, 4), models, (1, 2, None, 2)):
         case = submission.case(model, world)
         with diagnosis.views_suspected():
-            results = submission.run(training.train, case.for_ranks(**job(buckets_per_group)), world_size=world)
+            results = submission.run(training.train, case.make_jobs(**job(buckets_per_group)), world_size=world)
             expect_start([result["start"] for result in results], case)
             expect_gradients(results, case, tolerance=2**-6 if model == "MixedDtypes" else 1e-5)
         require_halves(results, case)
@@ -51,7 +51,7 @@ def test_steady_step_makes_no_view(submission):
     cases = zip(submission.worlds(2, 3), (True, False), (2, 1), (None, torch.float32))
     for world, gather_grads, buckets_per_group, grad_dtype in cases:
         case = submission.case("MixedDtypes", world, steps=5)
-        jobs = case.for_ranks(gather_grads=gather_grads, reallocate=3, **job(buckets_per_group, grad_dtype=grad_dtype))
+        jobs = case.make_jobs(gather_grads=gather_grads, reallocate=3, **job(buckets_per_group, grad_dtype=grad_dtype))
         results = submission.run(m07_cached_shards.count_views, jobs, world_size=world)
         volume = sum(numel for numel, _ in groups_of(case, world, 1))
         for rank, (events, steps) in enumerate(zip(results.events, results)):
@@ -74,7 +74,7 @@ def test_views_follow_the_buffer(submission):
     for world, gather_grads, dtype in cases:
         case = submission.case("Plain", world, micro_batches=len(moves), dtype=dtype)
         # Gradients wider than the parameters have views of their own, main_grad.
-        jobs = case.for_ranks(gather_grads=gather_grads, moves=moves, **job(2, grad_dtype=torch.float64))
+        jobs = case.make_jobs(gather_grads=gather_grads, moves=moves, **job(2, grad_dtype=torch.float64))
         results = submission.run(m07_cached_shards.move_buffers, jobs, world_size=world)
         for step in range(len(moves)):
             micro = slice(step, step + 1)
@@ -110,7 +110,7 @@ def test_launches_are_those_of_module_6(submission):
     """One reduce-scatter per group, in backward, and one all-gather of gradients or parameters, on kept views."""
     for world, buckets_per_group, gather_grads in zip(submission.worlds(2, 3), (2, 1), (True, False)):
         case = submission.case("Plain", world, hidden_layers=6, steps=3)
-        jobs = case.for_ranks(gather_grads=gather_grads, reallocate=None, **job(buckets_per_group))
+        jobs = case.make_jobs(gather_grads=gather_grads, reallocate=None, **job(buckets_per_group))
         results = submission.run(m07_cached_shards.count_views, jobs, world_size=world)
         groups = groups_of(case, world, buckets_per_group)
         gathers = ["backward", "finish_grad_sync"] if gather_grads else ["start_param_sync"]
@@ -135,7 +135,7 @@ def test_steps_and_subgroups(submission):
             group=groups[0],
             branches=list(range(world)) if model == "Reordered" else None,
         )
-        told = case.for_ranks(groups=groups, interrupted=1 if model == "Frozen" else None, **job(2))
+        told = case.make_jobs(groups=groups, interrupted=1 if model == "Frozen" else None, **job(2))
         with diagnosis.views_suspected():
             results = submission.run(training.train, told, world_size=world)
             if model == "Frozen":
@@ -148,7 +148,7 @@ def test_steps_and_subgroups(submission):
     case = submission.case("Branches", world, steps=3, dtype=torch.float64, branches=[1, -1][:world])
     form = submission.rng.choice(["optimizer, to None", "optimizer, to zeros", "model, to None", "model, to zeros"])
     late = submission.rng.random() < 0.5
-    results = submission.run(m05_grad_buffer.train, case.for_ranks(zero=form, late=late, **job(2)), world_size=world)
+    results = submission.run(m05_grad_buffer.train, case.make_jobs(zero=form, late=late, **job(2)), world_size=world)
     expect_weights(results, case)
 
 
@@ -181,11 +181,10 @@ def expect_no_view(rank, step, steps, gather_grads, moved=False):
         phases["hooks" if view["phase"] == "backward" else view["phase"]] += view["count"]
         lines[line] += view["count"]
         calls.setdefault(line, set()).add(view["call"])
-    happened = (
-        f"rank {rank}, step {step}: {phases.total()} views, {listing([f'{n} in {name}' for name, n in phases.items()])}"
-    )
+    by_phase = join_names([f"{n} in {name}" for name, n in phases.items()])
+    happened = f"rank {rank}, step {step}: {phases.total()} views, {by_phase}"
     for line, count in lines.most_common(3):
-        happened += f"\n{line}  ({count} by {listing(sorted(calls[line]))})"
+        happened += f"\n{line}  ({count} by {join_names(sorted(calls[line]))})"
     before = ", and the second one after reallocate()," * moved
     expect(
         False,
@@ -205,7 +204,7 @@ def expect_launches(events, step, groups, gathers, where):
         [launch.numel for launch in scatter] == sizes
         and sorted(launch.numel for launch in gather) == sorted(sizes)
         and len(found) == 2 * len(sizes),
-        f"a step has a reduce_scatter and an all_gather for each of {len(sizes)} groups, of {listing(sizes)} elements",
+        f"a step has one reduce_scatter and one all_gather per group ({len(sizes)}), of {join_names(sizes)} elements",
         f"{where}: {summary(found)}",
         partial(diagnosis.wrong_launches, found, sizes, "backward" in gathers),
     )
@@ -214,7 +213,7 @@ def expect_launches(events, step, groups, gathers, where):
         expect(
             launch.place < max(complete.get(name, -1) for name in after),
             f"the reduce_scatter of group {number} is launched before the next group's gradients are all ready",
-            f"{where}: it was launched in {launch.phase}, when {listing(after)} were ready",
+            f"{where}: it was launched in {launch.phase}, when {join_names(after)} were ready",
             diagnosis.IN_THE_FINISH,
         )
     for op, phases in (("reduce_scatter", ["backward"]), ("all_gather", gathers)):
@@ -222,7 +221,7 @@ def expect_launches(events, step, groups, gathers, where):
         expect(
             not others,
             f"each {op} is launched in {' or '.join(phases)}",
-            f"{where}: {len(others)} were launched in {listing(others)}",
+            f"{where}: {len(others)} were launched in {join_names(others)}",
         )
     nexts = [*(names for _, names in groups[1:]), []] if "backward" in gathers else [[]] * len(groups)
     blocking = [launch for launch, after in zip(scatter, nexts) if blocks_backward(launch, after, complete)]

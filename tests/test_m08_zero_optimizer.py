@@ -7,7 +7,7 @@ import pytest
 import torch
 from test_m05_grad_buffer import planned
 
-from brigade.checks.expectations import MANY_STEPS, expect, expect_equal, format_distinct, listing
+from brigade.checks.expectations import MANY_STEPS, expect, expect_equal, format_distinct, join_names
 from brigade.events import launches, summary
 from brigade.runner.ranks import PerRank
 from diagnosis import m08_zero_optimizer as diagnosis
@@ -66,7 +66,7 @@ def test_sharded_equals_unsharded(submission):
         ),
     ):
         case = submission.case(model, world, steps=steps, dtype=torch.float64, **more)
-        results = submission.run(m08_sharded.train, case.for_ranks(start=case.start(), **job), world_size=world)
+        results = submission.run(m08_sharded.train, case.make_jobs(start=case.start(), **job), world_size=world)
         expect_unsharded(results, case, job)
 
 
@@ -107,7 +107,7 @@ def test_sharded_launches(submission):
     """A step is one reduce and one broadcast for each trainable parameter, of one root, and all are waited on."""
     for world, model in zip(submission.worlds(2, 3), ("Tied", "Frozen")):
         case = submission.case(model, world, steps=3, dtype=torch.float64)
-        results = submission.run(m08_sharded.train, case.for_ranks(start=case.start(), **SGD), world_size=world)
+        results = submission.run(m08_sharded.train, case.make_jobs(start=case.start(), **SGD), world_size=world)
         trainable = [p.numel() for p in case.parameters().values() if p.requires_grad]
         for rank, events in enumerate(results.events):
             for step in range(3):
@@ -164,7 +164,7 @@ def test_sharded_groups_and_schedulers(submission):
                 "params": [{"names": names[:-2], "options": {}}],
                 "late": late,
             }
-        results = submission.run(m08_sharded.train, case.for_ranks(start=case.start(), **job), world_size=world)
+        results = submission.run(m08_sharded.train, case.make_jobs(start=case.start(), **job), world_size=world)
         truth = unsharded(case, job)
         for rank, result in enumerate(results):
             expect(
@@ -200,7 +200,7 @@ def test_sharded_clipping(submission):
             truth = unsharded(case, job)
             if all(2 * max_norm < norm < 5 for norm in truth["norms"] if math.isfinite(norm)):
                 break
-        results = submission.run(m08_sharded.train, case.for_ranks(start=case.start(), **job), world_size=world)
+        results = submission.run(m08_sharded.train, case.make_jobs(start=case.start(), **job), world_size=world)
         for rank in groups[0]:
             for step in range(5):
                 where = f"rank {rank}, step {step}"
@@ -247,14 +247,14 @@ def test_zero_equals_unsharded(submission):
         arguments = ZERO["arguments"] | {"buckets_per_group": {1: None, 2: 1}.get(world, 2)}
         told = zero_jobs(case, recipe, groups=groups, arguments=arguments, reallocate=moving)
         results = submission.run(m08_zero.train, told, world_size=world)
-        what = f"weights after 20 steps of {name} on ranks {listing(case.group)} are those of the plain optimizer"
+        what = f"weights after 20 steps of {name} on ranks {join_names(case.group)} are those of the plain optimizer"
         if moving:
             what += ", though buffer.reallocate() moves the buffers before every step"
         why = partial(diagnosis.scaled_again, case, recipe, moving)
         expect_trained(what, results, weights_alone(case, recipe), case.start(), why, ranks=case.group)
         require_shared_state([results[rank] for rank in case.group], case, name)
     [world] = submission.worlds(2)
-    results = submission.run(m08_zero.refusals, submission.case("Plain", world).for_ranks(**ZERO), world_size=world)
+    results = submission.run(m08_zero.refusals, submission.case("Plain", world).make_jobs(**ZERO), world_size=world)
     for rank, answers in enumerate(results):
         for optimizer, answer in zip(("torch.optim.Adafactor", "a layer-wise LARS", "torch.optim.LBFGS"), answers):
             expect(
@@ -519,7 +519,7 @@ def expect_unsharded(results, case, job, changes=diagnosis.nothing, tolerance=MA
         expect(
             not results[rank]["left"],
             "after optimizer.zero_grad() no parameter has a gradient, whoever owns it",
-            f"rank {rank}: {listing(results[rank]['left'])} have",
+            f"rank {rank}: {join_names(results[rank]['left'])} have",
             diagnosis.ZEROED_PARTLY,
         )
     truth = unsharded(case, job)["weights"]
@@ -566,7 +566,7 @@ def expect_norm(norms, truth, step, case, job, events, rounding):
     """Expect the true norm of this step from all ranks of the group, with a relative error of at most `rounding`."""
     mine, expected = [norms[rank][step] for rank in case.group], truth[step]
     shown, *others = format_distinct(expected, *mine)
-    found = f"ranks {listing(case.group)} have {', '.join(others)}"
+    found = f"ranks {join_names(case.group)} have {', '.join(others)}"
     if not math.isfinite(expected):
         expect(
             not any(math.isfinite(norm) for norm in mine),
@@ -589,7 +589,7 @@ def recipe_of(name, **more):
 
 def zero_jobs(case, recipe, world=None, steps=slice(None), **more):
     """What each of the first `world` ranks is told: the recipe, and its batches of these steps."""
-    told = case.for_ranks(**{**ZERO, "recipe": recipe, **more})
+    told = case.make_jobs(**{**ZERO, "recipe": recipe, **more})
     return PerRank(job | {"batches": job["batches"][steps]} for job in told[:world])
 
 
@@ -677,7 +677,7 @@ def expect_state_dict(found, truth, params, rank, size):
     expect(
         {"state": "dict", "param_groups": "list"}.items() <= kinds.items() and "masters" in kinds,
         what + "a dict with state, a dict, param_groups, a list, and masters",
-        f"{where}: " + (listing([f"{key}, a {kind}" for key, kind in kinds.items()]) or repr(found)),
+        f"{where}: " + (join_names([f"{key}, a {kind}" for key, kind in kinds.items()]) or repr(found)),
         partial(diagnosis.no_masters_key, kinds),
     )
     for place, plain in enumerate(truth["param_groups"]):
@@ -693,7 +693,7 @@ def expect_state_dict(found, truth, params, rank, size):
     expect(
         not missing,
         what + "the state of every parameter that has been stepped, by its number",
-        f"{where}: there is none of {listing(missing)}",
+        f"{where}: there is none of {join_names(missing)}",
         diagnosis.LOST_STATE,
     )
     got, expected = {}, {}

@@ -122,12 +122,12 @@ class Reordered(Plain):
         return outputs[0] + outputs[1] + outputs[2] + outputs[3]
 
 
-TRAPS = {trap.__name__: trap for trap in (Plain, Tied, Frozen, Branches, Buffers, MixedDtypes, Transposed, Reordered)}
+MODELS = {trap.__name__: trap for trap in (Plain, Tied, Frozen, Branches, Buffers, MixedDtypes, Transposed, Reordered)}
 
 
 def build(name: str, sizes: Sequence[int], state: dict[str, Tensor], dtype: torch.dtype | None = None) -> nn.Module:
     """The named trap with these weights and buffers (those that are not in its `state_dict` too)."""
-    model = TRAPS[name](sizes)
+    model = MODELS[name](sizes)
     if dtype is not None:
         model.to(dtype)
     tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
@@ -137,6 +137,6 @@ def build(name: str, sizes: Sequence[int], state: dict[str, Tensor], dtype: torc
     return model
 
 
-def state_of(model: nn.Module) -> dict[str, Tensor]:
+def copy_state(model: nn.Module) -> dict[str, Tensor]:
     """All parameters and buffers by name, those outside the `state_dict` too; a tied one once."""
     return {name: tensor.detach().clone() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}

@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from brigade.checks.diagnose.evidence import Evidence, launched_in_no_sync, left_over, listing, of_record
+from brigade.checks.diagnose.evidence import (
+    Evidence,
+    collect_evidence,
+    find_leftover,
+    find_no_sync_launches,
+    join_names,
+)
 from brigade.checks.diagnose.tensors import GENERAL, Comparison, Difference, Tensors, explain_tensors, same
 from brigade.checks.verdict import CheckFailed, Verdict
 from brigade.events import Event, Launch, launches, passes, ready, summary
@@ -102,14 +108,14 @@ def expect_gradients(
 
 
 @contextmanager
-def explained(events: Sequence[Sequence[Event]], *causes: Callable[[], str]) -> Iterator[None]:
+def explain_failures(events: Sequence[Sequence[Event]], *causes: Callable[[], str]) -> Iterator[None]:
     """Give a check that fails in the block, without a cause or with a general one, the first that `causes` or the
     record know."""
     try:
         yield
     except CheckFailed as failed:
         verdict = failed.verdict
-        known = [*causes, *(partial(left_over, own) for own in events)]
+        known = [*causes, *(partial(find_leftover, own) for own in events)]
         is_general = not verdict.likely_cause or verdict.hypothesis in GENERAL
         cause = next(filter(None, (find() for find in known)), "") if is_general else ""
         if cause:
@@ -128,7 +134,7 @@ def wrong_start(results: Sequence[Mapping[str, Any]], case: Case) -> str:
 
 def evidence_of(results: Sequence[Mapping[str, Any]], case: Case) -> Evidence:
     """What the first step's record says of mistakes, and whether the replicas began alike."""
-    evidence = of_record(getattr(results, "events", None), case)
+    evidence = collect_evidence(getattr(results, "events", None), case)
     return replace(evidence, mistake=wrong_start(results, case) or evidence.mistake)
 
 
@@ -136,7 +142,7 @@ def expect_weights(results: Sequence[Mapping[str, Any]], case: Case) -> None:
     """After all steps, every rank of the case's group has the weights that one process gets."""
     what = f"weights after {len(case.batches[0])} steps of {case.optimizer} on {numbered(case.group)} "
     try:
-        with explained(getattr(results, "events", [])):
+        with explain_failures(getattr(results, "events", [])):
             expect_trained(what + "are those of one process", [results[rank]["weights"] for rank in case.group], case)
     except CheckFailed as failed:
         first = failure_of_the_first_step(results, case)
@@ -198,7 +204,7 @@ def expect_equal(
         got = f"entry {at} is {is_there}, expected {belongs}"
     if len(wrong) > 1:
         names = sorted({entry.name for entry in wrong}, key=list(expected).index)
-        got += f"\n{len(wrong)} of {len(actual) * len(expected)} are wrong: {listing(names)}"
+        got += f"\n{len(wrong)} of {len(actual) * len(expected)} are wrong: {join_names(names)}"
     compared = Comparison(actual, expected, wrong, computed(hypotheses) or {}, computed(evidence) or Evidence())
     cause, hypothesis = explain_tensors(compared)
     raise CheckFailed(Verdict(what, got, cause, hypothesis, rank=ranks[first.index], parameter=first.name))
@@ -266,7 +272,7 @@ def expect_overlap(
         expect(
             not missing,
             f"{unit} {number} is launched when all its gradients are ready",
-            f"{where}: it was launched when {listing(missing)} were not",
+            f"{where}: it was launched when {join_names(missing)} were not",
             "a hook that runs after the gradient was accumulated, register_post_accumulate_grad_hook?"
             if len(missing) == 1
             else f"a {unit} counts its gradients, and waits for the last?",
@@ -275,7 +281,7 @@ def expect_overlap(
         expect(
             launch.place < max(complete.get(name, -1) for name in after),
             f"{unit} {number} is launched before the {unit} after it is complete",
-            f"{where}: it was launched in {launch.phase}, when {listing(after)} were ready",
+            f"{where}: it was launched in {launch.phase}, when {join_names(after)} were ready",
             why_late,
         )
     nexts = [*buckets[1:], []] if gathered else [[]] * len(buckets)
@@ -297,7 +303,7 @@ def expect_overlap(
         not forgotten and not raced,
         "finish_grad_sync waits on every handle of the step before anything is read or written",
         f"{where}: of {len(found)} {len(forgotten)} were never waited on, {len(raced)} changed before that",
-        lambda: left_over(events) or f"wait() on the handle of every {unit}, before its tensor is read or written?",
+        lambda: find_leftover(events) or f"wait() on the handle of every {unit}, before its tensor is read or written?",
     )
 
 
@@ -363,7 +369,7 @@ def expect_silence(events: Sequence[Sequence[Event]], ranks: Iterable[int], step
     """Backward passes inside no_sync launch nothing: those of a step before its last one."""
     for rank in ranks:
         for step in range(steps):
-            early = launched_in_no_sync(events[rank], step)
+            early = find_no_sync_launches(events[rank], step)
             first = early and early[0].place < passes(events[rank], step)[1]
             expect(
                 not early,
@@ -394,4 +400,4 @@ def difference(found: Tensor | None, expected: Tensor) -> Tensor:
 
 def numbered(ranks: Sequence[int]) -> str:
     """Such as "rank 0", or "ranks 1, 3"."""
-    return f"rank{'s' * (len(ranks) > 1)} {listing(ranks)}"
+    return f"rank{'s' * (len(ranks) > 1)} {join_names(ranks)}"

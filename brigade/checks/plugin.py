@@ -7,7 +7,7 @@ argument `submission`, a `CheckContext`, and nothing else:
     def test_gradients_are_averaged(submission):
         \"""After finish_grad_sync every gradient is the average over the group.\"""
         case = submission.case("Plain", world_size=2)
-        results = submission.run(training.train, case.for_ranks(...), world_size=2)
+        results = submission.run(training.train, case.make_jobs(...), world_size=2)
         expect_equal("...", [result["gradients"][0] for result in results], case.gradients())
 """
 

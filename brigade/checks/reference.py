@@ -1,6 +1,6 @@
 """The single-process truth: what one process would compute on all the ranks' batches together.
 
-A `Case` is one random training problem. The parent keeps it; a rank gets its own part (`for_ranks`) and
+A `Case` is one random training problem. The parent keeps it; a rank gets its own part (`make_jobs`) and
 nothing else: its starting weights, which differ from the other ranks', and its own batches.
 """
 
@@ -49,7 +49,7 @@ class Case:
     ):
         self.model, self.world_size, self.dtype, self.optimizer = model, world_size, dtype, optimizer
         self.group = list(group) if group is not None else list(range(world_size))
-        self.sizes = different_sizes(rng, hidden_layers + 2)
+        self.sizes = draw_sizes(rng, hidden_layers + 2)
         self.generator = torch.Generator().manual_seed(rng.randrange(2**31))
         self.batch_size = rng.randint(3, 6)
         with torch.random.fork_rng():
@@ -61,7 +61,7 @@ class Case:
             for rank in range(world_size)
         ]
 
-    def for_ranks(self, **more: Any) -> PerRank:
+    def make_jobs(self, **more: Any) -> PerRank:
         """What each rank is told: how to build its model, its batches, the optimizer, and `more`."""
         common = {"model": self.model, "sizes": self.sizes, "dtype": self.dtype, "optimizer": self.optimizer} | more
         return PerRank(common | {"state": state, "batches": data} for state, data in zip(self.states, self.batches))
@@ -97,8 +97,8 @@ class Case:
         for rank in ranks:
             model = self._built()
             for batch in self.batches[rank][0][micro]:
-                loss_of(model, batch).backward()
-            found.append(gradients_of(model))
+                compute_loss(model, batch).backward()
+            found.append(copy_gradients(model))
         return found
 
     def train(self, zero: bool = True) -> tuple[dict[str, Tensor], list[float]]:
@@ -115,7 +115,7 @@ class Case:
             batches = [batch for rank in self.group for batch in self.batches[rank][step]]
             total = 0.0
             for batch in batches:
-                loss = loss_of(model, batch) / len(self.group)
+                loss = compute_loss(model, batch) / len(self.group)
                 loss.backward()
                 total += loss.item()
             losses.append(total / len(self.batches[0][step]))
@@ -130,7 +130,7 @@ class Case:
         return edge_case_models.build(self.model, self.sizes, self.start(), self.dtype)
 
     def _random_state(self) -> dict[str, Tensor]:
-        model = edge_case_models.TRAPS[self.model](self.sizes)
+        model = edge_case_models.MODELS[self.model](self.sizes)
         for buffer in model.buffers():  # a fresh BatchNorm has the same statistics everywhere
             if buffer.dtype.is_floating_point:
                 buffer.uniform_(0.5, 1.5, generator=self.generator)
@@ -138,7 +138,7 @@ class Case:
                 buffer.random_(0, 2 if buffer.dtype == torch.bool else 100, generator=self.generator)
         if self.dtype is not None:
             model.to(self.dtype)
-        return edge_case_models.state_of(model)
+        return edge_case_models.copy_state(model)
 
     def _batch(self, branch: int) -> dict[str, Any]:
         dtype = self.dtype or torch.float32
@@ -147,7 +147,7 @@ class Case:
         return {"x": x, "y": y, "branch": branch}
 
 
-def different_sizes(rng: random.Random, count: int) -> list[int]:
+def draw_sizes(rng: random.Random, count: int) -> list[int]:
     """Random sizes of layers. All differ, and so do the weights between them: a gradient is known by its size."""
     while True:
         sizes = rng.sample(range(5, 24), count)
@@ -156,13 +156,13 @@ def different_sizes(rng: random.Random, count: int) -> list[int]:
             return sizes
 
 
-def loss_of(model: torch.nn.Module, batch: dict[str, Any]) -> Tensor:
+def compute_loss(model: torch.nn.Module, batch: dict[str, Any]) -> Tensor:
     """The mean squared difference of a batch's outputs from its targets; runs in the ranks too."""
     output = model(batch["x"], branch=batch["branch"])
     return ((output - batch["y"]) ** 2).mean()
 
 
-def gradients_of(model: torch.nn.Module) -> Gradients:
+def copy_gradients(model: torch.nn.Module) -> Gradients:
     """The gradient of each trainable parameter by name, None where there is none."""
     return {
         name: None if p.grad is None else p.grad.detach().clone()

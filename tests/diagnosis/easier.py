@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from brigade.checks.diagnose.evidence import left_over
+from brigade.checks.diagnose.evidence import find_leftover
 from brigade.events import Event, launches, passes
 from brigade.runner.ranks import PerRank
 from scenarios import training
 
 
-def late_launches(
+def explain_late_launches(
     submission: Any, jobs: Sequence[Mapping[str, Any]], events: Sequence[Event], step: int, unit: str = "bucket"
 ) -> str:
     """Why a step's launches come too late; `jobs` are what the ranks were told, and `unit` is what is launched."""
-    if cause := left_over(events):
+    if cause := find_leftover(events):
         return cause
     if any(launch.phase == "backward" for launch in launches(events, step)):
         return ""

@@ -3,10 +3,10 @@
 import contextlib
 from collections import Counter
 
-from brigade.checks.diagnose.evidence import left_over
+from brigade.checks.diagnose.evidence import find_leftover
 from brigade.checks.verdict import CheckFailed
 from brigade.events import launches
-from diagnosis.easier import late_launches
+from diagnosis.easier import explain_late_launches
 from scenarios import m04_bucketed_ddp
 
 # plan_buckets
@@ -69,7 +69,7 @@ def wrong_launches(submission, case, buckets, cap, events, step):
     expected = [sum(parameters[name] for name in bucket) for bucket in buckets]
     if planned_by(submission, case, cap) != buckets:
         return SEE_RULE
-    if cause := left_over(events):
+    if cause := find_leftover(events):
         return cause
     if sorted(found) == sorted(parameters.values()):
         return "every parameter is launched by itself: is bucket_cap_mb, in MiB, compared with bytes?"
@@ -87,4 +87,4 @@ def wrong_launches(submission, case, buckets, cap, events, step):
 def not_at_once(submission, jobs, events, step):
     """Why a bucket is not launched as soon as it and those in front of it are complete."""
     several = "several buckets can be due at once, when the one in front of them is complete at last?"
-    return late_launches(submission, jobs, events, step) or several
+    return explain_late_launches(submission, jobs, events, step) or several

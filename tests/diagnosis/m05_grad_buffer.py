@@ -4,7 +4,7 @@ import contextlib
 
 import torch
 
-from brigade.checks.diagnose.evidence import left_over, listing
+from brigade.checks.diagnose.evidence import find_leftover, join_names
 from brigade.checks.verdict import CheckFailed
 from brigade.events import launches
 
@@ -45,12 +45,14 @@ def no_view(results):
                 others = [name for name in lost if name not in buffer["absent"]]
                 where = f"after the finish, on rank {rank} in step {step}"
                 if others:
-                    what = f"the gradient of {listing(others)} is no view {where}"
+                    what = f"the gradient of {join_names(others)} is no view {where}"
                     if all(before.get(name) is not None for name in others):
                         return what + ", and was one before: finish_grad_sync has to change it in place?"
                     return what + ": zero_grad took the view away, and it was not put back, or a copy was?"
                 if lost:
-                    return f"the gradient of {listing(lost)} is None {where}: one that never came has to be taken, too?"
+                    return (
+                        f"the gradient of {join_names(lost)} is None {where}: one that never came has to be taken, too?"
+                    )
     return ""
 
 
@@ -60,7 +62,7 @@ def wrong_launches(buffers, names, layout, events, step):
         return wrong_layout(buffers, names)
     if len(launches(events, step)) == len(layout["bucket_ranges"]):
         return "the padding of a bucket is reduced with it?"
-    return left_over(events)
+    return find_leftover(events)
 
 
 def main_grads(batches, step, results):

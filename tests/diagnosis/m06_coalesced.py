@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from brigade.checks.diagnose.evidence import left_over
+from brigade.checks.diagnose.evidence import find_leftover
 
 # coalesce
 ONE_BY_ONE = "the calls of a block are launched one by one?"
@@ -104,7 +104,7 @@ def other_kinds(others, ops):
 
 def not_one_for_each_group(made, wanted, op, events):
     """Why the launches `made`, as (dtype, elements), are not the `wanted`; `events` are what a DDP recorded."""
-    if cause := left_over(events):
+    if cause := find_leftover(events):
         return cause
     if sorted(made) == sorted(wanted):
         return "groups are launched in the order of the buckets?"

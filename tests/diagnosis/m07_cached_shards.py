@@ -2,7 +2,7 @@
 
 import contextlib
 
-from brigade.checks.diagnose.evidence import listing
+from brigade.checks.diagnose.evidence import join_names
 from brigade.checks.verdict import CheckFailed
 
 WRONG_VIEW = (
@@ -52,7 +52,7 @@ def new_views(steps, step, package, gather_grads, moved):
     phases = {view["phase"] for view in own}
     if not own:
         return (
-            f"{listing(earlier)} is an earlier module: is the view kept there, or does CachedDDP do without that line?"
+            f"{join_names(earlier)} is an earlier module. Keep the view there, or let CachedDDP do without that line."
         )
     if moved:
         return "before reallocate() there were none: the cache is emptied for the new tensor, but in every step?"

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from brigade.checks.expectations import expect_equal, listing, same
+from brigade.checks.expectations import expect_equal, join_names, same
 from brigade.checks.verdict import CheckFailed
 from brigade.events import launches
 from expected.m08_zero_optimizer import dots_weights, like, unsharded, weights_alone, wide, wrong_root
@@ -155,7 +155,9 @@ def too_much_state(owned, numels, problem):
     if len(problem["first"]) > 1:
         return "a rank's load is what it owns in all groups: does sharing begin anew in each?"
     if idle:
-        return f"nothing is owned by rank {listing(idle)}: is a number of ranks fixed, or the same one always chosen?"
+        return (
+            f"nothing is owned by rank {join_names(idle)}: is a number of ranks fixed, or the same one always chosen?"
+        )
     if all(places == trainable[rank :: len(owned)] for rank, places in enumerate(owned)):
         return "parameter i belongs to rank i % world_size: one rank gets the weights, the other the biases"
     return "a parameter belongs to the rank that owns least so far, in elements, not in parameters"
@@ -237,7 +239,7 @@ def cause_of(found, truth, start, hypotheses, tolerance, otherwise):
     still = [name for name in truth if moved(truth[name], start[name]) > moved(found[0][name], start[name]) + 0.01]
     if still:
         return (
-            f"entries of {listing(still)} have not moved, or were put back: does a rank step on all of its shards, "
+            f"entries of {join_names(still)} have not moved, or were put back: does a rank step on all of its shards, "
             f"wherever they cut a parameter? {SHARE}."
         )
     return ""

@@ -5,7 +5,7 @@ import copy
 import torch
 
 from brigade.checks import edge_case_models
-from brigade.checks.reference import loss_of
+from brigade.checks.reference import compute_loss
 from scenarios import m08_sharded, m08_zero
 
 
@@ -52,7 +52,7 @@ def one_process(case, recipe, ranks=None, steps=None, start=None, load=None, cli
         total = 0.0
         for rank in ranks:
             for batch in case.batches[rank][steps[step]]:
-                loss = loss_of(model, batch) * recipe.get("loss_scale", 1) / len(ranks)
+                loss = compute_loss(model, batch) * recipe.get("loss_scale", 1) / len(ranks)
                 loss.backward()
                 total += loss.item()
         return total

@@ -3,13 +3,13 @@
 from brigade.checks import edge_case_models
 from brigade.rank.api import student
 from brigade.rank.recording import phase
-from scenarios.training import build, group_of
+from scenarios.training import build, create_group
 
 
 def broadcast(job: dict) -> dict:
     """Calls broadcast_module_state by itself, and returns the model's parameters and buffers."""
     model = build(job)
-    group = group_of(job)
+    group = create_group(job)
     with phase("construct"):
         student("m01_naive_ddp", "broadcast_module_state")(model, **({} if group is None else {"process_group": group}))
-    return edge_case_models.state_of(model)
+    return edge_case_models.copy_state(model)

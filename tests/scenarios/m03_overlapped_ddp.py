@@ -1,6 +1,6 @@
 """What the ranks do in module 3's checks, beyond training."""
 
-from brigade.checks.reference import gradients_of
+from brigade.checks.reference import copy_gradients
 from brigade.rank import recording
 from brigade.rank.recording import phase
 from scenarios.training import Interruption, build, forward_backward, wrap
@@ -28,4 +28,4 @@ def interrupted_no_sync(job: dict) -> list:
     forward_backward(ddp, third)
     with phase("finish"):
         ddp.finish_grad_sync()
-    return [gradients_of(model)]
+    return [copy_gradients(model)]

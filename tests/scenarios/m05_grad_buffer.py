@@ -6,11 +6,11 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from brigade.checks.reference import OPTIMIZERS, loss_of
+from brigade.checks.reference import OPTIMIZERS, compute_loss
 from brigade.rank import recording
 from brigade.rank.api import device, student
 from brigade.rank.recording import phase
-from scenarios.training import build, forward_backward, group_of, on_device, wrap
+from scenarios.training import build, create_group, forward_backward, move_to_device, wrap
 
 COPIES = ("copy_", "clone", "cat", "stack", "_to_copy", "_foreach_copy_")
 
@@ -97,7 +97,7 @@ def train(job: dict) -> dict:
         if not job["late"]:
             zero(job["zero"], model, optimizer)
         with phase("forward"):
-            loss = loss_of(ddp, on_device(batch))
+            loss = compute_loss(ddp, move_to_device(batch))
         if job["late"]:
             zero(job["zero"], model, optimizer)
         with recording.backward_of(loss):
@@ -164,7 +164,7 @@ def accumulate(job: dict) -> dict:
     """Two steps of many micro-batches with fp32 gradients for bf16 parameters: main_grad, grad and the buffer."""
     model = Dots(job["sizes"], torch.bfloat16).to(device())
     with phase("construct"):
-        ddp = student(job["package"], job["wrapper"])(model, process_group=group_of(job), **job["arguments"])
+        ddp = student(job["package"], job["wrapper"])(model, process_group=create_group(job), **job["arguments"])
     steps = []
     for step, micro_batches in enumerate(job["batches"]):
         recording.note("step", step=step)

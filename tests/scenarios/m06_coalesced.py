@@ -11,7 +11,7 @@ from brigade.rank import recording
 from brigade.rank.api import device, student
 from brigade.rank.kernels import counted
 from brigade.rank.recording import phase
-from scenarios.training import Interruption, build, forward_backward, group_of, wrap
+from scenarios.training import Interruption, build, create_group, forward_backward, wrap
 
 
 def call(entry: dict, group: dist.ProcessGroup | None) -> torch.Tensor:
@@ -33,7 +33,7 @@ def coalesced(job: dict) -> list[list[torch.Tensor]]:
     On GPUs the kernels of all blocks together are counted.
     """
     coalesce = student("m06_coalesced", "coalesce")
-    group = group_of(job)
+    group = create_group(job)
     results = []
     with counted():
         for number, block in enumerate(job["blocks"]):
@@ -95,7 +95,7 @@ def bucket_groups(job: dict) -> dict:
 
     Returns the flat tensors after that and before, and the parameters.
     """
-    group = group_of(job)
+    group = create_group(job)
     params = [nn.Parameter(value.to(device())) for value in job["params"]]
     buffer = student("m05_grad_buffer", "GradBuffer")(
         params, job["bucket_numel"], dist.get_world_size(group), with_params=True

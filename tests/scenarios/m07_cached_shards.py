@@ -14,10 +14,10 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
-from brigade.checks.reference import gradients_of, loss_of
+from brigade.checks.reference import compute_loss, copy_gradients
 from brigade.rank import locks, recording
 from brigade.rank.recording import tensors_in
-from scenarios.training import build, on_device, wrap
+from scenarios.training import build, move_to_device, wrap
 
 # These give the whole tensor under another name. Nothing is cut out, and writing without autograd takes one of them.
 WHOLE = ("data", "detach", "_base")
@@ -150,7 +150,7 @@ def count_views(job: dict) -> list[list[dict]]:
                 buffer.reallocate()
         model.zero_grad()
         with recording.phase("forward"):
-            loss = loss_of(ddp, on_device(batch))
+            loss = compute_loss(ddp, move_to_device(batch))
         counter = ViewCounter()
         counter.backward(loss)
         with counter.during("finish_grad_sync"):
@@ -198,14 +198,14 @@ def move_buffers(job: dict) -> dict:
                 buffer.reallocate()
         model.zero_grad()
         with recording.phase("forward"):
-            loss = loss_of(ddp, on_device(batch))
+            loss = compute_loss(ddp, move_to_device(batch))
         counter = ViewCounter()
         views.append(counter.views)
         counter.backward(loss)
         with counter.during("finish_grad_sync"):
             ddp.finish_grad_sync()
         if job["gather_grads"]:
-            given.append(gradients_of(model))
+            given.append(copy_gradients(model))
             held.append(still_there(old))
             continue
         for buffer in ddp.grad_buffers:

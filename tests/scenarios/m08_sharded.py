@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from brigade.checks.reference import loss_of
+from brigade.checks.reference import compute_loss
 from brigade.rank import recording
 from brigade.rank.api import device, student
 from brigade.rank.recording import phase
-from scenarios.training import build, group_of, on_device
+from scenarios.training import build, create_group, move_to_device
 
 SCHEDULERS = {
     "none": lambda optimizer: None,
@@ -28,7 +28,7 @@ SCHEDULERS = {
 
 def sharded(job: dict, params: Iterable[Any]) -> torch.optim.Optimizer:
     """The submission's ShardedOptimizer in the job's group."""
-    group = group_of(job)
+    group = create_group(job)
     with phase("construct"):
         return student("m08_zero_optimizer", "ShardedOptimizer")(
             params,
@@ -76,7 +76,7 @@ def loop(
         total = 0.0
         for batch in own:
             with phase("forward"):
-                loss = loss_of(model, batch) / len(own)
+                loss = compute_loss(model, batch) / len(own)
             with recording.backward_of(loss):
                 loss.backward()
             total += loss.detach()
@@ -114,7 +114,7 @@ def train(job: dict) -> dict:
     """Trains this rank's replica on its own batches. All ranks start with job["start"]."""
     model = build(job | {"state": job["start"]})
     optimizer = sharded(job, params_of(job, model))
-    batches = [[on_device(batch) for batch in step] for step in job["batches"]]
+    batches = [[move_to_device(batch) for batch in step] for step in job["batches"]]
     return loop(job, model, optimizer, batches, lambda max_norm: optimizer.clip_grad_norm_(max_norm))
 
 

@@ -8,12 +8,12 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR
 
 from brigade.checks import edge_case_models
-from brigade.checks.reference import loss_of
+from brigade.checks.reference import compute_loss
 from brigade.rank import recording
 from brigade.rank.api import device, student
 from brigade.rank.recording import phase
 from scenarios.m08_sharded import state_bytes
-from scenarios.training import on_device, wrap
+from scenarios.training import move_to_device, wrap
 
 
 class LARS(torch.optim.Optimizer):
@@ -49,10 +49,10 @@ def build(job: dict) -> nn.Module:
 
 def groups_of(recipe: dict, model: nn.Module) -> list | None:
     """The recipe's parameter groups; None where it has none."""
-    return [group_of(group, model) for group in recipe["groups"]] if "groups" in recipe else None
+    return [build_param_group(group, model) for group in recipe["groups"]] if "groups" in recipe else None
 
 
-def group_of(group: dict, model: nn.Module) -> dict:
+def build_param_group(group: dict, model: nn.Module) -> dict:
     """A parameter group as a user writes it, for one that names its parameters."""
     named = dict(model.named_parameters())
     return group["options"] | {"params": [named[name] for name in group["names"]]}
@@ -87,7 +87,7 @@ def take_steps(
                 group.update(recipe["change"])
         if step == recipe.get("at") and "late" in recipe:
             with phase("construct"):
-                optimizer.add_param_group(group_of(recipe["late"], model))
+                optimizer.add_param_group(build_param_group(recipe["late"], model))
         if recipe.get("closure"):
             losses.clear()
             with phase("step"):
@@ -135,9 +135,9 @@ def train(job: dict) -> dict:
         *before, last = job["batches"][step]
         for batch in before:
             with ddp.no_sync():
-                (loss_of(ddp, on_device(batch)) * job["recipe"].get("loss_scale", 1)).backward()
+                (compute_loss(ddp, move_to_device(batch)) * job["recipe"].get("loss_scale", 1)).backward()
         with phase("forward"):
-            loss = loss_of(ddp, on_device(last)) * job["recipe"].get("loss_scale", 1)
+            loss = compute_loss(ddp, move_to_device(last)) * job["recipe"].get("loss_scale", 1)
         with phase("backward"):
             loss.backward()
         with phase("finish"):

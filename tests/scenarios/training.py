@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from brigade.checks import edge_case_models
-from brigade.checks.reference import OPTIMIZERS, gradients_of, loss_of
+from brigade.checks.reference import OPTIMIZERS, compute_loss, copy_gradients
 from brigade.rank import recording
 from brigade.rank.api import device, student
 from brigade.rank.recording import phase
@@ -27,7 +27,7 @@ def build(job: dict) -> torch.nn.Module:
     return model
 
 
-def group_of(job: dict) -> dist.ProcessGroup | None:
+def create_group(job: dict) -> dist.ProcessGroup | None:
     """The group that this rank trains in, of those in job["groups"]; None, the default group, without."""
     mine = None
     for ranks in job.get("groups", []):
@@ -40,18 +40,18 @@ def group_of(job: dict) -> dist.ProcessGroup | None:
 def wrap(job: dict, model: torch.nn.Module) -> torch.nn.Module:
     """The submission's wrapper around the model."""
     wrapper = student(job["package"], job["wrapper"])
-    group = group_of(job)
+    group = create_group(job)
     with phase("construct"):
         return wrapper(model, **job.get("arguments", {}), **({} if group is None else {"process_group": group}))
 
 
-def on_device(batch: dict) -> dict:
+def move_to_device(batch: dict) -> dict:
     return {key: value.to(device()) if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
 
 
 def forward_backward(ddp: torch.nn.Module, batch: dict) -> None:
     with phase("forward"):
-        loss = loss_of(ddp, on_device(batch))
+        loss = compute_loss(ddp, move_to_device(batch))
     with recording.backward_of(loss):
         loss.backward()
 
@@ -82,7 +82,7 @@ def train(job: dict) -> dict:
     """
     model = build(job)
     ddp = wrap(job, model)
-    start = edge_case_models.state_of(model)
+    start = edge_case_models.copy_state(model)
     optimizer = OPTIMIZERS[job["optimizer"]]([p for p in model.parameters() if p.requires_grad])
     gradients, strides = [], []
     for step, batches in enumerate(job["batches"]):
@@ -92,7 +92,7 @@ def train(job: dict) -> dict:
         forward_backward(ddp, batches[-1])
         with phase("finish"):
             ddp.finish_grad_sync()
-        gradients.append(gradients_of(model))
+        gradients.append(copy_gradients(model))
         strides.append({n: None if p.grad is None else list(p.grad.stride()) for n, p in model.named_parameters()})
         with phase("step"):
             optimizer.step()

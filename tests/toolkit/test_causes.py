@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from brigade.checks.diagnose.exceptions import CALLED_HOOK, explain_exception, used_results, without_return
+from brigade.checks.diagnose.exceptions import CALLED_HOOK, explain_exception, find_missing_returns, find_used_results
 from brigade.runner.report import RankFailure, plain
 
 
@@ -61,7 +61,7 @@ def test_cause(found, told):
 
 def test_results_that_are_used():
     text = "def f():\n    return all_reduce(t, async_op=False)\nx = g(dist.broadcast(t), functools.reduce(a, b))\n"
-    assert [(place, op) for place, op in used_results({"f": ("f.py", text)})] == [
+    assert [(place, op) for place, op in find_used_results({"f": ("f.py", text)})] == [
         ("f.py, line 2", "all_reduce"),
         ("f.py, line 3", "broadcast"),
     ]
@@ -81,7 +81,7 @@ def test_results_that_are_used():
     ],
 )
 def test_a_forgotten_return(text, found):
-    assert without_return([text]) == found
+    assert find_missing_returns([text]) == found
     assert bool(found) == ("without `return`" in cause("TypeError", "'NoneType' object is not iterable", text=text))
 
 

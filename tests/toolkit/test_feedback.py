@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from brigade.checks.diagnose.evidence import Evidence, left_over
+from brigade.checks.diagnose.evidence import Evidence, find_leftover
 from brigade.checks.expectations import (
     expect,
     expect_equal,
@@ -17,7 +17,7 @@ from brigade.checks.expectations import (
     expect_start,
     expect_weights,
     format_distinct,
-    listing,
+    join_names,
 )
 from brigade.checks.reference import Case
 from brigade.checks.verdict import CheckFailed, Verdict
@@ -204,8 +204,8 @@ def test_expect():
 
 
 def test_listing():
-    assert listing(["a", "b"]) == "a, b"
-    assert listing(range(6)) == "0, 1, 2, 3 and 2 more"
+    assert join_names(["a", "b"]) == "a, b"
+    assert join_names(range(6)) == "0, 1, 2, 3 and 2 more"
 
 
 # ---- what is right passes
@@ -355,7 +355,7 @@ def record(*steps: str) -> list[dict[str, Any]]:
     ],
 )
 def test_what_a_step_leaves_over_is_seen_in_its_launches(steps, cause):
-    found = left_over(record(*steps))
+    found = find_leftover(record(*steps))
     assert cause in found if cause else not found
 
 

@@ -238,7 +238,7 @@ def test_no_rank_holds_what_the_checks_know(monkeypatch):
     with pytest.raises(ranks.RankFailure, match="stopped after 2 s"):
         ranks.run_ranks(
             training.train,
-            case.for_ranks(package="m01_naive_ddp", wrapper="NaiveDDP"),
+            case.make_jobs(package="m01_naive_ddp", wrapper="NaiveDDP"),
             mode="hold",
             packages={"submission": sources},
             seed=seed,
@@ -275,7 +275,7 @@ def test_a_frame_in_the_reference_shows_where_and_not_what(user, submission):
     case = Case(random.Random(5), "Plain", 2)
     with pytest.raises(ranks.RankFailure, match="AttributeError") as caught:
         ranks.run_ranks(
-            training.train, case.for_ranks(package=entry.package, wrapper="FlatDDP"), packages={"submission": sources}
+            training.train, case.make_jobs(package=entry.package, wrapper="FlatDDP"), packages={"submission": sources}
         )
     student, reference = caught.value.lines
     assert re.fullmatch(r"  flat_ddp.py, line \d+, in __init__: broadcast_module_state\(None\)", student)

@@ -51,7 +51,7 @@ def test_scratch_gradients(submission):
     """After finish_grad_sync every gradient is the average over the group."""
     [world] = submission.worlds(2)
     case = submission.case("Plain", world)
-    expect_gradients(submission.run(training.train, case.for_ranks(**JOB), world_size=world), case)
+    expect_gradients(submission.run(training.train, case.make_jobs(**JOB), world_size=world), case)
 '''
 MUTANTS = '''"""Mistakes in module 99."""
 

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from brigade.checks import edge_case_models
-from brigade.checks.edge_case_models import TRAPS
-from brigade.checks.reference import OPTIMIZERS, Case, different_sizes, gradients_of, loss_of
+from brigade.checks.edge_case_models import MODELS
+from brigade.checks.reference import OPTIMIZERS, Case, compute_loss, copy_gradients, draw_sizes
 from brigade.runner.ranks import PerRank
 from brigade.runner.wire import encode
 
 SIZES = [7, 11, 13, 5]
-every_trap = pytest.mark.parametrize("name", TRAPS)
+every_trap = pytest.mark.parametrize("name", MODELS)
 
 
 def case(model: str, world_size: int, seed: int = 0, **options: Any) -> Case:
@@ -41,35 +41,35 @@ def concatenated(batches: list[dict]) -> dict:
 @every_trap
 def test_a_seed_makes_a_case(name):
     options = {"steps": 2, "micro_batches": 2}
-    one, same, other = (encode(list(case(name, 2, seed, **options).for_ranks())) for seed in (1, 1, 2))
+    one, same, other = (encode(list(case(name, 2, seed, **options).make_jobs())) for seed in (1, 1, 2))
     assert one == same != other
 
 
 def test_a_case_depends_on_its_generator_only():
     torch.manual_seed(1)
     state = torch.get_rng_state()
-    one = encode(list(case("Buffers", 2).for_ranks()))
+    one = encode(list(case("Buffers", 2).make_jobs()))
     assert torch.equal(torch.get_rng_state(), state), "and leaves torch's own alone"
     torch.manual_seed(2)
-    assert encode(list(case("Buffers", 2).for_ranks())) == one
+    assert encode(list(case("Buffers", 2).make_jobs())) == one
 
 
 @pytest.mark.parametrize("hidden_layers", [1, 2, 4, 6])
 def test_all_sizes_in_a_case_are_different(hidden_layers):
     """Of features and of parameters: the checks know a gradient by its size."""
     for seed in range(1000):
-        sizes = different_sizes(random.Random(seed), hidden_layers + 2)
+        sizes = draw_sizes(random.Random(seed), hidden_layers + 2)
         assert len(sizes) == hidden_layers + 2 == len(set(sizes))
         numels = [a * b for a, b in zip(sizes, sizes[1:])] + sizes[1:]  # weights and biases
         assert len(set(numels)) == len(numels), (seed, sizes)
     problem = case("Plain", 1, hidden_layers=hidden_layers)
-    assert problem.sizes == different_sizes(random.Random(0), hidden_layers + 2)
+    assert problem.sizes == draw_sizes(random.Random(0), hidden_layers + 2)
     assert len({parameter.numel() for parameter in problem.parameters().values()}) == 2 * (hidden_layers + 1)
 
 
 def test_a_rank_gets_its_own_part():
     problem = case("Plain", 3, steps=2, micro_batches=2)
-    told = problem.for_ranks(wrapper="NaiveDDP")
+    told = problem.make_jobs(wrapper="NaiveDDP")
     assert isinstance(told, PerRank) and len(told) == 3
     for rank, job in enumerate(told):
         assert set(job) == {"model", "sizes", "dtype", "optimizer", "wrapper", "state", "batches"}
@@ -100,8 +100,8 @@ def test_gradients_are_those_of_the_concatenated_batch(name, group):
     for micro in range(2):
         batch = concatenated([problem.batches[rank][0][micro] for rank in group])
         assert len(batch["x"]) == len(group) * problem.batch_size
-        loss_of(model, batch).backward()
-    truth = gradients_of(model)
+        compute_loss(model, batch).backward()
+    truth = copy_gradients(model)
     found = problem.gradients()
     assert set(found) == set(truth) == {n for n, p in model.named_parameters() if p.requires_grad}
     for key, value in truth.items():
@@ -111,8 +111,8 @@ def test_gradients_are_those_of_the_concatenated_batch(name, group):
 def test_gradients_of_some_ranks_or_micro_batches():
     problem = case("Plain", 2, micro_batches=3, dtype=torch.float64)
     model = model_of(problem, 0)  # all replicas start as the first
-    loss_of(model, problem.batches[1][0][2]).backward()
-    for key, value in gradients_of(model).items():
+    compute_loss(model, problem.batches[1][0][2]).backward()
+    for key, value in copy_gradients(model).items():
         torch.testing.assert_close(problem.gradients([1], slice(2, 3))[key], value)
 
 
@@ -148,7 +148,7 @@ def test_training_is_that_of_one_process(optimizer):
     for step in range(4):
         stepper.zero_grad()
         micro = [concatenated([problem.batches[rank][step][i] for rank in (0, 2)]) for i in range(2)]
-        found = [loss_of(model, batch) for batch in micro]
+        found = [compute_loss(model, batch) for batch in micro]
         sum(found).backward()
         losses.append(sum(found).item() / 2)
         stepper.step()
@@ -163,7 +163,7 @@ def test_training_is_that_of_one_process(optimizer):
 
 def trap(name: str) -> torch.nn.Module:
     torch.manual_seed(0)
-    return TRAPS[name](SIZES)
+    return MODELS[name](SIZES)
 
 
 def ready_order(model: torch.nn.Module, x: Tensor) -> list[str]:
@@ -178,7 +178,7 @@ def ready_order(model: torch.nn.Module, x: Tensor) -> list[str]:
 
 def ready_gradients(model: torch.nn.Module) -> dict[str, Tensor | None]:
     model(torch.randn(4, SIZES[0])).float().square().mean().backward()
-    return gradients_of(model)
+    return copy_gradients(model)
 
 
 @every_trap
@@ -234,7 +234,7 @@ def test_frozen_does_not_train_a_layer_and_a_bias():
 def test_branches_use_what_they_are_told(branch, used):
     model = trap("Branches")
     model(torch.randn(4, SIZES[0]), branch=branch).square().mean().backward()
-    got = {name.partition(".")[0] for name, gradient in gradients_of(model).items() if gradient is not None}
+    got = {name.partition(".")[0] for name, gradient in copy_gradients(model).items() if gradient is not None}
     assert got == {"layers"} | used
 
 
@@ -277,17 +277,18 @@ def test_transposed_weights_and_gradients_are_not_contiguous():
 
 
 @pytest.mark.parametrize(
-    "name, dtype", [(name, None) for name in TRAPS] + [(name, torch.float64) for name in TRAPS if name != "MixedDtypes"]
+    "name, dtype",
+    [(name, None) for name in MODELS] + [(name, torch.float64) for name in MODELS if name != "MixedDtypes"],
 )
 def test_a_model_is_rebuilt_from_its_state(name, dtype):
     model = trap(name)
     if dtype is not None:
         model.to(dtype)
-    state = edge_case_models.state_of(model)
+    state = edge_case_models.copy_state(model)
     torch.manual_seed(1)
     again = edge_case_models.build(name, SIZES, state, dtype)
-    assert encode(edge_case_models.state_of(again)) == encode(state)
+    assert encode(edge_case_models.copy_state(again)) == encode(state)
     assert [p.stride() for p in again.parameters()] == [p.stride() for p in model.parameters()]
     assert all(not value.requires_grad for value in state.values())
     next(iter(state.values())).fill_(3.0)
-    assert encode(edge_case_models.state_of(again)) != encode(state), "a state is a copy"
+    assert encode(edge_case_models.copy_state(again)) != encode(state), "a state is a copy"

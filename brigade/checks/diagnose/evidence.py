@@ -28,7 +28,7 @@ class Evidence:
     world_size: int | None = None  # of the run, where the ranks that are compared are a part of it
 
 
-def of_record(events: Sequence[Sequence[Event]] | None, case: Case, step: int | None = 0) -> Evidence:
+def collect_evidence(events: Sequence[Sequence[Event]] | None, case: Case, step: int | None = 0) -> Evidence:
     """What is known of a step (None: of all) from what the ranks of the case's group recorded."""
     if not events:
         return Evidence(world_size=case.world_size)
@@ -66,7 +66,7 @@ def misplaced(record: Sequence[Event], case: Case, step: int) -> str:
     return ""
 
 
-def left_over(events: Sequence[Event]) -> str:
+def find_leftover(events: Sequence[Event]) -> str:
     """How a later step launches differently from step 0, which did the same work, or nothing.
 
     Where the record ends within a step, because the rank failed, only what step 0 had launched by then is compared.
@@ -111,7 +111,7 @@ def moment(is_over: bool, count: int) -> str:
     return "in the finish" if is_over else f"after {count} ready gradient{'s' * (count != 1)}"
 
 
-def launched_in_no_sync(events: Sequence[Event], step: int) -> list[Launch]:
+def find_no_sync_launches(events: Sequence[Event], step: int) -> list[Launch]:
     """The launches of a step before its last backward pass began; all others are inside no_sync."""
     begins = passes(events, step)
     return [launch for launch in launches(events, step) if len(begins) > 1 and launch.place < begins[-1]]
@@ -123,11 +123,11 @@ def wrong_group(events: Sequence[Sequence[Event]], group: Sequence[int]) -> str:
         found = [event for event in events[rank] if event["kind"] == "launch"]
         others = [e["ranks"] for e in found if e["phase"] in ("backward", "finish") and e["ranks"] != group]
         if others:
-            where = f"the group of ranks {listing(others[0])}, not on that of {listing(group)}"
+            where = f"the group of ranks {join_names(others[0])}, not on that of {join_names(group)}"
             return f"rank {rank} launched on {where}: group=self.process_group?"
     return ""
 
 
-def listing(names: Sequence[Any], limit: int = 4) -> str:
+def join_names(names: Sequence[Any], limit: int = 4) -> str:
     names = [str(name) for name in names]
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

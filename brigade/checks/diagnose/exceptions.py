@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from brigade.checks.diagnose.evidence import left_over, listing
+from brigade.checks.diagnose.evidence import find_leftover, join_names
 from brigade.events import Event, launches
 
 if TYPE_CHECKING:
@@ -44,14 +44,14 @@ def by_its_hooks(failure: RankFailure, sources: Sources) -> str:
 
 def by_no_result(failure: RankFailure, sources: Sources) -> str:
     """The collective in the submission's text whose result is used though it gives none."""
-    for place, op in used_results(sources):
+    for place, op in find_used_results(sources):
         return f"{place}: without async_op=True {op} works in place and returns None"
     return ""
 
 
 def by_no_return(failure: RankFailure, sources: Sources) -> str:
-    names = without_return(text for _, text in sources.values())
-    return f"{listing(names)} ends without `return`, and so gives None?" if names else ""
+    names = find_missing_returns(text for _, text in sources.values())
+    return f"{join_names(names)} ends without `return`, and so gives None?" if names else ""
 
 
 def by_unequal_shards(failure: RankFailure, sources: Sources) -> str:
@@ -75,7 +75,7 @@ def by_the_last_bucket(failure: RankFailure, sources: Sources) -> str:
 
 
 def by_what_is_left(failure: RankFailure, sources: Sources) -> str:
-    return left_over(recorded(failure))
+    return find_leftover(recorded(failure))
 
 
 def by_no_handle(failure: RankFailure, sources: Sources) -> str:
@@ -141,7 +141,7 @@ def explain_exception(failure: RankFailure, sources: Sources) -> tuple[str, str]
     return "", ""
 
 
-def used_results(sources: Sources) -> Iterable[tuple[str, str]]:
+def find_used_results(sources: Sources) -> Iterable[tuple[str, str]]:
     """(file and line, name) of each collective without async_op in these texts whose result is used: there is none."""
     for path, text in sources.values():
         try:
@@ -162,7 +162,7 @@ def is_false(node: ast.expr | None) -> bool:
     return node is None or isinstance(node, ast.Constant) and not node.value
 
 
-def without_return(texts: Iterable[str]) -> list[str]:
+def find_missing_returns(texts: Iterable[str]) -> list[str]:
     """The functions of these texts that are declared to return something, and nowhere do."""
     found = []
     for text in texts:
