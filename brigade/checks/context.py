@@ -90,7 +90,7 @@ class CheckContext:
 
         return Case(self.rng, model, world_size, **options)
 
-    def run(self, scenario: Callable[..., Any], *args: Any, world_size: int, mode: str = "hold") -> ranks.RankResults:
+    def run(self, scenario: Callable[..., Any], *args: Any, world_size: int, mode: str = "strict") -> ranks.RankResults:
         """What each rank returns from the scenario. Raises CheckFailed where a rank returns nothing.
 
         If there are fewer GPUs than ranks and sharing is not allowed, the ranks run on the CPU.

@@ -112,8 +112,8 @@ def run_one(options: argparse.Namespace, entries: Sequence[Module], console: Con
 
                     grading.collect(entries)
                 findings += static_look.look_at(submission.directory, entries)
-                if ranks.SERVER.jail:
-                    notes += isolation.probe()
+                if ranks.SERVER.sandbox:
+                    notes += isolation.verify_isolation()
                 notes += submission.notes
                 grading.grade(
                     submission.directory,

@@ -31,11 +31,11 @@ def isolate_ranks(submission: str, out: str | None, backend: str) -> Iterator[li
     with sandbox.free_user() as uid:
         # CUDA reserves more addresses than any limit on them would allow.
         limits = {"memory": 0} if backend == "nccl" else {}
-        ranks.SERVER.jail = sandbox.Jail(uid, hidden=private, **limits)
+        ranks.SERVER.sandbox = sandbox.Sandbox(uid, hidden=private, **limits)
         try:
             yield []
         finally:
-            ranks.SERVER.jail = None
+            ranks.SERVER.sandbox = None
             sandbox.remove_files(uid)
 
 
@@ -44,14 +44,14 @@ def may_isolate() -> bool:
     return sys.platform == "linux" and os.geteuid() == 0
 
 
-def probe() -> list[str]:
+def verify_isolation() -> list[str]:
     """Try the isolation on a rank without a submission. Raise CourseError if it does not hold.
 
     Return notes on what this machine cannot do.
     """
     sandbox.close_off([ROOT / name for name in sandbox.SECRETS])
     try:
-        [found] = ranks.run_ranks(sandbox.look_around, world_size=1)
+        [found] = ranks.run_ranks(sandbox.probe, world_size=1)
     except ranks.RankFailure as failure:
         raise CourseError(f"the ranks cannot be isolated here: {failure.summary}") from None
     if found["uid"] == 0 or found["secrets"]:

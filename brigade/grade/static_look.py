@@ -60,7 +60,7 @@ NAMES: dict[str, str] = {
         SYSTEM: """_exit CDLL add_key cpp_extension keyctl syscall memfd_create pidfd_open py_object pythonapi
             ThreadPoolExecutor ProcessPoolExecutor start_new_thread""",
         OUTSIDE: "frombuffer from_blob from_dlpack from_file from_numpy memmap numpy to_dlpack",
-        TOOLKIT: "_inner _recorder _sink brigade scenarios RecordingGroup HoldingGroup RecordedWork",
+        TOOLKIT: "_inner _recorder _sink brigade scenarios RecordingGroup StrictGroup RecordedWork",
         GROUP: """_get_backend _register_backend register_backend init_process_group destroy_process_group
             split_group ProcessGroupGloo ProcessGroupMPI ProcessGroupNCCL ProcessGroupWrapper
             _ProcessGroupWrapper FileStore HashStore PrefixStore TCPStore""",

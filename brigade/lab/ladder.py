@@ -321,7 +321,7 @@ def run_rungs(
         world_size=world_size,
         backend=backend,
         share_gpu=share_gpu,
-        mode="pace" if workload.link else "record",
+        mode="emulate" if workload.link else "record",
         packages={"submission": sources},
         seed=workload.seed,
         deadline=deadline,

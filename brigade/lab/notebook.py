@@ -67,8 +67,8 @@ def start_ranks(n: int | None = None, *, mode: str = "record", deadline_s: float
     """Starts `n` ranks, in place of those started before; in a notebook, `%%px` then means them.
 
     `n` None is one rank for each GPU, with NCCL, where there are two GPUs or more, else two ranks on gloo. `mode` is
-    "record", "hold" (`strict.py`) or "pace" (`emulated_link.py`); `deadline_s` holds for each cell. Raises RanksError
-    when they do not start.
+    "record", "strict" (`strict.py`) or "emulate" (`emulated_link.py`); `deadline_s` holds for each cell. Raises
+    RanksError when they do not start.
     """
     global _running
     if _running:

@@ -67,13 +67,13 @@ def run_given(function: Callable[..., Any], *args: Any, **options: Any) -> RankR
     Times in events and results are each machine's own (`time.perf_counter`). `on_event` is called on rank 0, with its
     own events; output is not kept, and events are never streamed. Raises CourseError on every rank alike where the run
     is impossible, and RankFailure on the rank that it concerns. When the deadline is over, the process says where it is
-    and ends, with status 1. Mode "pace" needs all ranks on one machine: ranks on several have no common clock.
+    and ends, with status 1. Mode "emulate" needs all ranks on one machine: ranks on several have no common clock.
     """
     how = RunOptions(**options)
     rank, size, local_rank, local_size = place()
     if size != how.world_size:
         raise CourseError(f"{size} ranks are given, and {how.world_size} were asked for")
-    if how.mode == "pace" and local_size != size:
+    if how.mode == "emulate" and local_size != size:
         raise CourseError(
             "an emulated link needs all ranks on one machine, because it compares their clocks: leave its options out"
         )
@@ -106,7 +106,7 @@ def run_given(function: Callable[..., Any], *args: Any, **options: Any) -> RankR
         "args": args,
     }
     files = {path for path, _ in request["packages"].get("submission", {}).values()}
-    if how.mode == "pace" and rank == 0:
+    if how.mode == "emulate" and rank == 0:
         make_directory()
     watchdog = start_timer(deadline_s, stop, deadline_s, rank, record, files)
     timeout = timedelta(seconds=deadline_s + 2 * OTHERS_FIRST_S)  # the watchdog speaks first
@@ -116,7 +116,7 @@ def run_given(function: Callable[..., Any], *args: Any, **options: Any) -> RankR
         store = dist.PrefixStore("brigade", store)
         if _directory:
             store.set("directory", str(_directory))
-        if how.mode == "pace":
+        if how.mode == "emulate":
             request["directory"] = store.get("directory").decode()
         result = inside.perform(request, take, store, local_rank, timeout)
         gathered = gather(result, record.events)

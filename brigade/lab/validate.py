@@ -129,7 +129,7 @@ def setting_of(found: Ladder, overheads: Overheads) -> Setting:
 def overheads_of(world_size: int, workload: Workload) -> Overheads:
     """The mean over ranks of what `time_overheads` finds."""
     numels = [parameter.numel() for parameter in model_of(workload.size).parameters()]
-    found = run_ranks(time_overheads, sum(numels), sum(numels) // len(numels), world_size=world_size, mode="pace")
+    found = run_ranks(time_overheads, sum(numels), sum(numels) // len(numels), world_size=world_size, mode="emulate")
     return Overheads(*(fmean(values) for values in zip(*found)))
 
 

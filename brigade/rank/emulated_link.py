@@ -36,7 +36,7 @@ from brigade.rank.recording import METHODS, RecordedWork, Recorder, RecordingGro
 
 locks.trust(globals())
 
-UNPACED = ("barrier", "send", "recv")
+NOT_EMULATED = ("barrier", "send", "recv")
 MAX_LAUNCHES = 2**20  # of one group in one run. The file has room for them; unused room takes no space on the disk.
 LOOK_S = 1e-4  # between two checks whether the last rank has launched
 BLOCKED_S = 1e-3  # gloo returns sooner from the wait for a collective that it has finished
@@ -179,7 +179,7 @@ class GroupLaunches:
         return (self._numbers[3 * number + 1], end) if end else None
 
 
-class PacedGroup(RecordingGroup):
+class EmulatedLinkGroup(RecordingGroup):
     """Performs each launch as soon as all ranks have called it, and completes it when its time on the link is over.
 
     Gloo has one thread for a group, as in other modes. It performs the collectives in order, as the link does, and
@@ -192,7 +192,7 @@ class PacedGroup(RecordingGroup):
 
     def call(self, method: str, args: list[Any], kwargs: dict[str, Any], index: int) -> dist.Work | None:
         op, outputs, inputs = METHODS[method]
-        if _link is None or op in UNPACED:
+        if _link is None or op in NOT_EMULATED:
             return super().call(method, args, kwargs, index)
         full = [sum(tensor.nbytes for tensor in tensors_in(args[place])) for place in {outputs, inputs}]
         number = self._launches.add(_link.seconds(op, max(full), self.size()))

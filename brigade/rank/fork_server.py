@@ -3,12 +3,12 @@
 Importing torch takes seconds; forking a process that has done so takes milliseconds. The server imports,
 then waits for orders on a Unix socket, one JSON line each:
 
-    {"fork": n, "jail": {...}, "directory": path}
+    {"fork": n, "sandbox": {...}, "directory": path}
                             with 3n file descriptors: n ranks are forked, and `brigade.rank.main.main` runs in each
-                            of them with its own three, confined if there is a jail (`sandbox.py`).
+                            of them with its own three, confined if there are settings of a sandbox (`sandbox.py`).
                             Answer: {"forked": [pid, ...]}
-    {"kill": [pid, ...], "jail": {...}}
-                            their process groups, and all else of the jail's user, are killed and reaped.
+    {"kill": [pid, ...], "sandbox": {...}}
+                            their process groups, and all else of the sandbox's user, are killed and reaped.
                             Answer: {"killed": [...]}
 
 Unasked, it says {"exited": pid, "status": s} for a rank that ended by itself. When the other end of the socket
@@ -57,7 +57,7 @@ def serve(descriptor: int, lock: int, scratch: str, import_path: str, modules: S
     except (BrokenPipeError, ConnectionResetError):
         pass
     finally:
-        kill(set(server.ranks), server.ranks, server.jail)
+        kill(set(server.ranks), server.ranks, server.sandbox_settings)
         sandbox.remove(scratch)
         os._exit(0)  # unloading torch would take longer than all this, and someone waits for our end
 
@@ -67,7 +67,7 @@ class ForkServer:
 
     def __init__(self, channel: socket.socket, lock: int):
         self.ranks: set[int] = set()  # process ids
-        self.jail: dict | None = None  # of the last rank that had one
+        self.sandbox_settings: dict | None = None  # of the last rank that had one
         self._channel = channel
         self._lock = lock
         self._wake_read, self._wake_write = os.pipe()  # written to when a child ends
@@ -99,20 +99,20 @@ class ForkServer:
     def obey(self, order: dict, descriptors: list[int]) -> dict:
         """Do what one order says. Return the answer."""
         if "fork" in order:
-            return {"forked": self.fork(descriptors, order["jail"], order["directory"])}
-        self.report(kill(set(order["kill"]) & self.ranks, self.ranks, order["jail"]))
+            return {"forked": self.fork(descriptors, order["sandbox"], order["directory"])}
+        self.report(kill(set(order["kill"]) & self.ranks, self.ranks, order["sandbox"]))
         return {"killed": order["kill"]}
 
-    def fork(self, descriptors: list[int], jail: dict | None, directory: str) -> list[int]:
+    def fork(self, descriptors: list[int], sandbox_settings: dict | None, directory: str) -> list[int]:
         """Fork a rank for every three descriptors. Return their process ids."""
-        if jail and not self.jail:
+        if sandbox_settings and not self.sandbox_settings:
             sandbox.leave_network()
-        self.jail = jail or self.jail
+        self.sandbox_settings = sandbox_settings or self.sandbox_settings
         inherited = [self._channel.fileno(), self._wake_read, self._wake_write, self._lock, *descriptors]
         pids = []
         for start in range(0, len(descriptors), FDS_PER_RANK):
             own = descriptors[start : start + FDS_PER_RANK]
-            pids.append(fork_rank(own, [fd for fd in inherited if fd not in own], jail, directory))
+            pids.append(fork_rank(own, [fd for fd in inherited if fd not in own], sandbox_settings, directory))
         self.ranks.update(pids)
         for fd in descriptors:
             os.close(fd)
@@ -131,7 +131,7 @@ def preload(modules: Sequence[str]) -> None:
     torch.optim.Adam([weight]).step()  # a step imports and prepares what each rank would by itself
 
 
-def fork_rank(own: list[int], others: list[int], jail: dict | None, directory: str) -> int:
+def fork_rank(own: list[int], others: list[int], sandbox_settings: dict | None, directory: str) -> int:
     """Fork one rank, with its own descriptors and without the others. Return its process id."""
     server = os.getpid()
     pid = os.fork()
@@ -150,8 +150,8 @@ def fork_rank(own: list[int], others: list[int], jail: dict | None, directory: s
             os.close(fd)
         from brigade.rank.main import main
 
-        if jail:
-            sandbox.confine(jail, directory, server)
+        if sandbox_settings:
+            sandbox.enter(sandbox_settings, directory, server)
         main(*own, server)
     finally:
         os._exit(1)
@@ -173,15 +173,15 @@ def reap(ranks: set[int]) -> dict[int, int]:
             kill_group(pid)
 
 
-def kill(doomed: set[int], ranks: set[int], jail: dict | None = None) -> dict[int, int]:
+def kill(doomed: set[int], ranks: set[int], sandbox_settings: dict | None = None) -> dict[int, int]:
     """Kill these ranks and whatever they started. Return when they are reaped.
 
     The result has the exit statuses of other ranks that ended by themselves meanwhile.
     """
     give_up = time.monotonic() + PATIENCE_S
     ended: dict[int, int] = {}
-    if jail:
-        sandbox.kill_user(jail["uid"])
+    if sandbox_settings:
+        sandbox.kill_user(sandbox_settings["uid"])
     for pid in doomed & ranks:
         kill_group(pid)
         signal_process(pid)  # just forked, it has no group yet
@@ -194,8 +194,8 @@ def kill(doomed: set[int], ranks: set[int], jail: dict | None = None) -> dict[in
             signal_process(pid)
         ended |= reap(ranks)
         time.sleep(0.001)
-    if jail:
-        sandbox.remove_files(jail["uid"])
+    if sandbox_settings:
+        sandbox.remove_files(sandbox_settings["uid"])
     return {pid: status for pid, status in ended.items() if pid not in doomed}
 
 

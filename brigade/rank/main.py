@@ -31,7 +31,7 @@ from brigade.rank import api, dynamo_stub, emulated_link, failure, finished_answ
 from brigade.rank.channel import Channel
 from brigade.runner import wire
 
-MODES = {"record": recording.RecordingGroup, "hold": strict.HoldingGroup, "pace": emulated_link.PacedGroup}
+MODES = {"record": recording.RecordingGroup, "strict": strict.StrictGroup, "emulate": emulated_link.EmulatedLinkGroup}
 
 SCATTERED = 100  # parameters; half of them leave holes for those of the model
 
@@ -67,7 +67,7 @@ def redirect(output_fd: int, is_terminal: bool) -> None:
 
 def run(request: dict[str, Any], sink: Callable[[dict[str, Any]], None]) -> Any:
     """Do what the request asks for, in a process of its own, and return the result. `sink` receives the events."""
-    if request["mode"] != "pace" and hasattr(os, "SCHED_BATCH"):
+    if request["mode"] != "emulate" and hasattr(os, "SCHED_BATCH"):
         with contextlib.suppress(OSError):
             # Where ranks share cores, gloo's polling threads interrupt each other: a small collective takes five times
             # as long. A paced one must interrupt what computes.
@@ -106,14 +106,14 @@ def perform(
         api.use_gpu((rank if local_rank is None else local_rank) % torch.cuda.device_count())
     recorder = recording.Recorder(sink)
     recording.install(recorder)
-    if request["mode"] == "pace":
+    if request["mode"] == "emulate":
         emulated_link.share_launches(request["directory"], world_size)
     recording.start_process_group(MODES[request["mode"]], recorder, backend, store, rank, world_size, timeout)
     function = functools.reduce(getattr, request["function"].split("."), importlib.import_module(request["module"]))
     if graded:
         recording.forbid_other_ways()
         locks.hide_packages({"brigade", *request["packages"]} - {submission.PACKAGE})
-    kept = scatter(request["seed"] + rank) if request["mode"] == "hold" else []
+    kept = scatter(request["seed"] + rank) if request["mode"] == "strict" else []
     result = function(*request["args"])
     kept.clear()
     if backend == "nccl":

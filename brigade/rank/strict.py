@@ -24,8 +24,8 @@ from brigade.rank.recording import METHODS, RecordedWork, Recorder, RecordingGro
 locks.trust(globals())
 
 
-class HoldingGroup(RecordingGroup):
-    """Launches on copies; `HeldWork` delivers."""
+class StrictGroup(RecordingGroup):
+    """Launches on copies; `StrictWork` delivers."""
 
     @private
     def call(self, method: str, args: list[Any], kwargs: dict[str, Any], index: int) -> dist.Work | None:
@@ -53,13 +53,13 @@ class HoldingGroup(RecordingGroup):
         self._note_end(work, index)
         given_tensors = [tensor for place in places for tensor in tensors_in(given[place])]
         results = tensors_in(copies[outputs]) if targets else []
-        return HeldWork(work, self._recorder, index, given_tensors, targets, results)
+        return StrictWork(work, self._recorder, index, given_tensors, targets, results)
 
     def _start_coalescing(self, device: torch.device) -> None:
         raise RuntimeError("pass no device to the coalescing manager: the process group coalesces by itself")
 
 
-class HeldWork(RecordedWork):
+class StrictWork(RecordedWork):
     """Copies the results into the caller's tensors when it is first waited on."""
 
     _given, _at_launch, _targets, _results, _delivered = hidden(), hidden(), hidden(), hidden(), hidden()

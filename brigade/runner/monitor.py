@@ -37,7 +37,7 @@ ANSWER_S = 0.5  # the time that ranks get to say where they stand
 MESSAGE_LIMIT = 4_000  # characters of an exception's message that are kept
 TRACE_LIMIT = 1 << 16  # bytes of what a rank says of where it stands
 FRAMES_LIMIT = 30  # of an exception
-SENT_LIMIT = 1 << 30  # bytes that a rank may send, where no jail says less
+SENT_LIMIT = 1 << 30  # bytes that a rank may send, where no sandbox says less
 HEADER_BYTES = 9  # of a message: its letter and its size
 
 
@@ -101,8 +101,8 @@ class Monitor:
         self._deadline_s = deadline_s
         self._stream = stream  # otherwise a rank may have done more than has arrived
         self._on_event = on_event
-        self._max_bytes = SERVER.jail.sent if SERVER.jail else SENT_LIMIT
-        self._sealed_lines = sealed_lines(packages) if SERVER.jail else {}
+        self._max_bytes = SERVER.sandbox.sent if SERVER.sandbox else SENT_LIMIT
+        self._sealed_lines = sealed_lines(packages) if SERVER.sandbox else {}
         self._selector = selectors.DefaultSelector()
         self._last_news = time.monotonic()
         self._failed_at: float | None = None

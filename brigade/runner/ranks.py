@@ -58,7 +58,7 @@ class RunOptions:
     world_size: int = 2
     backend: str = "gloo"  # or "nccl"
     deadline: float | None = None  # in seconds; None: that of the backend
-    mode: str = "record"  # or "hold" (`rank/strict.py`), or "pace" (`rank/emulated_link.py`)
+    mode: str = "record"  # or "strict" (`rank/strict.py`), or "emulate" (`rank/emulated_link.py`)
     packages: dict[str, Sources] | None = None  # the ranks can import them by name, from their texts
     seed: int | None = None  # None: drawn
     share_gpu: bool = False  # whether several ranks may use one GPU
@@ -89,7 +89,7 @@ def run_ranks(function: Callable[..., Any], *args: Any, **options: Any) -> RankR
     from brigade.runner import wire  # torch is imported while the server is starting
 
     directory = Path(tempfile.mkdtemp(prefix="run-", dir=SERVER.scratch))
-    if SERVER.jail:
+    if SERVER.sandbox:
         SERVER.scratch.chmod(0o711)  # the way to the run's directory, which will be the user's
     monitor = Monitor(
         how.world_size,
@@ -128,7 +128,7 @@ def requests_to_ranks(
         "module": module,
         "function": function,
         "packages": {name: to_ranks(texts) for name, texts in packages.items()},
-        "threads": 1 if how.mode == "hold" else max(1, cores() // how.world_size),  # checks are small
+        "threads": 1 if how.mode == "strict" else max(1, cores() // how.world_size),  # checks are small
         "seed": random.randrange(2**31) if how.seed is None else how.seed,
         "terminal": how.terminal,
         "stream": how.stream,

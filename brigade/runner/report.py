@@ -20,8 +20,8 @@ BROKEN_LINK = re.compile(
 )
 JARGON = (
     (r"(group )?<brigade\.[\w.]+Group object at 0x\w+>", "process_group"),
-    (r"\b(Held|Recorded)Work\b", "Work"),
-    (r"\b(Holding|Recording|Paced)Group\b", "ProcessGroup"),
+    (r"\b(Strict|Recorded)Work\b", "Work"),
+    (r"\b(Strict|Recording|EmulatedLink)Group\b", "ProcessGroup"),
     (r"(?m)^terminate called .*\n?", ""),
     (r"(  what\(\):  )?\[enforce fail at [^\]]*\] ?", "gloo: "),
 )

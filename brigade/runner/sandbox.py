@@ -1,6 +1,6 @@
 """What a rank may do when a grader started as root runs a stranger's code in it. Linux only.
 
-`confine` is called in the rank, before it has seen any of the submission. From then on the process belongs to an
+`enter` is called in the rank, before it has seen any of the submission. From then on the process belongs to an
 unprivileged user, has limits on memory, processes and file sizes, dies with the fork server, and cannot read what is
 hidden from it: the course's own files (tests, solutions, history), and the directories that the grader names.
 
@@ -67,7 +67,7 @@ CLONE_NEW_ANY = 0x7E020000  # the flags of clone that make a namespace
 
 
 @dataclass(frozen=True)
-class Jail:
+class Sandbox:
     """The limits of the ranks of one run. Sizes are in bytes; `memory` and `file` count for each process."""
 
     uid: int
@@ -81,30 +81,30 @@ class Jail:
     sent: int = 4 << 20  # by each rank to the grader, where it takes up to 20 times as much as Python objects
 
 
-def confine(jail: dict, directory: str, server: int) -> None:
+def enter(settings: dict, directory: str, server: int) -> None:
     """Makes this process the user's, with its limits, in `directory`. Raises OSError where that is impossible."""
-    join_groups(jail)
+    join_groups(settings)
     os.nice(NICENESS)
     mounted = unshare_mounts()
     shared = os.path.join(directory, RENDEZVOUS)
     os.close(os.open(shared, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600))
     for path in (directory, shared):
-        os.chown(path, jail["uid"], jail["uid"])
+        os.chown(path, settings["uid"], settings["uid"])
     if mounted:
-        cover(jail, directory)
+        mask_paths(settings, directory)
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")  # where memory ends, it ends for ranks first
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     for which, most in (
-        (resource.RLIMIT_AS, mapped + jail["memory"] if jail["memory"] else resource.RLIM_INFINITY),
-        (resource.RLIMIT_NPROC, jail["processes"]),
-        (resource.RLIMIT_FSIZE, jail["file"]),
+        (resource.RLIMIT_AS, mapped + settings["memory"] if settings["memory"] else resource.RLIM_INFINITY),
+        (resource.RLIMIT_NPROC, settings["processes"]),
+        (resource.RLIMIT_FSIZE, settings["file"]),
         (resource.RLIMIT_CORE, 0),
     ):
         resource.setrlimit(which, (most, most))
     os.setgroups([])
-    os.setgid(jail["uid"])
-    os.setuid(jail["uid"])
+    os.setgid(settings["uid"])
+    os.setuid(settings["uid"])
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     filter_system_calls()
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # giving up root has cleared it
@@ -143,17 +143,17 @@ def filter_system_calls() -> bool:
     return libc.syscall(seccomp, SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_SPEC_ALLOW, description) == 0
 
 
-def join_groups(jail: dict) -> bool:
-    """Put this process into the control groups of the jail's user. Return whether they limit its memory."""
+def join_groups(settings: dict) -> bool:
+    """Put this process into the control groups of the sandbox's user. Return whether they limit its memory."""
     is_limited = False
-    for group in control_groups(jail["uid"]):
+    for group in control_groups(settings["uid"]):
         # Version 2 limits swap separately; in version 1 the last limit counts memory and swap together.
-        sizes = {"memory.max": jail["together"], "memory.swap.max": 0}
-        sizes |= {"memory.limit_in_bytes": jail["together"], "memory.memsw.limit_in_bytes": jail["together"]}
+        sizes = {"memory.max": settings["together"], "memory.swap.max": 0}
+        sizes |= {"memory.limit_in_bytes": settings["together"], "memory.memsw.limit_in_bytes": settings["together"]}
         shares = {"cpu.weight": 100 * ORDINARY_SHARES, "cpu.shares": 1024 * ORDINARY_SHARES}
         with contextlib.suppress(OSError):
             group.mkdir(exist_ok=True)
-            for name, number in ((sizes if jail["together"] else {}) | shares).items():
+            for name, number in ((sizes if settings["together"] else {}) | shares).items():
                 with contextlib.suppress(FileNotFoundError):
                     write_existing(group / name, number)
                     is_limited |= name in sizes
@@ -254,7 +254,7 @@ def remove(path: str | Path) -> None:
         subprocess.run(["rm", "-rf", "--", path], stderr=subprocess.DEVNULL)
 
 
-def look_around() -> dict:
+def probe() -> dict:
     """What a confined rank is, what it can read and what it cannot: for a trial before any submission runs."""
     python = {os.path.dirname(os.__file__), *(path for path in sys.path if path.endswith("site-packages"))}
     return {
@@ -289,16 +289,16 @@ def leave_network() -> None:
             fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", IFF_UP | IFF_RUNNING))
 
 
-def cover(jail: dict, directory: str) -> None:
+def mask_paths(settings: dict, directory: str) -> None:
     """Covers the course, what is hidden and the temporary directories; what a rank needs below them is put back.
 
     The run's directory is the rank's own too, but for the file through which ranks meet. Of processes it sees its
     user's.
     """
-    limits = f"size={jail['disk']},nr_inodes={jail['files']}"
+    limits = f"size={settings['disk']},nr_inodes={settings['files']}"
     needed = {path for path in (sys.prefix, sys.base_prefix, directory, *sys.path) if os.path.isdir(path)}
     needed |= set(map(os.path.realpath, needed))
-    covers = {str(ROOT), *map(os.path.realpath, jail["hidden"]), *map(os.path.realpath, PRIVATE_DIRECTORIES)}
+    covers = {str(ROOT), *map(os.path.realpath, settings["hidden"]), *map(os.path.realpath, PRIVATE_DIRECTORIES)}
     covers |= {ancestor for path in needed for ancestor in closed_ancestors(path)}
     covers = {path for path in covers if os.path.isdir(path)}
     outermost = [path for path in sorted(covers) if not any(below(path, other) for other in covers - {path})]
@@ -313,7 +313,13 @@ def cover(jail: dict, directory: str) -> None:
             os.close(handle)
     shared = os.path.join(directory, RENDEZVOUS)
     handle = os.open(shared, os.O_PATH)
-    mount("tmpfs", directory, "tmpfs", MS_NOSUID | MS_NODEV, f"{limits},mode=700,uid={jail['uid']},gid={jail['uid']}")
+    mount(
+        "tmpfs",
+        directory,
+        "tmpfs",
+        MS_NOSUID | MS_NODEV,
+        f"{limits},mode=700,uid={settings['uid']},gid={settings['uid']}",
+    )
     os.close(os.open(shared, os.O_CREAT, 0o600))
     mount(f"/proc/self/fd/{handle}", shared, "", MS_BIND, "")
     os.close(handle)

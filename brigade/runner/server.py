@@ -40,7 +40,7 @@ class Server:
         self._on_exit: dict[int, Callable[[int], None]] = {}  # by process id, of the ranks that run
         self.scratch = Path()
         self.preload: set[str] = set()  # modules that it imports for all ranks, when it starts
-        self.jail: sandbox.Jail | None = None  # of all ranks from now on
+        self.sandbox: sandbox.Sandbox | None = None  # of all ranks from now on
 
     def start(self) -> None:
         """Start the server unless it runs. Do not wait until it is ready."""
@@ -71,7 +71,7 @@ class Server:
     def _environment(self) -> dict[str, str]:
         """Return the environment of the server, which its ranks inherit."""
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "PYTHON"))}
-        if self.jail:  # what a stranger may know of this machine
+        if self.sandbox:  # what a stranger may know of this machine
             environment = {name: value for name, value in environment.items() if name in ("PATH", "LANG", "LC_ALL")}
         return environment | {
             "OMP_NUM_THREADS": "1",  # no thread pools before the fork; each rank sets its own number
@@ -90,7 +90,7 @@ class Server:
         self.start()
         with self._exchange():
             order = {"fork": len(descriptors) // protocol.FDS_PER_RANK, "directory": str(directory)}
-            protocol.send(self._channel, order | self._jail(), descriptors)
+            protocol.send(self._channel, order | self._sandbox_fields(), descriptors)
             pids = self._answer("forked")
             self._on_exit.update(zip(pids, on_exit))
             return pids
@@ -103,14 +103,14 @@ class Server:
             return  # closed in between: it took its ranks with it
         try:
             with self._exchange():
-                protocol.send(self._channel, {"kill": pids} | self._jail())
+                protocol.send(self._channel, {"kill": pids} | self._sandbox_fields())
                 self._answer("killed")
         except ServerLost:
             for pid in pids:  # on Linux they went with it
                 protocol.kill_group(pid)
 
-    def _jail(self) -> dict[str, Any]:
-        return {"jail": asdict(self.jail) if self.jail else None}
+    def _sandbox_fields(self) -> dict[str, Any]:
+        return {"sandbox": asdict(self.sandbox) if self.sandbox else None}
 
     def read_exits(self) -> None:
         """Read the messages that came unasked: ranks have ended by themselves. Another thread may have read them."""
@@ -134,8 +134,8 @@ class Server:
                 raise
             except (OSError, EOFError):
                 self.close()
-                if self.jail:
-                    sandbox.kill_user(self.jail.uid)
+                if self.sandbox:
+                    sandbox.kill_user(self.sandbox.uid)
                 lost = "the process that starts the ranks has ended; does `import torch` work here?"
                 raise ServerLost(lost) from None
 

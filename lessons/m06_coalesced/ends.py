@@ -55,7 +55,7 @@ def measure(start, rounds=6):
 def main(run):
     for start in (0.04, 0.002):
         print(f"to start a launch takes {start:.1%} of backward")
-        for length, groups, exposed in run(measure, start, deadline=200, stream=False, mode="pace")[0]:
+        for length, groups, exposed in run(measure, start, deadline=200, stream=False, mode="emulate")[0]:
             print(f"  {length} buckets in a group, {groups} launches: {exposed:.2f} of backward")
 
 

@@ -502,7 +502,7 @@ def train_ddp_twice() -> list[dict[str, Tensor]]:
     return [recorded, train_ddp()]
 
 
-# ---- who gets a result: test_holding.py
+# ---- who gets a result: test_strict.py
 
 
 def values(dtype: torch.dtype, *shape: int, rank: int | None = None) -> Tensor:
@@ -734,7 +734,7 @@ def all_reduce_with_gaps() -> None:
     dist.all_reduce(torch.ones(4, 6)[:, ::2])
 
 
-# ---- what takes how long: test_pacing.py
+# ---- what takes how long: test_emulated_link.py
 
 
 def on_link(latency_s: float, bytes_per_s: float, name: str, *args: Any) -> Any:
@@ -886,7 +886,7 @@ def train_ddp_with_a_peer_that_ends() -> None:
             os._exit(0)
 
 
-# ---- torch without its compiler: test_eager.py
+# ---- torch without its compiler: test_dynamo_stub.py
 
 
 def every_optimizer() -> list[str]:

@@ -358,7 +358,7 @@ def test_under_torchrun_no_link_is_emulated_between_machines(monkeypatch):
     for name, value in zip(torchrun.VARIABLES, ("0", "2", "0", "1", "localhost", "1")):
         monkeypatch.setenv(name, value)
     with pytest.raises(CourseError, match="an emulated link needs all ranks on one machine"):
-        torchrun.run_given(ladder.train, {}, [], mode="pace")
+        torchrun.run_given(ladder.train, {}, [], mode="emulate")
 
 
 def test_under_torchrun_an_error_is_one_sentence(tmp_path):

@@ -86,7 +86,7 @@ def test_a_forgotten_return(text, found):
 
 
 def test_no_name_of_the_toolkit_is_quoted():
-    message = "rank 0 is not part of group <brigade.rank.strict.HoldingGroup object at 0x7f85>; got 'HeldWork'"
+    message = "rank 0 is not part of group <brigade.rank.strict.StrictGroup object at 0x7f85>; got 'StrictWork'"
     assert plain(message) == "rank 0 is not part of process_group; got 'Work'"
     aborted = "hello\nterminate called after throwing an instance of 'gloo::EnforceNotMet'\n"
     aborted += "  what():  [enforce fail at /__w/pytorch/pair.cc:454] op.preamble.length <= op.nbytes. 8 vs 4"

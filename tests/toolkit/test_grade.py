@@ -598,7 +598,7 @@ def test_without_root_the_results_say_what_is_not_protected(grade, submit, monke
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     done = grade(submit(), "--modules", "1", only=["test_buffers_start_equal"])
     assert done.result["score"] == 1 and "without isolation" in done.result["output"]
-    assert ranks.SERVER.jail is None
+    assert ranks.SERVER.sandbox is None
 
 
 def test_what_could_meddle_is_named(grade, submit):

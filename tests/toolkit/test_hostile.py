@@ -55,13 +55,13 @@ def user() -> Iterator[int]:
     try:
         with sandbox.free_user() as uid:
             sandbox.close_off(ROOT / name for name in sandbox.SECRETS)
-            ranks.SERVER.jail = sandbox.Jail(uid)
-            [found] = ranks.run_ranks(sandbox.look_around, world_size=1)
+            ranks.SERVER.sandbox = sandbox.Sandbox(uid)
+            [found] = ranks.run_ranks(sandbox.probe, world_size=1)
             assert found["uid"] == uid and found["secrets"] == []
             yield uid
     finally:
         del os.environ["COURSE_SECRET"]
-        ranks.SERVER.jail = None
+        ranks.SERVER.sandbox = None
         ranks.SERVER.close()  # it has no network, and little of our environment
 
 
@@ -239,7 +239,7 @@ def test_no_rank_holds_what_the_checks_know(monkeypatch):
         ranks.run_ranks(
             training.train,
             case.make_jobs(package="m01_naive_ddp", wrapper="NaiveDDP"),
-            mode="hold",
+            mode="strict",
             packages={"submission": sources},
             seed=seed,
             deadline=2,
@@ -310,10 +310,10 @@ if eats and signal.SIGKILL not in ended: raise SystemExit(f"there is no limit: {
 
 def test_all_processes_of_a_grading_share_one_limit_on_memory(user, submission, monkeypatch):
     """Each stays within the limit of one process; the kernel ends some if together they exceed the grading's limit."""
-    [found] = ranks.run_ranks(sandbox.look_around, world_size=1)
+    [found] = ranks.run_ranks(sandbox.probe, world_size=1)
     if not found["is_grouped"]:
         pytest.skip("no control groups can be made here")
-    monkeypatch.setattr(ranks.SERVER, "jail", dataclasses.replace(ranks.SERVER.jail, together=1 << 30))
+    monkeypatch.setattr(ranks.SERVER, "sandbox", dataclasses.replace(ranks.SERVER.sandbox, together=1 << 30))
     case = hostile.Hostile("eats", hostile.reference(EATS), 2, checks=hostile.ONE)
     expect_fair(case, submission, user, monkeypatch)
 
@@ -450,7 +450,7 @@ def bare(user: int) -> Iterator[None]:
         ranks.SERVER.close()
         ranks.SERVER.start()
     assert list(ranks.run_ranks(functions.mounts, world_size=1)) == [Path("/proc/self/mounts").read_text()]
-    [found] = ranks.run_ranks(sandbox.look_around, world_size=1)
+    [found] = ranks.run_ranks(sandbox.probe, world_size=1)
     assert found["uid"] == user and found["secrets"] == []
     yield
     ranks.SERVER.close()

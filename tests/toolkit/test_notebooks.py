@@ -64,7 +64,7 @@ def expect_nothing_left(temporary: Path, within_s: float) -> None:
 @pytest.fixture(scope="module")
 def two_ranks() -> Iterator[Ranks]:
     """Two ranks between which a link can be emulated; the notebooks themselves try the other modes."""
-    with start_ranks(2, mode="pace") as ranks:
+    with start_ranks(2, mode="emulate") as ranks:
         yield ranks
 
 

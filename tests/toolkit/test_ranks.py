@@ -211,12 +211,12 @@ def test_a_rank_that_dies(how, words):
 
 
 @linux
-@pytest.mark.parametrize("mode", ["record", "hold", "pace"])
+@pytest.mark.parametrize("mode", ["record", "strict", "emulate"])
 def test_threads_of_ranks(mode):
     """Gloo has one thread for collectives. Threads do not interrupt each other, except on an emulated link: what is due
     there must not wait for what computes.
     """
-    expected = (os.SCHED_OTHER if mode == "pace" else os.SCHED_BATCH, 1)
+    expected = (os.SCHED_OTHER if mode == "emulate" else os.SCHED_BATCH, 1)
     assert [tuple(found) for found in run_ranks(functions.scheduling, mode=mode)] == [expected, expected]
 
 
@@ -289,7 +289,7 @@ def test_a_slow_rank_is_no_deadlock(monkeypatch):
     assert list(run_ranks(functions.slow_peer, 1.0)) == [3.0, 3.0]
 
 
-@pytest.mark.parametrize("mode", ["record", "hold"])
+@pytest.mark.parametrize("mode", ["record", "strict"])
 @pytest.mark.parametrize("how", ["size", "order", "operation", "dtype", "root", "reduce op"])
 def test_collectives_that_do_not_fit_are_a_mismatch_at_once(how, mode):
     aborts = mode == "record" and how in ("size", "order", "operation")  # gloo does, now and then
@@ -304,7 +304,7 @@ def test_collectives_that_do_not_fit_are_a_mismatch_at_once(how, mode):
 def test_a_mismatch_is_told_where_all_ranks_have_delivered(monkeypatch):
     monkeypatch.setattr(monitor, "LISTEN_S", 0.3)  # all that they say is heard at once
     for how in ("dtype", "reduce op"):
-        assert failure_of(functions.mismatch, how, mode="hold").kind == "mismatch"
+        assert failure_of(functions.mismatch, how, mode="strict").kind == "mismatch"
 
 
 NOT_A_FRAME = b"once upon a time"

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from brigade.rank.recording import Recorder, RecordingGroup
-from brigade.rank.strict import HoldingGroup, filler
+from brigade.rank.strict import StrictGroup, filler
 from brigade.runner.ranks import RankFailure, run_ranks
 from brigade.runner.wire import encode
 
@@ -27,8 +27,8 @@ def is_filler(tensor: Tensor) -> bool:
 def test_results_are_those_of_the_group_that_records(dtype):
     """Bit by bit, for all collectives, asynchronous or not; and nothing is there before the wait."""
     recorded = run_ranks(functions.every_collective, dtype, False, world_size=WORLD)
-    synchronous = run_ranks(functions.every_collective, dtype, False, world_size=WORLD, mode="hold")
-    held = run_ranks(functions.every_collective, dtype, True, world_size=WORLD, mode="hold")
+    synchronous = run_ranks(functions.every_collective, dtype, False, world_size=WORLD, mode="strict")
+    held = run_ranks(functions.every_collective, dtype, True, world_size=WORLD, mode="strict")
     for rank in range(WORLD):
         assert len(held[rank]) >= 19
         for name, found in recorded[rank].items():
@@ -42,7 +42,7 @@ def test_results_are_those_of_the_group_that_records(dtype):
 
 def test_results_are_right():
     """What `torch.distributed` says it does, computed here: the comparison of modes alone would not show it."""
-    found = run_ranks(functions.every_collective, torch.float64, True, world_size=WORLD, mode="hold")
+    found = run_ranks(functions.every_collective, torch.float64, True, world_size=WORLD, mode="strict")
 
     def sum_of(*shape: int, ranks: int = WORLD) -> Tensor:
         return sum(functions.values(torch.float64, *shape, rank=rank) for rank in range(ranks))
@@ -66,7 +66,7 @@ def test_results_are_right():
 
 @pytest.mark.parametrize("how", ["wait", "wait with a timeout", "result", "is_completed", "get_future", "synchronize"])
 def test_only_the_own_handle_delivers_and_every_way_of_asking_does(how):
-    for rank, result in enumerate(run_ranks(functions.deliver, how, mode="hold")):
+    for rank, result in enumerate(run_ranks(functions.deliver, how, mode="strict")):
         first, second = result["before"]
         assert first.isnan().all(), "another handle's wait, or time, has delivered"
         assert second.tolist() == [2.0, 2.0]
@@ -83,7 +83,7 @@ def test_only_the_own_handle_delivers_and_every_way_of_asking_does(how):
     [("input", True), ("output", True), ("reduced", True), ("data", True), ("reading", False), ("", False)],
 )
 def test_a_write_between_launch_and_wait_is_noted(where, raced):
-    results = run_ranks(functions.change, where, mode="hold")
+    results = run_ranks(functions.change, where, mode="strict")
     for result, events in zip(results, results.events):
         races = [event for event in events if event["kind"] == "race"]
         assert [event["index"] for event in races] == ([0] if raced else [])
@@ -95,21 +95,21 @@ def test_a_write_between_launch_and_wait_is_noted(where, raced):
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32, torch.int64, torch.float16], ids=str)
 def test_tensors_of_other_dtypes_are_held_too(dtype):
-    other, root = run_ranks(functions.hold, dtype, mode="hold")
+    other, root = run_ranks(functions.hold, dtype, mode="strict")
     sent = torch.tensor([1, 1, 1], dtype=dtype)
     assert is_filler(other["before"]) and torch.equal(other["after"], sent)
     assert torch.equal(root["before"], sent) and torch.equal(root["after"], sent), "the root keeps what it sends"
 
 
 def test_a_reduce_leaves_those_alone_who_receive_nothing():
-    root, other = run_ranks(functions.reduce_to_first, mode="hold")
+    root, other = run_ranks(functions.reduce_to_first, mode="strict")
     assert root["before"].isnan().all() and root["after"].tolist() == [3.0] * 3
     assert other["before"].tolist() == other["after"].tolist() == [2.0] * 3
 
 
 def test_reduce_scatter_into_its_own_input():
     """The own shard is the sum; the rest of the buffer stays as it was."""
-    results = run_ranks(functions.in_place_reduce_scatter, world_size=WORLD, mode="hold")
+    results = run_ranks(functions.in_place_reduce_scatter, world_size=WORLD, mode="strict")
     total = sum(result["given"] for result in results)
     for rank, result in enumerate(results):
         others = [other for other in range(WORLD) if other != rank]
@@ -119,7 +119,7 @@ def test_reduce_scatter_into_its_own_input():
         assert torch.equal(result["after"][others], result["given"][others])
 
 
-@pytest.mark.parametrize("mode", ["record", "hold"])
+@pytest.mark.parametrize("mode", ["record", "strict"])
 def test_tensors_that_are_not_contiguous(mode):
     results = run_ranks(functions.strides, mode=mode)
     total = sum(result["given"] for result in results)
@@ -133,12 +133,12 @@ def test_tensors_that_are_not_contiguous(mode):
 
 def test_coalescing_with_a_device_says_what_to_do():
     with pytest.raises(RankFailure, match="pass no device to the coalescing manager"):
-        run_ranks(functions.coalesce_on_a_device, mode="hold")
+        run_ranks(functions.coalesce_on_a_device, mode="strict")
 
 
 def test_a_tensor_with_gaps_is_refused():
     with pytest.raises(RankFailure, match="needs a tensor without gaps in memory"):
-        run_ranks(functions.all_reduce_with_gaps, mode="hold")
+        run_ranks(functions.all_reduce_with_gaps, mode="strict")
 
 
 class LikeNCCL:
@@ -155,7 +155,7 @@ class LikeNCCL:
             tensor.mul_(2)
 
 
-@pytest.mark.parametrize("group_class", [RecordingGroup, HoldingGroup])
+@pytest.mark.parametrize("group_class", [RecordingGroup, StrictGroup])
 def test_a_synchronous_call_without_a_handle_has_its_result(group_class):
     events: list[dict[str, Any]] = []
     group = group_class(LikeNCCL(), Recorder(events.append), "group", [0, 1])

@@ -58,7 +58,7 @@ def test_a_pace_is_a_ratio_to_backward(world_size):
 def test_collectives_take_the_time_of_the_link_one_after_the_other():
     """At least its time, never mind how slow this machine is; more only as far as the machine is slow."""
     one_s = 0.2
-    for found in run_ranks(functions.on_link, one_s / 2, 1e12, "wait_for_the_link", 3, mode="pace"):
+    for found in run_ranks(functions.on_link, one_s / 2, 1e12, "wait_for_the_link", 3, mode="emulate"):
         assert one_s <= found["one"]
         assert one_s <= found["subgroup"]
         assert 3 * one_s <= found["all"]
@@ -69,7 +69,7 @@ def test_collectives_take_the_time_of_the_link_one_after_the_other():
 
 def test_the_record_has_the_time_of_the_link():
     seconds = 0.02
-    for events in run_ranks(functions.on_link, seconds / 2, 1e12, "reduce_often", 3, mode="pace").events:
+    for events in run_ranks(functions.on_link, seconds / 2, 1e12, "reduce_often", 3, mode="emulate").events:
         starts = [event["time"] for event in events if event["kind"] == "launch"]
         ends = [event["time"] for event in events if event["kind"] == "end"]
         assert len(starts) == len(ends) == 3
@@ -77,7 +77,7 @@ def test_the_record_has_the_time_of_the_link():
 
 
 def test_a_launch_is_completed_when_its_time_is_over():
-    for answers in run_ranks(functions.on_link, 0.05, 1e12, "ask_for_completion", mode="pace"):
+    for answers in run_ranks(functions.on_link, 0.05, 1e12, "ask_for_completion", mode="emulate"):
         assert answers == [False, True]
 
 
@@ -86,7 +86,7 @@ def test_results_are_those_of_the_group_that_records(async_op):
     """Bit by bit, for all collectives, coalesced ones and those of a sub-group too."""
     recorded = run_ranks(functions.every_collective, torch.float32, False, world_size=3)
     arguments = (1e-4, 1e9, "every_collective", torch.float32, async_op)
-    paced = run_ranks(functions.on_link, *arguments, world_size=3, mode="pace")
+    paced = run_ranks(functions.on_link, *arguments, world_size=3, mode="emulate")
     for mine, theirs in zip(paced, recorded):
         assert len(mine) >= 19
         for name, found in theirs.items():
@@ -95,7 +95,7 @@ def test_results_are_those_of_the_group_that_records(async_op):
 
 def test_torch_ddp_trains_as_it_does_without():
     recorded = run_ranks(functions.train_ddp)
-    for mine, theirs in zip(run_ranks(functions.on_link, 1e-4, 1e9, "train_ddp", mode="pace"), recorded):
+    for mine, theirs in zip(run_ranks(functions.on_link, 1e-4, 1e9, "train_ddp", mode="emulate"), recorded):
         assert encode(mine) == encode(theirs)
 
 
@@ -103,7 +103,7 @@ def test_torch_ddp_trains_as_it_does_without():
 def test_a_peer_that_ends_is_the_one_to_blame(call):
     """Also where torch DDP's C++ reducer is what waits."""
     with pytest.raises(RankFailure) as failure:
-        run_ranks(functions.on_link, 1e-4, 1e9, *call, mode="pace")
+        run_ranks(functions.on_link, 1e-4, 1e9, *call, mode="emulate")
     assert (failure.value.kind, failure.value.rank) == ("died", 1), failure.value
     assert failure.value.summary == "rank 1 ended without a result (exit code 0)"
 
@@ -181,7 +181,7 @@ def run_late(name, *before):
     sources = read(REFERENCE, MODULES[-1].number).sources
     arguments = (SLOW.latency_s, SLOW.bytes_per_s, *before, *call)
     return run_ranks(
-        functions.on_link, *arguments, world_size=world_size, mode="pace", packages={"submission": sources}
+        functions.on_link, *arguments, world_size=world_size, mode="emulate", packages={"submission": sources}
     ).events
 
 
@@ -221,6 +221,6 @@ def test_a_rank_that_never_launches_is_waited_for_until_the_deadline():
     """This includes the root of a broadcast, where gloo has already done its part."""
     start = time.monotonic()
     with pytest.raises(RankFailure) as failure:
-        run_ranks(functions.on_link, 1e-3, 1e9, "launch_without_rank_1", mode="pace", deadline=3)
+        run_ranks(functions.on_link, 1e-3, 1e9, "launch_without_rank_1", mode="emulate", deadline=3)
     assert failure.value.kind in ("deadline", "deadlock") and time.monotonic() - start < 15
     assert "waits in broadcast" in failure.value.lines[0], failure.value
