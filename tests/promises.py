@@ -29,7 +29,7 @@ from rich.table import Table
 
 from brigade.course.modules import MODULES, ROOT, CourseError, module
 from brigade.lab.bench import Bench, load_json
-from brigade.lab.ladder import TORCH_DDP, TORCH_ZERO, rung_of
+from brigade.lab.ladder import TORCH_DDP, TORCH_ZERO, get_variant
 
 MODULE_S, TWO_MODULES_S, CHECKS_S, DEMO_S = 4.5, 10.0, 25.0, 60.0
 BUCKETED = (4, 5, 6, 7)  # modules whose buckets are those of torch DDP
@@ -62,18 +62,18 @@ def at_most(figure: str, command: str, limit: float, values: Sequence[float], un
 
 def ladder_promises(benches: Sequence[Bench]) -> list[Promise]:
     """Step times against torch's, each the median over the rounds of a run; the optimizer state of module 8."""
-    zero = rung_of(module(ZERO)).label
-    wanted = [(rung_of(module(n)).label, TORCH_DDP.label, BUCKETED_RATIO) for n in BUCKETED]
+    zero = get_variant(module(ZERO)).label
+    wanted = [(get_variant(module(n)).label, TORCH_DDP.label, BUCKETED_RATIO) for n in BUCKETED]
     wanted.append((zero, TORCH_ZERO.label, ZERO_RATIO))
     rows = []
     for label, base, limit in wanted:
-        values = [median(bench.ladder.ratios(bench.ladder.rung(label), base)) for bench in benches]
+        values = [median(bench.ladder.ratios(bench.ladder.variant(label), base)) for bench in benches]
         rows.append(at_most(f"step time, {label} to {base}", BENCH, limit, values))
     ladder = benches[0].ladder
     # One moment in fp32 for each gradient in fp32, on 1/N of the buffer, in which padding is counted.
-    limit_mb = max(ladder.rung(zero).grad_bytes) / ladder.world_size / 1e6
-    state_mb = max(max(bench.ladder.rung(zero).state_bytes) for bench in benches) / 1e6
-    whole_mb = max(ladder.rung(TORCH_DDP.label).state_bytes) / 1e6
+    limit_mb = max(ladder.variant(zero).grad_bytes) / ladder.world_size / 1e6
+    state_mb = max(max(bench.ladder.variant(zero).state_bytes) for bench in benches) / 1e6
+    whole_mb = max(ladder.variant(TORCH_DDP.label).state_bytes) / 1e6
     aim = f"{limit_mb:.3f} MB, 1/{ladder.world_size} of {whole_mb:.3f} and padding"
     found = f"{state_mb:.3f} MB on the fullest rank"
     rows.append(Promise(f"optimizer state, {zero}", BENCH, aim, found, state_mb <= limit_mb))

@@ -220,7 +220,7 @@ def check_once(entries: Sequence[Module], options: argparse.Namespace, before: O
 
 
 def finished(entry: Module, sources: Sources, show: bool) -> None:
-    """Remembers that these sources pass; shows, the first time, what the module bought, and what comes next."""
+    """Remember that these sources pass. The first time, compare with the module before and name the next step."""
     key = hash_submission(entry, sources)
     news = key != recall("passed").get(entry.package)
     remember("passed", entry.package, key)
@@ -230,12 +230,12 @@ def finished(entry: Module, sources: Sources, show: bool) -> None:
     from brigade.lab.script import show_progress
 
     try:
-        with show_progress("training steps", comparison.steps_of(entry)) as advance:
-            rows = comparison.bought(entry, sources, advance)
+        with show_progress("training steps", comparison.count_steps(entry)) as advance:
+            rows = comparison.compare_with_previous(entry, sources, advance)
     except ranks.RankFailure as failure:
-        console.print(f"  What it bought cannot be measured: {failure.summary}\n", markup=False)
+        console.print(f"  The comparison with the module before cannot be measured: {failure.summary}\n", markup=False)
         return
-    console.print(comparison.table(rows))
+    console.print(comparison.make_table(rows, previous=entry.number - 1))
     console.print()
     if entry is not MODULES[-1]:
         console.print(f"Module {entry.number} is done. `brigade next` shows what comes now.", markup=False)

@@ -16,7 +16,7 @@ from brigade.course.modules import HAS_SOLUTIONS, MODULES, REFERENCE, ROOT, modu
 from brigade.lab.script import ended, show_progress
 from brigade.runner import ranks
 
-ROUNDS = 20  # steps of each rung
+ROUNDS = 20  # steps of each variant
 MODULE = 3
 MUTANT = "synchronous all-reduce in the hook"  # of tests/mutants: the numbers are right, nothing overlaps
 
@@ -37,11 +37,11 @@ def demo() -> int:
     ranks.SERVER.start()  # it imports torch while this process does
     # Imported here, so that Ctrl-C is quiet while torch is loading too.
     from brigade.lab import ladder, plots
-    from brigade.lab.bench import written
+    from brigade.lab.bench import select_written
 
     workload = replace(ladder.PACED, batch_size=16, rounds=ROUNDS)
-    entries, sources, left_out = written(REFERENCE, MODULES)
-    rungs = [ladder.rung_of(entry) for entry in entries]
+    entries, sources, left_out = select_written(REFERENCE, MODULES)
+    variants = [ladder.get_variant(entry) for entry in entries]
     console.print(
         "Bucket Brigade: data-parallel training, built step by step.\n\n"
         "Two processes on this machine train the same small language model on the source of Python's standard\n"
@@ -52,9 +52,9 @@ def demo() -> int:
     for sentence in left_out:
         console.print(sentence)
     if not HAS_SOLUTIONS:  # a deadlock of the student's is found within seconds here
-        ladder.rehearse(workload, rungs, sources, world_size=2)
-    with show_progress("training steps", ladder.steps_of(workload, [*rungs, *ladder.TORCH])) as advance:
-        found = ladder.run_ladder(workload, rungs, sources, on_step=advance)
+        ladder.dry_run(workload, variants, sources, world_size=2)
+    with show_progress("training steps", ladder.count_steps(workload, [*variants, *ladder.TORCH])) as advance:
+        found = ladder.run_ladder(workload, variants, sources, on_step=advance)
     console.print()
     console.print(plots.ladder_table(found))
     if wrong := found.wrong():

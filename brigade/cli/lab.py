@@ -35,7 +35,7 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     ranks = Range(int, lambda value: value >= 1, "at least one rank")
     add_number(parser, "--ranks", ranks, metavar="N", help="how many (default 2; under torchrun as many as it starts)")
     parser.add_argument(
-        "--rounds", **number, help="steps of each rung, the first 5 not timed (default 30, emulated 35)"
+        "--rounds", **number, help="steps of each variant, the first 5 not timed (default 30, emulated 35)"
     )
     parser.add_argument("--size", choices=SIZES, default="tiny", help="of the model (default tiny)")
     parser.add_argument("--batch", **number, help="sequences in a step, of all ranks together (default 8, emulated 24)")
@@ -69,32 +69,35 @@ def run_bench(options: argparse.Namespace) -> int:
 
 
 def bench(options: argparse.Namespace) -> int:
-    """Return the exit status: 0 good, 1 a rung trains otherwise than one process does. Raise as `ladder.climb`."""
+    """Return the exit status: 1 if a variant trains differently from one process, else 0.
+
+    Raises what `ladder.run_benchmark` raises.
+    """
     from brigade.lab import ladder, plots, torchrun
-    from brigade.lab.bench import Bench, save_csv, save_json, sweep_rungs, written
+    from brigade.lab.bench import Bench, make_sweep_variants, save_csv, save_json, select_written
     from brigade.runner import machine
 
-    world_size = number_of_ranks(options.ranks)
+    world_size = choose_world_size(options.ranks)
     entries = selected(options.modules or (SWEPT if options.sweep else ""))
     link = choose_link(options, world_size)
-    workload = workload_of(options, link, world_size)
-    sizes = swept(options.sweep, entries) if options.sweep else []
+    workload = make_workload(options, link, world_size)
+    sizes = read_sweep(options.sweep, entries) if options.sweep else []
     files = {kind: results_file(getattr(options, kind)) for kind in ("json", "csv", "png")}
     backend = options.backend or default_backend(world_size)
     if backend == "nccl" and not torchrun.given():
         machine.nccl_environment(world_size, options.share_gpu)
-    entries, sources, left_out = written(options.target, entries)
+    entries, sources, left_out = select_written(options.target, entries)
     for sentence in left_out:
         console.print(sentence, markup=False)
-    rungs = [ladder.rung_of(entry) for entry in entries]
-    rungs = sweep_rungs(rungs, sizes) if sizes else [*rungs, *ladder.TORCH]
+    variants = [ladder.get_variant(entry) for entry in entries]
+    variants = make_sweep_variants(variants, sizes) if sizes else [*variants, *ladder.TORCH]
     how = {"world_size": world_size, "backend": backend, "share_gpu": options.share_gpu, "deadline": options.deadline}
     if torchrun.given():
         how["run"] = torchrun.run_given
     elif options.target != "solutions":  # a deadlock is found within seconds here, and there at the deadline only
-        ladder.rehearse(workload, rungs, sources, **how)
-    with show_progress("training steps", ladder.steps_of(workload, rungs)) as advance:
-        found = Bench(rungs, ladder.climb(workload, rungs, sources, on_step=advance, **how))
+        ladder.dry_run(workload, variants, sources, **how)
+    with show_progress("training steps", ladder.count_steps(workload, variants)) as advance:
+        found = Bench(variants, ladder.run_benchmark(workload, variants, sources, on_step=advance, **how))
     for table in plots.bench_tables(found):
         console.print(table)
         console.print()
@@ -109,7 +112,7 @@ def bench(options: argparse.Namespace) -> int:
     return 1 if wrong else 0
 
 
-def number_of_ranks(wanted: int | None) -> int:
+def choose_world_size(wanted: int | None) -> int:
     """As many as are given, else as many as are wanted. Raises CourseError where both are known and differ."""
     from brigade.lab import torchrun
 
@@ -131,7 +134,7 @@ def default_backend(world_size: int) -> str:
     return "nccl" if world_size > 1 and here <= torch.cuda.device_count() else "gloo"
 
 
-def workload_of(options: argparse.Namespace, link: Link | Pace | None, world_size: int) -> Workload:
+def make_workload(options: argparse.Namespace, link: Link | Pace | None, world_size: int) -> Workload:
     """What the options ask for. Raises CourseError where that cannot be trained or timed."""
     from brigade.lab import ladder
     from brigade.lab.models import SIZES
@@ -154,7 +157,7 @@ def workload_of(options: argparse.Namespace, link: Link | Pace | None, world_siz
     return workload
 
 
-def swept(text: str, entries: Sequence[Module]) -> list[float]:
+def read_sweep(text: str, entries: Sequence[Module]) -> list[float]:
     """The bucket sizes that --sweep asks for, in MiB, ascending.
 
     Raises CourseError, for modules without buckets too.
@@ -213,13 +216,13 @@ def run_trace(options: argparse.Namespace) -> int:
         bucket_mb=options.bucket_mb,
         link=None if options.no_pace else link or usual.link,
     )
-    rungs = [ladder.rung_of(entry), *([ladder.TORCH_DDP] if options.torch else [])]
+    variants = [ladder.get_variant(entry), *([ladder.TORCH_DDP] if options.torch else [])]
     how = {"world_size": options.ranks, "deadline": TRACE_S}
     try:
         if options.target != "solutions":
-            ladder.rehearse(replace(workload, batch_size=options.ranks, time=8), rungs, sources, **how)
-        with show_progress("training steps", workload.rounds * (len(rungs) + 1)) as advance:
-            timelines = timeline.trace(rungs, sources, workload=workload, on_step=advance, **how)
+            ladder.dry_run(replace(workload, batch_size=options.ranks, time=8), variants, sources, **how)
+        with show_progress("training steps", workload.rounds * (len(variants) + 1)) as advance:
+            timelines = timeline.trace(variants, sources, workload=workload, on_step=advance, **how)
     except RankFailure as failure:
         raise CourseError(explain_failure(failure, entry.number)) from None
     timeline.draw(timelines, files["png"], width=1200)

@@ -52,7 +52,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 def run_plan(options: argparse.Namespace) -> int:
     """brigade plan"""
     from brigade.lab import plan
-    from brigade.lab.ladder import course_rungs
+    from brigade.lab.ladder import get_course_variants
     from brigade.lab.plan_config import OPTIMIZERS, Setting
 
     check_name("--model", options.model, plan.MODELS)
@@ -66,12 +66,13 @@ def run_plan(options: argparse.Namespace) -> int:
     optimizer = OPTIMIZERS[options.optimizer]
     setting = Setting(list(model.parameters()), options.dp, options.bucket_mb, optimizer, machine)
     link = make_link(options)
-    found, missing = [], [f"{one.label}, for want of a rule" for one in course_rungs() if one not in plan.rungs()]
-    for rung in plan.rungs():
+    planned = plan.variants()
+    found, missing = [], [f"{one.label} (no rule)" for one in get_course_variants() if one not in planned]
+    for variant in planned:
         try:
-            found += plan.plan(setting, link, [rung])
+            found += plan.plan(setting, link, [variant])
         except CourseError as reason:  # without solutions, bucket rules are the student's own
-            missing.append(f"{rung.label}: {reason}")
+            missing.append(f"{variant.label}: {reason}")
     if backward_s:
         source = "as measured"
     else:
@@ -97,8 +98,12 @@ def run_plan(options: argparse.Namespace) -> int:
         )
     assumptions += [f"not planned: {one}" for one in missing]
     if options.json:
-        rungs = [asdict(one) | {"held_bytes": one.held_bytes} for one in found]
-        print(json.dumps({"options": collect_options(options), "assumptions": assumptions, "rungs": rungs}, indent=2))
+        variants = [asdict(one) | {"held_bytes": one.held_bytes} for one in found]
+        print(
+            json.dumps(
+                {"options": collect_options(options), "assumptions": assumptions, "variants": variants}, indent=2
+            )
+        )
         return 0
     console.print(plan.plan_table(found, f"One step of {options.model} on {ranks}, as predicted"))
     console.print("\nAssumed:")

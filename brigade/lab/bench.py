@@ -1,11 +1,11 @@
 """`brigade bench`: what is compared, and its numbers as rows, JSON and CSV.
 
-    found = Bench(rungs, ladder)
+    found = Bench(variants, ladder)
     found.rows()[0].step_ms.median
     save_json(found, path); load_json(path) == found
 
-A bench is a ladder, every rung once, or a sweep: some rungs, each with buckets of several sizes. In both all rungs take
-turns within one run. `plots.py` makes the tables and the pictures.
+A bench is either a ladder (every variant once) or a sweep (some variants, each with several bucket sizes). The steps of
+all variants alternate within one run. `plots.py` makes the tables and the pictures.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from brigade.course.modules import HAS_SOLUTIONS, MODULES, CourseError, Module, module_with
 from brigade.course.parts import unwritten_parts
 from brigade.course.submission import Sources, directory, find, source_text
-from brigade.lab.ladder import TORCH_DDP, TORCH_ZERO, Ladder, Measured, Rung, Workload, quartiles, rung_of
+from brigade.lab.ladder import TORCH_DDP, TORCH_ZERO, Ladder, Measurement, Variant, Workload, get_variant, quartiles
 from brigade.lab.models import Size
 from brigade.rank.emulated_link import Link, Pace
 
@@ -42,20 +42,20 @@ class Spread:
     upper: float
 
 
-def spread(values: Sequence[float]) -> Spread:
+def compute_spread(values: Sequence[float]) -> Spread:
     """Of one value for each round."""
     return Spread(median(values), *quartiles(values))
 
 
 @dataclass(frozen=True)
 class Row:
-    """One rung's numbers. Times are of one step on the slowest rank, in ms; MB are 10^6 bytes, `bucket_mb` is MiB.
+    """One variant's numbers. Times are of one step on the slowest rank, in ms; MB are 10^6 bytes, `bucket_mb` is MiB.
 
     `ratio` and `cpu_ratio` (processor time) are within a round, to torch DDP with the same buckets. `grad_mb` and
     `state_mb` are kept on the fullest rank between steps; `loss` is the mean over ranks.
     """
 
-    rung: str
+    variant: str
     bucket_mb: float
     step_ms: Spread
     ratio: Spread
@@ -70,27 +70,27 @@ class Row:
 
 @dataclass(frozen=True)
 class Bench:
-    """A finished bench: its rungs, and what was measured of them, in the same order."""
+    """A finished bench: its variants, and what was measured of them, in the same order."""
 
-    rungs: list[Rung]
+    variants: list[Variant]
     ladder: Ladder
 
     @property
     def is_sweep(self) -> bool:
-        return any(rung.bucket_mb is not None for rung in self.rungs)
+        return any(variant.bucket_mb is not None for variant in self.variants)
 
     def rows(self) -> list[Row]:
-        return [self.row(rung, found) for rung, found in zip(self.rungs, self.ladder.rungs)]
+        return [self.row(variant, found) for variant, found in zip(self.variants, self.ladder.variants)]
 
-    def row(self, rung: Rung, found: Measured) -> Row:
-        base = sized(TORCH_DDP, rung.bucket_mb).label
+    def row(self, variant: Variant, found: Measurement) -> Row:
+        base = set_bucket_size(TORCH_DDP, variant.bucket_mb).label
         return Row(
-            rung=rung.label,
-            bucket_mb=self.ladder.workload.bucket_mb if rung.bucket_mb is None else rung.bucket_mb,
-            step_ms=spread(found.step_ms),
-            ratio=spread(self.ladder.ratios(found, base)),
-            exposed_ms=spread(self.ladder.exposed_ms(found)),
-            cpu_ratio=spread(self.ladder.cpu_ratios(found, base)),
+            variant=variant.label,
+            bucket_mb=self.ladder.workload.bucket_mb if variant.bucket_mb is None else variant.bucket_mb,
+            step_ms=compute_spread(found.step_ms),
+            ratio=compute_spread(self.ladder.ratios(found, base)),
+            exposed_ms=compute_spread(self.ladder.exposed_ms(found)),
+            cpu_ratio=compute_spread(self.ladder.cpu_ratios(found, base)),
             collectives=found.collectives,
             sent_mb=found.sent_bytes / 1e6,
             grad_mb=max(found.grad_bytes) / 1e6,
@@ -122,36 +122,36 @@ class Bench:
                 )
         else:
             said.append(f"No link is emulated: {gradients} takes {1e3 * ladder.real_s:.1f} ms here; {backward}.")
-        found = {rung.label: measured for rung, measured in zip(self.rungs, ladder.rungs)}
-        zero = rung_of(module_with("ZeroOptimizer")).label
+        found = {variant.label: measured for variant, measured in zip(self.variants, ladder.variants)}
+        zero = get_variant(module_with("ZeroOptimizer")).label
         if zero in found and TORCH_ZERO.label in found:
             cells = [
                 f"{one.median:.2f} [{one.lower:.2f}-{one.upper:.2f}]"
                 for one in (
-                    spread(ladder.ratios(found[zero], TORCH_ZERO.label)),
-                    spread(ladder.cpu_ratios(found[zero], TORCH_ZERO.label)),
+                    compute_spread(ladder.ratios(found[zero], TORCH_ZERO.label)),
+                    compute_spread(ladder.cpu_ratios(found[zero], TORCH_ZERO.label)),
                 )
             ]
             said.append(f"{zero} against {TORCH_ZERO.label}: step time {cells[0]}, processor time {cells[1]}.")
         return said
 
 
-def sized(rung: Rung, bucket_mb: float | None) -> Rung:
-    """The rung with buckets of this size (MiB), and the size in its label; unchanged for None."""
+def set_bucket_size(variant: Variant, bucket_mb: float | None) -> Variant:
+    """The variant with buckets of this size (MiB), and the size in its label; unchanged for None."""
     if bucket_mb is None:
-        return rung
-    return replace(rung, label=f"{rung.label}, {bucket_mb:g} MiB", bucket_mb=bucket_mb)
+        return variant
+    return replace(variant, label=f"{variant.label}, {bucket_mb:g} MiB", bucket_mb=bucket_mb)
 
 
-def sweep_rungs(rungs: Sequence[Rung], sizes: Sequence[float]) -> list[Rung]:
-    """Each rung, and torch DDP, with buckets of each size (MiB)."""
-    return [sized(rung, size) for rung in (*rungs, TORCH_DDP) for size in sizes]
+def make_sweep_variants(variants: Sequence[Variant], sizes: Sequence[float]) -> list[Variant]:
+    """Each variant, and torch DDP, with buckets of each size (MiB)."""
+    return [set_bucket_size(variant, size) for variant in (*variants, TORCH_DDP) for size in sizes]
 
 
-def written(target: str, entries: Sequence[Module]) -> tuple[list[Module], Sources, list[str]]:
+def select_written(target: str, entries: Sequence[Module]) -> tuple[list[Module], Sources, list[str]]:
     """Those of the modules that can be run, the text of all of the target's, and a sentence on each of the others.
 
-    A module can be run when it and all that its rung uses are written. Raises CourseError when `target` is no
+    A module can be run when it and all that its variant uses are written. Raises CourseError when `target` is no
     directory, or nothing in it can be run.
     """
     where = directory(target)
@@ -173,7 +173,7 @@ def written(target: str, entries: Sequence[Module]) -> tuple[list[Module], Sourc
     texts = {name.partition(".")[0]: text for name, (_, text) in sources.items()}
     chosen, sentences = [], []
     for entry in entries:
-        missing = [faults[package] for package in used(entry, texts) if package in faults]
+        missing = [faults[package] for package in list_needed_packages(entry, texts) if package in faults]
         if missing:
             sentences.append(f"Module {entry.number} is left out: {missing[0]}.")
         else:
@@ -184,10 +184,10 @@ def written(target: str, entries: Sequence[Module]) -> tuple[list[Module], Sourc
     return chosen, sources, sentences
 
 
-def used(entry: Module, texts: dict[str, str]) -> list[str]:
-    """The packages that a module's rung needs, given the text of each: its own, its wrapper's, what those import."""
+def list_needed_packages(entry: Module, texts: dict[str, str]) -> list[str]:
+    """The packages that a module's variant needs, given the text of each: its own, its wrapper's, what those import."""
     found: list[str] = []
-    open_ones = [entry.package, rung_of(entry).wrapper[0]]
+    open_ones = [entry.package, get_variant(entry).wrapper[0]]
     while open_ones:
         package = open_ones.pop(0)
         if package not in found:
@@ -214,23 +214,23 @@ def load_json(path: Path) -> Bench:
         content = json.loads(path.read_text())
         if content["format"] != FORMAT:
             raise CourseError(f"{path} has format {content['format']}, this version of brigade reads {FORMAT}")
-        rungs = [
-            Rung(**rung | {name: rung[name] and tuple(rung[name]) for name in ("wrapper", "optimizer")})
-            for rung in content["rungs"]
+        variants = [
+            Variant(**variant | {name: variant[name] and tuple(variant[name]) for name in ("wrapper", "optimizer")})
+            for variant in content["variants"]
         ]
         ladder = content["ladder"]
         workload = ladder["workload"]
         return Bench(
-            rungs,
+            variants,
             Ladder(
                 **ladder
                 | {
                     "workload": Workload(
-                        **workload | {"size": Size(**workload["size"]), "link": link_from(workload["link"])}
+                        **workload | {"size": Size(**workload["size"]), "link": read_link(workload["link"])}
                     ),
-                    "rungs": [Measured(**rung) for rung in ladder["rungs"]],
-                    "computation": Measured(**ladder["computation"]),
-                    "link": link_from(ladder["link"]),
+                    "variants": [Measurement(**variant) for variant in ladder["variants"]],
+                    "computation": Measurement(**ladder["computation"]),
+                    "link": read_link(ladder["link"]),
                 }
             ),
         )
@@ -238,7 +238,7 @@ def load_json(path: Path) -> Bench:
         raise CourseError(f"{path} is not what brigade bench --json writes: {error}") from None
 
 
-def link_from(content: dict[str, float] | None) -> Link | Pace | None:
+def read_link(content: dict[str, float] | None) -> Link | Pace | None:
     """The link whose fields these are."""
     if content is None:
         return None
@@ -246,7 +246,7 @@ def link_from(content: dict[str, float] | None) -> Link | Pace | None:
 
 
 def save_csv(found: Bench, path: Path) -> None:
-    """The table: one line for each rung, medians and quartiles in columns of their own."""
+    """The table: one line for each variant, medians and quartiles in columns of their own."""
     flat = []
     for row in found.rows():
         line: dict[str, object] = {}

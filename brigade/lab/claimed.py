@@ -21,7 +21,7 @@ from brigade.lab import claimed_ranks, memory
 from brigade.lab.claim_registry import CLAIMS as CLAIMS
 from brigade.lab.claim_registry import CannotMeasure, Finding, cited, claim
 from brigade.lab.claimed_ranks import summary
-from brigade.lab.ladder import FP32_BYTES, reference
+from brigade.lab.ladder import FP32_BYTES, read_reference
 from brigade.lab.links import NAMED
 from brigade.lab.models import tiny_lm
 from brigade.lab.plan import DEVICE_MEMORY_GBPS, MODELS, model_of
@@ -58,7 +58,7 @@ def by_share(holds: Sequence[bool]) -> str:
 
 def on_ranks(function: Callable[..., Any], *args: Any, **options: Any) -> RankResults:
     """Runs one of `claimed_ranks` with the solutions at hand."""
-    return run_ranks(function, *args, packages={"submission": reference()}, seed=0, deadline=DEADLINE_S, **options)
+    return run_ranks(function, *args, packages={"submission": read_reference()}, seed=0, deadline=DEADLINE_S, **options)
 
 
 def xl_parameters() -> dict[str, torch.nn.Parameter]:
@@ -720,7 +720,7 @@ cited(
 
 @functools.cache
 def held() -> dict[str, memory.Held]:
-    """What each rung keeps on 1, 2 and 4 ranks, by its label."""
+    """What each variant keeps on 1, 2 and 4 ranks, by its label."""
     return {one.case.label: one for one in memory.measure()}
 
 

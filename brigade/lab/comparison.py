@@ -1,7 +1,7 @@
-"""What a module bought: a step with it beside a step with the module before it, both of the same submission.
+"""Compare a step of a module with a step of the module before it, both from the same submission.
 
-Times are of steps in turns on the emulated link of `ladder.PACED`. What the submission's own lines copy, allocate and
-view is counted in one more step, on rank 0, which nobody times.
+The timed steps alternate on the emulated link of `ladder.PACED`. One more step, which is not timed, counts on rank 0
+what the submission's own lines copy and allocate, and how many views they make.
 """
 
 from __future__ import annotations
@@ -19,8 +19,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from brigade.course.modules import MODULES, Module
 from brigade.course.submission import Sources
 from brigade.lab import corpus
-from brigade.lab.bench import Spread, spread
-from brigade.lab.ladder import COMPUTATION, PACED, Measured, Rung, climber, measured, run_rungs, rung_of, take_step
+from brigade.lab.bench import Spread, compute_spread
+from brigade.lab.ladder import (
+    COMPUTATION,
+    PACED,
+    Measurement,
+    Variant,
+    build_setup,
+    get_variant,
+    make_measurement,
+    run_variants,
+    take_step,
+)
 from brigade.lab.models import Size, TinyLM
 from brigade.lab.plots import bench_table
 from brigade.rank.recording import onto_itself, tensors_in
@@ -32,45 +42,55 @@ COPIES = ("_foreach_copy_", "_to_copy", "cat", "clone", "copy_", "stack")
 
 
 @dataclass(frozen=True)
-class Bought:
-    """One rung: `found` of its timed steps, and `exposed_ms`, how much longer they take than computation alone. Of one
-    step: bytes that are copied, bytes of new memory, and views that are made."""
+class Comparison:
+    """One variant. `exposed_ms`: how much longer its timed steps take than computation alone.
 
-    found: Measured
+    `copied` and `allocated` are bytes, and `views` a number of views, all of one step.
+    """
+
+    measurement: Measurement
     exposed_ms: Spread
     copied: int
     allocated: int
     views: int
 
 
-def steps_of(entry: Module) -> int:
-    """How often `bought` calls `on_step`."""
-    return WORKLOAD.rounds * (len(rungs_of(entry)) + 1)
+def count_steps(entry: Module) -> int:
+    """Return how often `compare_with_previous` calls `on_step`."""
+    return WORKLOAD.rounds * (len(get_variants(entry)) + 1)
 
 
-def rungs_of(entry: Module) -> list[Rung]:
-    """Of the module before, if there is one, and of the module."""
-    return [rung_of(one) for one in MODULES if one.number <= entry.number][-2:]
+def get_variants(entry: Module) -> list[Variant]:
+    """Return the variants of the module before this one, if there is one, and of this module."""
+    return [get_variant(one) for one in MODULES if one.number <= entry.number][-2:]
 
 
-def bought(entry: Module, sources: Sources, on_step: Callable[[], None] | None = None) -> list[Bought]:
-    """Measures on two ranks, for some seconds. Raises RankFailure where a module before this one does not run."""
-    rungs = rungs_of(entry)
-    together = [*rungs, COMPUTATION]
-    results = run_rungs(WORKLOAD, together, sources, world_size=2, deadline=DEADLINE_S, on_step=on_step)
+def compare_with_previous(
+    entry: Module, sources: Sources, on_step: Callable[[], None] | None = None
+) -> list[Comparison]:
+    """Measure both variants on two ranks, which takes some seconds.
+
+    Raise RankFailure if the module before this one does not run.
+    """
+    variants = get_variants(entry)
+    together = [*variants, COMPUTATION]
+    results = run_variants(WORKLOAD, together, sources, world_size=2, deadline=DEADLINE_S, on_step=on_step)
     packages = {"submission": sources}
-    arguments = asdict(WORKLOAD), [asdict(rung) for rung in rungs]
-    counts = run_ranks(counted, *arguments, mode="record", packages=packages, deadline=DEADLINE_S)[0]
-    alone = measured(WORKLOAD, together, COMPUTATION, results)
+    arguments = asdict(WORKLOAD), [asdict(variant) for variant in variants]
+    counts = run_ranks(count_operations, *arguments, mode="record", packages=packages, deadline=DEADLINE_S)[0]
+    alone = make_measurement(WORKLOAD, together, COMPUTATION, results)
     rows = []
-    for rung, count in zip(rungs, counts):
-        found = measured(WORKLOAD, together, rung, results)
-        rows.append(Bought(found, spread(found.exposed_ms(alone)), *count))
+    for variant, count in zip(variants, counts):
+        measurement = make_measurement(WORKLOAD, together, variant, results)
+        rows.append(Comparison(measurement, compute_spread(measurement.exposed_ms(alone)), *count))
     return rows
 
 
-def table(rows: list[Bought]) -> Table:
-    """A row for each rung, 80 columns wide at most."""
+def make_table(rows: list[Comparison], previous: int) -> Table:
+    """Return a table with a row for each variant, at most 80 columns wide.
+
+    `previous` is the number of the module that the last row is compared with; 0 if there is none.
+    """
     headings = (
         "launches",
         "MB\nsent",
@@ -81,27 +101,28 @@ def table(rows: list[Bought]) -> Table:
         "new\nviews",
         "MB of\nstate",
     )
-    found = bench_table("What it bought: one step on an emulated link", "", headings)
+    title = f"Compared with module {previous}: one step" if previous else "One step"
+    table = bench_table(f"{title} on an emulated link", "", headings)
     for row in rows:
-        found.add_row(
-            row.found.label,
-            f"{row.found.collectives:g}",
-            f"{row.found.sent_bytes / 1e6:.2f}",
+        table.add_row(
+            row.measurement.label,
+            f"{row.measurement.collectives:g}",
+            f"{row.measurement.sent_bytes / 1e6:.2f}",
             f"{row.exposed_ms.median:.0f}",
             f"{row.exposed_ms.lower:.0f} to {row.exposed_ms.upper:.0f}",
             f"{row.copied / 1e6:.2f}",
             f"{row.allocated / 1e6:.2f}",
             f"{row.views}",
-            f"{max(row.found.state_bytes) / 1e6:.2f}",
+            f"{max(row.measurement.state_bytes) / 1e6:.2f}",
         )
-    return found
+    return table
 
 
 # What follows runs in the ranks.
 
 
 class Ledger(TorchDispatchMode):
-    """Adds up what the submission does while it is entered: bytes copied, bytes of new memory, views made."""
+    """Add up what the submission does in the block: bytes copied, bytes of new memory, views made."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +130,7 @@ class Ledger(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        if of_submission(sys._getframe(1)):
+        if is_in_submission(sys._getframe(1)):
             given = {tensor.untyped_storage()._cdata for tensor in tensors_in([*args, *(kwargs or {}).values()])}
             made = tensors_in(result)
             if function.overloadpacket.__name__ in COPIES and not onto_itself(args):
@@ -119,8 +140,8 @@ class Ledger(TorchDispatchMode):
         return result
 
 
-def of_submission(frame: FrameType | None) -> bool:
-    """Whether a line of the submission called torch here, itself or through a helper of torch's own."""
+def is_in_submission(frame: FrameType | None) -> bool:
+    """Return whether a line of the submission called torch here, directly or through one of torch's helpers."""
     while frame and (name := frame.f_globals.get("__name__", "")).startswith("torch."):
         if name.startswith(("torch.distributed.", "torch.optim.")):
             return False
@@ -128,14 +149,14 @@ def of_submission(frame: FrameType | None) -> bool:
     return bool(frame) and name.startswith("submission.")
 
 
-def counted(workload: dict, rungs: list[dict]) -> list[tuple[int, int, int]]:
-    """What the third step of every rung copies and allocates, in bytes, and how many views it makes."""
-    found = []
-    for rung in rungs:
-        one = climber(rung, TinyLM(Size(**workload["size"])), workload)
+def count_operations(workload: dict, variants: list[dict]) -> list[tuple[int, int, int]]:
+    """Return, for the third step of each variant, the bytes copied, the bytes allocated and the number of views."""
+    counts = []
+    for variant in variants:
+        one = build_setup(variant, TinyLM(Size(**workload["size"])), workload)
         batch = corpus.batch(corpus.text(), 2, 16, torch.Generator().manual_seed(0))
         for _ in range(3):
             with Ledger() as ledger:
                 take_step(one, *batch)
-        found.append((ledger.copied, ledger.allocated, ledger.views))
-    return found
+        counts.append((ledger.copied, ledger.allocated, ledger.views))
+    return counts

@@ -10,7 +10,7 @@ import argparse
 import sys
 
 from brigade.course.modules import MODULES, ROOT, module
-from brigade.lab.ladder import rung_of
+from brigade.lab.ladder import get_variant
 from brigade.lab.script import ended
 from brigade.lab.timeline import draw, trace
 
@@ -33,7 +33,7 @@ def figures(number: str | None = None) -> int:
         if entry not in entries:
             continue
         shown = [entry] if before is None else [before, entry]
-        timelines = trace([rung_of(one) for one in shown])
+        timelines = trace([get_variant(one) for one in shown])
         path = entry.lesson / "timeline.png"
         draw(timelines, path, [f"{found.label}, {one.idea}" for one, found in zip(shown, timelines)])
         lengths = " and ".join(found.lengths for found in timelines)

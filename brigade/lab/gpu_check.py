@@ -236,7 +236,7 @@ def end(process: subprocess.Popen) -> str:
 
 
 def ladder_stage(plan: Plan, deadline: float) -> Stage:
-    """Trains all rungs on the GPUs: losses must be those of one process."""
+    """Trains all variants on the GPUs: losses must be those of one process."""
     from brigade.lab import ladder
     from brigade.runner.ranks import RankFailure
 
@@ -246,7 +246,7 @@ def ladder_stage(plan: Plan, deadline: float) -> Stage:
     workload = plan.workload or (ladder.Workload(rounds=8, warmup=2) if plan.share_gpu else ladder.Workload())
     title = f"The ladder: {plan.world_size} ranks, {workload.rounds - workload.warmup} timed steps each"
     try:
-        climbed = ladder.run_ladder(
+        results = ladder.run_ladder(
             workload,
             world_size=plan.world_size,
             backend=plan.backend,
@@ -255,26 +255,26 @@ def ladder_stage(plan: Plan, deadline: float) -> Stage:
         )
     except (RankFailure, CourseError, ValueError) as error:
         return Stage(title, time.monotonic() - started, problem=str(error))
-    problem = "\n".join(climbed.wrong())
-    lines = ladder_lines(climbed)
+    problem = "\n".join(results.wrong())
+    lines = ladder_lines(results)
     if plan.share_gpu:
         lines += ["", "Ranks that share a GPU wait for each other: these times say nothing about NCCL."]
     return Stage(title, time.monotonic() - started, problem=problem, lines=tuple(lines))
 
 
-def ladder_lines(climbed: Ladder) -> list[str]:
+def ladder_lines(results: Ladder) -> list[str]:
     """The ladder's table in Markdown."""
     rows = [
-        "| rung | step ms, median | quartiles | ratio to torch DDP | collectives per step | MB sent per step | loss |",
+        "| variant | step ms | quartiles | ratio to torch DDP | collectives per step | MB sent per step | loss |",
         "|---|---|---|---|---|---|---|",
     ]
-    for rung in climbed.rungs:
-        lower, upper = rung.quartiles_ms
+    for variant in results.variants:
+        lower, upper = variant.quartiles_ms
         rows.append(
-            f"| {rung.label} | {rung.median_ms:.2f} | {lower:.2f} to {upper:.2f} | {climbed.ratio(rung):.2f} "
-            f"| {rung.collectives:g} | {rung.sent_bytes / 1e6:.2f} | {rung.loss:.5f} |"
+            f"| {variant.label} | {variant.median_ms:.2f} | {lower:.2f} to {upper:.2f} | {results.ratio(variant):.2f} "
+            f"| {variant.collectives:g} | {variant.sent_bytes / 1e6:.2f} | {variant.loss:.5f} |"
         )
-    rows += ["", f"The loss of one process is {climbed.truth:.5f}."]
+    rows += ["", f"The loss of one process is {results.truth:.5f}."]
     return rows
 
 

@@ -1,11 +1,11 @@
 """The training ladder: the same TinyLM, trained on the same text, with every module of the course and as torch does it.
 
     ladder = run_ladder()
-    ladder.rungs[0].median_ms       a step of the first module
-    ladder.ratio(ladder.rungs[0])   the same, as a multiple of torch DDP's
-    ladder.wrong()                  sentences about rungs that do not train as one process does
+    ladder.variants[0].median_ms       a step of the first module
+    ladder.ratio(ladder.variants[0])   the same, as a multiple of torch DDP's
+    ladder.wrong()                  sentences about variants that do not train as one process does
 
-All rungs live in one run of ranks and take turns: in a round each takes one step on the same batch, after a
+All variants live in one run of ranks and take turns: in a round each takes one step on the same batch, after a
 barrier, in an order drawn anew for every round. What slows the machine down thus meets all of them, and
 a ratio is taken within a round. Times of different runs are not comparable.
 
@@ -53,9 +53,9 @@ LOSS_TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Workload:
-    """What every rung trains. `batch_size` counts sequences of all ranks together, `time` tokens in a sequence.
+    """What every variant trains. `batch_size` counts sequences of all ranks together, `time` tokens in a sequence.
 
-    `bucket_mb` (MiB) is for rungs that have buckets, torch DDP among them. With `link` the collectives take its time
+    `bucket_mb` (MiB) is for variants that have buckets, torch DDP among them. With `link` the collectives take its time
     (`emulated_link.py`); without, what they take on this machine. With `named` the record says which parameter a
     launch is on, if it is on one, which takes a little time.
     """
@@ -79,7 +79,7 @@ PACED = Workload(batch_size=24, time=128, rounds=35, link=Pace(comm_ratio=0.8, l
 
 
 @dataclass(frozen=True)
-class Rung:
+class Variant:
     """Who averages the gradients and who steps: classes, as (package, name), of a submission's modules or of torch.
 
     Without a wrapper nobody averages: for one process. Without an optimizer every rank has the plain one. `bucket_mb`
@@ -93,16 +93,16 @@ class Rung:
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
-TORCH_DDP = Rung("torch DDP", ("torch", "DistributedDataParallel"))
-TORCH_ZERO = Rung("torch DDP + ZeRO", TORCH_DDP.wrapper, ("torch", "ZeroRedundancyOptimizer"))
+TORCH_DDP = Variant("torch DDP", ("torch", "DistributedDataParallel"))
+TORCH_ZERO = Variant("torch DDP + ZeRO", TORCH_DDP.wrapper, ("torch", "ZeroRedundancyOptimizer"))
 TORCH = (TORCH_DDP, TORCH_ZERO)
-ONE_PROCESS = Rung("one process")
-COMPUTATION = Rung("computation alone")  # every rank for itself, in turns with the others
+ONE_PROCESS = Variant("one process")
+COMPUTATION = Variant("computation alone")  # every rank for itself, in turns with the others
 
 
 @dataclass(frozen=True)
-class Measured:
-    """One rung of a finished ladder; everything but the losses is about the rounds after the warm-up.
+class Measurement:
+    """One variant of a finished ladder; everything but the losses is about the rounds after the warm-up.
 
     `marks[rank][round]` are seconds: the start of the step, and the end of each of its `PHASES`. `cpu_s[rank][round]`
     is the processor time of the step, all threads of the rank together. `collectives` and `sent_bytes`, what a rank
@@ -143,7 +143,7 @@ class Measured:
         """For each round, the processor time of the step on all ranks together."""
         return [1e3 * sum(ranks) for ranks in zip(*self.cpu_s)]
 
-    def exposed_ms(self, alone: Measured) -> list[float]:
+    def exposed_ms(self, alone: Measurement) -> list[float]:
         """For each round, how much longer the step took than `alone`, the one without communication."""
         return [mine - without for mine, without in zip(self.step_ms, alone.step_ms)]
 
@@ -160,7 +160,7 @@ def quartiles(values: Sequence[float]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Ladder:
-    """What `run_ladder` found. `truth` is the loss of one process, in nats per token; the last rungs are torch's.
+    """What `run_ladder` found. `truth` is the loss of one process, in nats per token; the last variants are torch's.
 
     `computation` are the same steps without any communication; `link` is the emulated one, `backward_s` the length
     of backward alone that it was made for, and `real_s` what an all-reduce of all gradients, `model_bytes`, really
@@ -171,8 +171,8 @@ class Ladder:
     world_size: int
     backend: str
     truth: float
-    rungs: list[Measured]
-    computation: Measured
+    variants: list[Measurement]
+    computation: Measurement
     link: Link | None
     backward_s: float
     real_s: float
@@ -183,74 +183,76 @@ class Ladder:
         """What an all-reduce of all gradients takes on the emulated link; None without one."""
         return self.link.seconds("all_reduce", self.model_bytes, self.world_size) if self.link else None
 
-    def rung(self, label: str) -> Measured:
-        return next(rung for rung in self.rungs if rung.label == label)
+    def variant(self, label: str) -> Measurement:
+        return next(variant for variant in self.variants if variant.label == label)
 
-    def ratio(self, rung: Measured) -> float:
+    def ratio(self, variant: Measurement) -> float:
         """Step time as a multiple of torch DDP's: the median over rounds of the ratio within a round."""
-        return median(self.ratios(rung))
+        return median(self.ratios(variant))
 
-    def ratios(self, rung: Measured, base: str = TORCH_DDP.label) -> list[float]:
-        """Step time as a multiple of that of the rung with the label `base`, for each round."""
-        return [mine / theirs for mine, theirs in zip(rung.step_ms, self.rung(base).step_ms)]
+    def ratios(self, variant: Measurement, base: str = TORCH_DDP.label) -> list[float]:
+        """Step time as a multiple of that of the variant with the label `base`, for each round."""
+        return [mine / theirs for mine, theirs in zip(variant.step_ms, self.variant(base).step_ms)]
 
-    def exposed_ms(self, rung: Measured) -> list[float]:
+    def exposed_ms(self, variant: Measurement) -> list[float]:
         """For each round, how much longer the step took than without communication."""
-        return rung.exposed_ms(self.computation)
+        return variant.exposed_ms(self.computation)
 
-    def cpu_ratios(self, rung: Measured, base: str = TORCH_DDP.label) -> list[float]:
-        """Processor time as a multiple of that of the rung with the label `base`, for each round."""
-        return [mine / theirs for mine, theirs in zip(rung.cpu_ms, self.rung(base).cpu_ms)]
+    def cpu_ratios(self, variant: Measurement, base: str = TORCH_DDP.label) -> list[float]:
+        """Processor time as a multiple of that of the variant with the label `base`, for each round."""
+        return [mine / theirs for mine, theirs in zip(variant.cpu_ms, self.variant(base).cpu_ms)]
 
     def wrong(self) -> list[str]:
-        """A sentence for every rung of which a rank's loss is not that of one process."""
+        """A sentence for every variant of which a rank's loss is not that of one process."""
         return [
-            f"{rung.label} does not train as one process does: rank {rank} has a loss of {loss:.6f}, one process of "
+            f"{variant.label} does not train as one process does: rank {rank} has a loss of {loss:.6f}, one process of "
             f"{self.truth:.6f}, and they may differ by {LOSS_TOLERANCE:g}"
-            for rung in self.rungs
-            for rank, loss in enumerate(rung.losses)
+            for variant in self.variants
+            for rank, loss in enumerate(variant.losses)
             if not abs(loss - self.truth) <= LOSS_TOLERANCE
         ]
 
 
-def rung_of(entry: Module) -> Rung:
+def get_variant(entry: Module) -> Variant:
     """A module's place on the ladder: the last of its public names. An optimizer steps for the wrapper before it."""
     wrapping = [one for one in MODULES if one.number <= entry.number and one.public[-1].endswith("DDP")][-1]
-    return Rung(
+    return Variant(
         f"{entry.number} {entry.public[-1]}",
         (wrapping.package, wrapping.public[-1]),
         None if wrapping is entry else (entry.package, entry.public[-1]),
     )
 
 
-def course_rungs() -> list[Rung]:
+def get_course_variants() -> list[Variant]:
     """Every module of the course."""
-    return [rung_of(entry) for entry in MODULES]
+    return [get_variant(entry) for entry in MODULES]
 
 
-def reference() -> Sources:
+def read_reference() -> Sources:
     """The text of all solutions; in the student edition, which has none, of the student's own modules."""
     return read(REFERENCE, MODULES[-1].number).sources
 
 
-def steps_of(workload: Workload, rungs: Sequence[Rung]) -> int:
-    """How often `climb` calls `on_step`: one process and computation alone train too."""
-    return workload.rounds * (len(rungs) + 2)
+def count_steps(workload: Workload, variants: Sequence[Variant]) -> int:
+    """How often `run_benchmark` calls `on_step`: one process and computation alone train too."""
+    return workload.rounds * (len(variants) + 2)
 
 
 def run_ladder(
     workload: Workload | None = None,
-    rungs: Sequence[Rung] | None = None,
+    variants: Sequence[Variant] | None = None,
     sources: Sources | None = None,
     **how: Any,
 ) -> Ladder:
-    """`climb` with the rungs (the course's, by default) and then torch's two."""
-    return climb(workload or Workload(), [*(course_rungs() if rungs is None else rungs), *TORCH], sources, **how)
+    """`run_benchmark` with the variants (the course's, by default) and then torch's two."""
+    return run_benchmark(
+        workload or Workload(), [*(get_course_variants() if variants is None else variants), *TORCH], sources, **how
+    )
 
 
-def climb(
+def run_benchmark(
     workload: Workload,
-    rungs: Sequence[Rung],
+    variants: Sequence[Variant],
     sources: Sources | None = None,
     *,
     world_size: int = 2,
@@ -260,24 +262,24 @@ def climb(
     on_step: Callable[[], None] | None = None,
     run: Callable[..., RankResults] = run_ranks,
 ) -> Ladder:
-    """Trains all rungs in turns on `world_size` ranks, then one process, and compares.
+    """Trains all variants in turns on `world_size` ranks, then one process, and compares.
 
     `sources` are the submission's modules, by default the solutions; `on_step` is called as each step begins; `run`
     runs the ranks, as `run_ranks` does. Raises ValueError when the ranks cannot share a batch equally, CourseError
     when an emulated link is to run on NCCL, and RankFailure or CourseError as `run_ranks` does.
     """
-    sources = reference() if sources is None else sources
+    sources = read_reference() if sources is None else sources
     how = {"backend": backend, "share_gpu": share_gpu, "deadline": deadline, "on_step": on_step}
-    together = [*rungs, COMPUTATION]
-    results = run_rungs(workload, together, sources, world_size=world_size, run=run, **how)
-    [alone] = run_rungs(replace(workload, link=None), [ONE_PROCESS], sources, world_size=1, **how)
-    *found, computation = [measured(workload, together, rung, results) for rung in together]
+    together = [*variants, COMPUTATION]
+    results = run_variants(workload, together, sources, world_size=world_size, run=run, **how)
+    [alone] = run_variants(replace(workload, link=None), [ONE_PROCESS], sources, world_size=1, **how)
+    *found, computation = [make_measurement(workload, together, variant, results) for variant in together]
     return Ladder(
         workload=workload,
         world_size=world_size,
         backend=backend,
         truth=alone["losses"][ONE_PROCESS.label],
-        rungs=found,
+        variants=found,
         computation=computation,
         link=Link(*results[0]["link"]) if results[0]["link"] else None,
         backward_s=results[0]["backward_s"],
@@ -286,14 +288,14 @@ def climb(
     )
 
 
-def rehearse(workload: Workload, rungs: Sequence[Rung], sources: Sources, **how: Any) -> None:
-    """Two steps of every rung, watched closely: raises RankFailure soon where a rung does not get through."""
-    run_rungs(replace(workload, rounds=2, warmup=0, link=None), rungs, sources, stream=True, **how)
+def dry_run(workload: Workload, variants: Sequence[Variant], sources: Sources, **how: Any) -> None:
+    """Two steps of every variant, watched closely: raises RankFailure soon where a variant does not get through."""
+    run_variants(replace(workload, rounds=2, warmup=0, link=None), variants, sources, stream=True, **how)
 
 
-def run_rungs(
+def run_variants(
     workload: Workload,
-    rungs: Sequence[Rung],
+    variants: Sequence[Variant],
     sources: Sources,
     *,
     world_size: int,
@@ -304,7 +306,7 @@ def run_rungs(
     run: Callable[..., RankResults] = run_ranks,
     stream: bool = False,
 ) -> RankResults:
-    """What `train` returns on each rank, with the events. Raises as `climb`. `stream`: see `run_ranks`."""
+    """What `train` returns on each rank, with the events. Raises as `run_benchmark`. `stream`: see `run_ranks`."""
     if workload.batch_size % world_size:
         raise ValueError(f"{world_size} ranks cannot share a batch of {workload.batch_size} sequences equally")
     if workload.link and backend != "gloo":
@@ -317,7 +319,7 @@ def run_rungs(
     return run(
         train,
         asdict(workload),
-        [asdict(rung) for rung in rungs],
+        [asdict(variant) for variant in variants],
         world_size=world_size,
         backend=backend,
         share_gpu=share_gpu,
@@ -330,26 +332,28 @@ def run_rungs(
     )
 
 
-def step_number(rungs: Sequence[Rung], rung: Rung, turn: int) -> int:
-    """The number under which the events of a rung's step in round `turn` are recorded."""
-    return turn * len(rungs) + list(rungs).index(rung)
+def find_step_number(variants: Sequence[Variant], variant: Variant, turn: int) -> int:
+    """The number under which the events of a variant's step in round `turn` are recorded."""
+    return turn * len(variants) + list(variants).index(variant)
 
 
-def measured(workload: Workload, rungs: Sequence[Rung], rung: Rung, results: RankResults) -> Measured:
-    """One rung's part of what the ranks returned and recorded."""
-    timed = {step_number(rungs, rung, turn) for turn in range(workload.warmup, workload.rounds)}
+def make_measurement(
+    workload: Workload, variants: Sequence[Variant], variant: Variant, results: RankResults
+) -> Measurement:
+    """One variant's part of what the ranks returned and recorded."""
+    timed = {find_step_number(variants, variant, turn) for turn in range(workload.warmup, workload.rounds)}
     found = [launch for events in results.events for launch in launches(events) if launch.step in timed]
-    return Measured(
-        label=rung.label,
-        marks=[result["marks"][rung.label][workload.warmup :] for result in results],
-        cpu_s=[result["cpu_s"][rung.label][workload.warmup :] for result in results],
+    return Measurement(
+        label=variant.label,
+        marks=[result["marks"][variant.label][workload.warmup :] for result in results],
+        cpu_s=[result["cpu_s"][variant.label][workload.warmup :] for result in results],
         collectives=len(found) / len(results) / len(timed),
         sent_bytes=sum(sent_bytes(launch.op, launch.nbytes, len(results)) for launch in found)
         / len(results)
         / len(timed),
-        losses=[result["losses"][rung.label] for result in results],
-        grad_bytes=[result["kept"][rung.label]["gradients"] for result in results],
-        state_bytes=[result["kept"][rung.label]["optimizer state"] for result in results],
+        losses=[result["losses"][variant.label] for result in results],
+        grad_bytes=[result["kept"][variant.label]["gradients"] for result in results],
+        state_bytes=[result["kept"][variant.label]["optimizer state"] for result in results],
     )
 
 
@@ -357,8 +361,8 @@ def measured(workload: Workload, rungs: Sequence[Rung], rung: Rung, results: Ran
 
 
 @dataclass
-class Climber:
-    """One rung at work: the model, its wrapper, its optimizer, and the marks of its steps."""
+class TrainingSetup:
+    """One variant at work: the model, its wrapper, its optimizer, and the marks of its steps."""
 
     label: str
     model: nn.Module
@@ -368,27 +372,27 @@ class Climber:
     cpu_s: list[float]
 
 
-def climber(rung: dict, model: nn.Module, workload: dict) -> Climber:
-    """Wraps the model as the rung says. The one place that knows how rungs are constructed."""
+def build_setup(variant: dict, model: nn.Module, workload: dict) -> TrainingSetup:
+    """Wraps the model as the variant says. The one place that knows how variants are constructed."""
     wrapper = model
-    if rung["wrapper"]:
-        wrapper_class = class_of(*rung["wrapper"])
-        bucket_mb = workload["bucket_mb"] if rung["bucket_mb"] is None else rung["bucket_mb"]
+    if variant["wrapper"]:
+        wrapper_class = load_class(*variant["wrapper"])
+        bucket_mb = workload["bucket_mb"] if variant["bucket_mb"] is None else variant["bucket_mb"]
         sizes = {"bucket_cap_mb": bucket_mb, "bucket_numel": max(1, int(bucket_mb * 2**20 / FP32_BYTES))}
         accepted = inspect.signature(wrapper_class).parameters
         sizes = {name: size for name, size in sizes.items() if name in accepted}
-        wrapper = wrapper_class(model, **sizes, **rung["arguments"])
+        wrapper = wrapper_class(model, **sizes, **variant["arguments"])
     options = {"lr": workload["learning_rate"], "momentum": 0.9}
-    if not rung["optimizer"]:
+    if not variant["optimizer"]:
         optimizer = torch.optim.SGD(model.parameters(), **options)
-    elif rung["optimizer"][0] == "torch":
-        optimizer = class_of(*rung["optimizer"])(model.parameters(), torch.optim.SGD, **options)
+    elif variant["optimizer"][0] == "torch":
+        optimizer = load_class(*variant["optimizer"])(model.parameters(), torch.optim.SGD, **options)
     else:
-        optimizer = class_of(*rung["optimizer"])(wrapper, torch.optim.SGD, **options)
-    return Climber(rung["label"], model, wrapper, optimizer, [], [])
+        optimizer = load_class(*variant["optimizer"])(wrapper, torch.optim.SGD, **options)
+    return TrainingSetup(variant["label"], model, wrapper, optimizer, [], [])
 
 
-def class_of(package: str, name: str) -> type:
+def load_class(package: str, name: str) -> type:
     """A class of a submission's module, or of torch."""
     if package != "torch":
         return student(package, name)
@@ -399,11 +403,11 @@ def class_of(package: str, name: str) -> type:
     return ZeroRedundancyOptimizer
 
 
-def train(workload: dict, rungs: list[dict]) -> dict:
-    """Takes all steps of all rungs. Returns by label "marks", "cpu_s" (see `Measured`), "losses" (on held-out text) and
-    "kept" (see `kept_bytes`).
+def train(workload: dict, variants: list[dict]) -> dict:
+    """Take all steps of all variants.
 
-    And "link", the two numbers of a `Link` or None, "backward_s", "real_s" and "model_bytes" (see `Ladder`).
+    Return by label "marks" and "cpu_s" (see `Measurement`), "losses" (on held-out text) and "kept" (see `kept_bytes`),
+    and also "link" (the two numbers of a `Link`, or None), "backward_s", "real_s" and "model_bytes" (see `Ladder`).
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if world_size == 1:
@@ -411,8 +415,8 @@ def train(workload: dict, rungs: list[dict]) -> dict:
     # The seed differs between ranks: only replicas that are made equal start from rank 0's weights, those of the truth.
     start = TinyLM(Size(**workload["size"])).to(device())
     with recording.phase("construct"):
-        climbers = [climber(rung, copy.deepcopy(start), workload) for rung in rungs]
-    text = same_on_all(corpus.text())
+        setups = [build_setup(variant, copy.deepcopy(start), workload) for variant in variants]
+    text = broadcast_text(corpus.text())
     generator = torch.Generator().manual_seed(workload["seed"])
 
     def next_batch() -> list[Tensor]:
@@ -424,34 +428,34 @@ def train(workload: dict, rungs: list[dict]) -> dict:
         batch = next_batch()
         for _ in range(CALIBRATION if turn == 0 else 1):
             calibration.measure(*batch)
-        for place in random.Random(turn).sample(range(len(climbers)), len(climbers)):
+        for place in random.Random(turn).sample(range(len(setups)), len(setups)):
             dist.barrier()
-            recording.note("step", step=turn * len(rungs) + place, rung=rungs[place]["label"])
+            recording.note("step", step=turn * len(variants) + place, variant=variants[place]["label"])
             if workload["named"]:
-                recording.name_parameters(climbers[place].model)
+                recording.name_parameters(setups[place].model)
             cpu = time.process_time()
-            climbers[place].marks.append(take_step(climbers[place], *batch))
-            climbers[place].cpu_s.append(time.process_time() - cpu)
+            setups[place].marks.append(take_step(setups[place], *batch))
+            setups[place].cpu_s.append(time.process_time() - cpu)
     tokens, targets = (tensor.to(device()) for tensor in corpus.batch(text, 64, workload["time"], generator))
     with torch.no_grad():
-        losses = {c.label: language_loss(c.model(tokens), targets).item() for c in climbers}
+        losses = {c.label: language_loss(c.model(tokens), targets).item() for c in setups}
     return {
-        "marks": {c.label: c.marks for c in climbers},
-        "cpu_s": {c.label: c.cpu_s for c in climbers},
+        "marks": {c.label: c.marks for c in setups},
+        "cpu_s": {c.label: c.cpu_s for c in setups},
         "losses": losses,
-        "kept": {c.label: kept(c) for c in climbers},
-        **calibration.found(),
+        "kept": {c.label: count_kept_bytes(c) for c in setups},
+        **calibration.results(),
     }
 
 
-def kept(climber: Climber) -> dict[str, int]:
-    """Bytes that the rung keeps on this rank, by kind, torch DDP's flat tensors among the gradients."""
-    found = kept_bytes(climber.model, climber.wrapper, climber.optimizer)
-    found["gradients"] += torch_bucket_bytes(climber.wrapper)
+def count_kept_bytes(setup: TrainingSetup) -> dict[str, int]:
+    """Bytes that the variant keeps on this rank, by kind, torch DDP's flat tensors among the gradients."""
+    found = kept_bytes(setup.model, setup.wrapper, setup.optimizer)
+    found["gradients"] += torch_bucket_bytes(setup.wrapper)
     return found
 
 
-def same_on_all(text: bytes) -> bytes:
+def broadcast_text(text: bytes) -> bytes:
     """Rank 0's text, on every rank: another machine may have another Python."""
     length = torch.tensor([len(text)], device=device())
     dist.broadcast(length, 0)
@@ -510,7 +514,7 @@ class Calibration:
             return Pace(**self.wanted).link(median(backward_s), self.model_bytes, dist.get_world_size())
         return Link(**self.wanted)
 
-    def found(self) -> dict[str, Any]:
+    def results(self) -> dict[str, Any]:
         """For `Ladder`: medians over all rounds, "backward_s" and "real_s", the "link" for these, "model_bytes"."""
         link = self.link(self.backward_s)
         return {
@@ -527,22 +531,22 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def take_step(climber: Climber, tokens: Tensor, targets: Tensor) -> list[float]:
-    """One training step, the loop that every rung shares. Returns its marks, in seconds."""
+def take_step(setup: TrainingSetup, tokens: Tensor, targets: Tensor) -> list[float]:
+    """One training step, the loop that every variant shares. Returns its marks, in seconds."""
     marks = [time.perf_counter()]
     with recording.phase("forward"):
-        climber.optimizer.zero_grad()
-        loss = language_loss(climber.wrapper(tokens), targets)
+        setup.optimizer.zero_grad()
+        loss = language_loss(setup.wrapper(tokens), targets)
     marks.append(time.perf_counter())
     with recording.phase("backward"):
         loss.backward()
     marks.append(time.perf_counter())
     with recording.phase("finish"):
-        if hasattr(climber.wrapper, "finish_grad_sync"):  # torch DDP has finished when backward returns
-            climber.wrapper.finish_grad_sync()
+        if hasattr(setup.wrapper, "finish_grad_sync"):  # torch DDP has finished when backward returns
+            setup.wrapper.finish_grad_sync()
     marks.append(time.perf_counter())
     with recording.phase("step"):
-        climber.optimizer.step()
+        setup.optimizer.step()
         synchronize()
     marks.append(time.perf_counter())
     return marks

@@ -1,7 +1,7 @@
-"""The picture of memory: what each rung keeps on a rank between two steps, in bytes: python -m brigade.lab.memory
+"""The picture of memory: what each variant keeps on a rank between two steps, in bytes: python -m brigade.lab.memory
 
     found = measure()
-    found[0].fullest(4)     bytes by kind of the first rung, on that of 4 ranks which holds most
+    found[0].fullest(4)     bytes by kind of the first variant, on that of 4 ranks which holds most
 
 Parameters, gradients and optimizer state are counted in the ranks (`memory_accounting.py` says how), after two
 steps of AdamW.
@@ -29,8 +29,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from brigade.course.modules import MODULES, ROOT, TARGETS, Module, module_with
 from brigade.course.submission import Sources
-from brigade.lab.bench import written
-from brigade.lab.ladder import FP32_BYTES, TORCH_DDP, TORCH_ZERO, Rung, class_of, reference, rung_of
+from brigade.lab.bench import select_written
+from brigade.lab.ladder import FP32_BYTES, TORCH_DDP, TORCH_ZERO, Variant, get_variant, load_class, read_reference
 from brigade.lab.memory_accounting import KINDS, Bytes, kept_bytes
 from brigade.lab.models import SIZES, Size, TinyLM, language_loss
 from brigade.lab.script import ended
@@ -76,15 +76,15 @@ STAGE_1_BF16 = Formula(2, 4, 12, divided=True)
 
 @dataclass(frozen=True)
 class Case:
-    """A rung, the dtype of the model's parameters, and the formula for both."""
+    """A variant, the dtype of the model's parameters, and the formula for both."""
 
-    rung: Rung
+    variant: Variant
     formula: Formula
     dtype: str = "float32"
 
     @property
     def label(self) -> str:
-        return self.rung.label + (", bf16" if self.dtype == "bfloat16" else "")
+        return self.variant.label + (", bf16" if self.dtype == "bfloat16" else "")
 
 
 @dataclass(frozen=True)
@@ -110,13 +110,13 @@ def total(held: Bytes) -> int:
 
 def cases(entries: Sequence[Module] = MODULES) -> list[Case]:
     """Those that keep all state on every rank, then those that divide it: of these modules, and torch's."""
-    rungs = [rung_of(entry) for entry in entries]
-    sharded = Rung(f"{ZERO.number} ShardedOptimizer", None, (ZERO.package, "ShardedOptimizer"))
-    divided = [sharded, rung_of(ZERO)] if ZERO in entries else []
+    variants = [get_variant(entry) for entry in entries]
+    sharded = Variant(f"{ZERO.number} ShardedOptimizer", None, (ZERO.package, "ShardedOptimizer"))
+    divided = [sharded, get_variant(ZERO)] if ZERO in entries else []
     return [
-        *(Case(rung, WHOLE) for rung in (*(rung for rung in rungs if not rung.optimizer), TORCH_DDP)),
-        *(Case(rung, STAGE_1) for rung in (*divided, TORCH_ZERO)),
-        *(Case(rung, STAGE_1_BF16, "bfloat16") for rung in divided[1:]),
+        *(Case(variant, WHOLE) for variant in (*(variant for variant in variants if not variant.optimizer), TORCH_DDP)),
+        *(Case(variant, STAGE_1) for variant in (*divided, TORCH_ZERO)),
+        *(Case(variant, STAGE_1_BF16, "bfloat16") for variant in divided[1:]),
     ]
 
 
@@ -143,9 +143,9 @@ def measure(
         world_size: run_ranks(
             count_all,
             asdict(size),
-            [asdict(case.rung) | {"dtype": case.dtype} for case in chosen],
+            [asdict(case.variant) | {"dtype": case.dtype} for case in chosen],
             world_size=world_size,
-            packages={"submission": reference() if sources is None else sources},
+            packages={"submission": read_reference() if sources is None else sources},
             seed=0,
             deadline=DEADLINE_S,
             on_event=follow,
@@ -167,7 +167,7 @@ def memory_table(found: Sequence[Held]) -> Table:
     world_sizes = list(found[0].held)
     title = f"MB on the fullest rank after two steps of AdamW, P = {found[0].numel} parameters"
     headings = [f"{kind}\nN={n}" for kind in ("state", "total") for n in world_sizes]
-    table = bench_table(title, "rung", ["para-\nmeters", "gradi-\nents", *headings])
+    table = bench_table(title, "variant", ["para-\nmeters", "gradi-\nents", *headings])
     for place, one in enumerate(found):
         table.add_row(one.case.label, *cells([one.fullest(n) for n in world_sizes]))
         if one is found[-1] or found[place + 1].case.formula != one.case.formula:
@@ -238,21 +238,21 @@ def memory_picture(found: Sequence[Held], path: Path) -> None:
 # What follows runs in the ranks.
 
 
-def count_all(size: dict, rungs: list[dict]) -> list[Bytes]:
+def count_all(size: dict, variants: list[dict]) -> list[Bytes]:
     """For each case the bytes by kind that this rank holds."""
     found = []
-    for rung in rungs:
+    for variant in variants:
         recording.note("case")
         torch.manual_seed(0)  # module 8's ShardedOptimizer wants weights that are equal already
-        found.append(count(rung, TinyLM(Size(**size)).to(getattr(torch, rung["dtype"]))))
+        found.append(count(variant, TinyLM(Size(**size)).to(getattr(torch, variant["dtype"]))))
     return found
 
 
-def count(rung: dict, model: nn.Module) -> Bytes:
-    """Trains the model for two steps as the rung says, and counts what is held then."""
+def count(variant: dict, model: nn.Module) -> Bytes:
+    """Trains the model for two steps as the variant says, and counts what is held then."""
     wrapper, buckets = model, []
-    if rung["wrapper"]:
-        wrapper_class = class_of(*rung["wrapper"])
+    if variant["wrapper"]:
+        wrapper_class = load_class(*variant["wrapper"])
         options = {
             "bucket_cap_mb": BUCKET_MB,
             "bucket_numel": int(BUCKET_MB * 2**20 / FP32_BYTES),
@@ -262,7 +262,7 @@ def count(rung: dict, model: nn.Module) -> Bytes:
         wrapper = wrapper_class(model, **{name: value for name, value in options.items() if name in accepted})
     if isinstance(wrapper, DistributedDataParallel):
         wrapper.register_comm_hook(buckets, see_bucket)
-    optimizer = optimizer_of(rung, model, wrapper)
+    optimizer = optimizer_of(variant, model, wrapper)
     tokens = torch.randint(model.size.vocabulary, (1, 8))
     for _ in range(2):
         buckets.clear()
@@ -280,18 +280,20 @@ def see_bucket(buckets, bucket):  # torch refuses annotations that are strings, 
     return allreduce_hook(None, bucket)
 
 
-def optimizer_of(rung: dict, model: nn.Module, wrapper: nn.Module) -> torch.optim.Optimizer:
-    """AdamW, whole or divided as the rung says."""
-    if not rung["optimizer"]:
+def optimizer_of(variant: dict, model: nn.Module, wrapper: nn.Module) -> torch.optim.Optimizer:
+    """AdamW, whole or divided as the variant says."""
+    if not variant["optimizer"]:
         return torch.optim.AdamW(model.parameters())
-    divides_buckets = rung["wrapper"] and rung["optimizer"][0] != "torch"
-    return class_of(*rung["optimizer"])(wrapper if divides_buckets else model.parameters(), torch.optim.AdamW, lr=1e-3)
+    divides_buckets = variant["wrapper"] and variant["optimizer"][0] != "torch"
+    return load_class(*variant["optimizer"])(
+        wrapper if divides_buckets else model.parameters(), torch.optim.AdamW, lr=1e-3
+    )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m brigade.lab.memory",
-        description="Counts the bytes that every rung keeps on 1, 2 and 4 ranks, prints them beside the formulas of "
+        description="Counts the bytes that every variant keeps on 1, 2 and 4 ranks, prints them beside the formulas of "
         "ZeRO and draws out/memory.png, for the solutions the reading's picture. About 20 seconds on two cores.",
         epilog="Example: python -m brigade.lab.memory",
     )
@@ -306,10 +308,10 @@ def show(target: str) -> int:
     from brigade.lab.script import show_progress
 
     console = Console(highlight=False, soft_wrap=True)
-    entries, sources, left_out = written(target, MODULES)
+    entries, sources, left_out = select_written(target, MODULES)
     for sentence in left_out:
         console.print(sentence, markup=False)
-    with show_progress("rungs", len(cases(entries)) * len(WORLD_SIZES)) as advance:
+    with show_progress("variants", len(cases(entries)) * len(WORLD_SIZES)) as advance:
         found = measure(sources=sources, entries=entries, on_case=advance)
     console.print(memory_table(found))
     picture = PICTURE if target == "solutions" else ROOT / "out" / "memory.png"

@@ -1,4 +1,4 @@
-"""What a rung keeps on a rank between two steps, in bytes: parameters, gradients and optimizer state.
+"""What a variant keeps on a rank between two steps, in bytes: parameters, gradients and optimizer state.
 
 Each block of memory is counted once and whole, however many tensors are views of it. What a step needs only while it
 runs is not counted: activations, the flat tensors of modules 2 and 4.

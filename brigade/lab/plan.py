@@ -1,10 +1,10 @@
-"""`brigade plan`: what a training step costs with each rung, from shapes alone, for any model and number of ranks.
+"""`brigade plan`: what a training step costs with each variant, from shapes alone, for any model and number of ranks.
 
     found = plan(model, "tiny", world_size=8, ...)
 
 A rank computes for as long as its floating-point operations and its memory traffic take, and launches by the rule of
-the rung (`schedules.py`). A collective takes the time of a ring (`emulated_link.Link`), after those before it. Nothing
-is run and no memory allocated: the model lies on the meta device.
+the variant (`schedules.py`). A collective starts when those before it have finished, and takes the time of a ring
+(`emulated_link.Link`). Nothing runs and no memory is allocated: the model is on the meta device.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from brigade.lab.ladder import COMPUTATION, FP32_BYTES, TORCH_DDP, Rung
+from brigade.lab.ladder import COMPUTATION, FP32_BYTES, TORCH_DDP, Variant
 from brigade.lab.links import PEAK_FLOPS
 from brigade.lab.memory import cases
 from brigade.lab.memory_accounting import KINDS, Bytes
@@ -49,8 +49,11 @@ DEVICE_MEMORY_GBPS = 3350  # gigabytes per second
 
 @dataclass(frozen=True)
 class Planned:
-    """A rung's step. `sent_bytes` are what a rank sends on the average, `held` what the fullest rank keeps between two
-    steps, by kind; `exposed_s` is how much longer the step takes than computation alone."""
+    """The predicted step of one variant.
+
+    `sent_bytes` is the mean over ranks. `held` is what the fullest rank keeps between two steps, by kind. `exposed_s`
+    is how much longer the step takes than computation alone.
+    """
 
     label: str
     launches: int
@@ -94,27 +97,29 @@ def machine_of(
     return Machine(backward_s / 2, shares, memory_bytes_per_s, memory_bytes_per_s)
 
 
-def rungs() -> list[Rung]:
+def variants() -> list[Variant]:
     """All that can be planned: the cases of `memory.py` that have a rule, those of the course first."""
-    found = {rung.label: rung for rung in with_rules(case.rung for case in cases())}
+    found = {variant.label: variant for variant in with_rules(case.variant for case in cases())}
     return [found[label] for label in sorted(found)]
 
 
-def plan(setting: Setting, link: Link, chosen: Sequence[Rung] | None = None) -> list[Planned]:
-    """A row for each rung, all of `rungs()` by default."""
+def plan(setting: Setting, link: Link, chosen: Sequence[Variant] | None = None) -> list[Planned]:
+    """A row for each variant, all of `variants()` by default."""
     alone_s = simulate(program_of(COMPUTATION, setting), link)
     found = []
-    for rung in rungs() if chosen is None else chosen:
-        program = program_of(rung, setting)
+    for variant in variants() if chosen is None else chosen:
+        program = program_of(variant, setting)
         step_s = simulate(program, link)
         sent = sum(sent_bytes(one.op, one.nbytes, setting.world_size) for one in program.launches)
-        found.append(Planned(rung.label, len(program.launches), sent, step_s, step_s - alone_s, held(rung, setting)))
+        found.append(
+            Planned(variant.label, len(program.launches), sent, step_s, step_s - alone_s, held(variant, setting))
+        )
     return found
 
 
-def held(rung: Rung, setting: Setting) -> Bytes:
+def held(variant: Variant, setting: Setting) -> Bytes:
     """Bytes by kind on the fullest rank between two steps, counted as `memory.py` counts them; padding included."""
-    rule, numel, itemsize = rule_of(rung), setting.numel, setting.itemsize
+    rule, numel, itemsize = rule_of(variant), setting.numel, setting.itemsize
     needs_buffer = rule.params_in_buffer or rule.grads_in_buffer or rule.state == "shards"
     buffer_bytes = sum(setting.by_layout.nbytes) if needs_buffer else 0  # of fp32
     parameters = buffer_bytes * itemsize // FP32_BYTES if rule.params_in_buffer else numel * itemsize
@@ -131,7 +136,7 @@ def held(rung: Rung, setting: Setting) -> Bytes:
 
 
 def plan_table(found: Sequence[Planned], title: str) -> Table:
-    """A row for each rung; 80 columns wide at most."""
+    """A row for each variant; 80 columns wide at most."""
     from rich import box
     from rich.table import Table
 
@@ -140,7 +145,7 @@ def plan_table(found: Sequence[Planned], title: str) -> Table:
     digits = 1 if torch_s / seconds >= 10 else 3
     size_unit, size = ("GB", 1e9) if max(one.held_bytes for one in found) >= 1e10 else ("MB", 1e6)
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0, show_edge=False)
-    table.add_column("rung", no_wrap=True)
+    table.add_column("variant", no_wrap=True)
     for heading in (
         f"step\n{time_unit}",
         "of torch\nDDP's",

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from brigade.course.modules import HAS_SOLUTIONS, REFERENCE, CourseError, module_with
-from brigade.course.submission import install, read
+from brigade.course.submission import install, read, to_ranks
 from brigade.lab.ladder import FP32_BYTES
 
 PACKAGE = "planned_solutions"
@@ -140,7 +140,7 @@ class Buckets:
 def solution(name: str) -> Callable:
     """A public function of the solutions, imported in this process; in the student edition, of the student's own."""
     entry = module_with(name)
-    install(PACKAGE, read(REFERENCE, entry.number).sources)
+    install(PACKAGE, to_ranks(read(REFERENCE, entry.number).sources))
     return getattr(importlib.import_module(f"{PACKAGE}.{entry.package}.{entry.name}"), name)
 
 

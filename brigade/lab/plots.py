@@ -28,7 +28,7 @@ NAMES = {  # where a legend needs more than the key
 
 
 def ladder_table(ladder: Ladder) -> Table:
-    """A row for each rung, 80 columns wide at most."""
+    """A row for each variant, 80 columns wide at most."""
     workload = ladder.workload
     title = f"The ladder: {ladder.world_size} ranks, {workload.rounds - workload.warmup} timed steps each, in turns"
     headings = (
@@ -39,17 +39,17 @@ def ladder_table(ladder: Ladder) -> Table:
         "MB sent\nper step",
         f"loss after\n{workload.rounds} steps",
     )
-    table = bench_table(title, "rung", headings)
-    for rung in ladder.rungs:
-        lower, upper = rung.quartiles_ms
+    table = bench_table(title, "variant", headings)
+    for variant in ladder.variants:
+        lower, upper = variant.quartiles_ms
         table.add_row(
-            rung.label,
-            f"{rung.median_ms:.1f}",
+            variant.label,
+            f"{variant.median_ms:.1f}",
             f"{lower:.1f}-{upper:.1f}",
-            f"{ladder.ratio(rung):.2f}",
-            f"{rung.collectives:g}",
-            f"{rung.sent_bytes / 1e6:.2f}",
-            f"{rung.loss:.5f}",
+            f"{ladder.ratio(variant):.2f}",
+            f"{variant.collectives:g}",
+            f"{variant.sent_bytes / 1e6:.2f}",
+            f"{variant.loss:.5f}",
         )
     return table
 
@@ -82,13 +82,13 @@ def range_of(spread: Spread, digits: int) -> str:
 
 
 def time_table(found: Bench) -> Table:
-    """Where the time goes: a row for each rung."""
+    """Where the time goes: a row for each variant."""
     headings = ("step ms", "\nquartiles", "ratio to\ntorch DDP", "\nquartiles", "exposed\nms", "CPU time\nratio")
     buckets = f"buckets of {found.ladder.workload.bucket_mb:g} MiB"
-    table = bench_table(f"Step time: {bench_title(found)}; {buckets}", "rung", headings)
+    table = bench_table(f"Step time: {bench_title(found)}; {buckets}", "variant", headings)
     for row in found.rows():
         table.add_row(
-            row.rung,
+            row.variant,
             f"{row.step_ms.median:.1f}",
             range_of(row.step_ms, 1),
             f"{row.ratio.median:.2f}",
@@ -103,7 +103,7 @@ def time_table(found: Bench) -> Table:
 
 
 def volume_table(found: Bench) -> Table:
-    """What is sent in a step and kept between steps: a row for each rung."""
+    """What is sent in a step and kept between steps: a row for each variant."""
     rounds = found.ladder.workload.rounds
     headings = (
         "collectives\nper step",
@@ -112,38 +112,38 @@ def volume_table(found: Bench) -> Table:
         "state\nMB",
         f"loss after\n{rounds} steps",
     )
-    table = bench_table("Sent in a step by a rank, and kept between steps on the fullest", "rung", headings)
+    table = bench_table("Sent in a step by a rank, and kept between steps on the fullest", "variant", headings)
     for row in found.rows():
         cells = (f"{row.sent_mb:.2f}", f"{row.grad_mb:.2f}", f"{row.state_mb:.2f}", f"{row.loss:.5f}")
-        table.add_row(row.rung, f"{row.collectives:g}", *cells)
+        table.add_row(row.variant, f"{row.collectives:g}", *cells)
     return table
 
 
 def sweep_table(found: Bench) -> Table:
-    """A row for each rung and bucket size."""
+    """A row for each variant and bucket size."""
     headings = ("step ms", "\nquartiles", "ratio to\ntorch DDP", "exposed\nms", "collectives\nper step")
-    table = bench_table(f"Bucket sizes: {bench_title(found)}", "rung, buckets", headings)
+    table = bench_table(f"Bucket sizes: {bench_title(found)}", "variant, buckets", headings)
     rows = found.rows()
     for row, following in zip(rows, [*rows[1:], None]):
         table.add_row(
-            row.rung,
+            row.variant,
             f"{row.step_ms.median:.1f}",
             range_of(row.step_ms, 1),
             f"{row.ratio.median:.2f}",
             f"{row.exposed_ms.median:.1f}",
             f"{row.collectives:g}",
-            end_section=following is not None and family(following.rung) != family(row.rung),
+            end_section=following is not None and family(following.variant) != family(row.variant),
         )
     return table
 
 
 def family(label: str) -> str:
-    """A sweep's rung without its bucket size."""
+    """A sweep's variant without its bucket size."""
     return label.rpartition(", ")[0]
 
 
 def verdict(ladder: Ladder) -> str:
-    """One sentence on the losses, for a ladder of which no rung is wrong."""
+    """One sentence on the losses, for a ladder of which no variant is wrong."""
     return (
         f"One process that trains on the whole batch has a loss of {ladder.truth:.5f} too: all losses are equal "
         f"within {LOSS_TOLERANCE:g}."
@@ -151,23 +151,23 @@ def verdict(ladder: Ladder) -> str:
 
 
 def ladder_picture(ladder: Ladder, path: Path) -> None:
-    """Draws where the time of a step goes, one bar for each rung, as a PNG file.
+    """Draws where the time of a step goes, one bar for each variant, as a PNG file.
 
     A bar is made of each phase's median; the marker is the table's median, of the slowest rank, and lies further right.
     """
-    rungs = ladder.rungs[::-1]  # matplotlib counts upwards
-    figure = Figure(figsize=(9, 1.7 + 0.5 * len(rungs)), dpi=100, layout="constrained")
+    variants = ladder.variants[::-1]  # matplotlib counts upwards
+    figure = Figure(figsize=(9, 1.7 + 0.5 * len(variants)), dpi=100, layout="constrained")
     axes = figure.subplots()
-    places = range(len(rungs))
-    starts = [0.0] * len(rungs)
+    places = range(len(variants))
+    starts = [0.0] * len(variants)
     for phase in PHASES:
-        lengths = [rung.phase_ms(phase) for rung in rungs]
+        lengths = [variant.phase_ms(phase) for variant in variants]
         axes.barh(places, lengths, 0.62, starts, color=COLOURS[phase], edgecolor="white", label=NAMES.get(phase, phase))
         starts = [start + length for start, length in zip(starts, lengths)]
-    medians = [rung.median_ms for rung in rungs]
+    medians = [variant.median_ms for variant in variants]
     reach = [
-        [m - r.quartiles_ms[0] for m, r in zip(medians, rungs)],
-        [r.quartiles_ms[1] - m for m, r in zip(medians, rungs)],
+        [m - r.quartiles_ms[0] for m, r in zip(medians, variants)],
+        [r.quartiles_ms[1] - m for m, r in zip(medians, variants)],
     ]
     axes.errorbar(
         medians,
@@ -181,14 +181,14 @@ def ladder_picture(ladder: Ladder, path: Path) -> None:
     )
     alone = ladder.computation
     axes.axvline(alone.median_ms, color="#777777", linewidth=1, linestyle=":", zorder=0, label=alone.label)
-    ends = max(rung.quartiles_ms[1] for rung in rungs)
-    for place, rung in enumerate(rungs):
-        plural = "collective" if rung.collectives == 1 else "collectives"
-        axes.text(ends * 1.04, place, f"{rung.collectives:g} {plural}", va="center", fontsize=10)
-    axes.set_yticks(places, [rung.label for rung in rungs])
+    ends = max(variant.quartiles_ms[1] for variant in variants)
+    for place, variant in enumerate(variants):
+        plural = "collective" if variant.collectives == 1 else "collectives"
+        axes.text(ends * 1.04, place, f"{variant.collectives:g} {plural}", va="center", fontsize=10)
+    axes.set_yticks(places, [variant.label for variant in variants])
     axes.set_xlim(0, ends * 1.25)
     axes.set_xlabel("time of one training step (ms)")
-    axes.set_title(f"The ladder on {ladder.world_size} ranks: medians of {len(rungs[0].step_ms)} steps", loc="left")
+    axes.set_title(f"The ladder on {ladder.world_size} ranks: medians of {len(variants[0].step_ms)} steps", loc="left")
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -215,10 +215,10 @@ TORCH_LINE = {"color": "#1a1a1a", "marker": "x", "linestyle": "-"}
 
 
 def sweep_picture(found: Bench, path: Path) -> None:
-    """Draws step time over bucket size, a line of medians for each rung; bars reach from quartile to quartile."""
+    """Draws step time over bucket size, a line of medians for each variant; bars reach from quartile to quartile."""
     families: dict[str, list[Row]] = {}
     for row in found.rows():
-        families.setdefault(family(row.rung), []).append(row)
+        families.setdefault(family(row.variant), []).append(row)
     figure = Figure(figsize=(9, 5), dpi=100, layout="constrained")
     axes = figure.subplots()
     for place, (name, rows) in enumerate(families.items()):

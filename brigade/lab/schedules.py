@@ -1,11 +1,11 @@
-"""What each rung does in one training step, as a program of one rank: compute, launch, wait.
+"""What each variant does in one training step, as a program of one rank: compute, launch, wait.
 
-    program = program_of(rung, setting)
+    program = program_of(variant, setting)
     program.launches            the collectives, in the order in which they are launched
     simulate(program, link)     seconds until the end, on a link
 
-The rules by which the rungs launch are repeated here as a rank's instructions, a few lines each. All ranks are assumed
-to do the same at the same time, so every rank is the last to launch and the start of a collective is its own launch.
+Each variant's launch rule is repeated here as the instructions of one rank, in a few lines. All ranks are assumed to do
+the same at the same time, so a collective starts when this rank launches it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from brigade.lab.ladder import FP32_BYTES, Rung
+from brigade.lab.ladder import FP32_BYTES, Variant
 from brigade.lab.plan_config import Buckets, Setting
 from brigade.rank.emulated_link import Link
 
@@ -190,7 +190,7 @@ def computation(program: Program) -> None:
 
 @dataclass(frozen=True)
 class Rule:
-    """How a rung launches; whether its gradients, and its parameters, lie in padded buffers, and who has what state.
+    """How a variant launches; whether its gradients, and its parameters, lie in padded buffers, and who has what state.
 
     `state` is on every rank, divided by "parameters", or divided into "shards" of buckets.
     """
@@ -218,24 +218,24 @@ RULES = {
 }
 
 
-def classes(rung: Rung) -> tuple[str | None, str | None]:
-    """The names by which `RULES` knows a rung."""
-    return rung.wrapper and rung.wrapper[1], rung.optimizer and rung.optimizer[1]
+def classes(variant: Variant) -> tuple[str | None, str | None]:
+    """The names by which `RULES` knows a variant."""
+    return variant.wrapper and variant.wrapper[1], variant.optimizer and variant.optimizer[1]
 
 
-def rule_of(rung: Rung) -> Rule:
-    """The rule of a rung's classes. Raises KeyError for classes without one."""
-    return RULES[classes(rung)]
+def rule_of(variant: Variant) -> Rule:
+    """The rule of a variant's classes. Raises KeyError for classes without one."""
+    return RULES[classes(variant)]
 
 
-def with_rules(rungs: Iterable[Rung]) -> list[Rung]:
+def with_rules(variants: Iterable[Variant]) -> list[Variant]:
     """Those that have a rule: a module without one is not planned."""
-    return [rung for rung in rungs if classes(rung) in RULES]
+    return [variant for variant in variants if classes(variant) in RULES]
 
 
-def program_of(rung: Rung, setting: Setting) -> Program:
+def program_of(variant: Variant, setting: Setting) -> Program:
     program = Program(setting)
-    rule_of(rung).run(program)
+    rule_of(variant).run(program)
     return program
 
 

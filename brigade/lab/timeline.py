@@ -1,6 +1,6 @@
 """One training step as a timeline: what each rank computed, and when each of its collectives was under way.
 
-    [timeline] = trace([rung_of(module(3))])
+    [timeline] = trace([get_variant(module(3))])
     draw([timeline], path)      a picture
     chrome([timeline])          the same for https://ui.perfetto.dev and chrome://tracing
 
@@ -27,12 +27,12 @@ from brigade.lab.ladder import (
     COMPUTATION,
     PACED,
     PHASES,
-    Rung,
+    Variant,
     Workload,
-    measured,
-    reference,
-    run_rungs,
-    step_number,
+    find_step_number,
+    make_measurement,
+    read_reference,
+    run_variants,
 )
 from brigade.lab.models import Size
 from brigade.lab.plots import COLOURS, NAMES
@@ -112,7 +112,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class Timeline:
-    """One step of one rung, the one whose length is the median of all that were timed.
+    """One step of one variant, the one whose length is the median of all that were timed.
 
     `exposed_ms` is how much longer a step takes than without communication (median over the timed rounds), `link` the
     emulated one, `backward_ms` the length of backward alone.
@@ -156,27 +156,27 @@ class Timeline:
 
 
 def trace(
-    rungs: Sequence[Rung],
+    variants: Sequence[Variant],
     sources: Sources | None = None,
     *,
     workload: Workload | None = None,
     world_size: int = 2,
     **how: Any,
 ) -> list[Timeline]:
-    """Runs the rungs in turns, in one run of ranks, and returns a timeline for each.
+    """Run the variants alternately, in one run of ranks, and return a timeline of each.
 
-    `ladder.TORCH_DDP` may be among the rungs; `sources` are by default the solutions; `how` goes to `ladder.run_rungs`,
-    which also says what is raised.
+    `ladder.TORCH_DDP` may be one of the variants. `sources` are the solutions by default. `how` is passed to
+    `ladder.run_variants`, which also says what is raised.
     """
     workload = workload or WORKLOAD
-    running = [*rungs, COMPUTATION]
-    sources = reference() if sources is None else sources
-    results = run_rungs(workload, running, sources, world_size=world_size, **how)
-    alone = measured(workload, running, COMPUTATION, results)
+    running = [*variants, COMPUTATION]
+    sources = read_reference() if sources is None else sources
+    results = run_variants(workload, running, sources, world_size=world_size, **how)
+    alone = make_measurement(workload, running, COMPUTATION, results)
     link = Link(*results[0]["link"]) if results[0]["link"] else None
     timelines = []
-    for rung in rungs:
-        found = measured(workload, running, rung, results)
+    for variant in variants:
+        found = make_measurement(workload, running, variant, results)
         lengths = found.step_ms
         turn = sorted(range(len(lengths)), key=lengths.__getitem__)[(len(lengths) - 1) // 2]
         marks = [rounds[turn] for rounds in found.marks]
@@ -186,7 +186,7 @@ def trace(
             edges = [1e3 * (time - zero) for time in times]
             spans += [Span(rank, kind, start, end) for kind, start, end in zip(PHASES, edges, edges[1:])]
             events = results.events[rank]
-            mine = launches(events, step_number(running, rung, workload.warmup + turn))
+            mine = launches(events, find_step_number(running, variant, workload.warmup + turn))
             for launch in mine:
                 launch.end = launch.end or times[-1]  # torch gave no future that would tell, or the run was over first
             waits = [(launch.wait_start, launch.wait_end) for launch in mine if launch.wait_end is not None]
@@ -194,7 +194,7 @@ def trace(
             launched += collectives(rank, mine, zero, bool(link))
         exposed_ms = median(found.exposed_ms(alone))
         timelines.append(
-            Timeline(rung.label, world_size, spans, launched, exposed_ms, link, 1e3 * results[0]["backward_s"])
+            Timeline(variant.label, world_size, spans, launched, exposed_ms, link, 1e3 * results[0]["backward_s"])
         )
     return timelines
 

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from brigade.course.modules import CourseError
+from brigade.course.submission import to_ranks
 from brigade.events import Event, RankRecord
 from brigade.runner import sandbox
 from brigade.runner.machine import cores, nccl_environment
@@ -100,12 +101,12 @@ def run_given(function: Callable[..., Any], *args: Any, **options: Any) -> RankR
         "mode": how.mode,
         "module": module,
         "function": function.__qualname__,
-        "packages": {**sources, **(how.packages or {})},
+        "packages": {name: to_ranks(texts) for name, texts in {**sources, **(how.packages or {})}.items()},
         "threads": max(1, cores() // local_size),
         "seed": how.seed or 0,  # the same on every rank: none can draw it for all
         "args": args,
     }
-    files = {path for path, _ in request["packages"].get("submission", {}).values()}
+    files = {path for path, *_ in request["packages"].get("submission", {}).values()}
     if how.mode == "emulate" and rank == 0:
         make_directory()
     watchdog = start_timer(deadline_s, stop, deadline_s, rank, record, files)

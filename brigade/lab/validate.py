@@ -1,4 +1,4 @@
-"""How well `brigade plan` predicts, for all rungs on emulated links: python -m brigade.lab.validate
+"""How well `brigade plan` predicts, for all variants on emulated links: python -m brigade.lab.validate
 
     points = validate(world_size=2, bucket_mb=1.0)
     median(point.error for point in points)
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from brigade.course.modules import CourseError
 from brigade.lab import ladder
-from brigade.lab.ladder import PACED, TORCH_DDP, TORCH_ZERO, Ladder, Workload, course_rungs
+from brigade.lab.ladder import PACED, TORCH_DDP, TORCH_ZERO, Ladder, Workload, get_course_variants
 from brigade.lab.plan import backward_flops, model_of, plan
 from brigade.lab.plan_config import OPTIMIZERS, Machine, Setting
 from brigade.lab.schedules import with_rules
@@ -47,7 +47,7 @@ LATENCY_S = 200e-6  # of the link in it
 
 @dataclass(frozen=True)
 class Overheads:
-    """What is measured without any rung, in a short run; the launches' in processor time. See `Machine`."""
+    """What is measured without any variant, in a short run; the launches' in processor time. See `Machine`."""
 
     copy_bytes_per_s: float
     launch_s: float
@@ -57,7 +57,7 @@ class Overheads:
 
 @dataclass(frozen=True)
 class Point:
-    """One rung, predicted and measured; the times are those of a step, in milliseconds."""
+    """One variant, predicted and measured; the times are those of a step, in milliseconds."""
 
     label: str
     world_size: int
@@ -74,27 +74,27 @@ class Point:
 
 
 def validate(world_size: int, bucket_mb: float, on_step: Callable[[], None] | None = None) -> list[Point]:
-    """A point for each rung of the ladder, all of one run. Raises as `run_ladder` does."""
+    """A point for each variant of the ladder, all of one run. Raises as `run_ladder` does."""
     workload = replace(PACED, bucket_mb=bucket_mb)
     overheads = overheads_of(world_size, workload)
     return compare(ladder.run_ladder(workload, world_size=world_size, on_step=on_step), overheads)
 
 
 def compare(found: Ladder, overheads: Overheads) -> list[Point]:
-    """What the plan says of each rung of a ladder that has been measured on an emulated link."""
+    """What the plan says of each variant of a ladder that has been measured on an emulated link."""
     points = []
-    rungs = with_rules([*course_rungs(), TORCH_DDP, TORCH_ZERO])
-    for planned in plan(setting_of(found, overheads), found.link, rungs):
-        rung = found.rung(planned.label)
+    variants = with_rules([*get_course_variants(), TORCH_DDP, TORCH_ZERO])
+    for planned in plan(setting_of(found, overheads), found.link, variants):
+        variant = found.variant(planned.label)
         points.append(
             Point(
                 planned.label,
                 found.world_size,
                 found.workload.bucket_mb,
                 1e3 * planned.step_s,
-                rung.median_ms,
+                variant.median_ms,
                 1e3 * planned.exposed_s,
-                median(found.exposed_ms(rung)),
+                median(found.exposed_ms(variant)),
             )
         )
     return points
@@ -141,7 +141,7 @@ def validation_table(points: Sequence[Point]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False, show_footer=True)
     table.add_column("ranks", justify="right")
     table.add_column(" MiB", justify="right")
-    table.add_column(" rung", "median error", no_wrap=True)
+    table.add_column(" variant", "median error", no_wrap=True)
     middle = median(abs(point.error) for point in points)
     for heading, footer in (
         ("step ms\npredicted", ""),
@@ -219,8 +219,8 @@ def main() -> int:
     names = [f"{ranks}x{bucket_mb:g}" for ranks, bucket_mb in POINTS]
     parser = argparse.ArgumentParser(
         prog="python -m brigade.lab.validate",
-        description="Trains every rung on an emulated link and compares with what brigade plan predicts. On two cores "
-        "about a minute for each number of ranks and bucket size.",
+        description="Train every variant on an emulated link and compare it with the prediction of brigade plan. "
+        "Takes about a minute on two cores for each number of ranks and bucket size.",
         epilog="Example: python -m brigade.lab.validate 2x0.5 2x1",
     )
     parser.add_argument("points", nargs="*", metavar="RANKSxMB", help=f"default: {' '.join(names)}")
@@ -234,7 +234,9 @@ def show_points(asked: Sequence[tuple[int, float]]) -> int:
     console = Console(highlight=False, soft_wrap=True)
     before = os.getloadavg()[0]
     points: list[Point] = []
-    with show_progress("steps", len(asked) * ladder.steps_of(PACED, [*course_rungs(), *ladder.TORCH])) as advance:
+    with show_progress(
+        "steps", len(asked) * ladder.count_steps(PACED, [*get_course_variants(), *ladder.TORCH])
+    ) as advance:
         for world_size, bucket_mb in asked:
             points += validate(world_size, bucket_mb, on_step=advance)
     console.print(validation_table(points))

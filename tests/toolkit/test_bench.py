@@ -59,7 +59,7 @@ def submission(directory, changes=(), modules=(1,)):
 
 
 def losses(path):
-    return [rung["losses"] for rung in json.loads(path.read_text())["ladder"]["rungs"]]
+    return [variant["losses"] for variant in json.loads(path.read_text())["ladder"]["variants"]]
 
 
 # ---- links
@@ -133,7 +133,7 @@ def test_wrong_input_gets_one_line(brigade, arguments, sentence):
 
 def test_a_link_is_not_emulated_on_nccl():
     with pytest.raises(CourseError, match="an emulated link needs the backend gloo"):
-        ladder.climb(ladder.PACED, [ladder.TORCH_DDP], backend="nccl")
+        ladder.run_benchmark(ladder.PACED, [ladder.TORCH_DDP], backend="nccl")
 
 
 def test_nccl_is_the_default_where_every_rank_has_a_gpu(monkeypatch):
@@ -141,10 +141,10 @@ def test_nccl_is_the_default_where_every_rank_has_a_gpu(monkeypatch):
     assert [lab.default_backend(ranks) for ranks in (1, 2, 3)] == ["gloo", "nccl", "gloo"]
     for name, value in zip(torchrun.VARIABLES, ("5", "8", "1", "2", "localhost", "0")):
         monkeypatch.setenv(name, value)
-    assert lab.number_of_ranks(None) == 8
+    assert lab.choose_world_size(None) == 8
     assert lab.default_backend(8) == "nccl", "of eight ranks, two are on this machine"
     with pytest.raises(CourseError, match="--ranks 2: torchrun has started 8"):
-        lab.number_of_ranks(2)
+        lab.choose_world_size(2)
 
 
 # ---- what it prints and writes
@@ -173,15 +173,15 @@ def test_the_json_is_complete_and_can_be_read_again(written_files, tmp_path):
     bench.save_json(found, again)
     assert json.loads(again.read_text()) == content
     assert bench.load_json(again) == found
-    assert [row["rung"] for row in content["rows"]] == [row.rung for row in found.rows()]
+    assert [row["variant"] for row in content["rows"]] == [row.variant for row in found.rows()]
 
 
 def test_the_numbers_of_a_row_are_those_of_the_run(written_files):
     found = bench.load_json(written_files.json)
     naive, zero, ddp, sharded = found.rows()
-    assert [row.rung for row in found.rows()] == ["1 NaiveDDP", "8 ZeroOptimizer", "torch DDP", "torch DDP + ZeRO"]
+    assert [row.variant for row in found.rows()] == ["1 NaiveDDP", "8 ZeroOptimizer", "torch DDP", "torch DDP + ZeRO"]
     steps, torch_steps, alone = (
-        rung.step_ms for rung in (*(found.ladder.rungs[place] for place in (0, 2)), found.ladder.computation)
+        variant.step_ms for variant in (*(found.ladder.variants[place] for place in (0, 2)), found.ladder.computation)
     )
     assert len(steps) == 2
     assert naive.step_ms.median == pytest.approx(sum(steps) / 2)
@@ -200,7 +200,7 @@ def test_the_numbers_of_a_row_are_those_of_the_run(written_files):
 def test_the_link_has_the_ratio_that_was_asked_for(written_files):
     found = bench.load_json(written_files.json).ladder
     assert found.link_s == pytest.approx(0.51 * found.backward_s)
-    naive = found.rung("1 NaiveDDP")
+    naive = found.variant("1 NaiveDDP")
     least_s = naive.collectives * found.link.seconds("all_reduce", 0, 2) + 0.5 * found.backward_s
     assert all(1e3 * least_s <= step for step in found.exposed_ms(naive))
 
@@ -209,7 +209,7 @@ def test_the_table_can_be_read_by_other_programs(written_files):
     with written_files.csv.open(newline="") as file:
         lines = list(csv.DictReader(file))
     for line, row in zip(lines, bench.load_json(written_files.json).rows()):
-        assert line["rung"] == row.rung
+        assert line["variant"] == row.variant
         assert float(line["exposed_ms_upper"]) == row.exposed_ms.upper
         assert float(line["state_mb"]) == row.state_mb
     assert len(lines) == 4
@@ -228,7 +228,9 @@ def test_the_emulation_is_trusted_up_to_a_fifth(written_files):
     found = bench.load_json(written_files.json)
 
     def remarks(share, **changes):
-        return bench.Bench(found.rungs, replace(found.ladder, real_s=share * found.ladder.link_s, **changes)).remarks()
+        return bench.Bench(
+            found.variants, replace(found.ladder, real_s=share * found.ladder.link_s, **changes)
+        ).remarks()
 
     assert "20 % of that." in remarks(0.199)[1] and "trust" not in remarks(0.199)[1]
     assert remarks(0.21)[1].startswith("Do not trust these times: the real one underneath takes")
@@ -254,7 +256,7 @@ def test_a_sweep_compares_sizes_in_one_run(brigade, tmp_path):
         f"{name}, {size} MiB" for name in ("4 BucketedDDP", "5 BufferedDDP", "torch DDP") for size in ("0.3", "4")
     ]
     rows = found.rows()
-    assert [row.rung for row in rows] == labels
+    assert [row.variant for row in rows] == labels
     assert [row.bucket_mb for row in rows] == [0.3, 4.0] * 3
     assert [row.ratio.median for row in rows[4:]] == [1.0, 1.0]  # torch DDP, to itself with the same buckets
     assert all(few.collectives == 1 < many.collectives for many, few in zip(rows[::2], rows[1::2]))
@@ -269,7 +271,7 @@ def test_a_sweep_compares_sizes_in_one_run(brigade, tmp_path):
 def test_what_is_not_written_is_left_out(tmp_path):
     submission(tmp_path, [(5, r"\Z", '\nraise NotImplementedError("module 5, part (b)")\n')], modules=range(1, 7))
     (tmp_path / MODULES[1].path).write_text("def (\n")
-    chosen, sources, sentences = bench.written(str(tmp_path), MODULES)
+    chosen, sources, sentences = bench.select_written(str(tmp_path), MODULES)
     assert [entry.number for entry in chosen] == [1, 3, 4]
     assert len(sources) == 5
     assert sentences == [
@@ -282,7 +284,7 @@ def test_what_is_not_written_is_left_out(tmp_path):
 
 
 def test_all_of_the_solutions_are_written():
-    chosen, sources, sentences = bench.written("solutions", MODULES)
+    chosen, sources, sentences = bench.select_written("solutions", MODULES)
     assert (chosen, len(sources), sentences) == (list(MODULES), len(MODULES), [])
 
 
@@ -348,7 +350,7 @@ def test_torchrun_gives_the_losses_of_a_local_run(written_files, tmp_path):
     found, local = bench.load_json(given), bench.load_json(written_files.json)
     assert found.ladder.truth == local.ladder.truth
     assert [row.collectives for row in found.rows()] == [row.collectives for row in local.rows()]
-    assert len(found.ladder.rungs[0].marks) == 2, "one for each rank"
+    assert len(found.ladder.variants[0].marks) == 2, "one for each rank"
     assert done.stdout.count("Step time: 2 ranks (gloo)") == 1, "only rank 0 prints"
     assert done.stdout.count("The link is emulated") == 1
     assert all(path.name.startswith("torchelastic_") for path in (tmp_path / "tmp").iterdir()), "the shared files stay"

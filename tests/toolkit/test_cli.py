@@ -318,12 +318,12 @@ def test_a_damaged_progress_file_does_no_harm(brigade, progress, content):
     assert "2. Approach" in brigade("hint", 1).stdout
 
 
-def test_a_finished_module_shows_once_what_it_bought(brigade, lessons):
+def test_a_finished_module_is_compared_once_with_the_one_before(brigade, lessons):
     entry = MODULES[1]
     (lessons / entry.package).mkdir()
     (lessons / entry.path).write_text((ROOT / "solutions" / entry.path).read_text())
     done = brigade("check", 2, "--target", lessons)
-    assert "What it bought" in done.stdout, done.stdout
+    assert "Compared with module" in done.stdout, done.stdout
     before, after = (re.search(rf"^ *{label} +(.*)$", done.stdout, re.MULTILINE)[1].split()
                      for label in ("1 NaiveDDP", "2 FlatDDP"))  # fmt: skip
     assert (before[0], after[0]) == ("39", "1")  # launches: parameters, dtypes
@@ -332,7 +332,7 @@ def test_a_finished_module_shows_once_what_it_bought(brigade, lessons):
     assert (before[copied], after[copied]) == ("0.00", "6.96")  # into the flat tensor and back
     assert (before[new], after[new]) == ("0.00", "3.48")  # the flat tensor
     assert before[views] == "0" and before[state] == after[state] == "3.48"  # momentum
-    assert "What it bought" not in brigade("check", 2, "--target", lessons).stdout
+    assert "Compared with module" not in brigade("check", 2, "--target", lessons).stdout
     assert "brigade next" in done.stdout
 
 
@@ -344,7 +344,7 @@ def test_a_module_that_passes_on_the_reference_only_buys_nothing_yet(brigade, le
         (lessons / entry.path).write_text((ROOT / where / entry.path).read_text())
     done = brigade("check", 3, "--target", lessons)
     assert done.returncode == 0 and "12 of 12 points" in done.stdout, done.stdout
-    assert "What it bought cannot be measured: " in done.stdout
+    assert "The comparison with the module before cannot be measured: " in done.stdout
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The ladder measures what the modules do, notices a rung that trains differently, and the pictures can be drawn."""
+"""The ladder measures what the modules do, notices a variant that trains differently, and the pictures can be drawn."""
 
 import io
 import re
@@ -20,7 +20,7 @@ PARAMETERS = list(TinyLM(SIZE).parameters())
 
 
 @pytest.fixture(scope="module")
-def climbed():
+def results():
     """A short ladder of all modules, and how often it said that a step began."""
     steps = []
     found = ladder.run_ladder(WORKLOAD, on_step=lambda: steps.append(1))
@@ -34,24 +34,26 @@ def png_size(path):
 
 
 @pytest.mark.all_modules
-def test_every_module_and_torch_train_as_one_process_does(climbed):
-    found, steps = climbed
+def test_every_module_and_torch_train_as_one_process_does(results):
+    found, steps = results
     torch_labels = ["torch DDP", "torch DDP + ZeRO"]
-    assert [rung.label for rung in found.rungs] == [f"{e.number} {e.public[-1]}" for e in MODULES] + torch_labels
+    assert [variant.label for variant in found.variants] == [
+        f"{e.number} {e.public[-1]}" for e in MODULES
+    ] + torch_labels
     assert found.wrong() == []
-    assert steps == ladder.steps_of(WORKLOAD, [*ladder.course_rungs(), *ladder.TORCH])
-    assert found.ratio(found.rung("torch DDP")) == 1.0
-    assert set(found.ratios(found.rung(torch_labels[1]), torch_labels[1])) == {1.0}
-    assert all(cpu > 0 for rung in found.rungs for cpu in rung.cpu_ms)
+    assert steps == ladder.count_steps(WORKLOAD, [*ladder.get_course_variants(), *ladder.TORCH])
+    assert found.ratio(found.variant("torch DDP")) == 1.0
+    assert set(found.ratios(found.variant(torch_labels[1]), torch_labels[1])) == {1.0}
+    assert all(cpu > 0 for variant in found.variants for cpu in variant.cpu_ms)
 
 
-def test_collectives_and_bytes_of_a_step_are_counted(climbed):
-    found = climbed[0]
-    naive, flat, overlapped = found.rungs[:3]
+def test_collectives_and_bytes_of_a_step_are_counted(results):
+    found = results[0]
+    naive, flat, overlapped = found.variants[:3]
     assert (naive.collectives, flat.collectives, overlapped.collectives) == (len(PARAMETERS), 1, len(PARAMETERS))
     nbytes = sum(p.numel() * p.element_size() for p in PARAMETERS)
-    assert {rung.sent_bytes for rung in (naive, flat, overlapped)} == {nbytes}
-    zero, sharded_by_torch = found.rung("8 ZeroOptimizer"), found.rung("torch DDP + ZeRO")
+    assert {variant.sent_bytes for variant in (naive, flat, overlapped)} == {nbytes}
+    zero, sharded_by_torch = found.variant("8 ZeroOptimizer"), found.variant("torch DDP + ZeRO")
     assert nbytes <= zero.sent_bytes <= 1.2 * nbytes  # a reduce-scatter and an all-gather, padding included
     assert zero.collectives == 2
     # An all-reduce and a broadcast of every parameter; torch DDP also broadcasts its order of buckets once.
@@ -60,22 +62,22 @@ def test_collectives_and_bytes_of_a_step_are_counted(climbed):
 
 def test_step_times_are_those_of_the_slowest_rank():
     marks = [[[0, 1, 2, 3, 4], [0, 1, 2, 3, 9]], [[0, 1, 2, 3, 6], [0, 1, 2, 3, 5]]]
-    rung = ladder.Measured("1 NaiveDDP", marks, [[0.5, 0.5], [0.25, 1.0]], 1.0, 4.0, [3.0, 3.0], [4, 4], [4, 4])
-    assert rung.step_ms == [6000, 9000]
-    assert rung.median_ms == 7500
-    assert rung.quartiles_ms == (6750, 8250)
-    assert rung.phase_ms("backward") == 1000
-    assert rung.cpu_ms == [750, 1500]
+    variant = ladder.Measurement("1 NaiveDDP", marks, [[0.5, 0.5], [0.25, 1.0]], 1.0, 4.0, [3.0, 3.0], [4, 4], [4, 4])
+    assert variant.step_ms == [6000, 9000]
+    assert variant.median_ms == 7500
+    assert variant.quartiles_ms == (6750, 8250)
+    assert variant.phase_ms("backward") == 1000
+    assert variant.cpu_ms == [750, 1500]
 
 
-def test_a_rung_that_sums_is_wrong():
+def test_a_variant_that_sums_is_wrong():
     entry = module(1)
-    sources = ladder.reference()
+    sources = ladder.read_reference()
     path, text = sources[f"{entry.package}.{entry.name}"]
     mistake, count = re.subn(r"parameter\.grad /= .*", "pass", text)
     assert count == 1
     sources[f"{entry.package}.{entry.name}"] = (path, mistake)
-    found = ladder.run_ladder(WORKLOAD, [ladder.rung_of(entry)], sources)
+    found = ladder.run_ladder(WORKLOAD, [ladder.get_variant(entry)], sources)
     sentences = found.wrong()
     assert len(sentences) == 2  # both ranks of module 1, and torch DDP is right
     assert sentences[1].startswith("1 NaiveDDP does not train as one process does: rank 1 has a loss of")
@@ -86,25 +88,25 @@ def test_ranks_that_cannot_share_a_batch_are_refused():
         ladder.run_ladder(replace(WORKLOAD, batch_size=3))
 
 
-def test_the_table_fits_a_terminal_and_a_pipe(climbed):
+def test_the_table_fits_a_terminal_and_a_pipe(results):
     console = Console(width=80, record=True, file=io.StringIO())
-    console.print(plots.ladder_table(climbed[0]))
+    console.print(plots.ladder_table(results[0]))
     lines = console.export_text().splitlines()
     assert max(map(len, lines)) <= 80
-    for rung in climbed[0].rungs:
-        [row] = [line for line in lines if re.match(re.escape(rung.label) + r" +\d", line)]
-        assert f"{rung.loss:.5f}" in row
+    for variant in results[0].variants:
+        [row] = [line for line in lines if re.match(re.escape(variant.label) + r" +\d", line)]
+        assert f"{variant.loss:.5f}" in row
 
 
-def test_the_ladder_can_be_drawn(climbed, tmp_path):
+def test_the_ladder_can_be_drawn(results, tmp_path):
     path = tmp_path / "out" / "ladder.png"
-    plots.ladder_picture(climbed[0], path)
+    plots.ladder_picture(results[0], path)
     assert png_size(path)[0] == 900
 
 
-def test_the_demo_fails_when_a_loss_differs(climbed, monkeypatch, capsys):
-    found = climbed[0]
-    bad = replace(found, rungs=[replace(found.rungs[0], losses=[9.0, 9.0]), *found.rungs[1:]])
+def test_the_demo_fails_when_a_loss_differs(results, monkeypatch, capsys):
+    found = results[0]
+    bad = replace(found, variants=[replace(found.variants[0], losses=[9.0, 9.0]), *found.variants[1:]])
     monkeypatch.setattr(ladder, "run_ladder", lambda *args, **kwargs: bad)
     monkeypatch.setattr(sys, "argv", ["demo"])
     assert demo.main() == 1

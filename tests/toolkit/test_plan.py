@@ -129,29 +129,32 @@ def setting_of_small(optimizer, bucket_mb=BUCKET_MB, dtype="fp32"):
 
 
 @pytest.fixture(scope="module")
-def climbed():
-    """A short ladder of all rungs on an emulated link."""
+def results():
+    """A short ladder of all variants on an emulated link."""
     workload = ladder.Workload(
         SIZE, batch_size=4, time=16, rounds=4, warmup=2, bucket_mb=BUCKET_MB, link=Pace(0.5, 0.01)
     )
     return ladder.run_ladder(workload)
 
 
-def test_the_ranks_launch_and_send_what_is_planned(climbed):
+def test_the_ranks_launch_and_send_what_is_planned(results):
     found = planned(setting_of_small(OPTIMIZERS["sgd"]), ETHERNET)
-    rungs = [one for one in climbed.rungs if one.label in found]
-    assert [one.label for one in rungs] == [label for label in found if label != "8 ShardedOptimizer"]
+    variants = [one for one in results.variants if one.label in found]
+    assert [one.label for one in variants] == [label for label in found if label != "8 ShardedOptimizer"]
     assert found["4 BucketedDDP"].launches > 3
-    for rung in rungs:
-        assert (rung.collectives, rung.sent_bytes) == (found[rung.label].launches, found[rung.label].sent_bytes)
+    for variant in variants:
+        assert (variant.collectives, variant.sent_bytes) == (
+            found[variant.label].launches,
+            found[variant.label].sent_bytes,
+        )
 
 
 def test_the_sharded_optimizer_launches_what_is_planned():
-    [rung] = [one for one in plan.rungs() if one.label == "8 ShardedOptimizer"]
-    program = schedules.program_of(rung, setting_of_small(OPTIMIZERS["adamw"]))
-    case = asdict(rung) | {"dtype": "float32"}
+    [variant] = [one for one in plan.variants() if one.label == "8 ShardedOptimizer"]
+    program = schedules.program_of(variant, setting_of_small(OPTIMIZERS["adamw"]))
+    case = asdict(variant) | {"dtype": "float32"}
     results = run_ranks(
-        memory.count_all, asdict(SIZE), [case], world_size=2, packages={"submission": ladder.reference()}
+        memory.count_all, asdict(SIZE), [case], world_size=2, packages={"submission": ladder.read_reference()}
     )
     found = [(one.op, one.nbytes) for one in launches(results.events[0])]
     assert found == 2 * [(one.op, one.nbytes) for one in program.launches]  # two steps
@@ -159,11 +162,11 @@ def test_the_sharded_optimizer_launches_what_is_planned():
 
 def test_what_a_rank_keeps_is_what_is_counted():
     for one in memory.measure(SIZE, (2,)):
-        if not schedules.with_rules([one.case.rung]):
+        if not schedules.with_rules([one.case.variant]):
             continue
         dtype = {"float32": "fp32", "bfloat16": "bf16"}[one.case.dtype]
         setting = setting_of_small(OPTIMIZERS["adamw"], memory.BUCKET_MB, dtype)
-        counted, held = one.fullest(2), plan.held(one.case.rung, setting)
+        counted, held = one.fullest(2), plan.held(one.case.variant, setting)
         assert held["parameters"] == counted["parameters"], one.case.label
         assert held["gradients"] == counted["gradients"], one.case.label
         steps = 4 * len(setting.parameters)  # AdamW's, of which the plan says that they are left out
@@ -185,7 +188,7 @@ def test_a_module_without_a_rule_is_not_planned(monkeypatch, capsys):
     monkeypatch.delitem(schedules.RULES, ("BucketedDDP", None))
     assert set(planned(two_parameters(), LINK)) == set(BY_HAND) - {"4 BucketedDDP"}
     assert cli.main(["plan", "--model", "tiny"]) == 0
-    assert "not planned: 4 BucketedDDP, for want of a rule" in " ".join(capsys.readouterr().out.split())
+    assert "not planned: 4 BucketedDDP (no rule)" in " ".join(capsys.readouterr().out.split())
 
 
 def test_every_model_has_its_size():
@@ -214,7 +217,7 @@ def test_the_command_prints_a_table_and_its_assumptions(capsys):
     text = capsys.readouterr().out
     table, _, assumed = text.partition("Assumed:")
     assert max(map(len, text.splitlines())) <= 80
-    assert all(rung.label in table for rung in plan.rungs())
+    assert all(variant.label in table for variant in plan.variants())
     assumed = " ".join(assumed.split())
     assert "1024 ranks" in assumed and "12.5 GB/s" in assumed and "fp32 masters" in assumed
     assert "Data parallelism alone cannot train gpt3-175b" in assumed
@@ -242,7 +245,7 @@ def test_the_command_prints_json(capsys):
     options = ["--model", "tiny", "--dp", "2", "--latency-us", "0", "--bandwidth-gbps", "8", "--backward-ms", "40"]
     assert cli.main(["plan", *options, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    rows = {row["label"]: row for row in found["rungs"]}
+    rows = {row["label"]: row for row in found["variants"]}
     nbytes = 4 * planned_model("tiny", 2, 25).numel
     assert rows["2 FlatDDP"]["sent_bytes"] == nbytes
     assert rows["2 FlatDDP"]["exposed_s"] == pytest.approx(nbytes / 1e9, rel=0.01)  # and copies at an H100's rate
@@ -265,13 +268,13 @@ def test_errors_are_one_sentence(options, sentence, capsys):
     assert capsys.readouterr().err.startswith(f"brigade: {sentence}")
 
 
-def test_a_ladder_is_compared_with_its_plan(climbed):
-    points = validate.compare(climbed, validate.Overheads(1e10, 0.0, 0.0, 0.0))
+def test_a_ladder_is_compared_with_its_plan(results):
+    points = validate.compare(results, validate.Overheads(1e10, 0.0, 0.0, 0.0))
     assert {point.label for point in points} == {*BY_HAND} - {"8 ShardedOptimizer"}
-    assert all(point.measured_ms == climbed.rung(point.label).median_ms for point in points)
-    setting = validate.setting_of(climbed, validate.Overheads(1e10, 0.0, 0.0, 0.0))
-    alone_s = schedules.simulate(schedules.program_of(ladder.COMPUTATION, setting), climbed.link)
-    assert 1e3 * alone_s == pytest.approx(climbed.computation.median_ms)
+    assert all(point.measured_ms == results.variant(point.label).median_ms for point in points)
+    setting = validate.setting_of(results, validate.Overheads(1e10, 0.0, 0.0, 0.0))
+    alone_s = schedules.simulate(schedules.program_of(ladder.COMPUTATION, setting), results.link)
+    assert 1e3 * alone_s == pytest.approx(results.computation.median_ms)
     console = Console(width=80, record=True, file=io.StringIO())
     console.print(validate.validation_table(points))
     assert max(map(len, console.export_text().splitlines())) <= 80

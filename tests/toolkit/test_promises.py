@@ -9,21 +9,21 @@ from promises import at_most, ladder_promises, left_promise
 
 from brigade.course.modules import ROOT
 from brigade.lab.bench import Bench
-from brigade.lab.ladder import TORCH_DDP, TORCH_ZERO, Ladder, Measured, Workload, course_rungs
+from brigade.lab.ladder import TORCH_DDP, TORCH_ZERO, Ladder, Measurement, Workload, get_course_variants
 
 
 def measured(label, step_s=0.1, state=100):
-    """A rung of two ranks with three rounds, whose buffers have 400 bytes and whose state `state`."""
+    """A variant of two ranks with three rounds, whose buffers have 400 bytes and whose state `state`."""
     marks = [[[0.0, 0.0, 0.0, 0.0, step_s]] * 3] * 2
-    return Measured(label, marks, [[0.1] * 3] * 2, 1, 1, [1.0, 1.0], [400, 400], [state, state])
+    return Measurement(label, marks, [[0.1] * 3] * 2, 1, 1, [1.0, 1.0], [400, 400], [state, state])
 
 
 def bench(**changes):
-    """All rungs alike, but for module 8, and for `changes`: arguments of `measured` by label, with _ for a space."""
+    """All variants alike, but for module 8, and for `changes`: arguments of `measured` by label, with _ for a space."""
     changes = {"8_ZeroOptimizer": {"step_s": 0.08}} | changes
-    rungs = [*course_rungs(), TORCH_DDP, TORCH_ZERO]
-    found = [measured(rung.label, **changes.get(rung.label.replace(" ", "_"), {})) for rung in rungs]
-    return Bench(rungs, Ladder(Workload(), 2, "gloo", 1.0, found, measured("alone"), None, 0.1, 0.1, 400))
+    variants = [*get_course_variants(), TORCH_DDP, TORCH_ZERO]
+    found = [measured(variant.label, **changes.get(variant.label.replace(" ", "_"), {})) for variant in variants]
+    return Bench(variants, Ladder(Workload(), 2, "gloo", 1.0, found, measured("alone"), None, 0.1, 0.1, 400))
 
 
 def test_the_median_counts():

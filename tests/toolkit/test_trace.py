@@ -25,8 +25,8 @@ WORKLOAD = ladder.Workload(size=SIZE, batch_size=4, time=8, rounds=3, warmup=1, 
 def traced():
     """By module number, a step on an emulated link; torch DDP's is 0."""
     numbers = (1, 2, 3, 6)
-    rungs = [*(ladder.rung_of(module(number)) for number in numbers), ladder.TORCH_DDP]
-    return dict(zip((*numbers, 0), timeline.trace(rungs, workload=WORKLOAD)))
+    variants = [*(ladder.get_variant(module(number)) for number in numbers), ladder.TORCH_DDP]
+    return dict(zip((*numbers, 0), timeline.trace(variants, workload=WORKLOAD)))
 
 
 def test_a_timeline_shows_where_the_collectives_are(traced):
@@ -83,7 +83,7 @@ def test_collectives_say_what_they_carry(traced):
 
 
 def test_without_an_emulated_link_collectives_do_not_hide_each_other():
-    line = timeline.trace([ladder.rung_of(module(3))], workload=replace(WORKLOAD, link=None))[0]
+    line = timeline.trace([ladder.get_variant(module(3))], workload=replace(WORKLOAD, link=None))[0]
     assert line.link is None and "this machine's own" in line.carrier
     for rank in range(2):
         found = line.collectives(rank)
@@ -218,7 +218,7 @@ def test_the_readings_have_their_pictures_redrawn(quick, monkeypatch, tmp_path, 
 
 def test_one_reading_has_its_picture_redrawn(monkeypatch, capsys):
     drawn = []
-    monkeypatch.setattr(figures, "trace", lambda rungs: [])
+    monkeypatch.setattr(figures, "trace", lambda variants: [])
     monkeypatch.setattr(figures, "draw", lambda timelines, path, titles: drawn.append(path))
     monkeypatch.setattr(sys, "argv", ["figures", "3"])
     assert figures.main() == 0 and drawn == [MODULES[2].lesson / "timeline.png"]
