@@ -1,6 +1,6 @@
 """Module 8: each rank keeps the optimizer state of its own share of the parameters (ZeRO, stage 1).
 
-Both optimizers take a step in three phases. There are N ranks; a bucket has the shape (bucket_numel,).
+Both optimizers take a step in three phases. There are N ranks, and a bucket has the shape (bucket_numel,).
 
                   ShardedOptimizer                              ZeroOptimizer
     a rank has    whole parameters, each with one owner         one shard of every bucket, (bucket_numel / N,)
@@ -10,8 +10,9 @@ Both optimizers take a step in three phases. There are N ranks; a bucket has the
     bytes         those of one all-reduce of the gradients      the same, in two launches per group of buckets
     accepts       any optimizer, a model without a wrapper      elementwise optimizers, the wrapper of module 6 or 7
 
-With P parameters in fp32, Adam keeps 8 P / N bytes of state per rank instead of 8 P. `ZeroOptimizer` adds padding, and
-4 P / N bytes for the masters of 16-bit weights. `ShardedOptimizer` adds at most the state of the largest parameter.
+With P parameters in fp32, Adam keeps 8 P / N bytes of state per rank instead of 8 P. `ZeroOptimizer` adds padding and,
+for 16-bit weights, 4 P / N bytes of fp32 main parameters ("masters" in checkpoints). `ShardedOptimizer` adds at most
+the state of the largest parameter.
 """
 
 from __future__ import annotations
@@ -30,21 +31,21 @@ from ..m06_coalesced.coalesced import CoalescedDDP
 
 Params = Iterable[Any] | None  # parameters, or dicts of "params" and their options, as for any torch optimizer
 ProcessGroup = dist.ProcessGroup | None  # None is the default group
-SCALARS = ("step", "mu_product", "eta", "mu")  # state without dimensions that torch's optimizers keep
+SCALARS = ("step", "mu_product", "eta", "mu")  # scalars in the state of torch's optimizers
 
 
 class OuterOptimizer(Optimizer):
-    """Has whole parameters in `param_groups`; `optim`, the inner optimizer, steps on this rank's part, `local`."""
+    """Keep whole parameters in `param_groups`. The inner optimizer, `optim`, steps on this rank's part, `local`."""
 
     def __init__(self, params: Params, optimizer_cls: type[Optimizer], process_group: ProcessGroup, defaults: dict):
         self.process_group = process_group
-        self.local: dict[nn.Parameter, nn.Parameter] = {}  # what `optim` has of a parameter, made by `divide`
+        self.local: dict[nn.Parameter, nn.Parameter] = {}  # this rank's part of each parameter; `divide` fills it
         self.optim: Optimizer | None = None
         super().__init__(params, optimizer_cls([{"params": []}], **defaults).defaults)  # calls add_param_group
         self.optim = optimizer_cls([self.inner_group(group) for group in self.param_groups], **defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Divide the parameters of one more group among the ranks."""
+        """Add a group and divide its parameters among the ranks."""
         super().add_param_group(param_group)
         self.divide(self.param_groups[-1]["params"])
         if self.optim:
@@ -56,19 +57,19 @@ class OuterOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step after backward, or after a closure that computes the gradients, whose loss is returned."""
+        """Take a step. A closure, if there is one, first computes the gradients; return its loss."""
         with torch.enable_grad():
             loss = closure() if closure else None
-        # Take the three phases. A scheduler may have changed options in `param_groups`; `inner_group` returns them.
+        # Run the three phases. A scheduler may have changed options in `param_groups`: `inner_group` returns them.
         # TODO: part (a)
         raise NotImplementedError("module 8, part (a)")
         return loss
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale the averaged gradients to a global 2-norm of at most `max_norm`. Return the norm before, in fp64."""
+        """Scale the averaged gradients to a global 2-norm of at most `max_norm`. Return the old norm, in fp64."""
         grads = self.prepare_grads()
-        # The factor is that of torch.nn.utils.clip_grad_norm_: max_norm / (norm + 1e-6), and never above 1.
+        # Use the factor of torch.nn.utils.clip_grad_norm_: max_norm / (norm + 1e-6), but at most 1.
         # TODO: part (b)
         raise NotImplementedError("module 8, part (b)")
 
@@ -77,7 +78,7 @@ class OuterOptimizer(Optimizer):
 
 
 class ShardedOptimizer(OuterOptimizer):
-    """Any torch optimizer, divided by parameters. Weights must be equal on all ranks. It makes no checkpoints."""
+    """Shard any torch optimizer by whole parameters. Weights must be equal on all ranks. It makes no checkpoints."""
 
     def __init__(self, params: Params, optimizer_cls: type[Optimizer], process_group: ProcessGroup = None, **defaults):
         self.owner: dict[nn.Parameter, int] = {}  # rank in the group
@@ -87,7 +88,7 @@ class ShardedOptimizer(OuterOptimizer):
 
     def divide(self, parameters: list[nn.Parameter]) -> None:
         """Choose an owner for each parameter, the same on every rank."""
-        # Balance the bytes. A frozen parameter adds none, because it will have no state.
+        # Balance the bytes. A frozen parameter adds none, because it has no state.
         # TODO: part (c)
         raise NotImplementedError("module 8, part (c)")
         self.local |= {p: p for p in parameters if self.owner[p] == dist.get_rank(self.process_group)}
@@ -118,7 +119,7 @@ class ShardedOptimizer(OuterOptimizer):
 
 
 def is_elementwise(optimizer_cls: type[Optimizer], defaults: dict[str, Any], device: torch.device) -> bool:
-    """Return whether two parts of a vector, each with its own optimizer, train as the whole vector does."""
+    """Return whether two parts of a vector train as the whole does, if each has its own optimizer."""
     optimizer_cls([{"params": []}], **defaults)  # raises an error for wrong options
     vector = torch.linspace(-1, 1, 8, dtype=torch.float64, device=device)
     whole, first, second = (nn.Parameter(values.clone()) for values in (vector, vector[:3], vector[3:]))
@@ -134,15 +135,15 @@ def is_elementwise(optimizer_cls: type[Optimizer], defaults: dict[str, Any], dev
 
 
 class ParamShard:
-    """This rank's shard of parameter `i` of a buffer: its overlap with the rank's shard of the bucket, often empty.
+    """The overlap, often empty, of parameter `i` of a buffer with this rank's shard of the bucket.
 
     `param_slice` is the overlap in the flattened parameter, and `buffer_slice` in the buffer. The inner optimizer steps
-    on `shard`, (overlap,): a view of the buffer, or for a 16-bit parameter its master, a copy in fp32.
+    on `shard`, (overlap,): a view of the buffer or, for a 16-bit parameter, its main parameter, an fp32 copy.
     """
 
     def __init__(self, buffer: GradBuffer, i: int, process_group: ProcessGroup):
         self.buffer, self.param, self.process_group = buffer, buffer.params[i], process_group
-        # The parameter and the rank's shard are two ranges of elements in the buffer: intersect them.
+        # The parameter and this rank's shard are two ranges of elements in the buffer. Intersect them.
         # TODO: part (f)
         raise NotImplementedError("module 8, part (f)")
         weights = buffer.param_data[self.buffer_slice]
@@ -154,7 +155,7 @@ class ParamShard:
         return full.flatten()[self.param_slice].clone()
 
     def all_gather_full(self, part: Tensor) -> Tensor:
-        """Return the tensor in the shape of the parameter of which each rank has a part, (overlap,)."""
+        """Return a tensor in the shape of the parameter, assembled from the parts, (overlap,), of all ranks."""
         full = part.new_zeros(self.param.numel())
         full[self.param_slice] = part
         dist.all_reduce(full, group=self.process_group)  # each element is zero on all ranks except one
@@ -168,10 +169,11 @@ def map_like(like: Tensor, function: Callable[[Tensor], Tensor], state: dict[str
 
 
 class ZeroOptimizer(OuterOptimizer):
-    """Any elementwise torch optimizer, divided as the buckets of `ddp` are. Others raise ValueError.
+    """Shard any elementwise torch optimizer as the buckets of `ddp` are sharded. Others raise ValueError.
 
-    Without `param_groups` it has one group of all parameters. It turns `ddp.gather_grads` off: call
-    `ddp.finish_grad_sync()` before `clip_grad_norm_` and `step`. Load weights first: masters are copied from them now.
+    Without `param_groups` there is one group of all parameters. `ddp.gather_grads` is turned off. Call
+    `ddp.finish_grad_sync()` before `clip_grad_norm_` and `step`. Load weights first: construction copies the fp32 main
+    parameters from them.
     """
 
     def __init__(self, ddp: CoalescedDDP, optimizer_cls: type[Optimizer], param_groups: Params = None, **defaults):
@@ -185,7 +187,7 @@ class ZeroOptimizer(OuterOptimizer):
         ddp.gather_grads = False
 
     def divide(self, parameters: list[nn.Parameter]) -> None:
-        """Find this rank's shard of each parameter. ValueError if one trains and is not in the buffers of `ddp`."""
+        """Find this rank's shard of each parameter. Raise ValueError if a trainable one is not in the buffers."""
         if any(p.requires_grad and p not in self.positions for p in parameters):
             self.param_groups.pop()
             raise ValueError("ZeroOptimizer: the group has a parameter that is not in the wrapped model's buffers")
@@ -203,21 +205,21 @@ class ZeroOptimizer(OuterOptimizer):
         return [part.buffer.grad_data[part.buffer_slice] for part in self.param_shards.values()]
 
     def share_weights(self) -> None:
-        """Round the masters into the buffers, then gather the weights of all ranks."""
+        """Round the main parameters into the buffers, then gather the weights of all ranks."""
         # TODO: part (h)
         raise NotImplementedError("module 8, part (h)")
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """Return the unsharded optimizer's state dict and the "masters", by index. Every rank calls it and gets all."""
+        """Return the unsharded optimizer's state dict plus the main parameters, "masters". Call it on every rank."""
         result = super().state_dict() | {"masters": {}}  # the groups; the state is in `optim`
-        # Every rank calls `all_gather_full` of every shard, because it communicates.
+        # `all_gather_full` communicates, so every rank must call it for every shard.
         # TODO: part (i)
         raise NotImplementedError("module 8, part (i)")
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict from any number of ranks, or the unsharded optimizer's. Masters default to the weights."""
+        """Load a state dict from any number of ranks or a plain optimizer. Main parameters default to the weights."""
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         # The inner optimizer numbers the shards from 0, in the same order.
         # TODO: part (j)

@@ -1,12 +1,12 @@
 """Module 3: communicate while backward is still computing.
 
 The gradient of the last layer is ready when backward has barely begun. A hook on each parameter launches the
-all-reduce of its gradient right then, without waiting, and backward continues. `finish_grad_sync` waits for the
+all-reduce of its gradient at that moment, without waiting, and backward continues. `finish_grad_sync` waits for the
 all-reduces that are still running.
 
-Cost per step: one launch per trainable parameter, during backward; the same bytes as before; no copies. A step only
-becomes longer by the communication that does not fit beside the computation. All ranks must use every parameter, in
-the same order.
+Cost per step: one launch per trainable parameter, during backward, the same bytes as in module 1, and no copies. Only
+communication that does not overlap with computation makes the step longer. All ranks must use every parameter, in the
+same order.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..m01_naive_ddp.naive_ddp import broadcast_module_state
 
 
 class GradSyncMixin:
-    """The `no_sync` of every wrapper from here on, and the flag that it switches."""
+    """Add `no_sync` to a wrapper, and the flag that it switches. All later wrappers use it."""
 
     require_grad_sync = True  # whether a backward pass communicates
 
@@ -29,7 +29,7 @@ class GradSyncMixin:
     def no_sync(self) -> Iterator[None]:
         """Let the backward passes inside the block accumulate gradients without any communication.
 
-        Blocks may be nested. The end of a block restores the former state, also when an exception ends it.
+        Blocks may be nested. The end of a block restores the previous state, even after an exception.
         """
         # Switch self.require_grad_sync off for the duration of the block.
         ### BEGIN SOLUTION part (a)
@@ -50,7 +50,7 @@ class OverlappedDDP(GradSyncMixin, nn.Module):
         self.process_group = process_group
         broadcast_module_state(module, process_group)
         # Register a hook that calls `launch` for each trainable parameter as soon as its gradient is accumulated in
-        # parameter.grad. Create a list for the all-reduces that are running.
+        # parameter.grad. Create a list for the running all-reduces.
         ### BEGIN SOLUTION part (b)
         self.in_flight: list[tuple[dist.Work, nn.Parameter]] = []
         for parameter in module.parameters():
@@ -62,7 +62,7 @@ class OverlappedDDP(GradSyncMixin, nn.Module):
         return self.module(*args, **kwargs)
 
     def launch(self, parameter: nn.Parameter) -> None:
-        """Start the all-reduce of `parameter.grad` and return at once. The backward hook calls this method."""
+        """Start the all-reduce of `parameter.grad` without waiting. The backward hook calls this method."""
         # Unless inside no_sync, start the all-reduce with async_op=True and remember its handle.
         ### BEGIN SOLUTION part (c)
         if self.require_grad_sync:

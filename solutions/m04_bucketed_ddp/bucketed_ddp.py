@@ -1,11 +1,11 @@
-"""Module 4: buckets, the middle way between one launch in all and one launch per parameter.
+"""Module 4: buckets, a compromise between one launch for all parameters and one launch for each.
 
-Gradients become ready in roughly the reverse order of registration, so neighbours in that order share a bucket of about
+Gradients become ready in roughly reverse registration order, so neighbours in that order share a bucket of about
 25 MiB. A bucket is all-reduced as soon as its last gradient is ready, while backward continues. Gradients may become
 ready in a different order on each rank, but all ranks launch buckets in the same order (`LaunchQueue`).
 
-Cost per step: about (bytes of gradients) / (bucket size) launches, all but the last ones during backward; the same
-bytes as before; one copy of each gradient into its bucket and one copy back.
+Cost per step: about (bytes of gradients) / (bucket size) launches, most of them during backward, and the same bytes as
+before. Each gradient is copied into its bucket and back.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from ..m03_overlapped_ddp.overlapped_ddp import GradSyncMixin
 def plan_buckets(params: Iterable[nn.Parameter], bucket_cap_bytes: int) -> list[list[nn.Parameter]]:
     """Divide trainable parameters, given in registration order, into buckets, in reverse order.
 
-    A bucket closes before a parameter that would exceed the cap; a parameter that fits exactly still belongs to it. A
-    parameter larger than the cap has a bucket of its own, and all parameters of a bucket have one dtype. The function
-    looks at shapes and dtypes only, so it works on the meta device.
+    A bucket closes before a parameter that would exceed the cap. A parameter that fits exactly still goes into it. A
+    parameter larger than the cap has its own bucket. All parameters of a bucket have the same dtype. The function reads
+    shapes and dtypes only, so it works on the meta device.
     """
     # Go through the parameters from the last to the first, and open a new bucket where the rule asks for one.
     ### BEGIN SOLUTION part (a)
     buckets: list[list[nn.Parameter]] = []
-    nbytes = 0  # in the open bucket
+    nbytes = 0  # of the open bucket
     for parameter in reversed(list(params)):
         size = parameter.numel() * parameter.element_size()
         if not buckets or nbytes + size > bucket_cap_bytes or parameter.dtype != buckets[-1][0].dtype:
@@ -52,8 +52,8 @@ class Bucket:
         self.handle: dist.Work | None = None
 
     def launch(self) -> None:
-        """Copy the gradients into one flat tensor and start its all-reduce, without waiting. None counts as zeros."""
-        # Do the same as in module 2, but asynchronously.
+        """Copy the gradients into one flat tensor and start its all-reduce without waiting. None counts as zeros."""
+        # Do this as in module 2, but asynchronously.
         ### BEGIN SOLUTION part (b)
         for parameter in self.parameters:
             if parameter.grad is None:
@@ -78,8 +78,8 @@ class Bucket:
 class LaunchQueue:
     """Launch units strictly in order, each one as soon as it and all units before it are complete.
 
-    A unit is whatever is launched at once: a bucket, or in module 6 a group of buckets. Unit k is complete when
-    `num_grads[k]` gradients are ready. `launch(k)` starts its communication and does not wait. All ranks have the same
+    A unit is whatever is launched together: a bucket, or in module 6 a group of buckets. Unit k is complete when
+    `num_grads[k]` gradients are ready. `launch(k)` starts its communication without waiting. All ranks have the same
     units, so they launch them in the same order.
     """
 
@@ -89,12 +89,12 @@ class LaunchQueue:
         self.reset()
 
     def reset(self) -> None:
-        """Prepare for the next step: no gradient is ready, no unit is launched."""
+        """Prepare for the next step: mark every gradient as pending and no unit as launched."""
         self.num_pending = list(self.num_grads)  # gradients of each unit that are not ready yet
         self.next_to_launch = 0  # units 0 to next_to_launch - 1 are launched
 
     def mark_ready(self, unit: int) -> None:
-        """Count one more ready gradient of a unit. Then launch, in order, every unit whose turn has come."""
+        """Count one more ready gradient of a unit. Then launch units, in order, up to the first incomplete one."""
         ### BEGIN SOLUTION part (d)
         self.num_pending[unit] -= 1
         while self.next_to_launch < len(self.num_pending) and self.num_pending[self.next_to_launch] == 0:
@@ -140,7 +140,7 @@ class BucketedDDP(GradSyncMixin, nn.Module):
         ### END SOLUTION
 
     def finish_grad_sync(self) -> None:
-        """Launch the buckets that never became complete and wait for all. Then each gradient is the average."""
+        """Launch the remaining buckets and wait for all. Afterwards each gradient is the average."""
         # At the end, prepare the queue for the next step.
         ### BEGIN SOLUTION part (h)
         self.queue.launch_remaining()

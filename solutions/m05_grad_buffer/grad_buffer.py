@@ -1,8 +1,8 @@
 """Module 5: gradients that live in one contiguous buffer.
 
 Module 4 copies every gradient into its bucket and back. Here each gradient is a view of one flat buffer from the start,
-so a bucket is a slice of the buffer and is reduced in place. Three steps are separate: the *plan* (`plan_layout`, a
-pure function), the *memory* (`GradBuffer`) and the *communication* (`Bucket` and `BufferedDDP`).
+so a bucket is a slice of the buffer and is reduced in place. The code separates the *plan* (`plan_layout`, a pure
+function), the *memory* (`GradBuffer`) and the *communication* (`Bucket` and `BufferedDDP`).
 
 Cost per step: the launches and bytes of module 4, no copies, and padding of less than lcm(N, 128) elements per bucket.
 """
@@ -25,7 +25,7 @@ from ..m04_bucketed_ddp.bucketed_ddp import LaunchQueue
 
 @dataclass(frozen=True)
 class BufferLayout:
-    """A plan for a buffer of `numel` elements. Ranges are (start, end) in elements, without the end."""
+    """A plan for a buffer of `numel` elements. Ranges are half-open: (start, end) in elements."""
 
     param_ranges: tuple[tuple[int, int], ...]  # of parameter i
     bucket_of: tuple[int, ...]  # the bucket of parameter i
@@ -39,10 +39,10 @@ def plan_layout(
     """Place parameters of these sizes from left to right, in the given order, and divide them into buckets.
 
     A parameter starts at a multiple of 64. A bucket closes once it contains `bucket_numel` elements or more (None: one
-    bucket). Its end is padded to a multiple of lcm(dp_size, 128), so that `dp_size` ranks can divide it equally; with
-    `pad_for_busbw` also of 2^16. The rule is Megatron-LM's (megatron/core/optimizer/param_layout.py).
+    bucket). Its end is padded to a multiple of lcm(dp_size, 128), so that `dp_size` ranks can divide it equally, and
+    with `pad_for_busbw` also of 2^16. The rule is Megatron-LM's (megatron/core/optimizer/param_layout.py).
     """
-    # Keep the end of the last parameter and the start of the open bucket. Round up where the rule says so.
+    # Keep the end of the last parameter and the start of the open bucket. Round up as the rule says.
     ### BEGIN SOLUTION part (a)
     multiple = math.lcm(dp_size, 128, 2**16 if pad_for_busbw else 1)
     param_ranges, bucket_of, bucket_ranges = [], [], []
@@ -62,7 +62,7 @@ def plan_layout(
 
 
 def round_up(number: int, multiple: int) -> int:
-    """Return the smallest multiple that is not below the number."""
+    """Round `number` up to a multiple of `multiple`."""
     return -(-number // multiple) * multiple
 
 
@@ -110,7 +110,7 @@ class GradBuffer:
         ### END SOLUTION
 
     def reallocate(self) -> None:
-        """Move the flat tensors to new memory, as offloading and reloading does. Their values do not change."""
+        """Move the flat tensors to new memory, as offloading and reloading do. Their values do not change."""
         self.grad_data = self.grad_data.clone()
         if self.param_data is not None:
             self.param_data = self.param_data.clone()
@@ -137,7 +137,7 @@ class GradBuffer:
             ### END SOLUTION
 
     def finish_accumulation(self, set_grads: bool = True) -> None:
-        """Let the next step start from zero. With main_grad and `set_grads`, copy it to `parameter.grad`, rounded."""
+        """Let the next step start from zero. With main_grad and `set_grads`, round it into `parameter.grad`."""
         ### BEGIN SOLUTION part (e)
         self.has_accumulated = [False] * len(self.params)
         if self.has_main_grad and set_grads:
@@ -147,7 +147,7 @@ class GradBuffer:
 
 
 class Bucket:
-    """One bucket of a buffer: a slice that is all-reduced at once."""
+    """One bucket of a buffer: a slice that one collective all-reduces."""
 
     def __init__(self, buffer: GradBuffer, index: int, process_group: dist.ProcessGroup | None):
         self.buffer = buffer
@@ -202,11 +202,11 @@ class BufferedDDP(GradSyncMixin, nn.Module):
         return GradBuffer(params, bucket_numel, dist.get_world_size(self.process_group), grad_dtype)
 
     def make_units(self) -> list[Bucket]:
-        """Return what is launched at once, in launch order: here buckets, in module 6 groups of buckets."""
+        """Return the units of the queue, in launch order: here buckets, in module 6 groups of buckets."""
         return [Bucket(b, i, self.process_group) for b in self.grad_buffers for i in range(len(b.layout.bucket_ranges))]
 
     def forward(self, *args, **kwargs):
-        # Autograd adds in place to a gradient that exists. So attach the views that zero_grad has removed.
+        # Autograd adds in place to an existing gradient. So attach the views that zero_grad has removed.
         ### BEGIN SOLUTION part (g)
         if torch.is_grad_enabled():
             for buffer in self.grad_buffers:
@@ -217,8 +217,8 @@ class BufferedDDP(GradSyncMixin, nn.Module):
         return self.module(*args, **kwargs)
 
     def mark_ready(self, index: int, i: int) -> None:
-        """Take the gradient of parameter i, which belongs to unit `index`. The backward hook calls this method."""
-        # Accumulate it. Then count it, except inside no_sync.
+        """Accumulate the gradient of parameter i, which belongs to unit `index`. The backward hook calls this."""
+        # Always accumulate it. Count it only outside no_sync.
         ### BEGIN SOLUTION part (h)
         self.units[index].buffer.accumulate_into_buffer(i)
         if self.require_grad_sync:
@@ -226,12 +226,12 @@ class BufferedDDP(GradSyncMixin, nn.Module):
         ### END SOLUTION
 
     def launch(self, index: int) -> None:
-        """Start the communication of a unit, when the queue says so."""
+        """Start the communication of a unit. The queue calls this method."""
         self.units[index].start_grad_sync()
 
     def finish_grad_sync(self) -> None:
-        """Launch the units that never became complete and wait for all. Then each gradient is the average."""
-        # A gradient that never came must be in the buffer too.
+        """Launch the remaining units and wait for all. Afterwards each gradient is the average."""
+        # A gradient that never arrived must be in the buffer too.
         ### BEGIN SOLUTION part (i)
         for unit in self.units[self.queue.next_to_launch :]:
             for i in unit.param_indices:

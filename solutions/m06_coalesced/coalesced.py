@@ -5,7 +5,7 @@ shards of all ranks together. Buckets form groups; the collectives of a group ar
 
 Cost per step: two launches per group instead of one per bucket, and the bytes of one all-reduce. A group is launched
 when its last bucket is ready, so large groups mean fewer launches and less overlap. Its all-gather follows when half of
-the next group is ready. The second half does not have to carry gradients: module 8 lets it carry weights.
+the next group is ready. The all-gather does not have to carry gradients: in module 8 it carries weights.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from torch.distributed import distributed_c10d as c10d
 
 from ..m05_grad_buffer.grad_buffer import BufferedDDP, GradBuffer
 
-# torch 2.13 gave these new names.
+# torch 2.13 renamed these functions.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Handle(Protocol):
-    """What `coalesce` gives. wait() returns when all collectives of the block are complete."""
+    """The handle of one coalesced launch. wait() returns when all its collectives are complete."""
 
     def wait(self) -> None: ...
 
 
 @contextmanager
 def coalesce(process_group: dist.ProcessGroup | None = None) -> Iterator[Handle]:
-    """Launch the collectives that are called in the block as one when the block ends, without waiting.
+    """Launch all collectives that the block calls as one, when the block ends, without waiting.
 
-    They are all_reduce, reduce_scatter or all_gather of whole tensors: all of one kind, one reduce operation and one
-    dtype. Raise RuntimeError otherwise, and when blocks of one group are nested. Then, and after any exception in the
-    block, nothing is launched. Only this function uses torch's private `_coalescing_manager`.
+    The block may call all_reduce, reduce_scatter or all_gather on whole tensors. Raise RuntimeError if the calls differ
+    in kind, reduce operation or dtype, or if blocks of one group are nested. After any exception in the block, nothing
+    is launched. Only this function uses torch's private `_coalescing_manager`.
     """
     # The manager keeps the calls in `captured[group]` until the block ends. Each has an op, a redop and a tensor. The
-    # manager compares too little, and after an exception it keeps capturing: later calls would never be launched.
+    # manager does not compare enough, and after an exception it keeps capturing: later calls would never be launched.
     group = process_group or dist.group.WORLD
     captured = c10d._world.pg_coalesce_state
     ### BEGIN SOLUTION part (a)
@@ -80,7 +80,7 @@ class BucketGroup:
         self.param_handle: Handle | None = None
 
     def shards(self, data: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return (own shard, whole bucket) for each bucket of the group, as views of a flat tensor of the buffer."""
+        """Return (this rank's shard, whole bucket) for each bucket of the group, as views of a flat tensor."""
         rank, size = dist.get_rank(self.process_group), dist.get_world_size(self.process_group)
         ### BEGIN SOLUTION part (b)
         ranges = [self.buffer.layout.bucket_ranges[index] for index in self.bucket_indices]
@@ -89,8 +89,8 @@ class BucketGroup:
         ### END SOLUTION
 
     def start_grad_sync(self) -> None:
-        """Start to average the gradients: one launch, which reduce-scatters every bucket into its own shard."""
-        # Call `reduce_scatter` for each of the `shards` in a `coalesce` block. Keep its handle.
+        """Start to average the gradients: reduce-scatter every bucket into this rank's shard, in one launch."""
+        # Call `reduce_scatter` for each pair of `shards` in a `coalesce` block. Keep the block's handle.
         ### BEGIN SOLUTION part (c)
         with coalesce(self.process_group) as self.grad_handle:
             for own, bucket in self.shards(self.buffer.grad_data):
@@ -98,12 +98,12 @@ class BucketGroup:
         ### END SOLUTION
 
     def finish_grad_sync(self) -> None:
-        """Wait. Then this rank's shard of each bucket is the average, and the rest of the bucket means nothing."""
+        """Wait. Then this rank's shard of each bucket is the average. The rest of the bucket is undefined."""
         self.grad_handle.wait()
 
     def start_all_gather(self, data: torch.Tensor) -> Handle:
-        """Start to complete the buckets of a flat tensor from the shards of all ranks: one launch."""
-        # Do the same with `all_gather`: its output is the whole bucket, its input the own shard.
+        """Start to all-gather each bucket of a flat tensor from the shards of all ranks, in one launch."""
+        # Do the same with `all_gather`. Its input is this rank's shard, and its output the whole bucket.
         ### BEGIN SOLUTION part (d)
         with coalesce(self.process_group) as handle:
             for own, bucket in self.shards(data):
@@ -112,23 +112,23 @@ class BucketGroup:
         ### END SOLUTION
 
     def start_param_sync(self) -> None:
-        """Start to gather the parameters, of which each rank has updated its own shards."""
+        """Start to all-gather the parameters. Each rank has updated its own shards."""
         self.param_handle = self.start_all_gather(self.buffer.param_data)
 
     def finish_param_sync(self) -> None:
-        """Wait. Then the parameters of the group are complete."""
+        """Wait until the parameters of the group are complete."""
         self.param_handle.wait()
 
 
 class CoalescedDDP(BufferedDDP):
     """Like `BufferedDDP`, but the parameters live in the buffers too, and buckets are launched in `groups`.
 
-    `buckets_per_group=None` makes one group of each buffer. With `gather_grads` all gradients are averages after the
-    finish, so that any optimizer works. Without it only this rank's shards are, for an optimizer that steps on shards
-    and then calls `start_param_sync` and `finish_param_sync`.
+    `buckets_per_group=None` makes one group of each buffer. With `gather_grads`, all gradients are averages after the
+    finish, so any optimizer works. Without it, only this rank's shards are averages. The optimizer then steps on shards
+    and calls `start_param_sync` and `finish_param_sync`.
     """
 
-    group_class = BucketGroup  # module 7 has another one
+    group_class = BucketGroup  # module 7 replaces it
 
     def __init__(
         self,
@@ -140,17 +140,17 @@ class CoalescedDDP(BufferedDDP):
     ):
         self.buckets_per_group = buckets_per_group
         self.gather_grads = True
-        self.gathers: list[Handle] = []  # all-gathers of groups 0 to len(gathers) - 1, which are launched
+        self.gathers: list[Handle] = []  # all-gathers launched so far, of groups 0, 1, ...
         super().__init__(module, bucket_numel, grad_dtype, process_group)
 
     def make_buffer(self, params: list[nn.Parameter], bucket_numel: int | None, grad_dtype: torch.dtype | None):
-        """Return the buffer for parameters of one dtype, with the parameters in it."""
+        """Return the buffer for parameters of one dtype, which also contains the parameters."""
         size = dist.get_world_size(self.process_group)
         return GradBuffer(params, bucket_numel, size, grad_dtype, with_params=True)
 
     def make_units(self) -> list[BucketGroup]:
         """Return the groups, in launch order: consecutive buckets of one buffer."""
-        # Make each one with self.group_class.
+        # Make each group with self.group_class.
         ### BEGIN SOLUTION part (e)
         groups = []
         for buffer in self.grad_buffers:
@@ -163,26 +163,26 @@ class CoalescedDDP(BufferedDDP):
 
     @property
     def groups(self) -> list[BucketGroup]:
-        """What `BufferedDDP` counts and launches at once."""
+        """Return the groups: the units that `BufferedDDP` launches."""
         return self.units
 
     def launch(self, index: int) -> None:
-        """Start the reduce-scatter of a group and, before it, the all-gather of the group before."""
+        """Start the reduce-scatter of a group, after the all-gather of the group before it."""
         if self.gather_grads and len(self.gathers) < index:
             self.launch_next_all_gather()
         super().launch(index)
 
     def launch_next_all_gather(self) -> None:
-        """Wait for the averages of the first group that is not gathered, and start to complete them on all ranks."""
+        """Wait for the reduce-scatter of the first group that is not gathered yet, then start its all-gather."""
         group = self.groups[len(self.gathers)]
         group.finish_grad_sync()
         self.gathers.append(group.start_all_gather(group.buffer.grad_data))
 
     def mark_ready(self, index: int, i: int) -> None:
-        """Take the gradient of parameter i, which belongs to group `index`. The backward hook calls this method."""
+        """Accumulate the gradient of parameter i, which belongs to group `index`. The backward hook calls this."""
         super().mark_ready(index, i)
-        # Now everything is launched that is complete. With `gather_grads`: when half of the gradients of the next group
-        # are ready, the group before it has had time to be reduced. Gather it.
+        # All complete groups are launched by now. With `gather_grads`: when half of the next group's gradients are
+        # ready, the reduce-scatter of the group before it has had time to finish. Then launch its all-gather.
         ### BEGIN SOLUTION part (f)
         coming = self.queue.next_to_launch
         if self.gather_grads and len(self.gathers) < coming < len(self.groups):
@@ -192,9 +192,9 @@ class CoalescedDDP(BufferedDDP):
         ### END SOLUTION
 
     def finish_grad_sync(self) -> None:
-        """Launch the groups that never became complete and wait for all. Gather the averages if `gather_grads`."""
-        # A gradient that never came must be in the buffer too. The last group is not gathered yet. Nothing of this step
-        # may be left at the end.
+        """Launch the remaining groups and wait for all. With `gather_grads`, all-gather the averages."""
+        # A gradient that never arrived must be in the buffer too. The last group is not gathered yet. Keep no state of
+        # this step at the end.
         ### BEGIN SOLUTION part (g)
         for group in self.groups[self.queue.next_to_launch :]:
             for i in group.param_indices:
@@ -215,7 +215,7 @@ class CoalescedDDP(BufferedDDP):
             buffer.finish_accumulation(self.gather_grads)
 
     def start_param_sync(self) -> None:
-        """Start to complete the parameters of all groups from the shards of all ranks."""
+        """Start to all-gather the parameters of all groups from the shards of all ranks."""
         for group in self.groups:
             group.start_param_sync()
 

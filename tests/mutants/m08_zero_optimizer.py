@@ -346,7 +346,7 @@ GATHER = "        self.ddp.start_param_sync()\n        self.ddp.finish_param_syn
 LOCAL_GRADS = "        return [part.buffer.grad_data[part.buffer_slice] for part in self.param_shards.values()]\n"
 SHARE_WEIGHTS = (
     "\n    def share_weights(self) -> None:\n"
-    '        """Round the masters into the buffers, then gather the weights of all ranks."""\n'
+    '        """Round the main parameters into the buffers, then gather the weights of all ranks."""\n'
     "        ### BEGIN SOLUTION part (h)\n"
     "        for part in self.param_shards.values():\n"
     "            part.shard.grad = None\n"
