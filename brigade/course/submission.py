@@ -189,8 +189,8 @@ def keep_code(sources: Sources, codes: dict[str, bytes]) -> None:
 class SourceFinder(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
     """Imports a package from texts and code; the files themselves need not be readable, or there at all."""
 
-    def __init__(self, package: str, sources: ForRanks):
-        self._sources = {f"{package}.{name}": source for name, source in sources.items()}
+    def __init__(self, package: str, sources: Sources | ForRanks):
+        self._sources = {f"{package}.{name}": (*source, None)[:3] for name, source in sources.items()}
         self._packages = {package}
         for name in self._sources:
             while "." in name:
@@ -223,6 +223,6 @@ class SourceFinder(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
         exec(marshal.loads(code) if code else compile(text, path, "exec", dont_inherit=True), module.__dict__)
 
 
-def install(package: str, sources: ForRanks) -> None:
-    """Make `sources` importable as `package` in this process: a rank."""
+def install(package: str, sources: Sources | ForRanks) -> None:
+    """Make `sources` importable as `package` in this process, such as a rank. Texts without code are compiled here."""
     sys.meta_path.insert(0, SourceFinder(package, sources))
