@@ -1,4 +1,4 @@
-"""Graded checks of module 5: gradients that live in a padded contiguous buffer."""
+"""Graded checks of module 5: gradients that are views of a padded, contiguous buffer."""
 
 import math
 from functools import partial
@@ -34,11 +34,11 @@ ZEROED = {"zero": "optimizer, to None", "late": False}
 
 @pytest.mark.points(3)
 def test_layout_rule(submission):
-    """plan_layout follows the rule: starts at multiples of 64, buckets closed once full, ends padded for dp ranks."""
+    """plan_layout follows the rule: starts are multiples of 64, full buckets close, and their ends are padded."""
     rng = submission.rng
     cases = [
         {"arguments": [[100], 40, 1], "keywords": {}},
-        {"arguments": [[64, 64, 64], 128, 2], "keywords": {}},  # full exactly
+        {"arguments": [[64, 64, 64], 128, 2], "keywords": {}},  # exactly full
         {"arguments": [[10, 20, 30], None, 3], "keywords": {}},
         {"arguments": [[1, 1], 1, 4096], "keywords": {"pad_for_busbw": True}},
         {"arguments": [[], 10, 2], "keywords": {}},
@@ -49,32 +49,30 @@ def test_layout_rule(submission):
         dp_size = rng.choice([1, 2, 3, 4, 6, 7, 8, 12, 48, 100, 128, 1000, 4096])
         keywords = {"pad_for_busbw": True} if rng.random() < 0.3 else {}
         cases.append({"arguments": [numels, bucket_numel, dp_size], "keywords": keywords})
-    [answers] = submission.run(m05_grad_buffer.layouts, cases, world_size=1)
+    [answers] = submission.run(m05_grad_buffer.plan_layouts, cases, world_size=1)
     for case, answer in zip(cases, answers):
-        given = (
-            f"plan_layout({', '.join(map(str, case['arguments']))}{', pad_for_busbw=True' * bool(case['keywords'])})"
-        )
+        call = f"plan_layout({', '.join(map(str, case['arguments']))}{', pad_for_busbw=True' * bool(case['keywords'])})"
         expect(
             all(start % 64 == 0 for start, _ in answer["param_ranges"]),
-            f"in {given} every parameter starts at a multiple of 64 elements",
+            f"in the layout of {call} every parameter starts at a multiple of 64 elements",
             f"param_ranges = {answer['param_ranges']}",
             diagnosis.ALIGNED,
         )
-        layout = planned(*case["arguments"], **case["keywords"])
+        layout = compute_layout(*case["arguments"], **case["keywords"])
         for field in ("bucket_of", "param_ranges", "bucket_ranges", "numel"):
             expect(
                 answer[field] == layout[field],
-                f"{given} has {field} = {layout[field]}",
+                f"{call} returns {field} = {layout[field]}",
                 f"{field} = {answer[field]}",
-                diagnosis.LAYOUT[field],
+                partial(diagnosis.explain_layout, field, answer, layout, **case),
             )
     [frozen] = submission.run(m05_grad_buffer.is_frozen, world_size=1)
-    expect(frozen, "a BufferLayout cannot be changed: @dataclass(frozen=True)", "its numel could be set")
+    expect(frozen, "a BufferLayout cannot be changed: it is a dataclass with frozen=True", "its numel could be set")
 
 
 @pytest.mark.points(1)
 def test_gradients_are_averaged(submission):
-    """Replicas start equal, buffers included; one all-reduce per padded bucket averages every gradient."""
+    """Replicas start equal, buffers included. One all-reduce per padded bucket averages every gradient."""
     for world, model in zip(submission.worlds(1, 2, 3, 4), ("Plain", "Buffers", "Frozen", "Tied")):
         case = submission.case(model, world)
         results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)
@@ -85,47 +83,52 @@ def test_gradients_are_averaged(submission):
 
 @pytest.mark.points(3)
 def test_gradients_are_views(submission):
-    """Gradients lie in the buffer as the layout says, and a steady step copies and allocates nothing for that."""
+    """Gradients are views of the buffer at the layout's offsets. A step copies no more than the bare model's."""
     for world, form in zip(submission.worlds(2, 3), ("optimizer, to None", "optimizer, to zeros")):
         case = submission.case("Plain", world, steps=3)
-        names, layout = layout_of(case, world)
+        names, layout = lay_out(case, world)
         results = submission.run(m05_grad_buffer.train, case.make_jobs(zero=form, late=False, **JOB), world_size=world)
         for rank, result in enumerate(results):
             for step, buffers in enumerate(result["buffers"]):
                 expect(
                     len(buffers) == 1 and buffers[0]["numel"] == layout["numel"],
                     f"there is one grad buffer, with {layout['numel']} elements",
-                    f"{[buffer['numel'] for buffer in buffers]}",
-                    partial(diagnosis.wrong_layout, buffers, names),
+                    f"grad buffers of {join_names([buffer['numel'] for buffer in buffers])} elements",
+                    partial(diagnosis.explain_buffers, buffers, names),
                     rank=rank,
+                    step=step,
                 )
                 for name, (start, _) in zip(names, layout["param_ranges"]):
-                    offset = buffers[0]["places"].get(name)
+                    offset = buffers[0]["offsets"].get(name)
                     expect(
                         offset == start,
-                        f"after the finish the gradient of {name} is a view of the buffer, from element {start} on",
-                        f"rank {rank}, step {step}: "
-                        + ("it does not lie in the buffer" if offset is None else f"it begins at element {offset}"),
-                        partial(diagnosis.wrong_place, results, buffers, names, name),
+                        f"after the finish the gradient is a view of the buffer that begins at element {start}",
+                        "it is not in the buffer" if offset is None else f"it begins at element {offset}",
+                        partial(diagnosis.explain_offset, results, buffers, names, name),
+                        rank=rank,
+                        step=step,
+                        parameter=name,
                     )
     case = submission.case("Plain", world)
-    results = submission.run(m05_grad_buffer.steady_step, case.make_jobs(**JOB), world_size=world, mode="record")
-    smallest = min(p.numel() for p in case.parameters().values())
+    results = submission.run(
+        m05_grad_buffer.measure_steady_step, case.make_jobs(**JOB), world_size=world, mode="record"
+    )
+    numels = [p.numel() for p in case.parameters().values()]
     gradient_bytes = sum(p.numel() * p.element_size() for p in case.parameters().values())
     for rank, result in enumerate(results):
-        bare, ddp = ([n for n in result[key]["copied"] if n >= smallest] for key in ("bare", "ddp"))
+        bare, ddp = ([n for n in result[key]["copied"] if n >= min(numels)] for key in ("bare", "ddp"))
         expect(
             sum(ddp) <= sum(bare),
-            f"a step copies no more than the bare model's own, {sum(bare)} elements",
+            f"a step copies no more than a step of the bare model, {sum(bare)} elements",
             f"{sum(ddp)} elements in {len(ddp)} copies, of {sorted(ddp, reverse=True)[:6]} elements",
-            diagnosis.COPIES,
+            partial(diagnosis.explain_copies, ddp, numels),
             rank=rank,
         )
         extra = result["ddp"]["allocated"] - result["bare"]["allocated"]
         expect(
             extra < 0.05 * gradient_bytes,
-            "a step allocates no more than the bare model's own forward and backward",
-            f"{extra} bytes more; all gradients are {gradient_bytes} bytes",
+            "a step allocates no more memory than forward and backward of the bare model",
+            f"{extra} bytes more. All gradients together have {gradient_bytes} bytes",
             diagnosis.ALLOCATES,
             rank=rank,
         )
@@ -133,7 +136,7 @@ def test_gradients_are_views(submission):
 
 @pytest.mark.points(2)
 def test_zero_grad_in_any_form(submission):
-    """Every form of zero_grad, before forward or between forward and backward, gives the weights of one process."""
+    """With every form of zero_grad, called before or after forward, the weights are those of one process."""
     forms = ("optimizer, to None", "optimizer, to zeros", "model, to None", "model, to zeros")
     [world] = submission.worlds(2)
     for form in forms:
@@ -142,46 +145,50 @@ def test_zero_grad_in_any_form(submission):
             jobs = case.make_jobs(zero=form, late=late, **JOB)
             results = submission.run(m05_grad_buffer.train, jobs, world_size=world)
             when = "between forward and backward" if late else "before forward"
-            with explain_failures(results.events, partial(diagnosis.no_view, results)):
+            with explain_failures(results.events, partial(diagnosis.explain_lost_view, results)):
                 what = f"weights after 3 steps with zero_grad ({form}) {when}"
                 expect_trained(what, [result["weights"] for result in results], case)
 
 
 @pytest.mark.points(2)
 def test_buckets_overlap_with_backward(submission):
-    """Each bucket, padding included, is launched in place before the next is complete; padding stays zero."""
+    """Each bucket is launched in place, padding included, before the next is complete. Padding stays zero."""
     for world in submission.worlds(2, 3):
         case = submission.case("Plain", world, hidden_layers=4, steps=2)
-        names, layout = layout_of(case, world)
+        names, layout = lay_out(case, world)
         jobs = case.make_jobs(**ZEROED, **JOB)
         results = submission.run(m05_grad_buffer.train, jobs, world_size=world)
         expected = [end - start for start, end in layout["bucket_ranges"]]
         for rank, events in enumerate(results.events):
             for step in range(2):
                 where = f"rank {rank}, step {step}"
-                found = launches(events, step)
+                launched = launches(events, step)
                 buffers = results[rank]["buffers"][step]
                 expect(
-                    [launch.numel for launch in found] == expected and all(x.op == "all_reduce" for x in found),
-                    f"one all_reduce for each of the {len(expected)} buckets, in their order: {expected} elements",
-                    f"{where}: {summary(found)}",
-                    partial(diagnosis.wrong_launches, buffers, names, layout, events, step),
+                    [launch.numel for launch in launched] == expected and all(x.op == "all_reduce" for x in launched),
+                    f"one all_reduce for each of the {len(expected)} buckets, in their order, of "
+                    f"{join_names(expected, 8)} elements",
+                    summary(launched),
+                    partial(diagnosis.explain_launches, buffers, names, layout, events, step),
+                    rank=rank,
+                    step=step,
                 )
                 why_late = partial(explain_late_launches, submission, jobs, events, step)
-                expect_overlap(events, step, buckets_of(names, layout), where, why_late=why_late)
-            leaked = [buffers[0]["padding"] for buffers in results[rank]["buffers"]]
-            expect(
-                not any(leaked),
-                "the padding is zero after every step",
-                f"its entries add up to {leaked}",
-                diagnosis.LEAKS,
-                rank=rank,
-            )
+                expect_overlap(events, step, list_buckets(names, layout), where, why_late=why_late)
+            for step, buffers in enumerate(results[rank]["buffers"]):
+                expect(
+                    not buffers[0]["padding"],
+                    "the padding is zero after every step",
+                    f"the sum of its absolute entries is {buffers[0]['padding']:g}",
+                    diagnosis.LEAKS,
+                    rank=rank,
+                    step=step,
+                )
 
 
 @pytest.mark.points(2)
 def test_main_grad_accumulates_in_fp32(submission):
-    """With grad_dtype=float32, many small bf16 gradients accumulate in fp32, and each step starts anew."""
+    """With grad_dtype=float32, many small bf16 gradients accumulate in fp32, and each step starts from zero."""
     rng = torch.Generator().manual_seed(submission.rng.randrange(2**31))
     sizes = submission.rng.sample(range(3, 200), 4)
     # One gradient of about 1, then many of about 1/500: in bf16 each of these would be rounded away.
@@ -196,6 +203,15 @@ def test_main_grad_accumulates_in_fp32(submission):
         common = JOB | {"sizes": sizes, "set_to_none": set_to_none, "arguments": arguments}
         jobs = PerRank(common | {"batches": own} for own in batches)
         results = submission.run(m05_grad_buffer.accumulate, jobs, world_size=world)
+        for rank, result in enumerate(results):
+            absent = [i for i, main_grad in result["steps"][0]["main_grad"].items() if main_grad is None]
+            expect(
+                not absent,
+                "with grad_dtype=float32 every bf16 parameter has a main_grad",
+                f"{len(absent)} of {len(sizes)} parameters have none",
+                rank=rank,
+                step=0,
+            )
         for step in range(2):
             average = {
                 f"main_grad of parameter {i}": sum(micro[i].float() for own in batches for micro in own[step]) / world
@@ -203,46 +219,49 @@ def test_main_grad_accumulates_in_fp32(submission):
             }
             with explain_failures(results.events):
                 expect_equal(
-                    f"main_grad is the average of what 41 micro-batches accumulated, in fp32 (step {step})",
+                    f"main_grad is the fp32 average of the sums of 41 micro-batches (step {step})",
                     [dict(zip(average, result["steps"][step]["main_grad"].values())) for result in results],
                     average,
                     tolerance=1e-5,
-                    hypotheses=partial(diagnosis.main_grads, batches, step, results),
+                    hypotheses=partial(diagnosis.suspect_main_grads, batches, step, results),
                 )
             for rank, result in enumerate(results):
                 for i, main_grad in result["steps"][step]["main_grad"].items():
                     grad = result["steps"][step]["grad"][i]
                     expect(
-                        grad.dtype == torch.bfloat16 and torch.equal(grad, main_grad.bfloat16()),
+                        grad is not None and grad.dtype == torch.bfloat16 and torch.equal(grad, main_grad.bfloat16()),
                         "after the finish p.grad is main_grad, rounded to the parameter's dtype",
-                        f"parameter {i} has another gradient, of {grad.dtype}",
+                        "p.grad is None" if grad is None else f"p.grad has the dtype {grad.dtype} or other values",
                         rank=rank,
                         step=step,
+                        parameter=f"parameter {i}",
                     )
         for rank, events in enumerate(results.events):
             expect(
                 {launch.dtype for launch in launches(events, 0)} == {"float32"},
-                "the gradients travel in fp32, the dtype of the buffer",
+                "gradients are reduced in fp32, the dtype of the buffer",
                 summary(launches(events, 0)),
                 rank=rank,
+                step=0,
             )
-            places = results[rank]["steps"][1]["buffers"][0]["places"]
+            offsets = results[rank]["steps"][1]["buffers"][0]["offsets"]
             expect(
-                None not in places.values(),
+                None not in offsets.values(),
                 "each main_grad is a view of the buffer",
-                f"{sum(place is None for place in places.values())} of {len(places)} are not",
+                f"{sum(offset is None for offset in offsets.values())} of {len(offsets)} are not",
                 rank=rank,
+                step=1,
             )
 
 
 @pytest.mark.points(1)
 def test_one_buffer_per_dtype(submission):
-    """Parameters of each dtype have one buffer, in their dtype or in a wider grad_dtype; all are averaged."""
+    """Parameters of each dtype have one buffer, in their dtype or in a wider grad_dtype. All are averaged."""
     for world, grad_dtype in zip(submission.worlds(2, 3), (None, torch.float32)):
         case = submission.case("MixedDtypes", world, hidden_layers=4)
         job = JOB | {"arguments": JOB["arguments"] | {"grad_dtype": grad_dtype}}
         wide = [dtype for dtype in (torch.float64, torch.float32) if grad_dtype]  # float32 is not wider than these
-        with diagnosis.narrower_dtype_suspected(wide):
+        with diagnosis.suspect_buffer_dtype(wide):
             results = submission.run(m05_grad_buffer.train, case.make_jobs(**ZEROED, **job), world_size=world)
         expected = {}
         for name, parameter in case.parameters().items():
@@ -250,16 +269,16 @@ def test_one_buffer_per_dtype(submission):
         dtypes = {name: p.dtype if p.dtype in wide else grad_dtype or p.dtype for name, p in case.parameters().items()}
         for rank, result in enumerate(results):
             buffers = result["buffers"][0]
-            found = [set(buffer["places"]) for buffer in buffers]
+            parameter_sets = [set(buffer["offsets"]) for buffer in buffers]
             expect(
-                len(found) == len(expected) and all(names in found for names in expected.values()),
-                f"there are {len(expected)} grad buffers, one for the parameters of each of "
-                f"{sorted(map(str, expected))}",
-                f"{len(buffers)} buffers, of {sorted(str(buffer['dtype']) for buffer in buffers)}",
+                len(buffers) == len(expected) and all(names in parameter_sets for names in expected.values()),
+                f"there are {len(expected)} grad buffers, one for all parameters of each dtype: "
+                f"{join_names(sorted(map(str, expected)))}",
+                f"{len(buffers)} buffers, of {join_names(sorted(str(buffer['dtype']) for buffer in buffers), 8)}",
                 rank=rank,
             )
             for buffer in buffers:
-                name = next(iter(buffer["places"]))
+                name = next(iter(buffer["offsets"]))
                 own = case.parameters()[name].dtype
                 expect(
                     buffer["dtype"] == dtypes[name],
@@ -268,13 +287,14 @@ def test_one_buffer_per_dtype(submission):
                     diagnosis.NARROWER if own in wide else "",
                     rank=rank,
                 )
-            lost = [name for buffer in buffers for name, place in buffer["places"].items() if place is None]
+            lost = [name for buffer in buffers for name, offset in buffer["offsets"].items() if offset is None]
             expect(
                 not lost,
                 "every gradient is a view of its buffer",
-                f"not {', '.join(lost)}",
-                partial(diagnosis.no_view, results),
+                f"the gradients of {join_names(lost)} are not",
+                partial(diagnosis.explain_lost_view, results),
                 rank=rank,
+                step=0,
             )
         results = submission.run(training.train, case.make_jobs(**job), world_size=world)
         expect_gradients(results, case, tolerance=2**-6)
@@ -282,7 +302,7 @@ def test_one_buffer_per_dtype(submission):
 
 @pytest.mark.points(1)
 def test_steps_and_subgroups(submission):
-    """Several steps are right with no_sync (also interrupted), different ready orders, and on ranks 1 and 3 of four."""
+    """Several steps are right with (interrupted) no_sync, in different ready orders, and on ranks 1 and 3 of four."""
     for world, model in zip(submission.worlds(2, 3, 4), ("Plain", "Reordered", "Tied")):
         groups = [[1, 3], [0, 2]] if world == 4 else [list(range(world))]
         case = submission.case(
@@ -301,16 +321,18 @@ def test_steps_and_subgroups(submission):
             expect_restored(results.events, case.group, 1)
         elif model == "Reordered":
             for rank in case.group:
-                expect_turns(results.events[rank], *layout_of(case, world), f"rank {rank}, step 0")
+                expect_bucket_order(results.events[rank], *lay_out(case, world), rank)
         expect_gradients(results, case)
         expect_weights(results, case)
         if model == "Plain":
-            count, expected = len(launches(results.events[0], 0)), len(layout_of(case, world)[1]["bucket_ranges"])
+            count, expected = len(launches(results.events[0], 0)), len(lay_out(case, world)[1]["bucket_ranges"])
             expect(
                 count == expected,
-                f"{expected} launches in a step of 3 micro-batches: one for each bucket",
-                f"rank 0: {count} launches",
+                f"a step of 3 micro-batches launches {expected} collectives, one per bucket",
+                f"{count} launches",
                 partial(find_leftover, results.events[0]),
+                rank=0,
+                step=0,
             )
         require_padded(results, case, steps=3)
 
@@ -318,8 +340,8 @@ def test_steps_and_subgroups(submission):
 # ---- what the checks use
 
 
-def planned(numels, bucket_numel, dp_size, pad_for_busbw=False):
-    """The layout as the rule has it."""
+def compute_layout(numels, bucket_numel, dp_size, pad_for_busbw=False):
+    """Return the layout that the rule gives."""
     multiple = math.lcm(dp_size, 128, 65536) if pad_for_busbw else math.lcm(dp_size, 128)
     param_ranges, bucket_of, bucket_ranges, position, bucket_start = [], [], [], 0, 0
     for numel in numels:
@@ -340,18 +362,18 @@ def planned(numels, bucket_numel, dp_size, pad_for_busbw=False):
     return {"param_ranges": param_ranges, "bucket_of": bucket_of, "bucket_ranges": bucket_ranges, "numel": position}
 
 
-def layout_of(case, world):
-    """Names from the last parameter to the first, and the layout of their buffer; for models of one dtype."""
+def lay_out(case, world):
+    """Return the names from the last parameter to the first, and their buffer's layout. The model has one dtype."""
     named = list(reversed([(name, p) for name, p in case.parameters().items() if p.requires_grad]))
-    return [name for name, _ in named], planned([p.numel() for _, p in named], BUCKET_NUMEL, world)
+    return [name for name, _ in named], compute_layout([p.numel() for _, p in named], BUCKET_NUMEL, world)
 
 
 def require_padded(results, case, steps=1):
-    """The numbers count only if each step launches parts of a padded buffer asynchronously, while backward runs."""
+    """Require that each step launches parts of a padded buffer asynchronously, while backward runs."""
     total = sum(parameter.numel() for parameter in case.parameters().values() if parameter.requires_grad)
 
-    def accepts(found):
-        return all(map(overlaps, found)) and sum(launch.numel for launch in found) > total
+    def accepts(launched):
+        return all(map(overlaps, launched)) and sum(launch.numel for launch in launched) > total
 
     kind = (
         "an asynchronous all_reduce for each bucket of the buffer, padding included, launched while backward runs and "
@@ -360,20 +382,24 @@ def require_padded(results, case, steps=1):
     require_launches(results.events, case.group, kind, accepts, steps)
 
 
-def buckets_of(names, layout):
-    """The names of the parameters of each bucket."""
+def list_buckets(names, layout):
+    """Return the names of the parameters of each bucket."""
     count = len(layout["bucket_ranges"])
     return [[name for name, bucket in zip(names, layout["bucket_of"]) if bucket == i] for i in range(count)]
 
 
-def expect_turns(events, names, layout, where):
-    """In step 0 launch i is made when all gradients of bucket i are ready, by the layout of the parameters `names`."""
-    complete = {name: place for place, name in ready(events, 0)}
-    for number, (launch, members) in enumerate(zip(launches(events, 0), buckets_of(names, layout))):
-        missing = [name for name in members if complete.get(name, -1) > launch.place]
+def expect_bucket_order(events, names, layout, rank):
+    """Expect launch i of step 0 when all gradients of bucket i are ready, in a layout of the parameters `names`."""
+    ready_at = {name: position for position, name in ready(events, 0)}
+    buckets = list_buckets(names, layout)
+    lengths = [end - start for start, end in layout["bucket_ranges"]]
+    for number, (launch, bucket) in enumerate(zip(launches(events, 0), buckets)):
+        missing = [name for name in bucket if ready_at.get(name, -1) > launch.place]
         expect(
             not missing,
             "buckets are launched in their order, each when all its gradients are ready",
-            f"{where}: launch {number} was made when {join_names(missing)} of bucket {number} were not",
-            diagnosis.IN_READY_ORDER,
+            f"launch {number} came when {join_names(missing)} of bucket {number} were not ready",
+            partial(diagnosis.explain_early_launch, events, 0, launch, buckets, lengths),
+            rank=rank,
+            step=0,
         )

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from test_m05_grad_buffer import BUCKET_NUMEL, planned
+from test_m05_grad_buffer import BUCKET_NUMEL, compute_layout
 from test_m06_coalesced import require_halves
 
 from brigade.checks.expectations import (
@@ -161,7 +161,7 @@ def groups_of(case, world, buckets_per_group):
     for name, parameter in reversed(case.parameters().items()):
         by_dtype.setdefault(parameter.dtype, []).append((name, parameter.numel()))
     for named in by_dtype.values():
-        layout = planned([numel for _, numel in named], BUCKET_NUMEL, world)
+        layout = compute_layout([numel for _, numel in named], BUCKET_NUMEL, world)
         ranges = layout["bucket_ranges"]
         for first in range(0, len(ranges), buckets_per_group):
             mine = range(first, min(first + buckets_per_group, len(ranges)))

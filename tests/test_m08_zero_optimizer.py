@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from test_m05_grad_buffer import planned
+from test_m05_grad_buffer import compute_layout
 
 from brigade.checks.expectations import MANY_STEPS, expect, expect_equal, format_distinct, join_names
 from brigade.events import launches, summary
@@ -638,7 +638,7 @@ def require_shared_state(results, case, name):
 def padded_numel(params, world):
     """The elements of all buckets of a buffer of these parameters."""
     numels = [p.numel() for p in reversed(list(params)) if p.requires_grad]
-    return planned(numels, ZERO["arguments"]["bucket_numel"], world)["numel"]
+    return compute_layout(numels, ZERO["arguments"]["bucket_numel"], world)["numel"]
 
 
 def expect_norms(found, truth, when, rounding):

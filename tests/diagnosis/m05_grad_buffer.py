@@ -1,103 +1,188 @@
 """Likely causes of failures of module 5's checks."""
 
 import contextlib
+import math
 
 import torch
 
 from brigade.checks.diagnose.evidence import find_leftover, join_names
 from brigade.checks.verdict import CheckFailed
-from brigade.events import launches
+from brigade.events import launches, ready
 
 # plan_layout
-ALIGNED = "elements, not bytes; a start is rounded up to a multiple of 64?"
-LAYOUT = {  # of each field of a BufferLayout
-    "bucket_of": "a bucket closes once it holds bucket_numel elements, measured from its start?",
-    "param_ranges": "what follows a closed bucket starts after its padding?",
-    "bucket_ranges": "the end of a bucket is a multiple of lcm(dp_size, 128), in elements?",
-    "numel": "the last bucket's padding belongs to the buffer?",
-}
+ALIGNED = "the start of a parameter is not rounded up to a multiple of 64 elements (elements, not bytes)."
+CLOSED_ELSEWHERE = (
+    "a bucket is closed at the wrong parameter. It closes once it holds bucket_numel elements, counted from its start "
+    "to the end of its last parameter, gaps included."
+)
+WRONG_TOTAL = "numel is not the end of the last bucket, padding included."
 
-COPIES = "gradients are copied into the buffer or out of it: p.grad must be the view before backward adds to it"
-ALLOCATES = "a flat copy is made in every step?"
-LEAKS = "the buffer was allocated without zeros, or something is written past a parameter's end?"
-IN_READY_ORDER = "a bucket is launched as soon as it is complete, before those in front of it?"
-NARROWER = "a grad_dtype that is not wider than the parameters' dtype is ignored: it is used for these parameters too"
-
-
-def wrong_layout(buffers, names):
-    """Why a buffer is not laid out as the rule has it, with the parameters `names` in their order."""
-    if len(buffers) == 1 and list(buffers[0]["places"]) == names:
-        return "plan_layout does not follow its rule (see test_layout_rule), or is given other numbers?"
-    return "parameters are not laid out from the last to the first?"
+COPIED_GRADIENTS = (
+    "gradients are copied into the buffer or out of it. p.grad must already be the view when backward adds to it."
+)
+COPIED_BUCKETS = "whole buckets are copied. The collective must work on a slice of the buffer, in place."
+ALLOCATES = "every step allocates new memory, for example for a flat copy of the gradients."
+LEAKS = "the buffer was allocated without zeros, or something is written past the end of a parameter."
+IN_READY_ORDER = "a bucket is launched as soon as it is complete, before those in front of it."
+SHARED_BUFFER = "the buffer has another dtype than the parameter. Parameters of each dtype need a buffer of their own."
+NARROWER = (
+    "a grad_dtype that is not wider than the parameters' dtype must be ignored, but it is used for these parameters."
+)
 
 
-def wrong_place(results, buffers, names, name):
-    """Why the gradient of a parameter is elsewhere than the layout says, in these buffers of one step."""
-    return no_view(results) if buffers[0]["places"].get(name) is None else wrong_layout(buffers, names)
+def explain_layout(field, answer, layout, arguments, keywords):
+    """Return why `field` of a planned layout is wrong; the fields in front of it are right."""
+    if field == "bucket_of":
+        return CLOSED_ELSEWHERE
+    if field == "param_ranges":
+        return explain_param_ranges(answer, layout, arguments, keywords)
+    if field == "bucket_ranges":
+        return explain_bucket_ranges(answer, layout, arguments, keywords)
+    return WRONG_TOTAL
 
 
-def no_view(results):
-    """Which gradient is not a view of its buffer after a finish, and why, or nothing. `results` are m05's `train`."""
+def explain_param_ranges(answer, layout, arguments, keywords):
+    """Return why parameters that start at multiples of 64 have the wrong ranges."""
+    pairs = list(zip(answer["param_ranges"], layout["param_ranges"]))
+    if any(got[1] - got[0] != right[1] - right[0] for got, right in pairs):
+        return "the range of a parameter does not contain exactly its own elements. Padding belongs to no parameter."
+    wrong = next((i for i, (got, right) in enumerate(pairs) if got != right), 0)
+    if wrong and layout["bucket_of"][wrong] != layout["bucket_of"][wrong - 1]:
+        ends = [end for _, end in answer["bucket_ranges"]]
+        if answer["param_ranges"][wrong][0] in ends:
+            return explain_bucket_ranges(answer, layout, arguments, keywords)
+        return "the first parameter after a closed bucket does not start where that bucket's padding ends."
+    return "inside a bucket, a parameter does not start at the first multiple of 64 after the parameter before it."
+
+
+def explain_bucket_ranges(answer, layout, arguments, keywords):
+    """Return why buckets have the wrong ranges, although each closes at the right parameter."""
+    numbers = f"lcm(dp_size, 128{', 2^16' * bool(keywords)})"
+    multiple = math.lcm(arguments[2], 128, 2**16 if keywords else 1)
+    if len(answer["bucket_ranges"]) < len(layout["bucket_ranges"]):
+        return "the last bucket is missing. It must also be closed if it is not full."
+    if any(end % multiple for _, end in answer["bucket_ranges"]):
+        return f"the end of a bucket is not padded to a multiple of {numbers} elements."
+    starts, right = ([start for start, _ in ranges] for ranges in (answer["bucket_ranges"], layout["bucket_ranges"]))
+    if starts != right:
+        return "a bucket does not start where the padding of the bucket before it ends."
+    return f"a bucket has more padding than it takes to reach the next multiple of {numbers} elements."
+
+
+def explain_buffers(buffers, names):
+    """Return why buffers are not laid out as the rule says: one buffer for the parameters `names`, in this order."""
+    if len(buffers) != 1:
+        return "buffers are not made one per dtype. All parameters of this model have the same dtype."
+    order = list(buffers[0]["offsets"])
+    if order == names:
+        return "plan_layout does not follow its rule (see test_layout_rule), or it is called with other numbers."
+    if order == names[::-1]:
+        return "parameters are laid out from the first to the last. The list must be reversed."
+    if set(order) != set(names):
+        return "the buffer does not contain exactly the trainable parameters."
+    return "parameters are not laid out from the last to the first."
+
+
+def explain_copies(copied, numels):
+    """Return what a step copies, from the elements of each copy; `numels` are those of the parameters."""
+    return COPIED_GRADIENTS if set(copied) & set(numels) else COPIED_BUCKETS
+
+
+def explain_offset(results, buffers, names, name):
+    """Return why a gradient is not where the layout says; `buffers` are those of one step of one rank."""
+    return explain_lost_view(results) if buffers[0]["offsets"].get(name) is None else explain_buffers(buffers, names)
+
+
+def explain_lost_view(results):
+    """Return which gradient is not a view of its buffer after a finish, and why; "" if all are views.
+
+    `results` are those of the scenario `train`.
+    """
     for rank, result in enumerate(results):
         for step, buffers in enumerate(result["buffers"]):
-            for buffer, before in zip(buffers, result["places_before_finish"][step]):
-                lost = [name for name, place in buffer["places"].items() if place is None]
+            for buffer, before in zip(buffers, result["offsets_before_finish"][step]):
+                lost = [name for name, offset in buffer["offsets"].items() if offset is None]
                 others = [name for name in lost if name not in buffer["absent"]]
-                where = f"after the finish, on rank {rank} in step {step}"
+                when = f"after the finish, on rank {rank} in step {step}"
                 if others:
-                    what = f"the gradient of {join_names(others)} is no view {where}"
+                    what = f"the gradient of {join_names(others)} is not a view {when}"
                     if all(before.get(name) is not None for name in others):
-                        return what + ", and was one before: finish_grad_sync has to change it in place?"
-                    return what + ": zero_grad took the view away, and it was not put back, or a copy was?"
+                        return what + ", but it was one before the finish. finish_grad_sync must change it in place."
+                    return (
+                        what + ". zero_grad removed the view, and the wrapper did not put it back, or put back a copy."
+                    )
                 if lost:
                     return (
-                        f"the gradient of {join_names(lost)} is None {where}: one that never came has to be taken, too?"
+                        f"the gradient of {join_names(lost)} is None {when}. finish_grad_sync must also attach the "
+                        "views of gradients that never became ready."
                     )
     return ""
 
 
-def wrong_launches(buffers, names, layout, events, step):
-    """Why a step's launches are not one for each bucket of the layout; `buffers` are those of this step."""
-    if buffers[0]["numel"] != layout["numel"]:
-        return wrong_layout(buffers, names)
-    if len(launches(events, step)) == len(layout["bucket_ranges"]):
-        return "the padding of a bucket is reduced with it?"
-    return find_leftover(events)
+def explain_launches(buffers, names, layout, events, step):
+    """Return why a step's launches are not one all_reduce per bucket; `buffers` are those of this step."""
+    if len(buffers) != 1 or buffers[0]["numel"] != layout["numel"]:
+        return explain_buffers(buffers, names)
+    launched = launches(events, step)
+    expected = [end - start for start, end in layout["bucket_ranges"]]
+    if others := sorted({launch.op for launch in launched} - {"all_reduce"}):
+        return f"the buckets are not all-reduced: the step launches {join_names(others)}."
+    if cause := find_leftover(events):
+        return cause
+    numels = [launch.numel for launch in launched]
+    if sorted(numels) == sorted(expected):
+        return "the buckets are launched in another order than that of the buffer."
+    if len(numels) == len(expected) and all(numel <= most for numel, most in zip(numels, expected)):
+        return "the padding of a bucket is not reduced with it."
+    if len(numels) > len(expected) and sum(numels) <= sum(expected):
+        return "a bucket is launched in several pieces instead of as one slice of the buffer."
+    return ""
 
 
-def main_grads(batches, step, results):
-    """What mistakes would leave in main_grad after a step; `batches[rank][step][micro][i]` are the gradients."""
+def explain_early_launch(events, step, launch, buckets, lengths):
+    """Return why a launch came before its bucket was complete, where it belongs to another bucket; else ""."""
+    ready_at = {name: position for position, name in ready(events, step)}
+    for names, numel in zip(buckets, lengths):
+        is_complete = all(ready_at.get(name, -1) <= launch.place for name in names)
+        if is_complete and numel == launch.numel:
+            return IN_READY_ORDER
+    return "a bucket is launched before all its gradients are ready. Count the gradients of every parameter in it."
+
+
+def suspect_main_grads(batches, step, results):
+    """Return what mistakes would leave in main_grad after a step; gradients are `batches[rank][step][micro][i]`."""
     world, count = len(batches), len(batches[0][0][0])
 
-    def averaged(accumulated):
+    def average(accumulate):
         """By name, the average over the ranks of what a rank accumulates: a function of its micro-batches and i."""
-        sums = {i: [accumulated(own[step], i) for own in batches] for i in range(count)}
+        sums = {i: [accumulate(own[step], i) for own in batches] for i in range(count)}
         return [{f"main_grad of parameter {i}": sum(sums[i]) / world for i in sums}] * world
 
     before = results[0]["steps"][0]["main_grad"]
-    kept = averaged(lambda micro, i: sum(x[i].float() for x in micro) + (before[str(i)] if step else 0))
     hypotheses = {
-        "the micro-batches accumulated in bf16, where 1 + 0.002 is 1?": averaged(
-            lambda micro, i: partial_sums(micro, i)[-1]
+        "the micro-batches are accumulated in bf16, where 1 + 0.002 is 1.": average(
+            lambda micro, i: add_up(micro, i)[-1]
         ),
-        "main_grad still holds the step before: zero_grad does not reach it?": kept,
-        "p.grad goes on growing, and all of it is added each time: drop it when it has been added?": averaged(
-            lambda micro, i: sum(partial_sums(micro, i))
+        "main_grad still contains the gradients of the step before. zero_grad does not reach it.": average(
+            lambda micro, i: sum(x[i].float() for x in micro) + (before[str(i)] if step else 0)
         ),
-        "only the last micro-batch is in it: copied, where it has to be added?": averaged(
+        "p.grad keeps growing, and all of it is added to main_grad each time. Set it to None once it has been added.": (
+            average(lambda micro, i: sum(add_up(micro, i)))
+        ),
+        "main_grad contains only the last micro-batch. Gradients are copied into it instead of added.": average(
             lambda micro, i: micro[-1][i].float()
         ),
     }
     if step == 0:
-        hypotheses["each rank has its own sum: is main_grad a view of the buffer?"] = [
+        hypotheses["each rank has its own sum: main_grad is not a view of the buffer that is reduced."] = [
             {f"main_grad of parameter {i}": sum(x[i].float() for x in own[step]) for i in range(count)}
             for own in batches
         ]
     return hypotheses
 
 
-def partial_sums(micro, i):
-    """The sums of a rank's first micro-batches, accumulated in their own dtype, for 1, 2, ... of them."""
+def add_up(micro, i):
+    """Return the sums of a rank's first micro-batches, accumulated in their own dtype, for 1, 2, ... of them."""
     total, sums = torch.zeros_like(micro[0][i]), []
     for gradients in micro:
         total = total + gradients[i]
@@ -106,11 +191,11 @@ def partial_sums(micro, i):
 
 
 @contextlib.contextmanager
-def narrower_dtype_suspected(wide):
-    """Where a gradient has the wrong dtype, and some parameters are as wide as grad_dtype, that is ignored for them."""
+def suspect_buffer_dtype(wide):
+    """Explain a gradient of the wrong dtype: grad_dtype must be ignored for parameters of the dtypes in `wide`."""
     try:
         yield
     except CheckFailed as failed:
-        if wide and failed.verdict.hypothesis == "assigned gradient":
-            raise failed.with_cause(NARROWER) from None
+        if failed.verdict.hypothesis == "assigned gradient":
+            raise failed.with_cause(NARROWER if wide else SHARED_BUFFER) from None
         raise

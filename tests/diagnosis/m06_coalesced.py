@@ -3,135 +3,175 @@
 from collections import Counter
 
 from brigade.checks.diagnose.evidence import find_leftover
+from brigade.events import ready
 
 # coalesce
-ONE_BY_ONE = "the calls of a block are launched one by one?"
-SYNCHRONOUS = "async_ops=True?"
-OTHER_HANDLE = "the launch is another handle's?"
-NESTED = "blocks of one group cannot be nested: is the group captured already when the inner one begins?"
-SWALLOWED = "coalesce swallows or replaces it, in an `except` or with a `return` in `finally`?"
-BLOCK_LEFT_OVER = "something of the block before is left over?"
+ONE_BY_ONE = "the calls of a block are launched one by one."
+MADE_BY_WAIT = "the block collects the calls, and handle.wait() launches them. The end of the block must launch."
+OTHER_HANDLE = "coalesce yields another handle than that of the launch."
+NESTED = (
+    "blocks of one group are nested. The inner block must raise an exception if the group is already capturing calls."
+)
+SWALLOWED = "coalesce swallows or replaces the exception, in an `except` or with a `return` in `finally`."
+BLOCK_LEFT_OVER = "coalesce keeps something of the block that ended with an exception."
 
 # groups
-WHOLE_BUFFER = "the whole buffer is divided, or travels?"
-WRONG_NUMEL = "plan_layout does not follow the rule of module 5, or the buffer is not made for the size of the group?"
-NOT_AWAITED = "one handle is kept for several groups, or its wait() is not called?"
-RACED = "the buffer is divided or written to while a collective is under way?"
-TOO_EARLY = "a group counts the gradients of all its buckets, and waits for its turn, in the order of the buckets?"
-WRONG_GROUP = "the process group is not passed on to each BucketGroup, or to coalesce and the calls in it?"
+WHOLE_BUFFER = "the whole buffer is divided or communicated, instead of the buckets of the group."
+WRONG_NUMEL = "plan_layout does not follow the rule of module 5, or the buffer is not made for the size of the group."
+NOT_AWAITED = "wait() is not called on every handle, or one attribute keeps the handle of the last group only."
+RACED = "the buffer is divided or written to while a collective is in progress."
+WRONG_GROUP = "the process group is not passed on to each BucketGroup, or to coalesce and the calls in its block."
 
 
-def not_one_launch(found):
-    """Why a block of coalesced calls is not one launch."""
-    if not found:
-        return "what is called in the block is collected, and never launched?"
-    if len(found) > 1:
-        return "the calls are not collected: does coalesce collect those on the group that it is given?"
+def explain_calls(launched, count):
+    """Return why a block of `count` coalesced calls is not one launch."""
+    if not launched:
+        return "the block collects the calls and never launches them."
+    if len(launched) > 1:
+        return "the calls are not collected. coalesce must collect the calls on the group that it is given."
+    if launched[0].parts < count:
+        return "some calls of the block are lost: the launch does not contain all of them."
     return ""
 
 
-def not_refused(compared):
-    """Why a block raises nothing, where `compared` is what tells its calls apart."""
+def explain_early_wait(launch):
+    """Return why a block waits for its launch."""
+    return "async_ops=True is missing." if launch.sync else "the block itself calls wait() on the handle."
+
+
+def explain_no_error(compared):
+    """Return why a block raises nothing, where `compared` is what tells its calls apart."""
     if compared == "nested":
         return NESTED
-    return f"the manager takes all calls to be like the first: compare {compared} before it launches?"
+    return f"the manager treats all calls like the first one. Compare the {compared} of the calls before it launches."
 
 
-def launched_though_refused(compared):
-    """Why a block that ends with an exception launches; `compared` is None if the exception is the caller's."""
+def explain_launch_after_error(compared):
+    """Return why a block that raises an exception launches; `compared` is None if the exception is the caller's."""
     if compared == "nested":
         return NESTED
     if compared:
-        return f"compare {compared} before the manager ends, and end it with the exception: else it launches?"
-    return "the manager has to end with the exception: ended as usual, in a `finally`, it launches?"
+        return (
+            f"the {compared} are compared too late or not at all. Compare them before the manager ends, and end the "
+            "manager with the exception, because otherwise it launches."
+        )
+    return "the manager ends without the exception, for example in a `finally`, and therefore launches."
 
 
-def still_capturing(inputs):
-    """What an all_reduce after a block gives, if the group goes on capturing."""
+def suspect_capturing(inputs):
+    """Return what an all_reduce after a block gives if the group is still capturing calls."""
     cause = (
-        "it did nothing: the group is still capturing, because the exception ended the block before the manager "
-        "removed the group's state; try ... finally?"
+        "the all_reduce did nothing, because the group is still capturing calls. The exception ended the block before "
+        "the manager removed the group's state. Remove it in try ... finally."
     )
     return {cause: [{"its result": value} for value in inputs]}
 
 
-def own_shards(local, average, place, cut):
-    """What mistakes leave in the own shard of rank `place`; `local` are the flat gradients of the group's ranks.
+def suspect_shards(local, average, index, cut, is_subgroup):
+    """Return what mistakes leave in shard `index`, that of this rank.
 
-    `cut` takes the shard out of a flat tensor.
+    `local` are the flat gradients of the group's ranks, and `cut` takes the shard out of a flat tensor.
     """
     size = len(local)
     if size == 1:
         return {}
+    or_by_world = ", or by the size of the world" * is_subgroup
     hypotheses = {
-        "its own gradients stand there: does rank r's result go to shard r, of each bucket by itself?": local[place],
-        f"exactly {size}× too large: summed over the ranks, not averaged?": average * size,
-        f"exactly {size}× too small: divided twice, or by the size of the world?": average / size,
-        "the own shard was divided in the block, before the block's end reduced it: divide the bucket first?": (
-            average * size - local[place]
-        )
-        + local[place] / size,
+        "the shard contains this rank's own gradients. Write the result of rank r to shard r of each bucket.": local[
+            index
+        ],
+        f"the shard is exactly {size}× too large: gradients are summed over the ranks, not averaged.": average * size,
+        f"the shard is exactly {size}× too small: gradients are divided twice{or_by_world}.": average / size,
+        "the shard is divided inside the block, before the end of the block reduces it. Divide the bucket before it is "
+        "launched, or the shard after the wait.": average * size - local[index] + local[index] / size,
     }
     return {cause: [cut(flat)] for cause, flat in hypotheses.items()}
 
 
-def not_gathered(local, cut):
-    """What is in param_data if it is not gathered; `local` is that of each rank."""
-    return {"each rank has its own parameters still: param_data was not gathered?": [cut(data) for data in local]}
+def suspect_no_gather(local, cut):
+    """Return what is in param_data if it is not gathered; `local` is that of each rank."""
+    return {"each rank still has its own parameters: param_data is not gathered.": [cut(data) for data in local]}
 
 
-def no_param_views(params, members):
-    """What parameters hold if they are not views of param_data."""
-    cause = "module 5: with_params=True makes each p.data a view of param_data?"
-    return {cause: [{f"parameter {i}": tensors[i].flatten() for i in members} for tensors in params]}
+def suspect_no_param_views(params, indices):
+    """Return what parameters contain if they are not views of param_data."""
+    cause = "p.data is not a view of param_data, as with_params=True of module 5 makes it."
+    return {cause: [{f"parameter {i}": tensors[i].flatten() for i in indices} for tensors in params]}
 
 
-def waits_at_once(found):
-    """Why start_... waits, or finish_... does not."""
-    if any(launch.sync for launch in found):
-        return "a synchronous launch: async_ops=True in coalesce?"
-    return "keep the handle of each launch for the finish?"
+def explain_waits(launched, what):
+    """Return why start_... waits, or finish_... does not; `what` is "grad_sync" or "param_sync"."""
+    if any(launch.sync for launch in launched):
+        return "the launch is synchronous. coalesce must use async_ops=True."
+    if any("start" in launch.wait_phases for launch in launched):
+        return f"start_{what} waits on the handle. It must keep the handle of each launch for finish_{what}."
+    if any(launch.phase != "start" for launch in launched):
+        return f"finish_{what} launches what start_{what} must launch."
+    return f"finish_{what} does not wait on the handle of every launch."
 
 
-def other_kinds(others, ops):
-    """Why there are launches of other kinds than `ops`."""
-    if any(launch.op == "all_reduce" for launch in others):
-        return "a reduce_scatter and an all_gather do together what an all_reduce does, and move as much?"
-    if len(ops) == 1:
-        return "gather_grads is to be read in every finish_grad_sync: False leaves the all-gather out?"
+def explain_other_kinds(others, is_gather_off):
+    """Return why there are launches of other kinds; with `is_gather_off`, `ddp.gather_grads` is False."""
+    ops = {launch.op for launch in others}
+    if "all_reduce" in ops:
+        return "all_reduce is used. A reduce_scatter and an all_gather together do the same and move the same bytes."
+    if is_gather_off and ops == {"all_gather"}:
+        return "finish_grad_sync does not read gather_grads every time. If it is False, there is no all-gather."
     return ""
 
 
-def not_one_for_each_group(made, wanted, op, events):
-    """Why the launches `made`, as (dtype, elements), are not the `wanted`; `events` are what a DDP recorded."""
+def explain_groups(made, expected, op, events):
+    """Return why the launches `made`, as (dtype, elements), are not the `expected`; a DDP recorded `events`."""
     if cause := find_leftover(events):
         return cause
-    if sorted(made) == sorted(wanted):
-        return "groups are launched in the order of the buckets?"
-    if len(made) > len(wanted):
+    total, expected_total = (sum(numel for _, numel in pairs) for pairs in (made, expected))
+    if sorted(made) == sorted(expected):
+        return "the groups are not launched in the order of the buckets."
+    if len(made) > len(expected) and total <= expected_total:
         return (
-            "buckets are launched by themselves: are the calls inside coalesce and on its process group, and does "
-            "buckets_per_group=None mean all of a buffer?"
+            "buckets are launched one by one instead of one group at a time. The calls must be inside coalesce and on "
+            "its process group, and buckets_per_group=None means all buckets of a buffer."
         )
-    if op == "all_gather" and not Counter(made) - Counter(wanted):
-        return "some groups are never gathered: the last one has to be, in finish_grad_sync?"
+    if total > expected_total:
+        return "some elements are launched twice, or buckets have more padding than the rule of module 5 gives them."
+    if op == "all_gather" and not Counter(made) - Counter(expected):
+        return "some groups are never gathered. finish_grad_sync must gather the last one."
+    if made and total < expected_total:
+        return (
+            "some elements of the buffer are not launched. A group has buckets_per_group whole buckets, padding "
+            "included, and the last group may have fewer."
+        )
     if made:
-        return "a group has buckets_per_group buckets of one buffer, padding included; the last one may have fewer?"
+        return "a group does not have buckets_per_group buckets of one buffer. Only the last group may have fewer."
     return ""
 
 
-def one_micro_batch(case):
-    """What the gradients are if only one of 3 micro-batches counts."""
+def explain_early_launch(events, step, launch, groups):
+    """Return why a group was launched before all its gradients were ready."""
+    ready_at = {name: position for position, name in ready(events, step)}
+    for _, numel, names in groups:
+        if numel == launch.numel and all(ready_at.get(name, -1) <= launch.place for name in names):
+            return "a group is launched as soon as it is complete, not in the order of the buckets."
+    return "a group is launched before it is complete. It counts the gradients of all its buckets, not of one bucket."
+
+
+def suspect_lost_micro_batches(case):
+    """Return what the gradients are if only one of 3 micro-batches counts."""
     first, last = case.gradients(micro=slice(0, 1)), case.gradients(micro=slice(2, 3))
     size = len(case.group)
     return {
-        "only the first of 3 micro-batches counts?": [first] * size,
-        "only the last of 3 micro-batches counts: what no_sync accumulated is lost?": [last] * size,
+        "only the first of 3 micro-batches counts.": [first] * size,
+        "only the last of 3 micro-batches counts: the gradients accumulated in no_sync are lost.": [last] * size,
     }
 
 
-def kept_gradients(expected, before, dtype, world):
-    """What a rank has in this dtype if the gradients of the step before are still in it."""
-    cause = "the step before is still in it: accumulation does not start anew?"
+def suspect_kept_gradients(expected, before, dtype, world):
+    """Return what a rank has in this dtype if the gradients of the step before are still in it."""
+    cause = "the gradients of the step before are still in it: accumulation does not start from zero."
     kept = {f"parameter {i}": (value + before[i]).to(dtype) for i, value in expected.items()}
     return {cause: [kept] * world}
+
+
+def explain_kernels(counts, blocks):
+    """Return why NCCL's kernels are not one for each block."""
+    return ONE_BY_ONE if sum(counts.values()) > blocks else ""

@@ -57,26 +57,43 @@ MUTANTS = [
         "yield handle\n",
         "yield c10d._CoalescingManager()\n",
         ("test_coalesce_is_one_launch", "test_gradients_are_averaged"),
-        "another handle's",
+        "coalesce yields another handle",
     ),
     Mutant(
         "what was collected is never launched",
         CALLS,
         "            calls, captured[group] = captured[group], []\n",
         ("test_coalesce_is_one_launch",),
-        "never launched",
+        "never launches them",
     ),
     Mutant(
-        "blocks can be nested", "if group in captured:\n", "if False:\n", ("test_coalesce_refuses_mixtures",), "nested"
+        "the last call of a block lost",
+        CALLS,
+        "            calls = captured[group]\n            calls[1:] = calls[1:-1]\n",
+        ("test_coalesce_is_one_launch",),
+        "the launch does not contain all of them",
     ),
-    Mutant("reduce operations not compared", REDUCE_OPS, "", ("test_coalesce_refuses_mixtures",), "reduce operations"),
-    Mutant("dtypes not compared", DTYPES, "", ("test_coalesce_refuses_mixtures",), "dtypes"),
+    Mutant(
+        "blocks can be nested",
+        "if group in captured:\n",
+        "if False:\n",
+        ("test_coalesce_refuses_mixtures",),
+        "blocks of one group are nested",
+    ),
+    Mutant(
+        "reduce operations not compared",
+        REDUCE_OPS,
+        "",
+        ("test_coalesce_refuses_mixtures",),
+        "Compare the reduce operations",
+    ),
+    Mutant("dtypes not compared", DTYPES, "", ("test_coalesce_refuses_mixtures",), "the dtypes are compared"),
     Mutant(
         "compared when the manager has ended",
         COMPARE,
         COMPARE[4:],
         ("test_coalesce_refuses_mixtures",),
-        "before the manager ends",
+        "are compared too late",
     ),
     Mutant(
         "the manager ends in the same way after an exception",
@@ -91,7 +108,7 @@ MUTANTS = [
         "                manager.__exit__(None, None, None)\n"
         "        with ended():\n",
         ("test_coalesce_refuses_mixtures",),
-        "end it with the exception",
+        "end the manager with the exception",
     ),
     Mutant(
         "the group goes on capturing after an exception",
@@ -114,7 +131,13 @@ MUTANTS = [
         ("test_coalesce_refuses_mixtures",),
         "swallows or replaces",
     ),
-    Mutant("the first shard on every rank", OWN, "bucket.chunk(size)[0]", ("test_bucket_group",), "go to shard r"),
+    Mutant(
+        "the first shard on every rank",
+        OWN,
+        "bucket.chunk(size)[0]",
+        ("test_bucket_group",),
+        "Write the result of rank r to shard r",
+    ),
     Mutant("the rank in the world", OWN, "bucket.chunk(size)[dist.get_rank()]", ("test_bucket_group",)),
     Mutant(
         "one range from the first bucket to the last",
@@ -122,14 +145,14 @@ MUTANTS = [
         "ranges = [(self.buffer.layout.bucket_ranges[self.bucket_indices[0]][0],"
         " self.buffer.layout.bucket_ranges[self.bucket_indices[-1]][1])]\n",
         ("test_bucket_group",),
-        "of each bucket by itself",
+        "to shard r of each bucket",
     ),
     Mutant(
         "summed, not averaged",
         SCATTER,
         SCATTER.replace("AVG", "SUM"),
         ("test_bucket_group", "test_gradients_are_averaged"),
-        "summed over",
+        "summed over the ranks, not averaged.",
     ),
     Mutant(
         "divided by the size of the world",
@@ -146,7 +169,7 @@ MUTANTS = [
         "            start, end = group.buffer.layout.bucket_ranges[index]\n"
         "            group.buffer.grad_data[start:end] /= dist.get_world_size(self.process_group)\n",
         ("test_launches_and_volume",),
-        "while a collective is under way",
+        "while a collective is in progress",
     ),
     Mutant(
         "reduce-scatters launched one by one",
@@ -158,14 +181,14 @@ MUTANTS = [
         "            work = reduce_scatter(own, bucket, dist.ReduceOp.AVG, self.process_group, async_op=True)\n"
         "            self.grad_handle.append(work)\n",
         ("test_bucket_group", "test_launches_and_volume", "test_groups_overlap_with_backward"),
-        "inside coalesce",
+        "one by one instead of one group at a time",
     ),
     Mutant(
         "all_reduce instead of reduce_scatter",
         SCATTER,
         "dist.all_reduce(bucket, dist.ReduceOp.AVG, self.process_group)\n",
         ("test_launches_and_volume", "test_bucket_group", "test_gradients_are_averaged", "test_steps_and_subgroups"),
-        "do together what an all_reduce does",
+        "all_reduce is used",
     ),
     Mutant("gradients not waited for", WAIT_GRADS, "        pass\n", ("test_bucket_group",), "waited on"),
     Mutant(
@@ -173,7 +196,7 @@ MUTANTS = [
         PARAM_DATA,
         PARAM_DATA.replace("param_data", "grad_data"),
         ("test_bucket_group", "test_shards_without_gather"),
-        "param_data was not gathered",
+        "param_data is not gathered",
     ),
     Mutant("parameters not waited for", WAIT_PARAMS, "        pass\n", ("test_bucket_group",), "waited on"),
     Mutant(
@@ -181,14 +204,14 @@ MUTANTS = [
         START_PARAMS,
         START_PARAMS + "            group.finish_param_sync()\n",
         ("test_shards_without_gather",),
-        "for the finish",
+        "start_param_sync waits on the handle",
     ),
     Mutant(
         "only the last group's parameters waited for",
         FINISH_PARAMS,
         FINISH_PARAMS.replace("self.groups", "self.groups[-1:]"),
         ("test_shards_without_gather",),
-        "for the finish",
+        "does not wait on the handle of every launch",
     ),
     Mutant(
         "replicas not made equal",
@@ -233,7 +256,7 @@ MUTANTS = [
         MEMBERS,
         "if bucket == self.bucket_indices[-1]]",
         ("test_steps_and_subgroups",),
-        "counts the gradients of all its buckets",
+        "a group is launched before it is complete",
     ),
     Mutant(
         "everything launched at the finish",
@@ -288,14 +311,14 @@ MUTANTS = [
         SCATTER,
         SCATTER.replace("AVG", "SUM") + "                own /= dist.get_world_size(self.process_group)\n",
         ("test_bucket_group",),
-        "divided in the block",
+        "divided inside the block",
     ),
     Mutant(
         "the last group never gathered",
         "while len(self.gathers) < len(self.groups):",
         "while len(self.gathers) < len(self.groups) - 1:",
         ("test_launches_and_volume",),
-        "the last one has to be, in finish_grad_sync",
+        "must gather the last one",
     ),
     Mutant(
         "the last group goes beyond the last bucket",
@@ -315,7 +338,7 @@ MUTANTS = [
         "                self.queue.next_to_launch += 1\n"
         "        return\n",
         ("test_steps_and_subgroups",),
-        "in the order of the buckets",
+        "as soon as it is complete, not in the order of the buckets",
     ),
     Mutant(
         "counters not reset",
@@ -345,14 +368,14 @@ MUTANTS = [
         NEVER_CAME,
         "            pass\n",
         ("test_steps_and_subgroups",),
-        "one that never came has to be taken",
+        "gradients that never became ready",
     ),
     Mutant(
         "always gathered",
         IF_GATHER,
         "        if True:\n            while",
         ("test_shards_without_gather",),
-        "gather_grads",
+        "does not read gather_grads every time",
     ),
     Mutant("gathers not waited for", WAIT_GATHERS, "", ("test_gradients_are_averaged",), "waited on"),
     Mutant(
@@ -360,7 +383,7 @@ MUTANTS = [
         WAIT_GATHERS,
         WAIT_GATHERS.replace("in self.gathers", "in self.gathers[-1:]"),
         ("test_launches_and_volume",),
-        "one handle is kept",
+        "the handle of the last group only",
     ),
     Mutant(
         "main_grad not started anew",
@@ -369,7 +392,7 @@ MUTANTS = [
         "                for parameter in buffer.params:\n"
         "                    parameter.grad = parameter.main_grad.to(parameter.dtype)\n",
         ("test_steps_and_subgroups",),
-        "start anew",
+        "accumulation does not start from zero",
     ),
 ]
 

@@ -1,4 +1,4 @@
-"""What the ranks do in module 5's checks, beyond training."""
+"""What the ranks do in module 5's checks, beyond plain training."""
 
 import copy
 
@@ -15,8 +15,8 @@ from scenarios.training import build, create_group, forward_backward, move_to_de
 COPIES = ("copy_", "clone", "cat", "stack", "_to_copy", "_foreach_copy_")
 
 
-def layouts(cases: list[dict]) -> list[dict]:
-    """What plan_layout makes of each case."""
+def plan_layouts(cases: list[dict]) -> list[dict]:
+    """Return the fields of the layout that plan_layout returns for each case."""
     plan_layout = student("m05_grad_buffer", "plan_layout")
     answers = []
     for case in cases:
@@ -33,7 +33,7 @@ def layouts(cases: list[dict]) -> list[dict]:
 
 
 def is_frozen() -> bool:
-    """Whether a layout refuses to be changed."""
+    """Return whether a layout refuses to be changed."""
     layout = student("m05_grad_buffer", "plan_layout")([10, 20], 15, 2)
     try:
         layout.numel = 0
@@ -42,16 +42,16 @@ def is_frozen() -> bool:
     return False
 
 
-def buffers_of(ddp: nn.Module, model: nn.Module) -> list[dict]:
-    """For each grad buffer: its dtype, length, parameters and where their gradients lie in it, in elements.
+def describe_buffers(ddp: nn.Module, model: nn.Module) -> list[dict]:
+    """Return, for each grad buffer, its dtype, its length and the offset in elements of each parameter's gradient.
 
-    Of the gradients that lie nowhere in it, those that are None are "absent".
+    The offset of a gradient outside the buffer is None. If the gradient itself is None, its name is also in "absent".
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    found = []
+    descriptions = []
     for buffer in ddp.grad_buffers:
         data = buffer.grad_data
-        places, absent = {}, []
+        offsets, absent = {}, []
         for parameter in buffer.params:
             grad = parameter.main_grad if hasattr(parameter, "main_grad") else parameter.grad
             offset = None
@@ -59,25 +59,25 @@ def buffers_of(ddp: nn.Module, model: nn.Module) -> list[dict]:
                 nbytes = grad.data_ptr() - data.data_ptr()
                 inside = 0 <= nbytes <= data.nbytes - grad.nbytes and grad.dtype == data.dtype
                 offset = nbytes // data.element_size() if inside else None
-            places[names[id(parameter)]] = offset
+            offsets[names[id(parameter)]] = offset
             absent += [names[id(parameter)]] if grad is None else []
         padding = torch.ones(data.numel(), dtype=torch.bool, device=data.device)
         for start, end in buffer.layout.param_ranges:
             padding[start:end] = False
-        found.append(
+        descriptions.append(
             {
                 "dtype": data.dtype,
                 "numel": data.numel(),
-                "places": places,
+                "offsets": offsets,
                 "absent": absent,
                 "padding": data[padding].float().nan_to_num(nan=1.0).abs().sum().item(),
             }
         )
-    return found
+    return descriptions
 
 
-def zero(form: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Zeroes the gradients in one of the forms that users have."""
+def zero_gradients(form: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Zero the gradients in one of the forms that users call."""
     if form == "optimizer, to None":
         optimizer.zero_grad(set_to_none=True)
     elif form == "optimizer, to zeros":
@@ -87,7 +87,7 @@ def zero(form: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def train(job: dict) -> dict:
-    """A training loop that zeroes gradients in the form job["zero"], before forward or after it (job["late"])."""
+    """Train, and zero gradients in the form job["zero"] before forward, or after it if job["late"]."""
     model = build(job)
     ddp = wrap(job, model)
     optimizer = OPTIMIZERS[job["optimizer"]]([p for p in model.parameters() if p.requires_grad])
@@ -95,25 +95,25 @@ def train(job: dict) -> dict:
     for step, [batch] in enumerate(job["batches"]):
         recording.note("step", step=step)
         if not job["late"]:
-            zero(job["zero"], model, optimizer)
+            zero_gradients(job["zero"], model, optimizer)
         with phase("forward"):
             loss = compute_loss(ddp, move_to_device(batch))
         if job["late"]:
-            zero(job["zero"], model, optimizer)
+            zero_gradients(job["zero"], model, optimizer)
         with recording.backward_of(loss):
             loss.backward()
-        before.append([buffer["places"] for buffer in buffers_of(ddp, model)])
+        before.append([buffer["offsets"] for buffer in describe_buffers(ddp, model)])
         with phase("finish"):
             ddp.finish_grad_sync()
-        buffers.append(buffers_of(ddp, model))
+        buffers.append(describe_buffers(ddp, model))
         with phase("step"):
             optimizer.step()
     weights = {name: p.detach() for name, p in model.named_parameters()}
-    return {"weights": weights, "buffers": buffers, "places_before_finish": before}
+    return {"weights": weights, "buffers": buffers, "offsets_before_finish": before}
 
 
 class Ledger(TorchDispatchMode):
-    """Counts the elements that copying operations write, and the bytes of new memory, in what runs inside."""
+    """Count the elements that copying operations write, and the bytes of new memory, in the block."""
 
     def __init__(self):
         super().__init__()
@@ -131,12 +131,12 @@ class Ledger(TorchDispatchMode):
         return result
 
 
-def steady_step(job: dict) -> dict:
-    """What a third training step copies and allocates, for the bare model and for the wrapped one."""
+def measure_steady_step(job: dict) -> dict:
+    """Return what a third training step copies and allocates, for the bare model and for the wrapped one."""
     bare = build(job)
     model = copy.deepcopy(bare)
     ddp = wrap(job, model)
-    found = {}
+    measured = {}
     for name, module in (("bare", bare), ("ddp", ddp)):
         for _ in range(3):
             module.zero_grad(set_to_none=True)
@@ -145,12 +145,12 @@ def steady_step(job: dict) -> dict:
                 if module is ddp:
                     with phase("finish"):
                         ddp.finish_grad_sync()
-        found[name] = {"copied": ledger.copied, "allocated": ledger.allocated}
-    return found
+        measured[name] = {"copied": ledger.copied, "allocated": ledger.allocated}
+    return measured
 
 
 class Dots(nn.Module):
-    """Parameters whose gradients are exactly the inputs: the sum of the products of both."""
+    """A model whose gradients are exactly its inputs, because it returns the sum of weights times inputs."""
 
     def __init__(self, sizes: list[int], dtype: torch.dtype):
         super().__init__()
@@ -160,8 +160,12 @@ class Dots(nn.Module):
         return sum((weight * x).sum() for weight, x in zip(self.weights, inputs))
 
 
+def clone(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.detach().clone()
+
+
 def accumulate(job: dict) -> dict:
-    """Two steps of many micro-batches with fp32 gradients for bf16 parameters: main_grad, grad and the buffer."""
+    """Take two steps of many micro-batches on bf16 parameters. Return main_grad, grad and the buffers."""
     model = Dots(job["sizes"], torch.bfloat16).to(device())
     with phase("construct"):
         ddp = student(job["package"], job["wrapper"])(model, process_group=create_group(job), **job["arguments"])
@@ -178,9 +182,9 @@ def accumulate(job: dict) -> dict:
             ddp.finish_grad_sync()
         steps.append(
             {
-                "main_grad": {str(i): w.main_grad.detach().clone() for i, w in enumerate(model.weights)},
-                "grad": {str(i): w.grad.detach().clone() for i, w in enumerate(model.weights)},
-                "buffers": buffers_of(ddp, model),
+                "main_grad": {str(i): clone(getattr(w, "main_grad", None)) for i, w in enumerate(model.weights)},
+                "grad": {str(i): clone(w.grad) for i, w in enumerate(model.weights)},
+                "buffers": describe_buffers(ddp, model),
             }
         )
     return {"steps": steps}

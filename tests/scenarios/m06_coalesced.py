@@ -1,4 +1,4 @@
-"""What the ranks do in module 6's checks, beyond training."""
+"""What the ranks do in module 6's checks, beyond plain training."""
 
 import warnings
 
@@ -15,20 +15,20 @@ from scenarios.training import Interruption, build, create_group, forward_backwa
 
 
 def call(entry: dict, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Calls one collective under the public name entry["function"]; returns the tensor that will have its result."""
-    given = entry["input"].to(device(), copy=True)
+    """Call one collective under the public name entry["function"]. Return the tensor that will contain its result."""
+    input_tensor = entry["input"].to(device(), copy=True)
     keywords = {"group": group} | ({"op": getattr(dist.ReduceOp, entry["op"])} if entry["op"] else {})
-    tensors = [given]
+    tensors = [input_tensor]
     if entry["function"] != "all_reduce":
-        tensors.insert(0, given.new_zeros(entry["output_numel"]))
+        tensors.insert(0, input_tensor.new_zeros(entry["output_numel"]))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 still has the names that it replaced
+        warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 still has the old names
         getattr(dist, entry["function"])(*tensors, **keywords)
     return tensors[0]
 
 
-def coalesced(job: dict) -> list[list[torch.Tensor]]:
-    """Calls the collectives of each block inside `coalesce`: what their tensors hold after handle.wait().
+def run_blocks(job: dict) -> list[list[torch.Tensor]]:
+    """Call the collectives of each block inside `coalesce`. Return what their tensors contain after handle.wait().
 
     On GPUs the kernels of all blocks together are counted.
     """
@@ -47,10 +47,10 @@ def coalesced(job: dict) -> list[list[torch.Tensor]]:
     return results
 
 
-def refused(job: dict) -> list[dict]:
-    """Blocks that must end with an exception: its type, whether it is the one raised here, and what still works."""
+def run_refused_blocks(job: dict) -> list[dict]:
+    """Run blocks that must end with an exception. Return its type, whether it was raised here, and what still works."""
     coalesce = student("m06_coalesced", "coalesce")
-    with coalesce() as handle:  # what cannot coalesce at all does not get as far as refusing
+    with coalesce() as handle:  # a submission that cannot coalesce at all fails here
         call(job["after"], None)
     handle.wait()
     answers = []
@@ -90,10 +90,10 @@ def refused(job: dict) -> list[dict]:
     return answers
 
 
-def bucket_groups(job: dict) -> dict:
-    """Averages gradients (step 0) and gathers parameters (step 1) in BucketGroups of a buffer that no DDP knows.
+def sync_bucket_groups(job: dict) -> dict:
+    """Average gradients (step 0) and gather parameters (step 1) in BucketGroups of a buffer without a wrapper.
 
-    Returns the flat tensors after that and before, and the parameters.
+    Return the flat tensors afterwards and before, and the parameters.
     """
     group = create_group(job)
     params = [nn.Parameter(value.to(device())) for value in job["params"]]
@@ -120,24 +120,24 @@ def bucket_groups(job: dict) -> dict:
 
 
 def train_on_shards(job: dict) -> dict:
-    """A loop without gathered gradients: its optimizer steps on the own shards, and then the parameters travel.
+    """Train without gathered gradients: the optimizer steps on this rank's shards, then parameters are gathered.
 
-    Returns the weights, and the flat gradients after the first finish.
+    Return the weights, and the flat gradients after the first finish.
     """
     model = build(job)
     ddp = wrap(job, model)
     ddp.gather_grads = False
-    rank, size = place_in_group(job)
+    rank, size = locate_in_group(job)
     shards = []
     for buffer in ddp.grad_buffers:
         if buffer.param_data is None:
             raise RuntimeError(
-                "the grad_buffers of CoalescedDDP have no param_data: GradBuffer(..., with_params=True)?"
+                "the grad_buffers of CoalescedDDP have no param_data. Make each GradBuffer with with_params=True."
             )
         for start, end in buffer.layout.bucket_ranges:
             length = (end - start) // size
             shards.append((buffer, slice(start + rank * length, start + (rank + 1) * length)))
-    parameters = [nn.Parameter(buffer.param_data[place].detach()) for buffer, place in shards]
+    parameters = [nn.Parameter(buffer.param_data[part].detach()) for buffer, part in shards]
     optimizer = OPTIMIZERS[job["optimizer"]](parameters)
     first = None
     for step, [batch] in enumerate(job["batches"]):
@@ -148,8 +148,8 @@ def train_on_shards(job: dict) -> dict:
             ddp.finish_grad_sync()
         if first is None:
             first = torch.cat([buffer.grad_data for buffer in ddp.grad_buffers])
-        for parameter, (buffer, place) in zip(parameters, shards):
-            parameter.grad = buffer.grad_data[place].detach()
+        for parameter, (buffer, part) in zip(parameters, shards):
+            parameter.grad = buffer.grad_data[part].detach()
         with phase("step"):
             optimizer.step()
         with phase("start"):
@@ -159,8 +159,8 @@ def train_on_shards(job: dict) -> dict:
     return {"grad_data": first, "weights": {name: p.detach() for name, p in model.named_parameters()}}
 
 
-def place_in_group(job: dict) -> tuple[int, int]:
-    """This rank's number in its group, of those in job["groups"], and the group's size."""
+def locate_in_group(job: dict) -> tuple[int, int]:
+    """Return this rank's index in its group, of those in job["groups"], and the group's size."""
     everyone = list(range(dist.get_world_size()))
     ranks = next((ranks for ranks in job.get("groups", []) if dist.get_rank() in ranks), everyone)
     return ranks.index(dist.get_rank()), len(ranks)
