@@ -32,7 +32,7 @@ from lessons.m02_flat_ddp import launches as launch_times
 from lessons.m05_grad_buffer import ledger
 from lessons.m06_coalesced import manager
 from lessons.m06_coalesced.sent import measure as measure_sent_bytes
-from lessons.m07_cached_shards.views import all_slices, microseconds
+from lessons.m07_cached_shards.views import measure_us, slice_all
 
 MIB = 2**20
 DEADLINE_S = 60.0
@@ -138,7 +138,7 @@ def latency() -> Finding:
     "right if nothing is copied and no memory is allocated for it", "wrong",
 )  # fmt: skip
 def flatten() -> Finding:
-    found = ledger.beyond_bare(on_ranks, "m02_flat_ddp", "FlatDDP")
+    found = ledger.measure_overhead(on_ranks, "m02_flat_ddp", "FlatDDP")
     times = on_ranks(claimed_ranks.copy_times, 100)[0]
     return Finding(
         f"for TinyLM tiny {found['copied'] / 1e6:.2f} MB are copied (in and out) in {summary(times, 2)} ms, and "
@@ -646,12 +646,12 @@ def reduce_scatter_bytes() -> Finding:
 @functools.cache
 def slice_us() -> float:
     bucket = torch.zeros(1_000_000)
-    return microseconds(lambda: bucket[100:200])
+    return measure_us(lambda: bucket[100:200])
 
 
 def slices_us(ranks: int) -> float:
     bucket = torch.zeros(1_000_000)
-    return microseconds(lambda: all_slices(bucket, ranks))
+    return measure_us(lambda: slice_all(bucket, ranks))
 
 
 @claim(
@@ -684,7 +684,7 @@ def many_slices() -> Finding:
 )  # fmt: skip
 def caching() -> Finding:
     cache = {(0, 3): torch.zeros(1)}
-    cached = microseconds(lambda: cache[0, 3])
+    cached = measure_us(lambda: cache[0, 3])
     saved = {ranks: 0.04 * (slices_us(ranks) - cached) for ranks in (8, 32, 128)}
     words = listed([f"{ms:.1f} ms for {ranks}" for ranks, ms in saved.items()])
     return Finding(
@@ -820,7 +820,7 @@ def sharding_traffic() -> Finding:
     one = sent_bytes("all_reduce", FP32_BYTES * numel, 2)
     words, more = [], []
     for kind in ("ZeroOptimizer", "ShardedOptimizer", traffic.TORCH):
-        step = launches(on_ranks(traffic.three_steps, kind).events[0], 2)
+        step = launches(on_ranks(traffic.run_three_steps, kind).events[0], 2)
         sent = sum(sent_bytes(launch.op, launch.nbytes, 2) for launch in step)
         ops = listed([f"{count} {op}" for op, count in Counter(launch.op for launch in step).items()])
         words.append(f"{kind} {sent / one:.2f} times an all-reduce of all gradients ({ops})")

@@ -1,4 +1,4 @@
-"""Prints how long all-reduces take on two ranks, in ms: of one element, of TinyLM's gradients at once, one by one."""
+"""Print how long all-reduces take on two ranks, in ms: one element, then TinyLM's gradients together and one by one."""
 
 import statistics
 import time
@@ -11,7 +11,7 @@ from brigade.runner.ranks import run_ranks
 
 
 def measure(rounds=20):
-    """Return the milliseconds of every round, by what is reduced."""
+    """Return the time of every round in ms, by case."""
     sizes = [p.numel() for p in tiny_lm("tiny", "meta").parameters()]
     cases = {"one element": [1], "one flat tensor": [sum(sizes)], f"{len(sizes)} tensors": sizes}
     samples = {name: [] for name in cases}

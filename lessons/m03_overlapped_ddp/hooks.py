@@ -1,4 +1,4 @@
-"""Prints what two micro-batches leave in .grad on two ranks, with each kind of hook: 5 is right."""
+"""Print what two micro-batches leave in .grad on two ranks, with each kind of hook. The correct value is 5."""
 
 import torch
 import torch.distributed as dist
@@ -6,7 +6,7 @@ import torch.distributed as dist
 from brigade.runner.ranks import run_ranks
 
 
-def averaged(tensor):
+def average(tensor):
     total = tensor.clone()
     dist.all_reduce(total)
     return total / 2
@@ -15,16 +15,16 @@ def averaged(tensor):
 def accumulate(kind):
     weight = torch.nn.Parameter(torch.ones(1))
     first, second = [(1.0, 2.0), (3.0, 4.0)][dist.get_rank()]  # the gradients of this rank's micro-batches
-    (first * weight).sum().backward()  # without a hook: what no_sync does
+    (first * weight).sum().backward()  # without a hook, as in no_sync
 
     def reduce_grad(parameter):
-        parameter.grad = averaged(parameter.grad)
+        parameter.grad = average(parameter.grad)
 
     def reduce_argument(parameter):
-        parameter.copy_(averaged(parameter))
+        parameter.copy_(average(parameter))
 
     if kind == "tensor hook":
-        weight.register_hook(averaged)
+        weight.register_hook(average)
     elif kind == "post-accumulate hook, its .grad":
         weight.register_post_accumulate_grad_hook(reduce_grad)
     else:

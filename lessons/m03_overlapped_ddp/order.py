@@ -1,4 +1,4 @@
-"""Prints the norms of the gradients of two layers, a and b, that two ranks use in different orders (module 3).
+"""Print the gradient norms of two layers, a and b, that two ranks use in different orders (module 3).
 
 Weights and batches are equal on both ranks, so averaging should change nothing.
 """
@@ -15,7 +15,7 @@ from brigade.runner.ranks import RankFailure
 CASES = [(3, 3, ["ab", "ab"]), (3, 3, ["ab", "ba"]), (3, 5, ["ab", "ba"]), (3, 5, ["ab", "b"])]
 
 
-class Two(nn.Module):
+class TwoLayers(nn.Module):
     def __init__(self, a, b):
         super().__init__()
         self.a, self.b = nn.Linear(4, a, bias=False), nn.Linear(4, b, bias=False)
@@ -26,7 +26,7 @@ class Two(nn.Module):
 
 def step(a, b, layers):
     torch.manual_seed(0)  # the same on both ranks
-    model = Two(a, b)
+    model = TwoLayers(a, b)
     name_parameters(model)
     ddp = student("m03_overlapped_ddp", "OverlappedDDP")(model)
     ddp(torch.randn(8, 4), layers[dist.get_rank()]).backward()

@@ -1,11 +1,11 @@
-"""Prints how many buckets `plan_buckets` makes of XL's 435 parameters, at 1, 10, 100 and 1000 MiB."""
+"""Print how many buckets `plan_buckets` makes of XL's 435 parameters, with caps of 1, 10, 100 and 1000 MiB."""
 
 from brigade.lab.experiment import experiment
 from brigade.lab.models import tiny_lm
 from brigade.rank.api import student
 
 
-def counts(caps_mib):
+def count_buckets(caps_mib):
     plan_buckets = student("m04_bucketed_ddp", "plan_buckets")
     params = list(tiny_lm("xl", "meta").parameters())
     return [len(plan_buckets(params, mib * 2**20)) for mib in caps_mib]
@@ -13,7 +13,7 @@ def counts(caps_mib):
 
 def main(run):
     caps_mib = [1, 10, 100, 1000]
-    for mib, count in zip(caps_mib, run(counts, caps_mib, world_size=1)[0]):
+    for mib, count in zip(caps_mib, run(count_buckets, caps_mib, world_size=1)[0]):
         print(f"{mib} MiB: {count} buckets")
 
 

@@ -1,6 +1,6 @@
-"""Prints the norms of the gradients of two layers, a and b, that two ranks use in different orders (module 4).
+"""Print the gradient norms of two layers, a and b, that two ranks use in different orders (module 4).
 
-This is module 3's order.py with buckets so small that each layer has one of its own.
+This is module 3's order.py, with buckets so small that each layer has its own.
 """
 
 import torch
@@ -13,7 +13,7 @@ from brigade.rank.api import student
 CASES = [(3, 3, ["ab", "ab"]), (3, 3, ["ab", "ba"]), (3, 5, ["ab", "ba"]), (3, 5, ["ab", "b"])]
 
 
-class Two(nn.Module):
+class TwoLayers(nn.Module):
     def __init__(self, a, b):
         super().__init__()
         self.a, self.b = nn.Linear(4, a, bias=False), nn.Linear(4, b, bias=False)
@@ -24,7 +24,7 @@ class Two(nn.Module):
 
 def step(a, b, layers):
     torch.manual_seed(0)  # the same on both ranks
-    model = Two(a, b)
+    model = TwoLayers(a, b)
     ddp = student("m04_bucketed_ddp", "BucketedDDP")(model, bucket_cap_mb=1e-5)  # 10 bytes
     ddp(torch.randn(8, 4), layers[dist.get_rank()]).backward()
     ddp.finish_grad_sync()

@@ -1,4 +1,4 @@
-"""Prints what torch DDP launches for TinyLM in three steps, without find_unused_parameters and with it."""
+"""Print what torch DDP launches for TinyLM in three steps, without and with find_unused_parameters."""
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -9,7 +9,7 @@ from brigade.rank import recording
 from brigade.runner.ranks import run_ranks
 
 
-def three_steps(find_unused_parameters):
+def run_three_steps(find_unused_parameters):
     ddp = DistributedDataParallel(tiny_lm(), find_unused_parameters=find_unused_parameters)
     tokens = torch.randint(256, (2, 16))
     for step in range(3):
@@ -20,6 +20,6 @@ def three_steps(find_unused_parameters):
 if __name__ == "__main__":
     for find_unused_parameters in (False, True):
         print(f"find_unused_parameters={find_unused_parameters}")
-        for launch in launches(run_ranks(three_steps, find_unused_parameters).events[0]):
+        for launch in launches(run_ranks(run_three_steps, find_unused_parameters).events[0]):
             when = "construction" if launch.step is None else f"step {launch.step}"
             print(f"  {when}: {launch.op} of {launch.nbytes} B, {launch.dtype}")

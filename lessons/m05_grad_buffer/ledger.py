@@ -1,4 +1,4 @@
-"""Prints how many MB a step of TinyLM copies, adds, zeroes and allocates with modules 4 and 5, beyond the bare one."""
+"""Print how many MB a step of TinyLM copies, adds, zeroes and allocates in modules 4 and 5, beyond the bare model."""
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -11,7 +11,7 @@ KINDS = {"cat": "copied", "clone": "copied", "copy_": "copied", "add_": "added",
 
 
 class Ledger(TorchDispatchMode):
-    """Adds up what torch writes, in bytes: copies, sums in place, zeros, and new memory."""
+    """Count the bytes that torch copies, adds in place, zeroes and allocates."""
 
     def __init__(self):
         super().__init__()
@@ -28,7 +28,7 @@ class Ledger(TorchDispatchMode):
         return result
 
 
-def third_step(package, wrapper):
+def run_third_step(package, wrapper):
     model = tiny_lm()
     ddp = student(package, wrapper)(model) if wrapper else model
     tokens = torch.randint(256, (4, 64))
@@ -41,16 +41,16 @@ def third_step(package, wrapper):
     return ledger.nbytes
 
 
-def beyond_bare(run, package, wrapper):
-    """Return what a step with the wrapper writes beyond a step of the bare model, in bytes by kind."""
-    bare, wrapped = run(third_step, "", "")[0], run(third_step, package, wrapper)[0]
+def measure_overhead(run, package, wrapper):
+    """Return the bytes, by kind, that a step with the wrapper writes beyond a step of the bare model."""
+    bare, wrapped = run(run_third_step, "", "")[0], run(run_third_step, package, wrapper)[0]
     return {kind: wrapped[kind] - bare[kind] for kind in bare}
 
 
 def main(run):
     for package, wrapper in [("m04_bucketed_ddp", "BucketedDDP"), ("m05_grad_buffer", "BufferedDDP")]:
-        found = beyond_bare(run, package, wrapper)
-        print(f"{wrapper}:", ", ".join(f"{nbytes / 1e6:.2f} MB {kind}" for kind, nbytes in found.items()))
+        overhead = measure_overhead(run, package, wrapper)
+        print(f"{wrapper}:", ", ".join(f"{nbytes / 1e6:.2f} MB {kind}" for kind, nbytes in overhead.items()))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Prints what is exposed of the reduce-scatters, in parts of backward, by buckets in a group.
+"""Print the exposed time of the reduce-scatters, relative to backward, by the number of buckets per group.
 
-An emulated link, on which a reduce-scatter of all gradients takes 0.8 of backward, and starting a launch 4 % or 0.2 %.
+On the emulated link, a reduce-scatter of all gradients takes 0.8 of backward. Each launch takes 4 % or 0.2 % of it.
 """
 
 import random
@@ -15,7 +15,7 @@ from brigade.lab.models import language_loss, tiny_lm
 from brigade.rank import emulated_link
 from brigade.rank.api import student
 
-HALF = 0.8  # what the link needs for a reduce-scatter of all gradients, as a part of backward
+HALF = 0.8  # the link's time for a reduce-scatter of all gradients, relative to backward
 CASES = [1, 2, 4, None]  # buckets_per_group
 
 
@@ -31,11 +31,11 @@ def measure(start, rounds=6):
     wrapper = student("m06_coalesced", "CoalescedDDP")
     ddps = {case: wrapper(tiny_lm(), bucket_numel=32_000, buckets_per_group=case) for case in CASES}
     tokens = torch.randint(256, (8, 128))
-    found = {case: [] for case in CASES}
-    pace = emulated_link.Pace(2 * HALF, 2 * start)  # those of an all-reduce, which is two halves
+    ratios = {case: [] for case in CASES}
+    pace = emulated_link.Pace(2 * HALF, 2 * start)  # Pace describes an all-reduce, which is two halves
     for turn in range(rounds):
         with ddps[1].no_sync():
-            alone = backward(ddps[1], tokens)  # without communication: the measure of everything else
+            alone = backward(ddps[1], tokens)  # without communication
         emulated_link.use(None)
         longest = torch.tensor(alone)
         dist.all_reduce(longest, dist.ReduceOp.MAX)  # the link must be the same on all ranks
@@ -48,15 +48,15 @@ def measure(start, rounds=6):
             during = backward(ddp, tokens)
             middle = time.perf_counter()
             ddp.finish_grad_sync()
-            found[case].append((during + time.perf_counter() - middle) / alone - 1)
-    return [[case or "all", len(ddps[case].groups), statistics.median(found[case][1:])] for case in CASES]
+            ratios[case].append((during + time.perf_counter() - middle) / alone - 1)
+    return [[case or "all", len(ddps[case].groups), statistics.median(ratios[case][1:])] for case in CASES]
 
 
 def main(run):
     for start in (0.04, 0.002):
-        print(f"to start a launch takes {start:.1%} of backward")
+        print(f"starting a launch takes {start:.1%} of backward")
         for length, groups, exposed in run(measure, start, deadline=200, stream=False, mode="emulate")[0]:
-            print(f"  {length} buckets in a group, {groups} launches: {exposed:.2f} of backward")
+            print(f"  buckets per group: {length}; {groups} launches: {exposed:.2f} of backward exposed")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Prints what torch's own _coalescing_manager makes of good and bad blocks, on two ranks that hold 1 and 2."""
+"""Print what torch's own _coalescing_manager does with valid and invalid blocks, on two ranks that hold 1 and 2."""
 
 import torch
 import torch.distributed as dist
@@ -9,19 +9,19 @@ from brigade.runner.ranks import run_ranks
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def mine():
+def local_tensor():
     return torch.tensor([dist.get_rank() + 1.0])  # on ranks 0 and 1 together: SUM 3, MAX 2
 
 
 def all_reduce(op=dist.ReduceOp.SUM):
-    tensor = mine()
+    tensor = local_tensor()
     dist.all_reduce(tensor, op)
     return tensor
 
 
 def gather():
     tensor = torch.empty(dist.get_world_size())
-    all_gather(tensor, mine())
+    all_gather(tensor, local_tensor())
     return tensor
 
 
@@ -36,7 +36,7 @@ CASES = {
 
 
 def attempt(name):
-    """Return the results of a block, what it raises, and what a SUM of 1 and 2 gives afterwards."""
+    """Run a block. Return its results, its exception as text, and the result of a SUM of 1 and 2 after it."""
     device, calls = CASES[name]
     results, raised = [], ""
     try:

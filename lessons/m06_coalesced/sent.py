@@ -1,6 +1,6 @@
-"""Prints what each rank sends for gloo's collectives, in bytes and in writes, one by one and coalesced (Linux).
+"""Print how many bytes, in how many writes, a rank sends in gloo's collectives, one by one and coalesced.
 
-The kernel counts what a process writes.
+This works on Linux only, whose kernel counts what a process writes.
 """
 
 import sys
@@ -14,14 +14,14 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def written():
+def count_sent():
     with open("/proc/self/io") as counts:
         fields = dict(line.split(": ") for line in counts)
     return int(fields["wchar"]), int(fields["syscw"])
 
 
 def measure():
-    """Return by collective what part of the tensors' bytes is sent, and the writes, one by one and coalesced."""
+    """Return for each collective (bytes sent / bytes of the tensors, writes one by one, writes coalesced)."""
     rank, size = dist.get_rank(), dist.get_world_size()
     calls = {
         "all_reduce": lambda whole: dist.all_reduce(whole),
@@ -29,19 +29,20 @@ def measure():
         "all_gather": lambda whole: all_gather(whole, whole.chunk(size)[rank]),
     }
     tensors = [torch.ones(96_000) for _ in range(20)]
-    found = {}
+    results = {}
     for name, call in calls.items():
-        marks = [written()]
+        marks = [count_sent()]
         for tensor in tensors:
             call(tensor)
-        marks.append(written())
+        marks.append(count_sent())
         with dist._coalescing_manager():
             for tensor in tensors:
                 call(tensor)
-        marks.append(written())
-        (before, one), (middle, two), (_, three) = marks
-        found[name] = (middle - before) / sum(tensor.nbytes for tensor in tensors), two - one, three - two
-    return found
+        marks.append(count_sent())
+        (bytes_0, writes_0), (bytes_1, writes_1), (_, writes_2) = marks
+        nbytes = sum(tensor.nbytes for tensor in tensors)
+        results[name] = (bytes_1 - bytes_0) / nbytes, writes_1 - writes_0, writes_2 - writes_1
+    return results
 
 
 if __name__ == "__main__":

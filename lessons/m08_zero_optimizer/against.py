@@ -1,4 +1,4 @@
-"""Prints the time of a step with AdamW against torch's default: module 8's optimizers, and torch's own flat way."""
+"""Print AdamW step times relative to torch's default: module 8's two optimizers, and torch with flat buffers."""
 
 import copy
 import random
@@ -15,7 +15,7 @@ from brigade.lab.models import language_loss, tiny_lm
 from brigade.rank.api import student
 
 ADAM = torch.optim.AdamW
-FLAT = {"gradient_as_bucket_view": True}, {"parameters_as_bucket_view": True}  # torch's own way to save copies
+FLAT = {"gradient_as_bucket_view": True}, {"parameters_as_bucket_view": True}  # torch's options that save copies
 
 
 def torch_zero(model, ddp_options, zero_options):
@@ -61,7 +61,7 @@ def main(run):
     ranks = run(measure, deadline=120)
     slowest = {name: [max(pair) for pair in zip(*(rank[name] for rank in ranks))] for name in ranks[0]}
     for name in slowest:
-        ratios = [mine / theirs for mine, theirs in zip(slowest[name], slowest["torch"])]
+        ratios = [ours / torchs for ours, torchs in zip(slowest[name], slowest["torch"])]
         low, middle, high = statistics.quantiles(ratios, n=4)
         print(f"{name:17} {middle:.2f} of torch's step time, quartiles {low:.2f} and {high:.2f}")
 

@@ -1,4 +1,4 @@
-"""Prints which of torch's optimizers `is_elementwise` lets `ZeroOptimizer` divide."""
+"""Print which of torch's optimizers `is_elementwise` allows `ZeroOptimizer` to shard."""
 
 import inspect
 
@@ -8,7 +8,7 @@ from brigade.lab.experiment import experiment
 from brigade.rank.api import student
 
 
-def ask():
+def classify():
     is_elementwise = student("m08_zero_optimizer", "is_elementwise")
     classes = {name: cls for name, cls in vars(torch.optim).items() if inspect.isclass(cls) and name != "Optimizer"}
     return {
@@ -19,8 +19,8 @@ def ask():
 
 
 def main(run):
-    for name, found in sorted(run(ask, world_size=1)[0].items()):
-        print(f"{name}: {'elementwise' if found else 'refused'}")
+    for name, accepted in sorted(run(classify, world_size=1)[0].items()):
+        print(f"{name}: {'elementwise' if accepted else 'refused'}")
 
 
 if __name__ == "__main__":

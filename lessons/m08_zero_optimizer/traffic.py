@@ -1,4 +1,4 @@
-"""Prints the launches and MB of TinyLM's third step: with both of module 8's optimizers, and with torch's."""
+"""Print the launches and MB of TinyLM's third step, with module 8's two optimizers and with torch's."""
 
 import collections
 
@@ -15,7 +15,7 @@ from brigade.rank.api import student
 TORCH = "torch DDP + ZeroRedundancyOptimizer"
 
 
-def three_steps(kind):
+def run_three_steps(kind):
     torch.manual_seed(0)  # equal weights, for ShardedOptimizer
     model = ddp = tiny_lm()
     if kind == "ShardedOptimizer":
@@ -38,7 +38,7 @@ def three_steps(kind):
 
 def main(run):
     for kind in ("ShardedOptimizer", "ZeroOptimizer", TORCH):
-        third = launches(run(three_steps, kind).events[0], 2)
+        third = launches(run(run_three_steps, kind).events[0], 2)
         for op, count in collections.Counter(launch.op for launch in third).items():
             mb = sum(launch.nbytes for launch in third if launch.op == op) / 1e6
             print(f"{kind}: {count} {op}, {mb:.2f} MB")

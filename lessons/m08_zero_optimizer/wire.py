@@ -1,4 +1,4 @@
-"""Prints what crosses loopback, in MB, for each MB of a tensor that gloo reduces or gathers on 2 and 4 ranks."""
+"""Print how many MB cross loopback per MB of a tensor that gloo reduces or gathers, on 2 and 4 ranks."""
 
 import statistics
 import time
@@ -13,7 +13,7 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def sent_mb():
+def count_sent_mb():
     return sum(n.bytes_sent for name, n in psutil.net_io_counters(pernic=True).items() if name.startswith("lo")) / 1e6
 
 
@@ -28,12 +28,12 @@ def measure(rounds=10):
         "reduce": lambda: dist.reduce(whole, 0),
         "broadcast": lambda: dist.broadcast(whole, 0),
     }
-    found = {}
+    results = {}
     for name, collective in cases.items():
         times = []
         collective()
         dist.barrier()
-        before = sent_mb()
+        before = count_sent_mb()
         dist.barrier()
         for _ in range(rounds):
             dist.barrier()
@@ -41,12 +41,12 @@ def measure(rounds=10):
             collective()
             times.append(1e3 * (time.perf_counter() - start))
         dist.barrier()
-        found[name] = ((sent_mb() - before) / rounds / (whole.nbytes / 1e6), statistics.median(times))
-    return found
+        results[name] = ((count_sent_mb() - before) / rounds / (whole.nbytes / 1e6), statistics.median(times))
+    return results
 
 
 if __name__ == "__main__":
     for world_size in (2, 4):
-        print(f"{world_size} ranks; MB sent by all of them together for each MB of tensor, and ms")
+        print(f"{world_size} ranks: MB sent by all ranks together per MB of tensor, and ms")
         for name, (sent, ms) in run_ranks(measure, world_size=world_size)[0].items():
             print(f"  {name:15} {sent:5.2f} {ms:7.1f}")

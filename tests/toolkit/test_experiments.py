@@ -72,7 +72,7 @@ PRINTED = {
     ],
     "m08/wire": ["2 ranks", *(names := ["all_reduce", "reduce_scatter", "all_gather", "broadcast"]), "4 ranks", *names],
     "m08/against": [r"torch +1.00 ", "torch, flat", "ZeroOptimizer", "ShardedOptimizer"],
-    "m08/masters": ["without a master: 1.0", "with a master: 0.8984"],
+    "m08/masters": ["without a main parameter: 1.0", "with a main parameter: 0.8984"],
     "m08/elementwise": ["Adafactor: refused", "Adam: elementwise", "LBFGS: refused", "Muon: refused"],
 }  # fmt: skip
 
