@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from brigade.course.modules import CourseError, Module, module
+from brigade.course.modules import CourseError, Module, get_module
 
 Done = namedtuple("Done", "returncode stdout stderr")
 
@@ -44,7 +44,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.option.module is None:
         return
     try:
-        entry = module(config.option.module)
+        entry = get_module(config.option.module)
     except CourseError as error:
         raise pytest.UsageError(str(error)) from None
     kept = [item for item in items if is_about(item, entry)]

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from brigade.course.modules import MODULES, ROOT, CourseError, module
+from brigade.course.modules import MODULES, ROOT, CourseError, get_module
 from brigade.lab.bench import Bench, load_json
 from brigade.lab.ladder import TORCH_DDP, TORCH_ZERO, get_variant
 
@@ -62,8 +62,8 @@ def at_most(figure: str, command: str, limit: float, values: Sequence[float], un
 
 def ladder_promises(benches: Sequence[Bench]) -> list[Promise]:
     """Step times against torch's, each the median over the rounds of a run; the optimizer state of module 8."""
-    zero = get_variant(module(ZERO)).label
-    wanted = [(get_variant(module(n)).label, TORCH_DDP.label, BUCKETED_RATIO) for n in BUCKETED]
+    zero = get_variant(get_module(ZERO)).label
+    wanted = [(get_variant(get_module(n)).label, TORCH_DDP.label, BUCKETED_RATIO) for n in BUCKETED]
     wanted.append((zero, TORCH_ZERO.label, ZERO_RATIO))
     rows = []
     for label, base, limit in wanted:

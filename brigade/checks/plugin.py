@@ -25,7 +25,7 @@ from brigade.checks.run import Conditions, default_backend, prepare, run_check
 from brigade.checks.verdict import CheckFailed, Outcome
 from brigade.course.listing import list_checks
 from brigade.course.modules import MODULES, CourseError
-from brigade.course.submission import directory
+from brigade.course.submission import resolve_target
 from brigade.runner import machine
 
 OUTCOME = pytest.StashKey[Outcome]()
@@ -49,9 +49,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--seed") is None:
         config.option.seed = random.randrange(10**6)
     try:
-        directory(config.getoption("--target"))
+        resolve_target(config.getoption("--target"))
         if config.getoption("--prior") == "reference":
-            directory("solutions")
+            resolve_target("solutions")
         if config.getoption("--backend") == "nccl":
             machine.nccl_environment(1, share_gpu=False)
     except CourseError as error:

@@ -17,7 +17,7 @@ from brigade.checks.server import start_server
 from brigade.checks.verdict import CheckFailed, Outcome, Verdict, not_run
 from brigade.course.listing import GradedCheck
 from brigade.course.modules import ROOT, CourseError
-from brigade.course.submission import Sources, compile_texts, directory, is_sealed, keep_code, read
+from brigade.course.submission import Sources, compile_texts, is_sealed, keep_code, read, resolve_target
 from brigade.rank import dynamo_stub
 from brigade.runner import ranks
 from brigade.runner.server import SERVER, ServerLost
@@ -176,7 +176,7 @@ def repeat_command(check: GradedCheck, target: str | Path, conditions: Condition
     """Return the command that runs this check alone, on the same random cases."""
     words = ["brigade", "check", str(check.module), "--only", check.name.removeprefix("test_")]
     words += ["--seed", str(conditions.seed)]
-    if directory(target).resolve() != (ROOT / "lessons").resolve():
+    if resolve_target(target).resolve() != (ROOT / "lessons").resolve():
         words += ["--target", str(target)]
     if prior_source != "own":
         words += ["--prior", prior_source]

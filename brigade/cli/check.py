@@ -22,8 +22,8 @@ from brigade.cli.console import console, indent, shorten
 from brigade.cli.options import add_prior, add_target
 from brigade.cli.progress_file import hash_submission, recall, remember
 from brigade.course import skeletons
-from brigade.course.modules import HAS_SOLUTIONS, MODULES, ROOT, CourseError, Module, module
-from brigade.course.submission import Sources, directory, find, read
+from brigade.course.modules import HAS_SOLUTIONS, MODULES, ROOT, CourseError, Module, get_module
+from brigade.course.submission import Sources, find, read, resolve_target
 from brigade.runner import machine, ranks
 
 MAX_AT_A_TIME = 4  # checks; each has up to four ranks
@@ -162,13 +162,13 @@ def ending_at_once() -> Iterator[None]:
 
 def run_check(options: argparse.Namespace) -> int:
     """brigade check [N]"""
-    options.target = str(directory(options.target).resolve())
+    options.target = str(resolve_target(options.target).resolve())
     if options.prior == "reference":
-        directory("solutions")
+        resolve_target("solutions")
     start_server()  # it imports torch meanwhile
     if options.backend == "nccl":
         machine.nccl_environment(2, options.share_gpu)
-    entries = [module(options.number)] if options.number else list(MODULES)
+    entries = [get_module(options.number)] if options.number else list(MODULES)
     if options.debug:
         if not options.number:
             raise CourseError("--debug runs one module's checks: say which, as in `brigade check 3 --debug`")
@@ -261,15 +261,15 @@ def saved(entries: Sequence[Module], options: argparse.Namespace) -> list[float]
 
 def run_next(options: argparse.Namespace) -> int:
     """brigade next: the first module that does not pass all its checks, and the first of those that fail."""
-    options.target = str(directory(options.target).resolve())
+    options.target = str(resolve_target(options.target).resolve())
     if options.prior == "reference":
-        directory("solutions")
+        resolve_target("solutions")
     for entry in MODULES:
         try:
             sources = read(options.target, entry.number, options.prior).sources
             key = hash_submission(entry, sources)
             done = recall("passed").get(entry.package) == key
-            begun = sources[f"{entry.package}.{entry.name}"][1] != skeletons.skeleton(entry)
+            begun = sources[f"{entry.package}.{entry.name}"][1] != skeletons.make_skeleton(entry)
             report = check_module(entry, options, is_quiet=True) if begun and not done else None
         except CourseError as error:
             console.print(f"→ {error}", markup=False)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from brigade.checks.collect import import_from_tests
 from brigade.cli.console import console
 from brigade.cli.main import main as brigade
-from brigade.course.modules import HAS_SOLUTIONS, MODULES, REFERENCE, ROOT, module
+from brigade.course.modules import HAS_SOLUTIONS, MODULES, REFERENCE, ROOT, get_module
 from brigade.lab.script import ended, show_progress
 from brigade.runner import ranks
 
@@ -69,7 +69,7 @@ def demo() -> int:
 
 def show_checks() -> int:
     """Run the checks of one module on its solution, then on a mutant of it."""
-    entry = module(MODULE)
+    entry = get_module(MODULE)
     console.print(f"How an answer is checked: brigade check {MODULE} --target solutions")
     status = brigade(["check", str(MODULE), "--target", "solutions"])
     if status:

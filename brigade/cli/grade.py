@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from brigade.checks.server import start_server
 from brigade.cli.options import ABOVE_ZERO, add_number
-from brigade.course.modules import CourseError, Module, results_file, selected
+from brigade.course.modules import CourseError, Module, resolve_results_file, select_modules
 from brigade.grade import classroom, formats, incoming, isolation, static_look
 from brigade.grade.outcome import Grading, nothing_yet
 from brigade.runner import machine, ranks, sandbox
@@ -44,7 +44,7 @@ def add_grade_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_grade(options: argparse.Namespace) -> int:
     """Return the exit status: 0 when everything was graded, whatever the score; 1 when a part of the class was not."""
-    entries = selected(options.modules)
+    entries = select_modules(options.modules)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     if options.backend == "nccl":
         machine.nccl_environment(2, options.share_gpu)
@@ -82,7 +82,7 @@ def run_one(options: argparse.Namespace, entries: Sequence[Module], console: Con
     if options.gradebook:
         raise CourseError("--gradebook is for --class; the results of one submission go to --out")
     render = writer(options)
-    out = results_file(options.out, options.submission)
+    out = resolve_results_file(options.out, options.submission)
     columns = (TextColumn("checks"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=None)
@@ -141,7 +141,7 @@ def run_class(options: argparse.Namespace, entries: Sequence[Module], console: C
     """Grades the submissions in the directory --class into --gradebook."""
     if not options.gradebook or options.out or options.format or options.meta:
         raise CourseError("--class writes to --gradebook FILE.csv, which it needs; --out, --format, --meta are for one")
-    gradebook = results_file(options.gradebook)
+    gradebook = resolve_results_file(options.gradebook)
     everyone, others = classroom.students(Path(options.class_directory).resolve(), gradebook)
     passed_on = ["--prior", options.prior, "--backend", options.backend, "--limit", str(options.limit)]
     passed_on += ["--modules", options.modules] if options.modules else []

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from brigade.cli.main import parse
-from brigade.course.modules import ROOT, CourseError, selected
+from brigade.course.modules import ROOT, CourseError, select_modules
 from brigade.grade import gradescope_package
 
 
@@ -19,7 +19,7 @@ def check_options(options: Sequence[str]) -> None:
     chosen = parse(["grade", "--submission", "", *options])
     if chosen.submission or chosen.out or chosen.format:
         raise CourseError("--submission, --out and --format are given by Gradescope")
-    selected(chosen.modules)
+    select_modules(chosen.modules)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from brigade.cli.console import console, shorten
 from brigade.cli.options import ABOVE_ZERO, NOT_NEGATIVE, Range, add_number, add_prior, add_target
-from brigade.course.modules import ROOT, CourseError, Module, module, results_file, selected
+from brigade.course.modules import ROOT, CourseError, Module, get_module, resolve_results_file, select_modules
 from brigade.course.submission import read
 from brigade.lab import links
 from brigade.lab.script import explain_failure, show_progress
@@ -78,11 +78,11 @@ def bench(options: argparse.Namespace) -> int:
     from brigade.runner import machine
 
     world_size = choose_world_size(options.ranks)
-    entries = selected(options.modules or (SWEPT if options.sweep else ""))
+    entries = select_modules(options.modules or (SWEPT if options.sweep else ""))
     link = choose_link(options, world_size)
     workload = make_workload(options, link, world_size)
     sizes = read_sweep(options.sweep, entries) if options.sweep else []
-    files = {kind: results_file(getattr(options, kind)) for kind in ("json", "csv", "png")}
+    files = {kind: resolve_results_file(getattr(options, kind)) for kind in ("json", "csv", "png")}
     backend = options.backend or default_backend(world_size)
     if backend == "nccl" and not torchrun.given():
         machine.nccl_environment(world_size, options.share_gpu)
@@ -193,7 +193,7 @@ def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_trace(options: argparse.Namespace) -> int:
     """brigade trace N"""
-    entry = module(options.number)
+    entry = get_module(options.number)
     if not 2 <= options.ranks <= MOST_RANKS:
         raise CourseError(f"--ranks {options.ranks}: a timeline takes 2 ranks or more, and {MOST_RANKS} at most")
     link = choose_link(options, options.ranks)
@@ -201,7 +201,7 @@ def run_trace(options: argparse.Namespace) -> int:
         raise CourseError("--no-pace emulates no link: leave it out, or what describes one")
 
     sources = read(options.target, entry.number, options.prior).sources
-    files = {kind: results_file(getattr(options, kind)) for kind in ("png", "json")}
+    files = {kind: resolve_results_file(getattr(options, kind)) for kind in ("png", "json")}
     files = {kind: file or ROOT / "out" / f"trace-{entry.number}.{kind}" for kind, file in files.items()}
 
     from brigade.runner.ranks import SERVER, RankFailure

@@ -21,7 +21,7 @@ def run_skeletons(options: argparse.Namespace) -> int:
     validation.validate_course()
     validation.import_checks()
     if options.check:
-        outdated = skeletons.outdated()
+        outdated = skeletons.find_outdated()
         for path in outdated:
             console.print(f"{shorten(path)} is not what it is made of: run `brigade skeletons`")
         return 1 if outdated else 0
@@ -37,5 +37,5 @@ def write_first_skeletons() -> None:
     """Write the skeletons of new modules that still lack a reading, hints or checks: their authors need them first."""
     for entry in MODULES:
         is_new = not (ROOT / "lessons" / entry.path).exists() and (ROOT / "solutions" / entry.path).exists()
-        if is_new and validation.missing_files(entry):
+        if is_new and validation.find_missing_files(entry):
             console.print(f"{shorten(skeletons.write_skeleton(entry))} written")

@@ -13,9 +13,9 @@ from brigade.cli.console import console, shorten
 from brigade.cli.options import add_target
 from brigade.cli.progress_file import hash_submission, recall, remember
 from brigade.course import skeletons
-from brigade.course.modules import MODULES, ROOT, CourseError, Module, module
-from brigade.course.parts import unwritten_parts
-from brigade.course.submission import directory, find, read
+from brigade.course.modules import MODULES, ROOT, CourseError, Module, get_module
+from brigade.course.parts import find_unwritten_parts
+from brigade.course.submission import find, read, resolve_target
 
 LABEL = re.compile(r"^\*\*(\(\w\)(?:, \(\w\))*)\*\*", re.MULTILINE)  # in hints: **(b)**, or **(b), (c)**
 
@@ -39,7 +39,7 @@ def add_submit_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_hint(options: argparse.Namespace) -> int:
     """brigade hint N [PART]: the next hint on a part, by default on the first that is not written."""
-    entry = module(options.number)
+    entry = get_module(options.number)
     steps = (entry.lesson / "hints.md").read_text().split("\n## ")[1:]
     parts = sorted({part for step in steps for label in LABEL.findall(step) for part in re.findall(r"\w", label)})
     part = (options.part or find_unwritten_part(entry)).strip("()").lower()
@@ -69,7 +69,7 @@ def run_hint(options: argparse.Namespace) -> int:
 def find_unwritten_part(entry: Module) -> str:
     """Return the letter of the first part in the student's file that is not written; "" if there is none."""
     path = ROOT / "lessons" / entry.path
-    unwritten = unwritten_parts(path.read_text())
+    unwritten = find_unwritten_parts(path.read_text())
     return unwritten[0].letter if unwritten else ""
 
 
@@ -82,7 +82,7 @@ def extract_part(step: str, part: str) -> str:
 
 def run_reset(options: argparse.Namespace) -> int:
     """brigade reset N: the skeleton again, and the student's file beside it."""
-    entry = module(options.number)
+    entry = get_module(options.number)
     backup = skeletons.reset(entry)
     console.print(f"{shorten(ROOT / 'lessons' / entry.path)} is the skeleton again.")
     if backup:
@@ -92,7 +92,7 @@ def run_reset(options: argparse.Namespace) -> int:
 
 def run_submit(options: argparse.Namespace) -> int:
     """brigade submit: a zip of the module files."""
-    target = directory(options.target)
+    target = resolve_target(options.target)
     archive = Path(time.strftime("submission-%Y%m%d-%H%M%S.zip"))
     files = [(path, entry) for entry in MODULES if (path := find(target, entry))]
     if not files:
@@ -127,7 +127,7 @@ def find_state(entry: Module, target: Path) -> str:
     except CourseError:
         return "broken"
     text = sources[f"{entry.package}.{entry.name}"][1]
-    if unwritten_parts(text):
+    if find_unwritten_parts(text):
         return "not written"
     return "passes" if recall("passed").get(entry.package) == hash_submission(entry, sources) else "written"
 

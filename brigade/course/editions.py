@@ -1,4 +1,4 @@
-"""What the student edition and the Gradescope package have in common: the core with its commands, and the checks."""
+"""The files that the student edition and the Gradescope package share: the core with its commands, and the checks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ CORE = ("brigade/*.py", *(f"brigade/{folder}/**/*.py" for folder in ("course", "
 CHECKS = ("tests/test_m*.py", "tests/scenarios/*.py", "tests/diagnosis/*.py", "tests/expected/*.py")
 
 
-def requirements_for(packages: Iterable[str]) -> str:
+def select_requirements(packages: Iterable[str]) -> str:
     """Return the lines of requirements.txt that pin these packages."""
     pins = tuple(f"{package}==" for package in packages)
     lines = (ROOT / "requirements.txt").read_text().splitlines(keepends=True)

@@ -1,6 +1,7 @@
-"""What documents say about every module is made from the table, the checks and the readings, by `brigade skeletons`.
+"""Generate the parts of documents that list all modules, from the table of modules, the checks and the readings.
 
-In a document of `DOCUMENTS` the text between two comments is made, the rest is written by hand:
+`brigade skeletons` calls this. In each of `DOCUMENTS` the text between two comments is generated, the rest is written
+by hand:
 
     <!-- made by `brigade skeletons`: modules -->
     ...
@@ -17,48 +18,55 @@ from brigade.course.listing import list_checks
 from brigade.course.modules import MODULES, CourseError, Module
 
 DOCUMENTS = ("README.md", "assignments.md")
-MADE = re.compile(r"(<!-- made by `brigade skeletons`: (\w+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
+GENERATED = re.compile(r"(<!-- made by `brigade skeletons`: (\w+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
 QUESTIONS = "\n## Questions\n"
 
 
-def documents(root: Path) -> dict[Path, str]:
-    """The documents of the course in `root`, as they should be. Raises CourseError as `filled` does."""
-    return {root / name: filled((root / name).read_text(), root) for name in DOCUMENTS}
+def make_documents(root: Path) -> dict[Path, str]:
+    """Return the up-to-date text of each document of the course in `root`. Raise CourseError as `fill_in` does."""
+    return {root / name: fill_in((root / name).read_text(), root) for name in DOCUMENTS}
 
 
-def filled(text: str, root: Path) -> str:
-    """The document with its made parts made anew. Raises CourseError where a reading has no questions."""
-    parts = {"modules": modules, "deliverables": deliverables, "assignments": assignments, "students": students}
-    return MADE.sub(lambda found: f"{found[1]}\n{parts[found[2]](root)}\n{found[3]}", text)
+def fill_in(text: str, root: Path) -> str:
+    """Return the document with its generated parts up to date. Raise CourseError if a reading has no questions."""
+    makers = {
+        "modules": make_module_table,
+        "deliverables": make_deliverables_table,
+        "assignments": make_assignments,
+        "students": read_student_section,
+    }
+    return GENERATED.sub(lambda match: f"{match[1]}\n{makers[match[2]](root)}\n{match[3]}", text)
 
 
-def modules(root: Path) -> str:
-    """The table of the README."""
+def make_module_table(root: Path) -> str:
+    """Return the README's table of modules."""
     rows = [
         (e.number, f"[{e.title}](lessons/{e.package}/README.md)", e.idea, e.points, e.minutes, f"{e.difficulty} of 5")
         for e in MODULES
     ]
     total = ("", "", "", f"**{sum(e.points for e in MODULES)}**", f"**{sum(e.minutes for e in MODULES)}**", "")
-    return table(("", "module", "idea", "points", "minutes", "difficulty"), [*rows, total])
+    return format_table(("", "module", "idea", "points", "minutes", "difficulty"), [*rows, total])
 
 
-def students(root: Path) -> str:
-    """What the README tells students; the README of the student edition says it too."""
+def read_student_section(root: Path) -> str:
+    """Return the section for students of the README. The student edition's README contains it too."""
     return (root / "README.md").read_text().partition("\n## Students\n\n")[2].partition("\n## ")[0]
 
 
-def deliverables(root: Path) -> str:
-    """The handout's table of files and points."""
+def make_deliverables_table(root: Path) -> str:
+    """Return the handout's table of files and points."""
     rows = [(f"{e.number}. {e.title}", f"`lessons/{e.path.as_posix()}`", e.points) for e in MODULES]
-    return table(("module", "code", "points"), [*rows, ("**total**", "", f"**{sum(e.points for e in MODULES)}**")])
+    total = ("**total**", "", f"**{sum(e.points for e in MODULES)}**")
+    return format_table(("module", "code", "points"), [*rows, total])
 
 
-def assignments(root: Path) -> str:
-    """The handout's section on each module."""
-    return "\n".join(assignment(entry, root) for entry in MODULES)
+def make_assignments(root: Path) -> str:
+    """Return the handout's sections on all modules."""
+    return "\n".join(make_assignment(entry, root) for entry in MODULES)
 
 
-def assignment(entry: Module, root: Path) -> str:
+def make_assignment(entry: Module, root: Path) -> str:
+    """Return the handout's section on one module."""
     names = [f"`{name}`" for name in entry.public]
     listed = " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
     rows = [(f"`{check.name}`", check.points, check.title.rstrip(".")) for check in list_checks(entry, root)]
@@ -66,22 +74,22 @@ def assignment(entry: Module, root: Path) -> str:
         f"## Module {entry.number}: {entry.title}\n\n"
         f"**Hand in** `{entry.path.name}`: {listed}. [Reading](lessons/{entry.package}/README.md), {entry.minutes} "
         f"minutes, difficulty {entry.difficulty} of 5.\n\n"
-        + table(("check", "points", "what must hold"), [*rows, ("", f"**{entry.points}**", "")])
-        + f"\n**Written questions**\n\n{questions(entry, root)}"
+        + format_table(("check", "points", "what must hold"), [*rows, ("", f"**{entry.points}**", "")])
+        + f"\n**Written questions**\n\n{read_questions(entry, root)}"
     )
 
 
-def questions(entry: Module, root: Path) -> str:
-    """The reading's list of questions, which is the end of it. Raises CourseError where there is none."""
+def read_questions(entry: Module, root: Path) -> str:
+    """Return the list of questions at the end of a reading. Raise CourseError if there is none."""
     reading = (root / "lessons" / entry.package / "README.md").read_text()
-    found = reading.partition(QUESTIONS)[2].strip("\n")
-    if not found.startswith("1. "):
+    questions = reading.partition(QUESTIONS)[2].strip("\n")
+    if not questions.startswith("1. "):
         raise CourseError(f"lessons/{entry.package}/README.md does not end with a numbered list of questions")
-    return found + "\n"
+    return questions + "\n"
 
 
-def table(headings: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
-    """A Markdown table."""
+def format_table(headings: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
+    """Return a Markdown table."""
     headings = list(headings)
     lines = [headings, ["---"] * len(headings), *rows]
     return "".join(f"| {' | '.join(str(cell) for cell in line)} |\n" for line in lines)

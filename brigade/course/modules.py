@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]  # the course's own files: lessons, solutions, tests
-HAS_SOLUTIONS = (ROOT / "solutions").is_dir()  # not so in the student edition
-REFERENCE = "solutions" if HAS_SOLUTIONS else "lessons"  # whose modules the lab takes where nobody says
+HAS_SOLUTIONS = (ROOT / "solutions").is_dir()  # False in the student edition
+REFERENCE = "solutions" if HAS_SOLUTIONS else "lessons"  # the modules that the lab uses by default
 TARGETS = "lessons (default), solutions, or a directory" if HAS_SOLUTIONS else "lessons (default), or a directory"
 
 
 class CourseError(Exception):
-    """Something the user asked for cannot be done; the message is one sentence for the user."""
+    """A request of the user cannot be fulfilled. The message is one sentence for the user."""
 
 
 @dataclass(frozen=True)
 class Module:
-    """One module: `m03_overlapped_ddp/overlapped_ddp.py` and what belongs to it."""
+    """A row of the table: one module, such as the one in `m03_overlapped_ddp/overlapped_ddp.py`."""
 
     number: int
     package: str
@@ -36,7 +36,7 @@ class Module:
 
     @property
     def path(self) -> Path:
-        """Of the module's file, below `lessons`, `solutions` or a submission."""
+        """The module's file, relative to `lessons`, `solutions` or a submission."""
         return Path(self.package) / f"{self.name}.py"
 
     @property
@@ -68,13 +68,13 @@ MODULES = (
 )  # fmt: skip
 
 
-def module_with(name: str) -> Module:
-    """The module of this public name."""
+def find_module(name: str) -> Module:
+    """Return the module that has this public name."""
     return next(entry for entry in MODULES if name in entry.public)
 
 
-def module(number: int | str) -> Module:
-    """The module of this number. Raises CourseError with a sentence for the user."""
+def get_module(number: int | str) -> Module:
+    """Return the module with this number. Raise CourseError if there is none."""
     for entry in MODULES:
         if str(number) == str(entry.number):
             return entry
@@ -92,8 +92,8 @@ def list_numbers() -> str:
     return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
-def selected(text: str) -> list[Module]:
-    """The modules that a list such as 1-4,6 names; all for an empty one. Raises CourseError."""
+def select_modules(text: str) -> list[Module]:
+    """Return the modules in a list such as "1-4,6", or all if it is empty. Raise CourseError for anything else."""
     if not text:
         return list(MODULES)
     numbers: set[int] = set()
@@ -104,25 +104,26 @@ def selected(text: str) -> list[Module]:
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first:
             raise CourseError(f"--modules {text}: {first} comes after {last}")
-        numbers |= {entry.number for entry in MODULES if module(first).number <= entry.number <= module(last).number}
+        lowest, highest = get_module(first).number, get_module(last).number
+        numbers |= {entry.number for entry in MODULES if lowest <= entry.number <= highest}
     return [entry for entry in MODULES if entry.number in numbers]
 
 
-def results_file(path: str | None, submission: str | None = None) -> Path | None:
-    """Return where results are written. Raise CourseError if that is impossible.
+def resolve_results_file(path: str | None, submission: str | None = None) -> Path | None:
+    """Return the absolute path of a results file, or None for None. Raise CourseError if it cannot be written.
 
-    Refuse a link, also one on the way through `submission`: its author could choose what we overwrite.
+    Links are refused, also for directories inside `submission`: its author could choose what we overwrite.
     """
     if path is None:
         return None
     given = Path(os.path.abspath(path))
-    theirs = {Path(os.path.abspath(submission)), Path(submission).resolve()} if submission else set()
-    for place in (given, *(parent for parent in given.parents if theirs & set(parent.parents))):
-        if place.is_symlink():
-            raise CourseError(f"{place} is a link, and results are written to files only")
+    roots = {Path(os.path.abspath(submission)), Path(submission).resolve()} if submission else set()
+    for path in (given, *(parent for parent in given.parents if roots & set(parent.parents))):
+        if path.is_symlink():
+            raise CourseError(f"{path} is a link; results cannot be written to or through a link")
     out = given.parent.resolve() / given.name
     if not out.parent.is_dir():
         raise CourseError(f"there is no directory {out.parent} for the results")
     if out.exists() and not out.is_file():
-        raise CourseError(f"{out} is not a file that results could replace")
+        raise CourseError(f"{out} is not an ordinary file, so it cannot be replaced by results")
     return out

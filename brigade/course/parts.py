@@ -1,4 +1,4 @@
-"""The parts of a module that the student writes, such as module 3, part (b)."""
+"""The parts of a module that students write, such as module 3, part (b)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ RAISED = re.compile(rf'raise NotImplementedError\("{NAME.pattern}"\)')
 
 @dataclass(frozen=True)
 class Part:
-    """One part of a module. Its text is what a skeleton raises where the part belongs."""
+    """One part of a module. `str(part)` is the message of the exception that the skeleton raises in its place."""
 
     module: int
     letter: str
@@ -20,12 +20,12 @@ class Part:
         return f"module {self.module}, part ({self.letter})"
 
 
-def named_part(message: str) -> Part | None:
-    """Return the part that the message of a skeleton's exception names, or None."""
+def find_part(message: str) -> Part | None:
+    """Return the part that the message of an exception names, or None."""
     match = NAME.search(message)
     return Part(int(match[1]), match[2]) if match else None
 
 
-def unwritten_parts(text: str) -> list[Part]:
-    """Return the parts that are still the skeleton's in the text of a module, in order."""
+def find_unwritten_parts(text: str) -> list[Part]:
+    """Return the parts that are not written yet in the text of a module, in order."""
     return [Part(int(module), letter) for module, letter in RAISED.findall(text)]

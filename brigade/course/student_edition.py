@@ -2,8 +2,8 @@
 
     python -m brigade.course.student_edition
 
-It has the toolkit without the grader, in whole folders, and the other files that are named here, as far as git tracks
-them. Skeletons are made afresh, and `student/` has what differs. Whatever is not named stays out.
+It contains the toolkit without the grader, and the other files named here, if git tracks them. Skeletons are generated.
+`student/` contains the files that differ from the course's own. All other files stay out.
 """
 
 from __future__ import annotations
@@ -18,41 +18,45 @@ from pathlib import Path
 from brigade.course import editions, handout, skeletons, validation
 from brigade.course.modules import MODULES, ROOT, CourseError
 
-TAKEN = (".gitignore", "LICENSE", "assignments.md", "pyproject.toml", "setup.mk")
-TAKEN += (*editions.CORE, "brigade/lab/**/*.py", *editions.CHECKS)
-TAKEN += ("docs/claims.md", "docs/gpus.md", "docs/plan.md")
-TAKEN += ("lessons/*/README.md", "lessons/*/hints.md", "lessons/*/*.png", "lessons/*/*.py")
+INCLUDED = (".gitignore", "LICENSE", "assignments.md", "pyproject.toml", "setup.mk")
+INCLUDED += (*editions.CORE, "brigade/lab/**/*.py", *editions.CHECKS)
+INCLUDED += ("docs/claims.md", "docs/gpus.md", "docs/plan.md")
+INCLUDED += ("lessons/*/README.md", "lessons/*/hints.md", "lessons/*/*.png", "lessons/*/*.py")
 PACKAGES = ("torch", "pytest", "numpy", "matplotlib", "rich", "psutil")  # of requirements.txt
 OUT = ROOT / "out" / "student"
 
 
-def tracked() -> set[Path]:
-    """The files that git knows. Raises CourseError outside of a clone."""
+def list_tracked_files() -> set[Path]:
+    """Return the files that git tracks. Raise CourseError outside of a clone."""
     try:
         listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
-        raise CourseError("the student edition has the files that git tracks: make it in a clone") from None
+        raise CourseError("make the student edition in a clone: it contains the files that git tracks") from None
     return {ROOT / name for name in listed.split("\0") if name}
 
 
-def contents() -> dict[Path, bytes]:
-    """The files of the edition. Raises CourseError outside of a clone, and as `skeletons.skeleton` does."""
-    known = tracked() - {Path(__file__).resolve()}
-    found = {path.relative_to(ROOT): path.read_bytes() for name in TAKEN for path in ROOT.glob(name) if path in known}
-    found |= {Path(path.name): path.read_bytes() for path in (ROOT / "student").glob("*") if path in known}
+def collect_files() -> dict[Path, bytes]:
+    """Return the contents of the edition's files by relative path. Raise CourseError outside of a clone."""
+    tracked = list_tracked_files() - {Path(__file__).resolve()}
+    paths = [path for pattern in INCLUDED for path in ROOT.glob(pattern) if path in tracked]
+    contents = {path.relative_to(ROOT): path.read_bytes() for path in paths}
+    contents |= {Path(path.name): path.read_bytes() for path in (ROOT / "student").glob("*") if path in tracked}
     for entry in MODULES:
-        for place in ("lessons", skeletons.KEPT):
-            found[place / entry.path] = skeletons.skeleton(entry).encode()
+        for folder in ("lessons", skeletons.STORED_SKELETONS):
+            contents[folder / entry.path] = skeletons.make_skeleton(entry).encode()
     for document in (Path("README.md"), Path("assignments.md")):
-        text = handout.filled(found[document].decode(), ROOT)
-        found[document] = re.sub(r"<!-- .* -->\n+", "", text).encode()
-    return found | {Path("requirements.txt"): editions.requirements_for(PACKAGES).encode()}
+        text = handout.fill_in(contents[document].decode(), ROOT)
+        contents[document] = re.sub(r"<!-- .* -->\n+", "", text).encode()
+    return contents | {Path("requirements.txt"): editions.select_requirements(PACKAGES).encode()}
 
 
 def build(target: Path) -> int:
-    """Make the edition in `target`; return the number of its files. Raise as `contents` does, and for broken checks."""
+    """Make the edition in `target` and return the number of its files.
+
+    Raise CourseError outside of a clone, or if the course contradicts itself or a check cannot be imported.
+    """
     validation.validate_course()
-    files = contents()
+    files = collect_files()
     shutil.rmtree(target, ignore_errors=True)
     for path, content in files.items():
         (target / path).parent.mkdir(parents=True, exist_ok=True)
@@ -64,8 +68,8 @@ def build(target: Path) -> int:
 def main() -> int:
     argparse.ArgumentParser(
         prog="python -m brigade.course.student_edition",
-        description="Makes the student edition, without solutions, mutants and answers, in out/student, of which what "
-        "was there before is deleted, and as out/student.zip.",
+        description="Make the student edition, without solutions, mutants and answers, in out/student and "
+        "out/student.zip. Delete the previous contents of out/student.",
         epilog="Example: python -m brigade.course.student_edition",
     ).parse_args()
     try:
@@ -74,7 +78,7 @@ def main() -> int:
     except (CourseError, OSError) as error:
         print(f"edition: {error}", file=sys.stderr)
         return 2
-    print(f"{OUT.relative_to(ROOT)} and {archive.relative_to(ROOT)} hold {count} files")
+    print(f"{OUT.relative_to(ROOT)} and {archive.relative_to(ROOT)} contain {count} files")
     return 0
 
 

@@ -5,7 +5,7 @@ package called `submission`, so that `from ..m05_grad_buffer.grad_buffer import 
 of the same submission wherever it lies on disk. Nothing else in the directory is looked at.
 
 A rank receives the text of what the student wrote. It receives the course's own files (the reference's earlier modules,
-the scenarios) as compiled code (`to_ranks`), so that a submission finds no text of them to copy.
+the scenarios) as compiled code (`prepare_for_ranks`), so that a submission finds no text of them to copy.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from brigade.course.modules import HAS_SOLUTIONS, MODULES, ROOT, CourseError, Module, module
+from brigade.course.modules import HAS_SOLUTIONS, MODULES, ROOT, CourseError, Module, get_module
 
 PACKAGE = "submission"
 MAX_SOURCE_BYTES = 250_000
@@ -52,7 +52,7 @@ def find(target: Path, entry: Module) -> Path | None:
     return None
 
 
-def directory(target: str | Path) -> Path:
+def resolve_target(target: str | Path) -> Path:
     """`lessons`, `solutions` or a path, as a directory that exists. Raises CourseError."""
     if str(target) == "solutions" and not HAS_SOLUTIONS:
         raise CourseError("this edition has no solutions: --target takes lessons or a directory, --prior takes own")
@@ -76,28 +76,28 @@ def read(target: str | Path, number: int, prior: str = "own") -> Submission:
     out, for it may not be needed. Raises CourseError when the module itself is missing, unreadable, outside of
     `target` or not Python; the message is one line.
     """
-    target = directory(target)
-    entry = module(number)
+    target = resolve_target(target)
+    entry = get_module(number)
     path = find(target, entry)
     if path is None:
         raise CourseError(f"module {number} is missing: there is no {entry.path} in {target}")
-    text = source_text(path, target)
+    text = read_source(path, target)
     earlier: Sources = {}
-    within = directory("solutions") if prior == "reference" else target
+    within = resolve_target("solutions") if prior == "reference" else target
     for other in MODULES[: MODULES.index(entry)]:
         place = find(within, other)
         try:
             if place is not None:
-                earlier[f"{other.package}.{other.name}"] = (str(place), source_text(place, within))
+                earlier[f"{other.package}.{other.name}"] = (str(place), read_source(place, within))
         except CourseError:
             continue
     if prior == "reference":
         checks = [entry.checks, *(ROOT / "tests" / "scenarios").glob(f"m{number:02}_*.py")]
-        earlier = named([text, *(path.read_text() for path in checks)], earlier)
+        earlier = select_named([text, *(path.read_text() for path in checks)], earlier)
     return Submission(target, {f"{entry.package}.{entry.name}": (str(path), text), **earlier})
 
 
-def named(texts: list[str], sources: Sources) -> Sources:
+def select_named(texts: list[str], sources: Sources) -> Sources:
     """Those of `sources` whose package the texts name, and those that their texts name in turn."""
     found: Sources = {}
     while texts:
@@ -109,12 +109,12 @@ def named(texts: list[str], sources: Sources) -> Sources:
     return found
 
 
-def source_text(path: Path, within: Path) -> str:
+def read_source(path: Path, within: Path) -> str:
     """The text of a Python file. CourseError where it is unreadable, too long, outside of `within` or not Python."""
     try:
         if not path.resolve().is_relative_to(within.resolve()):
             raise CourseError(f"{path.name} is a link to a file outside of the submission")
-        with open(path.resolve(), "rb", opener=opened) as file:
+        with open(path.resolve(), "rb", opener=open_no_follow) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise CourseError(f"{path.name} is not an ordinary file")
             content = file.read(MAX_SOURCE_BYTES + 1)
@@ -125,18 +125,18 @@ def source_text(path: Path, within: Path) -> str:
         raise CourseError(f"{path.name} cannot be read: {error.strerror}") from None
     except (UnicodeDecodeError, RuntimeError) as error:  # RuntimeError: a link to itself
         raise CourseError(f"{path.name} is not a Python source file: {error}") from None
-    if wrong := fault(path.name, text):
+    if wrong := find_syntax_error(path.name, text):
         raise CourseError(wrong)
     return text
 
 
-def opened(path: str, flags: int) -> int:
+def open_no_follow(path: str, flags: int) -> int:
     """Opens a file that has been looked at before: not what a link leads to by now, and without waiting for a pipe."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 @functools.lru_cache(maxsize=32)  # every check reads the same few files
-def fault(name: str, text: str) -> str:
+def find_syntax_error(name: str, text: str) -> str:
     """Why the text of the file `name` is not Python, in one line; "" where it is."""
     try:
         ast.parse(text, filename=name)
@@ -149,10 +149,10 @@ def fault(name: str, text: str) -> str:
     return ""
 
 
-def to_ranks(sources: Sources) -> ForRanks:
+def prepare_for_ranks(sources: Sources) -> ForRanks:
     """Return what a rank gets: text, and code where there is any. It gets the course's own files as code alone."""
     return {
-        name: (path, "", code_of(path, text)) if is_sealed(path) else (path, text, _student_code.get((path, text)))
+        name: (path, "", compile_code(path, text)) if is_sealed(path) else (path, text, _student_code.get((path, text)))
         for name, (path, text) in sources.items()
     }
 
@@ -163,7 +163,7 @@ def is_sealed(path: str) -> bool:
 
 
 @functools.lru_cache(maxsize=128)  # every check sends the same few files
-def code_of(path: str, text: str) -> bytes:
+def compile_code(path: str, text: str) -> bytes:
     """Return the compiled text; ranks run the same interpreter. For trusted texts only: compiling can crash."""
     return marshal.dumps(compile(text, path, "exec", dont_inherit=True))
 
@@ -173,7 +173,7 @@ def compile_texts(sources: Sources) -> dict[str, bytes]:
     codes = {}
     for name, (path, text) in sources.items():
         with contextlib.suppress(Exception):  # importing the module raises it again
-            codes[name] = code_of(path, text)
+            codes[name] = compile_code(path, text)
     return codes
 
 

@@ -1,4 +1,4 @@
-"""The course must agree with itself before a handout, a student edition or an autograder is made from it."""
+"""Check that the course is consistent, before a handout, student edition or autograder is made from it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from brigade.course import listing, skeletons
 from brigade.course.modules import MODULES, ROOT, CourseError, Module
 
-IMPORT_S = 120.0  # for importing all checks, torch included
+IMPORT_S = 120.0  # limit for importing all checks and torch
 
 # Runs in its own process, because this one may have imported the checks of another directory.
 IMPORTER = """
@@ -33,7 +33,7 @@ print("\\n" + json.dumps(found))
 
 def validate_course(root: Path = ROOT) -> None:
     """Compare the table of modules with the files of the course in `root`. Raise CourseError naming every fault."""
-    faults = table_faults() + [fault for entry in MODULES for fault in module_faults(entry, root)]
+    faults = find_table_faults() + [fault for entry in MODULES for fault in find_module_faults(entry, root)]
     if faults:
         raise CourseError("\n  ".join(["the course contradicts itself:", *faults]))
 
@@ -46,7 +46,7 @@ def import_checks(root: Path = ROOT) -> None:
         done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=IMPORT_S)
         found = json.loads(done.stdout.splitlines()[-1])
     except subprocess.TimeoutExpired:
-        raise CourseError(f"importing the checks takes longer than {IMPORT_S:.0f} s") from None
+        raise CourseError(f"importing the checks took longer than {IMPORT_S:.0f} s") from None
     except (ValueError, IndexError):
         last = (done.stderr.strip() or "no message").splitlines()[-1]
         raise CourseError(f"the checks cannot be imported: {last}") from None
@@ -58,50 +58,50 @@ def import_checks(root: Path = ROOT) -> None:
             faults.append(f"tests/{entry.checks.name} cannot be imported: {found_there}")
         elif found_there != names_in_file:
             strange = ", ".join(sorted({*found_there} ^ {*names_in_file}))
-            faults.append(f"tests/{entry.checks.name}: {strange} is no function that is defined there")
+            faults.append(f"tests/{entry.checks.name}: {strange} is not defined there as a function")
     if faults:
         raise CourseError("\n  ".join(["checks are broken:", *faults]))
 
 
-def table_faults() -> list[str]:
-    """Return what is wrong with the table itself."""
+def find_table_faults() -> list[str]:
+    """Return messages about errors in the table itself."""
     faults = []
     for before, entry in zip((None, *MODULES), MODULES):
         if not re.fullmatch(rf"m{entry.number:02}_[a-z]\w*", entry.package):
             name = f"m{entry.number:02}_"
-            faults.append(f"brigade/course/modules.py: the package of module {entry.number} begins with {name}")
+            faults.append(f"brigade/course/modules.py: the package of module {entry.number} must begin with {name}")
         if before and entry.number <= before.number:
             numbers = f"module {entry.number} comes after module {before.number}"
-            faults.append(f"brigade/course/modules.py: {numbers}, but numbers increase")
+            faults.append(f"brigade/course/modules.py: {numbers}, but numbers must increase")
         if entry.points <= 0 or not entry.public:
             faults.append(f"brigade/course/modules.py: module {entry.number} needs points and public names")
     names = [name for entry in MODULES for name in entry.public]
     faults += [
-        f"brigade/course/modules.py: two modules have {name}" for name in sorted(set(names)) if names.count(name) > 1
+        f"brigade/course/modules.py: two modules define {name}" for name in sorted(set(names)) if names.count(name) > 1
     ]
     return faults
 
 
-def module_faults(entry: Module, root: Path) -> list[str]:
-    """Return where a module's files do not agree with its row in the table."""
+def find_module_faults(entry: Module, root: Path) -> list[str]:
+    """Return messages about differences between a module's files and its row in the table."""
     solution, checks = Path("solutions", entry.path), Path("tests", entry.checks.name)
-    if missing := missing_files(entry, root):
+    if missing := find_missing_files(entry, root):
         return [f"{path} is missing" for path in missing]
     faults = []
-    for path, examine in ((solution, solution_faults), (checks, check_faults)):
+    for path, examine in ((solution, find_solution_faults), (checks, find_check_faults)):
         try:
             faults += [f"{path}: {fault}" for fault in examine(entry, ast.parse((root / path).read_text()))]
         except SyntaxError as error:
             faults.append(f"{path}, line {error.lineno}: {error.msg}")
     try:
-        skeletons.skeleton(entry)
+        skeletons.make_skeleton(entry)
     except CourseError as error:
         faults.append(f"solutions/{error}")
     return faults
 
 
-def missing_files(entry: Module, root: Path = ROOT) -> list[Path]:
-    """Return which files of a module, below `root`, its skeleton, handout or grading needs and are not there."""
+def find_missing_files(entry: Module, root: Path = ROOT) -> list[Path]:
+    """Return the missing files of a module in `root` that its skeleton, handout or grading needs."""
     lesson = Path("lessons", entry.package)
     needed = (
         lesson / "README.md",
@@ -112,8 +112,8 @@ def missing_files(entry: Module, root: Path = ROOT) -> list[Path]:
     return [path for path in needed if not (root / path).is_file()]
 
 
-def solution_faults(entry: Module, tree: ast.Module) -> list[str]:
-    """Return which public names the solution does not define."""
+def find_solution_faults(entry: Module, tree: ast.Module) -> list[str]:
+    """Return messages about public names that the solution does not define."""
     defined = {node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
     return [
         f"it does not define {name}, which brigade/course/modules.py names"
@@ -122,9 +122,9 @@ def solution_faults(entry: Module, tree: ast.Module) -> list[str]:
     ]
 
 
-def check_faults(entry: Module, tree: ast.Module) -> list[str]:
-    """Return what a grader or the handout cannot use in a file of checks."""
-    checks = listing.check_functions(tree)
+def find_check_faults(entry: Module, tree: ast.Module) -> list[str]:
+    """Return messages about checks that the grader or the handout cannot use."""
+    checks = listing.list_check_functions(tree)
     names = [check.name for check in checks]
     faults = [f"it defines {name} {names.count(name)} times" for name in sorted(set(names)) if names.count(name) > 1]
     total = 0
@@ -136,7 +136,7 @@ def check_faults(entry: Module, tree: ast.Module) -> list[str]:
         else:
             total += values[0]
         if not (ast.get_docstring(check) or "").strip():
-            faults.append(f"{check.name} needs a docstring, whose first line students read")
+            faults.append(f"{check.name} needs a docstring; students read its first line")
         if ast.unparse(check.args) != "submission":
             faults.append(f"{check.name} must take the argument `submission` and no other")
     if not faults and total != entry.points:

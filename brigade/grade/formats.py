@@ -17,7 +17,7 @@ from xml.etree import ElementTree
 
 from brigade.checks import render
 from brigade.checks.verdict import Outcome, Verdict
-from brigade.course.modules import CourseError, module
+from brigade.course.modules import CourseError, get_module
 from brigade.grade.outcome import UNFINISHED, Grading
 from brigade.grade.static_look import HEADING
 
@@ -232,7 +232,7 @@ def junit(grading: Grading) -> str:
     """JUnit XML: a suite for each module, in whose system-out stands the state of the whole."""
     top = ElementTree.Element("testsuites", name="Bucket Brigade", time=f"{grading.seconds:.3f}")
     for number, outcomes in grading.modules():
-        package = module(number).package
+        package = get_module(number).package
         suite = ElementTree.SubElement(
             top,
             "testsuite",
@@ -264,7 +264,7 @@ def text(grading: Grading) -> str:
     lines = [heading(grading), f"{grading.started:%Y-%m-%d %H:%M:%S} UTC", ""]
     for number, outcomes in grading.modules():
         earned, possible = sum(o.score for o in outcomes), sum(o.check.points for o in outcomes)
-        lines.append(f"Module {number}: {module(number).title}, {earned} of {possible} points")
+        lines.append(f"Module {number}: {get_module(number).title}, {earned} of {possible} points")
         for outcome in outcomes:
             mark = "+" if outcome.passed else "-"
             lines.append(f"  {mark} {outcome.score}/{outcome.check.points}  {outcome.check.title}")

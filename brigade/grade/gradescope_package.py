@@ -27,7 +27,7 @@ def build(archive: Path, options: Sequence[str] = ()) -> int:
     for path in sorted(path for pattern in NEEDED for path in ROOT.glob(pattern)):
         if path != Path(__file__).resolve():
             contents[path.relative_to(ROOT).as_posix()] = path.read_text()
-    contents["requirements.txt"] = editions.requirements_for(NEEDED_PACKAGES)
+    contents["requirements.txt"] = editions.select_requirements(NEEDED_PACKAGES)
     import_checks(contents)
     archive.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     archive.unlink(missing_ok=True)

@@ -23,7 +23,7 @@ from typing import BinaryIO
 
 from brigade.course.modules import MODULES, CourseError
 from brigade.course.submission import MAX_SOURCE_BYTES, find
-from brigade.course.submission import opened as open_no_link
+from brigade.course.submission import open_no_follow as open_no_link
 from brigade.grade.formats import shown
 
 MEDDLING = (

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from brigade.course.modules import MODULES, CourseError, Module
-from brigade.course.submission import find, source_text
+from brigade.course.submission import find, read_source
 
 HEADING = "please look"
 MOST_FINDINGS = 20  # of one submission; the last one says how many more there are
@@ -148,7 +148,7 @@ def look_at(target: Path, entries: Sequence[Module]) -> list[Finding]:
         if path is None:
             continue
         try:
-            texts[str(entry.path)] = source_text(path, target)
+            texts[str(entry.path)] = read_source(path, target)
         except CourseError as error:
             findings.append(Finding(str(entry.path), (), "", f"cannot be looked at: {error}"))
     return findings + look(texts)

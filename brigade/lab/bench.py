@@ -22,9 +22,9 @@ from statistics import median
 
 import torch
 
-from brigade.course.modules import HAS_SOLUTIONS, MODULES, CourseError, Module, module_with
-from brigade.course.parts import unwritten_parts
-from brigade.course.submission import Sources, directory, find, source_text
+from brigade.course.modules import HAS_SOLUTIONS, MODULES, CourseError, Module, find_module
+from brigade.course.parts import find_unwritten_parts
+from brigade.course.submission import Sources, find, read_source, resolve_target
 from brigade.lab.ladder import TORCH_DDP, TORCH_ZERO, Ladder, Measurement, Variant, Workload, get_variant, quartiles
 from brigade.lab.models import Size
 from brigade.rank.emulated_link import Link, Pace
@@ -123,7 +123,7 @@ class Bench:
         else:
             said.append(f"No link is emulated: {gradients} takes {1e3 * ladder.real_s:.1f} ms here; {backward}.")
         found = {variant.label: measured for variant, measured in zip(self.variants, ladder.variants)}
-        zero = get_variant(module_with("ZeroOptimizer")).label
+        zero = get_variant(find_module("ZeroOptimizer")).label
         if zero in found and TORCH_ZERO.label in found:
             cells = [
                 f"{one.median:.2f} [{one.lower:.2f}-{one.upper:.2f}]"
@@ -154,7 +154,7 @@ def select_written(target: str, entries: Sequence[Module]) -> tuple[list[Module]
     A module can be run when it and all that its variant uses are written. Raises CourseError when `target` is no
     directory, or nothing in it can be run.
     """
-    where = directory(target)
+    where = resolve_target(target)
     sources: Sources = {}
     faults: dict[str, str] = {}  # by package
     for entry in MODULES:
@@ -163,12 +163,12 @@ def select_written(target: str, entries: Sequence[Module]) -> tuple[list[Module]
             faults[entry.package] = f"module {entry.number} is missing"
             continue
         try:
-            text = source_text(path, where)
+            text = read_source(path, where)
         except CourseError as error:
             faults[entry.package] = str(error)
             continue
         sources[f"{entry.package}.{entry.name}"] = (str(path), text)
-        if parts := unwritten_parts(text):
+        if parts := find_unwritten_parts(text):
             faults[entry.package] = f"{parts[0]} is not written yet"
     texts = {name.partition(".")[0]: text for name, (_, text) in sources.items()}
     chosen, sentences = [], []

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from brigade.course.modules import HAS_SOLUTIONS, ROOT, CourseError, module
+from brigade.course.modules import HAS_SOLUTIONS, ROOT, CourseError, get_module
 from brigade.lab.claim_registry import CannotMeasure, Claim, Finding
 from brigade.lab.script import ended
 
@@ -104,7 +104,7 @@ def page(found: Iterable[Checked]) -> str:
         claim = checked.claim
         if claim.module != number:
             number = claim.module
-            entry = module(number)
+            entry = get_module(number)
             lines += [
                 "",
                 f"## Module {number}: [{entry.title}](../lessons/{entry.package}/README.md)",

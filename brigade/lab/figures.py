@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from brigade.course.modules import MODULES, ROOT, module
+from brigade.course.modules import MODULES, ROOT, get_module
 from brigade.lab.ladder import get_variant
 from brigade.lab.script import ended
 from brigade.lab.timeline import draw, trace
@@ -28,7 +28,7 @@ def main() -> int:
 
 def figures(number: str | None = None) -> int:
     """Draw the timeline of one module, or of all. Raise CourseError if there is no such module."""
-    entries = [module(number)] if number else MODULES
+    entries = [get_module(number)] if number else MODULES
     for before, entry in zip((None, *MODULES), MODULES):
         if entry not in entries:
             continue

@@ -28,7 +28,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from brigade.course.modules import MODULES, ROOT, CourseError, Module, module
+from brigade.course.modules import MODULES, ROOT, CourseError, Module, get_module
 from brigade.lab.gpu_jobs import mutants_of
 from brigade.lab.script import ended
 
@@ -388,7 +388,7 @@ def planned(options: argparse.Namespace) -> Plan:
     for name in ("torch", "pytest"):
         if find_spec(name) is None:
             raise CourseError(f"this Python, {sys.executable}, has no {name}: it takes one that has torch and pytest")
-    entries = tuple(module(number) for number in options.modules or [entry.number for entry in MODULES])
+    entries = tuple(get_module(number) for number in options.modules or [entry.number for entry in MODULES])
     if options.minutes <= 0 or options.jobs < 1:
         raise CourseError("--minutes and --jobs must be above zero")
     if options.backend != "nccl":

@@ -17,7 +17,7 @@ from typing import Any
 from brigade.checks import render
 from brigade.checks.collect import collect, import_from_tests
 from brigade.checks.run import Conditions, prepare, run_check
-from brigade.course.modules import Module, module
+from brigade.course.modules import Module, get_module
 
 
 def mutants_of(entry: Module) -> Any:
@@ -27,7 +27,7 @@ def mutants_of(entry: Module) -> Any:
 
 def run_jobs(jobs: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Run the checks of the modules `checks` on the reference, then see that checks catch the `mutants`."""
-    checks = collect([module(number) for number in jobs["checks"]])
+    checks = collect([get_module(number) for number in jobs["checks"]])
     yield {"jobs": len(checks) + len(jobs["mutants"])}
     conditions = Conditions(backend=jobs["backend"], share_gpu=jobs["share_gpu"], deadline_s=jobs["deadline_s"])
     for check in checks:
@@ -35,7 +35,7 @@ def run_jobs(jobs: dict[str, Any]) -> Iterator[dict[str, Any]]:
         text = "" if outcome.passed else render.with_prints(outcome)
         yield {"name": check.name, "passed": outcome.passed, "seconds": outcome.seconds, "text": text}
     for number, name in jobs["mutants"]:
-        entry, started = module(number), time.monotonic()
+        entry, started = get_module(number), time.monotonic()
         known = mutants_of(entry)
         [mutant] = [mutant for mutant in known.MUTANTS if mutant.name == name]
         escaped = import_from_tests("mutants").escapes(entry, mutant, conditions)

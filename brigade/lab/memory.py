@@ -27,7 +27,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from brigade.course.modules import MODULES, ROOT, TARGETS, Module, module_with
+from brigade.course.modules import MODULES, ROOT, TARGETS, Module, find_module
 from brigade.course.submission import Sources
 from brigade.lab.bench import select_written
 from brigade.lab.ladder import FP32_BYTES, TORCH_DDP, TORCH_ZERO, Variant, get_variant, load_class, read_reference
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 WORLD_SIZES = (1, 2, 4)
 BUCKET_MB = 1.0  # MiB
-ZERO = module_with("ZeroOptimizer")
+ZERO = find_module("ZeroOptimizer")
 PICTURE = ZERO.lesson / "memory.png"
 DEADLINE_S = 120.0
 

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from brigade.course.modules import MODULES, ROOT, module
+from brigade.course.modules import MODULES, ROOT, get_module
 from brigade.course.skeletons import BEGIN, END
 from brigade.course.submission import read
 from brigade.events import Event, Progress
@@ -366,7 +366,7 @@ def show(number: int, name: str) -> Code:
     """
     from IPython.display import Code
 
-    text = (ROOT / "solutions" / module(number).path).read_text()
+    text = (ROOT / "solutions" / get_module(number).path).read_text()
     body = ast.parse(text).body
     for part in name.split("."):
         node = next(node for node in body if getattr(node, "name", None) == part)

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from brigade.course.modules import HAS_SOLUTIONS, REFERENCE, CourseError, module_with
-from brigade.course.submission import install, read, to_ranks
+from brigade.course.modules import HAS_SOLUTIONS, REFERENCE, CourseError, find_module
+from brigade.course.submission import install, prepare_for_ranks, read
 from brigade.lab.ladder import FP32_BYTES
 
 PACKAGE = "planned_solutions"
@@ -139,8 +139,8 @@ class Buckets:
 @functools.cache
 def solution(name: str) -> Callable:
     """A public function of the solutions, imported in this process; in the student edition, of the student's own."""
-    entry = module_with(name)
-    install(PACKAGE, to_ranks(read(REFERENCE, entry.number).sources))
+    entry = find_module(name)
+    install(PACKAGE, prepare_for_ranks(read(REFERENCE, entry.number).sources))
     return getattr(importlib.import_module(f"{PACKAGE}.{entry.package}.{entry.name}"), name)
 
 
@@ -154,5 +154,5 @@ def planner(name: str) -> Iterator[Callable]:
     except Exception as error:
         if HAS_SOLUTIONS or isinstance(error, CourseError):
             raise
-        number = module_with(name).number
+        number = find_module(name).number
         raise CourseError(f"your own {name} does not work: `brigade check {number}` says more") from None

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from brigade.course.modules import CourseError
-from brigade.course.submission import to_ranks
+from brigade.course.submission import prepare_for_ranks
 from brigade.events import Event, RankRecord
 from brigade.runner import sandbox
 from brigade.runner.machine import cores, nccl_environment
@@ -101,7 +101,7 @@ def run_given(function: Callable[..., Any], *args: Any, **options: Any) -> RankR
         "mode": how.mode,
         "module": module,
         "function": function.__qualname__,
-        "packages": {name: to_ranks(texts) for name, texts in {**sources, **(how.packages or {})}.items()},
+        "packages": {name: prepare_for_ranks(texts) for name, texts in {**sources, **(how.packages or {})}.items()},
         "threads": max(1, cores() // local_size),
         "seed": how.seed or 0,  # the same on every rank: none can draw it for all
         "args": args,

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from brigade.course.modules import CourseError
-from brigade.course.submission import Sources, to_ranks
+from brigade.course.submission import Sources, prepare_for_ranks
 from brigade.events import Event
 from brigade.runner import sandbox
 from brigade.runner.machine import cores, gloo_environment, nccl_environment
@@ -127,7 +127,7 @@ def requests_to_ranks(
         "mode": how.mode,
         "module": module,
         "function": function,
-        "packages": {name: to_ranks(texts) for name, texts in packages.items()},
+        "packages": {name: prepare_for_ranks(texts) for name, texts in packages.items()},
         "threads": 1 if how.mode == "strict" else max(1, cores() // how.world_size),  # checks are small
         "seed": random.randrange(2**31) if how.seed is None else how.seed,
         "terminal": how.terminal,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from brigade.course.parts import Part, named_part
+from brigade.course.parts import Part, find_part
 from brigade.course.submission import PACKAGE, Sources
 from brigade.events import OPPOSITES, Event, Mismatch, Progress, RankRecord, describe
 
@@ -59,7 +59,7 @@ class RankFailure(Exception):
         self.kind, self.summary, self.lines, self.rank, self.error = kind, summary, lines, rank, error
         self.output, self.events = output or [], []
         self.message, self.frames = message, list(frames)
-        self.part: Part | None = named_part(message) if error == "NotImplementedError" else None
+        self.part: Part | None = find_part(message) if error == "NotImplementedError" else None
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from brigade.checks.collect import Check, collect
 from brigade.checks.run import Conditions, run_check
 from brigade.checks.verdict import Outcome
-from brigade.course.modules import ROOT, Module, module
+from brigade.course.modules import ROOT, Module, get_module
 from brigade.course.submission import read
 
 
@@ -55,7 +55,7 @@ class Variant(Change):
 
 def run_on_text(check: Check, text: str, conditions: Conditions) -> Outcome:
     """Run a check on the reference, but for the text of the check's module."""
-    entry = module(check.module)
+    entry = get_module(check.module)
     sources = read("solutions", entry.number).sources
     key = f"{entry.package}.{entry.name}"
     return run_check(check, "solutions", conditions, sources=sources | {key: (sources[key][0], text)})

@@ -22,7 +22,7 @@ import torch
 
 from brigade.cli import lab
 from brigade.cli import main as cli
-from brigade.course.modules import MODULES, ROOT, CourseError, module
+from brigade.course.modules import MODULES, ROOT, CourseError, get_module
 from brigade.events import RankRecord
 from brigade.lab import bench, ladder, links, torchrun
 from brigade.lab.models import SIZES
@@ -47,7 +47,7 @@ def brigade(brigade):
 def submission(directory, changes=(), modules=(1,)):
     """A directory with the solutions of some modules; `changes` are (module, pattern, replacement)."""
     for number in modules:
-        entry = module(number)
+        entry = get_module(number)
         text = (ROOT / "solutions" / entry.path).read_text()
         for changed, pattern, replacement in changes:
             if changed == number:

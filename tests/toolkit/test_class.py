@@ -16,20 +16,20 @@ import psutil
 import pytest
 
 from brigade.cli import main as cli
-from brigade.course.modules import MODULES, ROOT, CourseError, module
+from brigade.course.modules import MODULES, ROOT, CourseError, get_module
 from brigade.grade import classroom, similarity
 from brigade.grade.outcome import UNFINISHED
 
 
 def answer(number, place="solutions"):
-    entry = module(number)
+    entry = get_module(number)
     path = f"{place}/{entry.package}.py" if "alternatives" in place else f"{place}/{entry.path}"
     return (ROOT / path).read_text()
 
 
 def hand_in(directory, name, answers):
     """Writes a submission: a zip or flat files where the name says so, else as in lessons."""
-    paths = {number: module(number).path for number in answers}
+    paths = {number: get_module(number).path for number in answers}
     files = {paths[n].name if name.endswith("-flat") else str(paths[n]): text for n, text in answers.items()}
     directory.mkdir(exist_ok=True)
     if name.endswith(".zip"):
@@ -347,7 +347,7 @@ def disguised(text):
 def groups(number, texts):
     """What is reported of module n when these are handed in: names -> share."""
     everyone = [SimpleStudent(name, {number: text}) for name, text in texts.items()]
-    return {group.names: group.share for group in classroom.near_identical(everyone, [module(number)])}
+    return {group.names: group.share for group in classroom.near_identical(everyone, [get_module(number)])}
 
 
 class SimpleStudent:
@@ -371,7 +371,7 @@ def test_disguised_copies_are_reported(number, texts_given):
 
 @pytest.mark.parametrize("number", [4, 5, 6, 8])
 def test_a_copy_with_a_mistake_is_reported(number, texts_given):
-    mutants = importlib.import_module(f"mutants.{module(number).package}").MUTANTS
+    mutants = importlib.import_module(f"mutants.{get_module(number).package}").MUTANTS
     found = groups(number, {str(place): mutant.apply(answer(number)) for place, mutant in enumerate(mutants[:8])})
     assert set(found) == {(*map(str, range(8)), "solutions/")}
 

@@ -64,7 +64,7 @@ def test_the_list_of_checks_is_what_the_file_defines(entry):
 
 @pytest.mark.parametrize("entry", MODULES, ids=lambda entry: entry.package)
 def test_every_question_has_an_answer(entry):
-    asked = numbers(handout.questions(entry, ROOT))
+    asked = numbers(handout.read_questions(entry, ROOT))
     assert asked == numbers(text("solutions", entry.package, "answers.md")) == [str(n + 1) for n in range(len(asked))]
 
 
@@ -78,4 +78,4 @@ def test_made_parts_are_in_their_places():
 def test_made_parts_are_made_anew_and_the_rest_is_left_alone():
     before = text("assignments.md")
     edited = before.replace("| 1. ", "| 9. ").replace("## Module 2", "## Part 2") + "By hand.\n"
-    assert handout.filled(edited, ROOT) == before + "By hand.\n"
+    assert handout.fill_in(edited, ROOT) == before + "By hand.\n"

@@ -45,7 +45,7 @@ def edition(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("brigade/secret.py", f"{lesson}/secret.py", "student/secret.md"):
         (clone / name).write_text("a secret of the maintainer's own\n")
     (clone / "lessons" / FIRST.path).write_text("# a secret, half-written\n")
-    assert typed(clone, "brigade.course.student_edition").startswith("out/student and out/student.zip hold ")
+    assert typed(clone, "brigade.course.student_edition").startswith("out/student and out/student.zip contain ")
     made = clone / "out" / "student"
     with zipfile.ZipFile(made.with_suffix(".zip")) as bundle:
         zipped = {Path(name).relative_to("student") for name in bundle.namelist() if not name.endswith("/")}

@@ -9,7 +9,7 @@ import pytest
 import rank_functions as functions
 import torch
 
-from brigade.course.modules import MODULES, REFERENCE, module
+from brigade.course.modules import MODULES, REFERENCE, get_module
 from brigade.course.submission import read
 from brigade.rank.emulated_link import Link, Pace, sent_bytes
 from brigade.runner.ranks import RankFailure, run_ranks
@@ -158,7 +158,7 @@ def replay(events, link):
 
 def trained(number):
     """A module's wrapper, by package and class."""
-    entry = module(number)
+    entry = get_module(number)
     return [entry.package, entry.public[-1]]
 
 

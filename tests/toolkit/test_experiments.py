@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from brigade.course.modules import MODULES, ROOT
-from brigade.course.skeletons import skeleton
+from brigade.course.skeletons import make_skeleton
 from brigade.lab import experiment
 from brigade.runner import ranks
 from brigade.runner.ranks import run_ranks
@@ -109,7 +109,7 @@ def test_a_script_prints_what_its_reading_says(path, monkeypatch, capsys):
 @pytest.mark.parametrize("path", RUNS_MODULES, ids=name)
 def test_a_skeleton_is_one_sentence(path, tmp_path, monkeypatch, capsys):
     for entry in MODULES:
-        (tmp_path / entry.path.name).write_text(skeleton(entry))
+        (tmp_path / entry.path.name).write_text(make_skeleton(entry))
     monkeypatch.setattr(sys, "argv", [str(path), str(tmp_path)])
     if name(path) == "m08/elementwise":
         runpy.run_path(str(path), run_name="__main__")  # of what is given

@@ -9,7 +9,7 @@ import torch
 from mutants import Mutant, escapes
 
 from brigade.checks.run import Conditions
-from brigade.course.modules import MODULES, ROOT, module
+from brigade.course.modules import MODULES, ROOT, get_module
 from brigade.lab import gpu_check, ladder
 from brigade.lab.gpu_check import Found, Plan, Ran, Stage
 from brigade.lab.gpu_jobs import mutants_of
@@ -50,7 +50,7 @@ def test_a_wrong_option_gets_a_sentence(options, said, capsys):
 
 def test_all_stages_on_gloo(tmp_path, monkeypatch, capsys):
     """Everything but NCCL itself; module 2 has the quickest checks."""
-    plan = Plan("gloo", modules=(module(2),), minutes=20, workload=TINY)
+    plan = Plan("gloo", modules=(get_module(2),), minutes=20, workload=TINY)
     monkeypatch.setattr(gpu_check, "planned", lambda options: plan)
     out = tmp_path / "below" / "report.md"
     assert gpu_check.main(["--backend", "gloo", "--out", str(out)]) == 0, capsys.readouterr().out
@@ -59,7 +59,7 @@ def test_all_stages_on_gloo(tmp_path, monkeypatch, capsys):
     assert "| Checks of module 2 | 7 | 0 |" in report and "| Mutants | 2 | 0 |" in report
     assert f"| torch | {torch.__version__} |" in report and str(ROOT) not in report
     assert all(f"| {entry.number} {entry.public[-1]} |" in report for entry in MODULES)
-    for name in mutants_of(module(2)).SAMPLE:
+    for name in mutants_of(get_module(2)).SAMPLE:
         assert f"| `mutant 2: {name}` | passed |" in report
 
 
@@ -95,7 +95,7 @@ def test_what_the_process_told():
 def test_a_mutant_that_escapes_fails():
     """Here it is a check, of the reference, that no mutant could fail."""
     nothing = Mutant("nothing", "import torch\n", "import torch \n", ("test_one_all_reduce_per_dtype",))
-    assert escapes(module(2), nothing, Conditions()).startswith("test_one_all_reduce_per_dtype: passed")
+    assert escapes(get_module(2), nothing, Conditions()).startswith("test_one_all_reduce_per_dtype: passed")
 
 
 def test_the_report_has_what_failed():

@@ -19,7 +19,7 @@ from brigade.checks.verdict import ENDINGS, Outcome, Verdict
 from brigade.cli import grade as grade_command
 from brigade.cli import main as cli
 from brigade.course.listing import GradedCheck, list_checks
-from brigade.course.modules import MODULES, ROOT, CourseError, selected
+from brigade.course.modules import MODULES, ROOT, CourseError, select_modules
 from brigade.course.parts import Part
 from brigade.grade import formats, grading
 from brigade.grade.outcome import UNFINISHED, Grading, nothing_yet
@@ -619,7 +619,7 @@ def test_what_could_meddle_is_named(grade, submit):
         (["--submission", "does/not/exist"], "there is no submission does/not/exist"),
         (["--submission", __file__], "test_grade.py cannot be unpacked: File is not a zip file"),
         (["--submission", "lessons", "--out", "does/not/exist/results.json"], "does/not/exist for the results"),
-        (["--submission", "lessons", "--out", "/"], "/ is not a file that results could replace"),
+        (["--submission", "lessons", "--out", "/"], "/ is not an ordinary file"),
         (["--submission", "lessons", "--modules", "99"], "there is no module"),
         (["--submission", "lessons", "--modules", "4-2"], "4 comes after 2"),
         (["--submission", "lessons", "--modules", "two"], "write it as 1-4 or 2,5"),
@@ -679,10 +679,10 @@ def test_without_out_the_results_are_printed(submit, capfd, monkeypatch):
 def test_selected_modules(text):
     if text == "1-99":
         with pytest.raises(CourseError, match="there is no module 99:"):
-            selected(text)
+            select_modules(text)
     else:
-        assert [entry.number for entry in selected(text)] == [entry.number for entry in MODULES]
-    assert [entry.number for entry in selected("5, 2-3,3")] == [2, 3, 5]
+        assert [entry.number for entry in select_modules(text)] == [entry.number for entry in MODULES]
+    assert [entry.number for entry in select_modules("5, 2-3,3")] == [2, 3, 5]
 
 
 # Killed

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from brigade.cli import demo
-from brigade.course.modules import MODULES, module
+from brigade.course.modules import MODULES, get_module
 from brigade.lab import ladder, plots
 from brigade.lab.models import Size, TinyLM
 
@@ -71,7 +71,7 @@ def test_step_times_are_those_of_the_slowest_rank():
 
 
 def test_a_variant_that_sums_is_wrong():
-    entry = module(1)
+    entry = get_module(1)
     sources = ladder.read_reference()
     path, text = sources[f"{entry.package}.{entry.name}"]
     mistake, count = re.subn(r"parameter\.grad /= .*", "pass", text)

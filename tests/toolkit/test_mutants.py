@@ -12,7 +12,7 @@ from brigade.checks.collect import collect
 from brigade.checks.context import CheckContext
 from brigade.checks.run import Conditions, run_check
 from brigade.course import validation
-from brigade.course.modules import MODULES, ROOT, module
+from brigade.course.modules import MODULES, ROOT, get_module
 from brigade.course.submission import read
 
 WRAPPERS = [entry for entry in MODULES if entry.public[-1].endswith("DDP")]
@@ -66,7 +66,7 @@ def test_every_check_catches_a_mutant(entry):
 @pytest.mark.parametrize("entry", MODULES, ids=lambda entry: entry.package)
 def test_points_add_up(entry):
     """The file's text says so, and what is imported from it has the same points."""
-    faults = validation.check_faults(entry, ast.parse(entry.checks.read_text()))
+    faults = validation.find_check_faults(entry, ast.parse(entry.checks.read_text()))
     assert not faults, f"tests/{entry.checks.name}: {'; '.join(faults)}"
     assert sum(check.points for check in collect([entry])) == entry.points
 
@@ -80,7 +80,7 @@ def test_another_style_passes(entry, backend):
 
 
 ALL_VARIANTS = [
-    pytest.param(module(number), variant, id=f"{number}-{variant.name.replace(' ', '-')}")
+    pytest.param(get_module(number), variant, id=f"{number}-{variant.name.replace(' ', '-')}")
     for number, variants in VARIANTS.items()
     for variant in variants
 ]

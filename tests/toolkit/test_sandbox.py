@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from brigade.course.modules import ROOT, CourseError, results_file
+from brigade.course.modules import ROOT, CourseError, resolve_results_file
 from brigade.runner import sandbox
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="a lock of Linux")
@@ -217,8 +217,8 @@ def test_a_results_file_is_no_link(tmp_path):
     (tmp_path / "dangling").symlink_to("nowhere")
     for name in ("link", "dangling"):
         with pytest.raises(CourseError, match="is a link"):
-            results_file(str(tmp_path / name))
-    assert results_file(str(tmp_path / "elsewhere")) == tmp_path.resolve() / "elsewhere"
+            resolve_results_file(str(tmp_path / name))
+    assert resolve_results_file(str(tmp_path / "elsewhere")) == tmp_path.resolve() / "elsewhere"
 
 
 def test_links_on_the_way_are_refused_inside_the_submission_only(tmp_path):
@@ -228,10 +228,13 @@ def test_links_on_the_way_are_refused_inside_the_submission_only(tmp_path):
     (tmp_path / "instructor" / "clone").mkdir()
     (tmp_path / "instructor" / "clone" / "results").symlink_to(tmp_path)
     clone = tmp_path / "shortcut" / "clone"
-    assert results_file(str(clone / "a.json"), str(clone)) == (tmp_path / "instructor" / "clone" / "a.json").resolve()
+    assert (
+        resolve_results_file(str(clone / "a.json"), str(clone))
+        == (tmp_path / "instructor" / "clone" / "a.json").resolve()
+    )
     for submission in (clone, clone.resolve()):
         with pytest.raises(CourseError, match="results is a link"):
-            results_file(str(submission / "results" / "a.json"), str(clone))
+            resolve_results_file(str(submission / "results" / "a.json"), str(clone))
 
 
 @linux

@@ -36,12 +36,12 @@ def course(tmp_path, monkeypatch) -> Path:
 
 @pytest.mark.all_modules
 def test_skeletons_and_documents_are_what_they_are_made_of():
-    assert skeletons.outdated() == [], "run `brigade skeletons`"
+    assert skeletons.find_outdated() == [], "run `brigade skeletons`"
 
 
 @every_module
 def test_a_skeleton_compiles_and_can_be_imported(entry):
-    compile(skeletons.skeleton(entry), entry.path.name, "exec")
+    compile(skeletons.make_skeleton(entry), entry.path.name, "exec")
     name = f"submission.{entry.package}.{entry.name}"
     run_ranks(
         functions.import_by_name, name, world_size=1, packages={"submission": read("lessons", entry.number).sources}
@@ -57,7 +57,7 @@ def test_a_skeleton_has_the_names_and_docstrings_of_its_solution(entry):
             if isinstance(node, (ast.FunctionDef, ast.ClassDef))
         ]
 
-    own = outline(skeletons.skeleton(entry))
+    own = outline(skeletons.make_skeleton(entry))
     assert own and set(own) <= set(outline(solution(entry)))
     assert set(entry.public) <= {name for name, _, _ in own}
 
@@ -67,15 +67,15 @@ def test_a_skeleton_gives_nothing_away(entry):
     text = solution(entry)
     outside = {line.strip() for line in PARTS.sub("", text).splitlines()}
     secret = {line.strip() for _, part in PARTS.findall(text) for line in part.splitlines()} - outside
-    shown = {line.strip() for line in skeletons.skeleton(entry).splitlines()}
+    shown = {line.strip() for line in skeletons.make_skeleton(entry).splitlines()}
     assert secret and not secret & shown
-    assert "SOLUTION" not in skeletons.skeleton(entry)
+    assert "SOLUTION" not in skeletons.make_skeleton(entry)
 
 
 @every_module
 def test_a_skeleton_says_which_part_is_missing(entry):
     parts = [part for part, _ in PARTS.findall(solution(entry))]
-    text = skeletons.skeleton(entry)
+    text = skeletons.make_skeleton(entry)
     raised = re.findall(r'raise NotImplementedError\("(.*)"\)', text)
     assert raised == [f"module {entry.number}, {part}" for part in parts]
     assert re.findall(r"# TODO: (.*)", text) == parts
@@ -87,7 +87,7 @@ def test_reset_keeps_what_was_there(course):
     path = course / "lessons" / entry.path
     path.write_text("# my work\n")
     first = skeletons.reset(entry)
-    assert path.read_text() == skeletons.skeleton(entry) and first.read_text() == "# my work\n"
+    assert path.read_text() == skeletons.make_skeleton(entry) and first.read_text() == "# my work\n"
     assert first.parent == path.parent
     path.write_text("# more work, within the same second\n")
     second = skeletons.reset(entry)
@@ -98,7 +98,7 @@ def test_reset_keeps_what_was_there(course):
 def test_reset_keeps_what_is_not_even_text(course):
     path = course / "lessons" / MODULES[0].path
     path.write_bytes(b"\xff\xfe my work")
-    assert skeletons.outdated() == [path]
+    assert skeletons.find_outdated() == [path]
     assert skeletons.reset(MODULES[0]).read_bytes() == b"\xff\xfe my work"
 
 
@@ -107,7 +107,7 @@ def test_reset_of_an_untouched_or_missing_file_has_nothing_to_keep(course):
     assert skeletons.reset(entry) is None
     shutil.rmtree(course / "lessons" / entry.package)
     assert skeletons.reset(entry) is None
-    assert (course / "lessons" / entry.path).read_text() == skeletons.skeleton(entry)
+    assert (course / "lessons" / entry.path).read_text() == skeletons.make_skeleton(entry)
 
 
 def test_write_makes_what_is_outdated_and_nothing_else(course):
@@ -117,8 +117,8 @@ def test_write_makes_what_is_outdated_and_nothing_else(course):
     missing.unlink()
     document = course / "assignments.md"
     document.write_text(document.read_text().replace("**total**", "**sum**"))
-    assert skeletons.outdated() == [changed, missing, document] == skeletons.write()
-    assert skeletons.outdated() == []
+    assert skeletons.find_outdated() == [changed, missing, document] == skeletons.write()
+    assert skeletons.find_outdated() == []
     assert [backup.read_text() for backup in (course / skeletons.REPLACED).rglob("*.bak")] == ["# my work\n"]
     assert not list((course / "lessons").rglob("*.bak")), "backups are not beside what git tracks"
 
@@ -127,7 +127,7 @@ def test_a_reading_without_questions_gets_a_sentence(course):
     reading = course / "lessons" / MODULES[0].package / "README.md"
     reading.write_text(reading.read_text().replace("## Questions", "## The end"))
     with pytest.raises(CourseError, match=f"^lessons/{MODULES[0].package}/README.md does not end with"):
-        skeletons.outdated()
+        skeletons.find_outdated()
 
 
 BEGIN, END = "    ### BEGIN SOLUTION part (a)\n", "    ### END SOLUTION\n"
@@ -148,7 +148,7 @@ BROKEN = {
 @pytest.mark.parametrize("body", BROKEN.values(), ids=BROKEN.keys())
 def test_marks_that_do_not_pair_up(course, body):
     (course / "solutions" / MODULES[0].path).write_text("def f():\n" + body)
-    for action in (lambda: skeletons.skeleton(MODULES[0]), skeletons.outdated, skeletons.write):
+    for action in (lambda: skeletons.make_skeleton(MODULES[0]), skeletons.find_outdated, skeletons.write):
         with pytest.raises(CourseError) as caught:
             action()
         assert str(MODULES[0].path) in str(caught.value) and "\n" not in str(caught.value)
@@ -157,7 +157,7 @@ def test_marks_that_do_not_pair_up(course, body):
 def test_marks_keep_their_indentation(course):
     text = "class C:\n" + ("    def f(self):\n" + BEGIN + "    return 1\n" + END).replace("    ###", "        ###")
     (course / "solutions" / MODULES[0].path).write_text(text)
-    assert skeletons.skeleton(MODULES[0]) == (
+    assert skeletons.make_skeleton(MODULES[0]) == (
         "class C:\n    def f(self):\n        # TODO: part (a)\n"
         '        raise NotImplementedError("module 1, part (a)")\n'
     )

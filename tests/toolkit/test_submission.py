@@ -10,8 +10,16 @@ from pathlib import Path
 import pytest
 import rank_functions as functions
 
-from brigade.course.modules import MODULES, ROOT, CourseError, module
-from brigade.course.submission import MAX_SOURCE_BYTES, compile_texts, directory, install, keep_code, read, to_ranks
+from brigade.course.modules import MODULES, ROOT, CourseError, get_module
+from brigade.course.submission import (
+    MAX_SOURCE_BYTES,
+    compile_texts,
+    install,
+    keep_code,
+    prepare_for_ranks,
+    read,
+    resolve_target,
+)
 from brigade.runner.ranks import RankFailure, run_ranks
 
 FIRST, SECOND, THIRD = MODULES[:3]
@@ -66,7 +74,7 @@ def test_a_clones_lessons_come_before_flat_files(tmp_path):
 def test_the_courses_own_directories_go_by_name(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     for name in ("lessons", "solutions"):
-        assert read(name, 1).target == ROOT / name == directory(name)
+        assert read(name, 1).target == ROOT / name == resolve_target(name)
 
 
 def test_a_home_directory(tmp_path, monkeypatch):
@@ -130,7 +138,7 @@ def test_a_module_that_is_missing(tmp_path):
 
 def test_a_module_that_the_course_does_not_have(tmp_path):
     assert "no module 99" in refusal(lay(tmp_path), 99)
-    assert module("2") is module(2) is SECOND
+    assert get_module("2") is get_module(2) is SECOND
 
 
 BROKEN = {
@@ -285,7 +293,7 @@ def test_the_text_that_was_read_is_the_text_that_runs(tmp_path):
 def test_the_courses_own_files_travel_as_code():
     """Nothing else does: a rank compiles a student's text."""
     sources = read("solutions", 2).sources | {"mine": ("/home/ada/mine.py", "answer = 1\n")}
-    sent = to_ranks(sources)
+    sent = prepare_for_ranks(sources)
     assert {name: path for name, (path, _, _) in sent.items()} == {name: path for name, (path, _) in sources.items()}
     assert sent.pop("mine") == ("/home/ada/mine.py", "answer = 1\n", None)
     for name, (_, text, code) in sent.items():
@@ -300,11 +308,11 @@ def test_a_rank_compiles_a_students_files_once():
         [codes] = run_ranks(compile_texts, {"good": good, "bad": bad}, world_size=1)
         assert list(codes) == ["good"]
         keep_code({"good": good, "bad": bad}, codes)
-        assert to_ranks({"good": good, "bad": bad}) == {"good": (*good, codes["good"]), "bad": (*bad, None)}
+        assert prepare_for_ranks({"good": good, "bad": bad}) == {"good": (*good, codes["good"]), "bad": (*bad, None)}
         edited = (good[0], "answer = 2\n")
-        assert to_ranks({"good": edited}) == {"good": (*edited, None)}
+        assert prepare_for_ranks({"good": edited}) == {"good": (*edited, None)}
         keep_code({}, {})
-        assert to_ranks({"good": good}) == {"good": (*good, None)}
+        assert prepare_for_ranks({"good": good}) == {"good": (*good, None)}
     finally:
         keep_code({}, {})
 
@@ -313,7 +321,7 @@ def test_code_is_imported_as_text_is(monkeypatch):
     """Relative imports work too, and the package keeps no code that it has imported."""
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     try:
-        install("sealed", to_ranks(read("solutions", 2).sources))
+        install("sealed", prepare_for_ranks(read("solutions", 2).sources))
         module = importlib.import_module(f"sealed.{FLAT}")
         assert module.__file__ == str(ROOT / "solutions" / SECOND.path)
         assert module.broadcast_module_state.__module__ == f"sealed.{NAIVE}"

@@ -10,7 +10,7 @@ import pytest
 from test_bench import submission
 
 from brigade.course import modules
-from brigade.course.modules import MODULES, ROOT, module
+from brigade.course.modules import MODULES, ROOT, get_module
 from brigade.lab import figures, ladder, timeline
 from brigade.lab.models import Size, TinyLM
 from brigade.rank.emulated_link import Link
@@ -25,7 +25,7 @@ WORKLOAD = ladder.Workload(size=SIZE, batch_size=4, time=8, rounds=3, warmup=1, 
 def traced():
     """By module number, a step on an emulated link; torch DDP's is 0."""
     numbers = (1, 2, 3, 6)
-    variants = [*(ladder.get_variant(module(number)) for number in numbers), ladder.TORCH_DDP]
+    variants = [*(ladder.get_variant(get_module(number)) for number in numbers), ladder.TORCH_DDP]
     return dict(zip((*numbers, 0), timeline.trace(variants, workload=WORKLOAD)))
 
 
@@ -83,7 +83,7 @@ def test_collectives_say_what_they_carry(traced):
 
 
 def test_without_an_emulated_link_collectives_do_not_hide_each_other():
-    line = timeline.trace([ladder.get_variant(module(3))], workload=replace(WORKLOAD, link=None))[0]
+    line = timeline.trace([ladder.get_variant(get_module(3))], workload=replace(WORKLOAD, link=None))[0]
     assert line.link is None and "this machine's own" in line.carrier
     for rank in range(2):
         found = line.collectives(rank)

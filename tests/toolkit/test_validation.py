@@ -94,14 +94,14 @@ def test_numbers_may_leave_gaps_but_increase(monkeypatch):
     last = replace(MODULES[-1], number=99, package="m99_last", public=("Last",))
     for owner in (validation, modules):
         monkeypatch.setattr(owner, "MODULES", (*MODULES[:2], last))
-    assert validation.table_faults() == []
-    assert modules.selected("2-99") == [MODULES[1], last] and modules.selected("99,1") == [FIRST, last]
+    assert validation.find_table_faults() == []
+    assert modules.select_modules("2-99") == [MODULES[1], last] and modules.select_modules("99,1") == [FIRST, last]
     with pytest.raises(CourseError, match="there is no module 3: the course has modules 1 to 2, 99$"):
-        modules.selected("2-3")
+        modules.select_modules("2-3")
     monkeypatch.setattr(validation, "MODULES", (last, replace(MODULES[1], package="m03_flat_ddp")))
-    assert validation.table_faults() == [
-        "brigade/course/modules.py: the package of module 2 begins with m02_",
-        "brigade/course/modules.py: module 2 comes after module 99, but numbers increase",
+    assert validation.find_table_faults() == [
+        "brigade/course/modules.py: the package of module 2 must begin with m02_",
+        "brigade/course/modules.py: module 2 comes after module 99, but numbers must increase",
     ]
 
 
@@ -118,7 +118,10 @@ def test_all_faults_are_named_at_once(course):
     [
         ("import no_such_module\n", f"{CHECKS} cannot be imported: ModuleNotFoundError: No module named"),
         ("raise SystemExit\n", "the checks cannot be imported: no message"),
-        ("from test_m02_flat_ddp import test_bytes_on_the_wire\n", f"{CHECKS}: test_bytes_on_the_wire is no function"),
+        (
+            "from test_m02_flat_ddp import test_bytes_on_the_wire\n",
+            f"{CHECKS}: test_bytes_on_the_wire is not defined there",
+        ),
     ],
 )
 def test_checks_that_cannot_be_imported(course, text, line):
