@@ -1,4 +1,4 @@
-"""Graded checks of module 7: views of buckets and shards that are made once."""
+"""Graded checks of module 7: views of buckets and shards that are made once and kept."""
 
 from collections import Counter
 from functools import partial
@@ -8,6 +8,7 @@ import torch
 from test_m05_grad_buffer import BUCKET_NUMEL, compute_layout
 from test_m06_coalesced import require_halves
 
+from brigade.checks.diagnose.evidence import find_leftover
 from brigade.checks.expectations import (
     blocks_backward,
     expect,
@@ -26,20 +27,20 @@ from scenarios import m05_grad_buffer, m07_cached_shards, training
 JOB = {"package": "m07_cached_shards", "wrapper": "CachedDDP"}
 
 
-def job(buckets_per_group=1, **arguments):
-    """What ranks are told of the wrapper."""
+def make_job(buckets_per_group=1, **arguments):
+    """Return what each rank's job says about the wrapper."""
     arguments = {"bucket_numel": BUCKET_NUMEL, "buckets_per_group": buckets_per_group} | arguments
     return JOB | {"arguments": arguments}
 
 
 @pytest.mark.points(1)
 def test_gradients_are_averaged(submission):
-    """Replicas start equal, buffers included; a reduce-scatter and an all-gather per group average the gradients."""
+    """Replicas start equal, buffers included. A reduce-scatter and an all-gather per group average gradients."""
     models = ("Frozen", "Buffers", "MixedDtypes", "Tied")
     for world, model, buckets_per_group in zip(submission.worlds(1, 2, 3, 4), models, (1, 2, None, 2)):
         case = submission.case(model, world)
-        with diagnosis.views_suspected():
-            results = submission.run(training.train, case.make_jobs(**job(buckets_per_group)), world_size=world)
+        with diagnosis.suspect_views():
+            results = submission.run(training.train, case.make_jobs(**make_job(buckets_per_group)), world_size=world)
             expect_start([result["start"] for result in results], case)
             expect_gradients(results, case, tolerance=2**-6 if model == "MixedDtypes" else 1e-5)
         require_halves(results, case)
@@ -47,34 +48,39 @@ def test_gradients_are_averaged(submission):
 
 @pytest.mark.points(3)
 def test_steady_step_makes_no_view(submission):
-    """No view is made in hooks, finish_grad_sync or parameter sync, in the third step and the second after a move."""
+    """Hooks, finish_grad_sync and parameter sync make no view in the third step, and in the second after a move."""
     cases = zip(submission.worlds(2, 3), (True, False), (2, 1), (None, torch.float32))
     for world, gather_grads, buckets_per_group, grad_dtype in cases:
         case = submission.case("MixedDtypes", world, steps=5)
-        jobs = case.make_jobs(gather_grads=gather_grads, reallocate=3, **job(buckets_per_group, grad_dtype=grad_dtype))
+        jobs = case.make_jobs(
+            gather_grads=gather_grads, reallocate=3, **make_job(buckets_per_group, grad_dtype=grad_dtype)
+        )
         results = submission.run(m07_cached_shards.count_views, jobs, world_size=world)
-        volume = sum(numel for numel, _ in groups_of(case, world, 1))
+        volume = sum(numel for numel, _ in list_groups(case, world, 1))
         for rank, (events, steps) in enumerate(zip(results.events, results)):
             expect_no_view(rank, 2, steps, gather_grads)
-            expect_no_view(rank, 4, steps, gather_grads, moved=True)
-            found = launches(events, 2)
+            expect_no_view(rank, 4, steps, gather_grads, is_moved=True)
+            launched = launches(events, 2)
             expect(
-                all(sum(x.numel for x in found if x.op == op) == volume for op in ("reduce_scatter", "all_gather")),
-                f"such a step reduce-scatters and all-gathers all {volume} elements of the buffers",
-                f"rank {rank}: {summary(found)}",
+                all(sum(x.numel for x in launched if x.op == op) == volume for op in ("reduce_scatter", "all_gather")),
+                f"a steady step reduce-scatters and all-gathers all {volume} elements of the buffers",
+                summary(launched),
+                partial(find_leftover, events),
+                rank=rank,
+                step=2,
             )
 
 
 @pytest.mark.points(2)
 def test_views_follow_the_buffer(submission):
-    """After buffer.reallocate() gradients are averaged and parameters gathered in the new memory, by kept views."""
-    moves = [0, 1, 0, 2]  # before each step
+    """After buffer.reallocate() gradients are averaged and parameters gathered in the new memory, with kept views."""
+    moves = [0, 1, 0, 2]  # calls of reallocate() before each step
     cases = zip(submission.worlds(2, 3, 2), (True, True, False), (torch.float64, torch.float32, torch.float64))
     runs = []
     for world, gather_grads, dtype in cases:
         case = submission.case("Plain", world, micro_batches=len(moves), dtype=dtype)
         # Gradients wider than the parameters have views of their own, main_grad.
-        jobs = case.make_jobs(gather_grads=gather_grads, moves=moves, **job(2, grad_dtype=torch.float64))
+        jobs = case.make_jobs(gather_grads=gather_grads, moves=moves, **make_job(2, grad_dtype=torch.float64))
         results = submission.run(m07_cached_shards.move_buffers, jobs, world_size=world)
         for step in range(len(moves)):
             micro = slice(step, step + 1)
@@ -82,42 +88,44 @@ def test_views_follow_the_buffer(submission):
             what = (
                 "after finish_grad_sync gradients are the average"
                 if gather_grads
-                else "own shards of averages, put into param_data, are whole after finish_param_sync"
+                else "averaged shards that were copied into param_data are gathered after finish_param_sync"
             )
-            moved = sum(moves[: step + 1])
-            with diagnosis.stale_views_suspected(moved, gather_grads):
+            num_moves = sum(moves[: step + 1])
+            with diagnosis.suspect_stale_views(num_moves, gather_grads, results.events):
                 expect_equal(
-                    f"{what} (step {step}, after {moved} calls of reallocate())",
-                    [result["given"][step] for result in results],
+                    f"{what} (step {step}, number of reallocate() calls before: {num_moves})",
+                    [result["tensors"][step] for result in results],
                     case.gradients(micro=micro),
                     scale={name: max(float(grads[name].abs().max()) for grads in own) for name in own[0]},
                 )
         runs.append((results, gather_grads))
     for results, gather_grads in runs:
         for rank, result in enumerate(results):
-            for step, count in enumerate(result["held"]):
+            for step, count in enumerate(result["num_alive"]):
                 expect(
                     not count,
-                    "when the step after reallocate() is over nothing holds the memory of before",
-                    f"rank {rank}, step {step}: {count} flat tensors of before are still held",
+                    "at the end of the step after reallocate() nothing keeps the old memory alive",
+                    f"{count} old flat tensors are still alive",
                     diagnosis.OLD_VIEWS,
+                    rank=rank,
+                    step=step,
                 )
-            expect_no_view(rank, 2, result["views"], gather_grads, moved=True)
+            expect_no_view(rank, 2, result["views"], gather_grads, is_moved=True)
 
 
 @pytest.mark.points(1)
 def test_launches_are_those_of_module_6(submission):
-    """One reduce-scatter per group, in backward, and one all-gather of gradients or parameters, on kept views."""
+    """Each group has one reduce-scatter in backward and one all-gather, of gradients or parameters, on kept views."""
     for world, buckets_per_group, gather_grads in zip(submission.worlds(2, 3), (2, 1), (True, False)):
         case = submission.case("Plain", world, hidden_layers=6, steps=3)
-        jobs = case.make_jobs(gather_grads=gather_grads, reallocate=None, **job(buckets_per_group))
+        jobs = case.make_jobs(gather_grads=gather_grads, reallocate=None, **make_job(buckets_per_group))
         results = submission.run(m07_cached_shards.count_views, jobs, world_size=world)
-        groups = groups_of(case, world, buckets_per_group)
+        groups = list_groups(case, world, buckets_per_group)
         gathers = ["backward", "finish_grad_sync"] if gather_grads else ["start_param_sync"]
         for rank, events in enumerate(results.events):
             for step in range(2):
-                where = f"rank {rank}, step {step} (buckets_per_group={buckets_per_group}, gather_grads={gather_grads})"
-                expect_launches(events, step, groups, gathers, where)
+                setting = f" (buckets_per_group={buckets_per_group}, gather_grads={gather_grads})"
+                expect_launches(events, {"rank": rank, "step": step}, groups, gathers, setting)
             expect_no_view(rank, 2, results[rank], gather_grads)
 
 
@@ -135,9 +143,9 @@ def test_steps_and_subgroups(submission):
             group=groups[0],
             branches=list(range(world)) if model == "Reordered" else None,
         )
-        told = case.make_jobs(groups=groups, interrupted=1 if model == "Frozen" else None, **job(2))
-        with diagnosis.views_suspected():
-            results = submission.run(training.train, told, world_size=world)
+        jobs = case.make_jobs(groups=groups, interrupted=1 if model == "Frozen" else None, **make_job(2))
+        with diagnosis.suspect_views():
+            results = submission.run(training.train, jobs, world_size=world)
             if model == "Frozen":
                 expect_silence(results.events, case.group, 3)
                 expect_restored(results.events, case.group, 1)
@@ -148,15 +156,17 @@ def test_steps_and_subgroups(submission):
     case = submission.case("Branches", world, steps=3, dtype=torch.float64, branches=[1, -1][:world])
     form = submission.rng.choice(["optimizer, to None", "optimizer, to zeros", "model, to None", "model, to zeros"])
     late = submission.rng.random() < 0.5
-    results = submission.run(m05_grad_buffer.train, case.make_jobs(zero=form, late=late, **job(2)), world_size=world)
+    results = submission.run(
+        m05_grad_buffer.train, case.make_jobs(zero=form, late=late, **make_job(2)), world_size=world
+    )
     expect_weights(results, case)
 
 
 # ---- what the checks use
 
 
-def groups_of(case, world, buckets_per_group):
-    """(elements, names of parameters) of each group, as the rules of modules 5 and 6 have them; dtype by dtype."""
+def list_groups(case, world, buckets_per_group):
+    """Return the groups that the rules of modules 5 and 6 give: (elements, names of parameters), dtype by dtype."""
     by_dtype, groups = {}, []
     for name, parameter in reversed(case.parameters().items()):
         by_dtype.setdefault(parameter.dtype, []).append((name, parameter.numel()))
@@ -164,14 +174,14 @@ def groups_of(case, world, buckets_per_group):
         layout = compute_layout([numel for _, numel in named], BUCKET_NUMEL, world)
         ranges = layout["bucket_ranges"]
         for first in range(0, len(ranges), buckets_per_group):
-            mine = range(first, min(first + buckets_per_group, len(ranges)))
-            names = [name for (name, _), bucket in zip(named, layout["bucket_of"]) if bucket in mine]
-            groups.append((sum(end - start for start, end in (ranges[i] for i in mine)), names))
+            indices = range(first, min(first + buckets_per_group, len(ranges)))
+            names = [name for (name, _), bucket in zip(named, layout["bucket_of"]) if bucket in indices]
+            groups.append((sum(end - start for start, end in (ranges[i] for i in indices)), names))
     return groups
 
 
-def expect_no_view(rank, step, steps, gather_grads, moved=False):
-    """Expect that a step made no view. `steps` has the views of each step; `moved`: the buffers moved before it."""
+def expect_no_view(rank, step, steps, gather_grads, is_moved=False):
+    """Expect that a step made no view; `steps` has the views of each, and `is_moved` if buffers moved before it."""
     views = steps[step]
     if not views:
         return
@@ -182,59 +192,72 @@ def expect_no_view(rank, step, steps, gather_grads, moved=False):
         lines[line] += view["count"]
         calls.setdefault(line, set()).add(view["call"])
     by_phase = join_names([f"{n} in {name}" for name, n in phases.items()])
-    happened = f"rank {rank}, step {step}: {phases.total()} views, {by_phase}"
+    got = f"{phases.total()} view{'s' * (phases.total() != 1)}, {by_phase}"
     for line, count in lines.most_common(3):
-        happened += f"\n{line}  ({count} by {join_names(sorted(calls[line]))})"
-    before = ", and the second one after reallocate()," * moved
+        got += f"\n{line}  ({count} by {join_names(sorted(calls[line]))})"
+    after = ", here the second one after reallocate()," * is_moved
     expect(
         False,
-        f"a steady step{before} makes no view, in hooks, finish_grad_sync or parameter sync: it has those of the steps "
-        "before",
-        happened,
-        partial(diagnosis.new_views, steps, step, JOB["package"], gather_grads, moved),
+        f"a steady step{after} makes no view in hooks, finish_grad_sync or parameter sync, because it uses those of "
+        "earlier steps",
+        got,
+        partial(diagnosis.explain_views, steps, step, JOB["package"], gather_grads, is_moved),
+        rank=rank,
+        step=step,
     )
 
 
-def expect_launches(events, step, groups, gathers, where):
-    """The launches of a step: a reduce-scatter and an all-gather for each group, the latter in a phase of `gathers`."""
-    found = launches(events, step)
-    sizes = [numel for numel, _ in groups]
-    scatter, gather = ([x for x in found if x.op == op] for op in ("reduce_scatter", "all_gather"))
+def expect_launches(events, at, groups, gathers, setting):
+    """Expect one reduce-scatter and one all-gather per group in the step at["step"], the latter in phases `gathers`.
+
+    `at` has rank and step, and `setting` is added to what is expected.
+    """
+    launched = launches(events, at["step"])
+    numels = [numel for numel, _ in groups]
+    scatters, all_gathers = ([x for x in launched if x.op == op] for op in ("reduce_scatter", "all_gather"))
     expect(
-        [launch.numel for launch in scatter] == sizes
-        and sorted(launch.numel for launch in gather) == sorted(sizes)
-        and len(found) == 2 * len(sizes),
-        f"a step has one reduce_scatter and one all_gather per group ({len(sizes)}), of {join_names(sizes)} elements",
-        f"{where}: {summary(found)}",
-        partial(diagnosis.wrong_launches, found, sizes, "backward" in gathers),
+        [launch.numel for launch in scatters] == numels
+        and sorted(launch.numel for launch in all_gathers) == sorted(numels)
+        and len(launched) == 2 * len(numels),
+        f"one reduce_scatter and one all_gather for each of {len(numels)} groups, of {join_names(numels)} elements"
+        f"{setting}",
+        summary(launched),
+        partial(diagnosis.explain_launches, launched, numels, "backward" in gathers, events),
+        **at,
     )
-    complete = {name: place for place, name in ready(events, step)}
-    for number, (launch, (_, after)) in enumerate(zip(scatter, groups[1:])):
+    ready_at = {name: position for position, name in ready(events, at["step"])}
+    for number, (launch, (_, names)) in enumerate(zip(scatters, groups[1:])):
         expect(
-            launch.place < max(complete.get(name, -1) for name in after),
-            f"the reduce_scatter of group {number} is launched before the next group's gradients are all ready",
-            f"{where}: it was launched in {launch.phase}, when {join_names(after)} were ready",
-            diagnosis.IN_THE_FINISH,
+            launch.place < max(ready_at.get(name, -1) for name in names),
+            f"the reduce_scatter of group {number} is launched before the next group is complete{setting}",
+            f"it was launched in {launch.phase}, when {join_names(names)} were ready",
+            partial(diagnosis.explain_late_launch, launch, events),
+            **at,
         )
     for op, phases in (("reduce_scatter", ["backward"]), ("all_gather", gathers)):
-        others = [launch.phase for launch in found if launch.op == op and launch.phase not in phases]
+        others = [launch.phase for launch in launched if launch.op == op and launch.phase not in phases]
         expect(
             not others,
-            f"each {op} is launched in {' or '.join(phases)}",
-            f"{where}: {len(others)} were launched in {join_names(others)}",
+            f"each {op} is launched in {' or '.join(phases)}{setting}",
+            f"{len(others)} were launched in {join_names(sorted(set(others)))}",
+            partial(find_leftover, events),
+            **at,
         )
     nexts = [*(names for _, names in groups[1:]), []] if "backward" in gathers else [[]] * len(groups)
-    blocking = [launch for launch, after in zip(scatter, nexts) if blocks_backward(launch, after, complete)]
-    blocking += [x for x in gather if x.sync or {"backward", "start_param_sync"} & set(x.wait_phases)]
+    blocking = [launch for launch, names in zip(scatters, nexts) if blocks_backward(launch, names, ready_at)]
+    blocking += [x for x in all_gathers if x.sync or {"backward", "start_param_sync"} & set(x.wait_phases)]
     expect(
         not blocking,
-        "each launch goes on at once, and backward waits for none before a gradient of the next group is ready",
-        f"{where}: not so {summary(blocking)}",
-        diagnosis.BLOCKING,
+        f"no launch waits, and backward awaits none before a gradient of the next group is ready{setting}",
+        f"awaited too early: {summary(blocking)}",
+        partial(diagnosis.explain_blocking, blocking),
+        **at,
     )
-    wrong = [launch for launch in found if step not in launch.wait_steps or launch.raced]
+    wrong = [launch for launch in launched if at["step"] not in launch.wait_steps or launch.raced]
     expect(
         not wrong,
-        "every handle of the step is waited on, before anything is read or written",
-        f"{where}: {len(wrong)} of {len(found)} were never waited on, or changed before",
+        f"every handle of the step is waited on before anything is read or written{setting}",
+        f"{len(wrong)} of {len(launched)} were never waited on, or their tensors changed before that",
+        partial(diagnosis.explain_unwaited, wrong),
+        **at,
     )

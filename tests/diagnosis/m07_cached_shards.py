@@ -2,21 +2,23 @@
 
 import contextlib
 
-from brigade.checks.diagnose.evidence import join_names
+from brigade.checks.diagnose.evidence import find_leftover, join_names
+from brigade.checks.diagnose.tensors import GENERAL
 from brigade.checks.verdict import CheckFailed
 
 WRONG_VIEW = (
-    "a view is not the bucket or the shard that it stands for: of this buffer, from its bucket's start on, for this "
-    "rank of the group, one of as many as the group has ranks?"
+    "a kept view is not the right bucket or shard: it belongs to another buffer, bucket or rank, does not begin at its "
+    "bucket's start, or divides the bucket by another number than the size of the group."
 )
-OLD_VIEWS = "views of the old tensor are kept beside those of the new one?"
-IN_THE_FINISH = "groups are launched only when backward is over?"
-BLOCKING = "asynchronous, and its handle kept for later?"
+OLD_VIEWS = "views of the old tensor are kept in addition to those of the new one."
+OTHER_SHARD = "shard r of a bucket must belong to rank r, in grad_data and in param_data. Here it is another rank's."
+NOT_AWAITED = "wait() is not called on every handle in the step that launched it."
+RACED = "the buffer is written to while a collective is in progress."
 
 
 @contextlib.contextmanager
-def views_suspected():
-    """Module 6 has the same numbers right: where no other cause is known, a view is wrong."""
+def suspect_views():
+    """Blame a view where no other cause is known, because module 6 gives the right numbers."""
     try:
         yield
     except CheckFailed as failed:
@@ -29,23 +31,24 @@ def views_suspected():
 
 
 @contextlib.contextmanager
-def stale_views_suspected(moved, gather_grads):
-    """What is right until the buffers move, and wrong afterwards, is read through views of the memory of before."""
-    flat = "grad_data" if gather_grads else "grad_data, or of param_data alone,"
+def suspect_stale_views(num_moves, gather_grads, events):
+    """Blame views of the old memory for what is right until the buffers move, and wrong afterwards."""
+    flat = "grad_data" if gather_grads else "grad_data, or only those of param_data,"
     try:
         yield
     except CheckFailed as failed:
-        if moved:
-            cause = f"it was right until reallocate(): do the views of {flat} still lie in the memory of before?"
+        if cause := next(filter(None, map(find_leftover, events)), ""):
             raise failed.with_cause(cause) from None
-        if not gather_grads:
-            cause = "shard r of a bucket is rank r's, in grad_data as in param_data: is it another's?"
+        if num_moves:
+            cause = f"it was right until reallocate(), and then the views of {flat} still show the old memory."
             raise failed.with_cause(cause) from None
+        if not gather_grads and (not failed.verdict.likely_cause or failed.verdict.hypothesis in GENERAL):
+            raise failed.with_cause(OTHER_SHARD) from None
         raise
 
 
-def new_views(steps, step, package, gather_grads, moved):
-    """Why a step makes views; `steps` has those of each step, and `moved` says that the buffers moved before it."""
+def explain_views(steps, step, package, gather_grads, is_moved):
+    """Return why a step makes views; `steps` has those of each step, and `is_moved` if the buffers moved before it."""
     views, first = steps[step], sum(view["count"] for view in steps[0])
     earlier = sorted({view["file"] for view in views if not view["module"].startswith(package)})
     own = [view for view in views if view["module"].startswith(package)]
@@ -54,26 +57,57 @@ def new_views(steps, step, package, gather_grads, moved):
         return (
             f"{join_names(earlier)} is an earlier module. Keep the view there, or let CachedDDP do without that line."
         )
-    if moved:
-        return "before reallocate() there were none: the cache is emptied for the new tensor, but in every step?"
+    if is_moved and not all(steps[:step]):
+        return (
+            "an earlier step made no view. After reallocate() the cache is emptied in every step, not only when the "
+            "tensor is a new one."
+        )
     if not gather_grads and phases >= {"backward", "start_param_sync"}:
         return (
-            "without parameter sync there were none: one cache for grad_data and param_data, which the one empties for "
-            "the other?"
+            "a cache is emptied whenever it is asked for another tensor, and grad_data and param_data share one. Each "
+            "needs a cache of its own, or its tensor must be part of the key."
         )
     if all("param" in phase for phase in phases):
-        return "the views of grad_data are kept, those of param_data are not?"
+        return "the views of grad_data are kept, but those of param_data are not."
     if sum(view["count"] for view in views) == first:
-        return "as many as in the first step: they are not kept, or not found again?"
-    return f"{first} in the first step: some views are kept, and some are made anew in every step?"
+        return "the step makes as many views as the first one: they are not kept, or not found again."
+    return f"the first step made {first} views. Some of them are kept, but others are made again in every step."
 
 
-def wrong_launches(found, sizes, gather_grads):
-    """Why a step has not one reduce_scatter and one all_gather for each group; `sizes` are the groups' elements."""
-    gathers = sum(launch.op == "all_gather" for launch in found)
-    scatters = sum(launch.op == "reduce_scatter" for launch in found)
+def explain_launches(launched, numels, gather_grads, events):
+    """Return why a step has not one reduce_scatter and one all_gather per group; `numels` are the groups' elements."""
+    if cause := find_leftover(events):
+        return cause
+    gathers = sum(launch.op == "all_gather" for launch in launched)
+    scatters = sum(launch.op == "reduce_scatter" for launch in launched)
     if not gather_grads and gathers > scatters:
-        return "without gather_grads no gradients are gathered: the all-gathers are those of the parameters?"
-    if len(found) > 2 * len(sizes):
-        return "each bucket is launched by itself: does it happen inside coalesce, and with all of buckets_per_group?"
+        return "gradients are gathered although gather_grads is False. Then only parameters are gathered."
+    total = sum(launch.numel for launch in launched)
+    if len(launched) > 2 * len(numels) and total <= 2 * sum(numels):
+        return "buckets are launched one by one. All buckets_per_group buckets of a group belong in one coalesce block."
+    if len(launched) < 2 * len(numels) and total == 2 * sum(numels):
+        return "a launch contains more than buckets_per_group buckets."
+    if total < 2 * sum(numels):
+        return "some elements of the buffer are not launched. The last group may have fewer buckets than the others."
     return ""
+
+
+def explain_late_launch(launch, events):
+    """Return why a group is launched only when the next one is complete."""
+    if cause := find_leftover(events):
+        return cause
+    if launch.phase == "backward":
+        return "a group is launched after it is complete, with a gradient of a later group."
+    return "groups are launched only when backward is over."
+
+
+def explain_blocking(blocking):
+    """Return why these launches are awaited too early."""
+    if any(launch.sync for launch in blocking):
+        return "the launch is synchronous. It must be asynchronous, and its handle must be kept for the finish."
+    return "wait() is called too early. The handle must be kept for the finish."
+
+
+def explain_unwaited(wrong):
+    """Return why launches are never awaited or their tensors are changed."""
+    return RACED if any(launch.raced for launch in wrong) else NOT_AWAITED

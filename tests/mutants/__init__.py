@@ -54,11 +54,11 @@ class Variant(Change):
 
 
 def run_on_text(check: Check, text: str, conditions: Conditions) -> Outcome:
-    """Run a check on the reference, but for the text of the check's module."""
+    """Run a check on the reference, with this text in place of the check's module, as if a student had written it."""
     entry = get_module(check.module)
     sources = read("solutions", entry.number).sources
-    key = f"{entry.package}.{entry.name}"
-    return run_check(check, "solutions", conditions, sources=sources | {key: (sources[key][0], text)})
+    key, path = f"{entry.package}.{entry.name}", str(ROOT / "lessons" / entry.path)
+    return run_check(check, "solutions", conditions, sources=sources | {key: (path, text)})
 
 
 def escapes(entry: Module, mutant: Mutant, conditions: Conditions) -> str:

@@ -55,36 +55,37 @@ MUTANTS = [
         f"{IF_NEW}\n            {REMEMBER}        {LOOK_UP}",
         LOOK_UP.replace("(bucket, rank)", "(id(data), bucket, rank)").replace("[bucket,", "[id(data), bucket,"),
         ("test_views_follow_the_buffer",),
-        "kept beside those of the new one",
+        "kept in addition to those of the new one",
     ),
-    Mutant("views made anew every time", KEPT, "if True:", STEADY, "they are not kept, or not found again"),
+    Mutant("views made again every time", KEPT, "if True:", STEADY, "they are not kept, or not found again"),
+    Mutant("views made again every time, and moved", KEPT, "if True:", FOLLOW, "they are not kept, or not found again"),
     Mutant(
         "module 6's groups",
         GROUP_CLASS,
         "group_class = BucketGroup",
         STEADY + FOLLOW + LAUNCHES,
-        "coalesced.py is an earlier module:",
+        "coalesced.py is an earlier module.",
     ),
     Mutant(
         "one cache for gradients and parameters",
         CACHE,
         "cache = self.grad_cache",
         STEADY,
-        "which the one empties for the other",
+        "grad_data and param_data share one",
     ),
     Mutant(
         "views of parameters not kept",
         CACHE,
         CACHE.replace("self.param_cache", "ShardCache(self.buffer.layout, self.param_cache.dp_size)"),
         STEADY,
-        "those of param_data are not",
+        "those of param_data are not.",
     ),
     Mutant(
         "shards kept, buckets not",
         KEPT,
         "if rank is None or (bucket, rank) not in self.views:",
         STEADY,
-        "some views are kept",
+        "Some of them are kept",
     ),
     Mutant(
         "emptied at every finish, for safety",
@@ -110,7 +111,7 @@ MUTANTS = [
         REMEMBER,
         REMEMBER.replace("self.data = data", "self.data = data if self.data is None else self.data"),
         STEADY,
-        "before reallocate() there were none",
+        "an earlier step made no view",
     ),
     Mutant(
         "a slice in the hook",
@@ -123,7 +124,7 @@ MUTANTS = [
             "            super().mark_ready(index, i)\n"
         ),
         STEADY,
-        "some are made anew in every step",
+        "others are made again in every step",
     ),
     Mutant(
         "padding zeroed at every finish",
@@ -175,7 +176,7 @@ MUTANTS = [
         CACHE,
         f"{CACHE}\n        if cache is self.param_cache and cache.data is not None:\n            data = cache.data",
         FOLLOW,
-        "of param_data alone",
+        "only those of param_data",
     ),
     Mutant(
         "copies kept instead of views",
@@ -185,17 +186,25 @@ MUTANTS = [
         "each rank still has its own gradient",
     ),
     Mutant(
-        "a shard without its bucket's start", OFFSET, "start = rank * length", AVERAGED, "from its bucket's start on"
+        "a shard without its bucket's start",
+        OFFSET,
+        "start = rank * length",
+        AVERAGED,
+        "does not begin at its bucket's start",
     ),
     Mutant(
-        "the shard of the next rank", OFFSET, "start += (rank + 1) % self.dp_size * length", FOLLOW, "is it another's"
+        "the shard of the next rank",
+        OFFSET,
+        "start += (rank + 1) % self.dp_size * length",
+        FOLLOW,
+        "Here it is another rank's",
     ),
     Mutant(
         "found by bucket alone",
         LOOK_UP,
         LOOK_UP.replace("(bucket, rank) not", "bucket not").replace("[bucket, rank]", "[bucket]"),
         AVERAGED,
-        "not the bucket or the shard that it stands for",
+        "is not the right bucket or shard",
     ),
     Mutant(
         "a default argument that all caches share",
@@ -213,7 +222,7 @@ MUTANTS = [
             "        super().__init__(module, bucket_numel, grad_dtype=grad_dtype, process_group=process_group)\n"
         ),
         LAUNCHES,
-        "with all of buckets_per_group",
+        "buckets are launched one by one",
     ),
     Mutant(
         "each bucket launched by itself",
@@ -228,7 +237,7 @@ MUTANTS = [
             "        self.grad_handle = type('Handles', (), {'wait': lambda _: [work.wait() for work in works]})()\n"
         ),
         LAUNCHES,
-        "does it happen inside coalesce",
+        "belong in one coalesce block",
     ),
     Mutant(
         "waits in backward",
@@ -237,7 +246,7 @@ MUTANTS = [
             "    def start_grad_sync(self):\n        super().start_grad_sync()\n        self.grad_handle.wait()\n"
         ),
         LAUNCHES,
-        "asynchronous",
+        "wait() is called too early",
     ),
     Mutant(
         "launched at the finish",
@@ -258,7 +267,7 @@ MUTANTS = [
             "        self.gather_grads = before\n"
         ),
         LAUNCHES,
-        "without gather_grads no gradients are gathered",
+        "gradients are gathered although gather_grads is False",
     ),
     Mutant(
         "no_sync not restored after an exception",
@@ -280,8 +289,14 @@ MUTANTS = [
         STEPS,
         "is the flag of no_sync asked",
     ),
-    Mutant("the rank in the world", RANK, "self.rank = dist.get_rank()", STEPS, "for this rank of the group"),
-    Mutant("the size of the world", SIZE, "size = dist.get_world_size()", STEPS, "as many as the group has ranks"),
+    Mutant("the rank in the world", RANK, "self.rank = dist.get_rank()", STEPS, "another buffer, bucket or rank"),
+    Mutant(
+        "the size of the world",
+        SIZE,
+        "size = dist.get_world_size()",
+        STEPS,
+        "than the size of the group",
+    ),
 ]
 
-SAMPLE = ("views made anew every time", "views kept when the buffer moves")
+SAMPLE = ("views made again every time", "views kept when the buffer moves")

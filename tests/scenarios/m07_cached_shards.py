@@ -1,4 +1,4 @@
-"""What the ranks do in module 7's checks, beyond training."""
+"""What the ranks do in module 7's checks, beyond plain training."""
 
 import contextlib
 import gc
@@ -19,37 +19,37 @@ from brigade.rank import locks, recording
 from brigade.rank.recording import tensors_in
 from scenarios.training import build, move_to_device, wrap
 
-# These give the whole tensor under another name. Nothing is cut out, and writing without autograd takes one of them.
+# These return the whole tensor under another name. They cut nothing out, and code needs them to write without autograd.
 WHOLE = ("data", "detach", "_base")
 
 
 class ViewCounter(TorchFunctionMode):
-    """Notes every view that the submission makes in `during` or `backward`.
+    """Record every view that the submission makes in `during` or `backward`.
 
-    A view is a tensor that a function or an attribute of torch gives back, that is new and shares memory with what was
-    given: so no list of names is needed. All Python code that runs in there is the submission's, or torch's on its
-    behalf, unless `is_ours` says otherwise.
+    A view is a new tensor that a function or an attribute of torch returns, and that shares memory with an argument.
+    This needs no list of names. All Python code that runs there is the submission's, or torch's on its behalf, unless
+    `is_ours` says otherwise.
     """
 
     def __init__(self):
         super().__init__()
         self.views: list[dict] = []
         self.phase = ""  # of the rank, not of a thread: on CUDA, hooks run on autograd's own thread
-        self.control = 0  # views that the hook `make_view` made: proof that hooks are seen
+        self.control = 0  # views made by the hook `make_view`, which prove that the counter sees hooks
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        count = new_views(function, [*args, *(kwargs or {}).values()], result)
+        count = count_new_views(function, [*args, *(kwargs or {}).values()], result)
         if count:
             caller = sys._getframe(1)
             self.control += caller.f_code is make_view.__code__
             if not is_ours(caller):
-                self.views.append({"count": count, "call": name_of(function), "phase": self.phase} | place(caller))
+                self.views.append({"count": count, "call": get_name(function), "phase": self.phase} | locate(caller))
         return result
 
     @contextlib.contextmanager
     def during(self, name: str) -> Iterator[None]:
-        """Counts in the block, as in a phase of this name."""
+        """Count in the block, which is a phase of this name."""
         with recording.phase(name), self.counting(name):
             yield
 
@@ -60,10 +60,10 @@ class ViewCounter(TorchFunctionMode):
             yield
 
     def backward(self, loss: torch.Tensor) -> None:
-        """loss.backward(), counting in its hooks.
+        """Call loss.backward(), and count in its hooks.
 
-        The methods of a tensor run with the mode switched off, so the engine is started from an edge of the graph: its
-        threads take over the modes of the thread that starts them.
+        The methods of a tensor run with the mode switched off. So start the engine from an edge of the graph: its
+        threads inherit the modes of the thread that starts them.
         """
         edge = torch.autograd.graph.get_gradient_edge(loss)
         before = self.control
@@ -73,23 +73,23 @@ class ViewCounter(TorchFunctionMode):
             raise RuntimeError("the counter of views does not see hooks with this version of torch")
 
 
-def name_of(function) -> str:
-    """Of an attribute its own name, not that of its getter."""
+def get_name(function) -> str:
+    """Return the name of a function, or of the attribute whose getter it is."""
     name = getattr(function, "__name__", str(function))
     return function.__self__.__name__ if name == "__get__" else name
 
 
-def new_views(function, given: list, result) -> int:
-    """How many of the tensors in `result` are views of those in `given`, and new."""
-    name = name_of(function)
+def count_new_views(function, arguments: list, result) -> int:
+    """Return how many of the tensors in `result` are new views of those in `arguments`."""
+    name = get_name(function)
     if name == "__setitem__":  # data[start:end] = ... slices too, data[:] = ... does not
-        return given[1] is not Ellipsis and not (isinstance(given[1], slice) and given[1] == slice(None))
+        return arguments[1] is not Ellipsis and not (isinstance(arguments[1], slice) and arguments[1] == slice(None))
     if name in WHOLE:
         return 0
-    given = tensors_in(given)
-    memory = {tensor.untyped_storage()._cdata for tensor in given}
+    inputs = tensors_in(arguments)
+    memory = {tensor.untyped_storage()._cdata for tensor in inputs}
     return sum(
-        tensor.untyped_storage()._cdata in memory and all(tensor is not other for other in given)
+        tensor.untyped_storage()._cdata in memory and all(tensor is not other for other in inputs)
         for tensor in tensors_in(result)
     )
 
@@ -99,10 +99,10 @@ def is_ours(frame: FrameType) -> bool:
     return frame.f_globals is globals() or locks.is_trusted(frame) or frame in recording.COLLECTIVES
 
 
-def place(maker: FrameType) -> dict:
+def locate(maker: FrameType) -> dict:
     """Return where a view was made: the submission's module without the package, the line, the function around it.
 
-    Frames of torch and of the standard library may lie between the frame that made it and the submission's own.
+    Frames of torch and of the standard library may be between the frame that made it and the submission's own.
     """
     modules = {getattr(module, "__file__", ""): name for name, module in sys.modules.items() if is_submitted(name)}
     frame = maker
@@ -127,8 +127,8 @@ def is_submitted(module: str) -> bool:
     return module.startswith("submission.")
 
 
-def wrapped(job: dict) -> tuple[nn.Module, nn.Module]:
-    """The model and the submission's wrapper around it; job["gather_grads"] is set as module 8 does."""
+def wrap_model(job: dict) -> tuple[nn.Module, nn.Module]:
+    """Return the model and the submission's wrapper around it, with gather_grads as the job says."""
     model = build(job)
     ddp = wrap(job, model)
     if not job["gather_grads"]:
@@ -137,12 +137,13 @@ def wrapped(job: dict) -> tuple[nn.Module, nn.Module]:
 
 
 def count_views(job: dict) -> list[list[dict]]:
-    """The views made in each step, of which there are as many as batches. With job["gather_grads"] off, parameters are
-    synchronised in each. Before step job["reallocate"] the buffers move.
+    """Take a step for each batch, and return the views that each step makes.
+
+    Without job["gather_grads"], each step also gathers parameters. Before step job["reallocate"] the buffers move.
     """
-    model, ddp = wrapped(job)
+    model, ddp = wrap_model(job)
     make_views_in_hooks(model)
-    found = []
+    views = []
     for step, [batch] in enumerate(job["batches"]):
         recording.note("step", step=step)
         if step == job["reallocate"]:
@@ -160,8 +161,8 @@ def count_views(job: dict) -> list[list[dict]]:
                 ddp.start_param_sync()
             with counter.during("finish_param_sync"):
                 ddp.finish_param_sync()
-        found.append(counter.views)
-    return found
+        views.append(counter.views)
+    return views
 
 
 def make_views_in_hooks(model: nn.Module) -> None:
@@ -178,17 +179,17 @@ def make_view(gradients: tuple[torch.Tensor | None, ...]) -> None:
 
 
 def move_buffers(job: dict) -> dict:
-    """A step for each micro-batch, with the same weights in all; the buffers move job["moves"][i] times before step i.
+    """Take a step for each micro-batch, with the same weights; buffers move job["moves"][i] times before step i.
 
-    With job["gather_grads"], what each step gives are the gradients. Without, the own shards of the gradients are
-    written into the own shards of the parameters; after the sync these are whole, and are what the step gives. Then
-    they are the weights again. Also note the views that each step makes. When the step after a move is over, count
-    the flat tensors from before the move that something still holds. param_data counts only if it is synchronised.
+    With job["gather_grads"], return the gradients of each step as its "tensors". Without, copy this rank's shards of
+    the gradients into those of the parameters, gather these, return them, and restore the weights. Also return the
+    views that each step makes and, as "num_alive", how many old flat tensors something keeps alive after each step.
+    param_data counts only if it is gathered.
     """
-    model, ddp = wrapped(job)
+    model, ddp = wrap_model(job)
     weights = [buffer.param_data.clone() for buffer in ddp.grad_buffers]
     make_views_in_hooks(model)
-    given, held, views, old = [], [], [], []
+    outcomes, num_alive, views, old = [], [], [], []
     for batch, times in zip(job["batches"][0], job["moves"]):
         for _ in range(times):
             for buffer in ddp.grad_buffers:
@@ -205,31 +206,31 @@ def move_buffers(job: dict) -> dict:
         with counter.during("finish_grad_sync"):
             ddp.finish_grad_sync()
         if job["gather_grads"]:
-            given.append(copy_gradients(model))
-            held.append(still_there(old))
+            outcomes.append(copy_gradients(model))
+            num_alive.append(count_alive(old))
             continue
         for buffer in ddp.grad_buffers:
-            for start, end in own_shards(buffer):
+            for start, end in list_own_shards(buffer):
                 buffer.param_data[start:end] = buffer.grad_data[start:end]
         with counter.during("start_param_sync"):
             ddp.start_param_sync()
         with counter.during("finish_param_sync"):
             ddp.finish_param_sync()
-        held.append(still_there(old))
-        given.append({n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad})
+        num_alive.append(count_alive(old))
+        outcomes.append({n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad})
         for buffer, weight in zip(ddp.grad_buffers, weights):
             buffer.param_data.copy_(weight)
-    return {"given": given, "held": held, "views": views}
+    return {"tensors": outcomes, "num_alive": num_alive, "views": views}
 
 
-def still_there(references: list[StorageWeakRef]) -> int:
-    """How many of these memories something holds."""
+def count_alive(references: list[StorageWeakRef]) -> int:
+    """Return how many of these storages something keeps alive."""
     gc.collect()
     return sum(not reference.expired() for reference in references)
 
 
-def own_shards(buffer) -> list[tuple[int, int]]:
-    """This rank's range of elements in each bucket."""
+def list_own_shards(buffer) -> list[tuple[int, int]]:
+    """Return this rank's range of elements in each bucket."""
     rank, size = dist.get_rank(), dist.get_world_size()
     lengths = [(start, (end - start) // size) for start, end in buffer.layout.bucket_ranges]
     return [(start + rank * length, start + (rank + 1) * length) for start, length in lengths]
