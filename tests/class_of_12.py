@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from brigade.course.modules import MODULES, ROOT, module
+from brigade.course.modules import MODULES, ROOT, get_module
 
 REFERENCE = {entry.number: (ROOT / "solutions" / entry.path).read_text() for entry in MODULES}
 SKELETONS = {entry.number: (ROOT / "lessons" / entry.path).read_text() for entry in MODULES}
@@ -26,7 +26,7 @@ ALTERNATIVES = {e.number: (ROOT / "tests" / "alternatives" / f"{e.package}.py").
 
 def mutant(number: int, place: int) -> dict[int, str]:
     """Module n with one of its mistakes."""
-    found = importlib.import_module(f"mutants.{module(number).package}").MUTANTS[place]
+    found = importlib.import_module(f"mutants.{get_module(number).package}").MUTANTS[place]
     return {number: found.apply(REFERENCE[number])}
 
 
@@ -60,11 +60,11 @@ def write(directory: Path) -> None:
         if name.endswith(".zip"):
             with zipfile.ZipFile(directory / name, "w") as bundle:
                 for number, text in texts.items():
-                    bundle.writestr(module(number).path.name, text)
+                    bundle.writestr(get_module(number).path.name, text)
             continue
         (directory / name).mkdir()
         for number, text in texts.items():
-            path = directory / name / module(number).path
+            path = directory / name / get_module(number).path
             path.parent.mkdir()
             path.write_text(text)
 

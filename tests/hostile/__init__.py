@@ -12,10 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from brigade.course.modules import ROOT, module, selected
+from brigade.course.modules import ROOT, get_module, select_modules
 from brigade.runner.sandbox import FIRST_UID
 
-MODULE_1 = module(1)
+MODULE_1 = get_module(1)
 SOME = ("test_gradients_are_averaged", "test_one_all_reduce_per_parameter")  # of module 1's checks: 3 points
 ONE = SOME[:1]  # 2 points
 ALL = ()
@@ -46,7 +46,7 @@ class Hostile:
 
 def reference(*evil: str, number: int = 1) -> Callable[[Path], None]:
     """Return the right answers up to module `number`, the last one with `evil` after it."""
-    texts = {entry.number: (ROOT / "solutions" / entry.path).read_text() for entry in selected(f"1-{number}")}
+    texts = {entry.number: (ROOT / "solutions" / entry.path).read_text() for entry in select_modules(f"1-{number}")}
     return files(texts | {number: texts[number] + guarded(*evil)})
 
 
@@ -57,7 +57,7 @@ def skeleton(*evil: str) -> Callable[[Path], None]:
 
 def alone(*evil: str, numbers: tuple[int, ...] = (1,)) -> Callable[[Path], None]:
     """Modules of nothing but `evil`, where NAME is the module's class."""
-    return files({number: guarded(*evil).replace("NAME", module(number).public[-1]) for number in numbers})
+    return files({number: guarded(*evil).replace("NAME", get_module(number).public[-1]) for number in numbers})
 
 
 def guarded(*evil: str) -> str:
@@ -69,7 +69,7 @@ def files(texts: dict[int, str]) -> Callable[[Path], None]:
 
     def make(directory: Path) -> None:
         for number, text in texts.items():
-            write(directory / module(number).path, text)
+            write(directory / get_module(number).path, text)
 
     return make
 

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
-from brigade.course.modules import ROOT, module
+from brigade.course.modules import ROOT, get_module
 from hostile import ALL, Hostile, files, guarded, reference, skeleton
 
 FOUND = "def found(what): raise SystemExit(f'found {what}')"
@@ -58,7 +58,7 @@ for line in open("/proc/self/maps"):
 
 def without_module_1(*evil: str) -> Callable[[Path], None]:
     """Module 2's right answer without module 1, so that its checks run on the reference's."""
-    return files({2: (ROOT / "solutions" / module(2).path).read_text() + guarded(*evil)})
+    return files({2: (ROOT / "solutions" / get_module(2).path).read_text() + guarded(*evil)})
 
 
 CASES = [

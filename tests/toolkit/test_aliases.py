@@ -5,7 +5,7 @@ from test_mutants import outcome_of
 
 from brigade.checks.collect import collect
 from brigade.checks.context import CheckContext
-from brigade.course.modules import MODULES, module
+from brigade.course.modules import MODULES, get_module
 
 MOST = 2  # points that an alias may earn
 
@@ -146,7 +146,7 @@ class OverlappedDDP(nn.Module):
 
 @pytest.mark.parametrize("name", NO_OVERLAP)
 def test_no_overlap_in_module_3(name, backend, two_ranks):
-    expect_next_to_nothing(module(3), NO_OVERLAP[name], backend)
+    expect_next_to_nothing(get_module(3), NO_OVERLAP[name], backend)
 
 
 UNSHARDED = """
@@ -220,4 +220,4 @@ class ZeroOptimizer(Unsharded):
 
 def test_unsharded_optimizers_in_module_8(backend):
     """Every rank keeps the whole state and steps on all weights, with complete averages, as in earlier modules."""
-    expect_next_to_nothing(module(8), UNSHARDED, backend)
+    expect_next_to_nothing(get_module(8), UNSHARDED, backend)

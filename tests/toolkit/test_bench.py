@@ -22,7 +22,7 @@ import torch
 
 from brigade.cli import lab
 from brigade.cli import main as cli
-from brigade.course.modules import MODULES, ROOT, CourseError, get_module, module
+from brigade.course.modules import MODULES, ROOT, CourseError, get_module
 from brigade.events import RankRecord
 from brigade.lab import bench, ladder, links, torchrun
 from brigade.lab.models import SIZES
@@ -270,7 +270,7 @@ def test_a_sweep_compares_sizes_in_one_run(brigade, tmp_path):
 
 def test_what_is_not_written_is_left_out(tmp_path):
     submission(tmp_path, [(5, r"\Z", '\nraise NotImplementedError("module 5, part (b)")\n')], modules=range(1, 7))
-    (tmp_path / module(2).path).write_text("def (\n")
+    (tmp_path / get_module(2).path).write_text("def (\n")
     chosen, sources, sentences = bench.select_written(str(tmp_path), MODULES)
     assert [entry.number for entry in chosen] == [1, 3, 4]
     assert len(sources) == 5

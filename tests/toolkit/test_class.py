@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from brigade.cli import main as cli
-from brigade.course.modules import MODULES, ROOT, CourseError, get_module, module
+from brigade.course.modules import MODULES, ROOT, CourseError, get_module
 from brigade.grade import classroom, similarity
 from brigade.grade.outcome import UNFINISHED
 
@@ -192,7 +192,7 @@ def test_only_what_changed_is_graded_again(stub, tmp_path, capfd):
     (directory / "ada" / "notes.txt").write_text("is not looked at")
     assert cli.main(command) == 0 and stub == []
     assert "4 submissions, 4 of them unchanged" in capfd.readouterr().out
-    (directory / "dora" / module(1).path).write_text("one = 2\n")
+    (directory / "dora" / get_module(1).path).write_text("one = 2\n")
     small_class(directory, emil=1)
     assert cli.main(command) == 0 and sorted(stub) == ["dora", "emil"]
     stub.clear()

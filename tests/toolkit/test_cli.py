@@ -20,7 +20,7 @@ import torch
 from brigade.cli import check, progress_file, study
 from brigade.cli import main as cli
 from brigade.course import skeletons
-from brigade.course.modules import MODULES, ROOT, module, selected
+from brigade.course.modules import MODULES, ROOT, get_module, select_modules
 from brigade.lab import comparison
 from brigade.runner import ranks
 
@@ -41,7 +41,7 @@ def short_measurement(monkeypatch):
 @pytest.fixture
 def lessons(tmp_path):
     """A directory with a right answer to module 1 only."""
-    entry = module(1)
+    entry = get_module(1)
     (tmp_path / entry.package).mkdir()
     (tmp_path / entry.path).write_text((ROOT / "solutions" / entry.path).read_text())
     return tmp_path
@@ -81,7 +81,7 @@ def test_check_passes_and_fails(brigade, lessons):
     done = brigade("check", 1, "--target", lessons)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "8 of 8 points" in done.stdout
-    (lessons / module(1).path).write_text((ROOT / "lessons" / module(1).path).read_text())
+    (lessons / get_module(1).path).write_text((ROOT / "lessons" / get_module(1).path).read_text())
     done = brigade("check", 1, "--target", lessons)
     assert done.returncode == 1
     assert "0 of 8 points" in done.stdout
@@ -101,21 +101,21 @@ def test_check_passes_and_fails(brigade, lessons):
     ],
 )  # fmt: skip
 def test_broken_submission_fails_in_words(brigade, lessons, text, line):
-    (lessons / module(1).path).write_text(text)
+    (lessons / get_module(1).path).write_text(text)
     done = brigade("check", 1, "--target", lessons, "--only", "gradients_are_averaged or invalid")
     assert done.returncode in (1, 2)
     assert line in done.stdout, done.stdout
 
 
 def test_prints_are_shown_by_rank_and_capped(brigade, lessons):
-    text = (lessons / module(1).path).read_text()
+    text = (lessons / get_module(1).path).read_text()
     noisy = text.replace(
         "        for parameter in self.module.parameters():",
         "        print('hello from the submission')\n        print('x' * 5_000_000)\n        for parameter in []:",
         1,
     )
     assert noisy != text
-    (lessons / module(1).path).write_text(noisy)
+    (lessons / get_module(1).path).write_text(noisy)
     done = brigade("check", 1, "--target", lessons, "--only", "gradients_are_averaged")
     assert done.returncode == 1
     assert "[rank 0] hello from the submission" in done.stdout
@@ -123,12 +123,12 @@ def test_prints_are_shown_by_rank_and_capped(brigade, lessons):
 
 
 def test_prints_of_a_check_that_passes(brigade, lessons):
-    text = (lessons / module(1).path).read_text()
+    text = (lessons / get_module(1).path).read_text()
     noisy = text.replace(
         "            if parameter.grad is None:", "            print('hello')\n            if parameter.grad is None:"
     )
     assert noisy != text
-    (lessons / module(1).path).write_text(noisy)
+    (lessons / get_module(1).path).write_text(noisy)
     shown = brigade("check", 1, "--target", lessons, "--only", "one_all_reduce").stdout
     assert "✓ 1/1" in shown and "[rank 1] hello" in shown
     shown = brigade("check", 1, "--target", lessons).stdout
@@ -136,8 +136,8 @@ def test_prints_of_a_check_that_passes(brigade, lessons):
 
 
 def test_an_error_in_all_checks_is_told_once(brigade, lessons):
-    text = (lessons / module(1).path).read_text()
-    (lessons / module(1).path).write_text(text.replace("dist.get_world_size(", "dist.get_wolrd_size("))
+    text = (lessons / get_module(1).path).read_text()
+    (lessons / get_module(1).path).write_text(text.replace("dist.get_world_size(", "dist.get_wolrd_size("))
     shown = brigade("check", 1, "--target", lessons, "--seed", 3).stdout
     assert shown.count("AttributeError") == 1 and shown.count("as in the first failed check") == 6, shown
     assert f"repeat        brigade check 1 --only parameters_start_equal --seed 3 --target {lessons}\n" in shown
@@ -146,11 +146,11 @@ def test_an_error_in_all_checks_is_told_once(brigade, lessons):
 def test_after_two_checks_that_hang_no_other_is_waited_for(brigade, lessons, monkeypatch):
     monkeypatch.setitem(ranks.DEADLINE_S, "gloo", 4.0)
     monkeypatch.setattr(check, "MAX_AT_A_TIME", 1)  # so that it is certain which ones are the first two
-    text = (lessons / module(1).path).read_text()
+    text = (lessons / get_module(1).path).read_text()
     hanging = text.replace(
         "        for parameter in self.module", "        while True: pass\n        for parameter in self.module"
     )
-    (lessons / module(1).path).write_text(hanging)
+    (lessons / get_module(1).path).write_text(hanging)
     shown = brigade("check", 1, "--target", lessons).stdout
     assert shown.count("stopped after 4 s") == 1 and "rank 0 is in finish" in shown, shown
     assert shown.count("✗ 0/") == 7 and shown.count("This check was not run") == 5 and "0 of 8 points" in shown
@@ -180,7 +180,7 @@ def test_ctrl_c_ends_at_once(lessons, after, tmp_path):
 
 
 def test_reset_keeps_the_students_file(tmp_path, monkeypatch, capsys):
-    entry = module(1)
+    entry = get_module(1)
     monkeypatch.setattr(skeletons, "ROOT", tmp_path)
     monkeypatch.setattr(study, "ROOT", tmp_path)
     for place, text in (("solutions", (ROOT / "solutions" / entry.path).read_text()), ("lessons", "my work\n")):
@@ -200,7 +200,7 @@ def test_submit_makes_a_zip_of_the_modules(lessons, tmp_path, monkeypatch, capsy
     monkeypatch.chdir(elsewhere)
     assert cli.main(["submit", "--target", str(lessons)]) == 0
     [archive] = elsewhere.glob("submission-*.zip")
-    assert zipfile.ZipFile(archive).namelist() == [module(1).path.as_posix()]
+    assert zipfile.ZipFile(archive).namelist() == [get_module(1).path.as_posix()]
     told = capsys.readouterr().out
     assert "holds 1 of 8 module files: 1 written, 0 known to pass all checks.\nNot known to pass: module 1." in told
     assert "module 2 is missing" in told
@@ -227,10 +227,10 @@ def test_submit_says_what_is_written_and_passes(brigade, lessons, tmp_path_facto
         "holds 8 of 8 module files: 0 written, 0 known to pass all checks.\n"
         "Not written, or not completely: modules 1, 2, 3, 4, 5, 6, 7, 8.\n"
     )
-    for entry in selected("1-2"):
+    for entry in select_modules("1-2"):
         shutil.copy(ROOT / "solutions" / entry.path, lessons / entry.path)
     assert brigade("check", 1, "--target", lessons).returncode == 0
-    (lessons / module(3).path).write_text("def f(:\n")
+    (lessons / get_module(3).path).write_text("def f(:\n")
     told = submitted(brigade, lessons, next(places), monkeypatch)
     assert told.startswith(
         "holds 8 of 8 module files: 2 written, 1 known to pass all checks.\n"
@@ -238,7 +238,7 @@ def test_submit_says_what_is_written_and_passes(brigade, lessons, tmp_path_facto
         "Not written, or not completely: modules 4, 5, 6, 7, 8.\n"
         "Note: overlapped_ddp.py, line 1: "
     )
-    file = lessons / module(1).path
+    file = lessons / get_module(1).path
     file.write_text(file.read_text() + "# another line\n")
     assert "2 written, 0 known to pass" in submitted(brigade, lessons, next(places), monkeypatch)
 
@@ -255,7 +255,7 @@ def test_hints_come_one_after_another(capsys):
 
 
 def test_hints_are_on_the_first_part_that_is_not_written(tmp_path, monkeypatch, brigade):
-    entry = module(4)
+    entry = get_module(4)
     shutil.copytree(entry.lesson, tmp_path / "lessons" / entry.package)
     monkeypatch.setattr(study, "ROOT", tmp_path)
     file = tmp_path / "lessons" / entry.path
@@ -289,11 +289,11 @@ def test_next_names_the_first_unfinished_module(brigade, lessons):
 
 
 def test_debug_runs_one_rank_on_this_terminal(lessons):
-    text = (lessons / module(1).path).read_text()
+    text = (lessons / get_module(1).path).read_text()
     broken = text.replace(
         "        for parameter in self.module", "        breakpoint()\n        for parameter in self.module", 1
     )
-    (lessons / module(1).path).write_text(broken)
+    (lessons / get_module(1).path).write_text(broken)
     command = [sys.executable, "-m", "brigade.cli", "check", "1", "--debug", "--only", "gradients_are_averaged"]
     command += ["--target", str(lessons)]
     done = subprocess.run(command, cwd=ROOT, input="p 6 * 7\nc\n", capture_output=True, text=True, timeout=60)
@@ -305,7 +305,7 @@ def test_next_does_not_repeat_what_passed(brigade, lessons, monkeypatch):
     brigade("next", "--target", lessons)
     monkeypatch.setattr(check, "check_module", lambda *_, **__: pytest.fail("the checks ran again"))
     assert "✓ Module 1" in brigade("next", "--target", lessons).stdout
-    file = lessons / module(1).path
+    file = lessons / get_module(1).path
     file.write_text(file.read_text() + "# another line\n")
     with pytest.raises(pytest.fail.Exception, match="ran again"):
         brigade("next", "--target", lessons)
@@ -319,7 +319,7 @@ def test_a_damaged_progress_file_does_no_harm(brigade, progress, content):
 
 
 def test_a_finished_module_is_compared_once_with_the_one_before(brigade, lessons):
-    entry = module(2)
+    entry = get_module(2)
     (lessons / entry.package).mkdir()
     (lessons / entry.path).write_text((ROOT / "solutions" / entry.path).read_text())
     done = brigade("check", 2, "--target", lessons)
@@ -339,7 +339,7 @@ def test_a_finished_module_is_compared_once_with_the_one_before(brigade, lessons
 def test_a_module_that_passes_on_the_reference_only_buys_nothing_yet(brigade, lessons):
     """The module before is a skeleton: there is nothing to compare with, and one line says so."""
     for number, where in ((2, "lessons"), (3, "solutions")):
-        entry = module(number)
+        entry = get_module(number)
         (lessons / entry.package).mkdir()
         (lessons / entry.path).write_text((ROOT / where / entry.path).read_text())
     done = brigade("check", 3, "--target", lessons)
@@ -362,7 +362,7 @@ def watched(lessons):
 def test_watch_runs_again_after_a_save_and_shows_what_changed(watched, lessons):
     lines = read_until(watched, "Waiting for a file")
     assert any("2 of 2 points" in line for line in lines)
-    file = lessons / module(1).path
+    file = lessons / get_module(1).path
     right = file.read_text()
     wrong = right.replace("[*module.parameters(), *module.buffers()]", "module.parameters()")
     for text, expected, absent in [
@@ -412,7 +412,7 @@ def test_help_has_an_example(command, capsys):
 def test_plain_pytest_refuses_wrong_options_in_one_line(options, line):
     if "nccl" in options and torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    command = [sys.executable, "-m", "pytest", str(module(1).checks), *options]
+    command = [sys.executable, "-m", "pytest", str(get_module(1).checks), *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     assert line in done.stderr and "Traceback" not in done.stderr
@@ -453,4 +453,4 @@ def test_checks_run_and_are_graded_without_the_lab(tmp_path):
     ]
     for words in commands:
         run_python(f"from brigade.cli.main import main\nassert main({words}) == 0", tmp_path)
-    assert json.loads((tmp_path / "results.json").read_text())["score"] == module(1).points
+    assert json.loads((tmp_path / "results.json").read_text())["score"] == get_module(1).points

@@ -8,7 +8,7 @@ import re
 import promises
 import pytest
 
-from brigade.course.modules import MODULES, ROOT, module
+from brigade.course.modules import MODULES, ROOT, get_module
 
 TEXT = (ROOT / "docs" / "contributing.md").read_text()
 # Folders of brigade from the lowest to the highest. Those of one row do not import each other.
@@ -98,7 +98,7 @@ def test_the_picture_has_every_folder():
 @pytest.mark.parametrize("entry", MODULES, ids=lambda entry: entry.package)
 def test_the_files_of_a_module_are_there(entry):
     """Those that the table names for one module, except those that it says may be missing."""
-    example = module(3)
+    example = get_module(3)
     files = re.findall(r"^\| `([\w./]+)` \| (.*?) \|", TEXT, re.MULTILINE)
     names = [(name, what) for name, what in files if example.name in name]
     assert len(names) == 12

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 from test_skeletons import PARTS
 
-from brigade.course.modules import MODULES, ROOT, module
+from brigade.course.modules import MODULES, ROOT, get_module
 from brigade.grade.grading import grade
 
-FIRST = module(1)
+FIRST = get_module(1)
 TELLING = 60  # characters of a line; shorter ones say the same in many programs
 KEPT_OUT = {"solutions", "mutants", "alternatives", "hostile", "toolkit", "notebooks", "grade", "slurm", "student"}
 
@@ -222,7 +222,7 @@ def test_what_is_not_written_is_left_out_in_words(edition, command):
 
 
 def test_a_script_beside_a_reading_measures_the_students_modules(edition):
-    said = typed(edition, f"lessons/{module(4).package}/buckets.py", status=1)
+    said = typed(edition, f"lessons/{get_module(4).package}/buckets.py", status=1)
     assert said == "module 4, part (a) is not written yet: `brigade check 4` says what to do\n"
 
 
@@ -230,10 +230,10 @@ def test_a_plan_uses_the_students_own_rules_for_buckets(edition):
     said = typed(edition, "brigade plan --model tiny")
     assert "1 NaiveDDP" in said and "torch DDP" in said
     assert "not planned: 4 BucketedDDP: module 4, part (a) is not written yet" in said
-    path = edition / "lessons" / module(4).path
+    path = edition / "lessons" / get_module(4).path
     skeleton = path.read_text()
     for text, line in (
-        ((ROOT / "solutions" / module(4).path).read_text(), "\n4 BucketedDDP "),
+        ((ROOT / "solutions" / get_module(4).path).read_text(), "\n4 BucketedDDP "),
         ("x = 1\n", "not planned: 4 BucketedDDP: your own plan_buckets does not work: `brigade check 4` says more"),
     ):
         path.write_text(text)

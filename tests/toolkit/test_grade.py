@@ -19,7 +19,7 @@ from brigade.checks.verdict import ENDINGS, Outcome, Verdict
 from brigade.cli import grade as grade_command
 from brigade.cli import main as cli
 from brigade.course.listing import GradedCheck, list_checks
-from brigade.course.modules import MODULES, ROOT, CourseError, module, select_modules, selected
+from brigade.course.modules import MODULES, ROOT, CourseError, get_module, select_modules
 from brigade.course.parts import Part
 from brigade.grade import formats, grading
 from brigade.grade.outcome import UNFINISHED, Grading, nothing_yet
@@ -226,7 +226,7 @@ def submit(tmp_path):
     """Writes a submission: the reference, but for modules whose text is given; None leaves one out."""
 
     def write(modules=None, name="submission", upto=2):
-        for entry in selected(f"1-{upto}"):
+        for entry in select_modules(f"1-{upto}"):
             text = (modules or {}).get(entry.number, (ROOT / "solutions" / entry.path).read_text())
             path = tmp_path / name / entry.path
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -238,7 +238,7 @@ def submit(tmp_path):
 
 
 def reference(number):
-    return (ROOT / "solutions" / module(number).path).read_text()
+    return (ROOT / "solutions" / get_module(number).path).read_text()
 
 
 def mutated(name):
@@ -338,7 +338,7 @@ def test_reference_gets_all_points_in_every_form(grade, submit, tmp_path, monkey
 
 def test_points_are_what_the_checks_say(grade, submit):
     """Module 1 has one mistake, module 2 is still the skeleton."""
-    unwritten = (ROOT / "lessons" / module(2).path).read_text()
+    unwritten = (ROOT / "lessons" / get_module(2).path).read_text()
     done = grade(submit({1: mutated("buffers not broadcast"), 2: unwritten}), "--modules", "1-2", "--prior", "own")
     assert done.status == 0 and "7 of 16 points" in done.errors
     points, failed = scores(done.result)
@@ -359,7 +359,7 @@ def test_skeletons_get_nothing(grade):
 @pytest.mark.parametrize("form", ["flat", "clone", "zip", "zip of a directory"])
 def test_forms_of_a_submission(form, grade, submit, tmp_path):
     place = submit(name="solved/lessons" if form == "clone" else "solved")
-    files = [place / entry.path for entry in selected("1-2")]
+    files = [place / entry.path for entry in select_modules("1-2")]
     if form == "clone":
         place = place.parent
     elif form == "flat":
@@ -404,7 +404,7 @@ def test_seed_repeats_a_grading(grade, submit):
 
 def names_of(number):
     """The names of a module's checks, in order."""
-    return [check.name for check in list_checks(module(number))]
+    return [check.name for check in list_checks(get_module(number))]
 
 
 def one_check(number):
@@ -497,7 +497,7 @@ def test_a_deadlock_sends_later_modules_to_the_reference_and_stops_nothing(monke
 
     simulated = Simulated(monkeypatch, attempt)
     state = simulated.grade()
-    assert lost(state) == {1: list_checks(module(1))[2].points}
+    assert lost(state) == {1: list_checks(get_module(1))[2].points}
     assert len(simulated.attempts) == 61 and simulated.now == 3 + 60 * 0.5
 
 
@@ -540,8 +540,8 @@ def test_every_module_hangs_and_the_limit_of_the_packages_suffices(monkeypatch, 
 
 def test_a_module_alone_is_tried_on_the_reference_after_it_hung_on_its_own(monkeypatch):
     simulated = Simulated(monkeypatch, lambda module, _, source: OWN_HANGS if source == "own" else ("passed", 0.5))
-    state = simulated.grade(entries=[module(6)])
-    assert state.score == module(6).points
+    state = simulated.grade(entries=[get_module(6)])
+    assert state.score == get_module(6).points
     assert simulated.attempts[:3] == [(6, 0, "own"), (6, 1, "own"), (6, 0, "reference")]
 
 

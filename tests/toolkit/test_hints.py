@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from brigade.course.modules import MODULES, ROOT, module
+from brigade.course.modules import MODULES, ROOT, get_module
 from brigade.course.submission import read
 
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -77,7 +77,7 @@ def test_the_code_of_hints_has_the_names_of_the_solution(entry):
 
 
 def test_a_name_that_the_solution_lacks_is_found():
-    text = (ROOT / "solutions" / module(1).path).read_text()
+    text = (ROOT / "solutions" / get_module(1).path).read_text()
     block = (
         "for p in self.missing:\n    dist.all_reduce(p.grad, group=self.process_group)\n    p.start_gather(pieces)\n"
     )

@@ -30,7 +30,7 @@ import torch
 
 from brigade.checks.context import CheckContext
 from brigade.checks.reference import Case
-from brigade.course.modules import ROOT, CourseError, module
+from brigade.course.modules import ROOT, CourseError, get_module
 from brigade.course.submission import read
 from brigade.grade import formats, grading, incoming
 from brigade.grade.outcome import Grading, nothing_yet
@@ -93,7 +93,7 @@ class Graded:
     def __init__(self, submission: Path, out: Path, case: hostile.Hostile, on_change: Callable = lambda grading: None):
         self.out = out
         self.started = time.monotonic()
-        entries = [module(number) for number in case.modules]
+        entries = [get_module(number) for number in case.modules]
         self.state = nothing_yet(entries, 1)
 
         def save(state: Grading) -> None:
@@ -266,7 +266,7 @@ def memory_of(pid: int) -> Iterator[bytes]:
 
 def test_a_frame_in_the_reference_shows_where_and_not_what(user, submission):
     """The report shows the student's own line, but of the reference only the line's number."""
-    entry = module(2)
+    entry = get_module(2)
     text = (ROOT / "solutions" / entry.path).read_text()
     call = "broadcast_module_state(module, process_group)"
     assert text.count(call) == 1

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from brigade.course.modules import MODULES, CourseError, module
+from brigade.course.modules import MODULES, CourseError, get_module
 from brigade.course.submission import find
 from brigade.grade import incoming
 from brigade.runner import sandbox
 
-FIRST, SECOND = module(1), module(2)
+FIRST, SECOND = get_module(1), get_module(2)
 LESSONS = {entry.path.as_posix(): f"own {entry.number}" for entry in MODULES}
 
 

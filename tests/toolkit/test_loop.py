@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 from conftest import is_about, pytest_collection_modifyitems
 
-from brigade.course.modules import ROOT, module
+from brigade.course.modules import ROOT, get_module
 
-FIRST, SECOND = module(1), module(2)
+FIRST, SECOND = get_module(1), get_module(2)
 
 
 def item(*values, path="test_any.py", marker=None):

@@ -12,7 +12,7 @@ from brigade.checks.collect import collect
 from brigade.checks.context import CheckContext
 from brigade.checks.run import Conditions, run_check
 from brigade.course import validation
-from brigade.course.modules import MODULES, ROOT, get_module, module
+from brigade.course.modules import MODULES, ROOT, get_module
 from brigade.course.submission import read
 
 WRAPPERS = [entry for entry in MODULES if entry.public[-1].endswith("DDP")]
@@ -138,7 +138,7 @@ def test_wrong_answer_fails(entry, name, backend):
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_launching_in_ready_order_fails_every_time(world_size, backend, monkeypatch):
-    entry = module(4)
+    entry = get_module(4)
     [mutant] = [mutant for mutant in mutants(entry) if mutant.name == "launched in the order of being ready"]
     text = mutant.apply((ROOT / "solutions" / entry.path).read_text())
     monkeypatch.setattr(CheckContext, "worlds", lambda self, *sizes: [world_size])

@@ -18,7 +18,7 @@ import psutil
 import pytest
 from nbclient import NotebookClient
 
-from brigade.course.modules import MODULES, ROOT, module
+from brigade.course.modules import MODULES, ROOT, get_module
 from brigade.events import launches
 from brigade.lab.notebook import Ranks, RanksError, show, start_ranks
 
@@ -173,7 +173,7 @@ def test_notebook_runs(path: Path, temporary: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
     for cell in notebook.cells:
         cell.source = re.sub(r"\brounds=\d+", "rounds=4", cell.source)  # enough to see that it runs
-    started_in = path.parent if module(1).package.endswith(path.stem) else ROOT
+    started_in = path.parent if get_module(1).package.endswith(path.stem) else ROOT
     client = NotebookClient(
         notebook, timeout=CELL_S, kernel_name="python3", resources={"metadata": {"path": str(started_in)}}
     )

@@ -19,7 +19,7 @@ from packaging.requirements import Requirement
 
 from brigade.cli import gradescope as package_command
 from brigade.cli import main as cli
-from brigade.course.modules import MODULES, ROOT, module
+from brigade.course.modules import MODULES, ROOT, get_module
 from brigade.grade import gradescope_package as package
 from brigade.runner import sandbox
 
@@ -114,7 +114,7 @@ def open_up(directories):
 
 
 def solution(number):
-    return (ROOT / "solutions" / module(number).path).read_text()
+    return (ROOT / "solutions" / get_module(number).path).read_text()
 
 
 def test_the_zip_holds_what_grading_needs_and_nothing_else(archive):
@@ -192,7 +192,7 @@ def test_a_submission_is_graded(gradescope, tmp_path, monkeypatch):
     submission, results = prepared(gradescope)
     mistake = next(mutant for mutant in mistakes.MUTANTS if mutant.name == "every parameter reduced by itself")
     for number, text in ((1, solution(1)), (2, mistake.apply(solution(2)))):
-        path = tmp_path / module(number).path
+        path = tmp_path / get_module(number).path
         path.parent.mkdir()
         path.write_text(text)
     monkeypatch.chdir(tmp_path)
@@ -226,7 +226,7 @@ def test_a_submission_is_graded(gradescope, tmp_path, monkeypatch):
 def test_a_container_without_mounts_is_isolated_by_permissions(gradescope):
     """What a root without CAP_SYS_ADMIN can do: a rank reads neither tests nor solutions nor results, and works."""
     submission, results = prepared(gradescope)
-    (submission / module(1).path.name).write_text(solution(1) + NOSY.format(root=str(gradescope)))
+    (submission / get_module(1).path.name).write_text(solution(1) + NOSY.format(root=str(gradescope)))
 
     def like_a_container():
         if sandbox.unshare_mounts():

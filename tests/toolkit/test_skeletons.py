@@ -11,7 +11,7 @@ import pytest
 import rank_functions as functions
 
 from brigade.course import handout, skeletons
-from brigade.course.modules import MODULES, ROOT, CourseError, module, selected
+from brigade.course.modules import MODULES, ROOT, CourseError, get_module, select_modules
 from brigade.course.submission import read
 from brigade.runner.ranks import run_ranks
 
@@ -83,7 +83,7 @@ def test_a_skeleton_says_which_part_is_missing(entry):
 
 
 def test_reset_keeps_what_was_there(course):
-    entry = module(1)
+    entry = get_module(1)
     path = course / "lessons" / entry.path
     path.write_text("# my work\n")
     first = skeletons.reset(entry)
@@ -96,14 +96,14 @@ def test_reset_keeps_what_was_there(course):
 
 
 def test_reset_keeps_what_is_not_even_text(course):
-    path = course / "lessons" / module(1).path
+    path = course / "lessons" / get_module(1).path
     path.write_bytes(b"\xff\xfe my work")
     assert skeletons.find_outdated() == [path]
-    assert skeletons.reset(module(1)).read_bytes() == b"\xff\xfe my work"
+    assert skeletons.reset(get_module(1)).read_bytes() == b"\xff\xfe my work"
 
 
 def test_reset_of_an_untouched_or_missing_file_has_nothing_to_keep(course):
-    entry = module(1)
+    entry = get_module(1)
     assert skeletons.reset(entry) is None
     shutil.rmtree(course / "lessons" / entry.package)
     assert skeletons.reset(entry) is None
@@ -112,7 +112,7 @@ def test_reset_of_an_untouched_or_missing_file_has_nothing_to_keep(course):
 
 def test_write_makes_what_is_outdated_and_nothing_else(course):
     assert skeletons.write() == []
-    changed, missing = (course / "lessons" / entry.path for entry in selected("1-2"))
+    changed, missing = (course / "lessons" / entry.path for entry in select_modules("1-2"))
     changed.write_text("# my work\n")
     missing.unlink()
     document = course / "assignments.md"
@@ -124,9 +124,9 @@ def test_write_makes_what_is_outdated_and_nothing_else(course):
 
 
 def test_a_reading_without_questions_gets_a_sentence(course):
-    reading = course / "lessons" / module(1).package / "README.md"
+    reading = course / "lessons" / get_module(1).package / "README.md"
     reading.write_text(reading.read_text().replace("## Questions", "## The end"))
-    with pytest.raises(CourseError, match=f"^lessons/{module(1).package}/README.md does not end with"):
+    with pytest.raises(CourseError, match=f"^lessons/{get_module(1).package}/README.md does not end with"):
         skeletons.find_outdated()
 
 
@@ -147,17 +147,17 @@ BROKEN = {
 
 @pytest.mark.parametrize("body", BROKEN.values(), ids=BROKEN.keys())
 def test_marks_that_do_not_pair_up(course, body):
-    (course / "solutions" / module(1).path).write_text("def f():\n" + body)
-    for action in (lambda: skeletons.make_skeleton(module(1)), skeletons.find_outdated, skeletons.write):
+    (course / "solutions" / get_module(1).path).write_text("def f():\n" + body)
+    for action in (lambda: skeletons.make_skeleton(get_module(1)), skeletons.find_outdated, skeletons.write):
         with pytest.raises(CourseError) as caught:
             action()
-        assert str(module(1).path) in str(caught.value) and "\n" not in str(caught.value)
+        assert str(get_module(1).path) in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_marks_keep_their_indentation(course):
     text = "class C:\n" + ("    def f(self):\n" + BEGIN + "    return 1\n" + END).replace("    ###", "        ###")
-    (course / "solutions" / module(1).path).write_text(text)
-    assert skeletons.make_skeleton(module(1)) == (
+    (course / "solutions" / get_module(1).path).write_text(text)
+    assert skeletons.make_skeleton(get_module(1)) == (
         "class C:\n    def f(self):\n        # TODO: part (a)\n"
         '        raise NotImplementedError("module 1, part (a)")\n'
     )

@@ -11,7 +11,7 @@ import pytest
 from hostile.watched import WATCHED
 
 from brigade.course.listing import GradedCheck
-from brigade.course.modules import MODULES, ROOT, CourseError, module
+from brigade.course.modules import MODULES, ROOT, CourseError, get_module
 from brigade.grade import classroom, formats, incoming
 from brigade.grade.outcome import Grading, Outcome
 from brigade.grade.static_look import (
@@ -204,7 +204,7 @@ def findings_of(case, directory):
     archive = directory / "submission.zip"
     try:
         with incoming.opened(archive if archive.exists() else directory) as found:
-            return look_at(found.directory, [module(number) for number in case.modules])
+            return look_at(found.directory, [get_module(number) for number in case.modules])
     except CourseError as error:
         return [error]
 
@@ -238,7 +238,7 @@ def test_the_forger_is_listed_with_file_and_line(tmp_path):
     """It has forged numbers and events, so its text is all there is to go by."""
     [case] = WATCHED
     findings = {finding.name: finding for finding in findings_of(case, tmp_path)}
-    path = module(3).path
+    path = get_module(3).path
     lines = (tmp_path / path).read_text().splitlines()
     for name in ("_getframe", "f_locals", "f_back"):
         assert findings[name].file == str(path) and name in lines[findings[name].lines[0] - 1]
@@ -262,7 +262,7 @@ def test_the_forger_is_listed_with_file_and_line(tmp_path):
 )
 def test_what_cannot_be_looked_at_is_said(text, told, tmp_path):
     (tmp_path / "naive_ddp.py").write_text(text)
-    [finding] = look_at(tmp_path, [module(1)])
+    [finding] = look_at(tmp_path, [get_module(1)])
     assert str(finding).startswith(f"{FILE}: cannot be looked at: ") and told in finding.reason
 
 
@@ -282,8 +282,8 @@ def test_the_list_is_bounded():
 
 def test_only_modules_that_a_grading_may_import_are_looked_at(tmp_path):
     (tmp_path / "flat_ddp.py").write_text("import os")
-    assert look_at(tmp_path, [module(1)]) == []
-    assert [finding.name for finding in look_at(tmp_path, [module(3)])] == ["os"]
+    assert look_at(tmp_path, [get_module(1)]) == []
+    assert [finding.name for finding in look_at(tmp_path, [get_module(3)])] == ["os"]
 
 
 # Where it is told
@@ -328,10 +328,10 @@ def test_every_format_says_it(state):
 def test_the_gradebook_has_a_column_for_it(state, tmp_path):
     student = classroom.Student("ada", tmp_path / "ada", tmp_path / "ada.json")
     student.results.write_text(formats.own_json(state))
-    before = classroom.row(student, [module(1)])
+    before = classroom.row(student, [get_module(1)])
     state.findings += [FOUND, Finding(FILE, (), "", "cannot be looked at: it is odd")]
     student.results.write_text(formats.own_json(state))
-    after = classroom.row(student, [module(1)])
+    after = classroom.row(student, [get_module(1)])
     assert before[HEADING] == ""
     assert after.pop(HEADING) == f"{LINE} / {FILE}: cannot be looked at: it is odd"
     assert after.items() <= before.items() and after["score"] == 3

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import rank_functions as functions
 
-from brigade.course.modules import MODULES, ROOT, CourseError, get_module, module
+from brigade.course.modules import MODULES, ROOT, CourseError, get_module
 from brigade.course.submission import (
     MAX_SOURCE_BYTES,
     compile_texts,
@@ -22,7 +22,7 @@ from brigade.course.submission import (
 )
 from brigade.runner.ranks import RankFailure, run_ranks
 
-FIRST, SECOND, THIRD = module(1), module(2), module(3)
+FIRST, SECOND, THIRD = get_module(1), get_module(2), get_module(3)
 NAIVE = "m01_naive_ddp.naive_ddp"
 FLAT = "m02_flat_ddp.flat_ddp"
 
@@ -103,10 +103,10 @@ def packages_of(target: Path, number: int) -> set[str]:
 def test_of_the_reference_only_what_is_named_is_read(tmp_path):
     """By the module, by its checks, or by what is read of the reference."""
     lay(tmp_path)
-    assert packages_of(tmp_path, 4) == {module(4).package}
-    lay(tmp_path, f"from ..{SECOND.package} import {SECOND.name}\n", module(4))
-    assert packages_of(tmp_path, 4) == {m.package for m in (module(4), SECOND, FIRST)}, "module 2 names module 1"
-    assert module(7).package in packages_of(tmp_path, 8), "its checks wrap their models in module 7's class"
+    assert packages_of(tmp_path, 4) == {get_module(4).package}
+    lay(tmp_path, f"from ..{SECOND.package} import {SECOND.name}\n", get_module(4))
+    assert packages_of(tmp_path, 4) == {m.package for m in (get_module(4), SECOND, FIRST)}, "module 2 names module 1"
+    assert get_module(7).package in packages_of(tmp_path, 8), "its checks wrap their models in module 7's class"
 
 
 def test_earlier_modules_that_are_missing_or_broken_are_left_out(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 from test_bench import submission
 
 from brigade.course import modules
-from brigade.course.modules import MODULES, ROOT, get_module, module, selected
+from brigade.course.modules import MODULES, ROOT, get_module, select_modules
 from brigade.lab import figures, ladder, timeline
 from brigade.lab.models import Size, TinyLM
 from brigade.rank.emulated_link import Link
@@ -163,7 +163,7 @@ def test_the_command_writes_a_picture_and_a_trace(quick, brigade, tmp_path):
 
 def test_what_is_not_written_yet_is_named(quick, brigade, tmp_path):
     submission(tmp_path)
-    skeleton = module(2)
+    skeleton = get_module(2)
     (tmp_path / skeleton.package).mkdir()
     (tmp_path / skeleton.path).write_text((ROOT / "lessons" / skeleton.path).read_text())
     status, _, err = brigade("trace", 2, "--target", tmp_path)
@@ -212,7 +212,7 @@ def test_the_readings_have_their_pictures_redrawn(quick, monkeypatch, tmp_path, 
     monkeypatch.setattr(sys, "argv", ["figures"])
     assert figures.main() == 0
     assert capsys.readouterr().out.count(" ms exposed") == 3
-    for entry in selected("1-2"):
+    for entry in select_modules("1-2"):
         assert colours(tmp_path / "lessons" / entry.package / "timeline.png")[1] == 900
 
 
@@ -221,6 +221,6 @@ def test_one_reading_has_its_picture_redrawn(monkeypatch, capsys):
     monkeypatch.setattr(figures, "trace", lambda variants: [])
     monkeypatch.setattr(figures, "draw", lambda timelines, path, titles: drawn.append(path))
     monkeypatch.setattr(sys, "argv", ["figures", "3"])
-    assert figures.main() == 0 and drawn == [module(3).lesson / "timeline.png"]
+    assert figures.main() == 0 and drawn == [get_module(3).lesson / "timeline.png"]
     monkeypatch.setattr(sys, "argv", ["figures", "77"])
     assert figures.main() == 2 and capsys.readouterr().err.startswith("figures: there is no module 77")

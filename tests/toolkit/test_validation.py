@@ -11,10 +11,10 @@ import pytest
 from brigade.cli import gradescope
 from brigade.cli import main as cli
 from brigade.course import modules, skeletons, student_edition, validation
-from brigade.course.modules import MODULES, ROOT, CourseError, module
+from brigade.course.modules import MODULES, ROOT, CourseError, get_module
 from brigade.grade import gradescope_package as package
 
-FIRST = module(1)
+FIRST = get_module(1)
 CHECKS = f"tests/{FIRST.checks.name}"
 SOLUTION = f"solutions/{FIRST.path.as_posix()}"
 CHECK = '''
@@ -95,10 +95,10 @@ def test_numbers_may_leave_gaps_but_increase(monkeypatch):
     for owner in (validation, modules):
         monkeypatch.setattr(owner, "MODULES", (*MODULES[:2], last))
     assert validation.find_table_faults() == []
-    assert modules.select_modules("2-99") == [module(2), last] and modules.select_modules("99,1") == [FIRST, last]
+    assert modules.select_modules("2-99") == [get_module(2), last] and modules.select_modules("99,1") == [FIRST, last]
     with pytest.raises(CourseError, match="there is no module 3: the course has modules 1 to 2, 99$"):
         modules.select_modules("2-3")
-    monkeypatch.setattr(validation, "MODULES", (last, replace(module(2), package="m03_flat_ddp")))
+    monkeypatch.setattr(validation, "MODULES", (last, replace(get_module(2), package="m03_flat_ddp")))
     assert validation.find_table_faults() == [
         "brigade/course/modules.py: the package of module 2 must begin with m02_",
         "brigade/course/modules.py: module 2 comes after module 99, but numbers must increase",
@@ -107,7 +107,7 @@ def test_numbers_may_leave_gaps_but_increase(monkeypatch):
 
 def test_all_faults_are_named_at_once(course):
     change(course / CHECKS, "@pytest.mark.points(1)", "@pytest.mark.points(2)")
-    (course / "tests" / module(2).checks.name).unlink()
+    (course / "tests" / get_module(2).checks.name).unlink()
     with pytest.raises(CourseError) as caught:
         validation.validate_course(course)
     assert len(str(caught.value).splitlines()) == 3

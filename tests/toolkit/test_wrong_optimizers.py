@@ -3,9 +3,9 @@
 import pytest
 from test_mutants import checks, outcome_of
 
-from brigade.course.modules import ROOT, module
+from brigade.course.modules import ROOT, get_module
 
-MODULE_8 = module(8)
+MODULE_8 = get_module(8)
 REFERENCE = (ROOT / "solutions" / MODULE_8.path).read_text()
 
 # Whole parameters belong to ranks. OWNER is that of parameter i of n among `size` ranks, None where every rank steps on
