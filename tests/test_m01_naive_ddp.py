@@ -15,25 +15,25 @@ JOB = {"package": "m01_naive_ddp", "wrapper": "NaiveDDP"}
 
 @pytest.mark.points(1)
 def test_parameters_start_equal(submission):
-    """After construction all parameters, frozen ones too, are those of rank 0."""
+    """After construction all parameters, including frozen ones, equal those of rank 0."""
     for world, model in zip(submission.worlds(2, 3), ("Frozen", "Tied")):
         case = submission.case(model, world)
-        for states in states_at_start(submission, case, world):
+        for states in collect_start_states(submission, case, world):
             expect_start(states, case, "parameters")
 
 
 @pytest.mark.points(1)
 def test_buffers_start_equal(submission):
-    """After construction all buffers, of any dtype, persistent or not, are those of rank 0."""
+    """After construction all buffers, of any dtype, persistent or not, equal those of rank 0."""
     [world] = submission.worlds(2)
     case = submission.case("Buffers", world)
-    for states in states_at_start(submission, case, world):
+    for states in collect_start_states(submission, case, world):
         expect_start(states, case, "buffers")
 
 
 @pytest.mark.points(2)
 def test_gradients_are_averaged(submission):
-    """After finish_grad_sync every gradient is the average over the ranks, at world sizes 1 to 4."""
+    """After finish_grad_sync every gradient is the average over the ranks, for world sizes 1 to 4."""
     for world in submission.worlds(1, 2, 3, 4):
         case = submission.case("Plain", world)
         results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)
@@ -42,7 +42,7 @@ def test_gradients_are_averaged(submission):
 
 @pytest.mark.points(1)
 def test_several_steps(submission):
-    """After four optimizer steps the weights are those that one process gets from the whole batch."""
+    """After four optimizer steps the weights are those that one process computes from the whole batch."""
     for world, optimizer in zip(submission.worlds(2, 3), ("sgd", "adam")):
         case = submission.case("Tied", world, steps=4, dtype=torch.float64, optimizer=optimizer)
         results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)
@@ -51,16 +51,16 @@ def test_several_steps(submission):
 
 @pytest.mark.points(1)
 def test_branches_and_unused_parameters(submission):
-    """A parameter that some ranks do not use counts as zero there; one that none uses does no harm."""
+    """A parameter that a rank does not use counts as zero there. A parameter that no rank uses causes no error."""
     for world, dtype in zip(submission.worlds(2, 3), (torch.float32, torch.float64)):
         case = submission.case("Branches", world, branches=[1, -1, 0][:world], dtype=dtype)
         results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)
-        expect_gradients(results, case, "gradients are the average, where ranks use different layers")
+        expect_gradients(results, case, "gradients are the average when ranks use different layers")
 
 
 @pytest.mark.points(1)
 def test_one_all_reduce_per_parameter(submission):
-    """A step has one all-reduce for each trainable parameter: none for frozen ones, one for a tied one."""
+    """A step launches one all-reduce per trainable parameter: none for frozen parameters, one for a tied parameter."""
     [world] = submission.worlds(2)
     for model in ("Frozen", "Tied"):
         case = submission.case(model, world, steps=2)
@@ -68,14 +68,14 @@ def test_one_all_reduce_per_parameter(submission):
         trainable = [p for p in case.parameters().values() if p.requires_grad]
         for rank, events in enumerate(results.events):
             for step in range(2):
-                found = launches(events, step)
+                launched = launches(events, step)
                 expect(
-                    sorted((launch.op, launch.numel) for launch in found)
+                    sorted((launch.op, launch.numel) for launch in launched)
                     == sorted(("all_reduce", p.numel()) for p in trainable),
-                    f"one all_reduce for each of the {len(trainable)} trainable parameters in a step ({model} model), "
-                    "each of its parameter's size",
-                    summary(found),
-                    partial(diagnosis.wrong_launches, found, case),
+                    f"a step launches one all_reduce for each of the {len(trainable)} trainable parameters "
+                    f"({model} model), with the size of the parameter",
+                    summary(launched),
+                    partial(diagnosis.explain_launches, launched, case),
                     rank=rank,
                     step=step,
                 )
@@ -83,7 +83,7 @@ def test_one_all_reduce_per_parameter(submission):
 
 @pytest.mark.points(1)
 def test_subgroups(submission):
-    """Ranks 1 and 3 train together, apart from 0 and 2: they start as rank 1, and average over two."""
+    """Ranks 1 and 3 train in a group of their own: they start with the weights of rank 1 and average over two ranks."""
     [world] = submission.worlds(4)
     groups = [[1, 3], [0, 2]] if world == 4 else [[0]]
     case = submission.case("Plain", world, group=groups[0])
@@ -95,8 +95,8 @@ def test_subgroups(submission):
 # ---- what the checks use
 
 
-def states_at_start(submission, case, world):
-    """What each rank has after broadcast_module_state alone, and after constructing NaiveDDP."""
+def collect_start_states(submission, case, world):
+    """Yield the state of each rank after broadcast_module_state alone, and after constructing NaiveDDP."""
     yield submission.run(m01_naive_ddp.broadcast, case.make_jobs(**JOB), world_size=world)
     results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)
     yield [result["start"] for result in results]

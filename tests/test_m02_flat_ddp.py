@@ -13,14 +13,14 @@ from scenarios import training
 JOB = {"package": "m02_flat_ddp", "wrapper": "FlatDDP"}
 
 
-# In the mixed model every layer sees activations that were rounded to bfloat16, so that all its gradients carry that
-# rounding: 2^-8 each in forward, backward and the sum.
+# In the mixed model every layer receives activations that were rounded to bfloat16, so all gradients contain that
+# rounding error: 2^-8 each in forward, backward and the sum.
 MIXED = 2**-6
 
 
 @pytest.mark.points(1)
 def test_gradients_are_averaged(submission):
-    """Replicas start equal, buffers included; one all-reduce per dtype makes every gradient the average."""
+    """Replicas start equal, including buffers. One all-reduce per dtype turns every gradient into the average."""
     for world, model in zip(submission.worlds(1, 2, 3, 4), ("Plain", "Buffers", "Frozen", "Tied")):
         case = submission.case(model, world)
         results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)
@@ -38,13 +38,13 @@ def test_one_all_reduce_per_dtype(submission):
         results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)
         for rank, events in enumerate(results.events):
             for step in range(2):
-                found = launches(events, step)
-                kinds = [(launch.op, launch.dtype) for launch in found]
+                launched = launches(events, step)
+                kinds = [(launch.op, launch.dtype) for launch in launched]
                 expect(
                     len(kinds) == dtypes == len(set(kinds)) and all(op == "all_reduce" for op, _ in kinds),
                     f"a step of the {model} model launches {dtypes} all_reduce, one for each dtype",
-                    summary(found),
-                    partial(diagnosis.wrong_launches, found, case),
+                    summary(launched),
+                    partial(diagnosis.explain_launches, launched, case),
                     rank=rank,
                     step=step,
                 )
@@ -52,7 +52,7 @@ def test_one_all_reduce_per_dtype(submission):
 
 @pytest.mark.points(1)
 def test_bytes_on_the_wire(submission):
-    """One all-reduce per dtype carries each trainable gradient once, in that dtype: not a byte more or less."""
+    """One all-reduce per dtype carries each trainable gradient exactly once, in that dtype."""
     for model in ("Tied", "Frozen", "MixedDtypes"):
         [world] = submission.worlds(2)
         case = submission.case(model, world)
@@ -64,8 +64,8 @@ def test_bytes_on_the_wire(submission):
             expect(
                 sent == nbytes,
                 f"a step of the {model} model all-reduces {nbytes} bytes, the size of its trainable parameters",
-                f"{sent} bytes",
-                partial(diagnosis.wrong_volume, sent, nbytes),
+                f"it all-reduces {sent} bytes",
+                partial(diagnosis.explain_volume, sent, nbytes),
                 rank=rank,
             )
         require_flat(results, case)
@@ -73,7 +73,7 @@ def test_bytes_on_the_wire(submission):
 
 @pytest.mark.points(1)
 def test_mixed_dtypes(submission):
-    """Parameters of several dtypes are averaged without casts, each dtype by one all-reduce in its own precision."""
+    """Gradients of several dtypes are averaged without casts, with one all-reduce per dtype."""
     for world in submission.worlds(2, 3):
         case = submission.case("MixedDtypes", world, hidden_layers=4)
         results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)
@@ -82,13 +82,13 @@ def test_mixed_dtypes(submission):
                 gradient = result["gradients"][0][name]
                 expect(
                     gradient is not None and gradient.dtype == parameter.dtype,
-                    f"the gradient of {name} has the parameter's dtype, {parameter.dtype}",
-                    f"it has {None if gradient is None else gradient.dtype}",
+                    f"the gradient of {name} has the dtype of the parameter, {parameter.dtype}",
+                    "the gradient is None" if gradient is None else f"its dtype is {gradient.dtype}",
                     rank=rank,
                 )
         expect_gradients(results, case, tolerance=MIXED)
         require_flat(results, case)
-        # A model of float64 alone shows a detour through float32, which bfloat16 activations would hide.
+        # A pure float64 model reveals a cast to float32, which bfloat16 activations would hide.
         exact = submission.case("Plain", world, dtype=torch.float64)
         results = submission.run(training.train, exact.make_jobs(**JOB), world_size=world)
         expect_gradients(results, exact, "float64 gradients are averaged in float64")
@@ -96,7 +96,7 @@ def test_mixed_dtypes(submission):
 
 @pytest.mark.points(1)
 def test_gradients_keep_shape_and_stride(submission):
-    """Gradients that are not contiguous are averaged by one all-reduce, and keep their shape and strides."""
+    """One all-reduce averages gradients that are not contiguous, and they keep their shape and strides."""
     for world in submission.worlds(2, 3):
         case = submission.case("Transposed", world)
         results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)
@@ -105,7 +105,7 @@ def test_gradients_keep_shape_and_stride(submission):
             for name, parameter in case.parameters().items():
                 expect(
                     result["strides"][0][name] == list(parameter.stride()),
-                    f"after finish_grad_sync the gradient of {name} has the parameter's strides, {parameter.stride()}",
+                    f"after finish_grad_sync the strides of the gradient of {name} are {parameter.stride()}",
                     f"its strides are {result['strides'][0][name]}",
                     diagnosis.REPLACED,
                     rank=rank,
@@ -115,21 +115,22 @@ def test_gradients_keep_shape_and_stride(submission):
 
 @pytest.mark.points(1)
 def test_branches_and_unused_parameters(submission):
-    """In the one all-reduce, a parameter counts as zero on each rank that does not use it, even if none does."""
+    """In the single all-reduce, a parameter counts as zero on every rank that does not use it, even if no rank does."""
     for world, dtype in zip(submission.worlds(2, 3), (torch.float32, torch.float64)):
         case = submission.case("Branches", world, branches=[1, -1, 0][:world], dtype=dtype)
         results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)
-        expect_gradients(results, case, "gradients are the average, where ranks use different layers")
+        expect_gradients(results, case, "gradients are the average when ranks use different layers")
         require_flat(results, case)
 
 
 @pytest.mark.points(1)
 def test_steps_and_subgroups(submission):
-    """Over four steps with one all-reduce each, also on ranks 1 and 3 of four, the weights are those of one process."""
+    """After four steps with one all-reduce each, the weights equal those of one process, also on ranks 1 and 3 of 4."""
     for world, optimizer in zip(submission.worlds(2, 4), ("adam", "sgd")):
         groups = [[1, 3], [0, 2]] if world == 4 else [list(range(world))]
         case = submission.case("Tied", world, steps=4, dtype=torch.float64, optimizer=optimizer, group=groups[0])
         results = submission.run(training.train, case.make_jobs(groups=groups, **JOB), world_size=world)
+        expect_start([result["start"] for result in results], case)
         expect_gradients(results, case)
         expect_weights(results, case)
         require_flat(results, case, steps=4)
@@ -139,11 +140,11 @@ def test_steps_and_subgroups(submission):
 
 
 def require_flat(results, case, steps=1):
-    """The numbers count only if no step launches more than one all_reduce for each dtype."""
+    """Give points for correct numbers only if no step launches more than one all_reduce per dtype."""
     dtypes = {parameter.dtype for parameter in case.parameters().values() if parameter.requires_grad}
 
-    def accepts(found):
-        return len(found) <= len(dtypes)
+    def accepts(launched):
+        return len(launched) <= len(dtypes)
 
-    kind = "at most one all_reduce for each dtype"
+    kind = "at most one all_reduce per dtype"
     require_launches(results.events, case.group, kind, accepts, steps, in_backward=False)

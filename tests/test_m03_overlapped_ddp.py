@@ -25,7 +25,7 @@ JOB = {"package": "m03_overlapped_ddp", "wrapper": "OverlappedDDP"}
 
 @pytest.mark.points(2)
 def test_gradients_are_averaged(submission):
-    """Replicas start equal, buffers included, and launches in backward make every gradient the average."""
+    """Replicas start equal, including buffers. Launches in backward turn every gradient into the average."""
     for world, model in zip(submission.worlds(1, 2, 3, 4), ("Plain", "Buffers", "Frozen", "Tied")):
         case = submission.case(model, world)
         results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)
@@ -36,7 +36,7 @@ def test_gradients_are_averaged(submission):
 
 @pytest.mark.points(2)
 def test_launches_are_asynchronous(submission):
-    """Each gradient is all-reduced by itself, asynchronously, during backward; only the finish waits."""
+    """Each gradient has its own asynchronous all-reduce during backward. Only finish_grad_sync waits."""
     [world] = submission.worlds(2)
     for model in ("Tied", "Frozen"):
         case = submission.case(model, world, steps=2)
@@ -44,29 +44,30 @@ def test_launches_are_asynchronous(submission):
         trainable = [p for p in case.parameters().values() if p.requires_grad]
         for rank, events in enumerate(results.events):
             for step in range(2):
-                found = launches(events, step)
+                launched = launches(events, step)
                 expect(
-                    sorted((launch.op, launch.numel) for launch in found)
+                    sorted((launch.op, launch.numel) for launch in launched)
                     == sorted(("all_reduce", p.numel()) for p in trainable),
-                    f"one all_reduce for each of the {len(trainable)} trainable parameters ({model} model)",
-                    f"{summary(found)}",
+                    f"a step launches one all_reduce for each of {len(trainable)} trainable parameters ({model} model)",
+                    summary(launched),
+                    partial(diagnosis.explain_launches, launched, case),
                     rank=rank,
                     step=step,
                 )
-                late = [launch for launch in found if launch.phase != "backward"]
+                late = [launch for launch in launched if launch.phase != "backward"]
                 expect(
                     not late,
                     "every all_reduce is launched while backward runs",
-                    f"{len(late)} of {len(found)} were launched in {late and late[0].phase}",
+                    f"{len(late)} of {len(launched)} were launched in {late and late[0].phase}",
                     diagnosis.IN_THE_FINISH,
                     rank=rank,
                     step=step,
                 )
-                blocking = [launch for launch in found if launch.sync or "backward" in launch.wait_phases]
+                blocking = [launch for launch in launched if launch.sync or "backward" in launch.wait_phases]
                 expect(
                     not blocking,
-                    "backward launches and goes on: no launch is synchronous, no handle is waited on in backward",
-                    f"{len(blocking)} of {len(found)} launches were waited for in backward",
+                    "no launch in backward is synchronous, and backward waits on no handle",
+                    f"backward waited for {len(blocking)} of {len(launched)} launches",
                     diagnosis.BLOCKING,
                     rank=rank,
                     step=step,
@@ -75,7 +76,7 @@ def test_launches_are_asynchronous(submission):
 
 @pytest.mark.points(2)
 def test_launches_follow_their_gradients(submission):
-    """Each all-reduce is launched when its gradient is in .grad, and before the gradient after the next is ready."""
+    """Each all-reduce starts after its gradient is in .grad, and before the gradient after the next one is ready."""
     for world in submission.worlds(2, 3):
         case = submission.case("Plain", world, hidden_layers=4)
         results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)
@@ -85,28 +86,27 @@ def test_launches_follow_their_gradients(submission):
             missing = sorted(set(sizes) - {name for _, name in order})
             expect(
                 not missing,
-                "backward leaves the gradient of every parameter of the model in its .grad",
-                f"backward reported no gradient for {join_names(missing)}",
+                "backward accumulates a gradient into every parameter of the wrapped model",
+                f"backward accumulated no gradient into {join_names(missing)}",
                 diagnosis.COPIED_PARAMETERS,
                 rank=rank,
             )
-            found = {launch.numel: launch.place for launch in launches(events, 0)}
-            for place, (at, name) in enumerate(order):
-                launched = found.get(sizes[name])
-                expect(launched is not None, f"{name} is all-reduced by itself", "no launch of its size", rank=rank)
+            launched_at = {launch.numel: launch.place for launch in launches(events, 0)}
+            for index, (ready_at, name) in enumerate(order):
+                launch_at = launched_at.get(sizes[name])
+                expect(launch_at is not None, f"{name} has its own all_reduce", "no launch has its size", rank=rank)
                 expect(
-                    at < launched,
-                    f"the all_reduce of {name} is launched when its gradient has been added to .grad",
-                    "it was launched before",
+                    ready_at < launch_at,
+                    f"the all_reduce of {name} is launched after its gradient is in .grad",
+                    "it was launched earlier",
                     diagnosis.TENSOR_HOOK,
                     rank=rank,
                 )
-                if place + 2 < len(order):
+                if index + 2 < len(order):
                     expect(
-                        launched < order[place + 2][0],
-                        f"the all_reduce of {name} is launched before {order[place + 2][1]} is ready",
-                        f"it was launched later, {sum(p < launched for p, _ in order)} of {len(order)} "
-                        "gradients being ready",
+                        launch_at < order[index + 2][0],
+                        f"the all_reduce of {name} is launched before {order[index + 2][1]} is ready",
+                        f"{sum(at < launch_at for at, _ in order)} of {len(order)} gradients were ready before",
                         diagnosis.COLLECTED,
                         rank=rank,
                     )
@@ -114,35 +114,35 @@ def test_launches_follow_their_gradients(submission):
 
 @pytest.mark.points(2)
 def test_every_handle_is_waited_on(submission):
-    """finish_grad_sync waits for every asynchronous launch of its step, and for none of an earlier step."""
+    """finish_grad_sync waits for every asynchronous launch of its step and for no launch of an earlier step."""
     for world in submission.worlds(2, 3):
         case = submission.case("Plain", world, steps=3)
         results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)
         for rank, events in enumerate(results.events):
             for step in range(3):
-                found = launches(events, step)
-                forgotten = [launch for launch in found if step not in launch.wait_steps]
+                launched = launches(events, step)
+                unawaited = [launch for launch in launched if step not in launch.wait_steps]
                 expect(
-                    bool(found) and not forgotten,
+                    bool(launched) and not unawaited,
                     "finish_grad_sync waits on the handle of every all_reduce of the step",
-                    f"{len(forgotten)} of {len(found)} were never waited on",
+                    f"{len(unawaited)} of {len(launched)} handles were never waited on",
                     diagnosis.LAST_HANDLE,
                     rank=rank,
                     step=step,
                 )
-                stale = [launch for launch in found if set(launch.wait_steps) - {step}]
+                stale = [launch for launch in launched if set(launch.wait_steps) - {step}]
                 expect(
                     not stale,
-                    "a step waits on its own handles only",
+                    "a step waits only on its own handles",
                     f"{len(stale)} handles of step {step} were waited on again in a later step",
                     diagnosis.NEVER_CLEARED,
                     rank=rank,
                 )
-                raced = [launch for launch in found if launch.raced]
+                raced = [launch for launch in launched if launch.raced]
                 expect(
                     not raced,
-                    "a gradient is left alone between its launch and its wait",
-                    f"{len(raced)} of {len(found)} were changed in between",
+                    "a gradient does not change between its launch and its wait",
+                    f"{len(raced)} of {len(launched)} changed in between",
                     diagnosis.RACED,
                     rank=rank,
                     step=step,
@@ -152,7 +152,7 @@ def test_every_handle_is_waited_on(submission):
 
 @pytest.mark.points(2)
 def test_no_sync_accumulates(submission):
-    """Micro-batches inside no_sync launch nothing; launches in the last backward average what was accumulated."""
+    """Micro-batches inside no_sync launch nothing. Launches in the last backward average the accumulated gradients."""
     for world in submission.worlds(2, 3):
         case = submission.case("Plain", world, micro_batches=3, steps=2)
         results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)
@@ -160,7 +160,7 @@ def test_no_sync_accumulates(submission):
         expect_gradients(
             results,
             case,
-            "gradients are the average of what 3 micro-batches accumulated",
+            "gradients are the average of the gradients that 3 micro-batches accumulated",
             hypotheses=partial(diagnosis.lost_micro_batches, case),
         )
         for rank, events in enumerate(results.events):
@@ -168,8 +168,8 @@ def test_no_sync_accumulates(submission):
             expected = len(case.parameters())
             expect(
                 count == expected,
-                f"{expected} launches in a step of 3 micro-batches: one for each parameter, in the last backward",
-                f"{count} launches",
+                f"a step of 3 micro-batches has {expected} launches: one per parameter, in the last backward",
+                f"it has {count} launches",
                 rank=rank,
             )
         require_overlapped(results, case, steps=2)
@@ -177,7 +177,7 @@ def test_no_sync_accumulates(submission):
 
 @pytest.mark.points(1)
 def test_no_sync_restores_its_state(submission):
-    """no_sync nests, and after an exception inside it the next backward synchronises again."""
+    """no_sync nests. After an exception inside no_sync, the next backward synchronizes again."""
     [world] = submission.worlds(2)
     case = submission.case("Plain", world, micro_batches=3)
     results = submission.run(m03_overlapped_ddp.interrupted_no_sync, case.make_jobs(**JOB), world_size=world)
@@ -188,21 +188,21 @@ def test_no_sync_restores_its_state(submission):
         nested = sum(launch.place < outer for launch in inside)
         expect(
             not inside,
-            "no launch in backward passes inside no_sync, after an inner no_sync has ended too",
-            f"{nested} launches inside the inner no_sync, {len(inside) - nested} after it has ended",
-            partial(diagnosis.not_silent, nested),
+            "backward passes inside no_sync launch nothing, even after an inner no_sync has ended",
+            f"{nested} launches inside the inner no_sync, {len(inside) - nested} after its end",
+            partial(diagnosis.explain_noise, nested),
             rank=rank,
         )
         outside = [launch for launch in launches(events, phase="backward") if launch.place > after]
         expect(
             len(outside) == len(case.parameters()),
             "after an exception inside no_sync, the next backward launches all its all-reduces",
-            f"{len(outside)} launches for {len(case.parameters())} parameters",
-            partial(diagnosis.not_restored, events),
+            f"it makes {len(outside)} launches for {len(case.parameters())} parameters",
+            partial(diagnosis.explain_silence, events),
             rank=rank,
         )
     expect_equal(
-        "gradients are the average of all three",
+        "gradients are the average of all three micro-batches",
         [result[0] for result in results],
         case.gradients(),
         evidence=collect_evidence(results.events, case, step=None),
@@ -211,11 +211,12 @@ def test_no_sync_restores_its_state(submission):
 
 @pytest.mark.points(1)
 def test_steps_and_subgroups(submission):
-    """Over four overlapped steps, and in a group of ranks 1 and 3 of four, the weights are those of one process."""
+    """After four overlapped steps the weights equal those of one process, also in a group of ranks 1 and 3."""
     for world, optimizer in zip(submission.worlds(2, 4), ("adam", "sgd")):
         groups = [[1, 3], [0, 2]] if world == 4 else [list(range(world))]
         case = submission.case("Tied", world, steps=4, dtype=torch.float64, optimizer=optimizer, group=groups[0])
         results = submission.run(training.train, case.make_jobs(groups=groups, **JOB), world_size=world)
+        expect_start([result["start"] for result in results], case)
         expect_gradients(results, case)
         expect_weights(results, case)
         require_overlapped(results, case, steps=4)
@@ -225,11 +226,11 @@ def test_steps_and_subgroups(submission):
 
 
 def require_overlapped(results, case, steps=1):
-    """The numbers count only if each step launches one asynchronous all_reduce per gradient, while backward runs."""
+    """Give points for correct numbers only if backward launches one asynchronous all_reduce per gradient."""
     count = sum(parameter.requires_grad for parameter in case.parameters().values())
 
-    def accepts(found):
-        return len(found) == count and all(map(overlaps, found))
+    def accepts(launched):
+        return len(launched) == count and all(map(overlaps, launched))
 
-    kind = "one asynchronous all_reduce for each gradient, launched while backward runs and awaited in the finish"
+    kind = "one asynchronous all_reduce per gradient, launched in backward and waited for in finish_grad_sync"
     require_launches(results.events, case.group, kind, accepts, steps)

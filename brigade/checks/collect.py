@@ -1,4 +1,4 @@
-"""The one collector of graded checks: the list of `course.listing`, with the functions."""
+"""The only collector of graded checks: the list from `course.listing` with the functions added."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Check(GradedCheck):
 
 
 def collect(entries: Sequence[Module]) -> list[Check]:
-    """Return all graded checks of the modules, in order. Import their files, and torch with them."""
+    """Return all graded checks of the modules, in order. Import their files, and therefore torch."""
     return [
         Check(**asdict(check), function=getattr(import_from_tests(entry.checks.stem), check.name))
         for entry in entries
@@ -32,7 +32,7 @@ def collect(entries: Sequence[Module]) -> list[Check]:
 
 
 def import_from_tests(name: str) -> Any:
-    """Import a module of the directory `tests`, such as the checks or the mutants of a module."""
+    """Import a Python module from the directory `tests`, such as the checks or the mutants of a course module."""
     if str(ROOT / "tests") not in sys.path:
         sys.path.insert(0, str(ROOT / "tests"))
     return importlib.import_module(name)

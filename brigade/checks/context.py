@@ -1,4 +1,4 @@
-"""What a check is given: the submission, on which it runs scenarios, and random cases."""
+"""The argument of a check: it runs scenarios on the submission and draws random cases."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from brigade.course.submission import Sources
 from brigade.runner import ranks
 
 EXPECTED = {
-    "exception": "every rank runs to the end without an exception",
-    "deadline": "every rank gets to the end of the step",
-    "deadlock": "all ranks call the same collectives, so that none waits forever",
+    "exception": "every rank finishes without an exception",
+    "deadline": "every rank finishes within the time limit",
+    "deadlock": "all ranks call the same collectives, so that no rank waits forever",
     "mismatch": "all ranks call the same collectives in the same order",
 }
 USUAL_CAUSES = {
-    "deadline": "a loop that does not end, or a rank that waits for something that never comes?",
-    "deadlock": "a collective is skipped on some ranks only, by a condition that is not the same on all of them?",
-    "mismatch": "a collective is skipped or added on some ranks only, or the order depends on the rank?",
-    "died": "the process was ended from inside (os._exit, a crash): a check must run to its end",
+    "deadline": "a loop does not end, or a rank waits for something that never arrives.",
+    "deadlock": "some ranks skip a collective, because a condition differs between ranks.",
+    "mismatch": "some ranks skip or add a collective, or their launch order differs.",
+    "died": "the submission ended the process (os._exit or a crash). Let every rank finish.",
 }
 
 
-# Checks that run side by side take turns in this process, which has one generator of random numbers. While one waits
-# for its ranks, another has its turn.
+# Concurrent checks take turns in this process, because it has only one random number generator. While one check waits
+# for its ranks, another check has its turn.
 TURN = threading.Lock()
 
 
 @dataclass
 class CheckContext:
-    """The submission that a check examines: runs scenarios on it, and draws random cases.
+    """The submission that a check examines. It runs scenarios on it and draws random cases.
 
-    It holds the text of the submission's modules; only ranks import them. No run may go on after `ends_at`, a time of
-    time.monotonic().
+    It contains the text of the submission's modules; only ranks import them. No run may continue after `ends_at`, a
+    time of time.monotonic().
     """
 
     sources: Sources
@@ -60,7 +60,7 @@ class CheckContext:
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
-        """Wait for this check's turn, and keep it in the block except while ranks run."""
+        """Wait for this check's turn and keep it inside the block, except while ranks run."""
         with TURN:
             self.has_turn = True
             try:
@@ -70,7 +70,7 @@ class CheckContext:
 
     @contextlib.contextmanager
     def _pause(self) -> Iterator[None]:
-        """Give the turn away for the duration of the block."""
+        """Give up the turn during the block."""
         if not self.has_turn:
             yield
             return
@@ -81,24 +81,24 @@ class CheckContext:
             TURN.acquire()
 
     def worlds(self, *sizes: int) -> list[int]:
-        """The world sizes to check: those asked for; only 1 under --debug."""
+        """Return the world sizes to check: `sizes`, or only 1 under --debug."""
         return [1] if self.is_debugged else list(sizes)
 
     def case(self, model: str, world_size: int, **options: Any) -> Any:
-        """A random training problem; see `reference.Case`."""
+        """Return a random training problem; see `reference.Case`."""
         from brigade.checks.reference import Case
 
         return Case(self.rng, model, world_size, **options)
 
     def run(self, scenario: Callable[..., Any], *args: Any, world_size: int, mode: str = "strict") -> ranks.RankResults:
-        """What each rank returns from the scenario. Raises CheckFailed where a rank returns nothing.
+        """Run the scenario and return the result of each rank. Raise CheckFailed if a rank returns nothing.
 
         If there are fewer GPUs than ranks and sharing is not allowed, the ranks run on the CPU.
         """
         usual_s = self.deadline_s or ranks.DEADLINE_S[self.backend]
         left_s = self.ends_at - time.monotonic()
         if left_s <= 0:
-            raise CheckFailed(not_run("the checks of its module have used up their time"))
+            raise CheckFailed(not_run("the time for the checks of its module is used up"))
         try:
             seed = self.rng.randrange(2**31)
             with self._pause():
@@ -106,7 +106,7 @@ class CheckContext:
                     scenario,
                     *args,
                     world_size=world_size,
-                    backend=self.backend if self.share_gpu or world_size <= gpus() else "gloo",
+                    backend=self.backend if self.share_gpu or world_size <= count_gpus() else "gloo",
                     share_gpu=self.share_gpu,
                     deadline=min(usual_s, left_s),
                     mode=mode,
@@ -116,15 +116,19 @@ class CheckContext:
                 )
         except ranks.RankFailure as failure:
             self.output = failure.output
-            note = "Here the module's time ended." if failure.kind == "deadline" and left_s < usual_s else ""
+            note = (
+                "The time for the checks of this module ended here."
+                if failure.kind == "deadline" and left_s < usual_s
+                else ""
+            )
             raise to_failure(failure, self.sources, note) from None
         self.output = results.output
         return results
 
     def try_run(self, scenario: Callable[..., Any], *args: Any, world_size: int) -> ranks.RankResults | None:
-        """What each rank returns from a scenario that only looks for a cause; None if it fails.
+        """Run a scenario that only looks for a cause. Return the result of each rank, or None if the run fails.
 
-        What the ranks of the failed check printed is kept.
+        Keep what the ranks of the failed check printed.
         """
         output = self.output
         try:
@@ -136,7 +140,7 @@ class CheckContext:
 
 
 def to_failure(failure: ranks.RankFailure, sources: Sources, note: str = "") -> CheckFailed:
-    """Return a failed run as a failed check; `sources` are what ran."""
+    """Return the failed check for a failed run of `sources`."""
     if failure.part:
         got = "it is still the skeleton's `raise NotImplementedError`"
         return CheckFailed(Verdict(f"{failure.part} is written", got, ending="exception", part=failure.part))
@@ -145,7 +149,7 @@ def to_failure(failure: ranks.RankFailure, sources: Sources, note: str = "") -> 
         cause, hypothesis = explain_exception(failure, sources)
     return CheckFailed(
         Verdict(
-            EXPECTED.get(failure.kind, "every rank delivers its result"),
+            EXPECTED.get(failure.kind, "every rank returns its result"),
             "\n".join([failure.summary, *failure.lines]),
             cause,
             hypothesis if cause else "",
@@ -160,13 +164,14 @@ def to_failure(failure: ranks.RankFailure, sources: Sources, note: str = "") -> 
 
 
 def location_of(failure: ranks.RankFailure, sources: Sources) -> Location | None:
-    """Return the innermost line of the submission in the failed rank's exception; None if there is none."""
+    """Return the innermost line of the submission in the failed rank's traceback, or None."""
     names = {Path(path).name for path, _ in sources.values()}
     own = [Location(file, line, function) for file, line, function, _ in failure.frames if file in names]
     return own[-1] if own else None
 
 
-def gpus() -> int:
+def count_gpus() -> int:
+    """Return the number of GPUs of this machine."""
     import torch
 
     return torch.cuda.device_count()

@@ -1,7 +1,7 @@
-"""Small models, each with a trap that data-parallel code falls into. Inputs are (batch, features).
+"""Small models, each with an edge case that breaks typical data-parallel code. Inputs are (batch, features).
 
-They register their parameters in order of use (Buffers has its norm at the end). Sizes come from `sizes`, which the
-checks draw at random: features in, widths of the layers between, features out.
+They register their parameters in order of use (Buffers has its norm at the end). The checks draw `sizes` at random:
+the number of input features, the widths of the hidden layers, and the number of output features.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 
 class Plain(nn.Module):
-    """A multilayer perceptron with biases: no trap."""
+    """A multilayer perceptron with biases, without an edge case."""
 
     def __init__(self, sizes: Sequence[int]):
         super().__init__()
@@ -28,7 +28,7 @@ class Plain(nn.Module):
 
 
 class Tied(Plain):
-    """The last layer's weight is the first one's too: it has one gradient, from two uses."""
+    """The first and last layer share their weight, which has one gradient from two uses."""
 
     def __init__(self, sizes: Sequence[int]):
         super().__init__([*sizes[:-1], sizes[1], sizes[0]])
@@ -43,7 +43,7 @@ class Tied(Plain):
 
 
 class Frozen(Plain):
-    """Its second layer does not train, and neither does the bias of the first."""
+    """The second layer and the bias of the first layer are frozen."""
 
     def __init__(self, sizes: Sequence[int]):
         super().__init__(sizes)
@@ -52,7 +52,7 @@ class Frozen(Plain):
 
 
 class Branches(Plain):
-    """Two layers of which a batch uses one, `branch` says which (neither when -1), and one that no batch uses."""
+    """Two layers of which `branch` selects one per batch (-1: neither), and one layer that no batch uses."""
 
     def __init__(self, sizes: Sequence[int]):
         super().__init__(sizes)
@@ -70,23 +70,23 @@ class Branches(Plain):
 
 
 class Buffers(Plain):
-    """BatchNorm, with running statistics in float and a count in int64, and a mask of bools."""
+    """A BatchNorm with float running statistics and an int64 count, and a boolean mask."""
 
     def __init__(self, sizes: Sequence[int]):
         super().__init__(sizes)
-        self.norm = nn.BatchNorm1d(sizes[1], eps=0.1)  # few examples may hardly vary: rounding is not blown up then
+        self.norm = nn.BatchNorm1d(sizes[1], eps=0.1)  # limits rounding errors if the examples are similar
         self.register_buffer("mask", torch.rand(sizes[1]) < 0.7)
         self.register_buffer("scratch", torch.randn(3), persistent=False)
 
     def forward(self, x: Tensor, branch: int = 0) -> Tensor:
-        x = self.norm(torch.tanh(self.layers[0](x))) * self.mask  # a bias right before a norm would have no gradient
+        x = self.norm(torch.tanh(self.layers[0](x))) * self.mask  # a bias directly before a norm would get no gradient
         for layer in self.layers[1:]:
             x = layer(torch.tanh(x))
         return x + self.scratch.sum()
 
 
 class MixedDtypes(Plain):
-    """Layers in float32, bfloat16 and float64, in turn; the output is in float32."""
+    """Layers alternate between float32, bfloat16 and float64. The output is float32."""
 
     def __init__(self, sizes: Sequence[int]):
         super().__init__(sizes)
@@ -100,7 +100,7 @@ class MixedDtypes(Plain):
 
 
 class Transposed(Plain):
-    """Weights that are stored transposed: parameters and gradients are not contiguous."""
+    """Weights are stored transposed, so parameters and gradients are not contiguous."""
 
     def __init__(self, sizes: Sequence[int]):
         super().__init__(sizes)
@@ -109,7 +109,7 @@ class Transposed(Plain):
 
 
 class Reordered(Plain):
-    """Four parallel layers of different widths, used in an order that `branch` says: so are their gradients ready."""
+    """Four parallel layers of different widths. `branch` sets the order of use, and so the ready order of gradients."""
 
     def __init__(self, sizes: Sequence[int]):
         super().__init__(sizes)
@@ -122,11 +122,13 @@ class Reordered(Plain):
         return outputs[0] + outputs[1] + outputs[2] + outputs[3]
 
 
-MODELS = {trap.__name__: trap for trap in (Plain, Tied, Frozen, Branches, Buffers, MixedDtypes, Transposed, Reordered)}
+MODELS = {
+    model.__name__: model for model in (Plain, Tied, Frozen, Branches, Buffers, MixedDtypes, Transposed, Reordered)
+}
 
 
 def build(name: str, sizes: Sequence[int], state: dict[str, Tensor], dtype: torch.dtype | None = None) -> nn.Module:
-    """The named trap with these weights and buffers (those that are not in its `state_dict` too)."""
+    """Build the named model with these weights and buffers, including those outside its `state_dict`."""
     model = MODELS[name](sizes)
     if dtype is not None:
         model.to(dtype)
@@ -138,5 +140,5 @@ def build(name: str, sizes: Sequence[int], state: dict[str, Tensor], dtype: torc
 
 
 def copy_state(model: nn.Module) -> dict[str, Tensor]:
-    """All parameters and buffers by name, those outside the `state_dict` too; a tied one once."""
+    """Copy all parameters and buffers by name, including those outside the `state_dict`. A tied one appears once."""
     return {name: tensor.detach().clone() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}

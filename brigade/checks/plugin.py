@@ -1,7 +1,7 @@
-"""The pytest plugin of the graded checks: options, the `submission` fixture, points, and feedback without tracebacks.
+"""The pytest plugin for graded checks: options, the `submission` fixture, points, and feedback without tracebacks.
 
-The graded checks are run by `run.run_check`, as by every command; pytest selects and reports them. A check takes the
-argument `submission`, a `CheckContext`, and nothing else:
+pytest selects and reports the graded checks; `run.run_check` runs them, as in every command. A check takes one
+argument, `submission`, which is a `CheckContext`:
 
     @pytest.mark.points(2)
     def test_gradients_are_averaged(submission):
@@ -35,17 +35,15 @@ CHECK = pytest.StashKey[Check]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("brigade", "Bucket Brigade")
     group.addoption("--target", default="lessons", help="lessons (default), solutions, or the directory to check")
-    group.addoption("--prior", default="own", choices=("own", "reference"), help="whose earlier modules are used")
-    group.addoption(
-        "--backend", default=None, choices=("gloo", "nccl"), help="default: nccl where there are GPUs enough"
-    )
-    group.addoption("--share-gpu", action="store_true", help="several NCCL ranks on one GPU: for correctness only")
+    group.addoption("--prior", default="own", choices=("own", "reference"), help="which earlier modules are used")
+    group.addoption("--backend", default=None, choices=("gloo", "nccl"), help="default: nccl if there are enough GPUs")
+    group.addoption("--share-gpu", action="store_true", help="several NCCL ranks on one GPU, for correctness only")
     group.addoption("--seed", type=int, default=None, help="repeat the random cases of an earlier run")
-    group.addoption("--deadline", type=float, default=None, help="seconds that one run of ranks may take")
+    group.addoption("--deadline", type=float, default=None, help="time limit for one run of ranks, in seconds")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "points(n): what a graded check is worth")
+    config.addinivalue_line("markers", "points(n): the points of a graded check")
     if config.getoption("--seed") is None:
         config.option.seed = random.randrange(10**6)
     try:
@@ -68,22 +66,22 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Know the graded checks among the tests."""
-    listed = {entry.checks: {check.name: check for check in list_checks(entry)} for entry in MODULES}
+    """Mark the graded checks among the tests."""
+    checks_by_file = {entry.checks: {check.name: check for check in list_checks(entry)} for entry in MODULES}
     for item in items:
-        graded = listed.get(item.path, {}).get(item.name)
+        graded = checks_by_file.get(item.path, {}).get(item.name)
         if graded:
             item.stash[CHECK] = Check(**vars(graded), function=item.obj)
 
 
 @pytest.fixture
 def submission() -> None:
-    """Stands for the module under --target that a check examines: `run_check` gives it to the check."""
+    """Declare the argument of every check. `run_check` passes the real `CheckContext` of the module under --target."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a graded check as everything else runs it."""
+    """Run a graded check with `run_check`, as every command does."""
     check = pyfuncitem.stash.get(CHECK, None)
     if check is None:
         return None
@@ -104,7 +102,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Iterator[Any]:
-    """Show what a student reads of a graded check, without a traceback, and its points."""
+    """Report the points of a graded check and what a student reads about it, without a traceback."""
     result = yield
     report = result.get_result()
     check, outcome = item.stash.get(CHECK, None), item.stash.get(OUTCOME, None)
@@ -119,7 +117,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Itera
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """The score, where graded checks ran."""
+    """Print the score if graded checks ran."""
     reports = [r for key in ("passed", "failed") for r in terminalreporter.stats.get(key, [])]
     graded = [r for r in reports if hasattr(r, "brigade_points")]
     if graded:

@@ -1,7 +1,7 @@
-"""The single-process truth: what one process would compute on all the ranks' batches together.
+"""The expected values: what one process computes on the batches of all ranks together.
 
-A `Case` is one random training problem. The parent keeps it; a rank gets its own part (`make_jobs`) and
-nothing else: its starting weights, which differ from the other ranks', and its own batches.
+A `Case` is one random training problem. The parent keeps it. A rank gets only its own part (`make_jobs`): its starting
+weights, which differ between ranks, and its batches.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ OPTIMIZERS = {
 
 
 class Case:
-    """A model from `traps`, `world_size` sets of starting weights, and batches[rank][step][micro].
+    """A model from `edge_case_models`, `world_size` sets of starting weights, and batches[rank][step][micro].
 
-    All shapes and numbers come from `rng`. `branches[rank]` is the branch that a rank's batches take. `group`
-    are the global ranks that train together (all by default); the first of them has the starting weights that count.
+    `rng` determines all shapes and numbers. `branches[rank]` is the branch that a rank's batches take. `group` contains
+    the global ranks that train together (all by default). Training starts with the weights of the group's first rank.
     """
 
     def __init__(
@@ -62,18 +62,18 @@ class Case:
         ]
 
     def make_jobs(self, **more: Any) -> PerRank:
-        """What each rank is told: how to build its model, its batches, the optimizer, and `more`."""
+        """Return the input of each rank: how to build its model, its batches, the optimizer, and `more`."""
         common = {"model": self.model, "sizes": self.sizes, "dtype": self.dtype, "optimizer": self.optimizer} | more
         return PerRank(common | {"state": state, "batches": data} for state, data in zip(self.states, self.batches))
 
     def start(self) -> dict[str, Tensor]:
-        """Parameters and buffers as they must be on every rank after construction."""
+        """Return the parameters and buffers that every rank must have after construction."""
         return self.states[self.group[0]]
 
     def gradients(self, ranks: Sequence[int] | None = None, micro: slice = slice(None)) -> Gradients:
-        """The first step's gradients, averaged over `ranks` (the group by default), summed over its micro-batches.
+        """Return the first step's gradients, averaged over `ranks` (default: the group), summed over its micro-batches.
 
-        Every shard's gradients are computed in the parameters' dtypes, and averaged in float64.
+        Each rank's gradients are computed in the parameters' dtypes and averaged in float64.
         """
         local = self._local_gradients(self.group if ranks is None else ranks, micro)
         averages: Gradients = {}
@@ -84,7 +84,7 @@ class Case:
         return averages
 
     def largest_entries(self) -> dict[str, float]:
-        """For each parameter, the largest entry of any shard's own gradient: rounding errors are relative to it."""
+        """Return, for each parameter, the largest entry of any rank's own gradient. Rounding errors scale with it."""
         local = self._local_gradients(self.group, slice(None))
         return {
             name: max(float(g[name].double().abs().max()) for g in local if g[name] is not None)
@@ -93,20 +93,20 @@ class Case:
         }
 
     def _local_gradients(self, ranks: Sequence[int], micro: slice) -> list[Gradients]:
-        found = []
+        local = []
         for rank in ranks:
-            model = self._built()
+            model = self._build()
             for batch in self.batches[rank][0][micro]:
                 compute_loss(model, batch).backward()
-            found.append(copy_gradients(model))
-        return found
+            local.append(copy_gradients(model))
+        return local
 
     def train(self, zero: bool = True) -> tuple[dict[str, Tensor], list[float]]:
-        """Weights after all steps, and the loss of each step (the mean over group and micro-batches).
+        """Return the weights after all steps, and the loss of each step (the mean over group and micro-batches).
 
-        Without `zero`, gradients are never zeroed, and those of all steps before are added.
+        Without `zero`, gradients are never zeroed, so each step adds to those of all earlier steps.
         """
-        model = self._built()
+        model = self._build()
         optimizer = OPTIMIZERS[self.optimizer]([p for p in model.parameters() if p.requires_grad])
         losses = []
         for step in range(len(self.batches[0])):
@@ -123,15 +123,15 @@ class Case:
         return {name: p.detach() for name, p in model.named_parameters()}, losses
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
-        """The parameters of the model, by name; a tied one once."""
-        return dict(self._built().named_parameters())
+        """Return the parameters of the model by name. A tied one appears once."""
+        return dict(self._build().named_parameters())
 
-    def _built(self) -> torch.nn.Module:
+    def _build(self) -> torch.nn.Module:
         return edge_case_models.build(self.model, self.sizes, self.start(), self.dtype)
 
     def _random_state(self) -> dict[str, Tensor]:
         model = edge_case_models.MODELS[self.model](self.sizes)
-        for buffer in model.buffers():  # a fresh BatchNorm has the same statistics everywhere
+        for buffer in model.buffers():  # a fresh BatchNorm has the same statistics on all ranks
             if buffer.dtype.is_floating_point:
                 buffer.uniform_(0.5, 1.5, generator=self.generator)
             else:
@@ -148,7 +148,7 @@ class Case:
 
 
 def draw_sizes(rng: random.Random, count: int) -> list[int]:
-    """Random sizes of layers. All differ, and so do the weights between them: a gradient is known by its size."""
+    """Draw layer sizes that all differ, as do the sizes of the weights. The size of a gradient then identifies it."""
     while True:
         sizes = rng.sample(range(5, 24), count)
         numels = [a * b for a, b in zip(sizes, sizes[1:])]
@@ -157,13 +157,13 @@ def draw_sizes(rng: random.Random, count: int) -> list[int]:
 
 
 def compute_loss(model: torch.nn.Module, batch: dict[str, Any]) -> Tensor:
-    """The mean squared difference of a batch's outputs from its targets; runs in the ranks too."""
+    """Return the mean squared error of a batch. Ranks call this, too."""
     output = model(batch["x"], branch=batch["branch"])
     return ((output - batch["y"]) ** 2).mean()
 
 
 def copy_gradients(model: torch.nn.Module) -> Gradients:
-    """The gradient of each trainable parameter by name, None where there is none."""
+    """Copy the gradient of each trainable parameter, by name; None if it has no gradient."""
     return {
         name: None if p.grad is None else p.grad.detach().clone()
         for name, p in model.named_parameters()

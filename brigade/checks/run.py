@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from brigade.checks.collect import Check
-from brigade.checks.context import CheckContext, gpus
+from brigade.checks.context import CheckContext, count_gpus
 from brigade.checks.server import start_server
 from brigade.checks.verdict import CheckFailed, Outcome, Verdict, not_run
 from brigade.course.listing import GradedCheck
@@ -22,8 +22,8 @@ from brigade.rank import dynamo_stub
 from brigade.runner import ranks
 from brigade.runner.server import SERVER, ServerLost
 
-HURRY = 4  # once a check has reached its deadline, the others get so much less time
-HUNG_LIMIT = 2  # ... and after so many no check runs any more
+DEADLINE_DIVISOR = 4  # once a check has reached its deadline, later checks get a quarter of the usual time
+HUNG_LIMIT = 2  # once this many checks have reached their deadline, no other check runs
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class Conditions:
     seed: int = 0
     backend: str = "gloo"
     share_gpu: bool = False
-    deadline_s: float | None = None  # of one run of ranks
-    ends_at: float = math.inf  # time.monotonic() by which a check has to end
+    deadline_s: float | None = None  # for one run of ranks
+    ends_at: float = math.inf  # the time.monotonic() by which a check has to end
     is_debugged: bool = False
 
 
@@ -45,9 +45,9 @@ def run_check(
     prior_source: str = "own",
     sources: Sources | None = None,
 ) -> Outcome:
-    """Run one check on the submission in `target`, or on the texts `sources` in its place, and return the outcome.
+    """Run one check on the submission in `target`, or on the texts `sources` instead, and return the outcome.
 
-    `prior_source` says whose earlier modules are used (see `submission.read`). Only Ctrl-C and its like are raised.
+    `prior_source` selects the earlier modules (see `submission.read`). Only Ctrl-C and similar exceptions are raised.
     """
     started = time.monotonic()
     outcome = Outcome(check, prior_source=prior_source, repeat=repeat_command(check, target, conditions, prior_source))
@@ -72,10 +72,10 @@ def run_check(
         outcome.status, outcome.verdict = "error", Verdict("the ranks can be started", str(lost), ending="lost")
     except CourseError as error:
         outcome.status, outcome.verdict = "error", Verdict("the check can run here", str(error), ending="refused")
-    except Exception as error:  # an answer that a check did not foresee is wrong, and never a crash of ours
-        said = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-        got = f"what the ranks returned could not be examined ({said})"
-        outcome.status, outcome.verdict = "error", Verdict("the check comes to its end", got, ending="unexamined")
+    except Exception as error:  # a submission that the check did not foresee is wrong, and must not crash us
+        reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        got = f"the check could not examine what the ranks returned ({reason})"
+        outcome.status, outcome.verdict = "error", Verdict("the check finishes", got, ending="unexamined")
         outcome.exception = error
     outcome.printed = context.output if context else []
     outcome.seconds = time.monotonic() - started
@@ -92,7 +92,7 @@ def run_checks(
     """Run checks, several at a time, and yield their outcomes in the order of the checks.
 
     Ranks mostly wait for each other, so two checks at a time use two cores better than one. Once a check has reached
-    its deadline, those that start later get less time; after two of them no other check is run.
+    its deadline, later checks get less time. After `HUNG_LIMIT` such checks, no other check runs.
     """
     hung = 0
     if len(checks) > 1:
@@ -101,18 +101,21 @@ def run_checks(
     def run_next(check: Check) -> Outcome:
         nonlocal hung
         if hung >= HUNG_LIMIT:
-            reason = f"{hung} checks before it did not come to their end"
+            reason = f"{hung} checks before it reached their time limit"
             return Outcome(
                 check, verdict=not_run(reason), repeat=repeat_command(check, target, conditions, prior_source)
             )
         usual_s = conditions.deadline_s or ranks.DEADLINE_S[conditions.backend]
-        is_hurried = hung > 0
+        is_shortened = hung > 0
         outcome = run_check(
-            check, target, replace(conditions, deadline_s=usual_s / HURRY) if is_hurried else conditions, prior_source
+            check,
+            target,
+            replace(conditions, deadline_s=usual_s / DEADLINE_DIVISOR) if is_shortened else conditions,
+            prior_source,
         )
         if outcome.ending == "deadline":
-            if is_hurried:
-                note = "It was given less time than usual, since a check before it had not come to its end."
+            if is_shortened:
+                note = "It got less time than usual, because an earlier check reached its time limit."
                 outcome.verdict = replace(outcome.verdict, note=note)
             hung += 1
         return outcome
@@ -125,14 +128,14 @@ def run_checks(
         for future in [pool.submit(run_next, check) for check in checks]:
             yield future.result()
     except KeyboardInterrupt:
-        SERVER.close()  # which ends the ranks that the others wait for
+        SERVER.close()  # ends the ranks that the other checks wait for
         raise
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
 
 
 def compile_student_files(target: str | Path, number: int, prior_source: str) -> None:
-    """Have a rank compile the files up to this module, which otherwise every rank of every check compiles again."""
+    """Compile the files up to this module once, in a rank. Otherwise every rank of every check compiles them again."""
     try:
         sources = read(target, number, prior_source).sources
         sources = {name: source for name, source in sources.items() if not is_sealed(source[0])}
@@ -140,18 +143,18 @@ def compile_student_files(target: str | Path, number: int, prior_source: str) ->
             [codes] = ranks.run_ranks(compile_texts, sources, world_size=1)
             keep_code(sources, codes)
     except (CourseError, ranks.RankFailure):
-        pass  # every check says it
+        pass  # every check reports it
 
 
 def prepare() -> None:
-    """Import what checks need, here and in the process from which ranks are forked."""
+    """Import what checks need, in this process and in the process from which ranks are forked."""
     start_server()
     dynamo_stub.import_torch()
     import torch
 
     import brigade.checks.reference  # noqa: F401
 
-    torch.set_num_threads(1)  # the truth is small, and on a busy machine a second thread is waited for
+    torch.set_num_threads(1)  # expected values are small; on a busy machine a second thread only adds waiting time
 
 
 def read_sources(target: str | Path, number: int, prior_source: str) -> Sources:
@@ -168,8 +171,8 @@ def seed_of(seed: int, name: str) -> int:
 
 
 def default_backend() -> str:
-    """Return nccl where there is a GPU for each of two ranks, else gloo."""
-    return "nccl" if gpus() >= 2 else "gloo"
+    """Return "nccl" if there are at least two GPUs, else "gloo"."""
+    return "nccl" if count_gpus() >= 2 else "gloo"
 
 
 def repeat_command(check: GradedCheck, target: str | Path, conditions: Conditions, prior_source: str) -> str:

@@ -1,4 +1,4 @@
-"""Starting the server of ranks for checks: it imports what the scenarios of every check use, and ranks need not."""
+"""Start the rank server for checks. It imports what all scenarios use, so that ranks do not have to."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from brigade.runner import ranks
 
 
 def start_server() -> None:
-    """Start the server, unless it runs; it imports torch while this process goes on.
+    """Start the server unless it is running. It imports torch while this process continues.
 
-    Ranks that are isolated cannot read the course's files, so they have only what the server has imported.
+    Isolated ranks cannot read the course's files, so they have only what the server has imported.
     """
     ranks.SERVER.preload.add("brigade.checks.reference")
     ranks.SERVER.start()

@@ -1,28 +1,30 @@
-"""What became of a check, as data until it is rendered.
+"""The result of a check, as data until it is rendered.
 
-A check that fails raises `CheckFailed` with a `Verdict`; `run.run_check` returns an `Outcome`. This file needs no
-torch, so that commands can begin before torch is imported.
+A failing check raises `CheckFailed` with a `Verdict`; `run.run_check` returns an `Outcome`. This file does not import
+torch, so that commands can start before torch is imported.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from brigade.course.listing import GradedCheck
 from brigade.course.parts import Part
 
-LABELS = ("expected", "got", "likely cause")
-LABEL_WIDTH = 14
+LABELS = ("Expected:", "Got:", "Likely cause:", "Repeat:")
+LABEL_WIDTH = 14  # such as "Likely cause: "
 
-# How the run behind a verdict ended. The kinds of `RankFailure` come between the first and the others.
-COMPLETE = "complete"  # every rank delivered a result, and it is wrong
+# How the run behind a verdict ended. The strings in the unpacked tuple are the kinds of `RankFailure`.
+COMPLETE = "complete"  # every rank returned a result, and it is wrong
 NOT_RUN = "not run"
 ENDINGS = (
     COMPLETE,
     *("exception", "died", "deadline", "deadlock", "mismatch", "garbled"),
     "unreadable",  # the submission cannot be read
     "refused",  # the check cannot run here
-    "lost",  # the process that starts the ranks was ended from outside
+    "lost",  # something outside ended the process that starts the ranks
     "unexamined",  # the check itself raised an exception
     NOT_RUN,  # `got` is the reason
 )
@@ -39,11 +41,11 @@ class Location:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why a check did not pass. `got` is about `rank`, `step` and `parameter`, where they are known.
+    """Why a check did not pass. `got` describes `rank`, `step` and `parameter`, where they are known.
 
     `hypothesis` is the name of the rule that found the likely cause. `part` is the part of the module that is not
-    written yet. `error` is the type of a rank's exception and `message` what it said. `note` says under which
-    condition the check ran, where that matters.
+    written yet. `error` is the type of a rank's exception and `message` its text. `note` adds a fact, such as the time
+    limit of the check or the part of the module to which a failing line belongs.
     """
 
     expected: str
@@ -62,7 +64,7 @@ class Verdict:
 
     @property
     def where(self) -> str:
-        """Such as "rank 1, step 0, weight"; "" if nothing of it is known, or `got` says it already."""
+        """The place of the failure, such as "rank 1, step 0, weight"; "" if it is unknown or already in `got`."""
         if self.ending != COMPLETE:
             return ""
         rank = [] if self.rank is None else [f"rank {self.rank}"]
@@ -71,41 +73,45 @@ class Verdict:
 
     @property
     def described(self) -> str:
-        """What was got and where, as one text."""
+        """The value of `got` with its place in front."""
         return f"{self.where}: {self.got}" if self.where else self.got
 
     def __str__(self) -> str:
         if self.ending == NOT_RUN:
             return f"This check was not run, because {self.got}."
-        labelled = zip((*LABELS, ""), (self.expected, self.described, self.likely_cause, self.note))
-        lines = [f"{label:<{LABEL_WIDTH}}{text}" for label, text in labelled if text]
-        return "\n".join(line.replace("\n", "\n" + " " * LABEL_WIDTH) for line in lines)
+        labelled = zip((*LABELS[:3], ""), (self.expected, self.described, self.likely_cause, self.note))
+        return "\n".join(label_text(label, text) for label, text in labelled if text)
+
+
+def label_text(label: str, text: str) -> str:
+    """Return a text with its label in front. All its lines start in the same column."""
+    return f"{label:<{LABEL_WIDTH}}" + text.replace("\n", "\n" + " " * LABEL_WIDTH)
 
 
 def not_run(reason: str) -> Verdict:
-    """Return the verdict on a check that is not run."""
+    """Return the verdict on a check that was not run."""
     return Verdict("the check runs", reason, ending=NOT_RUN)
 
 
 class CheckFailed(AssertionError):
-    """Raised by a check that does not pass."""
+    """Raised by a check that does not pass. `events` is what each rank recorded, if a rank failed."""
 
-    def __init__(self, verdict: Verdict):
+    def __init__(self, verdict: Verdict, events: Sequence[Sequence[dict[str, Any]]] = ()):
         super().__init__(verdict)
-        self.verdict = verdict
+        self.verdict, self.events = verdict, events
 
     def with_cause(self, likely_cause: str, hypothesis: str = "") -> CheckFailed:
         """Return the same failure with another likely cause."""
-        return CheckFailed(replace(self.verdict, likely_cause=likely_cause, hypothesis=hypothesis))
+        return CheckFailed(replace(self.verdict, likely_cause=likely_cause, hypothesis=hypothesis), self.events)
 
 
 @dataclass
 class Outcome:
-    """What became of one check on one submission.
+    """The result of one check on one submission.
 
-    `status` is "passed", "failed", "not written", "error" (the check could not be run to its end) or "not run".
-    Without a pass, `verdict` says why; `printed` is what each rank printed. `repeat` is the command that runs the check
-    alone on the same random cases. `exception` is that of a check which fell over.
+    `status` is "passed", "failed", "not written", "error" (the check could not finish) or "not run". If the check did
+    not pass, `verdict` says why. `printed` is what each rank printed. `repeat` is the command that runs the check alone
+    on the same random cases. `exception` is what the check itself raised by accident.
     """
 
     check: GradedCheck
@@ -113,7 +119,7 @@ class Outcome:
     verdict: Verdict | None = None
     printed: list[str] = field(default_factory=list)
     seconds: float = 0.0
-    prior_source: str = "own"  # whose earlier modules it ran with
+    prior_source: str = "own"  # of the earlier modules that it ran with
     repeat: str = ""
     exception: BaseException | None = None
 
@@ -123,7 +129,7 @@ class Outcome:
 
     @property
     def is_settled(self) -> bool:
-        """Whether it has run, or is known not to run."""
+        """Whether the check has run, or will certainly not run."""
         return self.passed or self.verdict is not None
 
     @property
@@ -132,5 +138,5 @@ class Outcome:
 
     @property
     def ending(self) -> str:
-        """How the run behind the verdict ended; "" after a pass, and before anything has run."""
+        """How the run behind the verdict ended; "" after a pass and before the run."""
         return self.verdict.ending if self.verdict else ""

@@ -1,14 +1,14 @@
-"""Likely causes of failures of module 1's checks."""
+"""Likely causes when a check of module 1 fails."""
 
 
-def wrong_launches(found, case):
-    """Why the launches of a step are not one all_reduce for each trainable parameter."""
-    if not found:
-        return "nothing is communicated?"
-    if len(found) == 1:
-        return "all gradients in one launch is module 2's task"
-    if any(launch.op != "all_reduce" for launch in found):
-        return "another collective than all_reduce is called?"
-    if sorted(launch.numel for launch in found) == sorted(p.numel() for p in case.parameters().values()):
-        return "frozen parameters are reduced too?"
-    return "a parameter is reduced twice, or left out?"
+def explain_launches(launched, case):
+    """Explain why a step does not launch one all_reduce per trainable parameter."""
+    if not launched:
+        return "finish_grad_sync launches nothing."
+    if len(launched) == 1:
+        return "all gradients travel in one launch, which is the task of module 2."
+    if any(launch.op != "all_reduce" for launch in launched):
+        return "another collective than all_reduce is called."
+    if sorted(launch.numel for launch in launched) == sorted(p.numel() for p in case.parameters().values()):
+        return "frozen parameters are reduced, too."
+    return "a parameter is reduced twice or not at all."

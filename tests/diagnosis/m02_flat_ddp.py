@@ -1,21 +1,21 @@
-"""Likely causes of failures of module 2's checks."""
+"""Likely causes when a check of module 2 fails."""
 
-REPLACED = "p.grad was replaced by a piece of the flat tensor, instead of copying the piece into it?"
+REPLACED = "p.grad is replaced by a piece of the flat tensor. Copy the piece into p.grad instead."
 
 
-def wrong_launches(found, case):
-    """Why the launches of a step are not one for each dtype."""
-    if len(found) > 3:
-        return "every parameter is still reduced by itself?"
+def explain_launches(launched, case):
+    """Explain why a step does not launch one all_reduce per dtype."""
+    if len(launched) > 3:
+        return "every parameter is still reduced by itself."
     trainable = [p for p in case.parameters().values() if p.requires_grad]
     is_mixed = len({p.dtype for p in trainable}) > 1
-    if is_mixed and [launch.numel for launch in found] == [sum(p.numel() for p in trainable)]:
-        return "torch.cat casts tensors of several dtypes to the widest: a flat tensor for each dtype?"
+    if is_mixed and [launch.numel for launch in launched] == [sum(p.numel() for p in trainable)]:
+        return "torch.cat casts tensors of several dtypes to the widest. Use one flat tensor per dtype."
     return ""
 
 
-def wrong_volume(sent, nbytes):
-    """Why a step sends so many bytes where its gradients have `nbytes`."""
+def explain_volume(sent, nbytes):
+    """Explain why a step sends `sent` bytes although its gradients have `nbytes`."""
     if sent > nbytes:
-        return "frozen parameters travel, a tied one travels twice, or values are cast to a wider dtype?"
-    return "gradients are left out, or cast to a narrower dtype?"
+        return "frozen parameters travel, a tied one travels twice, or values are cast to a wider dtype."
+    return "gradients are left out, or they are cast to a narrower dtype."

@@ -1,41 +1,53 @@
-"""Likely causes of failures of module 3's checks."""
+"""Likely causes when a check of module 3 fails."""
 
 from brigade.events import launches
 
-IN_THE_FINISH = "the launch belongs into a hook on the parameter, not into finish_grad_sync?"
-BLOCKING = "async_op=True, and wait in finish_grad_sync?"
-COPIED_PARAMETERS = "forward uses copies of the parameters, which have gradients of their own"
+IN_THE_FINISH = "finish_grad_sync launches the all-reduce. A hook on the parameter must launch it."
+BLOCKING = "a launch blocks backward. Use async_op=True, and wait in finish_grad_sync."
+COPIED_PARAMETERS = "forward uses copies of the parameters, and the gradients are accumulated into the copies."
 TENSOR_HOOK = (
-    "a tensor's hook (register_hook) gets the incoming gradient, which does not have what earlier backward passes "
-    "accumulated; register_post_accumulate_grad_hook runs when it is added"
+    "a tensor hook (register_hook) receives the incoming gradient, without what earlier backward passes accumulated. "
+    "Use register_post_accumulate_grad_hook, which runs after accumulation."
 )
-COLLECTED = "launches are collected, and made only at the end of backward?"
-LAST_HANDLE = "waiting on the last handle does not mean that the others are complete"
-NEVER_CLEARED = "the list of handles is never cleared?"
-RACED = "the gradient was divided or overwritten while its all_reduce was under way?"
+COLLECTED = "launches are collected and made only at the end of backward."
+LAST_HANDLE = "finish_grad_sync does not wait on every handle. Waiting on the last one does not complete the others."
+NEVER_CLEARED = "the list of handles is never cleared."
+RACED = "the gradient is divided or overwritten while its all_reduce is running."
 
 
 def lost_micro_batches(case):
-    """What gradients are if only the last of 3 micro-batches counts, or only that one is averaged."""
+    """Return the gradients if only the last of 3 micro-batches counts, or if only that one is averaged."""
     last = case.gradients(micro=slice(2, 3))
     local = [case.gradients([rank], slice(0, 2)) for rank in case.group]
     return {
-        "only the last micro-batch counts: what no_sync accumulated is lost?": [last] * len(case.group),
-        "only the last micro-batch was averaged: the hook reduces the incoming gradient, not the accumulated one?": [
+        "only the last micro-batch counts: the gradients that no_sync accumulated are lost.": [last] * len(case.group),
+        "only the last micro-batch is averaged: the hook reduces the incoming gradient, not the accumulated one.": [
             {name: own[name] + last[name] for name in last} for own in local
         ],
     }
 
 
-def not_silent(nested):
-    """Why launches are made inside no_sync; `nested` of them inside the inner of two blocks."""
+def explain_launches(launched, case):
+    """Explain why a step does not launch one all_reduce per trainable parameter."""
+    numels = sorted(p.numel() for p in case.parameters().values() if p.requires_grad)
+    if not launched:
+        return "no all_reduce is launched. The hook is not registered, or it launches nothing."
+    if sorted(launch.numel for launch in launched) == sorted(numels * 2):
+        return "every gradient is launched twice: the hook is registered twice, or finish_grad_sync launches again."
+    if len(launched) == 1:
+        return "all gradients travel in one launch, as in module 2."
+    return ""
+
+
+def explain_noise(nested):
+    """Explain launches inside no_sync, of which `nested` were made inside the inner of two blocks."""
     if nested:
-        return "is the flag of no_sync asked before anything is launched?"
-    return "the inner no_sync switches synchronisation on when it ends, instead of restoring what was?"
+        return "the hook ignores the flag of no_sync. Test the flag before each launch."
+    return "the inner no_sync switches synchronization on when it ends. It must restore the previous state."
 
 
-def not_restored(events):
-    """Why the backward after an exception inside no_sync does not launch."""
+def explain_silence(events):
+    """Explain why the backward after an exception inside no_sync does not launch."""
     if launches(events, phase="finish"):
         return IN_THE_FINISH
-    return "no_sync restores its state only when the block ends normally: try ... finally?"
+    return "no_sync restores its state only if the block ends normally. Use try ... finally."

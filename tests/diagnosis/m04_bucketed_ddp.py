@@ -1,46 +1,55 @@
-"""Likely causes of failures of module 4's checks."""
+"""Likely causes when a check of module 4 fails."""
 
 import contextlib
 from collections import Counter
 
 from brigade.checks.diagnose.evidence import find_leftover
 from brigade.checks.verdict import CheckFailed
-from brigade.events import launches
+from brigade.events import launches, ready
 from diagnosis.easier import explain_late_launches
 from scenarios import m04_bucketed_ddp
 
 # plan_buckets
-NOT_REVERSED = "reverse the parameters, not the list of buckets?"
-SEE_RULE = "plan_buckets does not follow its rule, and these are its buckets: see test_bucket_rule"
-CLOSED_TOO_LATE = {1: 338, 10: 242, 100: 65}  # buckets of the XL model, by cap in MiB, closed after exceeding the cap
+NOT_REVERSED = "the parameters are not reversed. Reverse the parameters, not the list of buckets."
+SEE_RULE = "these are the buckets of plan_buckets, which does not follow its rule. See test_bucket_rule."
+MIXED_DTYPES = "a change of dtype does not close the bucket."
+CLOSED_TOO_LATE = {1: 338, 10: 242, 100: 65}  # buckets of the XL model, by cap in MiB, if closed above the cap
 
+READY_ORDER = "a complete bucket is launched before the buckets in front of it. It must wait until they are launched."
 MIXED_BUCKETS = (
-    "the wrapper's buckets are not those of plan_buckets; torch.cat casts tensors of several dtypes to the widest"
+    "the wrapper does not use the buckets of plan_buckets. torch.cat casts tensors of several dtypes to the widest."
 )
 
 
-def wrong_count(cap, count):
-    """Why the XL model has so many buckets at a cap in MiB."""
+def explain_count(cap, count):
+    """Explain why the XL model has `count` buckets at a cap in MiB."""
     if count == CLOSED_TOO_LATE.get(cap):
-        return "a bucket is closed after a parameter takes it over the cap, not before?"
-    return "is the cap in MiB, 2^20 bytes, and compared with bytes?"
+        return "a bucket closes after it exceeds the cap. It must close before."
+    return "the cap is compared in the wrong unit. bucket_cap_bytes counts bytes."
 
 
-def not_each_once(buckets, count):
-    """Why not each of so many parameters is in one bucket."""
-    return "the last bucket is never closed, and lost?" if sum(map(len, buckets)) < count else ""
+def explain_missing(buckets, count):
+    """Explain why the buckets do not contain each of `count` parameters once."""
+    return "the last bucket is never closed, so it is lost." if sum(map(len, buckets)) < count else ""
 
 
-def over_the_cap(rule, case, sizes, buckets):
-    """Why a bucket exceeds the cap; `rule` makes buckets of sizes, and `sizes` are in bytes."""
+def explain_large_bucket(rule, case, sizes, buckets):
+    """Explain why a bucket exceeds the cap. `rule` makes buckets of sizes, and `sizes` are in bytes."""
     by_bytes, by_elements = (rule(lengths, case["dtypes"], case["cap_bytes"]) for lengths in (sizes, case["numels"]))
     if buckets == by_elements != by_bytes:
-        return "elements are compared with the cap, which is in bytes?"
-    return "the bucket closes after it has exceeded the cap: the rule is to close before?"
+        return "elements are compared with the cap, which is in bytes."
+    return "the bucket closes after it exceeds the cap. It must close before."
 
 
-def planned_by(submission, case, cap):
-    """The buckets that the submission's plan_buckets makes of the case's model, as lists of names; None: no plan."""
+def explain_small_bucket(is_exact_fit):
+    """Explain why a bucket closes although the next parameter fits."""
+    if is_exact_fit:
+        return "a parameter that fits exactly opens a new bucket. Compare with >, not with >=."
+    return "a bucket closes too early. Its size must start at 0 when it opens."
+
+
+def run_plan(submission, case, cap):
+    """Return the buckets that the submission's plan_buckets makes of the case's model, as lists of names, or None."""
     named = [(name, p) for name, p in case.parameters().items() if p.requires_grad]
     problem = {"numels": [p.numel() for _, p in named], "dtypes": [p.dtype for _, p in named], "cap_bytes": cap}
     answers = submission.try_run(m04_bucketed_ddp.plan, [problem], world_size=1)
@@ -48,43 +57,65 @@ def planned_by(submission, case, cap):
 
 
 @contextlib.contextmanager
-def plan_suspected(submission, case, cap):
-    """Where a check fails and plan_buckets has lost a parameter of the case's model, that is the cause."""
+def blame_plan(submission, case, cap):
+    """Blame plan_buckets for a failure in the block if it loses a parameter of the case's model."""
     try:
         yield
     except CheckFailed as failed:
         if failed.verdict.part:
             raise  # it is not written yet
-        buckets = planned_by(submission, case, cap)
+        buckets = run_plan(submission, case, cap)
         names = sorted(name for name, p in case.parameters().items() if p.requires_grad)
         if buckets is not None and sorted(name for bucket in buckets for name in bucket) != names:
             raise failed.with_cause(SEE_RULE) from None
         raise
 
 
-def wrong_launches(submission, case, buckets, cap, events, step):
-    """Why a step's launches are not one for each of these buckets, which have the names of their parameters."""
+def explain_launches(submission, case, buckets, cap, events, step):
+    """Explain why a step does not launch each of these buckets once. They are lists of parameter names."""
     parameters = {name: p.numel() for name, p in case.parameters().items() if p.requires_grad}
-    found = [launch.numel for launch in launches(events, step)]
+    launched = [launch.numel for launch in launches(events, step)]
     expected = [sum(parameters[name] for name in bucket) for bucket in buckets]
-    if planned_by(submission, case, cap) != buckets:
+    if run_plan(submission, case, cap) != buckets:
         return SEE_RULE
     if cause := find_leftover(events):
         return cause
-    if sorted(found) == sorted(parameters.values()):
-        return "every parameter is launched by itself: is bucket_cap_mb, in MiB, compared with bytes?"
-    if found == [sum(expected)]:
-        return "everything is in one launch: is bucket_cap_mb, in MiB, compared with bytes?"
-    if sorted(found) == sorted(expected):
-        return "a bucket is launched as soon as it is complete, before those in front of it?"
-    if not Counter(found) - Counter(expected):
-        return "finish_grad_sync has to launch what never became complete?"
-    if set(found) == set(expected):
-        return "some buckets are launched twice: those that backward has launched, in finish_grad_sync again?"
+    if sorted(launched) == sorted(parameters.values()):
+        return "every parameter is launched by itself: bucket_cap_mb, in MiB, is compared with bytes."
+    if launched == [sum(expected)]:
+        return "everything is in one launch: bucket_cap_mb, in MiB, is compared with a number of bytes."
+    if sorted(launched) == sorted(expected):
+        return READY_ORDER
+    if not Counter(launched) - Counter(expected):
+        return "finish_grad_sync does not launch the buckets that never became complete."
+    if set(launched) == set(expected):
+        return "finish_grad_sync launches buckets again that backward has already launched, so they are launched twice."
     return ""
 
 
-def not_at_once(submission, jobs, events, step):
-    """Why a bucket is not launched as soon as it and those in front of it are complete."""
-    several = "several buckets can be due at once, when the one in front of them is complete at last?"
+@contextlib.contextmanager
+def blame_ready_order(buckets):
+    """Explain a mismatch of collectives in the block by a rank that launched a complete bucket ahead of its turn."""
+    try:
+        yield
+    except CheckFailed as failed:
+        if failed.verdict.ending == "mismatch" and any(launches_ahead(own, buckets) for own in failed.events):
+            raise failed.with_cause(READY_ORDER) from None
+        raise
+
+
+def launches_ahead(events, buckets):
+    """Return whether a rank launched more buckets in a step than the complete ones at the front of the order."""
+    for step in (0, 1):
+        order = ready(events, step)
+        for count, launch in enumerate(launches(events, step, phase="backward"), 1):
+            is_ready = {name for at, name in order if at < launch.place}
+            if not all(is_ready.issuperset(bucket) for bucket in buckets[:count]):
+                return True
+    return False
+
+
+def explain_delay(submission, jobs, events, step):
+    """Explain why a bucket is not launched as soon as it and all buckets before it are complete."""
+    several = "only one bucket is launched at a time. When a bucket completes, several can be due at once."
     return explain_late_launches(submission, jobs, events, step) or several

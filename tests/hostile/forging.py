@@ -297,8 +297,8 @@ while True: pass
     # ---- values
     delivers("nothing", "b''"),
     delivers("a pickle", "b'\\x80\\x04\\x95' + bytes(30)"),
-    delivers("an empty dict", "message('{\"dict\": []}')", "could not be examined"),
-    delivers("a list where a dict belongs", "message('[1, 2, 3]')", "could not be examined"),
+    delivers("an empty dict", "message('{\"dict\": []}')", "could not examine what the ranks returned"),
+    delivers("a list where a dict belongs", "message('[1, 2, 3]')", "could not examine what the ranks returned"),
     delivers("a negative size", "message('{\"tensor\": [0, \"float32\", [-1, -1]]}', '[4]', b'abcd')"),
     delivers("a blob of a negative size", "message('null', '[-1]')"),
     delivers(
@@ -313,11 +313,13 @@ while True: pass
         "message('[%s]' % ','.join(['{\"bytes\": 0}'] * 100_000), '[1000000]', bytes(1_000_000))",
     ),
     delivers("lists in lists", "message('[' * 500_000 + ']' * 500_000)"),
-    delivers("many empty lists", "message('[%s]' % ','.join(['[]'] * 150_000))", "could not be examined"),
+    delivers(
+        "many empty lists", "message('[%s]' % ','.join(['[]'] * 150_000))", "could not examine what the ranks returned"
+    ),
     delivers(
         "gradients that are NaN",
         """message('{"dict": [["gradients", [{"dict": [["layers.0.weight", NaN]]}]], ["start", {"dict": []}]]}')""",
-        "could not be examined",
+        "could not examine what the ranks returned",
     ),
     Hostile(
         "a gradient of NaN everywhere",

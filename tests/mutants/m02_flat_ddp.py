@@ -13,7 +13,13 @@ SPLIT = "flat.split([parameter.numel() for parameter in parameters])"
 COPY_BACK = "parameter.grad.copy_(piece.view(parameter.shape))"
 
 MUTANTS = [
-    Mutant("replicas not made equal", BROADCAST, "pass\n", ("test_gradients_are_averaged",), "broadcast, all of them"),
+    Mutant(
+        "replicas not made equal",
+        BROADCAST,
+        "pass\n",
+        ("test_gradients_are_averaged",),
+        "still has its own parameters and buffers",
+    ),
     Mutant("summed, not averaged", DIVIDE, "pass", ("test_gradients_are_averaged",), "summed"),
     Mutant("divided by a literal 2", DIVIDE, "flat /= 2", ("test_gradients_are_averaged",), "divided by 2"),
     Mutant(
@@ -35,14 +41,14 @@ MUTANTS = [
         "for parameter in module.parameters():",
         "for parameter in set(module.parameters()):",
         ("test_gradients_are_averaged",),
-        "A set has another one on each",
+        "A set has a different order on each",
     ),
     Mutant(
         "every piece cut from the beginning",
         SPLIT,
         "[flat[: parameter.numel()] for parameter in parameters]",
         ("test_gradients_are_averaged", "test_gradients_keep_shape_and_stride"),
-        "cut at wrong places",
+        "cut at wrong positions",
     ),
     Mutant(
         "reduced in float32 whatever the dtype",
@@ -108,7 +114,7 @@ MUTANTS = [
         "parameters in self.parameters_by_dtype.values():",
         "parameters in [[p for p in group if p.grad is not None] for group in self.parameters_by_dtype.values()]:",
         ("test_branches_and_unused_parameters",),
-        "on some ranks only",
+        "some ranks skip",
     ),
     Mutant(
         "gradient replaced by a piece of the flat tensor",

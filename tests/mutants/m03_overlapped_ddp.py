@@ -22,7 +22,13 @@ NOT_OVERLAPPED = (
 )
 
 MUTANTS = [
-    Mutant("replicas not made equal", BROADCAST, "pass\n", ("test_gradients_are_averaged",), "broadcast, all of them"),
+    Mutant(
+        "replicas not made equal",
+        BROADCAST,
+        "pass\n",
+        ("test_gradients_are_averaged",),
+        "still has its own parameters and buffers",
+    ),
     Mutant("summed, not averaged", DIVIDE, "pass", ("test_gradients_are_averaged",), "summed"),
     Mutant("divided by a literal 2", DIVIDE, "parameter.grad /= 2", ("test_gradients_are_averaged",), "divided by 2"),
     Mutant(
@@ -30,7 +36,7 @@ MUTANTS = [
         LAUNCH,
         LAUNCH.replace("parameter.grad", "parameter.grad.clone()"),
         ("test_gradients_are_averaged",),
-        "or a copy of it was",
+        "or only a copy of it is",
     ),
     Mutant(
         "weights reduced instead of gradients",
@@ -44,7 +50,7 @@ MUTANTS = [
         REMEMBER,
         "handle.wait()\n            " + REMEMBER,
         ("test_launches_are_asynchronous", *NOT_OVERLAPPED),
-        "async_op=True, and wait in finish_grad_sync",
+        "Use async_op=True, and wait in finish_grad_sync",
     ),
     Mutant(
         "launched after backward",
@@ -52,7 +58,7 @@ MUTANTS = [
         "wait = lambda _: dist.all_reduce(parameter.grad, group=self.process_group)\n"
         "            handle = type('Later', (), {'wait': wait})()",
         ("test_launches_are_asynchronous", *NOT_OVERLAPPED),
-        "not into finish_grad_sync",
+        "A hook on the parameter must launch it",
     ),
     Mutant(
         "launches collected until backward ends",
@@ -122,14 +128,14 @@ MUTANTS = [
         REMEMBER,
         REMEMBER + "\n            " + DIVIDE,
         ("test_every_handle_is_waited_on",),
-        "while its all_reduce was under way",
+        "while its all_reduce is running",
     ),
     Mutant(
         "divided while under way, and not at the finish",
         REMEMBER,
         DIVIDE + "\n            self.in_flight.append((handle, type('Nothing', (), {'grad': 1.0})))",
         ("test_gradients_are_averaged",),
-        "was changed before its handle was waited on",
+        "was changed (divided or overwritten) before its handle was waited on",
     ),
     Mutant(
         "launched after backward, and counted outside no_sync",
@@ -137,7 +143,7 @@ MUTANTS = [
         "wait = lambda _: dist.all_reduce(parameter.grad, group=self.process_group)\n"
         "            handle = type('Later', (), {'wait': wait})()",
         ("test_no_sync_restores_its_state",),
-        "not into finish_grad_sync",
+        "A hook on the parameter must launch it",
     ),
     Mutant(
         "a tensor hook, which sees the incoming gradient",
@@ -163,14 +169,14 @@ MUTANTS = [
         "                        self.in_flight.append((handle, type('Place', (), {'grad': place})()))\n\n"
         "                parameter.register_hook(reduce)",
         ("test_launches_follow_their_gradients", "test_no_sync_accumulates"),
-        "gets the incoming gradient",
+        "receives the incoming gradient",
     ),
     Mutant(
         "no_sync without effect",
         UNLESS,
         "if True:\n",
         ("test_no_sync_accumulates", "test_no_sync_restores_its_state"),
-        "is the flag of no_sync asked",
+        "the hook ignores the flag of no_sync",
     ),
     Mutant(
         "without async_op",
@@ -205,7 +211,7 @@ MUTANTS = [
         LAUNCH,
         LAUNCH.replace("grad, group", "grad, dist.ReduceOp.AVG, group"),
         ("test_no_sync_restores_its_state",),
-        "ReduceOp.AVG has divided already",
+        "ReduceOp.AVG has divided",
     ),
     Mutant("no_sync without yield", TRY, RESTORE, ("test_no_sync_accumulates",), "has no yield"),
     Mutant(
@@ -227,7 +233,7 @@ MUTANTS = [
         RESTORE,
         RESTORE + "\n            self.module.zero_grad()",
         ("test_no_sync_accumulates",),
-        "what no_sync accumulated is lost",
+        "that no_sync accumulated are lost",
     ),
     Mutant(
         "divided by the size of the world",

@@ -42,14 +42,14 @@ MUTANTS = [
         RULE,
         RULE.replace("nbytes + size > bucket_cap_bytes", "nbytes >= bucket_cap_bytes"),
         ("test_bucket_rule",),
-        "the rule is to close before",
+        "It must close before",
     ),
     Mutant(
         "closed after the cap is exceeded, seen in the launches",
         RULE,
         RULE.replace("nbytes + size > bucket_cap_bytes", "nbytes > bucket_cap_bytes"),
         ("test_no_sync_accumulates", "test_unused_parameters"),
-        "see test_bucket_rule",
+        "See test_bucket_rule",
     ),
     Mutant("an exact fit closes", RULE, RULE.replace("> bucket", ">= bucket"), ("test_bucket_rule",), "fits exactly"),
     Mutant(
@@ -71,7 +71,7 @@ MUTANTS = [
         CLOSE,
         "            buckets.append([])\n",
         ("test_bucket_rule",),
-        "would still have fitted",
+        "would still fit",
     ),
     Mutant("the last bucket lost", "    return buckets\n", "    return buckets[:-1]\n", ("test_bucket_rule",), "lost"),
     Mutant(
@@ -98,9 +98,15 @@ MUTANTS = [
         "            plan[-1].append(p)\n"
         "        self.buckets = [Bucket(group, process_group) for group in plan]",
         ("test_gradients_are_averaged",),
-        "the wrapper's buckets are not those of plan_buckets",
+        "does not use the buckets of plan_buckets",
     ),
-    Mutant("replicas not made equal", BROADCAST, "pass\n", ("test_gradients_are_averaged",), "broadcast, all of them"),
+    Mutant(
+        "replicas not made equal",
+        BROADCAST,
+        "pass\n",
+        ("test_gradients_are_averaged",),
+        "still has its own parameters and buffers",
+    ),
     Mutant("summed, not averaged", DIVIDE, "pass\n", ("test_gradients_are_averaged",), "summed"),
     Mutant("divided by a literal 2", DIVIDE, "self.flat /= 2\n", ("test_gradients_are_averaged",), "divided by 2"),
     Mutant("the result not copied back", COPY_BACK, "pass", ("test_gradients_are_averaged",), "the result is not used"),
@@ -134,20 +140,21 @@ MUTANTS = [
         "            self.launch(unit)\n"
         "            self.next_to_launch += 1",
         ("test_launch_order_does_not_depend_on_ready_order",),
+        "launched before the buckets in front of it",
     ),
     Mutant(
         "only the next bucket is looked at",
         COUNT_AND_LAUNCH,
         COUNT_AND_LAUNCH.replace("while", "if"),
         ("test_launch_order_does_not_depend_on_ready_order",),
-        "several buckets can be due at once",
+        "several can be due at once",
     ),
     Mutant(
         "incomplete buckets never launched",
         LEFT_OVER,
         "pass\n",
         ("test_unused_parameters",),
-        "launch those that never became complete",
+        "buckets that never became complete",
     ),
     Mutant(
         "buckets launched in backward launched again at the finish",
@@ -156,13 +163,13 @@ MUTANTS = [
         ("test_buckets_overlap_with_backward",),
         "launched twice",
     ),
-    Mutant("unused parameters left out", ZEROS, "pass", ("test_unused_parameters",), "it counts as zeros"),
+    Mutant("unused parameters left out", ZEROS, "pass", ("test_unused_parameters",), "Treat it as zeros"),
     Mutant(
         "all hooks with the last bucket",
         HOOK,
         "lambda _: self.mark_ready(index)",
         ("test_buckets_overlap_with_backward", "test_no_sync_accumulates"),
-        "a lambda in a loop",
+        "A lambda in a loop",
     ),
     Mutant(
         "no hook",
@@ -216,7 +223,11 @@ MUTANTS = [
         "an inner no_sync",
     ),
     Mutant(
-        "no_sync without effect", UNLESS, "if True:\n", ("test_no_sync_accumulates",), "is the flag of no_sync asked"
+        "no_sync without effect",
+        UNLESS,
+        "if True:\n",
+        ("test_no_sync_accumulates",),
+        "the hook ignores the flag of no_sync",
     ),
     Mutant(
         "counted inside no_sync",
@@ -226,7 +237,7 @@ MUTANTS = [
         "            self.queue.num_pending[index] += 1\n"
         "            self.queue.mark_ready(index)\n",
         ("test_no_sync_accumulates",),
-        "inside no_sync are counted too",
+        "inside no_sync are counted, too",
     ),
     Mutant(
         "divided by the size of the world",

@@ -97,7 +97,7 @@ MUTANTS = [
     Mutant("the last bucket lost", LAST, "if is_full:", ("test_layout_rule",), "the last bucket is missing"),
     Mutant("bucket_numel None crashes", FULL, "is_full = end - bucket_start >= bucket_numel", ("test_layout_rule",)),
     Mutant("a layout that can be changed", FROZEN, "@dataclass", ("test_layout_rule",), "frozen=True"),
-    Mutant("replicas not made equal", BROADCAST, "pass\n", ("test_gradients_are_averaged",), "broadcast, all of them"),
+    Mutant("replicas not made equal", BROADCAST, "pass\n", ("test_gradients_are_averaged",), "still has its own parameters and buffers"),
     Mutant(
         "summed, not averaged",
         REDUCE,
@@ -164,7 +164,7 @@ MUTANTS = [
         ATTACH,
         ATTACH.replace("view.zero_()", "view"),
         ("test_zero_grad_in_any_form", "test_steps_and_subgroups"),
-        "as if nothing were ever zeroed",
+        "as if they were never zeroed",
     ),
     Mutant(
         "assumes that zero_grad comes before forward",
@@ -320,7 +320,7 @@ MUTANTS = [
         "an inner no_sync",
     ),
     Mutant(
-        "no_sync without effect", UNLESS, "if True:\n", ("test_steps_and_subgroups",), "is the flag of no_sync asked"
+        "no_sync without effect", UNLESS, "if True:\n", ("test_steps_and_subgroups",), "the hook ignores the flag of no_sync"
     ),
     Mutant(
         "padded for the world instead of the group, and averaged over it",

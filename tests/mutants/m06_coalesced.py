@@ -220,7 +220,7 @@ MUTANTS = [
         + MODULE_5
         + "        module.load_state_dict(own)\n",
         ("test_gradients_are_averaged",),
-        "broadcast, all of them",
+        "still has its own parameters and buffers",
     ),
     Mutant(
         "parameters not in the buffers",
@@ -304,7 +304,7 @@ MUTANTS = [
         SCATTER,
         SCATTER.replace("own, bucket", "bucket, own"),
         ("test_bucket_group", "test_gradients_are_averaged"),
-        "the output is the own shard",
+        "must be the rank's own shard",
     ),
     Mutant(
         "the own shard divided in the block",
@@ -325,7 +325,7 @@ MUTANTS = [
         MAKE,
         MAKE.replace("indices[first : first + length]", "range(first, first + length)"),
         ("test_groups_overlap_with_backward",),
-        "beyond the buffer's last bucket",
+        "exceeds the buffer's last bucket",
     ),
     Mutant(
         "launched in the order of being ready",
@@ -361,7 +361,7 @@ MUTANTS = [
         NEXT,
         "    @contextmanager\n    def no_sync(self):\n        yield\n\n" + NEXT,
         ("test_steps_and_subgroups",),
-        "is the flag of no_sync asked",
+        "the hook ignores the flag of no_sync",
     ),
     Mutant(
         "a gradient that never came not taken",

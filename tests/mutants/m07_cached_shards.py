@@ -287,7 +287,7 @@ MUTANTS = [
         GROUP_CLASS,
         in_wrapper("    @__import__('contextlib').contextmanager\n    def no_sync(self):\n        yield\n"),
         STEPS,
-        "is the flag of no_sync asked",
+        "the hook ignores the flag of no_sync",
     ),
     Mutant("the rank in the world", RANK, "self.rank = dist.get_rank()", STEPS, "another buffer, bucket or rank"),
     Mutant(

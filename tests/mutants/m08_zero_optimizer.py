@@ -119,14 +119,14 @@ SHARDED = [
         SENT,
         SENT.replace("p.requires_grad", "p.requires_grad and p in self.local"),
         ("test_sharded_equals_unsharded",),
-        "skipped or added on some ranks only",
+        "some ranks skip or add",
     ),
     Mutant(
         "a parameter without a gradient skipped",
         TRAINABLE + "        for p in trainable:\n            " + NONE,
         TRAINABLE.replace("p.requires_grad", "p.grad is not None"),
         ("test_sharded_equals_unsharded",),
-        "skipped or added on some ranks only",
+        "some ranks skip or add",
     ),
     Mutant(
         "frozen parameters reduced",
@@ -592,7 +592,7 @@ ZERO = [
             "            if", "            if not part.shard.numel():\n                continue\n            if"
         ),
         ("test_zero_checkpoints",),
-        "on some ranks only",
+        "some ranks skip",
     ),
     Mutant(
         "a state_dict on rank 0 only",

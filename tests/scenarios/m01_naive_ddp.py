@@ -1,4 +1,4 @@
-"""What the ranks do in module 1's checks, beyond training."""
+"""What ranks do in the checks of module 1, apart from training."""
 
 from brigade.checks import edge_case_models
 from brigade.rank.api import student
@@ -7,7 +7,7 @@ from scenarios.training import build, create_group
 
 
 def broadcast(job: dict) -> dict:
-    """Calls broadcast_module_state by itself, and returns the model's parameters and buffers."""
+    """Call only broadcast_module_state, and return the parameters and buffers of the model."""
     model = build(job)
     group = create_group(job)
     with phase("construct"):

@@ -1,4 +1,4 @@
-"""What the ranks do in module 3's checks, beyond training."""
+"""What ranks do in the checks of module 3, apart from training."""
 
 from brigade.checks.reference import copy_gradients
 from brigade.rank import recording
@@ -7,9 +7,9 @@ from scenarios.training import Interruption, build, forward_backward, wrap
 
 
 def interrupted_no_sync(job: dict) -> list:
-    """Three micro-batches: inside a nested no_sync, in the outer one after the inner has ended, and after an exception.
+    """Run one micro-batch in a nested no_sync, one in the outer no_sync afterwards, and one after an exception.
 
-    Returns the gradients after the finish; events of kind "part" say which part of it is running.
+    Return the gradients after the finish. Events of kind "part" mark the three parts.
     """
     model = build(job)
     ddp = wrap(job, model)

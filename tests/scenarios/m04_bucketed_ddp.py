@@ -1,4 +1,4 @@
-"""What the ranks do in module 4's checks, beyond training."""
+"""What ranks do in the checks of module 4, apart from training."""
 
 import torch
 
@@ -7,7 +7,7 @@ from brigade.rank.api import student
 
 
 def plan(cases: list[dict]) -> list[list[list[int]]]:
-    """The buckets that plan_buckets makes of parameters with these sizes and dtypes, as places in the given order."""
+    """Return the buckets of plan_buckets for parameters of these sizes and dtypes, as indices into their order."""
     plan_buckets = student("m04_bucketed_ddp", "plan_buckets")
     answers = []
     for case in cases:
@@ -15,14 +15,14 @@ def plan(cases: list[dict]) -> list[list[list[int]]]:
             torch.nn.Parameter(torch.empty(numel, dtype=dtype, device="meta"))
             for numel, dtype in zip(case["numels"], case["dtypes"])
         ]
-        place = {id(parameter): i for i, parameter in enumerate(params)}
+        index = {id(parameter): i for i, parameter in enumerate(params)}
         buckets = plan_buckets(params, case["cap_bytes"])
-        answers.append([[place.get(id(parameter), -1) for parameter in bucket] for bucket in buckets])
+        answers.append([[index.get(id(parameter), -1) for parameter in bucket] for bucket in buckets])
     return answers
 
 
 def plan_model(size: str, caps_mb: list[int]) -> list[int]:
-    """How many buckets plan_buckets makes of a TinyLM, for each cap in MiB."""
+    """Return the number of buckets that plan_buckets makes of a TinyLM, for each cap in MiB."""
     plan_buckets = student("m04_bucketed_ddp", "plan_buckets")
     params = list(tiny_lm(size, "meta").parameters())
     return [len(plan_buckets(params, cap * 2**20)) for cap in caps_mb]

@@ -1,6 +1,6 @@
 """The training loop that drives every wrapper, as one rank runs it.
 
-It is told its model, its weights and its batches, and returns what it has: tensors by name, as they are.
+Its input is a job: a model, weights and batches. It returns tensors by name, unchanged.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ class Interruption(Exception):
 
 
 def build(job: dict) -> torch.nn.Module:
-    """This rank's model. Each gradient that becomes ready is noted before the submission's hooks see it."""
+    """Build this rank's model. Record each ready gradient before the submission's hooks run."""
     model = edge_case_models.build(job["model"], job["sizes"], job["state"], job["dtype"]).to(device())
     recording.name_parameters(model)
     recording.watch_gradients(model)
@@ -28,17 +28,17 @@ def build(job: dict) -> torch.nn.Module:
 
 
 def create_group(job: dict) -> dist.ProcessGroup | None:
-    """The group that this rank trains in, of those in job["groups"]; None, the default group, without."""
-    mine = None
+    """Create all groups of job["groups"] and return the one of this rank; None (the default group) without groups."""
+    own_group = None
     for ranks in job.get("groups", []):
         group = dist.new_group(ranks)
         if dist.get_rank() in ranks:
-            mine = group
-    return mine
+            own_group = group
+    return own_group
 
 
 def wrap(job: dict, model: torch.nn.Module) -> torch.nn.Module:
-    """The submission's wrapper around the model."""
+    """Wrap the model with the submission's wrapper."""
     wrapper = student(job["package"], job["wrapper"])
     group = create_group(job)
     with phase("construct"):
@@ -46,10 +46,12 @@ def wrap(job: dict, model: torch.nn.Module) -> torch.nn.Module:
 
 
 def move_to_device(batch: dict) -> dict:
+    """Move the tensors of a batch to this rank's device."""
     return {key: value.to(device()) if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
 
 
 def forward_backward(ddp: torch.nn.Module, batch: dict) -> None:
+    """Run forward and backward on one batch."""
     with phase("forward"):
         loss = compute_loss(ddp, move_to_device(batch))
     with recording.backward_of(loss):
@@ -59,7 +61,7 @@ def forward_backward(ddp: torch.nn.Module, batch: dict) -> None:
 def accumulate(ddp: torch.nn.Module, batches: list[dict], interrupted: bool) -> None:
     """Run backward passes without communication, each in its own no_sync block.
 
-    If `interrupted`, they share a block, in which nested blocks begin and end. An exception ends it.
+    If `interrupted`, they share one block with nested blocks inside, and an exception ends it.
     """
     if not interrupted:
         for batch in batches:
@@ -76,9 +78,9 @@ def accumulate(ddp: torch.nn.Module, batches: list[dict], interrupted: bool) -> 
 
 
 def train(job: dict) -> dict:
-    """Construct the wrapper and take all steps; all micro-batches of a step except the last run inside no_sync.
+    """Construct the wrapper and take all steps. All micro-batches of a step except the last run inside no_sync.
 
-    In step job["interrupted"], if there is one, exceptions end the no_sync blocks.
+    In step job["interrupted"], if it is set, exceptions end the no_sync blocks.
     """
     model = build(job)
     ddp = wrap(job, model)

@@ -389,7 +389,7 @@ def test_missing_modules_and_broken_checks_count(grade, submit, monkeypatch):
     assert validated(json.dumps(done.result), "gradescope") == (0, 15, False)
     told = [test["output"] for test in done.result["tests"]]
     assert "module 1 is missing" in told[0] and "flat_ddp.py, line 1: invalid syntax" in told[1]
-    assert "could not be examined (ZeroDivisionError: in the check)" in told[2]
+    assert "could not examine what the ranks returned (ZeroDivisionError: in the check)" in told[2]
 
 
 def test_seed_repeats_a_grading(grade, submit):

@@ -1,6 +1,6 @@
-"""The mistake behind a rank's exception, where its message, its record and the submission's text give it away.
+"""Find the mistake behind a rank's exception from its message, the rank's record and the submission's text.
 
-A cause is said only where the evidence excludes the others that are as likely: a wrong one costs more than none.
+Name a cause only if the evidence excludes the equally likely ones: a wrong cause is worse than none.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from brigade.runner.ranks import RankFailure
 
 IN_PLACE = ("all_reduce", "broadcast", "reduce_scatter_tensor", "all_gather_into_tensor", "all_gather")
-CALLED_HOOK = "a hook is called where it is registered: pass the function itself, without (...)?"
+CALLED_HOOK = "a hook is called where it is registered. Pass the function itself, without (...)."
 
 
 @dataclass(frozen=True)
 class Symptom:
-    """An exception of this type ("": any) with this in its message means `cause`; "" where the evidence is missing."""
+    """An exception of this type ("": any) whose message matches means `cause`, or nothing if `cause` returns ""."""
 
     name: str
     error: str
@@ -33,69 +33,81 @@ class Symptom:
     cause: str | Callable[[RankFailure, Sources], str]
 
 
-def by_the_signature(failure: RankFailure, sources: Sources) -> str:
-    return "" if failure.own else "the signature differs from the one in the skeleton?"
+def explain_signature(failure: RankFailure, sources: Sources) -> str:
+    return "" if failure.own else "the signature differs from the one in the skeleton."
 
 
-def by_its_hooks(failure: RankFailure, sources: Sources) -> str:
+def explain_called_hook(failure: RankFailure, sources: Sources) -> str:
     in_backward = any("run_backward" in text or "loss.backward()" in text for *_, text in failure.frames)
     return CALLED_HOOK if in_backward and not failure.own else ""
 
 
-def by_no_result(failure: RankFailure, sources: Sources) -> str:
-    """The collective in the submission's text whose result is used though it gives none."""
-    for place, op in find_used_results(sources):
-        return f"{place}: without async_op=True {op} works in place and returns None"
+def explain_no_result(failure: RankFailure, sources: Sources) -> str:
+    """Name a collective in the submission's text whose result is used, although it returns None."""
+    for line, op in find_used_results(sources):
+        return f"{line}: without async_op=True {op} works in place and returns None."
     return ""
 
 
-def by_no_return(failure: RankFailure, sources: Sources) -> str:
+def explain_no_return(failure: RankFailure, sources: Sources) -> str:
     names = find_missing_returns(text for _, text in sources.values())
-    return f"{join_names(names)} ends without `return`, and so gives None?" if names else ""
+    return f"{join_names(names)} ends without `return`, so it returns None." if names else ""
 
 
-def by_unequal_shards(failure: RankFailure, sources: Sources) -> str:
+def explain_unequal_shards(failure: RankFailure, sources: Sources) -> str:
     whole, given = re.search(UNEQUAL_SHARDS, failure.message).groups()
     return (
-        f"reduce_scatter(output, input): the output times the number of ranks has {whole} elements, the input {given}; "
-        "the output is the own shard, the input the whole bucket, which is as long as all shards?"
+        f"in reduce_scatter(output, input), output times ranks is {whole} elements, but input has {given}. The output "
+        "must be the rank's own shard, and the input the whole bucket, which is as long as all shards together."
     )
 
 
-def by_no_gradient(failure: RankFailure, sources: Sources) -> str:
+def explain_no_gradient(failure: RankFailure, sources: Sources) -> str:
     [name] = re.search(NO_ATTRIBUTE, failure.message).groups()
-    used = any(f".grad.{name}" in text for *_, text in failure.frames)
-    return "the gradient of a parameter that this rank did not use is None: it counts as zeros?" if used else ""
+    is_used = any(f".grad.{name}" in text for *_, text in failure.frames)
+    return "the gradient of a parameter that this rank did not use is None. Treat it as zeros." if is_used else ""
 
 
-def by_the_last_bucket(failure: RankFailure, sources: Sources) -> str:
+def explain_last_bucket(failure: RankFailure, sources: Sources) -> str:
     last = failure.frames[-1][-1] if failure.frames else ""
-    cause = "an index beyond the buffer's last bucket: the last group may have fewer buckets than the others?"
+    cause = "an index exceeds the buffer's last bucket. The last group may have fewer buckets than the others."
     return cause if "bucket_ranges[" in last else ""
 
 
-def by_what_is_left(failure: RankFailure, sources: Sources) -> str:
-    return find_leftover(recorded(failure))
+def explain_assigned_gradient(failure: RankFailure, sources: Sources) -> str:
+    last = failure.frames[-1][-1] if failure.frames else ""
+    if re.search(r"zeros|ones|empty", last):
+        return "the new gradient must have its parameter's dtype and shape. Use torch.zeros_like(parameter)."
+    if "type" in failure.message.rpartition("assigned grad")[2]:
+        return (
+            "p.grad must have its parameter's dtype. torch.cat promotes several dtypes to the widest: use one flat "
+            "tensor per dtype, and copy the pieces into p.grad."
+        )
+    return "p.grad must have its parameter's shape. Copy the piece of the flat tensor into p.grad instead."
 
 
-def by_no_handle(failure: RankFailure, sources: Sources) -> str:
-    events = recorded(failure)
+def explain_leftover(failure: RankFailure, sources: Sources) -> str:
+    return find_leftover(get_events(failure))
+
+
+def explain_no_handle(failure: RankFailure, sources: Sources) -> str:
+    events = get_events(failure)
     steps = [event["step"] for event in events if event.get("kind") == "step"]
     if not steps or events[-1].get("phase") not in ("finish", "finish_grad_sync"):
         return ""
-    found = launches(events, steps[-1])
-    if any(launch.sync for launch in found):
-        return "a launch without async_op=True gives no handle?"
-    if all(steps[-1] in launch.wait_steps for launch in found):
+    launched = launches(events, steps[-1])
+    if any(launch.sync for launch in launched):
+        return "a launch without async_op=True returns no handle."
+    if all(steps[-1] in launch.wait_steps for launch in launched):
         return (
-            f"only {len(found)} launches were made in this step, and each was waited for: does finish_grad_sync launch "
-            "those that never became complete, before it waits?"
+            f"this step made only {len(launched)} launches, and waited for each. finish_grad_sync must launch the "
+            "buckets that never became complete before it waits."
         )
     return ""
 
 
-def recorded(failure: RankFailure) -> list[Event]:
-    """What the rank that failed has recorded."""
+def get_events(failure: RankFailure) -> list[Event]:
+    """Return what the failed rank recorded."""
     return failure.events[failure.rank] if failure.rank is not None and failure.events else []
 
 
@@ -103,36 +115,35 @@ UNEQUAL_SHARDS = r"outputShape\[0\] \* worldSize == inputShape\[0\] \((\d+) vs\.
 HOOK_RESULT = "hook returned|hooks should return"
 NO_ATTRIBUTE = r"'NoneType' object has no attribute '(\w+)'"
 SYMPTOMS = [
-    Symptom("breakpoint", "BdbQuit", "", "a breakpoint() was left in? --debug runs one rank on this terminal, where it "
-            "works"),
-    Symptom("missing name", "NameError", " has no ", "the name was changed or deleted? The skeleton has it; "
-            "`brigade reset` brings it back"),
-    Symptom("hook result", "TypeError", HOOK_RESULT, "a hook returns a value: it must return None"),
-    Symptom("hook result", "RuntimeError", HOOK_RESULT, "a hook returns a value: it must return None"),
-    Symptom("called hook", "TypeError", "object is not callable", by_its_hooks),
-    Symptom("global rank", "ValueError", r"Global rank \d+ is not part of", "src and dst are ranks of the world; "
-            "group_src and group_dst are those of the group?"),
+    Symptom("breakpoint", "BdbQuit", "", "a breakpoint() is still in the code. --debug runs one rank on this terminal, "
+            "where it works."),
+    Symptom("missing name", "NameError", " has no ", "the name was changed or deleted. The skeleton has it; "
+            "`brigade reset` restores it."),
+    Symptom("hook result", "TypeError", HOOK_RESULT, "a hook returns a value. It must return None."),
+    Symptom("hook result", "RuntimeError", HOOK_RESULT, "a hook returns a value. It must return None."),
+    Symptom("called hook", "TypeError", "object is not callable", explain_called_hook),
+    Symptom("global rank", "ValueError", r"Global rank \d+ is not part of", "src and dst are ranks of the world. Use "
+            "group_src and group_dst for ranks of the group."),
     Symptom("signature", "TypeError",
-            r"(missing|takes) .*argument|unexpected keyword argument|multiple values for argument", by_the_signature),
-    Symptom("assigned gradient", "RuntimeError", "assign a gradient|assigned grad", "a gradient has its parameter's "
-            "dtype and shape: torch.zeros_like(parameter)?"),
+            r"(missing|takes) .*argument|unexpected keyword argument|multiple values for argument", explain_signature),
+    Symptom("assigned gradient", "RuntimeError", "assign a gradient|assigned grad", explain_assigned_gradient),
     Symptom("no yield", "TypeError", "'NoneType' object is not an iterator", "a function under @contextmanager has no "
-            "yield"),
-    Symptom("no result", "AttributeError", NO_ATTRIBUTE, by_no_result),
-    Symptom("no result", "TypeError", "'NoneType'", by_no_result),
-    Symptom("no return", "", "NoneType", by_no_return),
-    Symptom("unequal shards", "", UNEQUAL_SHARDS, by_unequal_shards),
-    Symptom("no gradient", "", NO_ATTRIBUTE, by_no_gradient),
-    Symptom("last bucket", "IndexError", "", by_the_last_bucket),
-    Symptom("left over", "", "", by_what_is_left),
-    Symptom("no handle", "", "'wait'", by_no_handle),
+            "yield."),
+    Symptom("no result", "AttributeError", NO_ATTRIBUTE, explain_no_result),
+    Symptom("no result", "TypeError", "'NoneType'", explain_no_result),
+    Symptom("no return", "", "NoneType", explain_no_return),
+    Symptom("unequal shards", "", UNEQUAL_SHARDS, explain_unequal_shards),
+    Symptom("no gradient", "", NO_ATTRIBUTE, explain_no_gradient),
+    Symptom("last bucket", "IndexError", "", explain_last_bucket),
+    Symptom("left over", "", "", explain_leftover),
+    Symptom("no handle", "", "'wait'", explain_no_handle),
 ]  # fmt: skip
 
 
 def explain_exception(failure: RankFailure, sources: Sources) -> tuple[str, str]:
-    """Return the likely cause of a rank's exception, and the name of the symptom; two "" for none."""
+    """Return the likely cause of a rank's exception and the name of the symptom; two "" if there is none."""
     if any(re.search(r"register_\w*hook\(", text) for *_, text in failure.frames[:-1]) and failure.own:
-        return CALLED_HOOK, "called hook"  # a call on the line that registers was being made when it raised
+        return CALLED_HOOK, "called hook"  # the line that registers the hook was calling it
     for symptom in SYMPTOMS:
         if symptom.error in ("", failure.error) and re.search(symptom.message, failure.message):
             cause = symptom.cause if isinstance(symptom.cause, str) else symptom.cause(failure, sources)
@@ -142,7 +153,7 @@ def explain_exception(failure: RankFailure, sources: Sources) -> tuple[str, str]
 
 
 def find_used_results(sources: Sources) -> Iterable[tuple[str, str]]:
-    """(file and line, name) of each collective without async_op in these texts whose result is used: there is none."""
+    """Yield (file and line, name) of each collective without async_op=True in these texts whose result is used."""
     for path, text in sources.values():
         try:
             tree = ast.parse(text)
@@ -163,8 +174,8 @@ def is_false(node: ast.expr | None) -> bool:
 
 
 def find_missing_returns(texts: Iterable[str]) -> list[str]:
-    """The functions of these texts that are declared to return something, and nowhere do."""
-    found = []
+    """Return the functions of these texts that declare a result but never return one."""
+    names = []
     for text in texts:
         for node in ast.walk(ast.parse(text)):
             if not isinstance(node, ast.FunctionDef) or node.returns is None:
@@ -172,15 +183,15 @@ def find_missing_returns(texts: Iterable[str]) -> list[str]:
             nothing = isinstance(node.returns, ast.Constant) and node.returns.value is None
             is_written = not all(isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant) for s in node.body)
             is_written = is_written and not isinstance(node.body[-1], ast.Raise)
-            if is_written and not nothing and not any(map(gives, node.body)):
-                found.append(node.name)
-    return found
+            if is_written and not nothing and not any(map(returns_value, node.body)):
+                names.append(node.name)
+    return names
 
 
-def gives(node: ast.AST) -> bool:
-    """Whether a statement returns or yields something, functions inside it aside."""
+def returns_value(node: ast.AST) -> bool:
+    """Return whether a statement returns or yields something, apart from functions inside it."""
     if isinstance(node, (ast.FunctionDef, ast.Lambda, ast.ClassDef)):
         return False
     if isinstance(node, (ast.Yield, ast.YieldFrom)) or isinstance(node, ast.Return) and node.value is not None:
         return True
-    return any(map(gives, ast.iter_child_nodes(node)))
+    return any(map(returns_value, ast.iter_child_nodes(node)))

@@ -1,4 +1,4 @@
-"""The mistake behind wrong tensors: small hypotheses that are tried in order, once a check has failed."""
+"""Find the mistake behind wrong tensors. After a check has failed, small hypotheses are tried in order."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ Tensors = Mapping[str, "Tensor | None"]
 
 @dataclass(frozen=True)
 class Difference:
-    """A tensor that is wrong: the one called `name` in entry `index` of those compared. `error` is the largest."""
+    """A wrong tensor: `name` in entry `index` of the compared ones. `error` is its largest absolute error."""
 
     index: int
     name: str
-    found: Tensor | None
+    actual: Tensor | None
     expected: Tensor
     error: float
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The tensors of all ranks, what was expected of each, and which are wrong.
+    """The tensors of all ranks, the expected ones, and the wrong ones.
 
-    `suspected` maps a cause to the values (per rank) that it would give.
+    `hypotheses` maps a likely cause to the values (per rank) that it would produce.
     """
 
     actual: Sequence[Tensors]
     expected: Tensors
     wrong: Sequence[Difference]
-    suspected: Mapping[str, Sequence[Tensors]] = field(default_factory=dict)
+    hypotheses: Mapping[str, Sequence[Tensors]] = field(default_factory=dict)
     evidence: Evidence = field(default_factory=Evidence)
 
     @property
@@ -42,12 +42,12 @@ class Comparison:
         return len(self.actual)
 
     def factors(self) -> list[float | None]:
-        """Return by which factor each wrong tensor is wrong, None where it is no factor."""
-        return [ratio(entry.found, entry.expected) for entry in self.wrong if entry.expected.any()]
+        """Return the factor by which each wrong tensor is wrong; None if it is not wrong by a factor."""
+        return [find_factor(entry.actual, entry.expected) for entry in self.wrong if entry.expected.any()]
 
 
 def explain_tensors(compared: Comparison) -> tuple[str, str]:
-    """Return the mistake that would explain all the wrong tensors, and the name of the hypothesis; two "" for none."""
+    """Return a mistake that explains all wrong tensors and the name of its hypothesis; two "" if there is none."""
     for hypothesis in HYPOTHESES:
         if cause := hypothesis(compared):
             return cause, hypothesis.__name__
@@ -59,39 +59,65 @@ def recorded_mistake(compared: Comparison) -> str:
 
 
 def overwritten_gradient(compared: Comparison) -> str:
-    gone = all(value is None for tensors in compared.actual for value in tensors.values())
-    if not compared.evidence.synchronous or not gone:
+    is_gone = all(value is None for tensors in compared.actual for value in tensors.values())
+    if not compared.evidence.has_sync_launch or not is_gone:
         return ""
-    return "p.grad was overwritten? A collective works in place, and returns None unless it has async_op=True"
+    return "p.grad was overwritten with None. A collective works in place and returns None unless async_op=True."
 
 
 def missing_gradient(compared: Comparison) -> str:
-    if any(entry.found is not None for entry in compared.wrong):
+    if any(entry.actual is not None for entry in compared.wrong):
         return ""
-    return "a gradient that is None on some rank must still take part, as zeros, and receive the average?"
+    return (
+        "a gradient that is None on some rank does not take part. It must take part as zeros and receive the average."
+    )
 
 
-def read_too_early(compared: Comparison) -> str:
-    found = [entry.found for entry in compared.wrong if entry.found is not None]
-    if not any(value.is_floating_point() and value.isnan().any() for value in found):
+def early_read(compared: Comparison) -> str:
+    values = [entry.actual for entry in compared.wrong if entry.actual is not None]
+    if not any(value.is_floating_point() and value.isnan().any() for value in values):
         return ""
-    until = "NaN stands where a collective's result belongs until its handle was waited on: "
-    if compared.evidence.forgotten:
-        return until + "a handle was never waited on"
-    if compared.evidence.forgotten == 0:
-        return until + "all handles were, so the result was read too early, or belongs to another tensor?"
-    return until + "a handle was never waited on, or the result was read too early?"
+    meaning = "the result of a collective is NaN until somebody waits on its handle. "
+    if compared.evidence.num_unawaited:
+        return meaning + "A handle was never waited on."
+    if compared.evidence.num_unawaited == 0:
+        return meaning + "Every handle was waited on, so the result was read too early or copied to another tensor."
+    return meaning + "A handle was never waited on, or the result was read too early."
 
 
-def suspected_values(compared: Comparison) -> str:
-    for cause, values in compared.suspected.items():
-        if all(same(entry.found, values[entry.index].get(entry.name)) for entry in compared.wrong):
+def hypothesis_values(compared: Comparison) -> str:
+    for cause, values in compared.hypotheses.items():
+        if all(agree(entry.actual, values[entry.index].get(entry.name)) for entry in compared.wrong):
             return cause
     return ""
 
 
+def rounded_values(compared: Comparison) -> str:
+    """All wrong tensors contain only numbers of a narrower dtype, and they are correct to its precision."""
+    for dtype in (torch.bfloat16, torch.float32):
+        if all(is_rounded(entry, dtype) for entry in compared.wrong):
+            wide = str(compared.wrong[0].expected.dtype).removeprefix("torch.")
+            narrow = str(dtype).removeprefix("torch.")
+            return f"the values are rounded to {narrow}: they pass through a {narrow} tensor. Give that tensor {wide}."
+    return ""
+
+
+def is_rounded(entry: Difference, dtype: torch.dtype) -> bool:
+    """Return whether a wrong tensor is the expected one, rounded to a narrower dtype on the way."""
+    actual, expected = entry.actual, entry.expected
+    if (
+        actual is None
+        or not actual.is_floating_point()
+        or actual.numel() < 2
+        or actual.dtype.itemsize <= dtype.itemsize
+    ):
+        return False
+    is_close = entry.error <= 8 * torch.finfo(dtype).eps * float(expected.double().abs().max())
+    return is_close and torch.equal(actual, actual.to(dtype).to(actual.dtype))
+
+
 def one_factor(compared: Comparison) -> str:
-    """All are wrong by one factor, which group sizes and usual mistakes explain."""
+    """All are wrong by the same factor, and group sizes or usual mistakes explain it."""
     factors = compared.factors()
     if not factors or None in factors or max(factors) - min(factors) >= 1e-3 * max(factors):
         return ""
@@ -100,24 +126,27 @@ def one_factor(compared: Comparison) -> str:
     is_all = len(compared.wrong) == size * len(compared.expected)
     several = len({entry.name for entry in compared.wrong}) > 1
     every = ("every gradient" if is_all else "each of these") if several else "it"
-    averaged = (1 / size, f"{every} is exactly {size}× too small: ReduceOp.AVG has divided already?")
+    averaged = (
+        1 / size,
+        f"{every} is exactly {size}× too small: it is divided again after ReduceOp.AVG has divided it.",
+    )
     known = [
-        *[averaged] * compared.evidence.averaged,
-        (size, f"{every} is exactly {size}× too large: summed over the ranks, not averaged?"),
+        *[averaged] * compared.evidence.uses_avg,
+        (size, f"{every} is exactly {size}× too large: it is summed over the ranks but not divided by the group size."),
         (
             size / world_size,  # 1 where the group is the world
-            f"{every} is divided by {world_size}, the size of the world, not by {size}, the size of the group?"
-            + (f" Or twice by {size}?" if size * size == world_size else ""),
+            f"{every} is divided by {world_size}, the size of the world, not by {size}, the size of the group"
+            + (f", or it is divided twice by {size}." if size * size == world_size else "."),
         ),
-        (1 / size, f"{every} is exactly {size}× too small: divided twice?"),
-        (size / 2, f"{every} is divided by 2 where the group has {size} rank{'s' * (size > 1)}?"),
-        (2, f"{every} is exactly 2× too large: counted twice?"),
+        (1 / size, f"{every} is exactly {size}× too small: it is divided twice."),
+        (size / 2, f"{every} is divided by 2, but the group has {size} rank{'s' * (size > 1)}."),
+        (2, f"{every} is exactly 2× too large: it is counted twice."),
     ]
     for value, cause in known:
         if value != 1 and abs(factor - value) < 2e-3 * value:
             return cause
-    if abs(factor - 1) > 0.02:  # weights that are a little wrong have a factor too
-        return f"{every} is {factor:.4g}× what it should be: divided by the wrong number?"
+    if abs(factor - 1) > 0.02:  # slightly wrong weights have a factor, too
+        return f"{every} is {factor:.4g}× the expected value: it is divided by the wrong number."
     return ""
 
 
@@ -126,87 +155,91 @@ def several_divisions(compared: Comparison) -> str:
     powers = [size**k for k in (1, 2, 3, 4)]
     if size == 1 or None in factors or not all(any(abs(r * n - 1) < 2e-3 for n in powers) for r in factors):
         return ""
-    return f"some gradients are divided by {size} once too often, others more often: by what of the flat tensor?"
+    return (
+        f"some gradients are divided by {size} once too often, others more often: a loop divides the flat tensor again "
+        "for each piece or bucket."
+    )
 
 
 def displaced_entries(compared: Comparison) -> str:
-    """The wrong entries are right ones that belong elsewhere."""
-    moved, right, margin = moved_entries(compared)
+    """The wrong entries are correct entries that belong elsewhere."""
+    moved, right, margin = collect_moved_entries(compared)
     if not len(moved):
         return ""
     ordered = right.sort().values
-    place = torch.searchsorted(ordered, moved).clamp(1, len(ordered) - 1)
-    nearest = torch.minimum((ordered[place - 1] - moved).abs(), (ordered[place] - moved).abs())
+    index = torch.searchsorted(ordered, moved).clamp(1, len(ordered) - 1)
+    nearest = torch.minimum((ordered[index - 1] - moved).abs(), (ordered[index] - moved).abs())
     if not bool((moved.abs() > margin).all()) or not bool((nearest <= margin).all()):
         return ""
-    return "all entries are right ones that belong elsewhere: the flat tensor is cut at wrong places, or out of order?"
+    return "all entries are correct but belong elsewhere: the flat tensor is cut at wrong positions or in wrong order."
 
 
 def mixed_entries(compared: Comparison) -> str:
-    """The wrong entries add up as the right ones do."""
-    moved, right, _ = moved_entries(compared)
-    sums = [flat(tensors.values()).sum() for tensors in compared.actual]
+    """The sum of the wrong entries is correct."""
+    moved, right, _ = collect_moved_entries(compared)
+    sums = [flatten_all(tensors.values()).sum() for tensors in compared.actual]
     is_sum_right = all(abs(float(each - right.sum())) < 1e-6 * float(right.abs().sum()) for each in sums)
     if not len(moved) or compared.size == 1 or not is_sum_right:
         return ""
     return (
-        "the sum of all entries is right, their places are not: are the parameters in the same order on all ranks? "
-        "A set has another one on each"
+        "the sum of all entries is correct, but their positions are not: the ranks order the parameters differently. "
+        "A set has a different order on each rank."
     )
 
 
-def moved_entries(compared: Comparison) -> tuple[Tensor, Tensor, float]:
-    """Return the wrong entries, all right ones, and how far equal ones may differ. No entries where they say little."""
-    right, nothing = flat(compared.expected.values()), torch.zeros(0, dtype=torch.float64)
-    is_complete = all(entry.found is not None and entry.expected.is_floating_point() for entry in compared.wrong)
+def collect_moved_entries(compared: Comparison) -> tuple[Tensor, Tensor, float]:
+    """Return the wrong entries, all correct ones, and the margin for equal ones. No entries if there are too few."""
+    right, nothing = flatten_all(compared.expected.values()), torch.zeros(0, dtype=torch.float64)
+    is_complete = all(entry.actual is not None and entry.expected.is_floating_point() for entry in compared.wrong)
     if not len(right) or not is_complete:
         return nothing, right, 0.0
     margin = 2e-6 * float(right.abs().max())
-    found, expected = flat(e.found for e in compared.wrong), flat(e.expected for e in compared.wrong)
-    moved = found[~((found - expected).abs() <= margin)]
+    actual, expected = flatten_all(e.actual for e in compared.wrong), flatten_all(e.expected for e in compared.wrong)
+    moved = actual[~((actual - expected).abs() <= margin)]
     return (nothing if len(moved) < 8 or moved.isnan().any() else moved), right, margin
 
 
 def ranks_disagree(compared: Comparison) -> str:
     first = compared.wrong[0].name
     one, *others = (tensors.get(first) for tensors in compared.actual)
-    if all(same(one, other) for other in others):
+    if all(agree(one, other) for other in others):
         return ""
-    return f"the ranks do not agree: {first} was not exchanged, or not all of it?"
+    return f"the ranks do not agree: {first} was not exchanged, or only a part of it was."
 
 
 HYPOTHESES: tuple[Callable[[Comparison], str], ...] = (
     recorded_mistake,
     overwritten_gradient,
     missing_gradient,
-    read_too_early,
-    suspected_values,
+    early_read,
+    hypothesis_values,
+    rounded_values,
     one_factor,
     several_divisions,
     displaced_entries,
     mixed_entries,
     ranks_disagree,
 )
-# A cause that one of these gives says little: a better one replaces it.
-GENERAL = (read_too_early.__name__, ranks_disagree.__name__)
+# The causes of these hypotheses say little, so a more specific cause replaces them.
+GENERAL = (early_read.__name__, ranks_disagree.__name__)
 
 
-def flat(tensors: Iterable[Tensor | None]) -> Tensor:
-    """All entries of those that are not None, in float64."""
+def flatten_all(tensors: Iterable[Tensor | None]) -> Tensor:
+    """Return all entries of the tensors that are not None, in float64."""
     return torch.cat([torch.zeros(0, dtype=torch.float64), *(t.double().flatten() for t in tensors if t is not None)])
 
 
-def same(one: Tensor | None, other: Tensor | None) -> bool:
-    """Return whether two tensors agree to the rounding of float32; None counts as zeros."""
+def agree(one: Tensor | None, other: Tensor | None) -> bool:
+    """Return whether two tensors agree up to float32 rounding; None counts as zeros."""
     if one is None or other is None:
         return (one is None or not one.any()) and (other is None or not other.any())
     return one.shape == other.shape and torch.allclose(one.double(), other.double(), rtol=1e-4, atol=1e-7)
 
 
-def ratio(found: Tensor | None, expected: Tensor) -> float | None:
-    """The factor k with found = k × expected, if there is one."""
-    if found is None or not expected.any():
+def find_factor(actual: Tensor | None, expected: Tensor) -> float | None:
+    """Return the factor k with actual = k × expected, or None."""
+    if actual is None or not expected.any():
         return None
-    a, b = found.double().flatten(), expected.double().flatten()
+    a, b = actual.double().flatten(), expected.double().flatten()
     k = float(a @ b / (b @ b))
     return k if torch.allclose(a, k * b, rtol=1e-2, atol=1e-2 * abs(k) * float(b.abs().max())) and k else None
