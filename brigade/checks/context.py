@@ -159,7 +159,8 @@ def to_failure(failure: ranks.RankFailure, sources: Sources, note: str = "") -> 
             error=failure.error or "",
             message=failure.message,
             note=note,
-        )
+        ),
+        failure.events,
     )
 
 

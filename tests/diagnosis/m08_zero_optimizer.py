@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from brigade.checks.expectations import expect_equal, join_names, same
+from brigade.checks.expectations import agree, expect_equal, join_names
 from brigade.checks.verdict import CheckFailed
 from brigade.events import launches
 from expected.m08_zero_optimizer import dots_weights, like, unsharded, weights_alone, wide, wrong_root
@@ -72,11 +72,11 @@ def wrong_first_step(case, job, found, events):
     one = unsharded(case, job, steps=1)["weights"][0]
     own = [unsharded(case, job, [rank], steps=1)["weights"][0] for rank in case.group]
     owners = [
-        {name: next((o[name] for o in own if same(o[name], tensors[name])), own[0][name]) for name in one}
+        {name: next((o[name] for o in own if agree(o[name], tensors[name])), own[0][name]) for name in one}
         for tensors in found
     ]
     frozen = {name for name, parameter in case.parameters().items() if not parameter.requires_grad}
-    stepped = {name for name in one if any(not same(tensors[name], start[name]) for tensors in found)}
+    stepped = {name for name in one if any(not agree(tensors[name], start[name]) for tensors in found)}
     hypotheses = {}
     if wrong := wrong_root(case, events):
         hypotheses[f"{wrong}: both must be its owner?"] = found

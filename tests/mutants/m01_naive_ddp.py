@@ -116,7 +116,7 @@ MUTANTS = [
         REDUCE,
         REDUCE.replace("parameter.grad", "parameter.data"),
         ("test_gradients_are_averaged", "test_several_steps"),
-        "the parameter itself is all-reduced",
+        "all-reduces the parameter itself",
     ),
     Mutant(
         "a copy of the gradient reduced",

@@ -43,7 +43,7 @@ MUTANTS = [
         LAUNCH,
         LAUNCH.replace("parameter.grad", "parameter.data"),
         ("test_gradients_are_averaged", "test_steps_and_subgroups", "test_no_sync_restores_its_state"),
-        "the parameter itself is all-reduced",
+        "all-reduces the parameter itself",
     ),
     Mutant(
         "synchronous all-reduce in the hook",

@@ -57,7 +57,7 @@ MUTANTS = [
         RULE,
         "if not buckets or nbytes + size > bucket_cap_bytes:",
         ("test_bucket_rule",),
-        "one dtype",
+        "a change of dtype does not close the bucket",
     ),
     Mutant(
         "elements compared with bytes",

@@ -97,7 +97,13 @@ MUTANTS = [
     Mutant("the last bucket lost", LAST, "if is_full:", ("test_layout_rule",), "the last bucket is missing"),
     Mutant("bucket_numel None crashes", FULL, "is_full = end - bucket_start >= bucket_numel", ("test_layout_rule",)),
     Mutant("a layout that can be changed", FROZEN, "@dataclass", ("test_layout_rule",), "frozen=True"),
-    Mutant("replicas not made equal", BROADCAST, "pass\n", ("test_gradients_are_averaged",), "still has its own parameters and buffers"),
+    Mutant(
+        "replicas not made equal",
+        BROADCAST,
+        "pass\n",
+        ("test_gradients_are_averaged",),
+        "still has its own parameters and buffers",
+    ),
     Mutant(
         "summed, not averaged",
         REDUCE,
@@ -320,7 +326,11 @@ MUTANTS = [
         "an inner no_sync",
     ),
     Mutant(
-        "no_sync without effect", UNLESS, "if True:\n", ("test_steps_and_subgroups",), "the hook ignores the flag of no_sync"
+        "no_sync without effect",
+        UNLESS,
+        "if True:\n",
+        ("test_steps_and_subgroups",),
+        "the hook ignores the flag of no_sync",
     ),
     Mutant(
         "padded for the world instead of the group, and averaged over it",

@@ -1,4 +1,4 @@
-"""The cause of a rank's exception: said where exception, frames and text give it away, and not otherwise."""
+"""The cause of a rank's exception: named only if the exception, its frames and the text prove it."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ REGISTERED = ["p.register_post_accumulate_grad_hook(self.launch(p))"]
 
 
 @pytest.mark.parametrize(
-    ("found", "told"),
+    ("likely_cause", "message"),
     [
         (cause("BdbQuit", "(no message)"), "--debug"),
-        (cause("TypeError", "expected Variable, but hook returned 'Work'", ENGINE, own=False), "must return None"),
+        (cause("TypeError", "expected Variable, but hook returned 'Work'", ENGINE, own=False), "It must return None"),
         (cause("TypeError", "'NoneType' object is not callable", ENGINE, own=False), CALLED_HOOK),
         (cause("TypeError", "'NoneType' object is not callable", ["self.f()"]), ""),
         (cause("RuntimeError", "anything", [*REGISTERED, "p.grad / 2"]), CALLED_HOOK),
@@ -48,27 +48,27 @@ REGISTERED = ["p.register_post_accumulate_grad_hook(self.launch(p))"]
         ),
         (cause("AttributeError", NONE, text="dist.all_reduce(t)\nh = dist.broadcast(t, async_op=True)"), ""),
         (cause("ValueError", "Global rank 0 is not part of process_group"), "group_src"),
-        (cause("ValueError", UNEQUAL), "768 elements, the input 192"),
-        (cause("AttributeError", NO_VIEW, ["x = p.grad.view(-1)"]), "it counts as zeros"),
+        (cause("ValueError", UNEQUAL), "768 elements, but input has 192"),
+        (cause("AttributeError", NO_VIEW, ["x = p.grad.view(-1)"]), "Treat it as zeros"),
         (cause("AttributeError", NO_VIEW, ["x = p.view(-1)"]), ""),
         (cause("IndexError", BEYOND, ["start, end = buffer.bucket_ranges[i]"]), "last bucket"),
         (cause("IndexError", BEYOND, ["start, end = pairs[i]"]), ""),
     ],
 )
-def test_cause(found, told):
-    assert told in found if told else found == ""
+def test_cause(likely_cause, message):
+    assert message in likely_cause if message else likely_cause == ""
 
 
 def test_results_that_are_used():
     text = "def f():\n    return all_reduce(t, async_op=False)\nx = g(dist.broadcast(t), functools.reduce(a, b))\n"
-    assert [(place, op) for place, op in find_used_results({"f": ("f.py", text)})] == [
+    assert [(line, op) for line, op in find_used_results({"f": ("f.py", text)})] == [
         ("f.py, line 2", "all_reduce"),
         ("f.py, line 3", "broadcast"),
     ]
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "names"),
     [
         ("def f() -> int:\n    x = 1\n", ["f"]),
         ("def f() -> int:\n    x = 1\n    return x\n", []),
@@ -80,9 +80,9 @@ def test_results_that_are_used():
         ("def f() -> int:\n    x = 1\n    raise NotImplementedError\n", []),
     ],
 )
-def test_a_forgotten_return(text, found):
-    assert find_missing_returns([text]) == found
-    assert bool(found) == ("without `return`" in cause("TypeError", "'NoneType' object is not iterable", text=text))
+def test_a_forgotten_return(text, names):
+    assert find_missing_returns([text]) == names
+    assert bool(names) == ("without `return`" in cause("TypeError", "'NoneType' object is not iterable", text=text))
 
 
 def test_no_name_of_the_toolkit_is_quoted():

@@ -140,7 +140,7 @@ def test_an_error_in_all_checks_is_told_once(brigade, lessons):
     (lessons / get_module(1).path).write_text(text.replace("dist.get_world_size(", "dist.get_wolrd_size("))
     shown = brigade("check", 1, "--target", lessons, "--seed", 3).stdout
     assert shown.count("AttributeError") == 1 and shown.count("as in the first failed check") == 6, shown
-    assert f"repeat        brigade check 1 --only parameters_start_equal --seed 3 --target {lessons}\n" in shown
+    assert f"Repeat:       brigade check 1 --only parameters_start_equal --seed 3 --target {lessons}\n" in shown
 
 
 def test_after_two_checks_that_hang_no_other_is_waited_for(brigade, lessons, monkeypatch):

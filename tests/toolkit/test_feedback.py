@@ -1,4 +1,4 @@
-"""What a failed check says: the fact first, and the mistake that explains it."""
+"""The message of a failed check: the fact first, then the mistake that explains it."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from brigade.checks.verdict import CheckFailed, Verdict
 Tensors = dict[str, "Tensor | None"]
 
 
-def truth() -> Tensors:
+def expected_tensors() -> Tensors:
     generator = torch.Generator().manual_seed(0)
     return {"weight": torch.randn(3, 4, generator=generator), "bias": torch.randn(3, generator=generator)}
 
 
 def times(factor: float, only: str = "") -> Tensors:
-    return {name: value * (factor if only in name else 1.0) for name, value in truth().items()}
+    return {name: value * (factor if only in name else 1.0) for name, value in expected_tensors().items()}
 
 
 def verdict(actual: list[Tensors], expected: Tensors | None = None, **options: Any) -> Verdict:
     with pytest.raises(CheckFailed) as caught:
-        expect_equal("gradients are the average", actual, expected or truth(), **options)
+        expect_equal("gradients are the average", actual, expected or expected_tensors(), **options)
     return caught.value.verdict
 
 
@@ -46,16 +46,14 @@ def verdict(actual: list[Tensors], expected: Tensors | None = None, **options: A
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_summed_not_averaged(world_size):
     failed = verdict([times(world_size)] * world_size)
-    assert (
-        failed.likely_cause
-        == f"every gradient is exactly {world_size}× too large: summed over the ranks, not averaged?"
-    )
+    cause = f"every gradient is exactly {world_size}× too large: it is summed over the ranks but not divided by"
+    assert failed.likely_cause.startswith(cause)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_divided_twice(world_size):
     failed = verdict([times(1 / world_size)] * world_size)
-    assert failed.likely_cause == f"every gradient is exactly {world_size}× too small: divided twice?"
+    assert failed.likely_cause == f"every gradient is exactly {world_size}× too small: it is divided twice."
 
 
 def test_divided_by_the_world_where_the_group_is_smaller():
@@ -65,62 +63,65 @@ def test_divided_by_the_world_where_the_group_is_smaller():
 
 
 def test_divided_twice_where_one_division_was_the_collectives():
-    failed = verdict([times(1 / 2)] * 2, evidence=Evidence(averaged=True))
-    assert failed.likely_cause == "every gradient is exactly 2× too small: ReduceOp.AVG has divided already?"
-    assert "ReduceOp.AVG" in verdict([times(1 / 2)] * 2, evidence=Evidence(averaged=True, world_size=4)).likely_cause
+    failed = verdict([times(1 / 2)] * 2, evidence=Evidence(uses_avg=True))
+    assert (
+        failed.likely_cause
+        == "every gradient is exactly 2× too small: it is divided again after ReduceOp.AVG has divided it."
+    )
+    assert "ReduceOp.AVG" in verdict([times(1 / 2)] * 2, evidence=Evidence(uses_avg=True, world_size=4)).likely_cause
 
 
 def test_two_mistakes_with_one_factor_are_both_named():
     cause = verdict([times(1 / 2)] * 2, ranks=[1, 3], evidence=Evidence(world_size=4)).likely_cause
-    assert "the size of the world" in cause and "Or twice by 2?" in cause
+    assert "the size of the world" in cause and "or it is divided twice by 2." in cause
 
 
 def test_divided_by_two_whatever_the_group():
-    assert "divided by 2 where the group has 3 ranks" in verdict([times(3 / 2)] * 3).likely_cause
+    assert "divided by 2, but the group has 3 ranks" in verdict([times(3 / 2)] * 3).likely_cause
 
 
 def test_counted_twice():
     failed = verdict([times(2, only="bias")] * 3)
-    assert failed.likely_cause == "it is exactly 2× too large: counted twice?"
+    assert failed.likely_cause == "it is exactly 2× too large: it is counted twice."
 
 
 def test_another_factor():
-    assert "0.7× what it should be" in verdict([times(0.7)] * 2).likely_cause
+    assert "0.7× the expected value" in verdict([times(0.7)] * 2).likely_cause
 
 
 def test_a_factor_of_one_rank_is_found_too():
-    assert "2× too large" in verdict([truth(), times(2)]).likely_cause
+    assert "2× too large" in verdict([expected_tensors(), times(2)]).likely_cause
 
 
 def test_nan_is_a_result_nobody_waited_for():
-    late = truth()
+    late = expected_tensors()
     late["bias"][1] = float("nan")
-    failed = verdict([truth(), late])
+    failed = verdict([expected_tensors(), late])
     assert "never waited on" in failed.likely_cause
-    assert failed.described == f"rank 1, bias: entry 1 is nan, expected {truth()['bias'][1].item():.6g}"
+    assert failed.described == f"rank 1, bias: entry 1 is nan, expected {expected_tensors()['bias'][1].item():.6g}"
 
 
 @pytest.mark.parametrize(
-    ("forgotten", "told"), [(2, "a handle was never waited on"), (0, "the result was read too early")]
+    ("num_unawaited", "message"), [(2, "A handle was never waited on"), (0, "the result was read too early")]
 )
-def test_nan_where_the_record_knows_of_the_handles(forgotten, told):
-    wrong = truth() | {"bias": torch.full((3,), float("nan"))}
-    cause = verdict([wrong], evidence=Evidence(forgotten=forgotten)).likely_cause
-    assert told in cause and ("never" in cause) == bool(forgotten)
+def test_nan_where_the_record_knows_of_the_handles(num_unawaited, message):
+    wrong = expected_tensors() | {"bias": torch.full((3,), float("nan"))}
+    cause = verdict([wrong], evidence=Evidence(num_unawaited=num_unawaited)).likely_cause
+    assert message in cause and ("never" in cause) == bool(num_unawaited)
 
 
 def test_a_mistake_in_the_record_comes_first():
-    assert verdict([times(2)] * 2, evidence=Evidence(mistake="the wrong group?")).likely_cause == "the wrong group?"
+    assert verdict([times(2)] * 2, evidence=Evidence(mistake="the wrong group.")).likely_cause == "the wrong group."
 
 
 def test_gradients_that_are_all_gone():
-    nothing: Tensors = dict.fromkeys(truth())
-    assert "p.grad was overwritten" in verdict([nothing] * 2, evidence=Evidence(synchronous=True)).likely_cause
+    nothing: Tensors = dict.fromkeys(expected_tensors())
+    assert "p.grad was overwritten" in verdict([nothing] * 2, evidence=Evidence(has_sync_launch=True)).likely_cause
     assert "p.grad was overwritten" not in verdict([nothing] * 2).likely_cause
 
 
 def test_pieces_in_the_wrong_places():
-    entries = torch.cat([truth()["bias"], truth()["weight"].flatten()])
+    entries = torch.cat([expected_tensors()["bias"], expected_tensors()["weight"].flatten()])
     shifted = {"weight": entries[:12].view(3, 4), "bias": entries[12:]}
     assert "belong elsewhere" in verdict([shifted] * 2).likely_cause
 
@@ -128,35 +129,35 @@ def test_pieces_in_the_wrong_places():
 def test_sums_that_are_right_in_places_that_are_not():
     """Two ranks average the parameters in different orders: entry i of one with entry j of the other."""
     own = [times(0.4), times(1.6)]
-    mine, other = (torch.cat([tensors["weight"].flatten(), tensors["bias"]]) for tensors in own)
+    first, other = (torch.cat([tensors["weight"].flatten(), tensors["bias"]]) for tensors in own)
     swapped = torch.cat([other[3:], other[:3]])
-    mixed = (mine + swapped) / 2
-    found = {"weight": mixed[:12].view(3, 4), "bias": mixed[12:]}
-    assert "in the same order on all ranks" in verdict([found, found]).likely_cause
+    mixed = (first + swapped) / 2
+    shuffled = {"weight": mixed[:12].view(3, 4), "bias": mixed[12:]}
+    assert "the ranks order the parameters differently" in verdict([shuffled, shuffled]).likely_cause
 
 
 def test_none_where_a_gradient_belongs():
-    missing = truth() | {"bias": None}
-    failed = verdict([truth(), missing])
-    assert "rank 1, bias: there is none" in failed.described
-    assert "None on some rank must still take part" in failed.likely_cause
+    missing = expected_tensors() | {"bias": None}
+    failed = verdict([expected_tensors(), missing])
+    assert "rank 1, bias: it is None" in failed.described
+    assert "None on some rank does not take part" in failed.likely_cause
 
 
-def test_a_suspect_is_named_where_its_values_are_found():
-    own = [times(0.3), {name: value + 1 for name, value in truth().items()}]
-    hypotheses = {"something else?": [truth(), truth()], "each rank still has its own?": own}
-    assert verdict(own, hypotheses=hypotheses).likely_cause == "each rank still has its own?"
-    assert verdict([truth(), own[1]], hypotheses=hypotheses).likely_cause == "each rank still has its own?"
-    assert verdict([own[1], own[0]], hypotheses=hypotheses).likely_cause != "each rank still has its own?"
+def test_a_hypothesis_is_named_if_its_values_match():
+    own = [times(0.3), {name: value + 1 for name, value in expected_tensors().items()}]
+    hypotheses = {"something else.": [expected_tensors(), expected_tensors()], "each rank still has its own.": own}
+    assert verdict(own, hypotheses=hypotheses).likely_cause == "each rank still has its own."
+    assert verdict([expected_tensors(), own[1]], hypotheses=hypotheses).likely_cause == "each rank still has its own."
+    assert verdict([own[1], own[0]], hypotheses=hypotheses).likely_cause != "each rank still has its own."
 
 
 def test_ranks_that_disagree():
-    actual = [truth(), {name: value.flip(0) + 1 for name, value in truth().items()}]
+    actual = [expected_tensors(), {name: value.flip(0) + 1 for name, value in expected_tensors().items()}]
     assert "the ranks do not agree: weight" in verdict(actual).likely_cause
 
 
 def test_no_cause_is_invented():
-    wrong = {name: value.flip(0) * torch.rand(1) + 1 for name, value in truth().items()}
+    wrong = {name: value.flip(0) * torch.rand(1) + 1 for name, value in expected_tensors().items()}
     failed = verdict([wrong, wrong])
     assert failed.likely_cause == "" and "cause" not in str(failed)
 
@@ -165,28 +166,28 @@ def test_no_cause_is_invented():
 
 
 def test_the_first_wrong_entry_is_shown_and_the_others_counted():
-    wrong = truth()
+    wrong = expected_tensors()
     wrong["weight"][1, 2] += 1.0
-    failed = verdict([truth(), wrong, wrong])
-    want = truth()["weight"][1, 2].item()
+    failed = verdict([expected_tensors(), wrong, wrong])
+    want = expected_tensors()["weight"][1, 2].item()
     assert failed.expected == "gradients are the average"
     first, second = failed.described.splitlines()
     assert first == f"rank 1, weight: entry 6 is {want + 1:.6g}, expected {want:.6g}"
-    assert second == "2 of 6 are wrong: weight"
-    assert [line[:14].strip() for line in str(failed).splitlines()] == ["expected", "got", "", "likely cause"]
+    assert second == "2 of 6 tensors are wrong: weight"
+    assert [line[:14].strip() for line in str(failed).splitlines()] == ["Expected:", "Got:", "", "Likely cause:"]
 
 
 def test_a_wrong_shape():
-    failed = verdict([truth() | {"weight": torch.zeros(12)}])
-    assert "shape (3, 4)" in failed.expected and "shape (12,)" in failed.described
+    failed = verdict([expected_tensors() | {"weight": torch.zeros(12)}])
+    assert "the shape of weight is (3, 4)" in failed.expected and "shape is (12,)" in failed.described
 
 
 def test_a_missing_name_is_wrong():
-    assert "rank 0, bias: there is none" in verdict([{"weight": truth()["weight"]}]).described
+    assert "rank 0, bias: it is None" in verdict([{"weight": expected_tensors()["weight"]}]).described
 
 
 def test_an_infinite_entry_is_wrong():
-    wrong = truth()
+    wrong = expected_tensors()
     wrong["bias"][0] = float("inf")
     assert "bias: entry 0 is inf" in verdict([wrong]).described
 
@@ -194,16 +195,16 @@ def test_an_infinite_entry_is_wrong():
 def test_expect():
     expect(True, "it holds", "it does")
     with pytest.raises(CheckFailed) as caught:
-        expect(False, "one launch", "rank 0: two\nrank 1: one", "why?")
+        expect(False, "one launch", "rank 0: two\nrank 1: one", "one of them launches twice.")
     assert str(caught.value).splitlines() == [
-        "expected      one launch",
-        "got           rank 0: two",
+        "Expected:     one launch",
+        "Got:          rank 0: two",
         "              rank 1: one",
-        "likely cause  why?",
+        "Likely cause: one of them launches twice.",
     ]
 
 
-def test_listing():
+def test_names_are_joined():
     assert join_names(["a", "b"]) == "a, b"
     assert join_names(range(6)) == "0, 1, 2, 3 and 2 more"
 
@@ -212,16 +213,16 @@ def test_listing():
 
 
 def test_equal_tensors_pass():
-    expect_equal("...", [truth()] * 3, truth())
-    expect_equal("...", [truth()] * 3, truth(), tolerance=0.0)
+    expect_equal("...", [expected_tensors()] * 3, expected_tensors())
+    expect_equal("...", [expected_tensors()] * 3, expected_tensors(), tolerance=0.0)
 
 
 @pytest.mark.parametrize("dtype, limit", [(torch.float32, 1e-5), (torch.float64, 1e-10), (torch.bfloat16, 2**-7)])
 def test_the_tolerance_is_relative_to_the_largest_entry(dtype, limit):
     expected = {"w": torch.tensor([100.0, 0.0, 1.0], dtype=torch.float64).to(dtype)}
-    for place, factor, fits in ((1, 0.8, True), (2, 0.8, True), (1, 2.5, False)):
+    for index, factor, fits in ((1, 0.8, True), (2, 0.8, True), (1, 2.5, False)):
         shifted = expected["w"].clone()
-        shifted[place] += 100 * limit * factor
+        shifted[index] += 100 * limit * factor
         if fits:
             expect_equal("...", [{"w": shifted}], expected)
         else:
@@ -259,7 +260,7 @@ def results_of(case: Case, gradients: list[Tensors]) -> list[dict]:
 
 
 @pytest.mark.parametrize("model", ["Plain", "Tied", "Buffers", "MixedDtypes", "Transposed"])
-def test_the_truth_of_a_case_passes(model):
+def test_the_expected_values_of_a_case_pass(model):
     case = Case(random.Random(3), model, 3, steps=2)
     results = results_of(case, [case.gradients()] * 3)
     expect_gradients(results, case)
@@ -346,17 +347,17 @@ def record(*steps: str) -> list[dict[str, Any]]:
         ([], ""),
         (["rlrlf", "rlrlf", "rrf"], "in step 2 it makes 0 of the 2 launches of all_reduce that step 0 made"),
         (["rlrlf", "rlrf", "rlrlf"], "in step 1 it makes 1 of the 2 launches of all_reduce"),
-        (["rrlfl", "rlrfl"], "comes after 1 ready gradient, and in step 0 it came after 2 ready gradients"),
-        (["rrfll", "rrllf"], "comes after 2 ready gradients, and in step 0 it came in the finish"),
+        (["rrlfl", "rlrfl"], "comes after 1 ready gradient, but in step 0 it came after 2 ready gradients"),
+        (["rrfll", "rrllf"], "comes after 2 ready gradients, but in step 0 it came in the finish"),
         (["rlrlf", "rl"], ""),  # the rank failed before the second launch was due
         (["rlrlf", "rlr"], ""),
         (["rlrlf", "rr"], "makes 0 of the 1 launches"),
         (["rrflll", "rrf"], ""),
     ],
 )
-def test_what_a_step_leaves_over_is_seen_in_its_launches(steps, cause):
-    found = find_leftover(record(*steps))
-    assert cause in found if cause else not found
+def test_launches_show_state_left_over_from_a_step(steps, cause):
+    description = find_leftover(record(*steps))
+    assert cause in description if cause else not description
 
 
 @pytest.mark.parametrize(
@@ -371,9 +372,9 @@ def test_what_a_step_leaves_over_is_seen_in_its_launches(steps, cause):
     ],
 )
 def test_unequal_numbers_print_differently(numbers, texts):
-    found = format_distinct(*numbers)
-    assert (len(set(found)) == 1) == (len(set(map(repr, map(float, numbers)))) == 1)
-    assert found == texts
+    formatted = format_distinct(*numbers)
+    assert (len(set(formatted)) == 1) == (len(set(map(repr, map(float, numbers)))) == 1)
+    assert formatted == texts
 
 
 def test_messages_print_unequal_numbers_differently():

@@ -345,8 +345,8 @@ def test_points_are_what_the_checks_say(grade, submit):
     assert points == {1: 7, 2: 0} and failed == {"test_buffers_start_equal", *names_of(2)}
     told = {test["output"] for test in done.result["tests"] if test["number"].startswith("2.")}
     assert told == {
-        "expected      module 2, part (a) is written\n"
-        "got           it is still the skeleton's `raise NotImplementedError`"
+        "Expected:     module 2, part (a) is written\n"
+        "Got:          it is still the skeleton's `raise NotImplementedError`"
     }
     assert validated(json.dumps(done.result), "gradescope") == (7, 16, False)
 
@@ -575,7 +575,7 @@ def test_a_module_that_needs_its_own_broken_one_fails(grade, submit):
     done = grade(submit({1: mine, 2: wanting}), "--modules", "2", only=[one_check(2)])
     [test] = done.result["tests"]
     assert done.status == 0 and test["score"] == 0
-    assert test["output"].startswith("expected      parameters and buffers start"), "what it does with its own module 1"
+    assert test["output"].startswith("Expected:     parameters and buffers start"), "what it does with its own module 1"
     right = mine.replace("group_src=dist.get_world_size(process_group) - 1", "group_src=0")
     assert grade(submit({1: right, 2: wanting}), "--modules", "2", only=[one_check(2)]).result["score"]
 
@@ -590,7 +590,7 @@ def test_feedback_fits_on_a_screen(grade, submit):
     done = grade(submit({1: shouting}), "--modules", "1", only=["test_gradients_are_averaged"])
     [test] = done.result["tests"]
     lines = test["output"].splitlines()
-    assert lines[0] == "expected      every rank runs to the end without an exception"
+    assert lines[0] == "Expected:     every rank finishes without an exception"
     assert 24 <= len(lines) <= 40 and len(test["output"]) <= 4_010 and "\x1b" not in test["output"]
 
 
