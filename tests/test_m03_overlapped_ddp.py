@@ -177,7 +177,7 @@ def test_no_sync_accumulates(submission):
 
 @pytest.mark.points(1)
 def test_no_sync_restores_its_state(submission):
-    """no_sync nests. After an exception inside no_sync, the next backward synchronizes again."""
+    """no_sync nests. After an exception inside no_sync, the next backward synchronises again."""
     [world] = submission.worlds(2)
     case = submission.case("Plain", world, micro_batches=3)
     results = submission.run(m03_overlapped_ddp.interrupted_no_sync, case.make_jobs(**JOB), world_size=world)

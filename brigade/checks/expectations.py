@@ -396,7 +396,7 @@ def expect_silence(events: Sequence[Sequence[Event]], ranks: Iterable[int], step
                 f"they made {len(early)} of the {len(launches(events[rank], step))} launches",
                 "the hook ignores the flag of no_sync. Test the flag before anything is counted or launched."
                 if first
-                else "an inner no_sync switches synchronization on when it ends. It must restore the previous state.",
+                else "an inner no_sync switches synchronisation on when it ends. It must restore the previous state.",
                 rank=rank,
                 step=step,
             )

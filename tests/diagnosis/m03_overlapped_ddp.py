@@ -43,7 +43,7 @@ def explain_noise(nested):
     """Explain launches inside no_sync, of which `nested` were made inside the inner of two blocks."""
     if nested:
         return "the hook ignores the flag of no_sync. Test the flag before each launch."
-    return "the inner no_sync switches synchronization on when it ends. It must restore the previous state."
+    return "the inner no_sync switches synchronisation on when it ends. It must restore the previous state."
 
 
 def explain_silence(events):

@@ -99,7 +99,7 @@ def find_leftover(events: Sequence[Event]) -> str:
 
 
 def select_sync_launches(events: Sequence[Event], step: int) -> list[Launch]:
-    """Return the launches of a step that synchronize gradients: those in backward and in the finish."""
+    """Return the launches of a step that synchronise gradients: those in backward and in the finish."""
     return [x for x in launches(events, step) if x.phase == "backward" or x.phase.startswith("finish")]
 
 
