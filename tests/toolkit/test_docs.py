@@ -71,7 +71,7 @@ def test_every_question_has_an_answer(entry):
 @pytest.mark.all_modules
 def test_made_parts_are_in_their_places():
     """`brigade skeletons --check` says whether they are up to date."""
-    made = {name: [part for _, part, _ in handout.MADE.findall(text(name))] for name in handout.DOCUMENTS}
+    made = {name: [part for _, part, _ in handout.GENERATED.findall(text(name))] for name in handout.DOCUMENTS}
     assert made == {"README.md": ["modules"], "assignments.md": ["deliverables", "assignments"]}
 
 
