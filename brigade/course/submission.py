@@ -1,11 +1,12 @@
-"""A submission: the module files of `lessons`, `solutions` or any directory, read as text and never imported here.
+"""Read the modules of a submission as text, and import them in ranks.
 
-`read` finds the files. Only a rank imports them (`install`), from what was sent to it, as one
-package called `submission`, so that `from ..m05_grad_buffer.grad_buffer import GradBuffer` finds the module
-of the same submission wherever it lies on disk. Nothing else in the directory is looked at.
+A submission is the module files of `lessons`, `solutions` or any directory; other files are ignored. `read` reads their
+text and never imports them. Only a rank imports them (`install`), from what was sent to it, as one package called
+`submission`. So `from ..m05_grad_buffer.grad_buffer import GradBuffer` finds the module of the same submission,
+wherever that is on disk.
 
-A rank receives the text of what the student wrote. It receives the course's own files (the reference's earlier modules,
-the scenarios) as compiled code (`prepare_for_ranks`), so that a submission finds no text of them to copy.
+A rank receives the text of the student's modules. It receives the course's own files (the reference's earlier modules,
+the scenarios) as compiled code (`prepare_for_ranks`), so that a submission cannot copy their text.
 """
 
 from __future__ import annotations
@@ -38,57 +39,60 @@ _student_code: dict[tuple[str, str], bytes] = {}  # by path and text; see `keep_
 
 @dataclass(frozen=True)
 class Submission:
-    """What is checked: where it came from and the text of its modules."""
+    """The modules to check, and the directory that they are from."""
 
     target: Path
     sources: Sources
 
 
 def find(target: Path, entry: Module) -> Path | None:
-    """The file of a module in a clone, a lessons directory, a module's directory or a heap of flat files."""
-    for place in (target / "lessons" / entry.path, target / entry.path, target / entry.path.name):
-        if place.is_file():
-            return place
+    """Return the file of a module, or None.
+
+    `target` is a clone, a lessons directory, a module's directory or a directory with all files.
+    """
+    for path in (target / "lessons" / entry.path, target / entry.path, target / entry.path.name):
+        if path.is_file():
+            return path
     return None
 
 
 def resolve_target(target: str | Path) -> Path:
-    """`lessons`, `solutions` or a path, as a directory that exists. Raises CourseError."""
+    """Return the directory that "lessons", "solutions" or a path names. Raise CourseError if it does not exist."""
     if str(target) == "solutions" and not HAS_SOLUTIONS:
-        raise CourseError("this edition has no solutions: --target takes lessons or a directory, --prior takes own")
+        raise CourseError("this edition has no solutions; use --target lessons or a directory, and --prior own")
     try:
         path = ROOT / target if str(target) in ("lessons", "solutions") else Path(target).expanduser()
         exists = path.exists()
-    except (OSError, RuntimeError, ValueError) as error:  # too long, not allowed, no such user's home
+    except (OSError, RuntimeError, ValueError) as error:  # too long, not allowed, or an unknown user's home
         raise CourseError(f"{target} cannot be a directory: {error}") from None
     if not exists:
-        raise CourseError(f"there is no directory {path}")
+        raise CourseError(f"the directory {path} does not exist")
     if not path.is_dir():
-        raise CourseError(f"{path} is not a directory; --target takes the directory that holds the module files")
+        raise CourseError(f"{path} is not a directory; --target takes the directory that contains the module files")
     return path
 
 
 def read(target: str | Path, number: int, prior: str = "own") -> Submission:
-    """The text of module `number` in `target`, and of the modules below it.
+    """Return module `number` in `target`, with the earlier modules that it may import.
 
-    `prior` says whose earlier modules are used: the submission's "own" or the "reference"; of the latter only those
-    that the module or its checks name, and those that they name. An earlier module that is missing or broken is left
-    out, for it may not be needed. Raises CourseError when the module itself is missing, unreadable, outside of
-    `target` or not Python; the message is one line.
+    If `prior` is "own", these are the submission's earlier modules. If it is "reference", they are those modules of the
+    reference that the module or its checks name, and the modules that these name in turn. An earlier module that is
+    missing or broken is left out, because it may not be needed. Raise CourseError, with a message of one line, if the
+    module itself is missing, unreadable, outside of `target` or not Python.
     """
     target = resolve_target(target)
     entry = get_module(number)
     path = find(target, entry)
     if path is None:
-        raise CourseError(f"module {number} is missing: there is no {entry.path} in {target}")
+        raise CourseError(f"module {number} is missing: {target} has no {entry.path}")
     text = read_source(path, target)
     earlier: Sources = {}
-    within = resolve_target("solutions") if prior == "reference" else target
+    prior_target = resolve_target("solutions") if prior == "reference" else target
     for other in MODULES[: MODULES.index(entry)]:
-        place = find(within, other)
+        other_path = find(prior_target, other)
         try:
-            if place is not None:
-                earlier[f"{other.package}.{other.name}"] = (str(place), read_source(place, within))
+            if other_path is not None:
+                earlier[f"{other.package}.{other.name}"] = (str(other_path), read_source(other_path, prior_target))
         except CourseError:
             continue
     if prior == "reference":
@@ -98,19 +102,22 @@ def read(target: str | Path, number: int, prior: str = "own") -> Submission:
 
 
 def select_named(texts: list[str], sources: Sources) -> Sources:
-    """Those of `sources` whose package the texts name, and those that their texts name in turn."""
-    found: Sources = {}
+    """Return the entries of `sources` whose package the texts mention, directly or through other entries."""
+    selected: Sources = {}
     while texts:
         text = texts.pop()
         for name, source in sources.items():
-            if name not in found and name.partition(".")[0] in text:
-                found[name] = source
+            if name not in selected and name.partition(".")[0] in text:
+                selected[name] = source
                 texts.append(source[1])
-    return found
+    return selected
 
 
 def read_source(path: Path, within: Path) -> str:
-    """The text of a Python file. CourseError where it is unreadable, too long, outside of `within` or not Python."""
+    """Return the text of a Python file.
+
+    Raise CourseError if it is unreadable, too long, outside of the directory `within` or not Python.
+    """
     try:
         if not path.resolve().is_relative_to(within.resolve()):
             raise CourseError(f"{path.name} is a link to a file outside of the submission")
@@ -125,19 +132,19 @@ def read_source(path: Path, within: Path) -> str:
         raise CourseError(f"{path.name} cannot be read: {error.strerror}") from None
     except (UnicodeDecodeError, RuntimeError) as error:  # RuntimeError: a link to itself
         raise CourseError(f"{path.name} is not a Python source file: {error}") from None
-    if wrong := find_syntax_error(path.name, text):
-        raise CourseError(wrong)
+    if message := find_syntax_error(path.name, text):
+        raise CourseError(message)
     return text
 
 
 def open_no_follow(path: str, flags: int) -> int:
-    """Opens a file that has been looked at before: not what a link leads to by now, and without waiting for a pipe."""
+    """Open a file that has been examined. Do not follow a link that has replaced it, and do not wait for a pipe."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 @functools.lru_cache(maxsize=32)  # every check reads the same few files
 def find_syntax_error(name: str, text: str) -> str:
-    """Why the text of the file `name` is not Python, in one line; "" where it is."""
+    """Return in one line why the text of the file `name` is not Python, or "" if it is."""
     try:
         ast.parse(text, filename=name)
     except SyntaxError as error:
@@ -150,7 +157,10 @@ def find_syntax_error(name: str, text: str) -> str:
 
 
 def prepare_for_ranks(sources: Sources) -> ForRanks:
-    """Return what a rank gets: text, and code where there is any. It gets the course's own files as code alone."""
+    """Return the sources as a rank receives them: with text, and with code if it is known.
+
+    The course's own files have code but no text.
+    """
     return {
         name: (path, "", compile_code(path, text)) if is_sealed(path) else (path, text, _student_code.get((path, text)))
         for name, (path, text) in sources.items()
@@ -158,18 +168,21 @@ def prepare_for_ranks(sources: Sources) -> ForRanks:
 
 
 def is_sealed(path: str) -> bool:
-    """Return whether a rank gets only the code of this file: it is one of the course's solutions or tests."""
+    """Return whether a rank gets only the code of this file, because it is one of the course's solutions or tests."""
     return any(Path(path).is_relative_to(ROOT / top) for top in ("solutions", "tests"))
 
 
 @functools.lru_cache(maxsize=128)  # every check sends the same few files
 def compile_code(path: str, text: str) -> bytes:
-    """Return the compiled text; ranks run the same interpreter. For trusted texts only: compiling can crash."""
+    """Compile a trusted text and return the code for ranks, which run the same interpreter.
+
+    A malicious text could crash the compiler.
+    """
     return marshal.dumps(compile(text, path, "exec", dont_inherit=True))
 
 
 def compile_texts(sources: Sources) -> dict[str, bytes]:
-    """Return the compiled texts by module name, without those that cannot be compiled. Runs in a rank."""
+    """Compile the texts that can be compiled. Return the codes by module name. Call this in a rank only."""
     codes = {}
     for name, (path, text) in sources.items():
         with contextlib.suppress(Exception):  # importing the module raises it again
@@ -178,16 +191,16 @@ def compile_texts(sources: Sources) -> dict[str, bytes]:
 
 
 def keep_code(sources: Sources, codes: dict[str, bytes]) -> None:
-    """Send these codes along with the texts, from now on, so that not every rank compiles them again.
+    """Remember the codes that a rank has compiled (`compile_texts`), so that later ranks need not compile again.
 
-    They come from a rank (`compile_texts`). Codes of earlier submissions are forgotten.
+    Codes of earlier submissions are forgotten.
     """
     _student_code.clear()
     _student_code.update({sources[name]: code for name, code in codes.items()})
 
 
 class SourceFinder(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
-    """Imports a package from texts and code; the files themselves need not be readable, or there at all."""
+    """Import a package from texts and code. The files themselves need not exist."""
 
     def __init__(self, package: str, sources: Sources | ForRanks):
         self._sources = {f"{package}.{name}": (*source, None)[:3] for name, source in sources.items()}
@@ -208,7 +221,7 @@ class SourceFinder(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
         return fullname in self._packages
 
     def get_source(self, fullname: str) -> str | None:
-        """Return the text of a module; None where this process has only its code."""
+        """Return the text of a module, or None if this process has only its code."""
         return "" if fullname in self._packages else self._sources[fullname][1] or None
 
     def exec_module(self, module: ModuleType) -> None:
@@ -219,7 +232,7 @@ class SourceFinder(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
         module.__file__ = path
         if text:
             linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)  # for tracebacks
-        self._sources[name] = (path, text, None)  # it is imported once, and leaves no code to be found
+        self._sources[name] = (path, text, None)  # drop the code: it is needed only once, and nobody should find it
         exec(marshal.loads(code) if code else compile(text, path, "exec", dont_inherit=True), module.__dict__)
 
 
