@@ -140,12 +140,12 @@ def launches(events: Sequence[Event], step: int | None = None, *, phase: str | N
     ]
 
 
-def ready(events: Sequence[Event], step: int) -> list[tuple[int, str]]:
+def list_ready_gradients(events: Sequence[Event], step: int) -> list[tuple[int, str]]:
     """Return (position in the record, parameter) for each gradient of a step, in the order in which they got ready."""
     return [(place, event["name"]) for place, event in _events_of_step(events, step) if event["kind"] == "ready"]
 
 
-def passes(events: Sequence[Event], step: int) -> list[int]:
+def list_backward_passes(events: Sequence[Event], step: int) -> list[int]:
     """Return the positions in the record at which the backward passes of a step begin."""
     in_step = _events_of_step(events, step)
     return [place for place, event in in_step if event["kind"] == "phase" and event["phase"] == "backward"]
@@ -162,7 +162,7 @@ def _events_of_step(events: Sequence[Event], step: int) -> list[tuple[int, Event
     return in_step
 
 
-def summary(launched: Sequence[Launch], limit: int = 8) -> str:
+def summarize(launched: Sequence[Launch], limit: int = 8) -> str:
     """Return the launches in words, such as: 2 launches (all_reduce of 12 float32, all_reduce of 4 float32)"""
     words = [f"{launch.op} of {launch.numel} {launch.dtype}" for launch in launched[:limit]]
     if len(launched) > limit:
@@ -200,11 +200,11 @@ class RankRecord:
         elif event["kind"] == "done":
             self.waiting = None
 
-    def last_launch(self) -> str:
+    def describe_last_launch(self) -> str:
         """Return the rank's last launch in words, such as: after all_reduce #3 (fc2.weight, float32, 4096 B)"""
         return f"after {describe(self.launches[-1])}" if self.launches else "having launched nothing"
 
-    def activity(self, missing_peers: Sequence[int] = ()) -> str:
+    def describe_activity(self, missing_peers: Sequence[int] = ()) -> str:
         """Return what the rank is doing, such as: waits in all_reduce #3 (float32, 4096 B), which rank 1 never launched
 
         `missing_peers` have not launched what it waits for.
@@ -215,7 +215,7 @@ class RankRecord:
             missing = f"for which {names} launched no {opposite}" if opposite else f"which {names} never launched"
             return f"waits in {describe(self.waiting)}" + (f", {missing}" if names else "")
         phase = self.events[-1]["phase"] if self.events else OUTSIDE
-        return f"is busy {self.last_launch()}" if phase == OUTSIDE else f"is in {phase} {self.last_launch()}"
+        return f"is busy {self.describe_last_launch()}" if phase == OUTSIDE else f"is in {phase} {self.describe_last_launch()}"
 
 
 class Mismatch(NamedTuple):
@@ -245,15 +245,15 @@ class Progress:
         else:
             self._collectives.setdefault((event["group"], rank), []).append(event)
 
-    def collectives(self, group: str, rank: int) -> list[Event]:
+    def list_collectives(self, group: str, rank: int) -> list[Event]:
         """Return the collectives that a rank has launched in a group, in order."""
         return self._collectives.get((group, rank), [])
 
-    def activity(self, rank: int) -> str:
-        """Return what a rank is doing, in words: see `RankRecord.activity`."""
-        return self.ranks[rank].activity(self.missing_peers(rank))
+    def describe_activity(self, rank: int) -> str:
+        """Return what a rank is doing, in words: see `RankRecord.describe_activity`."""
+        return self.ranks[rank].describe_activity(self.find_missing_peers(rank))
 
-    def missing_peers(self, rank: int) -> list[int]:
+    def find_missing_peers(self, rank: int) -> list[int]:
         """Return the peers that have not launched what this rank waits for."""
         launch = self.ranks[rank].waiting
         if launch is None:
@@ -261,9 +261,9 @@ class Progress:
         group = launch["group"]
         if launch["op"] in OPPOSITES:
             return [] if self._is_answered(rank, launch) else [launch["peer"]]
-        number = position(launch, self.collectives(group, rank))
+        number = find_position(launch, self.list_collectives(group, rank))
         members = [peer for peer in launch["ranks"] if 0 <= peer < len(self.ranks)]
-        return [peer for peer in members if len(self.collectives(group, peer)) <= number]
+        return [peer for peer in members if len(self.list_collectives(group, peer)) <= number]
 
     def _is_answered(self, rank: int, launch: Event) -> bool:
         """Return whether the peer has made, or may have made, the call that belongs to a send or a receive.
@@ -274,7 +274,7 @@ class Progress:
         group, op, peer = launch["group"], launch["op"], launch["peer"]
         if peer is None or not 0 <= peer < len(self.ranks) or (group, peer, "recv", None) in self._messages:
             return True
-        number = position(launch, self._messages[group, rank, op, peer])
+        number = find_position(launch, self._messages[group, rank, op, peer])
         return len(self._messages.get((group, peer, OPPOSITES[op], rank), ())) > number
 
     def is_deadlocked(self, settled: Collection[int]) -> bool:
@@ -285,27 +285,27 @@ class Progress:
         it only lacks processor time.
         """
         unsettled = [rank for rank in range(len(self.ranks)) if rank not in settled]
-        return bool(unsettled) and all(self.missing_peers(rank) for rank in unsettled)
+        return bool(unsettled) and all(self.find_missing_peers(rank) for rank in unsettled)
 
     def find_mismatch(self, rank: int) -> Mismatch | None:
         """Return the first peer whose launch of the same number in the group differs from this rank's last launch."""
         launch = self.ranks[rank].launches[-1]
         if launch["op"] in OPPOSITES:
             return None
-        number = len(self.collectives(launch["group"], rank)) - 1
+        number = len(self.list_collectives(launch["group"], rank)) - 1
         for peer in range(len(self.ranks)):
-            launched = self.collectives(launch["group"], peer)
-            if len(launched) > number and signature(launched[number]) != signature(launch):
+            launched = self.list_collectives(launch["group"], peer)
+            if len(launched) > number and make_signature(launched[number]) != make_signature(launch):
                 return Mismatch(rank, launch, peer, launched[number])
         return None
 
 
-def position(launch: Event, launched: Sequence[Event]) -> int:
+def find_position(launch: Event, launched: Sequence[Event]) -> int:
     """Return the position of this very launch."""
     return next(i for i, other in enumerate(launched) if other is launch)
 
 
-def signature(launch: Event) -> tuple:
+def make_signature(launch: Event) -> tuple:
     """Return what must agree between the ranks. In a gather, the root's side may differ."""
     if launch["op"] in ("gather", "scatter", "all_to_all"):
         return (launch["op"], launch["root"])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from brigade.checks.expectations import expect, expect_gradients, expect_start, expect_weights
-from brigade.events import launches, summary
+from brigade.events import launches, summarize
 from diagnosis import m01_naive_ddp as diagnosis
 from scenarios import m01_naive_ddp, training
 
@@ -74,7 +74,7 @@ def test_one_all_reduce_per_parameter(submission):
                     == sorted(("all_reduce", p.numel()) for p in trainable),
                     f"a step launches one all_reduce for each of the {len(trainable)} trainable parameters "
                     f"({model} model), with the size of the parameter",
-                    summary(launched),
+                    summarize(launched),
                     partial(diagnosis.explain_launches, launched, case),
                     rank=rank,
                     step=step,

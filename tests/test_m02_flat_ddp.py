@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from brigade.checks.expectations import expect, expect_gradients, expect_start, expect_weights, require_launches
-from brigade.events import launches, summary
+from brigade.events import launches, summarize
 from diagnosis import m02_flat_ddp as diagnosis
 from scenarios import training
 
@@ -43,7 +43,7 @@ def test_one_all_reduce_per_dtype(submission):
                 expect(
                     len(kinds) == dtypes == len(set(kinds)) and all(op == "all_reduce" for op, _ in kinds),
                     f"a step of the {model} model launches {dtypes} all_reduce, one for each dtype",
-                    summary(launched),
+                    summarize(launched),
                     partial(diagnosis.explain_launches, launched, case),
                     rank=rank,
                     step=step,

@@ -16,7 +16,7 @@ from brigade.checks.expectations import (
     overlaps,
     require_launches,
 )
-from brigade.events import launches, ready, summary
+from brigade.events import launches, list_ready_gradients, summarize
 from diagnosis import m03_overlapped_ddp as diagnosis
 from scenarios import m03_overlapped_ddp, training
 
@@ -49,7 +49,7 @@ def test_launches_are_asynchronous(submission):
                     sorted((launch.op, launch.numel) for launch in launched)
                     == sorted(("all_reduce", p.numel()) for p in trainable),
                     f"a step launches one all_reduce for each of {len(trainable)} trainable parameters ({model} model)",
-                    summary(launched),
+                    summarize(launched),
                     partial(diagnosis.explain_launches, launched, case),
                     rank=rank,
                     step=step,
@@ -82,7 +82,7 @@ def test_launches_follow_their_gradients(submission):
         results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)
         sizes = {name: p.numel() for name, p in case.parameters().items()}  # all different
         for rank, events in enumerate(results.events):
-            order = ready(events, 0)
+            order = list_ready_gradients(events, 0)
             missing = sorted(set(sizes) - {name for _, name in order})
             expect(
                 not missing,

@@ -17,7 +17,7 @@ from brigade.checks.expectations import (
     overlaps,
     require_launches,
 )
-from brigade.events import launches, ready, summary
+from brigade.events import launches, list_ready_gradients, summarize
 from diagnosis import m04_bucketed_ddp as diagnosis
 from diagnosis.easier import explain_late_launches
 from scenarios import m04_bucketed_ddp, training
@@ -91,7 +91,7 @@ def test_buckets_overlap_with_backward(submission):
                 expect(
                     [launch.numel for launch in launched] == expected and all(x.op == "all_reduce" for x in launched),
                     f"one all_reduce for each of the {len(expected)} buckets, in order, with {join(expected)} elements",
-                    f"{where}: {summary(launched)}",
+                    f"{where}: {summarize(launched)}",
                     partial(diagnosis.explain_launches, submission, case, buckets, CAP_BYTES, events, step),
                 )
                 why_late = partial(explain_late_launches, submission, jobs, events, step)
@@ -114,12 +114,12 @@ def test_launch_order_does_not_depend_on_ready_order(submission):
                 expect(
                     [launch.numel for launch in launched] == expected,
                     f"every rank launches the buckets in order, with {join(expected)} elements",
-                    summary(launched),
+                    summarize(launched),
                     partial(diagnosis.explain_launches, submission, case, buckets, CAP_BYTES, events, step),
                     rank=rank,
                     step=step,
                 )
-                order = ready(events, step)
+                order = list_ready_gradients(events, step)
                 due_at = 0  # the position in the record from which a bucket and all buckets before it are complete
                 for number, (bucket, launch) in enumerate(zip(buckets, launched)):
                     due_at = max([due_at, *(at for at, name in order if name in bucket)])
@@ -321,7 +321,7 @@ def expect_dtypes(events, case):
             carried == expected or len(events) == 1,
             "a bucket contains gradients of one dtype and travels in that dtype; a step carries "
             + join(f"{numel} elements of {dtype}" for dtype, numel in expected.items()),
-            summary(launches(own, 0)),
+            summarize(launches(own, 0)),
             diagnosis.MIXED_BUCKETS,
             rank=rank,
         )

@@ -21,7 +21,7 @@ from brigade.checks.expectations import (
     overlaps,
     require_launches,
 )
-from brigade.events import launches, ready, summary
+from brigade.events import launches, list_ready_gradients, summarize
 from brigade.runner.ranks import PerRank
 from diagnosis import m05_grad_buffer as diagnosis
 from diagnosis.easier import explain_late_launches
@@ -168,7 +168,7 @@ def test_buckets_overlap_with_backward(submission):
                     [launch.numel for launch in launched] == expected and all(x.op == "all_reduce" for x in launched),
                     f"one all_reduce for each of the {len(expected)} buckets, in their order, of "
                     f"{join_names(expected, 8)} elements",
-                    summary(launched),
+                    summarize(launched),
                     partial(diagnosis.explain_launches, buffers, names, layout, events, step),
                     rank=rank,
                     step=step,
@@ -240,7 +240,7 @@ def test_main_grad_accumulates_in_fp32(submission):
             expect(
                 {launch.dtype for launch in launches(events, 0)} == {"float32"},
                 "gradients are reduced in fp32, the dtype of the buffer",
-                summary(launches(events, 0)),
+                summarize(launches(events, 0)),
                 rank=rank,
                 step=0,
             )
@@ -390,7 +390,7 @@ def list_buckets(names, layout):
 
 def expect_bucket_order(events, names, layout, rank):
     """Expect launch i of step 0 when all gradients of bucket i are ready, in a layout of the parameters `names`."""
-    ready_at = {name: position for position, name in ready(events, 0)}
+    ready_at = {name: position for position, name in list_ready_gradients(events, 0)}
     buckets = list_buckets(names, layout)
     lengths = [end - start for start, end in layout["bucket_ranges"]]
     for number, (launch, bucket) in enumerate(zip(launches(events, 0), buckets)):

@@ -22,7 +22,7 @@ from brigade.checks.expectations import (
     overlaps,
     require_launches,
 )
-from brigade.events import launches, ready, summary
+from brigade.events import launches, list_ready_gradients, summarize
 from brigade.runner.ranks import PerRank
 from diagnosis import m06_coalesced as diagnosis
 from diagnosis.easier import explain_late_launches
@@ -113,7 +113,7 @@ def test_coalesce_refuses_mixtures(submission):
                 expect(
                     raised is not None,
                     f"a block of coalesce raises an exception if it contains {label}",
-                    f"nothing was raised, and the block made {summary(launched)}",
+                    f"nothing was raised, and the block made {summarize(launched)}",
                     partial(diagnosis.explain_no_error, compared),
                     rank=rank,
                 )
@@ -128,7 +128,7 @@ def test_coalesce_refuses_mixtures(submission):
             expect(
                 not launched,
                 f"a block of coalesce that ends with an exception launches nothing ({label})",
-                summary(launched),
+                summarize(launched),
                 partial(diagnosis.explain_launch_after_error, compared),
                 rank=rank,
             )
@@ -369,7 +369,7 @@ def expect_one_launch(launched, op, count, what, rank):
     expect(
         [(launch.op, launch.parts) for launch in launched] == [(op, count)],
         f"{what}, inside one block of coalesce, are one launch of {count} tensors",
-        summary(launched) + (f", with {launched[0].parts} tensors" if len(launched) == 1 else ""),
+        summarize(launched) + (f", with {launched[0].parts} tensors" if len(launched) == 1 else ""),
         partial(diagnosis.explain_calls, launched, count),
         rank=rank,
     )
@@ -519,7 +519,7 @@ def expect_ops(launched, ops, at, setting="", is_gather_off=False):
     expect(
         not others,
         f"only {' and '.join(ops)} {'is' if len(ops) == 1 else 'are'} launched{setting}",
-        f"also {summary(others)}",
+        f"also {summarize(others)}",
         partial(diagnosis.explain_other_kinds, others, is_gather_off),
         **at,
     )
@@ -537,7 +537,7 @@ def expect_launches(launched, groups, op, at, setting="", ordered=True, events=(
         made == expected if ordered else sorted(made) == sorted(expected),
         f"one {op} for each of {len(expected)} groups{setting}, of "
         f"{join_names([f'{numel} {dtype}' for dtype, numel in expected], 8)}",
-        summary(of_kind),
+        summarize(of_kind),
         partial(diagnosis.explain_groups, made, expected, op, events),
         **at,
     )
@@ -553,7 +553,7 @@ def expect_waited(launched, at):
     expect(
         not forgotten,
         "every launch of a step is awaited in that step",
-        f"not awaited: {summary(forgotten)}",
+        f"not awaited: {summarize(forgotten)}",
         diagnosis.NOT_AWAITED,
         **at,
     )
@@ -561,7 +561,7 @@ def expect_waited(launched, at):
     expect(
         not raced,
         "the tensors of a launch do not change until its handle was waited on",
-        f"the tensors of {summary(raced)} changed",
+        f"the tensors of {summarize(raced)} changed",
         diagnosis.RACED,
         **at,
     )
@@ -596,7 +596,7 @@ def require_halves(results, case, steps=1):
 
 def expect_complete(events, step, groups, rank):
     """Expect each group's reduce-scatter when all its gradients are ready."""
-    ready_at = {name: position for position, name in ready(events, step)}
+    ready_at = {name: position for position, name in list_ready_gradients(events, step)}
     scatters = [launch for launch in launches(events, step) if launch.op == "reduce_scatter"]
     for number, (launch, (_, _, names)) in enumerate(zip(scatters, groups)):
         missing = [name for name in names if ready_at.get(name, -1) > launch.place]
@@ -654,7 +654,7 @@ def expect_fp32_gradients(submission):
         expect(
             {launch.dtype for launch in launched} <= {"float32"},
             "gradients are reduced and gathered in fp32, the dtype of the buffer",
-            summary(launched),
+            summarize(launched),
             rank=rank,
             step=0,
         )

@@ -20,7 +20,7 @@ from brigade.checks.expectations import (
     expect_weights,
     join_names,
 )
-from brigade.events import launches, ready, summary
+from brigade.events import launches, list_ready_gradients, summarize
 from diagnosis import m07_cached_shards as diagnosis
 from scenarios import m05_grad_buffer, m07_cached_shards, training
 
@@ -64,7 +64,7 @@ def test_steady_step_makes_no_view(submission):
             expect(
                 all(sum(x.numel for x in launched if x.op == op) == volume for op in ("reduce_scatter", "all_gather")),
                 f"a steady step reduce-scatters and all-gathers all {volume} elements of the buffers",
-                summary(launched),
+                summarize(launched),
                 partial(find_leftover, events),
                 rank=rank,
                 step=2,
@@ -221,11 +221,11 @@ def expect_launches(events, at, groups, gathers, setting):
         and len(launched) == 2 * len(numels),
         f"one reduce_scatter and one all_gather for each of {len(numels)} groups, of {join_names(numels)} elements"
         f"{setting}",
-        summary(launched),
+        summarize(launched),
         partial(diagnosis.explain_launches, launched, numels, "backward" in gathers, events),
         **at,
     )
-    ready_at = {name: position for position, name in ready(events, at["step"])}
+    ready_at = {name: position for position, name in list_ready_gradients(events, at["step"])}
     for number, (launch, (_, names)) in enumerate(zip(scatters, groups[1:])):
         expect(
             launch.place < max(ready_at.get(name, -1) for name in names),
@@ -249,7 +249,7 @@ def expect_launches(events, at, groups, gathers, setting):
     expect(
         not blocking,
         f"no launch waits, and backward awaits none before a gradient of the next group is ready{setting}",
-        f"awaited too early: {summary(blocking)}",
+        f"awaited too early: {summarize(blocking)}",
         partial(diagnosis.explain_blocking, blocking),
         **at,
     )

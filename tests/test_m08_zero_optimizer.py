@@ -8,7 +8,7 @@ import torch
 from test_m05_grad_buffer import compute_layout
 
 from brigade.checks.expectations import MANY_STEPS, expect, expect_equal, format_distinct, join_names
-from brigade.events import launches, summary
+from brigade.events import launches, summarize
 from brigade.runner.ranks import PerRank
 from diagnosis import m08_zero_optimizer as diagnosis
 from expected.m08_zero_optimizer import (
@@ -117,7 +117,7 @@ def test_sharded_launches(submission):
                     sorted((launch.op, launch.numel) for launch in found)
                     == sorted((op, numel) for op in ("reduce", "broadcast") for numel in trainable),
                     f"one reduce and one broadcast for each of {len(trainable)} trainable parameters ({model} model)",
-                    f"{where}: {summary(found, 20)}",
+                    f"{where}: {summarize(found, 20)}",
                     partial(diagnosis.wrong_launches, [launch.op for launch in found], len(trainable)),
                 )
                 raced = [launch for launch in found if launch.raced]
@@ -325,7 +325,7 @@ def test_zero_volume(submission):
                     {launch.op for launch in before} <= {"reduce_scatter"} and sum(x.numel for x in before) == numel,
                     f"before the optimizer's step, reduce-scatters carry all {numel} elements of the buckets once, and "
                     "nothing else is launched",
-                    where + summary(before),
+                    where + summarize(before),
                     partial(diagnosis.gathered_gradients, before),
                 )
                 name = str(dtype).removeprefix("torch.")
@@ -334,7 +334,7 @@ def test_zero_volume(submission):
                     and sum(launch.nbytes for launch in inside) == numel * dtype.itemsize,
                     f"the optimizer's step gathers the weights, {numel} elements in {name}, and launches nothing else: "
                     "with the reduce-scatters, the volume of one all-reduce",
-                    where + summary(inside),
+                    where + summarize(inside),
                     partial(diagnosis.wrong_volume, inside, numel, name),
                 )
 
@@ -539,7 +539,7 @@ def require_owners(results, group):
         expect(
             {launch.op for launch in found} == {"reduce", "broadcast"},
             "right weights earn points only if every gradient is reduced to its owner, which broadcasts the weights",
-            f"rank {rank}: all steps together have {summary(found)}",
+            f"rank {rank}: all steps together have {summarize(found)}",
             diagnosis.ALL_REDUCED,
         )
 

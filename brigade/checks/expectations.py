@@ -23,7 +23,7 @@ from brigade.checks.diagnose.evidence import (
 )
 from brigade.checks.diagnose.tensors import GENERAL, Comparison, Difference, Tensors, agree, explain_tensors
 from brigade.checks.verdict import CheckFailed, Verdict
-from brigade.events import Event, Launch, launches, passes, ready, summary
+from brigade.events import Event, Launch, launches, list_backward_passes, list_ready_gradients, summarize
 
 if TYPE_CHECKING:
     from brigade.checks.reference import Case
@@ -282,7 +282,7 @@ def expect_overlap(
     ready, because its second half can start then. `why_late` is the cause of late launches.
     """
     launched = launches(events, step)
-    ready_at = {name: place for place, name in ready(events, step)}
+    ready_at = {name: place for place, name in list_ready_gradients(events, step)}
     for number, (launch, names) in enumerate(zip(launched, buckets)):
         missing = [name for name in names if ready_at.get(name, -1) > launch.place]
         expect(
@@ -356,7 +356,7 @@ def require_launches(
             expect(
                 accepts(launched),
                 f"correct numbers earn points only with the launches of this module: {kind}",
-                f"{summary(launched)}{overlap}",
+                f"{summarize(launched)}{overlap}",
                 "the launches are those of an earlier module, or another check of this module names the mistake.",
                 rank=rank,
                 step=step,
@@ -372,12 +372,12 @@ def overlaps(launch: Launch) -> bool:
 def expect_restored(events: Sequence[Sequence[Event]], ranks: Iterable[int], step: int) -> None:
     """Expect the last backward of a step to communicate after an exception ended the no_sync blocks of the step."""
     for rank in ranks:
-        begin = passes(events[rank], step)[-1]
+        begin = list_backward_passes(events[rank], step)[-1]
         launched = launches(events[rank], step)
         expect(
             any(launch.phase == "backward" and launch.place > begin for launch in launched),
             "after an exception inside no_sync, the next backward communicates again",
-            f"that backward launched nothing; {summary(launched)}",
+            f"that backward launched nothing; {summarize(launched)}",
             "no_sync restores its state only if the block ends normally. Use try ... finally.",
             rank=rank,
             step=step,
@@ -389,7 +389,7 @@ def expect_silence(events: Sequence[Sequence[Event]], ranks: Iterable[int], step
     for rank in ranks:
         for step in range(steps):
             early = find_no_sync_launches(events[rank], step)
-            first = early and early[0].place < passes(events[rank], step)[1]
+            first = early and early[0].place < list_backward_passes(events[rank], step)[1]
             expect(
                 not early,
                 "backward passes inside no_sync launch nothing",

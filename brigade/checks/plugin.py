@@ -51,7 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
         if config.getoption("--prior") == "reference":
             resolve_target("solutions")
         if config.getoption("--backend") == "nccl":
-            machine.nccl_environment(1, share_gpu=False)
+            machine.make_nccl_environments(1, share_gpu=False)
     except CourseError as error:
         raise pytest.UsageError(str(error)) from None
     if not config.getoption("collectonly"):

@@ -129,7 +129,7 @@ def check_module(
     )
     report = Report(before or {}, is_quiet, shows_prints=bool(options.only))
     checks.sort(key=lambda check: check in report.before and report.before[check].passed)
-    at_a_time = 1 if options.debug or conditions.backend == "nccl" else min(MAX_AT_A_TIME, machine.cores())
+    at_a_time = 1 if options.debug or conditions.backend == "nccl" else min(MAX_AT_A_TIME, machine.count_cores())
     for outcome in run_checks(checks, options.target, conditions, options.prior, at_a_time):
         report.add(outcome)
         if options.debug and not outcome.passed:
@@ -167,7 +167,7 @@ def run_check(options: argparse.Namespace) -> int:
         resolve_target("solutions")
     start_server()  # it imports torch meanwhile
     if options.backend == "nccl":
-        machine.nccl_environment(2, options.share_gpu)
+        machine.make_nccl_environments(2, options.share_gpu)
     entries = [get_module(options.number)] if options.number else list(MODULES)
     if options.debug:
         if not options.number:

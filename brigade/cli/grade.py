@@ -19,7 +19,7 @@ from brigade.checks.server import start_server
 from brigade.cli.options import ABOVE_ZERO, add_number
 from brigade.course.modules import CourseError, Module, resolve_results_file, select_modules
 from brigade.grade import classroom, formats, incoming, isolation, static_look
-from brigade.grade.outcome import Grading, nothing_yet
+from brigade.grade.outcome import Grading, make_empty_grading
 from brigade.runner import machine, ranks, sandbox
 
 
@@ -47,7 +47,7 @@ def run_grade(options: argparse.Namespace) -> int:
     entries = select_modules(options.modules)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     if options.backend == "nccl":
-        machine.nccl_environment(2, options.share_gpu)
+        machine.make_nccl_environments(2, options.share_gpu)
     with sigterm_interrupts():
         return run_class(options, entries, console) if options.class_directory else run_one(options, entries, console)
 
@@ -97,13 +97,13 @@ def run_one(options: argparse.Namespace, entries: Sequence[Module], console: Con
             progress.update(task, total=len(grading.outcomes), completed=done)
 
         findings: list[static_look.Finding] = []
-        latest = nothing_yet(entries, random.randrange(10**6) if options.seed is None else options.seed)
+        latest = make_empty_grading(entries, random.randrange(10**6) if options.seed is None else options.seed)
         with interrupts_wait():
             tempfile.gettempdir()  # tries the directory out with a file, which an interrupt would leave there
         follow(latest)  # before torch is imported: that takes seconds
         try:
             with (
-                incoming.opened(options.submission) as submission,
+                incoming.open_submission(options.submission) as submission,
                 isolation.isolate_ranks(options.submission, options.out, options.backend) as notes,
             ):
                 with interrupts_wait():
@@ -142,15 +142,15 @@ def run_class(options: argparse.Namespace, entries: Sequence[Module], console: C
     if not options.gradebook or options.out or options.format or options.meta:
         raise CourseError("--class writes to --gradebook FILE.csv, which it needs; --out, --format, --meta are for one")
     gradebook = resolve_results_file(options.gradebook)
-    everyone, others = classroom.students(Path(options.class_directory).resolve(), gradebook)
+    everyone, others = classroom.list_students(Path(options.class_directory).resolve(), gradebook)
     passed_on = ["--prior", options.prior, "--backend", options.backend, "--limit", str(options.limit)]
     passed_on += ["--modules", options.modules] if options.modules else []
     passed_on += ["--seed", str(1 if options.seed is None else options.seed)]  # the same cases for all, and for repeats
     passed_on += ["--share-gpu"] if options.share_gpu else []
     if isolation.may_isolate():  # where ranks have no mounts of their own, one submission must not read another
         sandbox.close_off([Path(options.class_directory).resolve()])
-    with classroom.locked(gradebook) as lock:
-        waiting = classroom.outdated(everyone, passed_on)
+    with classroom.lock_gradebook(gradebook) as lock:
+        waiting = classroom.find_outdated(everyone, passed_on)
         room = int(options.memory_gb * 1e9 // classroom.GRADING_BYTES)
         columns = (TextColumn("submissions"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         columns += (TextColumn("{task.fields[left]}"),)
@@ -164,14 +164,14 @@ def run_class(options: argparse.Namespace, entries: Sequence[Module], console: C
                 left_to_grade.discard(student)
                 table = classroom.save(gradebook, everyone, entries, left_to_grade)
                 line = table[everyone.index(student)]
-                note = "" if student.made_from.exists() else f"; not graded: {line['note']}"
+                note = "" if student.fingerprint_file.exists() else f"; not graded: {line['note']}"
                 console.print(f"{student.name}: {line['score']} points{note}", markup=False)
                 done = progress.tasks[task].completed + 1
                 left = (time.monotonic() - started) / done * (len(waiting) - done)
                 progress.update(task, completed=done, left=f"about {left:.0f} s left" if done < len(waiting) else "")
 
             classroom.save(gradebook, everyone, entries, left_to_grade)
-            at_once = max(1, min(room, machine.cores()))
+            at_once = max(1, min(room, machine.count_cores()))
             command = [sys.executable, "-m", "brigade.cli.grade_student", *passed_on]
             classroom.grade_all(waiting, command, at_once=at_once, lock=lock, on_finish=follow)
     table = classroom.save(gradebook, everyone, entries)
@@ -184,12 +184,12 @@ def run_class(options: argparse.Namespace, entries: Sequence[Module], console: C
         report.print(f"  please look: {', '.join(map(str, watched))} (names that no answer needs, see the gradebook)")
     for conflict in dict.fromkeys(student.conflict for student in everyone if student.conflict):
         report.print(f"  {conflict}: decide which one counts")
-    for check, count in classroom.hardest(table)[:10]:
+    for check, count in classroom.count_failures(table)[:10]:
         report.print(f"  {count} of {len(everyone)} fail {check}")
-    for group in classroom.near_identical(everyone, entries):
+    for group in classroom.find_near_identical(everyone, entries):
         names = ", ".join(group.names)
         report.print(f"  near-identical in module {group.module}: {names} ({group.share:.0%})")
-    return 0 if all(student.made_from.exists() for student in everyone) else 1
+    return 0 if all(student.fingerprint_file.exists() for student in everyone) else 1
 
 
 def writer(options: argparse.Namespace) -> Callable[[Grading], str]:
@@ -197,8 +197,8 @@ def writer(options: argparse.Namespace) -> Callable[[Grading], str]:
     if options.format == "classroom50":
         if malformed := [pair for pair in options.meta if "=" not in pair]:
             raise CourseError(f"--meta {malformed[0]}: write it as NAME=VALUE")
-        metadata = formats.classroom50_metadata(dict(pair.split("=", 1) for pair in options.meta))
-        return lambda grading: formats.classroom50(grading, metadata)
+        metadata = formats.read_classroom50_metadata(dict(pair.split("=", 1) for pair in options.meta))
+        return lambda grading: formats.format_classroom50(grading, metadata)
     if options.meta:
         raise CourseError("--meta is for --format classroom50")
     return formats.WRITERS[options.format or ("gradescope" if options.out else "text")]

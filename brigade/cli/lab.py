@@ -85,7 +85,7 @@ def bench(options: argparse.Namespace) -> int:
     files = {kind: resolve_results_file(getattr(options, kind)) for kind in ("json", "csv", "png")}
     backend = options.backend or default_backend(world_size)
     if backend == "nccl" and not torchrun.given():
-        machine.nccl_environment(world_size, options.share_gpu)
+        machine.make_nccl_environments(world_size, options.share_gpu)
     entries, sources, left_out = select_written(options.target, entries)
     for sentence in left_out:
         console.print(sentence, markup=False)

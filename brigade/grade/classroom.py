@@ -46,7 +46,7 @@ class Student:
     conflict: str = ""  # a note on another submission that seems to be the same student's
 
     @property
-    def made_from(self) -> Path:
+    def fingerprint_file(self) -> Path:
         return self.results.with_suffix(".made-from")
 
     @property
@@ -54,37 +54,37 @@ class Student:
         return self.results.with_suffix(".log")
 
 
-def results_of(gradebook: Path) -> Path:
+def get_results_path(gradebook: Path) -> Path:
     return gradebook.with_name(gradebook.name + ".results")
 
 
-def students(directory: Path, gradebook: Path) -> tuple[list[Student], list[str]]:
+def list_students(directory: Path, gradebook: Path) -> tuple[list[Student], list[str]]:
     """Return the submissions in a class's directory (its directories and archives) and the names of its other entries.
 
     Raise CourseError if there are no submissions.
     """
     if not directory.is_dir():
         raise CourseError(f"there is no directory {directory}")
-    ours = (gradebook, results_of(gradebook))
+    ours = (gradebook, get_results_path(gradebook))
     entries = [path for path in sorted(directory.iterdir()) if path.name[0] != "." and path not in ours]
     found = [path for path in entries if path.is_dir() or path.name.lower().endswith(incoming.ARCHIVES)]
     if not found:
         raise CourseError(f"there are no submissions in {directory}: one directory or archive per student")
     same: dict[str, list[str]] = {}
     for path in found:
-        same.setdefault(plain_name(path), []).append(formats.shown(path.name))
-    results = results_of(gradebook)
+        same.setdefault(remove_archive_suffix(path), []).append(formats.make_printable(path.name))
+    results = get_results_path(gradebook)
     everyone = []
     for path in found:
-        name, alike = plain_name(path), same[plain_name(path)]
+        name, alike = remove_archive_suffix(path), same[remove_archive_suffix(path)]
         several = len(alike) > 1  # such as ada and ada.zip
         conflict = f"Possibly one student: {', '.join(alike)}. Each is graded" if several else ""
-        shown = formats.shown(path.name if several else name)
+        shown = formats.make_printable(path.name if several else name)
         everyone.append(Student(shown, path, results / f"{path.name}.json", conflict))
-    return everyone, [formats.shown(path.name) for path in entries if path not in found]
+    return everyone, [formats.make_printable(path.name) for path in entries if path not in found]
 
 
-def plain_name(path: Path) -> str:
+def remove_archive_suffix(path: Path) -> str:
     """Return the name of a submission without the ending of an archive."""
     if path.is_dir():
         return path.name
@@ -92,11 +92,11 @@ def plain_name(path: Path) -> str:
     return path.name[: -len(max(endings, key=len))] if endings else path.name
 
 
-def texts(student: Student) -> dict[int, str]:
+def read_texts(student: Student) -> dict[int, str]:
     """The text of each module that can be found, by number; unreadable ones are left to the grading."""
     found = {}
     with contextlib.suppress(CourseError, OSError):
-        with incoming.opened(student.path) as submission:
+        with incoming.open_submission(student.path) as submission:
             for entry in MODULES:
                 if path := find(submission.directory, entry):
                     with open(path, "rb") as file:
@@ -104,7 +104,7 @@ def texts(student: Student) -> dict[int, str]:
     return found
 
 
-def course_fingerprint() -> str:
+def compute_fingerprint() -> str:
     """Changes with the checks, the solutions and the toolkit."""
     digest = hashlib.sha256()
     for path in sorted(path for top in ("tests", "solutions", "brigade") for path in (ROOT / top).rglob("*.py")):
@@ -112,22 +112,24 @@ def course_fingerprint() -> str:
     return digest.hexdigest()
 
 
-def outdated(everyone: Sequence[Student], options: Sequence[str]) -> dict[Student, str]:
+def find_outdated(everyone: Sequence[Student], options: Sequence[str]) -> dict[Student, str]:
     """Those without results that were made from the same, and what new results would be made from."""
-    course = course_fingerprint()
+    course = compute_fingerprint()
     found = {}
     for student in everyone:
-        everything = json.dumps([course, *options, texts(student)])
+        everything = json.dumps([course, *options, read_texts(student)])
         wanted = hashlib.sha256(everything.encode()).hexdigest()
-        if not (student.results.exists() and student.made_from.exists() and student.made_from.read_text() == wanted):
+        if not (
+            student.results.exists() and student.fingerprint_file.exists() and student.made_from.read_text() == wanted
+        ):
             found[student] = wanted
     return found
 
 
 @contextlib.contextmanager
-def locked(gradebook: Path) -> Iterator[int]:
+def lock_gradebook(gradebook: Path) -> Iterator[int]:
     """Keeps a second run away from the gradebook; yields the descriptor that does, for graders to hold as well."""
-    results = results_of(gradebook)
+    results = get_results_path(gradebook)
     results.mkdir(mode=0o700, exist_ok=True)
     with open(results / ".lock", "w") as lock:
         try:
@@ -145,7 +147,7 @@ def grade_all(
     lock: int,
     on_finish: Callable[[Student], None],
 ) -> None:
-    """Run `command` for each student, `at_once` at a time; see `outdated` for `waiting`.
+    """Run `command` for each student, `at_once` at a time; see `find_outdated` for `waiting`.
 
     `command` grades the submission that its options `--submission` and `--out` name. End all graders when interrupted.
     """
@@ -155,7 +157,7 @@ def grade_all(
         while queue or running:
             while queue and len(running) < at_once:
                 student, attempt = queue.pop(0)
-                running.append((started(student, command, lock), student, attempt))
+                running.append((start_grader(student, command, lock), student, attempt))
             time.sleep(0.05)
             for job in [job for job in running if job[0].poll() is not None]:
                 running.remove(job)
@@ -165,7 +167,7 @@ def grade_all(
                     queue.append((student, attempt + 1))
                     continue
                 if process.returncode == 0:
-                    student.made_from.write_text(waiting[student])
+                    student.fingerprint_file.write_text(waiting[student])
                 on_finish(student)
     finally:
         for process, *_ in running:
@@ -177,9 +179,9 @@ def grade_all(
             process.wait()
 
 
-def started(student: Student, command: Sequence[str], lock: int) -> subprocess.Popen:
+def start_grader(student: Student, command: Sequence[str], lock: int) -> subprocess.Popen:
     """The student's grader. It ends when this process does, because then its standard input ends."""
-    student.made_from.unlink(missing_ok=True)
+    student.fingerprint_file.unlink(missing_ok=True)
     with open(student.log, "w") as log:
         return subprocess.Popen(
             [*command, "--submission", str(student.path), "--out", str(student.results), "--format", "json"],
@@ -192,7 +194,7 @@ def started(student: Student, command: Sequence[str], lock: int) -> subprocess.P
         )
 
 
-def row(student: Student, entries: Sequence[Module], waiting: Container[Student] = ()) -> Row:
+def make_row(student: Student, entries: Sequence[Module], waiting: Container[Student] = ()) -> Row:
     """Return the student's row in the gradebook: the score, and those of each module and of each check.
 
     A student who is still `waiting` has no score: results of an earlier run, made from other checks, options or
@@ -205,36 +207,36 @@ def row(student: Student, entries: Sequence[Module], waiting: Container[Student]
         result = None
     if student in waiting:
         earlier = f"; an earlier run gave {result['score']}, under other conditions" if result else ""
-        return line | {"score": "", "note": noted(student, f"not graded yet{earlier}")}
+        return line | {"score": "", "note": collect_notes(student, f"not graded yet{earlier}")}
     if result is None:
         note = f"the grader gave no results: see {student.log.name}"
-        return line | {"score": 0, "note": noted(student, note)}
+        return line | {"score": 0, "note": collect_notes(student, note)}
     line |= {"score": result["score"], "max": result["max_score"]}
     for entry in entries:
         line[f"module {entry.number}"] = sum(c["score"] for c in result["checks"] if c["module"] == entry.number)
     for check in result["checks"]:
         line[f"{check['module']}.{check['name'].removeprefix('test_')}"] = check["score"]
     line[HEADING] = " / ".join(result["findings"])
-    return line | {"note": noted(student, *result["notes"])}
+    return line | {"note": collect_notes(student, *result["notes"])}
 
 
-def noted(student: Student, *notes: str) -> str:
+def collect_notes(student: Student, *notes: str) -> str:
     """Return the notes of a row, including the one on a conflict."""
     return " / ".join(filter(None, [student.conflict, *notes]))
 
 
-def written(table: Sequence[Row]) -> str:
+def format_csv(table: Sequence[Row]) -> str:
     """The table as CSV; the columns of all rows."""
     longest = max(table, key=len)  # one that knows all checks, in order
     columns = list(dict.fromkeys(column for row in (longest, *table) for column in row))
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, restval="")
     writer.writeheader()
-    writer.writerows({key: guarded(value) for key, value in row.items()} for row in table)
+    writer.writerows({key: escape_formula(value) for key, value in row.items()} for row in table)
     return text.getvalue()
 
 
-def guarded(value: str | int) -> str | int:
+def escape_formula(value: str | int) -> str | int:
     """A spreadsheet must not take a student's name or a note for a formula."""
     return "'" + value if isinstance(value, str) and value.startswith(FORMULA) else value
 
@@ -243,21 +245,21 @@ def save(
     gradebook: Path, everyone: Sequence[Student], entries: Sequence[Module], waiting: Container[Student] = ()
 ) -> list[Row]:
     """Write the gradebook and return its rows. Those of students who are still `waiting` have no score."""
-    table = [row(student, entries, waiting) for student in everyone]
-    formats.write(gradebook, written(table))
+    table = [make_row(student, entries, waiting) for student in everyone]
+    formats.write(gradebook, format_csv(table))
     return table
 
 
-def hardest(table: Sequence[Row]) -> list[tuple[str, int]]:
+def count_failures(table: Sequence[Row]) -> list[tuple[str, int]]:
     """The checks that fail, and how many students fail each, most first."""
     return Counter(
         column for row in table for column, value in row.items() if "." in column and value == 0
     ).most_common()
 
 
-def near_identical(everyone: Sequence[Student], entries: Sequence[Module]) -> list[similarity.Group]:
+def find_near_identical(everyone: Sequence[Student], entries: Sequence[Module]) -> list[similarity.Group]:
     """Students whose modules are alike; answers that come with the course take part under their directories' names."""
-    everybodys: dict[str, dict[int, str]] = {student.name: texts(student) for student in everyone}
+    everybodys: dict[str, dict[int, str]] = {student.name: read_texts(student) for student in everyone}
     given = {}
     for entry in entries:
         for place, path in (
@@ -270,4 +272,4 @@ def near_identical(everyone: Sequence[Student], entries: Sequence[Module]) -> li
             *(path.read_text() for path in sorted(entry.lesson.glob("*.py"))),  # the skeleton, and scripts to measure
             *map(textwrap.dedent, CODE.findall(reading)),
         ]
-    return similarity.alike(everybodys, given)
+    return similarity.find_groups(everybodys, given)

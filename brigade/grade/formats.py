@@ -55,22 +55,22 @@ def write(path: Path, text: str) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def heading(grading: Grading) -> str:
+def format_heading(grading: Grading) -> str:
     """The state of the whole, in a few lines."""
-    return "\n".join([f"{grading.score} of {grading.max_score} points, seed {grading.seed}", *remarks(grading)])
+    return "\n".join([f"{grading.score} of {grading.max_score} points, seed {grading.seed}", *list_remarks(grading)])
 
 
-def remarks(grading: Grading) -> list[str]:
+def list_remarks(grading: Grading) -> list[str]:
     """What is missing in the grading, and its notes."""
     lines = []
-    if left := grading.unfinished():
+    if left := grading.count_unfinished():
         lines.append(f"The grading {UNFINISHED}: {left} of {len(grading.outcomes)} checks have not run.")
     elif not grading.finished:
         lines.append(f"The grading {UNFINISHED}: checks that failed were to run again on the reference's modules.")
-    return [*lines, *map(shown, grading.notes)]
+    return [*lines, *map(make_printable, grading.notes)]
 
 
-def feedback(outcome: Outcome) -> str:
+def format_feedback(outcome: Outcome) -> str:
     """What the student is told of a check: at most a screen."""
     if outcome.passed:
         return ""
@@ -79,23 +79,23 @@ def feedback(outcome: Outcome) -> str:
     text = str(outcome.verdict)
     lines = [text[:SCREEN_CHARACTERS] + (" ..." if len(text) > SCREEN_CHARACTERS else "")]
     lines += render.printed_lines(outcome, PRINTED_LINES, PRINTED_CHARACTERS)
-    lines = shown("\n".join(lines)).splitlines()
+    lines = make_printable("\n".join(lines)).splitlines()
     kept = "\n".join(lines[:SCREEN_LINES])[:SCREEN_CHARACTERS]
     return kept if len(kept) == len("\n".join(lines)) else kept + " ..."
 
 
-def please_look(grading: Grading) -> str:
+def format_findings(grading: Grading) -> str:
     """Return what the static look has found, for the instructor; "" where it has found nothing."""
-    lines = [shown(str(finding)) for finding in grading.findings]
+    lines = [make_printable(str(finding)) for finding in grading.findings]
     return "\n".join(["For the instructor; no score has changed.", *lines]) if lines else ""
 
 
-def shown(text: str) -> str:
+def make_printable(text: str) -> str:
     """Without what would command a terminal, or is not allowed in XML or a database."""
     return "".join(letter if letter.isprintable() or letter in "\n\t" else "?" for letter in text)
 
 
-def own_json(grading: Grading) -> str:
+def format_json(grading: Grading) -> str:
     """Everything that is known of the grading, as data."""
     result = {
         "score": grading.score,
@@ -104,8 +104,8 @@ def own_json(grading: Grading) -> str:
         "started": grading.started.strftime(INSTANT),
         "seconds": round(grading.seconds, 3),
         "finished": grading.finished,
-        "notes": remarks(grading),
-        "findings": [shown(str(finding)) for finding in grading.findings],
+        "notes": list_remarks(grading),
+        "findings": [make_printable(str(finding)) for finding in grading.findings],
         "checks": [
             {
                 "module": outcome.check.module,
@@ -116,8 +116,8 @@ def own_json(grading: Grading) -> str:
                 "status": outcome.status,
                 "seconds": round(outcome.seconds, 3),
                 "prior_source": outcome.prior_source,
-                "verdict": outcome.verdict and data_of(outcome.verdict),
-                "feedback": feedback(outcome),
+                "verdict": outcome.verdict and encode_verdict(outcome.verdict),
+                "feedback": format_feedback(outcome),
             }
             for outcome in grading.outcomes
         ],
@@ -125,15 +125,21 @@ def own_json(grading: Grading) -> str:
     return json.dumps(result, indent=2) + "\n"
 
 
-def data_of(verdict: Verdict) -> dict[str, Any]:
+def encode_verdict(verdict: Verdict) -> dict[str, Any]:
     """A verdict with texts that anybody may read, each at most a screen."""
-    cut = {name: shown(value)[:SCREEN_CHARACTERS] for name, value in asdict(verdict).items() if isinstance(value, str)}
+    cut = {
+        name: make_printable(value)[:SCREEN_CHARACTERS]
+        for name, value in asdict(verdict).items()
+        if isinstance(value, str)
+    }
     place = verdict.location and asdict(verdict.location)
-    place = place and {name: shown(v)[:SCREEN_CHARACTERS] if isinstance(v, str) else v for name, v in place.items()}
+    place = place and {
+        name: make_printable(v)[:SCREEN_CHARACTERS] if isinstance(v, str) else v for name, v in place.items()
+    }
     return asdict(verdict) | cut | {"location": place}
 
 
-def gradescope(grading: Grading) -> str:
+def format_gradescope(grading: Grading) -> str:
     """Gradescope's results.json."""
     tests = [
         {
@@ -142,7 +148,7 @@ def gradescope(grading: Grading) -> str:
             "status": "passed" if outcome.passed else "failed",
             "name": outcome.check.title,
             "number": f"{outcome.check.module}.{place}",
-            "output": feedback(outcome),
+            "output": format_feedback(outcome),
             "output_format": "text",
             "tags": [f"module {outcome.check.module}", outcome.check.name],
             "visibility": "visible",
@@ -150,7 +156,7 @@ def gradescope(grading: Grading) -> str:
         for number, outcomes in grading.modules()
         for place, outcome in enumerate(outcomes, 1)
     ]
-    if findings := please_look(grading):
+    if findings := format_findings(grading):
         # A hidden test is shown to instructors only, and its absence from the points does not hide the total:
         # https://gradescope-autograders.readthedocs.io/en/latest/specs/#controlling-test-case-visibility
         tests.append(
@@ -165,7 +171,7 @@ def gradescope(grading: Grading) -> str:
     result = {
         "score": grading.score,
         "execution_time": round(grading.seconds, 3),
-        "output": heading(grading),
+        "output": format_heading(grading),
         "visibility": "visible",
         "stdout_visibility": "hidden",
         "tests": tests,
@@ -174,8 +180,8 @@ def gradescope(grading: Grading) -> str:
     return json.dumps(result, indent=2) + "\n"
 
 
-def classroom50(grading: Grading, metadata: Mapping[str, Any]) -> str:
-    """Classroom 50's result.json; `metadata` comes from `classroom50_metadata`. A check that did not finish says so."""
+def format_classroom50(grading: Grading, metadata: Mapping[str, Any]) -> str:
+    """Return Classroom 50's result.json. `metadata` comes from `read_classroom50_metadata`."""
     now = datetime.now(timezone.utc).strftime(INSTANT)
     open_end = "" if grading.finished else f" ({UNFINISHED})"
     result = {
@@ -195,13 +201,13 @@ def classroom50(grading: Grading, metadata: Mapping[str, Any]) -> str:
             for outcome in grading.outcomes
         ],
     }
-    if findings := please_look(grading):  # no field of this format is hidden from the student
+    if findings := format_findings(grading):  # no field of this format is hidden from the student
         test = {"test-name": HEADING, "passed": True, "score": 0, "max-score": 0, "output": findings}
         result["tests"].append(test)
     return json.dumps(result, indent=2) + "\n"
 
 
-def classroom50_metadata(given: Mapping[str, str]) -> dict[str, Any]:
+def read_classroom50_metadata(given: Mapping[str, str]) -> dict[str, Any]:
     """The fields as given, else from the environment. Raises CourseError for one that is missing, unknown or wrong."""
     if unknown := given.keys() - CLASSROOM50_FIELDS - set(CLASSROOM50_OPTIONAL):
         known = ", ".join([*CLASSROOM50_FIELDS, *CLASSROOM50_OPTIONAL])
@@ -228,7 +234,7 @@ def classroom50_metadata(given: Mapping[str, str]) -> dict[str, Any]:
     return found
 
 
-def junit(grading: Grading) -> str:
+def format_junit(grading: Grading) -> str:
     """JUnit XML: a suite for each module, in whose system-out stands the state of the whole."""
     top = ElementTree.Element("testsuites", name="Bucket Brigade", time=f"{grading.seconds:.3f}")
     for number, outcomes in grading.modules():
@@ -249,9 +255,9 @@ def junit(grading: Grading) -> str:
             case = ElementTree.SubElement(suite, "testcase", classname=package, name=outcome.check.name, time=seconds)
             if not outcome.passed:
                 failure = ElementTree.SubElement(case, "failure", message=f"0 of {outcome.check.points} points")
-                failure.text = feedback(outcome)
-        ElementTree.SubElement(suite, "system-out").text = heading(grading)
-    if findings := please_look(grading):
+                failure.text = format_feedback(outcome)
+        ElementTree.SubElement(suite, "system-out").text = format_heading(grading)
+    if findings := format_findings(grading):
         counts = dict.fromkeys(("tests", "failures", "errors", "skipped"), "0")
         suite = ElementTree.SubElement(top, "testsuite", name=HEADING, **counts)
         ElementTree.SubElement(suite, "system-out").text = findings
@@ -259,26 +265,26 @@ def junit(grading: Grading) -> str:
     return ElementTree.tostring(top, encoding="utf-8", xml_declaration=True).decode() + "\n"
 
 
-def text(grading: Grading) -> str:
+def format_text(grading: Grading) -> str:
     """For people: the score, then every module, and of failed checks what the student is told."""
-    lines = [heading(grading), f"{grading.started:%Y-%m-%d %H:%M:%S} UTC", ""]
+    lines = [format_heading(grading), f"{grading.started:%Y-%m-%d %H:%M:%S} UTC", ""]
     for number, outcomes in grading.modules():
         earned, possible = sum(o.score for o in outcomes), sum(o.check.points for o in outcomes)
         lines.append(f"Module {number}: {get_module(number).title}, {earned} of {possible} points")
         for outcome in outcomes:
             mark = "+" if outcome.passed else "-"
             lines.append(f"  {mark} {outcome.score}/{outcome.check.points}  {outcome.check.title}")
-            lines += [" " * 9 + line for line in feedback(outcome).splitlines()]
+            lines += [" " * 9 + line for line in format_feedback(outcome).splitlines()]
         lines.append("")
-    if findings := please_look(grading):
+    if findings := format_findings(grading):
         lines += [HEADING.capitalize(), *(" " * 2 + line for line in findings.splitlines()), ""]
     return "\n".join(lines)
 
 
 WRITERS: dict[str, Callable[[Grading], str]] = {
-    "gradescope": gradescope,
-    "json": own_json,
-    "junit": junit,
-    "text": text,
+    "gradescope": format_gradescope,
+    "json": format_json,
+    "junit": format_junit,
+    "text": format_text,
 }
 FORMATS = (*WRITERS, "classroom50")

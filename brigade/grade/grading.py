@@ -86,14 +86,16 @@ class Schedule:
         for index, (number, outcomes) in enumerate(modules):
             now = time.monotonic()
             share = max(0.0, self.ends_at - now) / (len(modules) - index)
-            self.attempt(outcomes, self.first_source(number), now + share)
+            self.attempt(outcomes, self.choose_first_source(number), now + share)
         if self.prior == "auto":
             for source in ("reference", "own"):
                 for number, _ in modules:
-                    repeated = [outcome for outcome in self.grading.of_module(number) if self.may_gain(outcome, source)]
+                    repeated = [
+                        outcome for outcome in self.grading.list_outcomes(number) if self.may_gain(outcome, source)
+                    ]
                     self.attempt(repeated, source, self.ends_at)
 
-    def first_source(self, number: int) -> str:
+    def choose_first_source(self, number: int) -> str:
         """Return whose earlier modules the module is checked with first."""
         if self.prior != "auto":
             return self.prior
@@ -101,13 +103,13 @@ class Schedule:
 
     def may_gain(self, outcome: Outcome, source: str) -> bool:
         """Return whether a check that has not passed could pass with the earlier modules of `source`."""
-        if outcome.passed or self.earlier(outcome, source):
+        if outcome.passed or self.get_earlier_outcome(outcome, source):
             return False
         if source == "reference":
-            return earlier_failed(self.grading, outcome.check.module) or lacks_a_name(outcome)
+            return has_failed_earlier(self.grading, outcome.check.module) or is_missing_name(outcome)
         # It has run on the reference's modules, or not at all. A check that waited in vain there will do so here, too.
-        stopped = self.time_outs(outcome.check.module, "reference") >= PATIENCE
-        before = self.earlier(outcome, "reference")
+        stopped = self.count_timeouts(outcome.check.module, "reference") >= PATIENCE
+        before = self.get_earlier_outcome(outcome, "reference")
         return not stopped and not (before and before.ending in ("deadline", "deadlock"))
 
     def attempt(self, outcomes: Sequence[Outcome], source: str, ends_at: float) -> None:
@@ -115,11 +117,11 @@ class Schedule:
         started = time.monotonic()
         for outcome in outcomes:
             number, patience = outcome.check.module, PATIENCE
-            if source == "own" and self.first_source(number) == "reference":
+            if source == "own" and self.choose_first_source(number) == "reference":
                 patience = 1  # an earlier module has stalled already
             if time.monotonic() >= self.ends_at:
                 self.skip(outcome, f"the time limit of the whole grading ({self.total_s:.0f} s) was used up")
-            elif self.time_outs(number, source) >= patience:
+            elif self.count_timeouts(number, source) >= patience:
                 self.skip(outcome, f"module {number} was stopped: {patience} of its checks did not end in time")
             elif time.monotonic() >= ends_at:
                 self.stalled.add(number)
@@ -158,26 +160,26 @@ class Schedule:
         with contextlib.suppress(OSError):
             self.on_change(self.grading)
 
-    def earlier(self, outcome: Outcome, source: str) -> Outcome | None:
+    def get_earlier_outcome(self, outcome: Outcome, source: str) -> Outcome | None:
         """Return what became of the check with the earlier modules of `source`; None if it has not run with them."""
         return self.attempts.get((outcome.check.module, outcome.check.name, source))
 
     def has_run(self, outcome: Outcome) -> bool:
-        return any(self.earlier(outcome, source) for source in ("own", "reference"))
+        return any(self.get_earlier_outcome(outcome, source) for source in ("own", "reference"))
 
-    def time_outs(self, number: int, source: str) -> int:
+    def count_timeouts(self, number: int, source: str) -> int:
         """Return how many of the module's checks reached their deadline with the earlier modules of `source`."""
-        found = [self.earlier(outcome, source) for outcome in self.grading.of_module(number)]
+        found = [self.get_earlier_outcome(outcome, source) for outcome in self.grading.list_outcomes(number)]
         return sum(outcome is not None and outcome.ending == "deadline" for outcome in found)
 
 
-def lacks_a_name(outcome: Outcome) -> bool:
+def is_missing_name(outcome: Outcome) -> bool:
     """Return whether the module imports what an earlier one does not have: that one may be right in another style."""
     return outcome.verdict is not None and outcome.verdict.error == "ImportError"
 
 
-def earlier_failed(grading: Grading, number: int) -> bool:
+def has_failed_earlier(grading: Grading, number: int) -> bool:
     """Whether an earlier module failed a check, or was not asked for and so is not known to be right."""
     graded = {outcome.check.module for outcome in grading.outcomes}
     earlier = [entry.number for entry in MODULES if entry.number < number]
-    return any(n not in graded or not all(o.passed for o in grading.of_module(n)) for n in earlier)
+    return any(n not in graded or not all(o.passed for o in grading.list_outcomes(n)) for n in earlier)

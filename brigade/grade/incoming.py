@@ -24,7 +24,7 @@ from typing import BinaryIO
 from brigade.course.modules import MODULES, CourseError
 from brigade.course.submission import MAX_SOURCE_BYTES, find
 from brigade.course.submission import open_no_follow as open_no_link
-from brigade.grade.formats import shown
+from brigade.grade.formats import make_printable
 
 MEDDLING = (
     "conftest.py",
@@ -68,7 +68,7 @@ class Incoming:
 
 
 @contextlib.contextmanager
-def opened(path: str | Path) -> Iterator[Incoming]:
+def open_submission(path: str | Path) -> Iterator[Incoming]:
     """Find the module files of a submission. Raise CourseError if there is nothing that could be graded.
 
     A directory is used where it is. The module files of an archive are unpacked into a temporary directory, and so are
@@ -78,22 +78,24 @@ def opened(path: str | Path) -> Iterator[Incoming]:
     if not path.is_dir():
         if not path.is_file():
             raise CourseError(f"there is no submission {path}, neither a directory nor an archive")
-        with unpacked(path.resolve(), path.name) as incoming:
+        with unpack(path.resolve(), path.name) as incoming:
             yield incoming
         return
     files = walk(path)
-    place = best_place(files)
+    place = choose_place(files)
     archives = [file for file in files if file.lower().endswith(ARCHIVES)]
     if place is None and not any(find(path, entry) for entry in MODULES):
         if len(archives) > 1:
-            raise CourseError(f"no module file was found, but {len(archives)} archives: {listed(archives)}; keep one")
+            raise CourseError(
+                f"no module file was found, but {len(archives)} archives: {format_names(archives)}; keep one"
+            )
         if archives:
-            with unpacked(path / archives[0], archives[0]) as incoming:
-                yield Incoming(incoming.directory, [*incoming.notes, *meddling(files)])
+            with unpack(path / archives[0], archives[0]) as incoming:
+                yield Incoming(incoming.directory, [*incoming.notes, *find_meddling(files)])
             return
-    notes = notes_on(files, place)
+    notes = make_notes(files, place)
     if archives and place is not None:
-        notes.append(f"Not unpacked, because there are module files beside it: {listed(archives)}")
+        notes.append(f"Not unpacked, because there are module files beside it: {format_names(archives)}")
     yield Incoming(path / (place or ""), notes)
 
 
@@ -116,7 +118,7 @@ def walk(top: Path) -> list[str]:
     return files
 
 
-def places(files: Iterable[str]) -> dict[str, list[str]]:
+def find_places(files: Iterable[str]) -> dict[str, list[str]]:
     """Return the directories in which `submission.find` finds modules, each with its module files."""
     found: dict[str, list[str]] = {}
     for file in files:
@@ -132,54 +134,54 @@ def places(files: Iterable[str]) -> dict[str, list[str]]:
     return found
 
 
-def best_place(files: Iterable[str]) -> str | None:
+def choose_place(files: Iterable[str]) -> str | None:
     """Return the directory to grade: one with `lessons`, otherwise the one with most modules, then the uppermost."""
 
-    found = places(files)
+    found = find_places(files)
 
     def rank(place: str) -> tuple:
-        has_lessons = any(below(file, place).startswith("lessons/") for file in found[place])
+        has_lessons = any(make_relative(file, place).startswith("lessons/") for file in found[place])
         return not has_lessons, -len(found[place]), place.count("/") + bool(place), place
 
     return min(found, key=rank, default=None)
 
 
-def below(file: str, place: str) -> str:
+def make_relative(file: str, place: str) -> str:
     """Return the path of a file relative to `place`, a directory above it."""
     return file[len(place) + 1 :] if place else file
 
 
-def notes_on(files: Sequence[str], place: str | None) -> list[str]:
+def make_notes(files: Sequence[str], place: str | None) -> list[str]:
     """Return what an instructor should know about the files. Those in `place` are graded."""
     notes = []
     if place is None:
-        what = listed(files) if files else "nothing"
+        what = format_names(files) if files else "nothing"
         notes.append(f"No module file was found, such as {MODULES[0].path.name}. Found instead: {what}")
     given = [os.path.join(place or "", name) for name in ("solutions", "skeletons")]  # of a clone of the course
-    others = [file for other, inside in places(files).items() if other not in (place, *given) for file in inside]
+    others = [file for other, inside in find_places(files).items() if other not in (place, *given) for file in inside]
     if others:
-        graded = shown(place) if place else "those at the top"
-        notes.append(f"Module files are in several places. Graded: {graded}. Not graded: {listed(others)}")
-    return notes + meddling(files)
+        graded = make_printable(place) if place else "those at the top"
+        notes.append(f"Module files are in several places. Graded: {graded}. Not graded: {format_names(others)}")
+    return notes + find_meddling(files)
 
 
-def meddling(files: Iterable[str]) -> list[str]:
+def find_meddling(files: Iterable[str]) -> list[str]:
     """Return a note on names that could take part in a careless grading. They are ignored, and worth a look."""
     found = set()
     for file in files:
         parts = file.split("/")
         found |= {"/".join(parts[: index + 1]) for index, part in enumerate(parts) if part in MEDDLING}
-    return [f"Ignored, and worth a look: {listed(sorted(found))}"] if found else []
+    return [f"Ignored, and worth a look: {format_names(sorted(found))}"] if found else []
 
 
-def listed(names: Sequence[str]) -> str:
+def format_names(names: Sequence[str]) -> str:
     """Return the first names, in one line, and how many more there are."""
-    line = ", ".join(shown(name).replace("\n", "?")[-100:] for name in names[:MOST_NAMED])
+    line = ", ".join(make_printable(name).replace("\n", "?")[-100:] for name in names[:MOST_NAMED])
     return line + (f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else "")
 
 
 @contextlib.contextmanager
-def unpacked(archive: Path, name: str) -> Iterator[Incoming]:
+def unpack(archive: Path, name: str) -> Iterator[Incoming]:
     """Unpack the module files of an archive: those in its best place, each up to the size that a module may have.
 
     They are written below a new directory, at the paths that they have below that place; no other part of a path that
@@ -191,18 +193,18 @@ def unpacked(archive: Path, name: str) -> Iterator[Incoming]:
                 status = os.fstat(file.fileno())
                 if not stat.S_ISREG(status.st_mode) or status.st_size > MOST_ARCHIVE_BYTES:
                     raise ValueError(f"it is not a file, or it is larger than {MOST_ARCHIVE_BYTES} bytes")
-                files, modules = contents(file, name)
-            place = best_place(modules)
-            for module in places(modules).get(place, []):
-                target = Path(directory, below(module, place))
+                files, modules = read_archive(file, name)
+            place = choose_place(modules)
+            for module in find_places(modules).get(place, []):
+                target = Path(directory, make_relative(module, place))
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.write_bytes(modules[module])
         except Exception as error:  # zipfile, gzip and tarfile report a damaged file in many ways
-            raise CourseError(f"{listed([name])} cannot be unpacked: {listed([str(error)])}") from None
-        yield Incoming(Path(directory), notes_on(files, place))
+            raise CourseError(f"{format_names([name])} cannot be unpacked: {format_names([str(error)])}") from None
+        yield Incoming(Path(directory), make_notes(files, place))
 
 
-def contents(file: BinaryIO, name: str) -> tuple[list[str], dict[str, bytes]]:
+def read_archive(file: BinaryIO, name: str) -> tuple[list[str], dict[str, bytes]]:
     """Return the names of the files in an archive, and the contents of those that have a module's name."""
     compressed = file.read(2) == b"\x1f\x8b"
     file.seek(0)
@@ -211,9 +213,9 @@ def contents(file: BinaryIO, name: str) -> tuple[list[str], dict[str, bytes]]:
     modules: dict[str, bytes] = {}
     with contextlib.ExitStack() as stack:
         if is_tar:
-            members = tar_members(stack.enter_context(gzip.open(file)) if compressed else file)
+            members = iterate_tar(stack.enter_context(gzip.open(file)) if compressed else file)
         else:
-            members = zip_members(stack.enter_context(zipfile.ZipFile(file)))
+            members = iterate_zip(stack.enter_context(zipfile.ZipFile(file)))
         for path, beginning in members:
             path = "/".join(part for part in path.replace("\\", "/").split("/") if part != ".")
             parts = path.split("/")
@@ -230,7 +232,7 @@ def contents(file: BinaryIO, name: str) -> tuple[list[str], dict[str, bytes]]:
 Member = tuple[str, Callable[[int], bytes]]  # the path of a file in an archive, and what reads its first bytes
 
 
-def zip_members(bundle: zipfile.ZipFile) -> Iterator[Member]:
+def iterate_zip(bundle: zipfile.ZipFile) -> Iterator[Member]:
     """Yield the files of a zip, except links and those whose compression may take any amount of memory."""
 
     def beginning(info: zipfile.ZipInfo, size: int) -> bytes:
@@ -243,7 +245,7 @@ def zip_members(bundle: zipfile.ZipFile) -> Iterator[Member]:
             yield info.filename, functools.partial(beginning, info)
 
 
-def tar_members(stream: BinaryIO) -> Iterator[Member]:
+def iterate_tar(stream: BinaryIO) -> Iterator[Member]:
     """Yield the ordinary files of a tar, which is read once from its beginning.
 
     `tarfile.open` would take any amount of time and memory for a hostile header, so only its parser is used.
@@ -273,7 +275,7 @@ def tar_members(stream: BinaryIO) -> Iterator[Member]:
             long_names += left
             if long_names > MOST_LONG_NAMES:
                 raise ValueError(f"its headers take more than {MOST_LONG_NAMES} bytes")
-            name = long_name(info.type, take(left)[: info.size]) or name
+            name = find_long_name(info.type, take(left)[: info.size]) or name
             continue
         if info.type in (tarfile.REGTYPE, tarfile.AREGTYPE):
             before, size = unread, info.size
@@ -285,7 +287,7 @@ def tar_members(stream: BinaryIO) -> Iterator[Member]:
     raise ValueError(f"it has more than {MOST_MEMBERS} members")
 
 
-def long_name(kind: bytes, content: bytes) -> str:
+def find_long_name(kind: bytes, content: bytes) -> str:
     """Return the name of a tar's next member that GNU's long name or a pax header gives; "" if it gives none."""
     if kind == tarfile.GNUTYPE_LONGNAME:
         return content.rstrip(b"\0").decode("utf-8", "surrogateescape")

@@ -28,7 +28,7 @@ def isolate_ranks(submission: str, out: str | None, backend: str) -> Iterator[li
         return
     private = [str(Path(path).resolve().parent) for path in (submission, out) if path]
     private = [path for path in private if path != "/"]
-    with sandbox.free_user() as uid:
+    with sandbox.reserve_user() as uid:
         # CUDA reserves more addresses than any limit on them would allow.
         limits = {"memory": 0} if backend == "nccl" else {}
         ranks.SERVER.sandbox = sandbox.Sandbox(uid, hidden=private, **limits)

@@ -34,19 +34,19 @@ class Grading:
     def max_score(self) -> int:
         return sum(outcome.check.points for outcome in self.outcomes)
 
-    def of_module(self, number: int) -> list[Outcome]:
+    def list_outcomes(self, number: int) -> list[Outcome]:
         return [outcome for outcome in self.outcomes if outcome.check.module == number]
 
     def modules(self) -> list[tuple[int, list[Outcome]]]:
         """The modules that are graded, by number, each with its checks."""
         numbers = sorted({outcome.check.module for outcome in self.outcomes})
-        return [(number, self.of_module(number)) for number in numbers]
+        return [(number, self.list_outcomes(number)) for number in numbers]
 
-    def unfinished(self) -> int:
+    def count_unfinished(self) -> int:
         """How many checks have not run, and are not known not to run."""
         return sum(not outcome.is_settled for outcome in self.outcomes)
 
 
-def nothing_yet(entries: Sequence[Module], seed: int) -> Grading:
+def make_empty_grading(entries: Sequence[Module], seed: int) -> Grading:
     """A grading of these modules in which no check has run."""
     return Grading([Outcome(check) for entry in entries for check in list_checks(entry)], seed)

@@ -61,7 +61,7 @@ def is_text(statement: ast.stmt) -> bool:
     return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
 
 
-def tokens(text: str) -> list[str]:
+def tokenize_text(text: str) -> list[str]:
     """What a text is made of, names and values replaced by their kinds; as far as it can be read."""
     found = []
     try:
@@ -77,7 +77,7 @@ def tokens(text: str) -> list[str]:
     return found
 
 
-def runs(text: str) -> set[int]:
+def hash_runs(text: str) -> set[int]:
     """Hashes of all runs of RUN tokens within a function; without functions, or Python at all, of those in the text."""
     try:
         with warnings.catch_warnings():
@@ -87,19 +87,19 @@ def runs(text: str) -> set[int]:
         parts = [ast.unparse(node) for node in functions or [tree]]
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         parts = [text]
-    words = [tokens(part) for part in parts]
+    words = [tokenize_text(part) for part in parts]
     return {hash(tuple(part[place : place + RUN])) for part in words for place in range(len(part) - RUN + 1)}
 
 
-def alike(texts: Mapping[str, Mapping[int, str]], given: Mapping[int, Iterable[str]]) -> list[Group]:
+def find_groups(texts: Mapping[str, Mapping[int, str]], given: Mapping[int, Iterable[str]]) -> list[Group]:
     """The groups in which everybody has a share of ALIKE or more with somebody, by module.
 
     `texts` are by name and module number; `given[n]` is what everybody has of module n.
     """
     groups = []
     for number, everybodys in given.items():
-        common = set().union(*map(runs, everybodys))
-        own = {name: runs(modules[number]) - common for name, modules in texts.items() if number in modules}
+        common = set().union(*map(hash_runs, everybodys))
+        own = {name: hash_runs(modules[number]) - common for name, modules in texts.items() if number in modules}
         own = {name: found for name, found in own.items() if len(found) >= ENOUGH}
         joined = {name: {name} for name in own}
         shares = {}

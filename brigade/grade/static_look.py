@@ -43,7 +43,7 @@ ANSWER = "is torch's own answer"
 ENDING = "ends the process"
 
 
-def words(text: str) -> frozenset[str]:
+def join_words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
@@ -83,21 +83,21 @@ BUILTINS: dict[str, str] = {
 }
 BY_NAME = ("getattr", "setattr", "delattr", "hasattr", "attrgetter", "methodcaller")  # take an attribute's name
 
-IMPORTS = words(
+IMPORTS = join_words(
     """__future__ abc bisect collections contextlib copy dataclasses enum functools heapq itertools math numbers
     operator random time torch types typing typing_extensions warnings weakref"""
 )
 LIBRARY = frozenset(sys.stdlib_module_names)
-SYSTEM_MODULES = words(  # of the library: as an attribute of anything, or as a string
+SYSTEM_MODULES = join_words(  # of the library: as an attribute of anything, or as a string
     """_ctypes _io _posixsubprocess _thread asyncio atexit base64 binascii builtins codecs concurrent ctypes dis
     faulthandler fcntl gc importlib inspect marshal mmap multiprocessing os pathlib pdb pickle posix pty resource
     runpy shelve shutil signal socket subprocess sys tempfile threading traceback tracemalloc zipimport"""
 )
-TORCH_MODULES = words(  # of torch, which no answer needs
+TORCH_MODULES = join_words(  # of torch, which no answer needs
     """_C backends classes cpp_extension export fx hub jit library load multiprocessing ops overrides package parallel
     rpc save serialization"""
 )
-KNOWN_MODULES = words(  # of torch: an answer may import them, but not pass them on as values
+KNOWN_MODULES = join_words(  # of torch: an answer may import them, but not pass them on as values
     """torch torch.autograd torch.cuda torch.distributed torch.distributed.distributed_c10d torch.nn torch.nn.functional
     torch.nn.utils torch.optim torch.utils"""
 )
@@ -105,14 +105,14 @@ BASES = {"torch.Tensor": "a class of tensors of its own", "torch.distributed.Pro
 
 METHODS = frozenset(  # special methods that an answer may define or call
     f"__{name}__"
-    for name in words(
+    for name in join_words(
         """init call enter exit len iter next getitem setitem delitem contains repr str format bool hash eq ne lt le gt
         ge add radd sub mul int float index getattr setattr post_init reversed"""
     )
 )
 READ = METHODS | {"__name__", "__qualname__", "__class__", "__doc__", "__main__", "__all__", "__version__"}
 SET = METHODS | {"__all__", "__slots__", "__version__", "__author__", "__match_args__"}
-PRIVATE = words(  # names of torch and the library that an answer may use
+PRIVATE = join_words(  # names of torch and the library that an answer may use
     """_CoalescingManager _all_gather_base _asdict _base _buffers _coalescing_manager _fields _flatten_dense_tensors
     _get_default_group _modules _parameters _reduce_scatter_base _replace _unflatten_dense_tensors _utils _world"""
 )
@@ -163,10 +163,10 @@ def look(texts: Mapping[str, str]) -> list[Finding]:
             nodes[file] = parse(text)
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             findings.append(Finding(file, (), "", f"cannot be looked at: {error or type(error).__name__}"))
-    own = {name for of_file in nodes.values() for name in private_names(of_file)}
+    own = {name for of_file in nodes.values() for name in find_private_names(of_file)}
     for file, of_file in nodes.items():
         occurrences: dict[tuple[str, str], set[int]] = {}
-        for line, name, reason in (*odd_lines(texts[file]), *FileLook(of_file, own).findings()):
+        for line, name, reason in (*find_odd_lines(texts[file]), *FileLook(of_file, own).list_findings()):
             occurrences.setdefault((name[:60], reason), set()).add(line)
         found = [Finding(file, tuple(sorted(lines)), *what) for what, lines in occurrences.items()]
         findings += sorted(found, key=lambda finding: (finding.lines, finding.name))
@@ -190,7 +190,7 @@ def parse(text: str) -> list[ast.AST]:
     return nodes
 
 
-def odd_lines(text: str) -> Iterator[tuple[int, str, str]]:
+def find_odd_lines(text: str) -> Iterator[tuple[int, str, str]]:
     """Find lines that an editor may show differently from how Python reads them."""
     for number, line in enumerate(text.splitlines(), 1):
         if number <= 2 and (declared := ENCODING.match(line)) and declared[1].lower() not in ("utf-8", "utf8"):
@@ -199,7 +199,7 @@ def odd_lines(text: str) -> Iterator[tuple[int, str, str]]:
             yield number, "text direction", "has characters that change the order in which the line is shown"
 
 
-def private_names(nodes: Sequence[ast.AST]) -> Iterator[str]:
+def find_private_names(nodes: Sequence[ast.AST]) -> Iterator[str]:
     """Find the private names that a file defines itself: functions, classes, variables, attributes."""
     for node in nodes:
         name = None
@@ -222,10 +222,10 @@ class FileLook:
         self.bound = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
         self.bound |= {node.arg for node in nodes if isinstance(node, ast.arg)}
         self.bound |= {n.name for n in nodes if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))}
-        self.imported = dict(imported_names(nodes))
+        self.imported = dict(list_imported_names(nodes))
         self.strings: dict[int, str] = {}
         for node in reversed(nodes):  # children before their parents
-            if (value := constant_string(node, self.strings)) is not None and len(value) <= MOST_CHARACTERS:
+            if (value := evaluate_string(node, self.strings)) is not None and len(value) <= MOST_CHARACTERS:
                 self.strings[id(node)] = value
         self.paths: dict[int, str] = {}
         self.resolve_paths()
@@ -242,10 +242,10 @@ class FileLook:
             if isinstance(node, ast.Name):
                 path = self.imported.get(node.id)
             elif isinstance(node, ast.Attribute):
-                path = self.joined(node.value, node.attr)
-            elif name := self.attribute_by_name(node):
-                path = self.joined(node.args[0], name)
-            elif name := self.module_by_name(node):
+                path = self.join_path(node.value, node.attr)
+            elif name := self.find_attribute_by_name(node):
+                path = self.join_path(node.args[0], name)
+            elif name := self.find_module_by_name(node):
                 path = name
             elif isinstance(node, ast.NamedExpr):
                 path = self.paths.get(id(node.value))
@@ -256,22 +256,22 @@ class FileLook:
         """Treat names such as `d` in `d = torch.distributed` as imported. Return whether there was a new one."""
         known = len(self.imported)
         for node in self.nodes:
-            for target in targets_of(node):
+            for target in list_targets(node):
                 path = self.paths.get(id(node.value))
                 if isinstance(target, ast.Name) and path and (path in KNOWN_MODULES or is_class(path)):
                     self.imported.setdefault(target.id, path)
         return len(self.imported) > known
 
-    def joined(self, base: ast.AST, attribute: str) -> str | None:
+    def join_path(self, base: ast.AST, attribute: str) -> str | None:
         return f"{self.paths[id(base)]}.{attribute}" if id(base) in self.paths else None
 
-    def attribute_by_name(self, node: ast.AST) -> str | None:
+    def find_attribute_by_name(self, node: ast.AST) -> str | None:
         """Return the attribute that getattr or a similar function is asked for, if its name is known."""
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in BY_NAME[:4]:
             return self.strings.get(id(node.args[1])) if len(node.args) > 1 else None
         return None
 
-    def module_by_name(self, node: ast.AST) -> str | None:
+    def find_module_by_name(self, node: ast.AST) -> str | None:
         """Return the module in `__import__("x")` if an answer may import it."""
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "__import__":
             name = self.strings.get(id(node.args[0])) if len(node.args) == 1 and not node.keywords else None
@@ -282,18 +282,18 @@ class FileLook:
         """Return the ids of nodes where a module may appear: `module.x`, `alias = module`, `getattr(module, "x")`."""
         allowed = set()
         for node in self.nodes:
-            names = [target.id for target in targets_of(node) if isinstance(target, ast.Name)]
+            names = [target.id for target in list_targets(node) if isinstance(target, ast.Name)]
             if isinstance(node, ast.Attribute) or any(name in self.imported for name in names):
                 allowed.add(id(node.value))
-            elif self.attribute_by_name(node) and node.func.id in ("getattr", "hasattr"):
+            elif self.find_attribute_by_name(node) and node.func.id in ("getattr", "hasattr"):
                 allowed.add(id(node.args[0]))
         return allowed
 
-    def findings(self) -> Iterator[tuple[int, str, str]]:
+    def list_findings(self) -> Iterator[tuple[int, str, str]]:
         """Yield line, name and reason, in any order."""
         docstrings = {id(node.value) for node in self.nodes if isinstance(node, ast.Expr)}
         called = {id(node.func) for node in self.nodes if isinstance(node, ast.Call)}
-        self.imports = {id(node.func) for node in self.nodes if self.module_by_name(node)}
+        self.imports = {id(node.func) for node in self.nodes if self.find_module_by_name(node)}
         line = 1
         for node in self.nodes:
             line = getattr(node, "lineno", line)
@@ -345,7 +345,7 @@ class FileLook:
             yield name, f"{SYSTEM}: a module that this file does not import itself"
 
     def look_at_attribute(self, base: ast.AST, name: str, is_read: bool) -> Iterator[tuple[str, str]]:
-        path = self.joined(base, name)
+        path = self.join_path(base, name)
         of_self = isinstance(base, ast.Name) and base.id in ("self", "cls")
         if of_self and (name in self.own or name[0] != "_"):
             pass  # the submission's own
@@ -399,7 +399,7 @@ def is_class(path: str) -> bool:
     return name[0].isupper() and not name.isupper()
 
 
-def targets_of(node: ast.AST) -> list[ast.expr]:
+def list_targets(node: ast.AST) -> list[ast.expr]:
     """Return the targets of an assignment; none for other nodes, or without a value."""
     if isinstance(node, ast.Assign):
         return node.targets
@@ -408,7 +408,7 @@ def targets_of(node: ast.AST) -> list[ast.expr]:
     return []
 
 
-def imported_names(nodes: Sequence[ast.AST]) -> Iterator[tuple[str, str]]:
+def list_imported_names(nodes: Sequence[ast.AST]) -> Iterator[tuple[str, str]]:
     """Return the names that absolute imports bind, and what they refer to."""
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -460,20 +460,20 @@ def look_at_string(value: str) -> Iterator[tuple[str, str]]:
             yield match[0], "is named in a string"
 
 
-def constant_string(node: ast.AST, strings: Mapping[int, str]) -> str | None:
+def evaluate_string(node: ast.AST, strings: Mapping[int, str]) -> str | None:
     """Return the value of a string made of constants, given the values of its parts, or None if it is not known."""
 
     def value(part: ast.AST) -> str | None:
         return strings.get(id(part))
 
     if isinstance(node, ast.Constant):
-        return node.value.decode("latin-1") if isinstance(node.value, bytes) else string_or_none(node.value)
+        return node.value.decode("latin-1") if isinstance(node.value, bytes) else get_string(node.value)
     if isinstance(node, ast.FormattedValue):
         return value(node.value)
     if isinstance(node, ast.JoinedStr):
-        return joined_or_none("", map(value, node.values))
+        return join_strings("", map(value, node.values))
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        return joined_or_none("", (value(node.left), value(node.right)))
+        return join_strings("", (value(node.left), value(node.right)))
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod) and value(node.left) is not None:
         parts = node.right.elts if isinstance(node.right, ast.Tuple) else [node.right]
         return fill("%s", value(node.left), [*map(value, parts)])
@@ -486,7 +486,7 @@ def constant_string(node: ast.AST, strings: Mapping[int, str]) -> str | None:
         if method == "format":
             return fill("{}", text, arguments)
         if method == "join" and len(node.args) == 1 and isinstance(node.args[0], (ast.List, ast.Tuple)):
-            return joined_or_none(text, map(value, node.args[0].elts))
+            return join_strings(text, map(value, node.args[0].elts))
         if method in ("lower", "upper", "swapcase", "casefold", "strip") and not arguments:
             return getattr(text, method)()
         if method in ("replace", "removeprefix", "removesuffix", "strip") and None not in arguments:
@@ -494,11 +494,11 @@ def constant_string(node: ast.AST, strings: Mapping[int, str]) -> str | None:
     return None
 
 
-def string_or_none(value: object) -> str | None:
+def get_string(value: object) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def joined_or_none(separator: str, parts: Iterator[str | None] | Sequence[str | None]) -> str | None:
+def join_strings(separator: str, parts: Iterator[str | None] | Sequence[str | None]) -> str | None:
     known = list(parts)
     return None if None in known else separator.join(known)
 

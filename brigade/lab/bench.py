@@ -108,7 +108,7 @@ class Bench:
         said = []
         if ladder.link:
             said.append(
-                f"The link is emulated, {ladder.link.described}: {gradients} takes {1e3 * ladder.link_s:.1f} ms; "
+                f"The link is emulated, {ladder.link.description}: {gradients} takes {1e3 * ladder.link_s:.1f} ms; "
                 f"{backward}."
             )
             share = ladder.real_s / ladder.link_s

@@ -26,7 +26,7 @@ from brigade.lab.links import NAMED
 from brigade.lab.models import tiny_lm
 from brigade.lab.plan import DEVICE_MEMORY_GBPS, MODELS, model_of
 from brigade.lab.plan_config import solution
-from brigade.rank.emulated_link import Link, sent_bytes
+from brigade.rank.emulated_link import Link, count_sent_bytes
 from brigade.runner.ranks import RankResults, run_ranks
 from lessons.m02_flat_ddp import launches as launch_times
 from lessons.m05_grad_buffer import ledger
@@ -91,7 +91,7 @@ def xl_size() -> Finding:
     "wrong",
 )  # fmt: skip
 def xl_all_reduce_time() -> Finding:
-    sent = sent_bytes("all_reduce", xl_bytes(), 2)
+    sent = count_sent_bytes("all_reduce", xl_bytes(), 2)
     return Finding(
         f"computed: {1e3 * sent / 450e9:.1f} ms at 450 GB/s, {1e3 * sent / 370e9:.1f} ms at the 370 GB/s that were "
         "measured on 8 H100 (nccl-tests; cited)",
@@ -275,7 +275,7 @@ def xl_step_times() -> Finding:
 def xl_headline() -> Finding:
     nbytes, slower_ms = xl_bytes(), 980.18 - 808.66
     copies_ms = 1e3 * 4 * nbytes / (DEVICE_MEMORY_GBPS * 1e9)  # read and written, into the buckets and back
-    carried_ms = 1e3 * sent_bytes("all_reduce", nbytes, 2) / 370e9
+    carried_ms = 1e3 * count_sent_bytes("all_reduce", nbytes, 2) / 370e9
     return Finding(
         f"from its own tables: {slower_ms:.0f} ms more at best, and {1003.69 - 799.28:.0f} ms more with 435 buckets "
         f"than with 435 all-reduces of single parameters; computed for an H100: {copies_ms:.1f} ms for the copies and "
@@ -817,11 +817,11 @@ def sharding_traffic() -> Finding:
     from lessons.m08_zero_optimizer import traffic  # imports parts of torch that are slow to import
 
     numel = sum(parameter.numel() for parameter in tiny_lm("tiny", "meta").parameters())
-    one = sent_bytes("all_reduce", FP32_BYTES * numel, 2)
+    one = count_sent_bytes("all_reduce", FP32_BYTES * numel, 2)
     words, more = [], []
     for kind in ("ZeroOptimizer", "ShardedOptimizer", traffic.TORCH):
         step = launches(on_ranks(traffic.run_three_steps, kind).events[0], 2)
-        sent = sum(sent_bytes(launch.op, launch.nbytes, 2) for launch in step)
+        sent = sum(count_sent_bytes(launch.op, launch.nbytes, 2) for launch in step)
         ops = listed([f"{count} {op}" for op, count in Counter(launch.op for launch in step).items()])
         words.append(f"{kind} {sent / one:.2f} times an all-reduce of all gradients ({ops})")
         more.append(sent / one > 1.02)

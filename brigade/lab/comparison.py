@@ -33,7 +33,7 @@ from brigade.lab.ladder import (
 )
 from brigade.lab.models import Size, TinyLM
 from brigade.lab.plots import bench_table
-from brigade.rank.recording import onto_itself, tensors_in
+from brigade.rank.recording import is_self_copy, list_tensors
 from brigade.runner.ranks import run_ranks
 
 WORKLOAD = replace(PACED, batch_size=16, rounds=10, warmup=2)
@@ -131,10 +131,10 @@ class Ledger(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         if is_in_submission(sys._getframe(1)):
-            given = {tensor.untyped_storage()._cdata for tensor in tensors_in([*args, *(kwargs or {}).values()])}
-            made = tensors_in(result)
-            if function.overloadpacket.__name__ in COPIES and not onto_itself(args):
-                self.copied += sum(tensor.nbytes for tensor in made or tensors_in(args[0]))
+            given = {tensor.untyped_storage()._cdata for tensor in list_tensors([*args, *(kwargs or {}).values()])}
+            made = list_tensors(result)
+            if function.overloadpacket.__name__ in COPIES and not is_self_copy(args):
+                self.copied += sum(tensor.nbytes for tensor in made or list_tensors(args[0]))
             self.allocated += sum(tensor.nbytes for tensor in made if tensor.untyped_storage()._cdata not in given)
             self.views += len(made) if function.is_view else 0
         return result

@@ -138,11 +138,11 @@ def first_launch() -> dict:
     from torch.distributed.distributed_c10d import _coalescing_manager
 
     from brigade.rank.api import device
-    from brigade.rank.kernels import counted
+    from brigade.rank.kernels import record_kernels
 
     tensors = [torch.ones(1000, device=device()) for _ in range(4)]
     dist.all_reduce(tensors[0])
-    with counted():
+    with record_kernels():
         with _coalescing_manager(async_ops=True) as manager:
             for tensor in tensors[1:]:
                 dist.all_reduce(tensor)
@@ -397,9 +397,9 @@ def planned(options: argparse.Namespace) -> Plan:
         os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
     import torch
 
-    from brigade.runner.machine import nccl_environment
+    from brigade.runner.machine import make_nccl_environments
 
-    nccl_environment(1, share_gpu=False)
+    make_nccl_environments(1, share_gpu=False)
     gpus = torch.cuda.device_count()
     return Plan(
         share_gpu=gpus < MOST_RANKS,

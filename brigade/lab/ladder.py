@@ -37,7 +37,7 @@ from brigade.lab.memory_accounting import kept_bytes, torch_bucket_bytes
 from brigade.lab.models import SIZES, Size, TinyLM, language_loss
 from brigade.rank import emulated_link, recording
 from brigade.rank.api import device, student
-from brigade.rank.emulated_link import Link, Pace, sent_bytes
+from brigade.rank.emulated_link import Link, Pace, count_sent_bytes
 from brigade.runner.ranks import RankResults, run_ranks
 
 PHASES = ("forward", "backward", "finish", "step")  # of one training step; "step" is the optimizer's
@@ -348,7 +348,7 @@ def make_measurement(
         marks=[result["marks"][variant.label][workload.warmup :] for result in results],
         cpu_s=[result["cpu_s"][variant.label][workload.warmup :] for result in results],
         collectives=len(found) / len(results) / len(timed),
-        sent_bytes=sum(sent_bytes(launch.op, launch.nbytes, len(results)) for launch in found)
+        sent_bytes=sum(count_sent_bytes(launch.op, launch.nbytes, len(results)) for launch in found)
         / len(results)
         / len(timed),
         losses=[result["losses"][variant.label] for result in results],

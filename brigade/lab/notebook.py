@@ -33,7 +33,7 @@ from brigade.course.modules import MODULES, ROOT, get_module
 from brigade.course.skeletons import BEGIN, END
 from brigade.course.submission import read
 from brigade.events import Event, Progress
-from brigade.runner.machine import cores, gloo_environment
+from brigade.runner.machine import count_cores, make_gloo_environment
 from brigade.runner.report import describe_exit
 from brigade.runner.server import make_locked_directory
 
@@ -122,9 +122,9 @@ class Ranks:
             "backend": self.backend,
             "mode": mode,
             "directory": str(self._directory),
-            "environment": gloo_environment(),
+            "environment": make_gloo_environment(),
             "packages": {"solutions": read("solutions", MODULES[-1].number).sources},
-            "threads": max(1, cores() // self.world_size),
+            "threads": max(1, count_cores() // self.world_size),
             "seed": 0,
         }
         everyone = range(self.world_size)
@@ -249,7 +249,7 @@ class Ranks:
         for peer, events in enumerate(self.events()):
             for event in events:
                 progress.add(peer, event)
-        return progress.activity(rank)
+        return progress.describe_activity(rank)
 
     def _activate_magics(self) -> None:
         from ipyparallel.client.magics import ParallelMagics

@@ -23,7 +23,7 @@ from brigade.lab.memory_accounting import KINDS, Bytes
 from brigade.lab.models import SIZES, Block, Size, TinyLM
 from brigade.lab.plan_config import Machine, Setting
 from brigade.lab.schedules import program_of, rule_of, simulate, with_rules
-from brigade.rank.emulated_link import Link, sent_bytes
+from brigade.rank.emulated_link import Link, count_sent_bytes
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -110,7 +110,7 @@ def plan(setting: Setting, link: Link, chosen: Sequence[Variant] | None = None) 
     for variant in variants() if chosen is None else chosen:
         program = program_of(variant, setting)
         step_s = simulate(program, link)
-        sent = sum(sent_bytes(one.op, one.nbytes, setting.world_size) for one in program.launches)
+        sent = sum(count_sent_bytes(one.op, one.nbytes, setting.world_size) for one in program.launches)
         found.append(
             Planned(variant.label, len(program.launches), sent, step_s, step_s - alone_s, held(variant, setting))
         )

@@ -146,7 +146,7 @@ class Timeline:
         """What carried the gradients, in a sentence."""
         if self.link is None:
             return "The link is this machine's own: the ranks share its cores and talk through its memory."
-        return f"The link is emulated, {self.link.described}; backward alone takes {self.backward_ms:.0f} ms."
+        return f"The link is emulated, {self.link.description}; backward alone takes {self.backward_ms:.0f} ms."
 
     def phase(self, rank: int, kind: str) -> Span:
         return next(span for span in self.spans if span.rank == rank and span.kind == kind)

@@ -30,7 +30,7 @@ from brigade.course.modules import CourseError
 from brigade.course.submission import prepare_for_ranks
 from brigade.events import Event, RankRecord
 from brigade.runner import sandbox
-from brigade.runner.machine import cores, nccl_environment
+from brigade.runner.machine import count_cores, make_nccl_environments
 from brigade.runner.ranks import RankResults, RunOptions, find_sources
 from brigade.runner.report import BROKEN_LINK, RankFailure
 from brigade.runner.server import SERVER, make_locked_directory
@@ -79,7 +79,7 @@ def run_given(function: Callable[..., Any], *args: Any, **options: Any) -> RankR
             "an emulated link needs all ranks on one machine, because it compares their clocks: leave its options out"
         )
     if how.backend == "nccl":
-        os.environ.update(nccl_environment(local_size, how.share_gpu)[local_rank])
+        os.environ.update(make_nccl_environments(local_size, how.share_gpu)[local_rank])
     from torch import distributed as dist
 
     from brigade.rank import main as inside
@@ -102,7 +102,7 @@ def run_given(function: Callable[..., Any], *args: Any, **options: Any) -> RankR
         "module": module,
         "function": function.__qualname__,
         "packages": {name: prepare_for_ranks(texts) for name, texts in {**sources, **(how.packages or {})}.items()},
-        "threads": max(1, cores() // local_size),
+        "threads": max(1, count_cores() // local_size),
         "seed": how.seed or 0,  # the same on every rank: none can draw it for all
         "args": args,
     }
@@ -166,7 +166,7 @@ def failure(error: Exception, description: dict[str, Any], rank: int, record: Ra
         time.sleep(OTHERS_FIRST_S)  # the rank that failed says why
         if "connectFullMesh" in description["message"]:  # gloo never had a connection
             return RankFailure("died", f"{where}: a peer {UNREACHABLE}", [], rank)
-        return RankFailure("died", f"{where} lost a peer, and {record.activity()}: {message}", [], rank)
+        return RankFailure("died", f"{where} lost a peer, and {record.describe_activity()}: {message}", [], rank)
     frames = [f"  {os.path.basename(f)}, line {n}, in {name}: {line}" for f, n, name, line in description["frames"]]
     summary = f"{where} raised {description['type']}: {message}"
     return RankFailure("exception", summary, frames, rank, description["type"], message=message)
@@ -209,7 +209,7 @@ def stop(deadline_s: float, rank: int, record: RankRecord, files: set[str]) -> N
     frames = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])
     lines = [f", at {os.path.basename(f.filename)}:{f.lineno} in {f.name}" for f in frames if f.filename in files]
     where = lines[-1] if lines else ""
-    end(f"stopped after {deadline_s:g} s: {who} {record.activity()}{where}")
+    end(f"stopped after {deadline_s:g} s: {who} {record.describe_activity()}{where}")
 
 
 def end(message: str) -> None:

@@ -32,7 +32,7 @@ from brigade.lab.schedules import with_rules
 from brigade.lab.script import ended, show_progress
 from brigade.rank import emulated_link
 from brigade.rank.emulated_link import Link
-from brigade.runner.machine import cores
+from brigade.runner.machine import count_cores
 from brigade.runner.ranks import run_ranks
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def setting_of(found: Ladder, overheads: Overheads) -> Setting:
     optimizer = OPTIMIZERS["sgd"]
     parameters = list(model.parameters())
     touched = (2 + 1 + 2 * optimizer.values) * sum(parameter.nbytes for parameter in parameters)
-    shared = max(1.0, found.world_size / cores())  # what all ranks have to do at once takes so much longer
+    shared = max(1.0, found.world_size / count_cores())  # what all ranks have to do at once takes so much longer
     machine = Machine(
         slower * phases["forward"],
         backward_s,
@@ -240,7 +240,7 @@ def show_points(asked: Sequence[tuple[int, float]]) -> int:
         for world_size, bucket_mb in asked:
             points += validate(world_size, bucket_mb, on_step=advance)
     console.print(validation_table(points))
-    console.print(f"{cores()} cores, load average {before:.1f} before and {os.getloadavg()[0]:.1f} after")
+    console.print(f"{count_cores()} cores, load average {before:.1f} before and {os.getloadavg()[0]:.1f} after")
     return 0
 
 

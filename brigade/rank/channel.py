@@ -21,7 +21,7 @@ from brigade.runner import wire
 UNSTREAMED_S = 0.5  # how long events are kept when they need not be streamed
 
 # Functions that a submission replaces in json or socket must not see the record.
-encode_events = locks.own_copy("json.encoder").JSONEncoder().encode
+encode_events = locks.copy_module("json.encoder").JSONEncoder().encode
 send = _socket.socket.sendall
 
 

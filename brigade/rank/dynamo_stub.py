@@ -29,13 +29,13 @@ def import_torch() -> None:
     if collects:
         gc.enable()
     if COMPILER not in sys.modules:
-        sys.modules[COMPILER] = NoCompiler(COMPILER)
+        sys.modules[COMPILER] = DynamoStub(COMPILER)
         sys.meta_path.insert(0, Submodules())
 
 
-def compiler() -> types.ModuleType:
+def import_compiler() -> types.ModuleType:
     """The real torch._dynamo. The directory for compiled kernels that it makes at once is not left behind."""
-    if isinstance(sys.modules.get(COMPILER), NoCompiler):
+    if isinstance(sys.modules.get(COMPILER), DynamoStub):
         del sys.modules[COMPILER]
     if COMPILER in sys.modules:
         return sys.modules[COMPILER]
@@ -48,7 +48,7 @@ def compiler() -> types.ModuleType:
     return found
 
 
-class NoUtilities(types.ModuleType):
+class UtilitiesStub(types.ModuleType):
     """What torch calls of torch._dynamo.utils."""
 
     @staticmethod
@@ -57,15 +57,15 @@ class NoUtilities(types.ModuleType):
         return "ddp_optimizer"
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(compiler().utils, name)
+        return getattr(import_compiler().utils, name)
 
 
-class NoCompiler(types.ModuleType):
+class DynamoStub(types.ModuleType):
     """What torch calls of torch._dynamo where nothing is compiled. Private API: as in torch 2.11 to 2.15."""
 
     __path__: list[str] = []  # its submodules are looked for, and found by `Submodules`
 
-    utils = NoUtilities(f"{COMPILER}.utils")
+    utils = UtilitiesStub(f"{COMPILER}.utils")
 
     @staticmethod
     def graph_break(*args: Any, **kwargs: Any) -> None:
@@ -84,16 +84,16 @@ class NoCompiler(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # whoever looks through all modules for their files does not want to compile
             raise AttributeError(name)
-        return getattr(compiler(), name)
+        return getattr(import_compiler(), name)
 
 
 class Submodules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds torch._dynamo.config and the like: they come with the real module."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if not fullname.startswith(COMPILER + ".") or not isinstance(sys.modules[COMPILER], NoCompiler):
+        if not fullname.startswith(COMPILER + ".") or not isinstance(sys.modules[COMPILER], DynamoStub):
             return None
-        compiler()
+        import_compiler()
         return importlib.util.find_spec(fullname) if fullname not in sys.modules else ModuleSpec(fullname, self)
 
     def create_module(self, spec: ModuleSpec) -> types.ModuleType:

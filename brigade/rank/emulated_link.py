@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 from brigade.rank import locks
-from brigade.rank.recording import METHODS, RecordedWork, Recorder, RecordingGroup, tensors_in
+from brigade.rank.recording import METHODS, RecordedWork, Recorder, RecordingGroup, list_tensors
 
 locks.trust(globals())
 
@@ -47,7 +47,7 @@ BLOCKED_S = 1e-3  # gloo returns sooner from the wait for a collective that it h
 RINGS = {"all_reduce": (2, 2), "reduce_scatter": (1, 1), "all_gather": (1, 1)}
 
 
-def sent_bytes(op: str, nbytes: float, world_size: int) -> float:
+def count_sent_bytes(op: str, nbytes: float, world_size: int) -> float:
     """What each rank sends for a collective on a buffer of `nbytes`, on the average and with a ring algorithm."""
     return RINGS.get(op, (1, 1))[1] * (world_size - 1) / world_size * nbytes
 
@@ -60,7 +60,7 @@ class Link:
     bytes_per_s: float
 
     @property
-    def described(self) -> str:
+    def description(self) -> str:
         return f"{1e6 * self.latency_s:.1f} us a message and {8e-9 * self.bytes_per_s:.3g} Gbit/s in each direction"
 
     def seconds(self, op: str, nbytes: float, world_size: int) -> float:
@@ -68,7 +68,7 @@ class Link:
         if world_size == 1:
             return 0.0
         messages = RINGS.get(op, (1, 1))[0] * (world_size - 1)
-        carried = sent_bytes(op, nbytes, world_size) if op in RINGS else nbytes
+        carried = count_sent_bytes(op, nbytes, world_size) if op in RINGS else nbytes
         return messages * self.latency_s + carried / self.bytes_per_s
 
 
@@ -87,7 +87,7 @@ class Pace:
         """The link, once backward has been timed. Needs two ranks or more."""
         messages, _ = RINGS["all_reduce"]
         latency_s = self.latency_ratio * backward_s / (messages * (world_size - 1))
-        return Link(latency_s, sent_bytes("all_reduce", grad_bytes, world_size) / (self.comm_ratio * backward_s))
+        return Link(latency_s, count_sent_bytes("all_reduce", grad_bytes, world_size) / (self.comm_ratio * backward_s))
 
 
 _link: Link | None = None
@@ -121,7 +121,7 @@ class SharedLaunches:
             os.close(file)
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
+    def lock(self) -> Iterator[None]:
         """Keep all other ranks and threads out of the block."""
         with self._lock:
             fcntl.flock(self._lock_file, fcntl.LOCK_EX)
@@ -161,7 +161,7 @@ class GroupLaunches:
 
     def add(self, seconds: float) -> int:
         """Tell the others that this rank launches the group's next collective. Return its number."""
-        with self._shared.locked():
+        with self._shared.lock():
             number = self._count
             if number == MAX_LAUNCHES:
                 raise RuntimeError(f"an emulated link has room for {MAX_LAUNCHES} launches of a group")
@@ -173,7 +173,7 @@ class GroupLaunches:
                 self._numbers[3 * number + 2] = end  # last: a rank that sees the end may read the start
         return number
 
-    def times(self, number: int) -> tuple[float, float] | None:
+    def get_times(self, number: int) -> tuple[float, float] | None:
         """Return the start and the end of a launch, or None while a rank has not launched it."""
         end = self._numbers[3 * number + 2]
         return (self._numbers[3 * number + 1], end) if end else None
@@ -194,15 +194,15 @@ class EmulatedLinkGroup(RecordingGroup):
         op, outputs, inputs = METHODS[method]
         if _link is None or op in NOT_EMULATED:
             return super().call(method, args, kwargs, index)
-        full = [sum(tensor.nbytes for tensor in tensors_in(args[place])) for place in {outputs, inputs}]
+        full = [sum(tensor.nbytes for tensor in list_tensors(args[place])) for place in {outputs, inputs}]
         number = self._launches.add(_link.seconds(op, max(full), self.size()))
         work = getattr(self._inner, method)(*args, **kwargs)
         if work is None:
             return None
-        return PacedWork(work, self._recorder, index, tensors_in(args[outputs]), self._launches, number)
+        return EmulatedLinkWork(work, self._recorder, index, list_tensors(args[outputs]), self._launches, number)
 
 
-class PacedWork(RecordedWork):
+class EmulatedLinkWork(RecordedWork):
     """The handle of a launch that is complete when its time on the link is over, or when it is really complete if
     that is later.
 
@@ -235,7 +235,7 @@ class PacedWork(RecordedWork):
             self._inner.wait()  # once: gloo's reduce-scatter writes its output in here
             # Most collectives are complete only after all ranks have launched them. The root of a broadcast is done
             # with its part earlier, and so are the ranks that only send in a reduce.
-            while (times := self._launches.times(self._number)) is None:
+            while (times := self._launches.get_times(self._number)) is None:
                 time.sleep(LOOK_S)
             now = time.perf_counter()
             start, end = times
@@ -251,7 +251,7 @@ class PacedWork(RecordedWork):
         return True
 
     def is_completed(self) -> bool:
-        times = self._launches.times(self._number)
+        times = self._launches.get_times(self._number)
         return self._is_over or (times is not None and time.perf_counter() >= times[1] and self._inner.is_completed())
 
     def result(self) -> list[torch.Tensor]:
@@ -266,11 +266,11 @@ class PacedWork(RecordedWork):
                 begun: torch.futures.Future = torch.futures.Future()
                 # An exception that `then` raises is one in C++ too. That of `set_exception` is not: torch DDP's reducer
                 # takes it for tensors, and the process ends.
-                self._future = begun.then(self._outcome)
-                finishing().put(begun)
+                self._future = begun.then(self._finish_and_return)
+                get_completion_queue().put(begun)
         return self._future
 
-    def _outcome(self, _: torch.futures.Future) -> list[torch.Tensor]:
+    def _finish_and_return(self, _: torch.futures.Future) -> list[torch.Tensor]:
         self._finish()
         return self._outputs
 
@@ -278,15 +278,15 @@ class PacedWork(RecordedWork):
 _finishing: queue.SimpleQueue | None = None
 
 
-def finishing() -> queue.SimpleQueue:
-    """Return the futures that a thread completes one after the other; `PacedWork._outcome` waits in that thread."""
+def get_completion_queue() -> queue.SimpleQueue:
+    """Return the queue of the futures that a thread completes in order, in `EmulatedLinkWork._finish_and_return`."""
     global _finishing
     if _finishing is None:
         _finishing = queue.SimpleQueue()
-        threading.Thread(target=complete, args=(_finishing,), daemon=True).start()
+        threading.Thread(target=complete_futures, args=(_finishing,), daemon=True).start()
     return _finishing
 
 
-def complete(futures: queue.SimpleQueue) -> None:
+def complete_futures(futures: queue.SimpleQueue) -> None:
     while True:
         futures.get().set_result(None)

@@ -24,7 +24,7 @@ def forbid() -> None:
     for module in FINISHED_ANSWERS:
         if module in sys.modules:
             refuse(sys.modules[module])
-    sys.meta_path.insert(0, Refusing())
+    sys.meta_path.insert(0, RefusingFinder())
 
 
 def refuse(module: types.ModuleType) -> None:
@@ -37,7 +37,7 @@ def refuse(module: types.ModuleType) -> None:
     getattr(module, made).__init__ = refused
 
 
-class Refusing(importlib.abc.MetaPathFinder):
+class RefusingFinder(importlib.abc.MetaPathFinder):
     """Refuses a finished answer as soon as it is imported."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:

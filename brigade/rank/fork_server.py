@@ -188,7 +188,7 @@ def kill(doomed: set[int], ranks: set[int], sandbox_settings: dict | None = None
     while doomed & ranks and time.monotonic() < give_up:
         ended |= reap(ranks)
         time.sleep(0.001)
-    while (orphans := children() - ranks) and time.monotonic() < give_up:
+    while (orphans := list_children() - ranks) and time.monotonic() < give_up:
         for pid in orphans:
             kill_group(pid)
             signal_process(pid)
@@ -206,7 +206,7 @@ def signal_process(pid: int) -> None:
         pass
 
 
-def children() -> set[int]:
+def list_children() -> set[int]:
     """Return the process ids of this process's children on Linux, and none elsewhere."""
     if sys.platform != "linux":
         return set()

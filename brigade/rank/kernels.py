@@ -14,7 +14,7 @@ from brigade.rank.api import device
 PREFIXES = ("ncclDevKernel", "ncclKernel")  # since NCCL 2.19, and before
 
 
-def nccl_kernels(names: Iterable[str]) -> dict[str, int] | None:
+def count_nccl_kernels(names: Iterable[str]) -> dict[str, int] | None:
     """How often each kernel of NCCL's is among those that ran on the GPU, without the types of its arguments.
 
     None where nothing ran at all, because the profiler cannot see this GPU. "nccl:all_reduce" is no kernel but the
@@ -25,7 +25,7 @@ def nccl_kernels(names: Iterable[str]) -> dict[str, int] | None:
 
 
 @contextlib.contextmanager
-def counted() -> Iterator[None]:
+def record_kernels() -> Iterator[None]:
     """Notes what NCCL launched in the block, as an event of kind "kernels"; does nothing in a rank without a GPU."""
     if device().type != "cuda":
         yield
@@ -37,4 +37,4 @@ def counted() -> Iterator[None]:
         yield
         torch.cuda.synchronize()
     ran = [event.name for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    recording.note("kernels", counts=nccl_kernels(ran))
+    recording.note("kernels", counts=count_nccl_kernels(ran))

@@ -27,7 +27,7 @@ def is_trusted(frame: FrameType) -> bool:
     return id(frame.f_globals) in _trusted
 
 
-def hidden() -> property:
+def hidden_attribute() -> property:
     """Return an attribute that only trusted code can read or set. Its values are not in the objects' `__dict__`."""
     values: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
@@ -55,7 +55,7 @@ def private(method: Callable[..., Any]) -> property:
     return property(read)
 
 
-def sealed(base: type) -> type:
+def make_sealed_metaclass(base: type) -> type:
     """Return the metaclass for a subclass of `base` that only trusted code can change."""
 
     class Sealed(type(base)):
@@ -70,7 +70,7 @@ def sealed(base: type) -> type:
     return Sealed
 
 
-def own_copy(name: str) -> ModuleType:
+def copy_module(name: str) -> ModuleType:
     """Return another copy of a module, in which a submission cannot replace anything."""
     spec = importlib.util.find_spec(name)
     module = importlib.util.module_from_spec(spec)

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from brigade.rank import locks
-from brigade.rank.locks import hidden, private, sealed
+from brigade.rank.locks import hidden_attribute, make_sealed_metaclass, private
 
 locks.trust(globals())
 COLLECTIVES = locks.CodeOf(c10d)  # taken before any submission can change it
@@ -75,31 +75,31 @@ class Recorder:
             if parameter.requires_grad:
                 node = torch.autograd.graph.get_gradient_edge(parameter).node
                 self._nodes[node] = name  # the parameter itself does not keep its node alive
-                node.register_prehook(self._hook(node, name))
+                node.register_prehook(self._make_hook(node, name))
 
-    def _hook(self, node: Any, name: str) -> Callable[[Sequence[torch.Tensor | None]], None]:
-        def accumulates(gradients: Sequence[torch.Tensor | None]) -> None:
+    def _make_hook(self, node: Any, name: str) -> Callable[[Sequence[torch.Tensor | None]], None]:
+        def note_ready(gradients: Sequence[torch.Tensor | None]) -> None:
             # Student code can call this too, or have the engine call it in a backward of its own.
-            if current_node() is node and current_task() == self._task:
+            if get_current_node() is node and get_current_task() == self._task:
                 self._accumulated[name] = self._accumulated.get(name, 0) + 1
                 if gradients[0] is not None:
                     self.note("ready", name=name)
 
-        return accumulates
+        return note_ready
 
     @contextlib.contextmanager
     def backward_of(self, loss: torch.Tensor) -> Iterator[None]:
         """Note "ready" in the backward of `loss`. Raise RuntimeError unless each needed gradient was ready once."""
         root = loss.grad_fn
 
-        def begins(_: Sequence[torch.Tensor | None]) -> None:
-            if self._task is None and current_node() is root:
-                self._task = current_task()
+        def note_start(_: Sequence[torch.Tensor | None]) -> None:
+            if self._task is None and get_current_node() is root:
+                self._task = get_current_task()
 
         self._accumulated, self._task = {}, None
         if root is not None:
-            root.register_prehook(begins)
-        used = reachable(root)
+            root.register_prehook(note_start)
+        used = find_reachable(root)
         try:
             yield
         finally:
@@ -112,7 +112,7 @@ class Recorder:
                     "Likely cause: the submission removes hooks that are not its own."
                 )
 
-    def owner(self, tensors: list[torch.Tensor]) -> tuple[str | None, str | None]:
+    def find_owner(self, tensors: list[torch.Tensor]) -> tuple[str | None, str | None]:
         """The parameter whose "weight" or "gradient" is the launch's tensor; None for a copy, or for several."""
         if len(tensors) != 1:
             return None, None
@@ -155,7 +155,7 @@ def watch_gradients(module: torch.nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def backward_of(loss: torch.Tensor) -> Iterator[None]:
+def record_backward(loss: torch.Tensor) -> Iterator[None]:
     """In this block, which is the phase "backward", the caller runs the one backward of `loss`.
 
     Raises RuntimeError unless each watched gradient on which the loss depends became ready exactly once.
@@ -164,17 +164,17 @@ def backward_of(loss: torch.Tensor) -> Iterator[None]:
         yield
 
 
-def current_node() -> Any:
+def get_current_node() -> Any:
     """Return the node of the autograd graph that the engine is running in this thread, or None."""
     return torch._C._current_autograd_node()
 
 
-def current_task() -> int:
+def get_current_task() -> int:
     """Return the number of the backward in which the engine is running that node."""
     return torch._C._current_graph_task_id()
 
 
-def reachable(node: Any) -> set[Any]:
+def find_reachable(node: Any) -> set[Any]:
     """Return all nodes of the autograd graph that a backward from `node` runs."""
     found, waiting = set(), [node]
     while waiting:
@@ -199,10 +199,10 @@ def phase(name: str) -> Iterator[None]:
         _recorder.phase = before
 
 
-class RecordedWork(dist.Work, metaclass=sealed(dist.Work)):
+class RecordedWork(dist.Work, metaclass=make_sealed_metaclass(dist.Work)):
     """The handle of one launch: passes everything on, and notes waiting."""
 
-    _inner, _recorder, _index = hidden(), hidden(), hidden()
+    _inner, _recorder, _index = hidden_attribute(), hidden_attribute(), hidden_attribute()
 
     def __init__(self, inner: dist.Work, recorder: Recorder, index: int):
         super().__init__()
@@ -312,13 +312,13 @@ METHODS: dict[str, tuple[str, int | None, int | None]] = {
 LIST_FIRST = {"allreduce", "broadcast", "reduce"}  # their bindings also take one bare tensor
 
 
-class RecordingGroup(dist.ProcessGroup, metaclass=sealed(dist.ProcessGroup)):
+class RecordingGroup(dist.ProcessGroup, metaclass=make_sealed_metaclass(dist.ProcessGroup)):
     """Passes every collective to `inner`, a complete process group, and notes each one.
 
     Subclasses decide what becomes of the tensors, in `call`.
     """
 
-    _inner, _recorder, _name, _ranks = hidden(), hidden(), hidden(), hidden()
+    _inner, _recorder, _name, _ranks = hidden_attribute(), hidden_attribute(), hidden_attribute(), hidden_attribute()
 
     def __init__(self, inner: dist.ProcessGroup, recorder: Recorder, name: str, ranks: list[int]):
         super().__init__(inner.rank(), inner.size())
@@ -350,16 +350,16 @@ class RecordingGroup(dist.ProcessGroup, metaclass=sealed(dist.ProcessGroup)):
         op, outputs, inputs = METHODS[method]
         if method in LIST_FIRST and isinstance(args[0], torch.Tensor):
             args[0] = [args[0]]
-        options = options_in(args, kwargs)
-        full = [t for place in {outputs, inputs} - {None} for t in tensors_in(args[place])]
+        options = find_options(args, kwargs)
+        full = [t for place in {outputs, inputs} - {None} for t in list_tensors(args[place])]
         if op in ("all_gather", "gather"):  # the full buffer is the larger side
-            full = tensors_in(args[outputs]) or tensors_in(args[inputs])
+            full = list_tensors(args[outputs]) or list_tensors(args[inputs])
         elif op in ("reduce_scatter", "scatter"):
-            full = tensors_in(args[inputs]) or tensors_in(args[outputs])
+            full = list_tensors(args[inputs]) or list_tensors(args[outputs])
         elif op == "all_to_all":
-            full = tensors_in(args[inputs])
+            full = list_tensors(args[inputs])
         reduce_op = getattr(options, "reduceOp", None)
-        name, memory = self._recorder.owner(full)
+        name, memory = self._recorder.find_owner(full)
         index = self._recorder.launch(
             group=self._name,
             ranks=self._ranks,
@@ -391,7 +391,7 @@ class RecordingGroup(dist.ProcessGroup, metaclass=sealed(dist.ProcessGroup)):
         return False
 
 
-def _recorded(method: str) -> Callable[..., dist.Work | None]:
+def _make_collective(method: str) -> Callable[..., dist.Work | None]:
     def collective(self: RecordingGroup, *args: Any, **kwargs: Any) -> dist.Work | None:
         return self._launch(method, list(args), kwargs)
 
@@ -400,24 +400,24 @@ def _recorded(method: str) -> Callable[..., dist.Work | None]:
 
 
 for _method in METHODS:
-    setattr(RecordingGroup, _method, _recorded(_method))
+    setattr(RecordingGroup, _method, _make_collective(_method))
 
 
-def options_in(args: list[Any], kwargs: dict[str, Any]) -> Any:
+def find_options(args: list[Any], kwargs: dict[str, Any]) -> Any:
     """The options object of a collective (`AllreduceOptions` and the like), or None."""
     return next((arg for arg in args if hasattr(arg, "timeout")), kwargs.get("opts"))
 
 
-def tensors_in(value: Any) -> list[torch.Tensor]:
+def list_tensors(value: Any) -> list[torch.Tensor]:
     """The tensors of a tensor, a list of tensors, or a list of lists of them."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, (list, tuple)):
-        return [tensor for item in value for tensor in tensors_in(item)]
+        return [tensor for item in value for tensor in list_tensors(item)]
     return []
 
 
-def onto_itself(tensors: Sequence[Any]) -> bool:
+def is_self_copy(tensors: Sequence[Any]) -> bool:
     """Whether a copy moves nothing: after `data[a:b] /= n` Python assigns the slice to its own place."""
     places = {(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors if isinstance(t, torch.Tensor)}
     return len(tensors) > 1 and all(isinstance(t, torch.Tensor) for t in tensors[:2]) and len(places) == 1
@@ -461,7 +461,7 @@ def register_backends(
     timeout: timedelta,
 ) -> None:
     """Give the inner group the backends that `init_process_group` would."""
-    gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, world_size, gloo_options(timeout))
+    gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, world_size, make_gloo_options(timeout))
     register(group, "cpu", dist.ProcessGroup.BackendType.GLOO, gloo)
     if backend == "nccl":
         options = dist.ProcessGroupNCCL.Options()
@@ -475,9 +475,9 @@ def register_stand_ins(group: dist.ProcessGroup, backend: str) -> None:
 
     With the inner group's backends in this place, torch would hand them out to any caller.
     """
-    register(group, "cpu", dist.ProcessGroup.BackendType.GLOO, stand_in(group))
+    register(group, "cpu", dist.ProcessGroup.BackendType.GLOO, make_stand_in(group))
     if backend == "nccl":
-        register(group, "cuda", dist.ProcessGroup.BackendType.NCCL, stand_in(group))
+        register(group, "cuda", dist.ProcessGroup.BackendType.NCCL, make_stand_in(group))
 
 
 def register(group: dist.ProcessGroup, device: str, kind: dist.ProcessGroup.BackendType, backend: dist.Backend) -> None:
@@ -485,12 +485,12 @@ def register(group: dist.ProcessGroup, device: str, kind: dist.ProcessGroup.Back
     group._set_default_backend(kind)
 
 
-def stand_in(group: dist.ProcessGroup) -> dist.Backend:
+def make_stand_in(group: dist.ProcessGroup) -> dist.Backend:
     """Return a backend of torch's own for tests, whose collectives do nothing."""
     return torch._C._distributed_c10d.FakeProcessGroup._create_internal(group.rank(), group.size())
 
 
-def gloo_options(timeout: timedelta) -> Any:
+def make_gloo_options(timeout: timedelta) -> Any:
     """Return the options that `ProcessGroupGloo` would make of a timeout, but with `GLOO_THREADS` threads."""
     options = dist.ProcessGroupGloo._Options()
     interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
@@ -504,15 +504,15 @@ def _keep_to_the_recording_group(backend: str) -> None:
     """`new_group(backend="gloo")` must be recorded too, and `get_backend()` must say what really carries the data."""
     new_group, get_backend = c10d.new_group, c10d.get_backend
 
-    def recorded_new_group(*args: Any, **kwargs: Any) -> Any:
+    def new_recorded_group(*args: Any, **kwargs: Any) -> Any:
         kwargs.pop("backend", None)
         return new_group(*(args[:2] + (None,) + args[3:] if len(args) > 2 else args), **kwargs)
 
-    def real_backend(group: Any = None) -> str:
+    def get_real_backend(group: Any = None) -> str:
         return backend if get_backend(group) == BACKEND else get_backend(group)
 
     for module in (c10d, dist):
-        module.new_group, module.get_backend = recorded_new_group, real_backend
+        module.new_group, module.get_backend = new_recorded_group, get_real_backend
 
 
 # Classes of this build of torch with which ranks could communicate, but not those that our own groups are made of.

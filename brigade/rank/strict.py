@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from brigade.rank import locks
-from brigade.rank.locks import hidden, private
-from brigade.rank.recording import METHODS, RecordedWork, Recorder, RecordingGroup, options_in, tensors_in
+from brigade.rank.locks import hidden_attribute, private
+from brigade.rank.recording import METHODS, RecordedWork, Recorder, RecordingGroup, find_options, list_tensors
 
 locks.trust(globals())
 
@@ -34,25 +34,25 @@ class StrictGroup(RecordingGroup):
             return super().call(method, args, kwargs, index)
         places = {outputs, inputs}
         given = {place: args[place] for place in places}
-        copies = {place: copy_of(value) for place, value in given.items()}
-        for tensor, copy in zip(tensors_in(list(given.values())), tensors_in(list(copies.values()))):
+        copies = {place: copy_tensors(value) for place, value in given.items()}
+        for tensor, copy in zip(list_tensors(list(given.values())), list_tensors(list(copies.values()))):
             if tensor.stride() != copy.stride():
                 # gloo would take the memory that follows the first entry, whatever belongs there.
                 raise ValueError(f"{op} needs a tensor without gaps in memory; this one has strides {tensor.stride()}")
         for place, copy in copies.items():
             args[place] = copy
-        targets = tensors_in(given[outputs])
-        options = options_in(args, kwargs)
+        targets = list_tensors(given[outputs])
+        options = find_options(args, kwargs)
         if op == "broadcast" and options.rootRank == self.rank():
             targets = []  # the root only sends
         if op == "reduce" and options.rootRank != self.rank():
             targets = []  # only the root receives
         for target in targets:
-            target.data.fill_(filler(target.dtype))
+            target.data.fill_(get_filler(target.dtype))
         work = self._perform(method, args, kwargs)
         self._note_end(work, index)
-        given_tensors = [tensor for place in places for tensor in tensors_in(given[place])]
-        results = tensors_in(copies[outputs]) if targets else []
+        given_tensors = [tensor for place in places for tensor in list_tensors(given[place])]
+        results = list_tensors(copies[outputs]) if targets else []
         return StrictWork(work, self._recorder, index, given_tensors, targets, results)
 
     def _start_coalescing(self, device: torch.device) -> None:
@@ -62,7 +62,13 @@ class StrictGroup(RecordingGroup):
 class StrictWork(RecordedWork):
     """Copies the results into the caller's tensors when it is first waited on."""
 
-    _given, _at_launch, _targets, _results, _delivered = hidden(), hidden(), hidden(), hidden(), hidden()
+    _given, _at_launch, _targets, _results, _delivered = (
+        hidden_attribute(),
+        hidden_attribute(),
+        hidden_attribute(),
+        hidden_attribute(),
+        hidden_attribute(),
+    )
 
     def __init__(
         self,
@@ -75,7 +81,7 @@ class StrictWork(RecordedWork):
     ):
         super().__init__(inner, recorder, index)
         self._given = given
-        self._at_launch = [(tensor.detach().clone(), version(tensor)) for tensor in given]
+        self._at_launch = [(tensor.detach().clone(), read_version(tensor)) for tensor in given]
         self._targets = targets
         self._results = results
         self._delivered = False
@@ -84,7 +90,7 @@ class StrictWork(RecordedWork):
         super().wait(timeout)
         if not self._delivered:
             self._delivered = True
-            if any(changed(now, *then) for now, then in zip(self._given, self._at_launch)):
+            if any(has_changed(now, *then) for now, then in zip(self._given, self._at_launch)):
                 self._recorder.note("race", index=self._index)
             for target, result in zip(self._targets, self._results):
                 target.data.copy_(result)
@@ -112,26 +118,26 @@ class StrictWork(RecordedWork):
         return future
 
 
-def copy_of(value: Any) -> Any:
+def copy_tensors(value: Any) -> Any:
     """The same structure of lists with every tensor copied, strides kept."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
-    return [copy_of(item) for item in value]
+    return [copy_tensors(item) for item in value]
 
 
-def filler(dtype: torch.dtype) -> Any:
+def get_filler(dtype: torch.dtype) -> Any:
     """What stands in a result that nobody has waited for."""
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
     return True if dtype == torch.bool else torch.iinfo(dtype).min
 
 
-def version(tensor: torch.Tensor) -> int:
+def read_version(tensor: torch.Tensor) -> int:
     """How often autograd has seen the tensor change; 0 for a view, which shares the count of all its base's views."""
     return 0 if tensor._is_view() or tensor.is_inference() else tensor._version
 
 
-def changed(now: torch.Tensor, then: torch.Tensor, then_version: int) -> bool:
+def has_changed(now: torch.Tensor, then: torch.Tensor, then_version: int) -> bool:
     """Whether the tensor was written to. NaN is equal to NaN, so that only its version tells of NaN / 2."""
     value = now.detach()
-    return version(now) != then_version or not bool(((value == then) | ((value != value) & (then != then))).all())
+    return read_version(now) != then_version or not bool(((value == then) | ((value != value) & (then != then))).all())

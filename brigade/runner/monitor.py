@@ -27,7 +27,15 @@ from typing import Any
 
 from brigade.course.submission import Sources, is_sealed
 from brigade.events import Event, Mismatch, Progress, validate
-from brigade.runner.report import OUTPUT_LIMIT, Frame, RankError, RankFailure, RankState, failure_of_run, plain
+from brigade.runner.report import (
+    OUTPUT_LIMIT,
+    Frame,
+    RankError,
+    RankFailure,
+    RankState,
+    describe_failure,
+    remove_jargon,
+)
 from brigade.runner.server import SERVER
 
 QUIET_S = 2.0  # the time without any message from a rank after which a deadlock is looked for
@@ -75,7 +83,7 @@ class RankProcess:
             os.set_blocking(self.output, False)
             with contextlib.suppress(OSError):
                 while len(self.state.printed) <= OUTPUT_LIMIT and (data := os.read(self.output, 1 << 16)):
-                    keep(self.state.printed, data, OUTPUT_LIMIT + 1)
+                    append_limited(self.state.printed, data, OUTPUT_LIMIT + 1)
         else:
             self.close_rank_ends()
         self.control.close()
@@ -102,7 +110,7 @@ class Monitor:
         self._stream = stream  # otherwise a rank may have done more than has arrived
         self._on_event = on_event
         self._max_bytes = SERVER.sandbox.sent if SERVER.sandbox else SENT_LIMIT
-        self._sealed_lines = sealed_lines(packages) if SERVER.sandbox else {}
+        self._sealed_lines = read_sealed_lines(packages) if SERVER.sandbox else {}
         self._selector = selectors.DefaultSelector()
         self._last_news = time.monotonic()
         self._failed_at: float | None = None
@@ -131,14 +139,14 @@ class Monitor:
     def watch(self) -> RankFailure | None:
         """Listen until all ranks have delivered, or the run has failed. Return the failure."""
         ends_at = time.monotonic() + self._deadline_s if self._deadline_s else float("inf")
-        while (kind := self._failure_kind(ends_at)) is None:
+        while (kind := self._find_failure_kind(ends_at)) is None:
             if all(state.result is not None for state in self.states):
                 return None
             self._listen(0.05)
             time.sleep(LISTEN_S)
         if kind != "failed":
-            self._ask_where_ranks_stand()
-        return failure_of_run(kind, self.states, self.progress, self._mismatch, self._deadline_s, self._packages)
+            self._request_stacks()
+        return describe_failure(kind, self.states, self.progress, self._mismatch, self._deadline_s, self._packages)
 
     def end(self) -> None:
         """Kill and reap all ranks. Read what they had still printed."""
@@ -164,7 +172,7 @@ class Monitor:
                 raise RankFailure("garbled", "a rank delivered something unreadable", [line], state.number) from None
         return values
 
-    def _failure_kind(self, ends_at: float) -> str | None:
+    def _find_failure_kind(self, ends_at: float) -> str | None:
         """Return how the run has failed, or None if it has not, or not yet."""
         now = time.monotonic()
         if self._mismatch:  # even if all have delivered: some such collectives end
@@ -207,7 +215,7 @@ class Monitor:
         data = os.read(fd, 1 << 16)
         if not data:
             self._selector.unregister(fd)
-        keep(kept, data, limit)
+        append_limited(kept, data, limit)
 
     def _read_control(self, rank: RankProcess) -> None:
         """Read from a rank's channel, and take in the messages that are complete."""
@@ -227,14 +235,14 @@ class Monitor:
             return
         events: list[Event] = []
         try:
-            while message := self._next_message(rank.buffer):
+            while message := self._pop_message(rank.buffer):
                 events += self._take_in(rank.state, *message)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
             self._refuse(rank, "wrote something unreadable to its channel")
         for event in events if self._on_event else []:
             self._on_event(rank.state.number, event)
 
-    def _next_message(self, buffer: bytearray) -> tuple[bytes, bytes] | None:
+    def _pop_message(self, buffer: bytearray) -> tuple[bytes, bytes] | None:
         """Return letter and body of the next message and remove it, or None if it is not complete yet."""
         if len(buffer) < HEADER_BYTES:
             return None
@@ -277,7 +285,7 @@ class Monitor:
     def _read_error(self, error: Any) -> RankError:
         return RankError(
             str(error["type"])[:MESSAGE_LIMIT],
-            plain(str(error["message"])[:MESSAGE_LIMIT]),
+            remove_jargon(str(error["message"])[:MESSAGE_LIMIT]),
             bool(error["own"]),
             [self._read_frame(*frame) for frame in error["frames"][-FRAMES_LIMIT:]],
         )
@@ -289,7 +297,7 @@ class Monitor:
             text = lines[line - 1] if type(line) is int and 0 < line <= len(lines) else ""
         return (str(file)[:MESSAGE_LIMIT], int(line), str(function)[:MESSAGE_LIMIT], str(text)[:MESSAGE_LIMIT])
 
-    def _ask_where_ranks_stand(self) -> None:
+    def _request_stacks(self) -> None:
         """Have the ranks print their stacks, and read them."""
         alive = [rank for rank in self.ranks if rank.state.status is None]
         for rank in alive:
@@ -303,7 +311,7 @@ class Monitor:
                 break  # all have answered, and nothing more is coming
 
 
-def keep(kept: bytearray, data: bytes, limit: int) -> None:
+def append_limited(kept: bytearray, data: bytes, limit: int) -> None:
     """Append data to what is kept, up to a limit."""
     kept.extend(data[: max(0, limit - len(kept))])
 
@@ -320,7 +328,7 @@ def refuse_constant(name: str) -> None:
     raise ValueError(f"{name} in an event")
 
 
-def sealed_lines(packages: dict[str, Sources]) -> dict[str, list[str]]:
+def read_sealed_lines(packages: dict[str, Sources]) -> dict[str, list[str]]:
     """Return the lines of the files that ranks get as code only. A student's feedback shows none of the reference."""
     lines = {}
     for sources in packages.values():

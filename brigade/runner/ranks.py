@@ -26,7 +26,7 @@ from brigade.course.modules import CourseError
 from brigade.course.submission import Sources, prepare_for_ranks
 from brigade.events import Event
 from brigade.runner import sandbox
-from brigade.runner.machine import cores, gloo_environment, nccl_environment
+from brigade.runner.machine import count_cores, make_gloo_environment, make_nccl_environments
 from brigade.runner.monitor import Monitor
 from brigade.runner.report import RankFailure
 from brigade.runner.server import SERVER
@@ -84,7 +84,7 @@ def run_ranks(function: Callable[..., Any], *args: Any, **options: Any) -> RankR
         raise CourseError(f"a world size of {how.world_size} is not possible: it takes at least one rank")
     module, sources = find_sources(function)
     packages = {**sources, **(how.packages or {})}
-    requests = requests_to_ranks(module, function.__qualname__, args, packages, how)
+    requests = make_requests(module, function.__qualname__, args, packages, how)
     SERVER.start()
     from brigade.runner import wire  # torch is imported while the server is starting
 
@@ -109,18 +109,18 @@ def run_ranks(function: Callable[..., Any], *args: Any, **options: Any) -> RankR
     if failure:
         raise failure
     states = monitor.states
-    events, output = [state.record.events for state in states], [state.output() for state in states]
+    events, output = [state.record.events for state in states], [state.read_output() for state in states]
     return RankResults(monitor.decode_results(), events, output)
 
 
-def requests_to_ranks(
+def make_requests(
     module: str, function: str, args: Sequence[Any], packages: dict[str, Sources], how: RunOptions
 ) -> list[dict[str, Any]]:
     """Return what each rank is asked to do: see `rank/main.py`."""
-    common = gloo_environment()
+    common = make_gloo_environment()
     environments = [{}] * how.world_size
     if how.backend == "nccl":
-        environments = nccl_environment(how.world_size, how.share_gpu)
+        environments = make_nccl_environments(how.world_size, how.share_gpu)
     request = {
         "world_size": how.world_size,
         "backend": how.backend,
@@ -128,7 +128,7 @@ def requests_to_ranks(
         "module": module,
         "function": function,
         "packages": {name: prepare_for_ranks(texts) for name, texts in packages.items()},
-        "threads": 1 if how.mode == "strict" else max(1, cores() // how.world_size),  # checks are small
+        "threads": 1 if how.mode == "strict" else max(1, count_cores() // how.world_size),  # checks are small
         "seed": random.randrange(2**31) if how.seed is None else how.seed,
         "terminal": how.terminal,
         "stream": how.stream,

@@ -91,13 +91,13 @@ class RankState:
         """Whether it has returned, raised or ended."""
         return self.error is not None or self.result is not None or self.status is not None
 
-    def output(self) -> str:
+    def read_output(self) -> str:
         """Return what it printed."""
-        text = plain(self.printed[:OUTPUT_LIMIT].decode(errors="replace"))
+        text = remove_jargon(self.printed[:OUTPUT_LIMIT].decode(errors="replace"))
         return text + ("\n... (more was printed)" if len(self.printed) > OUTPUT_LIMIT else "")
 
 
-def failure_of_run(
+def describe_failure(
     kind: str,
     states: Sequence[RankState],
     progress: Progress,
@@ -107,7 +107,7 @@ def failure_of_run(
 ) -> RankFailure:
     """Return what to tell the user. `kind` is "mismatch", "deadlock", "deadline" or "failed": see `monitor.py`."""
     if kind == "failed":
-        failure = _failure_of_rank(states, progress, packages)
+        failure = _describe_rank_failure(states, progress, packages)
     else:
         lines = [describe_state(state, progress, packages) for state in states]
         rank = None
@@ -125,12 +125,14 @@ def failure_of_run(
         else:
             summary = f"stopped after {deadline_s:.0f} s"
         failure = RankFailure(kind, summary, lines, rank)
-    failure.output = [state.output() for state in states]
+    failure.output = [state.read_output() for state in states]
     failure.events = [state.record.events for state in states]
     return failure
 
 
-def _failure_of_rank(states: Sequence[RankState], progress: Progress, packages: dict[str, Sources]) -> RankFailure:
+def _describe_rank_failure(
+    states: Sequence[RankState], progress: Progress, packages: dict[str, Sources]
+) -> RankFailure:
     """Return the failure of the rank that is to blame."""
     for state in states:
         if state.garbled:
@@ -171,7 +173,7 @@ def describe_state(state: RankState, progress: Progress, packages: dict[str, Sou
 
     Such as: rank 0 waits in all_reduce #3 (fc2.weight, float32, 4096 B), which rank 1 never launched, at naive_ddp.py:4
     """
-    last = state.record.last_launch()
+    last = state.record.describe_last_launch()
     if state.result is not None:
         return f"rank {state.number} finished {last}"
     if state.error:
@@ -179,7 +181,7 @@ def describe_state(state: RankState, progress: Progress, packages: dict[str, Sou
     if state.status is not None:
         return f"rank {state.number} ended ({describe_exit(state.status)}) {last}"
     line = locate(state.stack, packages)
-    return f"rank {state.number} {progress.activity(state.number)}" + (f", at {line}" if line else "")
+    return f"rank {state.number} {progress.describe_activity(state.number)}" + (f", at {line}" if line else "")
 
 
 def locate(stack: bytes | bytearray, packages: dict[str, Sources]) -> str:
@@ -201,7 +203,7 @@ def describe_exit(status: int) -> str:
     return f"exit code {status}"
 
 
-def plain(text: str) -> str:
+def remove_jargon(text: str) -> str:
     """Return the text without names of the toolkit's classes, and without what gloo's C++ says of itself."""
     for pattern, instead in JARGON:
         text = re.sub(pattern, instead, text)

@@ -146,7 +146,7 @@ def filter_system_calls() -> bool:
 def join_groups(settings: dict) -> bool:
     """Put this process into the control groups of the sandbox's user. Return whether they limit its memory."""
     is_limited = False
-    for group in control_groups(settings["uid"]):
+    for group in find_control_groups(settings["uid"]):
         # Version 2 limits swap separately; in version 1 the last limit counts memory and swap together.
         sizes = {"memory.max": settings["together"], "memory.swap.max": 0}
         sizes |= {"memory.limit_in_bytes": settings["together"], "memory.memsw.limit_in_bytes": settings["together"]}
@@ -163,12 +163,12 @@ def join_groups(settings: dict) -> bool:
 
 def leave_groups(uid: int) -> None:
     """Remove the user's control groups. For root, when the user has no processes."""
-    for group in control_groups(uid):
+    for group in find_control_groups(uid):
         with contextlib.suppress(OSError):
             group.rmdir()
 
 
-def control_groups(uid: int) -> list[Path]:
+def find_control_groups(uid: int) -> list[Path]:
     """Return the directories of the user's control groups below our own: limits on us hold for them too.
 
     In version 2 a group with processes cannot divide its memory. There it is the nearest group above ours that can.
@@ -182,13 +182,13 @@ def control_groups(uid: int) -> list[Path]:
             if not controllers:
                 group = CONTROL_GROUPS / path[1:]
                 for above in (group, *group.parents):
-                    if above.is_relative_to(CONTROL_GROUPS) and divides_memory(above):
+                    if above.is_relative_to(CONTROL_GROUPS) and can_divide_memory(above):
                         found.append(above / f"brigade-{uid}")
                         break
     return [group for group in found if group.parent.is_dir()]
 
 
-def divides_memory(group: Path) -> bool:
+def can_divide_memory(group: Path) -> bool:
     """Return whether groups below this one, of version 2, can have a limit on their memory."""
     try:
         return "memory" in (group / "cgroup.subtree_control").read_text().split()
@@ -202,7 +202,7 @@ def write_existing(path: Path, number: int) -> None:
 
 
 @contextlib.contextmanager
-def free_user() -> Iterator[int]:
+def reserve_user() -> Iterator[int]:
     """The id of a user that no other grader on this machine has its ranks run as."""
     locks = Path("/run/brigade")
     locks.mkdir(mode=0o700, exist_ok=True)
@@ -299,11 +299,11 @@ def mask_paths(settings: dict, directory: str) -> None:
     needed = {path for path in (sys.prefix, sys.base_prefix, directory, *sys.path) if os.path.isdir(path)}
     needed |= set(map(os.path.realpath, needed))
     covers = {str(ROOT), *map(os.path.realpath, settings["hidden"]), *map(os.path.realpath, PRIVATE_DIRECTORIES)}
-    covers |= {ancestor for path in needed for ancestor in closed_ancestors(path)}
+    covers |= {ancestor for path in needed for ancestor in find_closed_ancestor(path)}
     covers = {path for path in covers if os.path.isdir(path)}
-    outermost = [path for path in sorted(covers) if not any(below(path, other) for other in covers - {path})]
+    outermost = [path for path in sorted(covers) if not any(is_below(path, other) for other in covers - {path})]
     for place in outermost:
-        kept = sorted(path for path in needed if below(path, place))
+        kept = sorted(path for path in needed if is_below(path, place))
         handles = {path: os.open(path, os.O_PATH) for path in kept}
         private = place in map(os.path.realpath, PRIVATE_DIRECTORIES)
         mount("tmpfs", place, "tmpfs", MS_NOSUID | MS_NODEV, f"{limits},mode={'1777' if private else '755'}")
@@ -327,7 +327,7 @@ def mask_paths(settings: dict, directory: str) -> None:
         mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, "hidepid=2")
 
 
-def closed_ancestors(path: str) -> list[str]:
+def find_closed_ancestor(path: str) -> list[str]:
     """The outermost directory above `path` that other users may not enter, if there is one."""
     for ancestor in reversed(Path(path).parents):
         if not ancestor.stat().st_mode & stat.S_IXOTH:
@@ -335,7 +335,7 @@ def closed_ancestors(path: str) -> list[str]:
     return []
 
 
-def below(path: str, directory: str) -> bool:
+def is_below(path: str, directory: str) -> bool:
     return path.startswith(directory.rstrip("/") + "/")
 
 

@@ -60,7 +60,7 @@ class Server:
         self._process = subprocess.Popen(
             [sys.executable, "-s", "-c", program],
             pass_fds=[server_end.fileno(), lock],
-            env=self._environment(),
+            env=self._make_environment(),
             start_new_session=True,  # Ctrl-C is for us; we then end the ranks in order
         )
         self._ready = False
@@ -68,7 +68,7 @@ class Server:
         os.close(lock)
         self._channel = channel
 
-    def _environment(self) -> dict[str, str]:
+    def _make_environment(self) -> dict[str, str]:
         """Return the environment of the server, which its ranks inherit."""
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "PYTHON"))}
         if self.sandbox:  # what a stranger may know of this machine
@@ -90,8 +90,8 @@ class Server:
         self.start()
         with self._exchange():
             order = {"fork": len(descriptors) // protocol.FDS_PER_RANK, "directory": str(directory)}
-            protocol.send(self._channel, order | self._sandbox_fields(), descriptors)
-            pids = self._answer("forked")
+            protocol.send(self._channel, order | self._make_sandbox_fields(), descriptors)
+            pids = self._receive_answer("forked")
             self._on_exit.update(zip(pids, on_exit))
             return pids
 
@@ -103,20 +103,20 @@ class Server:
             return  # closed in between: it took its ranks with it
         try:
             with self._exchange():
-                protocol.send(self._channel, {"kill": pids} | self._sandbox_fields())
-                self._answer("killed")
+                protocol.send(self._channel, {"kill": pids} | self._make_sandbox_fields())
+                self._receive_answer("killed")
         except ServerLost:
             for pid in pids:  # on Linux they went with it
                 protocol.kill_group(pid)
 
-    def _sandbox_fields(self) -> dict[str, Any]:
+    def _make_sandbox_fields(self) -> dict[str, Any]:
         return {"sandbox": asdict(self.sandbox) if self.sandbox else None}
 
     def read_exits(self) -> None:
         """Read the messages that came unasked: ranks have ended by themselves. Another thread may have read them."""
         with self._exchange():
             while self._channel and select.select([self._channel], [], [], 0)[0]:
-                self._note_exit(self._message())
+                self._note_exit(self._receive_message())
 
     @contextlib.contextmanager
     def _exchange(self) -> Iterator[None]:
@@ -139,9 +139,9 @@ class Server:
                 lost = "the process that starts the ranks has ended; does `import torch` work here?"
                 raise ServerLost(lost) from None
 
-    def _answer(self, key: str) -> Any:
+    def _receive_answer(self, key: str) -> Any:
         while True:
-            message = self._message()
+            message = self._receive_message()
             if key in message:
                 self._ready = True
                 return message[key]
@@ -151,7 +151,7 @@ class Server:
         if on_exit := self._on_exit.pop(message["exited"], None):
             on_exit(message["status"])
 
-    def _message(self) -> dict[str, Any]:
+    def _receive_message(self) -> dict[str, Any]:
         message, _ = protocol.receive(self._channel)
         if message is None:
             raise EOFError

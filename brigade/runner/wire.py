@@ -74,7 +74,7 @@ def _flatten(value: Any, blobs: list[bytes]) -> Any:
     if isinstance(value, tuple):
         return {"tuple": [_flatten(item, blobs) for item in value]}
     if isinstance(value, dict):
-        return {"dict": [[_key(key), _flatten(item, blobs)] for key, item in value.items()]}
+        return {"dict": [[_check_key(key), _flatten(item, blobs)] for key, item in value.items()]}
     if isinstance(value, torch.dtype):
         return {"dtype": str(value).removeprefix("torch.")}
     if isinstance(value, (bytes, bytearray)):
@@ -90,7 +90,7 @@ def _flatten(value: Any, blobs: list[bytes]) -> Any:
     raise WireError(f"a {type(value).__name__} cannot travel")
 
 
-def _key(key: Any) -> str | int:
+def _check_key(key: Any) -> str | int:
     """Return the key of a dict. Raise WireError if it may not travel."""
     if type(key) is str or type(key) is int and 0 <= key <= MOST_KEY:
         return key
@@ -123,17 +123,17 @@ class _Reader:
         if kind == "tuple":
             return tuple([self.read(item, depth + 1) for item in content])
         if kind == "dict":
-            return {_key(key): self.read(item, depth + 1) for key, item in content}
+            return {_check_key(key): self.read(item, depth + 1) for key, item in content}
         if kind == "dtype":
             return DTYPES[content]
         if kind == "bytes":
-            return bytes(self._blob(content))
+            return bytes(self._take_blob(content))
         if kind == "tensor":
-            return self._tensor(*content)
+            return self._read_tensor(*content)
         raise WireError(f"unknown kind {kind[:20]!r}")
 
-    def _tensor(self, index: int, name: str, shape: list[int]) -> torch.Tensor:
-        dtype, blob = DTYPES[name], self._blob(index)
+    def _read_tensor(self, index: int, name: str, shape: list[int]) -> torch.Tensor:
+        dtype, blob = DTYPES[name], self._take_blob(index)
         if len(shape) > MOST_DIMENSIONS or any(type(n) is not int or not 0 <= n <= MOST_ENTRIES for n in shape):
             raise WireError("no tensor has such a shape")
         if math.prod(shape) * dtype.itemsize != len(blob):
@@ -142,7 +142,7 @@ class _Reader:
             return torch.empty(shape, dtype=dtype)
         return torch.frombuffer(bytearray(blob), dtype=dtype).reshape(shape)
 
-    def _blob(self, index: int) -> memoryview:
+    def _take_blob(self, index: int) -> memoryview:
         """Return blob `index`. It may be used only once: a thousand copies of it would fill our memory."""
         blob, self._blobs[index] = self._blobs[index], None
         if blob is None:

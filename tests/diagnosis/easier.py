@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from brigade.checks.diagnose.evidence import find_leftover
-from brigade.events import Event, launches, passes
+from brigade.events import Event, launches, list_backward_passes
 from brigade.runner.ranks import PerRank
 from scenarios import training
 
@@ -20,7 +20,7 @@ def explain_late_launches(
     if any(launch.phase == "backward" for launch in launches(events, step)):
         return ""
     alone = [dict(job) | {"batches": [[micro[-1]] for micro in job["batches"]], "interrupted": None} for job in jobs]
-    if len(passes(events, step)) > 1 and launches_in_backward(submission, alone):
+    if len(list_backward_passes(events, step)) > 1 and launches_in_backward(submission, alone):
         return (
             "gradients that become ready inside no_sync are counted, too. Without no_sync the same wrapper launches in "
             "backward."

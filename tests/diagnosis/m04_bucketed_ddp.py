@@ -5,7 +5,7 @@ from collections import Counter
 
 from brigade.checks.diagnose.evidence import find_leftover
 from brigade.checks.verdict import CheckFailed
-from brigade.events import launches, ready
+from brigade.events import launches, list_ready_gradients
 from diagnosis.easier import explain_late_launches
 from scenarios import m04_bucketed_ddp
 
@@ -107,7 +107,7 @@ def blame_ready_order(buckets):
 def launches_ahead(events, buckets):
     """Return whether a rank launched more buckets in a step than the complete ones at the front of the order."""
     for step in (0, 1):
-        order = ready(events, step)
+        order = list_ready_gradients(events, step)
         for count, launch in enumerate(launches(events, step, phase="backward"), 1):
             is_ready = {name for at, name in order if at < launch.place}
             if not all(is_ready.issuperset(bucket) for bucket in buckets[:count]):

@@ -7,7 +7,7 @@ import torch
 
 from brigade.checks.diagnose.evidence import find_leftover, join_names
 from brigade.checks.verdict import CheckFailed
-from brigade.events import launches, ready
+from brigade.events import launches, list_ready_gradients
 
 # plan_layout
 ALIGNED = "the start of a parameter is not rounded up to a multiple of 64 elements (elements, not bytes)."
@@ -141,7 +141,7 @@ def explain_launches(buffers, names, layout, events, step):
 
 def explain_early_launch(events, step, launch, buckets, lengths):
     """Return why a launch came before its bucket was complete, where it belongs to another bucket; else ""."""
-    ready_at = {name: position for position, name in ready(events, step)}
+    ready_at = {name: position for position, name in list_ready_gradients(events, step)}
     for names, numel in zip(buckets, lengths):
         is_complete = all(ready_at.get(name, -1) <= launch.place for name in names)
         if is_complete and numel == launch.numel:

@@ -3,7 +3,7 @@
 from collections import Counter
 
 from brigade.checks.diagnose.evidence import find_leftover
-from brigade.events import ready
+from brigade.events import list_ready_gradients
 
 # coalesce
 ONE_BY_ONE = "the calls of a block are launched one by one."
@@ -148,7 +148,7 @@ def explain_groups(made, expected, op, events):
 
 def explain_early_launch(events, step, launch, groups):
     """Return why a group was launched before all its gradients were ready."""
-    ready_at = {name: position for position, name in ready(events, step)}
+    ready_at = {name: position for position, name in list_ready_gradients(events, step)}
     for _, numel, names in groups:
         if numel == launch.numel and all(ready_at.get(name, -1) <= launch.place for name in names):
             return "a group is launched as soon as it is complete, not in the order of the buckets."

@@ -100,7 +100,7 @@ def train(job: dict) -> dict:
             loss = compute_loss(ddp, move_to_device(batch))
         if job["late"]:
             zero_gradients(job["zero"], model, optimizer)
-        with recording.backward_of(loss):
+        with recording.record_backward(loss):
             loss.backward()
         before.append([buffer["offsets"] for buffer in describe_buffers(ddp, model)])
         with phase("finish"):
@@ -122,10 +122,10 @@ class Ledger(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        if function._overloadpacket.__name__ in COPIES and not recording.onto_itself(args):
-            self.copied += [tensor.numel() for tensor in recording.tensors_in(result)]
-        known = {tensor.untyped_storage().data_ptr() for tensor in recording.tensors_in(list(args))}
-        for tensor in recording.tensors_in(result):
+        if function._overloadpacket.__name__ in COPIES and not recording.is_self_copy(args):
+            self.copied += [tensor.numel() for tensor in recording.list_tensors(result)]
+        known = {tensor.untyped_storage().data_ptr() for tensor in recording.list_tensors(list(args))}
+        for tensor in recording.list_tensors(result):
             if tensor.untyped_storage().data_ptr() not in known:
                 self.allocated += tensor.untyped_storage().nbytes()
         return result

@@ -9,7 +9,7 @@ from torch import nn
 from brigade.checks.reference import OPTIMIZERS
 from brigade.rank import recording
 from brigade.rank.api import device, student
-from brigade.rank.kernels import counted
+from brigade.rank.kernels import record_kernels
 from brigade.rank.recording import phase
 from scenarios.training import Interruption, build, create_group, forward_backward, wrap
 
@@ -35,7 +35,7 @@ def run_blocks(job: dict) -> list[list[torch.Tensor]]:
     coalesce = student("m06_coalesced", "coalesce")
     group = create_group(job)
     results = []
-    with counted():
+    with record_kernels():
         for number, block in enumerate(job["blocks"]):
             recording.note("step", step=number)
             with phase("block"):

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from brigade.checks.reference import compute_loss, copy_gradients
 from brigade.rank import locks, recording
-from brigade.rank.recording import tensors_in
+from brigade.rank.recording import list_tensors
 from scenarios.training import build, move_to_device, wrap
 
 # These return the whole tensor under another name. They cut nothing out, and code needs them to write without autograd.
@@ -67,7 +67,7 @@ class ViewCounter(TorchFunctionMode):
         """
         edge = torch.autograd.graph.get_gradient_edge(loss)
         before = self.control
-        with recording.backward_of(loss), self.counting("backward"):
+        with recording.record_backward(loss), self.counting("backward"):
             torch.autograd.backward(edge)
         if self.control == before:
             raise RuntimeError("the counter of views does not see hooks with this version of torch")
@@ -86,11 +86,11 @@ def count_new_views(function, arguments: list, result) -> int:
         return arguments[1] is not Ellipsis and not (isinstance(arguments[1], slice) and arguments[1] == slice(None))
     if name in WHOLE:
         return 0
-    inputs = tensors_in(arguments)
+    inputs = list_tensors(arguments)
     memory = {tensor.untyped_storage()._cdata for tensor in inputs}
     return sum(
         tensor.untyped_storage()._cdata in memory and all(tensor is not other for other in inputs)
-        for tensor in tensors_in(result)
+        for tensor in list_tensors(result)
     )
 
 

@@ -77,7 +77,7 @@ def loop(
         for batch in own:
             with phase("forward"):
                 loss = compute_loss(model, batch) / len(own)
-            with recording.backward_of(loss):
+            with recording.record_backward(loss):
                 loss.backward()
             total += loss.detach()
         losses.append(total.item())
@@ -128,7 +128,7 @@ def parameters(numels: list[int], frozen: list[int]) -> list[nn.Parameter]:
 
 def state_bytes(state: dict) -> int:
     """The bytes of an optimizer's state, but for scalars such as Adam's step."""
-    tensors = recording.tensors_in([list(entries.values()) for entries in state.values()])
+    tensors = recording.list_tensors([list(entries.values()) for entries in state.values()])
     return sum(tensor.nbytes for tensor in tensors if tensor.numel() > 1)
 
 

@@ -54,7 +54,7 @@ def forward_backward(ddp: torch.nn.Module, batch: dict) -> None:
     """Run forward and backward on one batch."""
     with phase("forward"):
         loss = compute_loss(ddp, move_to_device(batch))
-    with recording.backward_of(loss):
+    with recording.record_backward(loss):
         loss.backward()
 
 

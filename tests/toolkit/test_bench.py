@@ -220,7 +220,7 @@ def test_what_is_printed_fits_a_pipe_and_says_which_link_it_is(written_files):
     tables = written_files.printed.split("The link is emulated")[0].splitlines()
     assert max(map(len, tables)) <= 80
     link = bench.load_json(written_files.json).ladder.link
-    assert f"The link is emulated, {link.described}: " in written_files.printed
+    assert f"The link is emulated, {link.description}: " in written_files.printed
     assert "all losses are equal within" in written_files.printed
 
 

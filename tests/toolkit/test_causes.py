@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from brigade.checks.diagnose.exceptions import CALLED_HOOK, explain_exception, find_missing_returns, find_used_results
-from brigade.runner.report import RankFailure, plain
+from brigade.runner.report import RankFailure, remove_jargon
 
 
 def cause(error: str, message: str, texts: list[str] = (), own: bool = True, text: str = "") -> str:
@@ -87,7 +87,7 @@ def test_a_forgotten_return(text, names):
 
 def test_no_name_of_the_toolkit_is_quoted():
     message = "rank 0 is not part of group <brigade.rank.strict.StrictGroup object at 0x7f85>; got 'StrictWork'"
-    assert plain(message) == "rank 0 is not part of process_group; got 'Work'"
+    assert remove_jargon(message) == "rank 0 is not part of process_group; got 'Work'"
     aborted = "hello\nterminate called after throwing an instance of 'gloo::EnforceNotMet'\n"
     aborted += "  what():  [enforce fail at /__w/pytorch/pair.cc:454] op.preamble.length <= op.nbytes. 8 vs 4"
-    assert plain(aborted) == "hello\ngloo: op.preamble.length <= op.nbytes. 8 vs 4"
+    assert remove_jargon(aborted) == "hello\ngloo: op.preamble.length <= op.nbytes. 8 vs 4"

@@ -61,8 +61,8 @@ STUB = """if True:
 
 
 def stub_started(student, options, lock):
-    """A grader that takes no time, instead of `classroom.started`: it gives what the student's file `points` says."""
-    student.made_from.unlink(missing_ok=True)
+    """Replace `classroom.start_grader` by a grader that takes no time and gives the points in the file `points`."""
+    student.fingerprint_file.unlink(missing_ok=True)
     points = (student.path / "points").read_text()
     return subprocess.Popen([sys.executable, "-c", STUB, points, str(student.results)], stdin=subprocess.PIPE)
 
@@ -72,7 +72,7 @@ def stub(monkeypatch):
     """Such graders in this process; gives the names of those graded."""
     graded = []
     monkeypatch.setattr(
-        classroom, "started", lambda student, *rest: graded.append(student.name) or stub_started(student, *rest)
+        classroom, "start_grader", lambda student, *rest: graded.append(student.name) or stub_started(student, *rest)
     )
     return graded
 
@@ -206,13 +206,13 @@ def test_only_what_changed_is_graded_again(stub, tmp_path, capfd):
 
 def test_an_interrupted_regrade_leaves_no_mixed_table(stub, tmp_path, capfd, monkeypatch):
     """What was graded before, under other conditions, has no score in the new table, but a note."""
-    monkeypatch.setattr("brigade.runner.machine.cores", lambda: 1)
+    monkeypatch.setattr("brigade.runner.machine.count_cores", lambda: 1)
     command = small_class(tmp_path / "class", ada=8, bob=3, carl=5)
     assert cli.main(command) == 0
     for name, points in (("ada", 7), ("bob", 2)):
         (tmp_path / "class" / name / "points").write_text(str(points))
     small_class(tmp_path / "class", dora=1)
-    regrade, started = [*command, "--seed", "2"], classroom.started
+    regrade, started = [*command, "--seed", "2"], classroom.start_grader
     with monkeypatch.context() as patch:
 
         def interrupted(student, *rest):
@@ -220,7 +220,7 @@ def test_an_interrupted_regrade_leaves_no_mixed_table(stub, tmp_path, capfd, mon
                 raise KeyboardInterrupt
             return started(student, *rest)
 
-        patch.setattr(classroom, "started", interrupted)
+        patch.setattr(classroom, "start_grader", interrupted)
         assert cli.main(regrade) == 130
     earlier = "not graded yet; an earlier run gave {}, under other conditions"
     table = gradebook_rows(tmp_path / "grades.csv")
@@ -250,7 +250,7 @@ def test_a_grader_that_is_killed_gets_a_second_try(stub, tmp_path, capfd):
 def test_progress_has_an_estimate(stub, tmp_path, capfd, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "100")
-    monkeypatch.setattr("brigade.runner.machine.cores", lambda: 1)
+    monkeypatch.setattr("brigade.runner.machine.count_cores", lambda: 1)
     assert cli.main(small_class(tmp_path / "class", **{f"student{n}": n for n in range(6)})) == 0
     errors = capfd.readouterr().err
     assert "6/6" in errors and "s left" in errors
@@ -258,7 +258,7 @@ def test_progress_has_an_estimate(stub, tmp_path, capfd, monkeypatch):
 
 def test_two_runs_do_not_share_a_gradebook(stub, tmp_path, capfd):
     command = small_class(tmp_path / "class", ada=8)
-    with classroom.locked(tmp_path / "grades.csv"):
+    with classroom.lock_gradebook(tmp_path / "grades.csv"):
         assert cli.main(command) == 2
     assert "another run is writing to" in capfd.readouterr().err
     assert cli.main(command) == 0
@@ -274,7 +274,7 @@ def test_names_of_submissions(tmp_path):
     archives = ("ada.zip", "eve.ZIP", "fay.tar.gz", "gus.tgz", "gus.TAR", os.fsdecode(b"\xff\x1b.zip"))
     for name in (*archives, "class.csv", "list.txt", ".hidden"):
         (directory / name).touch()
-    everyone, others = classroom.students(directory, directory / "class.csv")
+    everyone, others = classroom.list_students(directory, directory / "class.csv")
     assert [student.name for student in everyone] == ["ada", "ada.zip", "b.c", "eve", "fay", "gus.TAR", "gus.tgz", "??"]
     conflicts = {student.conflict for student in everyone if student.name.startswith(("ada", "gus"))}
     assert conflicts == {
@@ -283,18 +283,18 @@ def test_names_of_submissions(tmp_path):
     }
     assert [student.name for student in everyone if not student.conflict] == ["b.c", "eve", "fay", "??"]
     assert others == ["list.txt"]
-    files = [path for student in everyone for path in (student.results, student.made_from, student.log)]
+    files = [path for student in everyone for path in (student.results, student.fingerprint_file, student.log)]
     assert len(set(files)) == 24
     (tmp_path / "empty").mkdir()
     with pytest.raises(CourseError, match="there are no submissions in"):
-        classroom.students(tmp_path / "empty", tmp_path / "class.csv")
+        classroom.list_students(tmp_path / "empty", tmp_path / "class.csv")
 
 
 @pytest.mark.parametrize("name", ["=1+1", "+1", "-1", "@A1", "\t=1", "\r=1"])
 def test_a_name_is_no_formula(name):
-    [row] = csv.DictReader(classroom.written([{"student": name, "score": 1}]).splitlines(keepends=True))
+    [row] = csv.DictReader(classroom.format_csv([{"student": name, "score": 1}]).splitlines(keepends=True))
     assert row["student"].startswith("'")
-    assert classroom.guarded(-1) == -1 and classroom.guarded("o=o") == "o=o"
+    assert classroom.escape_formula(-1) == -1 and classroom.escape_formula("o=o") == "o=o"
 
 
 def test_columns_do_not_depend_on_who_comes_first():
@@ -302,8 +302,8 @@ def test_columns_do_not_depend_on_who_comes_first():
     unknown = {"student": "a", "score": 0, "max": 8, "module 1": 0, "note": "did not finish"}
     nothing = {"student": "c", "score": 0, "note": "the grader gave no results: see c.log"}
     for table in ([unknown, known, nothing], [nothing, known, unknown]):
-        assert classroom.written(table).splitlines()[0] == "student,score,max,module 1,1.a,1.b,note"
-    assert classroom.hardest([known, unknown, nothing, known]) == [("1.b", 2)]
+        assert classroom.format_csv(table).splitlines()[0] == "student,score,max,module 1,1.a,1.b,note"
+    assert classroom.count_failures([known, unknown, nothing, known]) == [("1.b", 2)]
 
 
 # Copies
@@ -347,7 +347,7 @@ def disguised(text):
 def groups(number, texts):
     """What is reported of module n when these are handed in: names -> share."""
     everyone = [SimpleStudent(name, {number: text}) for name, text in texts.items()]
-    return {group.names: group.share for group in classroom.near_identical(everyone, [get_module(number)])}
+    return {group.names: group.share for group in classroom.find_near_identical(everyone, [get_module(number)])}
 
 
 class SimpleStudent:
@@ -357,7 +357,7 @@ class SimpleStudent:
 
 @pytest.fixture
 def texts_given(monkeypatch):
-    monkeypatch.setattr(classroom, "texts", lambda student: student.texts)
+    monkeypatch.setattr(classroom, "read_texts", lambda student: student.texts)
 
 
 @pytest.mark.parametrize("number", [4, 5, 6, 8])

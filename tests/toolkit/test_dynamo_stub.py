@@ -7,7 +7,7 @@ from brigade.runner.ranks import run_ranks
 
 
 def test_optimizers_do_not_import_the_compiler():
-    """If this fails, torch asks something else of torch._dynamo: `NoCompiler` must answer that too.
+    """If this fails, torch asks something else of torch._dynamo: `DynamoStub` must answer that too.
 
     Nothing breaks meanwhile, but every check takes a second longer.
     """

@@ -11,7 +11,7 @@ import torch
 
 from brigade.course.modules import MODULES, REFERENCE, get_module
 from brigade.course.submission import read
-from brigade.rank.emulated_link import Link, Pace, sent_bytes
+from brigade.rank.emulated_link import Link, Pace, count_sent_bytes
 from brigade.runner.ranks import RankFailure, run_ranks
 from brigade.runner.wire import encode
 
@@ -33,7 +33,7 @@ LINK = Link(latency_s=1e-3, bytes_per_s=1e6)
     ],
 )
 def test_time_on_a_link(op, world_size, sent, seconds):
-    assert sent_bytes(op, 6000, world_size) == pytest.approx(sent)
+    assert count_sent_bytes(op, 6000, world_size) == pytest.approx(sent)
     assert LINK.seconds(op, 6000, world_size) == pytest.approx(seconds)
 
 

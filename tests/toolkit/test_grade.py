@@ -22,7 +22,7 @@ from brigade.course.listing import GradedCheck, list_checks
 from brigade.course.modules import MODULES, ROOT, CourseError, get_module, select_modules
 from brigade.course.parts import Part
 from brigade.grade import formats, grading
-from brigade.grade.outcome import UNFINISHED, Grading, nothing_yet
+from brigade.grade.outcome import UNFINISHED, Grading, make_empty_grading
 from brigade.runner import ranks
 
 INTEGER, NUMBER, TEXT = {"type": "integer", "minimum": 0}, {"type": "number", "minimum": 0}, {"type": "string"}
@@ -261,7 +261,7 @@ def scores(result):
 
 def states():
     """A grading from its beginning to its end."""
-    yield nothing_yet(MODULES, 7), 0, sum(entry.points for entry in MODULES), True
+    yield make_empty_grading(MODULES, 7), 0, sum(entry.points for entry in MODULES), True
     checks = [(1, "test_one", "The first.", 3), (1, "test_two", "The second.", 5), (2, "test_three", "The third.", 8)]
     outcomes = [Outcome(GradedCheck(*check)) for check in checks]
     state = Grading(outcomes, 7, notes=["a \x1b[31mred\x1b[0m file \udcff", "another\n"])
@@ -282,8 +282,8 @@ def test_results_are_valid_in_every_state(form, monkeypatch):
     for name, value in META.items():
         monkeypatch.setenv(name, value)
     for state, score, most, unfinished in states():
-        metadata = formats.classroom50_metadata({"submitted_by": "ada"})
-        text = formats.classroom50(state, metadata) if form == "classroom50" else formats.WRITERS[form](state)
+        metadata = formats.read_classroom50_metadata({"submitted_by": "ada"})
+        text = formats.format_classroom50(state, metadata) if form == "classroom50" else formats.WRITERS[form](state)
         assert validated(text, form) == (score, most, unfinished)
         assert text.isprintable() or set(filter(lambda c: not c.isprintable(), text)) == {"\n"}
 
@@ -291,14 +291,17 @@ def test_results_are_valid_in_every_state(form, monkeypatch):
 def test_classroom50_fields_come_from_options_and_environment(monkeypatch):
     for name, value in META.items():
         monkeypatch.setenv(name, value)
-    found = formats.classroom50_metadata({"owner": "bob", "datetime": "2026-01-31T12:00:00Z"})
+    found = formats.read_classroom50_metadata({"owner": "bob", "datetime": "2026-01-31T12:00:00Z"})
     assert found["owner"] == "bob" and found["classroom"] == "parallel" and found["datetime"] == "2026-01-31T12:00:00Z"
-    assert json.loads(formats.classroom50(nothing_yet(MODULES, 1), found))["datetime"] == "2026-01-31T12:00:00Z"
+    assert (
+        json.loads(formats.format_classroom50(make_empty_grading(MODULES, 1), found))["datetime"]
+        == "2026-01-31T12:00:00Z"
+    )
     monkeypatch.delenv("RELEASE_URL")
     with pytest.raises(
         CourseError, match=r"needs release: as --meta release=\.\.\. or in the environment as RELEASE_URL"
     ):
-        formats.classroom50_metadata({})
+        formats.read_classroom50_metadata({})
 
 
 def test_a_file_is_replaced_as_a_whole(tmp_path, monkeypatch):
@@ -475,10 +478,10 @@ def test_an_endless_loop_costs_its_module_only(monkeypatch, seconds):
     assert lost(state) == {1: 8} and state.score == 92
     assert simulated.now == 40 + 54 * seconds, "two deadlines, and every check of the other modules once"
     assert all(source == "reference" for module, _, source in simulated.attempts if module > 1)
-    told = [outcome.verdict.got for outcome in state.of_module(1)]
+    told = [outcome.verdict.got for outcome in state.list_outcomes(1)]
     sentence = "module 1 was stopped: 2 of its checks did not end in time"
     assert told == ["deadline on own"] * 2 + [sentence] * 5
-    assert state.finished and not state.unfinished()
+    assert state.finished and not state.count_unfinished()
 
 
 def test_a_module_that_is_slow_costs_itself_only(monkeypatch):
@@ -487,7 +490,7 @@ def test_a_module_that_is_slow_costs_itself_only(monkeypatch):
     state = simulated.grade()
     assert set(lost(state)) == {1} and simulated.now <= 480
     simulated = Simulated(monkeypatch, lambda *_: ("passed", 9.0))
-    [text] = {formats.feedback(outcome) for outcome in simulated.grade("own", total_s=64).of_module(1)[1:]}
+    [text] = {formats.format_feedback(outcome) for outcome in simulated.grade("own", total_s=64).list_outcomes(1)[1:]}
     assert text == "This check was not run, because module 1 had used up its share of the time limit (8 s)."
 
 
@@ -517,7 +520,7 @@ def test_what_can_still_be_earned_comes_before_what_is_repeated(monkeypatch):
     order = list(dict.fromkeys((module, source) for module, _, source in simulated.attempts))
     first = [(1, "own"), (2, "own"), *((number, "reference") for number in range(3, 9))]
     assert order == [*first, (2, "reference"), (4, "own"), (5, "own")]
-    assert {outcome.verdict.got for outcome in state.of_module(5)} == {"failed on reference"}
+    assert {outcome.verdict.got for outcome in state.list_outcomes(5)} == {"failed on reference"}
 
 
 COUNTS = {entry.number: len(list_checks(entry)) for entry in MODULES}
@@ -656,7 +659,7 @@ def test_wrong_metadata_gets_one_line(name, value, line, monkeypatch):
     for variable, right in META.items():
         monkeypatch.setenv(variable, right)
     with pytest.raises(CourseError, match=line):
-        formats.classroom50_metadata({name: value})
+        formats.read_classroom50_metadata({name: value})
 
 
 def test_what_cannot_be_graded_says_so_in_its_results(grade, tmp_path):

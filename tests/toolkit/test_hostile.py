@@ -33,7 +33,7 @@ from brigade.checks.reference import Case
 from brigade.course.modules import ROOT, CourseError, get_module
 from brigade.course.submission import read
 from brigade.grade import formats, grading, incoming
-from brigade.grade.outcome import Grading, nothing_yet
+from brigade.grade.outcome import Grading, make_empty_grading
 from brigade.runner import monitor, ranks, sandbox, server
 from scenarios import training
 
@@ -53,7 +53,7 @@ def user() -> Iterator[int]:
     os.environ["COURSE_SECRET"] = "the grader's own secret"
     ranks.SERVER.close()
     try:
-        with sandbox.free_user() as uid:
+        with sandbox.reserve_user() as uid:
             sandbox.close_off(ROOT / name for name in sandbox.SECRETS)
             ranks.SERVER.sandbox = sandbox.Sandbox(uid)
             [found] = ranks.run_ranks(sandbox.probe, world_size=1)
@@ -94,18 +94,18 @@ class Graded:
         self.out = out
         self.started = time.monotonic()
         entries = [get_module(number) for number in case.modules]
-        self.state = nothing_yet(entries, 1)
+        self.state = make_empty_grading(entries, 1)
 
         def save(state: Grading) -> None:
             assert not out.exists() or out.read_text() == self.text, "somebody else has written the results"
-            self.state, self.text = state, formats.gradescope(state)
+            self.state, self.text = state, formats.format_gradescope(state)
             formats.write(out, self.text)
             on_change(state)
 
         save(self.state)
         self.told = ""
         try:
-            with incoming.opened(submission) as found:
+            with incoming.open_submission(submission) as found:
                 grading.grade(found.directory, entries, seed=1, total_s=case.limit_s, on_change=save)
         except CourseError as error:
             self.told = str(error)
@@ -115,7 +115,7 @@ class Graded:
         return (
             [self.told]
             if self.told
-            else [formats.feedback(outcome) for outcome in self.state.outcomes if not outcome.passed]
+            else [formats.format_feedback(outcome) for outcome in self.state.outcomes if not outcome.passed]
         )
 
 

@@ -55,7 +55,7 @@ def tarred(files: dict, mode: str = "w:gz", form: int = tarfile.PAX_FORMAT) -> b
 
 def taken(path: Path) -> tuple[dict[int, str], str]:
     """Return the text of each module that is found, and the notes."""
-    with incoming.opened(path) as found:
+    with incoming.open_submission(path) as found:
         files = {entry.number: find(found.directory, entry) for entry in MODULES}
         return {number: file.read_text() for number, file in files.items() if file}, "\n".join(found.notes)
 
@@ -142,7 +142,7 @@ def test_what_an_instructor_should_know_is_noted(tmp_path, files, modules, note)
 
 
 def refusal(path: Path) -> str:
-    with pytest.raises(CourseError) as caught, incoming.opened(path):
+    with pytest.raises(CourseError) as caught, incoming.open_submission(path):
         pass
     message = str(caught.value)
     assert "\n" not in message and len(message) < 400
@@ -247,7 +247,7 @@ def test_bombs_are_bounded(first, line):
     started = time.monotonic()
     stream = Zeros(first) if first else io.BytesIO()
     with pytest.raises((ValueError, tarfile.TarError)) as caught:
-        for _, read in incoming.tar_members(stream):
+        for _, read in incoming.iterate_tar(stream):
             assert len(read(1000)) == 1000
     assert line in str(caught.value) and time.monotonic() - started < 60
 
@@ -273,10 +273,13 @@ def test_a_damaged_archive_gets_one_line(tmp_path, name, cut):
 def test_only_a_hundred_modules_are_read_and_long_ones_in_part(tmp_path):
     names = {f"{n}/{FIRST.path.name}": "" for n in range(1000)} | {SECOND.path.name: b" " * 10_000_000}
     with zipfile.ZipFile(io.BytesIO(zipped(names))) as bundle:
-        files, modules = incoming.contents(bundle.fp, "submission.zip")
+        files, modules = incoming.read_archive(bundle.fp, "submission.zip")
     assert len(files) == 1001 and len(modules) == incoming.MOST_FILES
     with zipfile.ZipFile(io.BytesIO(zipped(dict(reversed(names.items()))))) as bundle:
-        assert len(incoming.contents(bundle.fp, "submission.zip")[1][SECOND.path.name]) == incoming.MAX_SOURCE_BYTES + 1
+        assert (
+            len(incoming.read_archive(bundle.fp, "submission.zip")[1][SECOND.path.name])
+            == incoming.MAX_SOURCE_BYTES + 1
+        )
 
 
 DEEP = 1_500
@@ -299,7 +302,7 @@ def test_a_tree_1500_levels_deep_costs_only_what_is_there(tmp_path):
     files, (modules, _) = incoming.walk(tmp_path), taken(tmp_path)
     seconds = time.monotonic() - started
     sandbox.remove(tmp_path / "d")  # it is too deep for pytest to remove
-    assert files == [f"{place}/{FIRST.path.name}"] and incoming.best_place(files) == place
+    assert files == [f"{place}/{FIRST.path.name}"] and incoming.choose_place(files) == place
     assert modules == {1: "own 1"}
     assert seconds < 10, "seconds; 0.1 on a machine that does nothing else"
 

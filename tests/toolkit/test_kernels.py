@@ -4,7 +4,7 @@ import pytest
 from test_m06_coalesced import expect_kernels
 
 from brigade.checks.verdict import CheckFailed
-from brigade.rank.kernels import nccl_kernels
+from brigade.rank.kernels import count_nccl_kernels
 
 NEW = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"  # NCCL 2.19 and later
 GENERIC = "ncclDevKernel_Generic_1(ncclDevKernelArgsStorage<4096ul>)"
@@ -17,21 +17,21 @@ OTHERS = [
 
 
 def test_only_kernels_of_nccl_count():
-    assert nccl_kernels([NEW, *OTHERS, NEW, OLD, GENERIC]) == {
+    assert count_nccl_kernels([NEW, *OTHERS, NEW, OLD, GENERIC]) == {
         "ncclDevKernel_AllReduce_Sum_f32_RING_LL": 2,
         "ncclKernel_AllReduce_RING_LL_Sum_float": 1,
         "ncclDevKernel_Generic_1": 1,
     }
-    assert nccl_kernels(OTHERS) == {}
+    assert count_nccl_kernels(OTHERS) == {}
 
 
 def test_a_profiler_that_sees_nothing_does_not_count():
-    assert nccl_kernels([]) is None
+    assert count_nccl_kernels([]) is None
     expect_kernels([{"kind": "kernels", "counts": None}], 4, 0)
 
 
 def test_a_block_is_one_kernel():
-    events = [{"kind": "kernels", "counts": nccl_kernels([NEW, GENERIC, *OTHERS])}]
+    events = [{"kind": "kernels", "counts": count_nccl_kernels([NEW, GENERIC, *OTHERS])}]
     expect_kernels(events, 2, 1)
     with pytest.raises(CheckFailed, match="rank 1: 1 ncclDevKernel_AllReduce_Sum_f32_RING_LL, 1 ncclDevKernel_Gen"):
         expect_kernels(events, 1, 1)

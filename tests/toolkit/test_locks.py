@@ -12,7 +12,7 @@ from brigade.rank import locks
 
 
 class Holder:
-    secret = locks.hidden()
+    secret = locks.hidden_attribute()
 
     @locks.private
     def work(self):
@@ -59,7 +59,7 @@ def test_private_methods_are_not_replaced_in_an_object(trusted):
 
 
 def test_sealed_classes_are_changed_by_trusted_code_only(trusted):
-    class Closed(metaclass=locks.sealed(object)):
+    class Closed(metaclass=locks.make_sealed_metaclass(object)):
         pass
 
     Closed.answer = 1
@@ -70,7 +70,7 @@ def test_sealed_classes_are_changed_by_trusted_code_only(trusted):
 
 
 def test_an_own_copy_is_not_changed_with_the_module(monkeypatch):
-    copy = locks.own_copy("json.encoder")
+    copy = locks.copy_module("json.encoder")
     monkeypatch.setattr(json.encoder.JSONEncoder, "encode", lambda self, value: "forged")
     monkeypatch.setattr(json.encoder, "JSONEncoder", None)
     assert copy.JSONEncoder().encode({"a": 1.5}) == '{"a": 1.5}'

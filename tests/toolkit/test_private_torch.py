@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from brigade.rank import recording
-from brigade.runner.machine import loopback_interface
+from brigade.runner.machine import find_loopback_interface
 from brigade.runner.ranks import run_ranks
 
 COALESCE = "coalesce in solutions/m06_coalesced/coalesced.py needs "
@@ -54,10 +54,10 @@ def test_one_of_both_names_exists(name):
     assert hasattr(dist, f"{name}_single") or hasattr(dist, old), "torch has renamed the collective once more"
 
 
-@pytest.mark.parametrize("interfaces", ["", loopback_interface()])
+@pytest.mark.parametrize("interfaces", ["", find_loopback_interface()])
 def test_options_of_gloo(interfaces, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", interfaces)
-    options = recording.gloo_options(timedelta(seconds=7))
+    options = recording.make_gloo_options(timedelta(seconds=7))
     needs = "gloo_options in brigade/rank/recording.py needs "
     assert options._timeout == timedelta(seconds=7) and options._threads == 1, needs + "_timeout and _threads"
     assert len(options._devices) == 1, needs + "_devices, from create_device and create_default_device"
@@ -71,12 +71,12 @@ def test_node_of_a_gradient():
     node = torch.autograd.graph.get_gradient_edge(parameter).node
     running = []
     node.register_prehook(
-        lambda gradients: running.append((recording.current_node() is node, recording.current_task()))
+        lambda gradients: running.append((recording.get_current_node() is node, recording.get_current_task()))
     )
     parameter.data = torch.ones(8)[2:5]
     loss = (2 * parameter).sum()
-    assert node in recording.reachable(loss.grad_fn) and recording.current_node() is None
-    assert recording.current_task() == -1, "outside of backward"
+    assert node in recording.find_reachable(loss.grad_fn) and recording.get_current_node() is None
+    assert recording.get_current_task() == -1, "outside of backward"
     loss.backward()
     (2 * parameter).sum().backward()
     [(first, task), (second, other)] = running
@@ -87,7 +87,7 @@ def test_node_of_a_gradient():
 def test_stand_in_for_a_backend():
     store = dist.HashStore()
     group = dist.ProcessGroup(store, 0, 2)
-    backend = recording.stand_in(group)
+    backend = recording.make_stand_in(group)
     recording.register(group, "cpu", dist.ProcessGroup.BackendType.GLOO, backend)
     tensor = torch.ones(2)
     group.allreduce([tensor]).wait()

@@ -49,7 +49,7 @@ def test_a_rank_whose_peers_have_launched_goes_on_by_itself(run):
     run.progress.add(0, {"kind": "wait", "index": both})
     run.done(0, both)
     run.wait(0, "world", (0, 1))
-    assert run.progress.missing_peers(0) == [1] and run.progress.missing_peers(1) == []
+    assert run.progress.find_missing_peers(0) == [1] and run.progress.find_missing_peers(1) == []
     assert not run.progress.is_deadlocked(settled=[2])
 
 
@@ -67,7 +67,7 @@ def test_ranks_that_wait_for_each_other_are_deadlocked(run):
     assert not run.progress.is_deadlocked(settled=[]), "rank 2 is busy"
     run.wait(2, "a", range(3))
     assert run.progress.is_deadlocked(settled=[])
-    assert [run.progress.missing_peers(rank) for rank in range(3)] == [[1], [0, 2], [1]]
+    assert [run.progress.find_missing_peers(rank) for rank in range(3)] == [[1], [0, 2], [1]]
 
 
 def test_a_rank_that_has_finished_launches_nothing_more(run):
@@ -99,7 +99,7 @@ def test_a_send_waits_for_its_receive(run):
     run.launch(1, "world", range(3), op="send", peer=0)
     run.wait(1, "world", range(3))
     run.wait(2, "world", range(3), op="recv", peer=0)
-    assert [run.progress.missing_peers(rank) for rank in range(3)] == [[1], [0, 2], [0]]
+    assert [run.progress.find_missing_peers(rank) for rank in range(3)] == [[1], [0, 2], [0]]
     assert run.progress.is_deadlocked(settled=[])
 
 
@@ -157,20 +157,20 @@ def test_sends_are_no_collectives(run):
 def test_what_a_rank_is_doing():
     launch = {"kind": "launch", "phase": "backward", "op": "all_reduce", "dtype": "float32", "nbytes": 8, "name": "w"}
     record = RankRecord()
-    assert record.activity() == "is busy having launched nothing"
+    assert record.describe_activity() == "is busy having launched nothing"
     record.add(launch | {"index": 0})
-    assert record.activity() == "is in backward after all_reduce #0 (w, float32, 8 B)"
+    assert record.describe_activity() == "is in backward after all_reduce #0 (w, float32, 8 B)"
     record.add({"kind": "wait", "phase": "finish", "index": 0})
-    assert record.activity() == "waits in all_reduce #0 (w, float32, 8 B)"
-    assert record.activity([1, 3]).endswith("8 B), which rank 1 and rank 3 never launched")
+    assert record.describe_activity() == "waits in all_reduce #0 (w, float32, 8 B)"
+    assert record.describe_activity([1, 3]).endswith("8 B), which rank 1 and rank 3 never launched")
     record.add({"kind": "done", "phase": "finish", "index": 0})
-    assert record.activity() == "is in finish after all_reduce #0 (w, float32, 8 B)"
+    assert record.describe_activity() == "is in finish after all_reduce #0 (w, float32, 8 B)"
 
 
 def test_who_has_not_launched_what_a_rank_waits_for(run):
     run.wait(0, "world", range(3))
     run.launch(2, "world", range(3))
-    assert run.progress.activity(0) == "waits in all_reduce #0 (float32, 12 B), which rank 1 never launched"
+    assert run.progress.describe_activity(0) == "waits in all_reduce #0 (float32, 12 B), which rank 1 never launched"
 
 
 # ---- which events are valid

@@ -409,10 +409,10 @@ def test_nccl_needs_a_gpu():
 def test_nccl_needs_a_gpu_for_each_rank_unless_they_share(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(CourseError, match="2 ranks need 2 GPUs and there are 1.*--share-gpu"):
-        machine.nccl_environment(2, share_gpu=False)
-    environment = machine.nccl_environment(2, share_gpu=True)
+        machine.make_nccl_environments(2, share_gpu=False)
+    environment = machine.make_nccl_environments(2, share_gpu=True)
     assert len({variables["NCCL_HOSTID"] for variables in environment}) == 2
-    assert machine.nccl_environment(1, share_gpu=False) == [{}]
+    assert machine.make_nccl_environments(1, share_gpu=False) == [{}]
 
 
 # ---- the parent's end
@@ -577,7 +577,7 @@ def test_ranks_start_at_least_ten_times_as_fast_as_with_spawn(tmp_path, monkeypa
         ours += [seconds(lambda: run_ranks(functions.reduce_once)) for _ in range(4)]
         file = str(tmp_path / f"rendezvous-{turn}")
         with monkeypatch.context() as patch:
-            patch.setenv("GLOO_SOCKET_IFNAME", machine.loopback_interface())
+            patch.setenv("GLOO_SOCKET_IFNAME", machine.find_loopback_interface())
             spawns.append(seconds(partial(torch.multiprocessing.spawn, functions.spawned, (2, file), nprocs=2)))
     with capsys.disabled():
         print(

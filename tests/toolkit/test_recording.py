@@ -8,7 +8,7 @@ import pytest
 import rank_functions as functions
 import torch
 
-from brigade.events import Event, launches, ready, summary
+from brigade.events import Event, launches, list_ready_gradients, summarize
 from brigade.rank import recording
 from brigade.runner.ranks import RankFailure, run_ranks
 
@@ -248,10 +248,14 @@ def test_launches_of_a_record():
 
 
 def test_ready_order_of_a_step():
-    assert ready(RECORD, 0) == [(2, "b"), (4, "a")] and ready(RECORD, 1) == [(9, "c")] and ready(RECORD, 2) == []
+    assert (
+        list_ready_gradients(RECORD, 0) == [(2, "b"), (4, "a")]
+        and list_ready_gradients(RECORD, 1) == [(9, "c")]
+        and list_ready_gradients(RECORD, 2) == []
+    )
 
 
 def test_summary_of_launches():
-    assert summary([]) == "0 launches"
-    assert summary(launches(RECORD, 1)) == "1 launch (all_reduce of 5 float32)"
-    assert "and 1 more" in summary(launches(RECORD), limit=2)
+    assert summarize([]) == "0 launches"
+    assert summarize(launches(RECORD, 1)) == "1 launch (all_reduce of 5 float32)"
+    assert "and 1 more" in summarize(launches(RECORD), limit=2)

@@ -177,7 +177,7 @@ def test_in_version_2_the_group_is_in_the_nearest_that_divides_memory(tmp_path, 
     kernel.add("user.slice", subtree_control="memory pids\n")
     kernel.add("user.slice/session-3.scope", subtree_control="\n")
     group = tmp_path / "user.slice" / "brigade-64163"
-    assert sandbox.control_groups(64163) == [group]
+    assert sandbox.find_control_groups(64163) == [group]
     kernel.add("user.slice/brigade-64163", "memory.max", "memory.swap.max", "cgroup.procs")
     assert sandbox.join_groups(JAIL)
     found = {name: (group / name).read_text() for name in ("memory.max", "memory.swap.max", "cgroup.procs")}
@@ -190,7 +190,7 @@ def test_in_version_1_the_groups_are_below_ours(tmp_path, monkeypatch):
     kernel.add("memory/slice")
     kernel.add("cpu")
     groups = [tmp_path / "memory" / "slice" / "brigade-64163", tmp_path / "cpu" / "brigade-64163"]
-    assert sandbox.control_groups(64163) == groups
+    assert sandbox.find_control_groups(64163) == groups
     kernel.add("memory/slice/brigade-64163", "memory.limit_in_bytes", "cgroup.procs")
     kernel.add("cpu/brigade-64163", "cgroup.procs")
     assert sandbox.join_groups(JAIL)
@@ -203,7 +203,7 @@ def test_without_control_groups_nothing_is_written(own, tmp_path, monkeypatch):
     """There may be no version, no memory to divide, or paths that belong outside the container."""
     Kernel(tmp_path, monkeypatch, own).add("", subtree_control="\n")
     before = sorted(tmp_path.rglob("*"))
-    assert sandbox.control_groups(64163) == [] and not sandbox.join_groups(JAIL)
+    assert sandbox.find_control_groups(64163) == [] and not sandbox.join_groups(JAIL)
     sandbox.leave_groups(64163)
     assert sorted(tmp_path.rglob("*")) == before
 

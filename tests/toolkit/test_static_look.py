@@ -203,7 +203,7 @@ def findings_of(case, directory):
             path.write_text(f"import os\n{text}" if re.search(r"\bos\.", text.split("\n\n\n")[-1]) else text)
     archive = directory / "submission.zip"
     try:
-        with incoming.opened(archive if archive.exists() else directory) as found:
+        with incoming.open_submission(archive if archive.exists() else directory) as found:
             return look_at(found.directory, [get_module(number) for number in case.modules])
     except CourseError as error:
         return [error]
@@ -299,9 +299,9 @@ LINE = f"{FILE}:12, 40: _getframe?: reads the frames of other functions"
 
 
 def test_gradescope_hides_it_from_the_student(state):
-    before = json.loads(formats.gradescope(state))
+    before = json.loads(formats.format_gradescope(state))
     state.findings.append(FOUND)
-    after = json.loads(formats.gradescope(state))
+    after = json.loads(formats.format_gradescope(state))
     hidden = after["tests"].pop()
     assert after == before, "the score or what the student sees has changed"
     assert hidden["visibility"] == "hidden" and hidden["name"] == HEADING and LINE in hidden["output"]
@@ -309,7 +309,7 @@ def test_gradescope_hides_it_from_the_student(state):
 
 
 def test_every_format_says_it(state):
-    writers = {**formats.WRITERS, "classroom50": lambda grading: formats.classroom50(grading, {})}
+    writers = {**formats.WRITERS, "classroom50": lambda grading: formats.format_classroom50(grading, {})}
     assert set(writers) == set(formats.FORMATS)
     own = writers.pop("json")
     assert json.loads(own(state))["findings"] == []
@@ -327,11 +327,11 @@ def test_every_format_says_it(state):
 
 def test_the_gradebook_has_a_column_for_it(state, tmp_path):
     student = classroom.Student("ada", tmp_path / "ada", tmp_path / "ada.json")
-    student.results.write_text(formats.own_json(state))
-    before = classroom.row(student, [get_module(1)])
+    student.results.write_text(formats.format_json(state))
+    before = classroom.make_row(student, [get_module(1)])
     state.findings += [FOUND, Finding(FILE, (), "", "cannot be looked at: it is odd")]
-    student.results.write_text(formats.own_json(state))
-    after = classroom.row(student, [get_module(1)])
+    student.results.write_text(formats.format_json(state))
+    after = classroom.make_row(student, [get_module(1)])
     assert before[HEADING] == ""
     assert after.pop(HEADING) == f"{LINE} / {FILE}: cannot be looked at: it is odd"
     assert after.items() <= before.items() and after["score"] == 3

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from brigade.rank.recording import Recorder, RecordingGroup
-from brigade.rank.strict import StrictGroup, filler
+from brigade.rank.strict import StrictGroup, get_filler
 from brigade.runner.ranks import RankFailure, run_ranks
 from brigade.runner.wire import encode
 
@@ -20,7 +20,9 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64)
 
 
 def is_filler(tensor: Tensor) -> bool:
-    return bool(tensor.isnan().all()) if tensor.is_floating_point() else bool((tensor == filler(tensor.dtype)).all())
+    return (
+        bool(tensor.isnan().all()) if tensor.is_floating_point() else bool((tensor == get_filler(tensor.dtype)).all())
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

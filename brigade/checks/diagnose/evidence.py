@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from brigade.events import Event, Launch, launches, passes, ready
+from brigade.events import Event, Launch, launches, list_backward_passes, list_ready_gradients
 
 if TYPE_CHECKING:
     from brigade.checks.reference import Case
@@ -49,10 +49,10 @@ def find_wrong_launch(record: Sequence[Event], case: Case, step: int | None) -> 
     launched = [launch for launch in launches(record, step) if launch.phase in ("backward", "finish")]
     if any(launch.op == "all_reduce" and launch.memory == "weight" for launch in launched):
         return "the submission all-reduces the parameter itself. It must all-reduce the gradient, p.grad."
-    if step is not None and (name := find_repeated_reduction(launched, ready(record, step))):
+    if step is not None and (name := find_repeated_reduction(launched, list_ready_gradients(record, step))):
         return f"the gradient of {name} is all-reduced twice in one step."
     numels = {name: p.numel() for name, p in case.parameters().items() if p.requires_grad}
-    ready_at = {name: place for place, name in ready(record, step)}
+    ready_at = {name: place for place, name in list_ready_gradients(record, step)}
     if sorted(launch.numel for launch in launched) != sorted(numels.values()):
         return ""  # not one launch per parameter
     if any(launch.raced and launch.memory == "gradient" for launch in launched):
@@ -107,7 +107,7 @@ def measure_progress(events: Sequence[Event], step: int, place: int) -> tuple[bo
     """Return how far a step was at `place`: whether its finish had begun, and the number of ready gradients."""
     begin = next(i for i, event in enumerate(events) if event.get("kind") == "step" and event.get("step") == step)
     is_over = any(event.get("phase", "").startswith("finish") for event in events[begin:place])
-    return is_over, sum(at < place for at, _ in ready(events, step))
+    return is_over, sum(at < place for at, _ in list_ready_gradients(events, step))
 
 
 def describe_difference(first: Sequence[Progressed], again: Sequence[Progressed], due: Sequence[str]) -> str:
@@ -133,7 +133,7 @@ def describe_moment(is_over: bool, count: int) -> str:
 
 def find_no_sync_launches(events: Sequence[Event], step: int) -> list[Launch]:
     """Return the launches before the last backward pass of a step. The earlier passes are inside no_sync."""
-    begins = passes(events, step)
+    begins = list_backward_passes(events, step)
     return [launch for launch in launches(events, step) if len(begins) > 1 and launch.place < begins[-1]]
 
 
