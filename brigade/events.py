@@ -215,7 +215,11 @@ class RankRecord:
             missing = f"for which {names} launched no {opposite}" if opposite else f"which {names} never launched"
             return f"waits in {describe(self.waiting)}" + (f", {missing}" if names else "")
         phase = self.events[-1]["phase"] if self.events else OUTSIDE
-        return f"is busy {self.describe_last_launch()}" if phase == OUTSIDE else f"is in {phase} {self.describe_last_launch()}"
+        return (
+            f"is busy {self.describe_last_launch()}"
+            if phase == OUTSIDE
+            else f"is in {phase} {self.describe_last_launch()}"
+        )
 
 
 class Mismatch(NamedTuple):
