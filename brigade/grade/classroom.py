@@ -120,7 +120,9 @@ def find_outdated(everyone: Sequence[Student], options: Sequence[str]) -> dict[S
         everything = json.dumps([course, *options, read_texts(student)])
         wanted = hashlib.sha256(everything.encode()).hexdigest()
         if not (
-            student.results.exists() and student.fingerprint_file.exists() and student.made_from.read_text() == wanted
+            student.results.exists()
+            and student.fingerprint_file.exists()
+            and student.fingerprint_file.read_text() == wanted
         ):
             found[student] = wanted
     return found
