@@ -137,7 +137,9 @@ def stopped(process, results, count, number):
 
 def test_interrupted_it_goes_on_where_it_was(tmp_path):
     """Killed after the second submission, interrupted after the fourth."""
-    program = "import sys; sys.path[:0] = sys.argv[1:3]; import test_class as t; t.classroom.start_grader = t.stub_started; "
+    program = (
+        "import sys; sys.path[:0] = sys.argv[1:3]; import test_class as t; t.classroom.start_grader = t.stub_started; "
+    )
     program += "sys.exit(t.cli.main(sys.argv[3:]))"
     options = small_class(tmp_path / "class", **{f"student{n}": n for n in range(7)})
     command = [sys.executable, "-c", program, str(ROOT), str(ROOT / "tests" / "toolkit"), *options]
