@@ -87,7 +87,7 @@ def xl_size() -> Finding:
 
 @claim(
     "xl-all-reduce-time", 1, "All-reducing them takes 1.9 ms on NVLink at 900 GB/s", XL,
-    "right if an all-reduce on two ranks could take 1.9 ms at 450 GB/s, which is what an H100 sends in one direction",
+    "right if an all-reduce on two ranks could take 1.9 ms at 450 GB/s, an H100's rate in one direction",
     "wrong",
 )  # fmt: skip
 def xl_all_reduce_time() -> Finding:
@@ -101,10 +101,10 @@ def xl_all_reduce_time() -> Finding:
 
 @claim(
     "xl-backward", 1, "Backward of that model takes about 950 ms", XL,
-    "right if it is less than the whole naive step of the same article, backward included", "wrong",
+    "right if this is less than the article's time for a whole naive step, which includes backward", "wrong",
 )  # fmt: skip
 def xl_backward() -> Finding:
-    return Finding("from its own table: a whole naive step takes 808.66 ms", right_if(950 < 808.66))
+    return Finding("by the article's own table, a whole naive step takes 808.66 ms", right_if(950 < 808.66))
 
 
 # ---- module 2
@@ -112,8 +112,8 @@ def xl_backward() -> Finding:
 
 @claim(
     "latency", 2, "With one all-reduce per parameter, latency dominates", BUCKETS,
-    "right if all-reducing one by one takes more than twice as long as in one tensor, measured for TinyLM tiny and "
-    "computed for XL on two ranks with each link that `brigade plan` names; wrong if in none of these cases", "depends",
+    "right if all-reducing one by one takes more than twice as long as one flat all-reduce, measured for TinyLM tiny "
+    "and computed for XL on two ranks with each link of `brigade plan`; wrong if in none of these cases", "depends",
 )  # fmt: skip
 def latency() -> Finding:
     _, together, single = on_ranks(launch_times.measure, 20, stream=False)[0].values()
@@ -126,23 +126,23 @@ def latency() -> Finding:
         computed[link.what] = one_by_one_s / pace.seconds("all_reduce", sum(sizes), 2)
     words = listed([f"{ratio:.2f} ({what})" for what, ratio in computed.items()])
     return Finding(
-        f"TinyLM tiny on gloo, the recorder's own time included: 39 all-reduces {summary(single)} ms, one "
-        f"with the same bytes {summary(together)} ms, {summary(ratios)} times as long; XL computed, α from NCCL's "
-        f"table: {words} times as long",
+        f"TinyLM tiny on gloo, including the recorder's time: 39 all-reduces take {summary(single)} ms and one with "
+        f"the same bytes {summary(together)} ms, a ratio of {summary(ratios)}. XL, computed with α from NCCL's table: "
+        f"a ratio of {words}",
         by_share([median(ratios) > 2, *(ratio > 2 for ratio in computed.values())]),
     )
 
 
 @claim(
     "flatten", 2, "Flatten, reduce, done: fewer collectives and nothing else changes", BUCKETS,
-    "right if nothing is copied and no memory is allocated for it", "wrong",
+    "right if this copies nothing and allocates no memory", "wrong",
 )  # fmt: skip
 def flatten() -> Finding:
     found = ledger.measure_overhead(on_ranks, "m02_flat_ddp", "FlatDDP")
     times = on_ranks(claimed_ranks.copy_times, 100)[0]
     return Finding(
-        f"for TinyLM tiny {found['copied'] / 1e6:.2f} MB are copied (in and out) in {summary(times, 2)} ms, and "
-        f"{found['allocated'] / 1e6:.2f} MB allocated",
+        f"TinyLM tiny copies {found['copied'] / 1e6:.2f} MB (in and out) in {summary(times, 2)} ms, and allocates "
+        f"{found['allocated'] / 1e6:.2f} MB",
         right_if(found["copied"] == 0 and found["allocated"] == 0),
     )
 
@@ -153,7 +153,7 @@ def flatten() -> Finding:
 )  # fmt: skip
 def one_flat_tensor() -> Finding:
     flat = torch.cat([torch.ones(1), torch.ones(1, dtype=torch.bfloat16)])
-    return Finding(f"torch.cat of fp32 and bf16 is {flat.dtype}, silently", right_if(flat.dtype == torch.bfloat16))
+    return Finding(f"torch.cat of fp32 and bf16 silently returns {flat.dtype}", right_if(flat.dtype == torch.bfloat16))
 
 
 # ---- module 3
@@ -169,7 +169,7 @@ def early_layers() -> Finding:
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
     model(torch.zeros(1, 8, dtype=torch.long)).sum().backward()
     return Finding(
-        f"of {len(order)} gradients {order[0]} is ready first, {order[-1]} last",
+        f"of {len(order)} gradients, {order[0]} is ready first and {order[-1]} last",
         right_if(order.index("blocks.0.q.weight") < order.index("blocks.3.q.weight")),
     )
 
@@ -185,7 +185,7 @@ def hook_argument() -> Finding:
     (3 * weight).backward()
     what = "the parameter" if given[0] is weight else "another tensor"
     return Finding(
-        f"with {what}: {given[0].item():g}, where the weight is 1 and the gradient 3",
+        f"it is called with {what}, {given[0].item():g}; the weight is 1 and the gradient 3",
         right_if(given[0] is weight.grad),
     )
 
@@ -198,7 +198,7 @@ def hook_argument() -> Finding:
 def last_handle() -> Finding:
     counts = on_ranks(claimed_ranks.unfinished, 50)
     return Finding(
-        f"an all-reduce of 16 MB, launched before, was not complete in {min(counts)} to {max(counts)} of 50 attempts",
+        f"an earlier all-reduce of 16 MB was incomplete in {min(counts)} to {max(counts)} of 50 attempts",
         right_if(max(counts) == 0),
     )
 
@@ -216,8 +216,8 @@ def xl_buckets() -> Finding:
     before = [len(plan_buckets(parameters, cap * MIB)) for cap in caps]
     after = [len(dist._compute_bucket_assignment_by_size(parameters[::-1], [cap * MIB])[0]) for cap in caps]
     return Finding(
-        f"{listed(before)} where a bucket closes before the cap would be exceeded; {listed(after)} with torch DDP's "
-        "rule, which closes it after",
+        f"{listed(before)} if a bucket closes before it would exceed the cap; {listed(after)} with torch DDP's rule, "
+        "which closes it afterwards",
         right_if(before == [435, 339, 98, 8]),
     )
 
@@ -231,8 +231,8 @@ def xl_170_buckets() -> Finding:
     large = [size for size in sizes if size > 10 * MIB]
     full = sum(sizes) / (10 * MIB)
     return Finding(
-        f"{full:.0f} full buckets of 10 MiB; {len(large)} tensors above the cap carry {sum(large) / 1e9:.2f} of "
-        f"{sum(sizes) / 1e9:.2f} GB, and so lower the number of buckets",
+        f"{full:.0f} full buckets of 10 MiB; {len(large)} tensors above the cap contain {sum(large) / 1e9:.2f} of "
+        f"{sum(sizes) / 1e9:.2f} GB and so lower the number",
         right_if(abs(full / 170 - 1) < 0.05),
     )
 
@@ -249,38 +249,39 @@ def xl_tensors() -> Finding:
         return any(abs(nbytes / unit / claimed_mb - 1) < 0.05 for unit in (1e6, MIB))
 
     return Finding(
-        f"q, k and v {q / 1e6:.2f} MB each, FFN matrices {ffn / 1e6:.2f} MB; embedding and head {head / MIB:.1f} MiB",
+        f"q, k and v have {q / 1e6:.2f} MB each, FFN matrices {ffn / 1e6:.2f} MB, embedding and head "
+        f"{head / MIB:.1f} MiB",
         right_if(near(q, 30) and near(ffn, 61)),
     )
 
 
 @claim(
     "xl-step-times", 4, "Step time varies by 2 to 3 % over these bucket sizes", XL,
-    "right if the slowest of the article's own times is at most 3 % above the quickest", "wrong",
+    "right if the slowest of the article's own times is at most 3 % above the fastest", "wrong",
 )  # fmt: skip
 def xl_step_times() -> Finding:
     published_ms = [1003.69, 1092.64, 993.28, 980.18]
     spread = max(published_ms) / min(published_ms) - 1
     return Finding(
-        f"from its own table: {100 * spread:.1f} %, and not monotone, 10 MB being the slowest", right_if(spread <= 0.03)
+        f"by the article's own table {100 * spread:.1f} %, and 10 MB is the slowest", right_if(spread <= 0.03)
     )
 
 
 @claim(
     "xl-headline", 4, "Bucketed DDP takes 980 ms a step where naive DDP takes 809, because it ran on other hardware",
     XL,
-    "wrong if the cost of bucketing by itself, without overlap, equals the difference; otherwise it depends on what is "
-    "not published: the machines, and the times of single steps", "depends",
+    "wrong if bucketing without overlap costs as much as the difference; otherwise it depends on the machines and the "
+    "times of single steps, which are not published", "depends",
 )  # fmt: skip
 def xl_headline() -> Finding:
     nbytes, slower_ms = xl_bytes(), 980.18 - 808.66
     copies_ms = 1e3 * 4 * nbytes / (DEVICE_MEMORY_GBPS * 1e9)  # read and written, into the buckets and back
     carried_ms = 1e3 * count_sent_bytes("all_reduce", nbytes, 2) / 370e9
     return Finding(
-        f"from its own tables: {slower_ms:.0f} ms more at best, and {1003.69 - 799.28:.0f} ms more with 435 buckets "
-        f"than with 435 all-reduces of single parameters; computed for an H100: {copies_ms:.1f} ms for the copies and "
-        f"{carried_ms:.1f} ms for an all-reduce that overlaps with nothing. Two runs of ten steps on machines that are "
-        "not named decide nothing; both variants must be timed in one run, alternately",
+        f"by the article's own tables, {slower_ms:.0f} ms more at best, and {1003.69 - 799.28:.0f} ms more with 435 "
+        f"buckets than with 435 single all-reduces. Computed for an H100: {copies_ms:.1f} ms for the copies and "
+        f"{carried_ms:.1f} ms for an all-reduce without overlap. Two runs of ten steps on unnamed machines decide "
+        "nothing; time both variants alternately in one run",
         "wrong" if copies_ms + carried_ms >= slower_ms else "depends",
     )
 
@@ -293,7 +294,7 @@ def xl_inverse() -> Finding:
     parameters, caps = list(xl_parameters().values()), [1, 10, 100, 1000]
     products = [cap * len(solution("plan_buckets")(parameters, cap * MIB)) for cap in caps]
     return Finding(
-        f"number times size is {listed(products)} MiB at {listed(caps)} MiB: no bucket has less than one parameter",
+        f"number times size is {listed(products)} MiB at {listed(caps)} MiB: a bucket contains at least one parameter",
         right_if(max(products) <= 2 * min(products)),
     )
 
@@ -311,7 +312,9 @@ cited(
 )  # fmt: skip
 def layer_parameters() -> Finding:
     names = [name for name in xl_parameters() if name.startswith("blocks.0.")]
-    return Finding(f"{len(names)} in each of its 48 layers, {len(xl_parameters())} in all", right_if(len(names) >= 100))
+    return Finding(
+        f"{len(names)} in each of XL's 48 layers, {len(xl_parameters())} in all", right_if(len(names) >= 100)
+    )
 
 
 # ---- module 5
@@ -324,23 +327,23 @@ def layer_parameters() -> Finding:
 def ring_length() -> Finding:
     odd, divisible = on_ranks(claimed_ranks.any_length, [65_537, 65_538], world_size=3)[0]
     return Finding(
-        f"on 3 ranks 65 537 elements are all-reduced: {yes(odd['reduced'])}, reduce-scattered: "
-        f"{yes(odd['scattered'])}; 65 538, divisible by 3 only: {yes(divisible['reduced'])}, "
-        f"{yes(divisible['scattered'])} (on gloo; NCCL takes any count as well)",
+        f"on 3 ranks, 65 537 elements can be all-reduced: {yes(odd['reduced'])}; reduce-scattered: "
+        f"{yes(odd['scattered'])}. 65 538 elements, divisible by 3: {yes(divisible['reduced'])} and "
+        f"{yes(divisible['scattered'])} (on gloo; NCCL also accepts any count)",
         right_if(not (odd["reduced"] and divisible["reduced"] and divisible["scattered"])),
     )
 
 
 @claim(
     "alignment", 5, "Buffers are aligned to 128 bytes", PADDING,
-    "right if parameters of one fp32 element lie 128 bytes apart, or buckets of one such parameter", "wrong",
+    "right if parameters of one fp32 element are 128 bytes apart, or buckets of one such parameter", "wrong",
 )  # fmt: skip
 def alignment() -> Finding:
     plan_layout = solution("plan_layout")
     apart = FP32_BYTES * plan_layout([1, 1], None, 2).param_ranges[1][0]
     long = FP32_BYTES * plan_layout([1, 1], 1, 2).bucket_ranges[1][0]
     return Finding(
-        f"by Megatron-LM's rule parameters start at multiples of 64 elements, {apart} bytes in fp32, and a bucket has "
+        f"by Megatron-LM's rule, parameters start at multiples of 64 elements, {apart} bytes in fp32, and a bucket has "
         f"at least 128 elements, {long} bytes",
         right_if(128 in (apart, long)),
     )
@@ -348,14 +351,14 @@ def alignment() -> Finding:
 
 cited(
     "padding-always", 5, "Padding happens always", PADDING,
-    "in Megatron-LM only with the distributed optimizer: `_compute_default_per_buffer_param_layout`, for all other "
-    f"cases, does not pad ({MEGATRON})",
+    "Megatron-LM pads only with the distributed optimizer; for all other cases, "
+    f"`_compute_default_per_buffer_param_layout` does not pad ({MEGATRON})",
 )  # fmt: skip
 
 
 @claim(
     "bucket-size", 5, "`bucket_size=40000000` is 40 MB", PADDING,
-    "right if a bucket that holds as much has 40 MB, in fp32 or in bf16", "wrong",
+    "right if a bucket of this size takes 40 MB, in fp32 or in bf16", "wrong",
 )  # fmt: skip
 def bucket_size() -> Finding:
     layout = solution("plan_layout")([40_000_000, 1], 40_000_000, 2)
@@ -369,7 +372,7 @@ def bucket_size() -> Finding:
 
 @claim(
     "padding-overhead", 5, "The overhead of padding is under 1 %", PADDING,
-    "right if in all of the cases, wrong if in none", "depends",
+    "right if this is so in all cases, wrong if in none", "depends",
 )  # fmt: skip
 def padding_overhead() -> Finding:
     plan_layout, found = solution("plan_layout"), {}
@@ -381,8 +384,8 @@ def padding_overhead() -> Finding:
                 found[numel, ranks, pad_for_busbw] = 100 * (most / numel if numel > 10**6 else grown)
     return Finding(
         f"padded to 2^16, a bucket of 40 million grows by at most {found[40_000_000, 8, True]:.2f} % for 8 ranks and "
-        f"{found[40_000_000, 96, True]:.2f} % for 96, one of 100 000 by {found[100_000, 8, True]:.0f} % and "
-        f"{found[100_000, 96, True]:.0f} %; without 2^16 the latter by {found[100_000, 8, False]:.1f} % and "
+        f"{found[40_000_000, 96, True]:.2f} % for 96, and one of 100 000 by {found[100_000, 8, True]:.0f} % and "
+        f"{found[100_000, 96, True]:.0f} %. Without 2^16, the latter grows by {found[100_000, 8, False]:.1f} % and "
         f"{found[100_000, 96, False]:.1f} %",
         by_share([percent < 1 for percent in found.values()]),
     )
@@ -402,16 +405,16 @@ def published_layout() -> Finding:
     buffer = torch.zeros(65_536)
     last = [buffer[start : start + 3136] for start in range(0, 21 * 3136, 3136)][-1]
     return Finding(
-        f"`dtype.itemsize()` raises {raised}; of 21 buckets that need {21 * 3136} elements, in a buffer of "
-        f"{buffer.numel()}, the last has {last.numel()} for 3105 gradients, silently",
+        f"`dtype.itemsize()` raises {raised}. 21 buckets need {21 * 3136} elements in a buffer of {buffer.numel()}, so "
+        f"the last one silently gets {last.numel()} for 3105 gradients",
         right_if(raised == "nothing" and last.numel() >= 3105),
     )
 
 
 @claim(
     "published-reversed", 5, "Reversing the list of buckets at the end puts the first gradients first", PADDING,
-    "right if the buckets are made in reverse order, as its comment says, and the first of the reversed list is the "
-    "first that is complete in backward", "wrong",
+    "right if, with buckets made in reverse order as the article's comment says, the first of the reversed list is "
+    "complete first in backward", "wrong",
 )  # fmt: skip
 def published_reversed() -> Finding:
     model = tiny_lm("tiny")
@@ -430,15 +433,15 @@ def published_reversed() -> Finding:
     model(torch.zeros(1, 8, dtype=torch.long)).sum().backward()
     first = len(buckets) - 1  # of the reversed list
     return Finding(
-        f"of {len(buckets)} buckets of TinyLM tiny, the first in the reversed list is the one that completes as number "
-        f"{complete.index(first) + 1}; without the reversal it is number {complete.index(0) + 1}",
+        f"of {len(buckets)} buckets of TinyLM tiny, the first in the reversed list is complete as number "
+        f"{complete.index(first) + 1}; without the reversal, the first is complete as number {complete.index(0) + 1}",
         right_if(complete[0] == first),
     )
 
 
 cited(
     "unaligned", 5, "Bucket sizes that are not aligned cost 30 % of NCCL's bus bandwidth", PADDING,
-    "it takes several GPUs, and the article has no measurement; Megatron-LM's comment on "
+    "this needs several GPUs, and the article has no measurement; Megatron-LM's comment on "
     f"`pad_buckets_for_high_nccl_busbw` ({MEGATRON}) claims an effect at large N without a figure, and the option is "
     "off by default",
 )  # fmt: skip
@@ -446,7 +449,7 @@ cited(
 
 cited(
     "fragmentation", 5, "Gradients scattered in memory cause fragmentation", PADDING,
-    "it takes a GPU, and the article has no measurement; torch's allocator keeps freed blocks and reuses them "
+    "this needs a GPU, and the article has no measurement; torch's allocator keeps freed blocks and reuses them "
     "([CUDA semantics](https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management)), and gradients have "
     "the same sizes in every step",
 )  # fmt: skip
@@ -469,7 +472,7 @@ def bucket_view() -> Finding:
 
 cited(
     "nvls", 5, "120 becomes 320 GB/s, since alignment enables NVLS", PADDING,
-    "it takes NVLink switches; in NCCL 2.28.9 (`nvls.cc`) NVLS depends on hardware, operation and dtype",
+    "this needs NVLink switches; in NCCL 2.28.9 (`nvls.cc`) NVLS depends on hardware, operation and dtype",
 )  # fmt: skip
 
 
@@ -485,7 +488,7 @@ def ready_at_launches(wrapper: str, buckets_per_group: int | None) -> list[int]:
 
 @claim(
     "coalesce-all", 6, "20 buckets become one launch; no downside", COALESCING,
-    "right if the one launch comes no later in backward than the first of those of single buckets", "wrong",
+    "right if the one launch comes no later in backward than the first launch with one bucket per group", "wrong",
 )  # fmt: skip
 def coalesce_all() -> Finding:
     found = {}
@@ -493,8 +496,8 @@ def coalesce_all() -> Finding:
         found[buckets_per_group] = ready_at_launches("CoalescedDDP", buckets_per_group)
     single, together = found[1], found[None]
     return Finding(
-        f"{len(single)} buckets of TinyLM tiny, one in a group: the first of {len(single)} launches comes when "
-        f"{single[0]} of 39 gradients are ready; all in one group: {len(together)} launch, when {together[0]} are",
+        f"{len(single)} buckets of TinyLM tiny, one per group: the first of {len(single)} launches comes with "
+        f"{single[0]} of 39 gradients ready. All in one group: {len(together)} launch, with {together[0]} ready",
         right_if(len(together) == 1 and together[0] <= single[0]),
     )
 
@@ -507,15 +510,15 @@ def coalesce_175b() -> Finding:
     numels = [parameter.numel() for parameter in model_of(MODELS["gpt3-175b"]).parameters()]
     count = len(solution("plan_layout")(numels[::-1], 40_000_000, 8).bucket_ranges)
     return Finding(
-        f"{count} for a model of GPT-3's shape on 8 ranks: {sum(numels) / 1e9:.0f} billion elements",
+        f"{count} for a model of GPT-3's shape, with {sum(numels) / 1e9:.0f} billion elements, on 8 ranks",
         right_if(10 <= count <= 40),
     )
 
 
 cited(
     "launch-cost", 6, "Every NCCL launch costs 10 to 50 µs", COALESCING,
-    "it takes GPUs; pull request [98793](https://github.com/pytorch/pytorch/pull/98793) reports 2865 µs of CPU time "
-    "for 64 all-reduces one by one: 45 µs for each call, all of c10d included. A step takes longer only if the GPU "
+    "this needs GPUs; pull request [98793](https://github.com/pytorch/pytorch/pull/98793) reports 2865 µs of CPU time "
+    "for 64 all-reduces one by one: 45 µs per call, including all of c10d. A step takes longer only if the GPU "
     "waits for the CPU",
 )  # fmt: skip
 
@@ -540,7 +543,7 @@ def epoch_saving() -> Finding:
 def published_param_sync() -> Finding:
     found = on_ranks(claimed_ranks.one_shard_for_all)[0]
     return Finding(
-        f"it passes the same shard for every bucket: instead of [0, 1] and [2, 3] the buckets hold "
+        f"it passes the same shard for every bucket: instead of [0, 1] and [2, 3] the buckets contain "
         f"{found['first']} and {found['second']}; it also keeps no handle, so nobody can wait for the all-gathers",
         right_if(found["second"] == [2, 3]),
     )
@@ -548,7 +551,7 @@ def published_param_sync() -> Finding:
 
 cited(
     "nsight", 6, "Verify coalescing with Nsight Systems: look for a single NCCL group call", COALESCING,
-    "it takes GPUs; kernels can be counted without Nsight, by `torch.profiler`, as module 6's check does. One call "
+    "this needs GPUs. `torch.profiler` can count kernels without Nsight, as module 6's check does. One call "
     "need not be one kernel: the `nccl2` backend, default from torch 2.15 on, launches the collectives of a block one "
     "after the other ([On GPUs](gpus.md))",
 )  # fmt: skip
@@ -556,19 +559,19 @@ cited(
 
 cited(
     "coalesced-for-nothing", 6, "Coalesced, more and smaller buckets cost nothing", COALESCING,
-    "it takes GPUs; pull request [98793](https://github.com/pytorch/pytorch/pull/98793) reports, for 64 all-reduces "
+    "this needs GPUs; pull request [98793](https://github.com/pytorch/pytorch/pull/98793) reports, for 64 all-reduces "
     "with NCCL, 22.19 ms one by one, 16.93 ms coalesced and 16.38 ms as one flat tensor",
 )  # fmt: skip
 
 
 @claim(
     "manager-device", 6, "Pass `device='cuda'` to the coalescing manager", COALESCING,
-    "right if the calls in the block are done, and an all-reduce after it", "wrong",
+    "right if the calls in the block, and an all-reduce after it, are performed", "wrong",
 )  # fmt: skip
 def manager_device() -> Finding:
     text, device = (on_ranks(manager.attempt, f"device={given}")[0] for given in ("'cuda'", "torch.device('cpu')"))
     return Finding(
-        f"{exception(text)} is raised, and with a `torch.device` {exception(device)} (gloo); "
+        f"this raises {exception(text)} and, with a `torch.device`, {exception(device)} (gloo); "
         f"an all-reduce of 1 and 2 afterwards gives {text[2]:g} and {device[2]:g}",
         right_if(text == ([3.0, 3.0], "", 3.0)),
     )
@@ -582,15 +585,15 @@ def exception(attempted: tuple[list[float], str, float]) -> str:
 @claim(
     "manager-mixtures", 6, "The manager coalesces what is called in a block when possible",
     "the docstring of torch's `_coalescing_manager`",
-    "right if a maximum and a sum in one block have their own results, and an all-reduce works after an exception in a "
+    "right if a maximum and a sum in one block are both correct, and an all-reduce works after an exception in a "
     "block", "wrong",
 )  # fmt: skip
 def manager_mixtures() -> Finding:
     names = ("MAX, then SUM", "all-reduce, then all-gather", "an exception after the first")
     ops, kinds, interrupted = (on_ranks(manager.attempt, name)[0] for name in names)
     return Finding(
-        f"the maximum and the sum of 1 and 2 become {listed([f'{value:g}' for value in ops[0]])}; an all-reduce and an "
-        f"all-gather: {exception(kinds)}; after an exception in a block the next sum is {interrupted[2]:g}",
+        f"the maximum and the sum of 1 and 2 become {listed([f'{value:g}' for value in ops[0]])}; an all-reduce with "
+        f"an all-gather raises {exception(kinds)}; after an exception in a block, the next sum is {interrupted[2]:g}",
         right_if(ops[0] == [2.0, 3.0] and interrupted[2] == 3),
     )
 
@@ -614,7 +617,7 @@ def manager_public() -> Finding:
 def benchmark_loop() -> Finding:
     found = on_ranks(claimed_ranks.twenty_times)[0]
     return Finding(
-        f"1 becomes {found['one by one']:.0f} one by one, {found['coalesced']:.0f} coalesced",
+        f"1 becomes {found['one by one']:.0f} one by one and {found['coalesced']:.0f} coalesced",
         right_if(found["one by one"] == found["coalesced"]),
     )
 
@@ -622,7 +625,7 @@ def benchmark_loop() -> Finding:
 @claim(
     "reduce-scatter-bytes", 6, "A reduce-scatter sends half of what an all-reduce sends",
     "nccl-tests, PERFORMANCE.md: (n−1)/n and 2(n−1)/n of the buffer",
-    "right within 10 % on gloo and with a ring, by the bytes that the kernel counts for a rank; wrong if with neither",
+    "right if true within 10 % on gloo and with a ring, by the kernel's count of a rank's bytes; wrong if with neither",
     "depends",
 )  # fmt: skip
 def reduce_scatter_bytes() -> Finding:
@@ -632,10 +635,10 @@ def reduce_scatter_bytes() -> Finding:
     half, whole = on_ranks(claimed_ranks.ring_bytes)[0]
     ratios = [gloo["reduce_scatter"] / gloo["all_reduce"], half / whole]
     return Finding(
-        f"of S bytes a rank sends {gloo['all_reduce']:.2f} S in gloo's all-reduce, {gloo['reduce_scatter']:.2f} S "
-        f"in its reduce-scatter, which is an all-reduce and a slice, {gloo['all_gather']:.2f} S in its all-gather; "
-        "with a ring of sends and receives, the algorithm for which nccl-tests counts NCCL's bytes, "
-        f"{whole:.2f} S and {half:.2f} S",
+        f"for S bytes, a rank sends {gloo['all_reduce']:.2f} S in gloo's all-reduce, {gloo['reduce_scatter']:.2f} S in "
+        f"its reduce-scatter (an all-reduce and a slice), and {gloo['all_gather']:.2f} S in its all-gather. With a "
+        "ring of sends and receives, the algorithm for which nccl-tests counts bytes, an all-reduce sends "
+        f"{whole:.2f} S and a reduce-scatter {half:.2f} S",
         by_share([abs(2 * ratio - 1) < 0.1 for ratio in ratios]),
     )
 
@@ -655,13 +658,13 @@ def slices_us(ranks: int) -> float:
 
 
 @claim(
-    "slice", 7, "A slice costs 10 to 50 µs of CPU time", SHARDS, "right if the quickest of 1000 takes 10 µs or more",
+    "slice", 7, "A slice costs 10 to 50 µs of CPU time", SHARDS, "right if the fastest of 1000 takes 10 µs or more",
     "wrong",
 )  # fmt: skip
 def one_slice() -> Finding:
     times = {ranks: slices_us(ranks) for ranks in (8, 32)}
     return Finding(
-        f"{slice_us():.1f} µs; all shards of a bucket {times[8]:.1f} µs for 8 ranks, {times[32]:.0f} µs for 32",
+        f"{slice_us():.1f} µs; all shards of a bucket take {times[8]:.1f} µs for 8 ranks, {times[32]:.0f} µs for 32",
         right_if(slice_us() >= 10),
     )
 
@@ -673,14 +676,14 @@ def one_slice() -> Finding:
 def many_slices() -> Finding:
     seconds = 40_000 * slice_us() * 1e-6
     return Finding(
-        f"{seconds:.2f} s; even at the article's own 30 µs a slice {40_000 * 30e-6:.1f} s", right_if(seconds >= 20)
+        f"{seconds:.2f} s; even at the article's own 30 µs per slice, {40_000 * 30e-6:.1f} s", right_if(seconds >= 20)
     )
 
 
 @claim(
     "caching", 7, "Caching saves about 1 ms a step, with 20 buckets", SHARDS,
-    "right if 40 times all shards of a bucket, made anew or found in a cache, differ by 0.5 to 2 ms for 8, 32 and 128 "
-    "ranks, wrong if for none", "depends",
+    "right if making all shards of a bucket 40 times takes 0.5 to 2 ms longer than reading a cache, for 8, 32 and 128 "
+    "ranks; wrong if for none", "depends",
 )  # fmt: skip
 def caching() -> Finding:
     cache = {(0, 3): torch.zeros(1)}
@@ -710,8 +713,8 @@ def cached_overlap() -> Finding:
 
 cited(
     "eager-views", 7, "Megatron-LM makes the views in the constructor", SHARDS,
-    "its lists are filled with None there, and with views at their first use, in `start_grad_sync` and "
-    f"`start_param_sync` ({MEGATRON})",
+    "the constructor fills its lists with None; `start_grad_sync` and `start_param_sync` put views there at their "
+    f"first use ({MEGATRON})",
 )  # fmt: skip
 
 
@@ -738,7 +741,7 @@ def per_parameter(label: str, world_size: int, kind: str | None = None) -> float
 def adam_16_bytes() -> Finding:
     naive, torch_ddp = per_parameter("1 NaiveDDP", 1), per_parameter("torch DDP", 1)
     return Finding(
-        f"{naive:.2f} bytes of parameters, gradients and state, without activations; torch DDP at its defaults holds "
+        f"{naive:.2f} bytes of parameters, gradients and state, without activations; torch DDP with its defaults keeps "
         f"{torch_ddp:.2f}",
         right_if(abs(naive / 16 - 1) < 0.01),
     )
@@ -752,15 +755,15 @@ def optimizer_8_to_2() -> Finding:
     whole, part = (per_parameter("8 ZeroOptimizer", n, "optimizer state") for n in (1, 4))
     all_whole, all_part = (per_parameter("8 ZeroOptimizer", n) for n in (1, 4))
     return Finding(
-        f"{whole:.2f} bytes of state per parameter become {part:.2f}; all together falls from {all_whole:.2f} to "
-        f"{all_part:.2f} only, for parameters and gradients stay whole",
+        f"{whole:.2f} bytes of state per parameter become {part:.2f}; the total falls only from {all_whole:.2f} to "
+        f"{all_part:.2f}, because parameters and gradients stay whole",
         right_if(abs(4 * part / whole - 1) < 0.01),
     )
 
 
 @claim(
     "memory-proportional", 8, "Optimizer memory per process becomes roughly proportional to the world size", BUCKETS,
-    "right if state on the fullest of 4 ranks is four times that of one, within 10 %; wrong if it is not", "wrong",
+    "right if the state on the fullest of 4 ranks is four times that on one, within 10 %; wrong if it is not", "wrong",
 )  # fmt: skip
 def memory_proportional() -> Finding:
     found = [per_parameter("8 ZeroOptimizer", n, "optimizer state") for n in (1, 2, 4)]
@@ -773,23 +776,23 @@ def memory_proportional() -> Finding:
 
 @claim(
     "billions-fit", 8, "So billion-parameter models train without running out of memory", BUCKETS,
-    "right if what XL needs on a rank falls below any limit with enough ranks, wrong if it does not fall at all",
+    "right if XL's memory per rank falls below any limit with enough ranks, wrong if it does not fall at all",
     "depends",
 )  # fmt: skip
 def billions_fit() -> Finding:
     numel = xl_bytes() // FP32_BYTES
     gb = {n: memory.total(memory.STAGE_1.held(numel, n)) / 1e9 for n in (1, 2, 8, 64, 10**9)}
     return Finding(
-        f"by ZeRO's formula XL takes {gb[1]:.2f} GB on one rank, {gb[2]:.2f} on each of 2, {gb[8]:.2f} of 8, "
-        f"{gb[64]:.2f} of 64, never less than {gb[10**9]:.2f}, and activations come on top",
+        f"by ZeRO's formula, XL takes {gb[1]:.2f} GB on one rank, {gb[2]:.2f} on each of 2, {gb[8]:.2f} of 8, "
+        f"{gb[64]:.2f} of 64, never less than {gb[10**9]:.2f}, plus activations",
         right_if(gb[10**9] < 0.1, "depends" if gb[64] < 0.9 * gb[1] else "wrong"),
     )
 
 
 @claim(
     "equal-shares", 8, "Memory of the optimizer is divided by the number of ranks", BUCKETS,
-    "right if the fullest of 2, 8, 64 and 512 ranks has at most 1 % more than the mean, whole parameters or shards, "
-    "wrong if that is so in no case", "depends",
+    "right if the fullest of 2, 8, 64 and 512 ranks has at most 1 % more than the mean, with whole parameters and "
+    "with shards; wrong if in no case", "depends",
 )  # fmt: skip
 def equal_shares() -> Finding:
     numels = [parameter.numel() for parameter in xl_parameters().values()]
@@ -802,7 +805,7 @@ def equal_shares() -> Finding:
         whole[ranks] = max(loads) / mean
         shards[ranks] = solution("plan_layout")(numels[::-1], 40_000_000, ranks).numel / sum(numels)
     return Finding(
-        f"whole parameters of XL, given out greedily: {listed([f'{r:.3f}' for r in whole.values()])} times the mean on "
+        f"whole parameters of XL, assigned greedily: {listed([f'{r:.3f}' for r in whole.values()])} times the mean on "
         f"the fullest of {listed(list(whole))} ranks; shards of buckets: at most {max(shards.values()):.4f} times",
         by_share([share <= 1.01 for share in [*whole.values(), *shards.values()]]),
     )
@@ -823,16 +826,17 @@ def sharding_traffic() -> Finding:
         step = launches(on_ranks(traffic.run_three_steps, kind).events[0], 2)
         sent = sum(count_sent_bytes(launch.op, launch.nbytes, 2) for launch in step)
         ops = listed([f"{count} {op}" for op, count in Counter(launch.op for launch in step).items()])
-        words.append(f"{kind} {sent / one:.2f} times an all-reduce of all gradients ({ops})")
+        words.append(f"{kind} {sent / one:.2f} ({ops})")
         more.append(sent / one > 1.02)
     verdict = right_if(all(more), "half right" if any(more) else "wrong")
-    return Finding("; ".join(words) + ", with ring algorithms", verdict)
+    relative = "bytes sent with ring algorithms, relative to one all-reduce of all gradients: "
+    return Finding(relative + "; ".join(words), verdict)
 
 
 cited(
     "all-gather-parameters", 8, '"All-gather the updated parameters"', BUCKETS,
-    "the published code broadcasts each parameter from its owner, and skips the reduce where `grad is None`: ranks "
-    "that use different layers wait for each other for ever",
+    "the published code broadcasts each parameter from its owner, and skips the reduce if `grad is None`: ranks "
+    "that use different layers then wait for each other for ever",
 )  # fmt: skip
 
 

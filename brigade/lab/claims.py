@@ -90,14 +90,14 @@ def page(found: Iterable[Checked]) -> str:
     lines = [
         "# Claims, checked",
         "",
-        "What articles, papers and documentation say about data parallelism, what was measured here, and what becomes "
-        "of it. `make claims` repeats all experiments, `python -m brigade.lab.claims NAME` one. The command fails "
-        "where a measurement, by the rule in the table, gives another verdict than the reading. This page is "
-        "written by `python -m brigade.lab.claims --write`.",
+        "This page lists claims about data parallelism from articles, papers and documentation, with our measurement "
+        "and a verdict for each. `make claims` repeats all experiments, and `python -m brigade.lab.claims NAME` "
+        "repeats one. The command fails if, by the rule in the table, a measurement gives another verdict than the "
+        "reading. `python -m brigade.lab.claims --write` writes this page.",
         "",
-        "Measured on two CPU cores that ran other programs too, with gloo over loopback and two ranks, unless a row "
-        "says otherwise; in brackets are quartiles. *Cited* claims cannot be measured without GPUs, or are about "
-        "somebody's source code.",
+        "Unless a row says otherwise, we measured on two CPU cores that also ran other programs, with gloo over "
+        "loopback and two ranks. Brackets contain quartiles. *Cited* claims cannot be measured without GPUs, or are "
+        "about somebody's source code.",
     ]
     number = 0
     for checked in found:
