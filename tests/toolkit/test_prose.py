@@ -224,7 +224,7 @@ FIGURES = {
     r"(\d+) s with gloo, \d+ s with NCCL": ranks.DEADLINE_S["gloo"],
     r"\d+ s with gloo, (\d+) s with NCCL": ranks.DEADLINE_S["nccl"],
     r"that does not end is stopped after (\d+)": ranks.DEADLINE_S["gloo"],
-    r"when for (\d+) s no rank": monitor.QUIET_S,
+    r"deadlock: for (\d+) s no rank": monitor.QUIET_S,
     r"until `--deadline` \((\d+) s\)": default("bench", "deadline"),
     r"stopped after (\d+) s: rank 3 on node2": default("bench", "deadline"),
     r"package sets `--limit` to (\d+) s": LIMIT,
@@ -233,8 +233,8 @@ FIGURES = {
     r"over after (\d+) % of `--minutes`": 100 * gpu_check.CHECKS_PART,
     r"mutants after (\d+) %": 100 * gpu_check.MUTANTS_PART,
     r"each run of ranks after (\d+) s": gpu_check.RUN_DEADLINE_S,
-    r"by default (\d+) % of an H100's peak": 100 * links.UTILISATION,
-    r"peak \((\d+) TFLOPS in fp32": plan.DEVICE_TFLOPS["fp32"],
+    r"The defaults are (\d+) % of an H100's peak": 100 * links.UTILISATION,
+    r"for dense matrices \((\d+) TFLOPS in fp32": plan.DEVICE_TFLOPS["fp32"],
 }
 
 
