@@ -71,7 +71,7 @@ class BucketGroup:
         raise NotImplementedError("module 6, part (b)")
 
     def start_grad_sync(self) -> None:
-        """Start to average the gradients: reduce-scatter every bucket into this rank's shard, in one launch."""
+        """Start averaging the gradients: reduce-scatter every bucket into this rank's shard, in one launch."""
         # Call `reduce_scatter` for each pair of `shards` in a `coalesce` block. Keep the block's handle.
         # TODO: part (c)
         raise NotImplementedError("module 6, part (c)")
@@ -81,13 +81,13 @@ class BucketGroup:
         self.grad_handle.wait()
 
     def start_all_gather(self, data: torch.Tensor) -> Handle:
-        """Start to all-gather each bucket of a flat tensor from the shards of all ranks, in one launch."""
+        """Start the all-gather of each of the group's buckets in a flat tensor, in one launch."""
         # Do the same with `all_gather`. Its input is this rank's shard, and its output the whole bucket.
         # TODO: part (d)
         raise NotImplementedError("module 6, part (d)")
 
     def start_param_sync(self) -> None:
-        """Start to all-gather the parameters. Each rank has updated its own shards."""
+        """Start the all-gather of the parameters, of which each rank has updated its own shards."""
         self.param_handle = self.start_all_gather(self.buffer.param_data)
 
     def finish_param_sync(self) -> None:
@@ -164,7 +164,7 @@ class CoalescedDDP(BufferedDDP):
             buffer.finish_accumulation(self.gather_grads)
 
     def start_param_sync(self) -> None:
-        """Start to all-gather the parameters of all groups from the shards of all ranks."""
+        """Start the all-gather of the parameters of all groups."""
         for group in self.groups:
             group.start_param_sync()
 

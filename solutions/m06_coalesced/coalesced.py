@@ -89,7 +89,7 @@ class BucketGroup:
         ### END SOLUTION
 
     def start_grad_sync(self) -> None:
-        """Start to average the gradients: reduce-scatter every bucket into this rank's shard, in one launch."""
+        """Start averaging the gradients: reduce-scatter every bucket into this rank's shard, in one launch."""
         # Call `reduce_scatter` for each pair of `shards` in a `coalesce` block. Keep the block's handle.
         ### BEGIN SOLUTION part (c)
         with coalesce(self.process_group) as self.grad_handle:
@@ -102,7 +102,7 @@ class BucketGroup:
         self.grad_handle.wait()
 
     def start_all_gather(self, data: torch.Tensor) -> Handle:
-        """Start to all-gather each bucket of a flat tensor from the shards of all ranks, in one launch."""
+        """Start the all-gather of each of the group's buckets in a flat tensor, in one launch."""
         # Do the same with `all_gather`. Its input is this rank's shard, and its output the whole bucket.
         ### BEGIN SOLUTION part (d)
         with coalesce(self.process_group) as handle:
@@ -112,7 +112,7 @@ class BucketGroup:
         ### END SOLUTION
 
     def start_param_sync(self) -> None:
-        """Start to all-gather the parameters. Each rank has updated its own shards."""
+        """Start the all-gather of the parameters, of which each rank has updated its own shards."""
         self.param_handle = self.start_all_gather(self.buffer.param_data)
 
     def finish_param_sync(self) -> None:
@@ -184,10 +184,10 @@ class CoalescedDDP(BufferedDDP):
         # All complete groups are launched by now. With `gather_grads`: when half of the next group's gradients are
         # ready, the reduce-scatter of the group before it has had time to finish. Then launch its all-gather.
         ### BEGIN SOLUTION part (f)
-        coming = self.queue.next_to_launch
-        if self.gather_grads and len(self.gathers) < coming < len(self.groups):
-            num_grads = len(self.groups[coming].param_indices)
-            if 2 * self.queue.num_pending[coming] <= num_grads:
+        next_group = self.queue.next_to_launch
+        if self.gather_grads and len(self.gathers) < next_group < len(self.groups):
+            num_grads = len(self.groups[next_group].param_indices)
+            if 2 * self.queue.num_pending[next_group] <= num_grads:
                 self.launch_next_all_gather()
         ### END SOLUTION
 
@@ -215,7 +215,7 @@ class CoalescedDDP(BufferedDDP):
             buffer.finish_accumulation(self.gather_grads)
 
     def start_param_sync(self) -> None:
-        """Start to all-gather the parameters of all groups from the shards of all ranks."""
+        """Start the all-gather of the parameters of all groups."""
         for group in self.groups:
             group.start_param_sync()
 
