@@ -270,14 +270,14 @@ MUTANTS = [
         START,
         START + "        self.groups[index].finish_grad_sync()\n",
         ("test_groups_overlap_with_backward",),
-        "wait in finish_grad_sync",
+        "Wait in finish_grad_sync",
     ),
     Mutant(
         "gathered as soon as it is launched",
         HALF,
         "if True:",
         ("test_groups_overlap_with_backward",),
-        "wait in finish_grad_sync",
+        "Wait in finish_grad_sync",
     ),
     Mutant(
         "the gather before the next launch on some ranks only",
