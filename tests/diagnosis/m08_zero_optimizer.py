@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+from collections import Counter
 from functools import partial
 
 import torch
@@ -9,249 +10,345 @@ import torch
 from brigade.checks.expectations import agree, expect_equal, join_names
 from brigade.checks.verdict import CheckFailed
 from brigade.events import launches
-from expected.m08_zero_optimizer import dots_weights, like, unsharded, weights_alone, wide, wrong_root
+from expected.m08_zero_optimizer import (
+    compute_dots_weights,
+    compute_weights,
+    find_wrong_root,
+    round_like,
+    train_unsharded,
+    widen,
+)
 
 # ShardedOptimizer
-ZEROED_PARTLY = "zero_grad of the inner optimizer reaches only the parameters that this rank owns"
-ALL_REDUCED = "an all-reduce gives every rank the averages, and every rank then keeps the state of all parameters"
-OTHER_ROOT = "both must be its owner, as a rank in the group"
-GENERATOR = "a generator of parameters can be read only once?"
-INNER_CLOSURE = "given to the inner optimizer, it computes this rank's own gradients again, after the reduction"
-CLIPPED_TWICE = "the owner's average, already clipped, is averaged with gradients that are not?"
+ALL_REDUCED = "an all-reduce gives every rank the averages, and every rank keeps the state of all parameters."
+OTHER_ROOT = "the two roots must be the same rank of the group, the parameter's owner."
+CLIPPED_TWICE = "the owner's average is clipped, and then averaged again with gradients that are not."
+NOT_REDUCED = "clip_grad_norm_ uses the gradients without reducing them first."
 SKIPPED = (
-    "it takes them for reduced, because the step before was skipped (the norm was not finite): does zero_grad end that?"
+    "clip_grad_norm_ takes the gradients for reduced, because the step before was skipped (its norm was not finite). "
+    "zero_grad must end that."
 )
 
 # ZeroOptimizer
-SHARE = "Rank r of the group has the r-th of the N equal parts of each bucket"
-NO_OPTIMIZER = "class ZeroOptimizer(torch.optim.Optimizer)?"
-GATHERED = "gradients are still gathered, as for a plain optimizer that steps on everything?"
-WHOLE_STATE = "each rank has state for whole parameters, not for what its shards hold of them"
-WHOLE_MASTERS = "each rank has the masters of whole parameters?"
-OTHER_OPTIM = "the state is in another optimizer, or in 16 bits: is `optim` what steps?"
-NOT_ELEMENTWISE = "a shard cuts parameters, and on the parts such an optimizer computes something else"
-INNER_GROUPS = "param_groups are the user's; what each rank steps on belongs to `optim`"
-NOT_SCALED = "every rank scales its shards by max_norm / norm, with the norm that it returns?"
-ONE_SHARD = "it lies in the shard of one rank, and reaches the others through the sum over the ranks only"
-NOT_COVERED = "of each moment a rank takes what its own shards cover, with the ranks that there are now?"
-MASTERS_NOT_COVERED = "of each master a rank takes what its own shards cover, with the ranks that there are now?"
-LOST_STATE = "a rank without a part of a parameter must be given its state by the others?"
-CUT_STATE = "it is a part only, or not in the parameter's shape?"
+SHARE = "Rank r of the group has the r-th of the N equal parts of each bucket."
+NO_OPTIMIZER = "ZeroOptimizer is not a subclass of torch.optim.Optimizer."
+GATHERED = "the constructor does not set ddp.gather_grads, and finish_grad_sync gathers all gradients on all ranks."
+NO_INNER = "the inner optimizer is not the attribute `optim`."
+WHOLE_MASTERS = "each rank has fp32 main parameters of whole parameters, not only of the parts in its shards."
+NOT_ELEMENTWISE = "shards cut parameters, and for a part of a parameter such an optimizer computes other updates."
+NO_SENTENCE = "the exception does not say why the optimizer is refused."
+INNER_GROUPS = "param_groups contain what this rank steps on. That belongs to `optim`; param_groups are the user's."
+CLOSURE = "step must call the closure itself, once, and return its result."
+NOT_SCALED = "the shards are not all scaled by max_norm / norm, with the norm that clip_grad_norm_ returns."
+ONE_SHARD = "the value is in the shard of one rank. The others must learn of it through the sum over the ranks."
+NOT_COVERED = "a rank does not load the part of each moment that its own shards cover with the new number of ranks."
+MASTERS_NOT_COVERED = (
+    "a rank does not load the part of each main parameter that its own shards cover with the new number of ranks."
+)
+LOST_STATE = "a rank without a part of a parameter does not get its state from the other ranks."
 
 
-def wrong_weights(case, job, changes, found, step, events):
-    """Mistakes in the first step (0) or up to the last (-1), and the weights that each would give.
-
-    `changes` gives causes and changes of the job with which one process would get the wrong weights too.
-    """
-    options = {cause: unsharded(case, job | change)["weights"] for cause, change in changes().items()}
-    if step == -1:
-        if not_reduced(events, step=1):
-            return {"no gradient was reduced after step 0, as if all were: does step end that?": found}
-        options["state is lost in every step: the inner optimizer is made anew?"] = unsharded(case, job, forget=True)[
-            "weights"
-        ]
-    causes = {cause: [weights[step]] * len(found) for cause, weights in options.items()}
-    return causes | (wrong_first_step(case, job, found, events) if step == 0 else {})
-
-
-def nothing():
-    """No mistake is suspected."""
+def suspect_nothing():
+    """Return no hypotheses."""
     return {}
 
 
-def not_reduced(events, step):
-    """Whether the step reduces nothing, and the one before did."""
+# ---- ShardedOptimizer
+
+
+def explain_gradients_left(names_by_rank):
+    """Return why gradients are left after zero_grad: their names on each rank of the group."""
+    if set.intersection(*map(set, names_by_rank)):
+        return "zero_grad does not clear the gradients."
+    return "zero_grad of the inner optimizer clears only the parameters that this rank owns."
+
+
+def explain_exchange(ops):
+    """Return why all steps together launch these operations instead of reduces and broadcasts."""
+    if "all_reduce" in ops:
+        return ALL_REDUCED
+    if missing := sorted({"reduce", "broadcast"} - ops):
+        return f"the optimizer launches no {join_names(missing)}."
+    return f"the optimizer also launches {join_names(sorted(ops - {'reduce', 'broadcast'}))}."
+
+
+def explain_sizes(sizes_by_rank, expected):
+    """Return why param_groups of these sizes do not contain all parameters."""
+    sums = [sum(sizes) for sizes in zip(*sizes_by_rank)]
+    if len(sums) < len(expected):
+        return "a group is missing in param_groups."
+    if not all(sums):
+        return "the parameters come from a generator, which can be read only once."
+    if sums == expected and len(sizes_by_rank) > 1:
+        return "param_groups contain only the parameters that this rank owns. That belongs to `optim`."
+    return ""
+
+
+def explain_calls(count, steps):
+    """Return why `count` calls of the closure are too many or too few."""
+    if count < steps:
+        return "step does not call the closure in every step."
+    return "the inner optimizer calls the closure again, and computes this rank's own gradients after the reduction."
+
+
+def suspect_weights(case, job, changes, actual, step, events):
+    """Return mistakes in the first step (0) or up to the last (-1), with the weights that each would give.
+
+    `changes` gives causes, and changes of the job with which one process would get the wrong weights too.
+    """
+    options = {cause: train_unsharded(case, job | change)["weights"] for cause, change in changes().items()}
+    if step == -1:
+        if stops_reducing(events, step=1):
+            cause = "no gradient is reduced after step 0, as if all were reduced already. step must end that."
+            return {cause: actual}
+        cause = "the state is lost in every step, because the inner optimizer is made again."
+        options[cause] = train_unsharded(case, job, forget=True)["weights"]
+    hypotheses = {cause: [weights[step]] * len(actual) for cause, weights in options.items()}
+    return hypotheses | (suspect_first_step(case, job, actual, events) if step == 0 else {})
+
+
+def stops_reducing(events, step):
+    """Return whether the step reduces nothing, and the one before did."""
     before, now = ([launch for launch in launches(events, s) if launch.op == "reduce"] for s in (step - 1, step))
     return before and not now
 
 
-def wrong_first_step(case, job, found, events):
-    """Causes of wrong weights after the first step, with the values that each would give."""
+def suspect_first_step(case, job, actual, events):
+    """Return causes of wrong weights after the first step, with the values that each would give."""
     start, size = case.start(), len(case.group)
-    one = unsharded(case, job, steps=1)["weights"][0]
-    own = [unsharded(case, job, [rank], steps=1)["weights"][0] for rank in case.group]
+    one = train_unsharded(case, job, steps=1)["weights"][0]
+    own = [train_unsharded(case, job, [rank], steps=1)["weights"][0] for rank in case.group]
     owners = [
         {name: next((o[name] for o in own if agree(o[name], tensors[name])), own[0][name]) for name in one}
-        for tensors in found
+        for tensors in actual
     ]
     frozen = {name for name, parameter in case.parameters().items() if not parameter.requires_grad}
-    stepped = {name for name in one if any(not agree(tensors[name], start[name]) for tensors in found)}
+    stepped = {name for name in one if any(not agree(tensors[name], start[name]) for tensors in actual)}
     hypotheses = {}
-    if wrong := wrong_root(case, events):
-        hypotheses[f"{wrong}: both must be its owner?"] = found
-    hypotheses["the owner steps with its own gradient: it is not reduced, or the result is not used?"] = owners
-    for factor, cause in (
-        (size, f"gradients are {size}× too large: summed over the ranks, not averaged?"),
-        (size / case.world_size, f"gradients are divided by {case.world_size}, the size of the world?"),
-        (1 / size, f"gradients are {size}× too small: divided twice?"),
-        (size / 2, f"gradients are divided by 2 where the group has {size} ranks?"),
-    ):
-        if factor != 1:
-            hypotheses[cause] = [{name: start[name] + factor * (one[name] - start[name]) for name in one}] * size
-    if any(not torch.equal(tensors[name], start[name]) for name in frozen for tensors in found):
-        hypotheses["a frozen parameter is stepped, and weight decay moves it: it must have no gradient?"] = [
-            {name: (tensors if name in frozen else one)[name] for name in one} for tensors in found
+    if wrong := find_wrong_root(case, events):
+        hypotheses[f"{wrong}. {OTHER_ROOT[0].upper()}{OTHER_ROOT[1:]}"] = actual
+    hypotheses["the owner steps with its own gradient: gradients are not reduced, or the result is not used."] = owners
+    for factor, cause in list_factors(size, case.world_size):
+        hypotheses[cause] = [{name: start[name] + factor * (one[name] - start[name]) for name in one}] * size
+    if any(not torch.equal(tensors[name], start[name]) for name in frozen for tensors in actual):
+        hypotheses["a frozen parameter is stepped, and weight decay changes it. It must not have a gradient."] = [
+            {name: (tensors if name in frozen else one)[name] for name in one} for tensors in actual
         ]
-    hypotheses["new weights reach some ranks only: every parameter must be broadcast from its owner?"] = [
+    hypotheses["new weights do not reach every rank. Every parameter must be broadcast from its owner."] = [
         {name: start[name] if name in stepped else one[name] for name in one}
     ] * size
-    hypotheses["no rank has stepped it: does a rank compare the owner with its rank in the group?"] = [start] * size
+    hypotheses["no rank steps it. A rank must compare the owner with its rank in the group."] = [start] * size
     return hypotheses
 
 
-def wrong_scheduling(kind, job, names):
-    """Mistakes with the parameter groups, the scheduler or the late group of a job."""
+def list_factors(size, world_size):
+    """Return (factor, cause) of each way to divide wrongly by the number of ranks, in a group of `size` ranks."""
+    factors = (
+        (size, f"gradients are {size}× too large: they are summed over the ranks, not averaged."),
+        (size / world_size, f"gradients are divided by {world_size}, the size of the world."),
+        (1 / size, f"gradients are {size}× too small: they are divided twice."),
+        (size / 2, f"gradients are divided by 2, but the group has {size} ranks."),
+    )
+    return [(factor, cause) for factor, cause in factors if factor != 1]
+
+
+def suspect_scheduling(kind, job, names):
+    """Return mistakes with the parameter groups, the scheduler or the late group, as changes of a job."""
     if kind == "lambda":
         first = job["params"][0]["options"]
         return {
-            "the learning rate that the scheduler set is ignored: inner groups are copies, and must be updated before "
-            "every step": {"scheduler": "none"},
-            "each group keeps its own options: the first group's were used for all?": {
+            "the learning rate that the scheduler set is ignored. Inner groups are copies and must be updated before "
+            "every step.": {"scheduler": "none"},
+            "each group has its own options, but the first group's options are used for all groups.": {
                 "params": [{"names": names, "options": first}]
             },
-            "each group keeps its own options: only the defaults were used?": {"params": "list", "scheduler": "none"},
+            "each group has its own options, but only the defaults are used.": {"params": "list", "scheduler": "none"},
         }
     if kind == "one cycle":
         return {
-            "what the scheduler set is ignored: inner groups are copies, and must be updated before every step": {
-                "scheduler": "none"
-            },
-            "a scheduler may change any option (here the betas too), not only the learning rate": {
+            "options that the scheduler set are ignored. Inner groups are copies and must be updated before every "
+            "step.": {"scheduler": "none"},
+            "only the learning rate is updated. A scheduler may change any option, here the betas too.": {
                 "scheduler": "one cycle of lr"
             },
         }
-    return {"the group added later is never stepped": {"late": job["late"] | {"options": {"lr": 0.0}}}}
+    return {"the group added later is never stepped.": {"late": job["late"] | {"options": {"lr": 0.0}}}}
 
 
-def wrong_clipping():
-    """Mistakes of ShardedOptimizer's clip_grad_norm_, as changes of a job of 5 steps."""
+def suspect_clipping():
+    """Return mistakes of ShardedOptimizer's clip_grad_norm_, as changes of a job of 5 steps."""
     return {
-        "nothing was clipped": {"max_norms": [1e9] * 5},
-        "gradients are multiplied by max_norm / norm where that is above 1 too": {"grow": True},
+        "nothing is clipped.": {"max_norms": [1e9] * 5},
+        "gradients are multiplied by max_norm / norm even if that is above 1.": {"grow": True},
     }
 
 
-def wrong_sum_of_states(found, whole):
-    """Why the ranks together have other state than the unsharded optimizer, `whole` bytes."""
-    if found < whole:
-        return "parameters without an owner, or a group added later that was never stepped?"
-    return "parameters with two owners, or frozen ones with state?"
+def explain_sum_of_states(owned, bytes_by_rank, whole, problem):
+    """Return why the ranks together have another state than `whole` bytes.
 
-
-def not_awaited(forgotten):
-    """Why handles are not waited on."""
-    if all(launch.op == "broadcast" for launch in forgotten):
-        return "where a rank only sends, the tensor may be written again only when it has been sent"
-    return "wait() on every handle: one that is complete says nothing of the others"
-
-
-def too_much_state(owned, numels, problem):
-    """Why a rank has too much state, from the places of the parameters that each rank has state for."""
-    trainable = [place for place in range(len(numels)) if place not in problem["frozen"]]
-    idle = [rank for rank, places in enumerate(owned) if not places]
-    if all(places == trainable for places in owned):
-        return "every rank keeps the state of all parameters: is the inner optimizer given only those that it owns?"
-    if len(problem["first"]) > 1:
-        return "a rank's load is what it owns in all groups: does sharing begin anew in each?"
-    if idle:
-        return (
-            f"nothing is owned by rank {join_names(idle)}: is a number of ranks fixed, or the same one always chosen?"
-        )
-    if all(places == trainable[rank :: len(owned)] for rank, places in enumerate(owned)):
-        return "parameter i belongs to rank i % world_size: one rank gets the weights, the other the biases"
-    return "a parameter belongs to the rank that owns least so far, in elements, not in parameters"
-
-
-def wrong_launches(ops, count):
-    """Why a step has other launches than `count` reduces and broadcasts."""
-    if set(ops) - {"reduce", "broadcast"}:
-        return "only the owner needs the average, and only it has the new weights: reduce, then broadcast"
-    if not ops:
-        return "nothing is exchanged"
-    for op in ("reduce", "broadcast"):
-        if ops.count(op) > count:
-            return f"{ops.count(op)} {op}s: a frozen parameter, or a tied one twice, takes part?"
-        if ops.count(op) < count:
-            return f"{ops.count(op)} {op}s: some parameters are left out?"
+    `owned` are the indices of the parameters that each rank has state for.
+    """
+    counts = Counter(index for indices in owned for index in indices if index >= 0)
+    if set(counts) & set(problem["frozen"]):
+        return "frozen parameters have state."
+    if any(count > 1 for count in counts.values()):
+        return "a parameter has more than one owner."
+    if sum(bytes_by_rank) < whole:
+        return "the group added late is never stepped." if problem["late"] else "some parameters have no owner."
     return ""
 
 
-def wrong_norm(case, job, mine, expected, events):
-    """Why the first step's norms, of the ranks in the group, are not the global one, `expected`; or nothing.
+def explain_state(owned, numels, problem):
+    """Return why a rank has too much state; `owned` are the indices of the parameters that each rank has state for."""
+    trainable = [index for index in range(len(numels)) if index not in problem["frozen"]]
+    idle = [rank for rank, indices in enumerate(owned) if not indices]
+    if all(indices == trainable for indices in owned):
+        return "every rank keeps the state of all parameters. Give the inner optimizer only those that the rank owns."
+    if problem["late"]:
+        return "what a rank owns is forgotten when a group is added later."
+    if len(problem["first"]) > 1:
+        return "sharing starts from zero in each group. A rank's load is what it owns in all groups."
+    if idle:
+        return f"rank {join_names(idle)} owns nothing: every owner is the same rank, or one of too few ranks."
+    if all(indices == trainable[rank :: len(owned)] for rank, indices in enumerate(owned)):
+        return "parameter i belongs to rank i % world_size, so that one rank gets the weights and another the biases."
+    return "owners do not balance elements. Give a parameter to the rank that owns the fewest elements so far."
+
+
+def explain_launches(launched, trainable, frozen):
+    """Return why a step has other launches than a reduce and a broadcast per parameter, from the numels of both."""
+    if not launched:
+        return "the step launches no collective."
+    if others := sorted({launch.op for launch in launched} - {"reduce", "broadcast"}):
+        return (
+            f"the step launches {join_names(others)}. Only the owner needs the average, and only the owner has the new "
+            "weights: use reduce, then broadcast."
+        )
+    for op in ("reduce", "broadcast"):
+        numels, expected = Counter(launch.numel for launch in launched if launch.op == op), Counter(trainable)
+        if numels != expected:
+            return explain_numels(op, numels, expected, Counter(frozen))
+    return ""
+
+
+def explain_numels(op, numels, expected, frozen):
+    """Return why launches of one operation have these numels, and not the expected ones."""
+    extra, missing = numels - expected, expected - numels
+    all_elements = sum(numel * count for numel, count in numels.items())
+    expected_elements = sum(numel * count for numel, count in expected.items())
+    if not numels:
+        return f"the step launches no {op}."
+    if all_elements == expected_elements and numels.total() < expected.total():
+        return (
+            f"one {op} contains several parameters, for example a flat tensor for each owner. This check expects one "
+            "per parameter."
+        )
+    if all_elements == expected_elements and numels.total() > expected.total():
+        return f"a parameter is divided into several {op}s."
+    if not extra:
+        return f"some parameters are left out: there is no {op} of {join_names(sorted(missing.elements()))} elements."
+    if not missing and not extra - frozen:
+        return f"a frozen parameter takes part in a {op}."
+    if not missing and not extra - expected:
+        return f"a parameter takes part in more than one {op}, for example a tied one."
+    return f"the {op}s contain {all_elements} elements, but the trainable parameters have {expected_elements}."
+
+
+def explain_forgotten(forgotten, events, rank):
+    """Return why handles are not waited on; `rank` is that in the group."""
+    roots = {event["index"]: event["root"] for event in events if event["kind"] == "launch"}
+    if all(launch.op == "broadcast" and roots[launch.index] == rank for launch in forgotten):
+        return "the owner does not wait for its own broadcasts. It may write to a tensor only when it has been sent."
+    return "wait() is not called on every handle. If one launch is complete, the others need not be."
+
+
+def explain_norm(case, job, norms, expected, events):
+    """Return why the first step's norms, of the ranks in the group, are not the global one, `expected`.
 
     `events` are the record of one of them.
     """
-    if any(map(math.isnan, mine)):
-        return "NaN: a gradient was read before the handle of its reduction was waited on?"
+    if any(map(math.isnan, norms)):
+        return "the norm is NaN: a gradient is read before the handle of its reduction is waited on."
     size = len(case.group)
-    for factor, cause in (
-        (size, "gradients are summed over the ranks, not averaged?"),
-        (size / case.world_size, f"gradients are divided by {case.world_size}, the size of the world?"),
-        (1 / size, "gradients are divided twice?"),
-        (size / 2, f"gradients are divided by 2 where the group has {size} ranks?"),
-    ):
-        if factor != 1 and all(math.isclose(norm, factor * expected, rel_tol=1e-4) for norm in mine):
+    for factor, cause in list_factors(size, case.world_size):
+        if all(math.isclose(norm, factor * expected, rel_tol=1e-4) for norm in norms):
             return cause
-    own = [unsharded(case, job, [rank], steps=1)["norms"][0] for rank in case.group]
-    if all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(mine, own)):
-        return "that is the norm of the rank's own gradients: clip_grad_norm_ reduces first?"
+    own = [train_unsharded(case, job, [rank], steps=1)["norms"][0] for rank in case.group]
+    if all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(norms, own)):
+        return "this is the norm of the rank's own gradients. clip_grad_norm_ must reduce them first."
     rest = [rank for rank in range(case.world_size) if rank not in case.group]
-    whole = [unsharded(case, job, ranks, steps=1)["norms"][0] for ranks in (case.group, rest) if ranks]
-    if rest and math.isclose(mine[0], math.hypot(*whole), rel_tol=1e-4):
-        return "that is the norm over all ranks of the world, not of the group?"
-    if max(mine) - min(mine) > 1e-4 * max(mine):
-        return "each rank has the norm of what it owns: add the squares of all ranks before the root?"
-    norms = {name: float(gradient.norm()) for name, gradient in case.gradients().items() if gradient is not None}
+    whole = [train_unsharded(case, job, ranks, steps=1)["norms"][0] for ranks in (case.group, rest) if ranks]
+    if rest and math.isclose(norms[0], math.hypot(*whole), rel_tol=1e-4):
+        return "this is the norm over all ranks of the world, not of the group."
+    if not math.isclose(max(norms), min(norms), rel_tol=1e-4):
+        return explain_different_norms(norms, expected)
+    gradients = {name: float(gradient.norm()) for name, gradient in case.gradients().items() if gradient is not None}
     squares = [0.0] * size  # of what each rank owns
     for name, parameter in case.parameters().items():
         reduces = [event for event in events if event["kind"] == "launch" and event["op"] == "reduce"]
         roots = [event["root"] for event in reduces if event["numel"] == parameter.numel()]
-        squares[roots[0] if roots else 0] += norms[name] ** 2
-    for added in (sum(norms.values()), sum(map(math.sqrt, squares))):
-        if math.isclose(mine[0], added, rel_tol=1e-4):
-            return "norms are added up: it is the root of the sum of all squares, each counted once?"
+        squares[roots[0] if roots else 0] += gradients[name] ** 2
+    for added in (sum(gradients.values()), sum(map(math.sqrt, squares))):
+        if math.isclose(norms[0], added, rel_tol=1e-4):
+            return "norms are added. The global norm is the root of the sum of all squares, each counted once."
     return ""
 
 
+def explain_different_norms(norms, expected):
+    """Return why the ranks have different norms."""
+    if math.isclose(math.hypot(*norms), expected, rel_tol=1e-4):
+        return "each rank has the norm of its own part. Add the squares of all ranks before taking the root."
+    return "the ranks have different norms. The sum of squares must be the same on all ranks before taking the root."
+
+
+# ---- ZeroOptimizer
+
+
 @contextlib.contextmanager
-def weights_explained(found, truth, start, hypotheses, tolerance, otherwise):
+def explain_weights(actual, expected, start, hypotheses, tolerance, otherwise):
     """Explain weights that are wrong; `hypotheses` gives functions that compute the weights of a mistake."""
     try:
         yield
     except CheckFailed as failed:
-        raise failed.with_cause(cause_of(found, truth, start, hypotheses(), tolerance, otherwise)) from None
+        raise failed.with_cause(find_cause(actual, expected, start, hypotheses(), tolerance, otherwise)) from None
 
 
-def cause_of(found, truth, start, hypotheses, tolerance, otherwise):
-    """The mistake that explains wrong weights; `otherwise` where it is none of the hypotheses."""
-    if any(bool(tensor.isnan().any()) for weights in found for tensor in weights.values()):
-        return "NaN: weights were read before the handle of their all-gather was waited on?"
-    if any(not close(weights, found[0], tolerance) for weights in found):
-        return "the ranks do not agree: are weights gathered from all ranks, after the step on the own shard?"
-    for cause, weights in hypotheses.items():
-        if close(found[0], weights(), tolerance):
+def find_cause(actual, expected, start, hypotheses, tolerance, otherwise):
+    """Return the mistake that explains wrong weights; `otherwise` if it is none of the hypotheses."""
+    if any(bool(tensor.isnan().any()) for weights in actual for tensor in weights.values()):
+        return "weights are NaN, as if they were read before the handle of their all-gather is waited on."
+    if any(not are_close(weights, actual[0], tolerance) for weights in actual):
+        return (
+            "the ranks have different weights. They must be gathered from all ranks after each rank has stepped on its "
+            "own shards."
+        )
+    for cause, compute in hypotheses.items():
+        if are_close(actual[0], compute(), tolerance):
             return cause
     if otherwise:
         return otherwise
-    if close(found[0], start, 0.0):
-        return f"no weight has moved: does each rank step on the shard that it sends? {SHARE}."
-    still = [name for name in truth if moved(truth[name], start[name]) > moved(found[0][name], start[name]) + 0.01]
+    if are_close(actual[0], start, 0.0):
+        return f"no weight has changed: a rank does not step on the shards that it sends. {SHARE}"
+    still = [
+        name
+        for name in expected
+        if measure_change(expected[name], start[name]) > measure_change(actual[0][name], start[name]) + 0.01
+    ]
     if still:
         return (
-            f"entries of {join_names(still)} have not moved, or were put back: does a rank step on all of its shards, "
-            f"wherever they cut a parameter? {SHARE}."
+            f"entries of {join_names(still)} have not changed, or were overwritten with the old ones. A rank must step "
+            f"on all of its shards, wherever they cut a parameter. {SHARE}"
         )
     return ""
 
 
-def moved(now, start):
-    """The part of the entries that are not what they were."""
+def measure_change(now, start):
+    """Return the fraction of the entries that have changed."""
     return float((now != start).double().mean())
 
 
-def close(one, other, tolerance):
-    """Whether two sets of weights are equal, by the rule of `expect_equal`."""
+def are_close(one, other, tolerance):
+    """Return whether two sets of weights are equal, by the rule of `expect_equal`."""
     try:
         expect_equal("", [one], other, tolerance=tolerance)
     except CheckFailed:
@@ -259,99 +356,116 @@ def close(one, other, tolerance):
     return True
 
 
-def scaled_again(case, recipe, moving):
-    """Mistakes of a step with averages, and with buffers that are `moving`."""
+def suspect_scaling(case, recipe, is_moving):
+    """Return mistakes of a step with averages, and with buffers that move before each step."""
     size = len(case.group)
     hypotheses = {
-        f"gradients are {how} by the number of ranks, though the finish has averaged them?": partial(
-            weights_alone, case, recipe | {"loss_scale": factor}
+        f"gradients are {how} by the number of ranks, although finish_grad_sync has averaged them.": partial(
+            compute_weights, case, recipe | {"loss_scale": factor}
         )
         for how, factor in (("divided", 1 / size), ("multiplied", size))
     }
-    if moving:
-        hypotheses["tensors are kept from the start, where `reallocate` replaces them?"] = case.start
+    if is_moving:
+        hypotheses["tensors are kept from the constructor, but `reallocate` replaces them in the buffers."] = case.start
     return hypotheses
 
 
-def gathered_gradients(before):
-    """Why more is launched before the optimizer's step."""
+def explain_refusal(answer):
+    """Return why an optimizer is not refused with a sentence."""
+    return NOT_ELEMENTWISE if answer is None else NO_SENTENCE
+
+
+def explain_state_bytes(actual, unsharded):
+    """Return why a rank has too many bytes of state, where the unsharded optimizer has `unsharded`."""
+    if actual is None:
+        return NO_INNER
+    if actual >= unsharded:
+        return "each rank has state for whole parameters, and for all of them, not only for the parts in its shards."
+    return "each rank has state for whole parameters, not only for the parts in its shards."
+
+
+def explain_missing_state(total, expected):
+    """Return why all ranks together have fewer bytes of state than expected."""
+    if not total:
+        return "`optim` has no state: another optimizer steps."
+    if 2 * total >= 0.9 * expected:
+        return "the state is in 16 bits, or in another optimizer than `optim`."
+    return "some parameters have no state in `optim`."
+
+
+def explain_gradient_launches(before, gather_grads):
+    """Return why the launches before the optimizer's step are not one reduce-scatter of every bucket."""
+    if gather_grads:
+        return "ZeroOptimizer does not set ddp.gather_grads to False, so that finish_grad_sync gathers gradients too."
     if any(launch.op == "all_gather" for launch in before):
-        return "gradients are gathered too: does ZeroOptimizer set ddp.gather_grads to False?"
+        return "an all-gather is launched before the step. Only the step gathers, and only weights."
     return ""
 
 
-def not_clipped(case, recipe):
-    """Mistakes of ZeroOptimizer's clip_grad_norm_."""
-    return {
-        "gradients are not clipped: is what clip_grad_norm_ scales what step reads?": partial(
-            weights_alone, case, recipe | {"max_norm": float("inf")}
-        ),
-        "gradients whose norm is below max_norm must stay as they are": partial(
-            weights_alone, case, recipe, clip=scale_to
-        ),
-    }
-
-
-def wrong_norms(found, got, want):
-    """Why a rank's norm is `got` instead of `want`; `found` are all norms of all ranks."""
-    if any(other != norms for norms in found for other in found):
-        return "the ranks do not agree: each has the norm of its own shards, and their squares are not summed?"
-    if abs(got * len(found) ** 0.5 - want) <= 1e-6 * want:
-        return "the squares are averaged over the ranks, not summed?"
-    return (
-        "the root of the sum of all squares, of the own shards only: elsewhere the buffer has what the reduce-scatter "
-        "left there?"
-    )
-
-
-def partly_resumed(resumed, weights, state, recipe):
-    """Mistakes of load_state_dict; `resumed` computes weights from weights and a state_dict."""
-    return {cause: partial(resumed, weights, left) for cause, left in partly_loaded(state, recipe).items()}
-
-
-def wrong_volume(inside, numel, dtype):
-    """Why the launches of an optimizer's step are too many, or nothing."""
-    if any(launch.op in ("all_reduce", "broadcast") for launch in inside):
-        return "a rank gives its own shard and needs the others': an all-gather, half the bytes of an all-reduce"
+def explain_volume(inside, numel, dtype):
+    """Return why the launches of an optimizer's step are not one all-gather of the weights."""
+    if not inside:
+        return "the step does not gather the weights with ddp.start_param_sync() and ddp.finish_param_sync()."
+    if others := sorted({launch.op for launch in inside} - {"all_gather"}):
+        return (
+            f"the step launches {join_names(others)}. A rank sends its own shard and needs the others': an all-gather, "
+            "half the bytes of an all-reduce."
+        )
     if {launch.dtype for launch in inside} - {dtype}:
-        return "masters are gathered, where the weights are enough?"
+        return "main parameters are gathered. Gather the rounded weights, which are smaller."
     if sum(launch.numel for launch in inside) > numel:
-        return "gradients are gathered too, or weights twice?"
-    return "weights are not gathered with ddp.start_param_sync() and ddp.finish_param_sync()?"
+        return "gradients are gathered too, or weights are gathered twice."
+    return "only some of the weights are gathered. ddp.start_param_sync() gathers all groups."
 
 
-def wrong_groups(case, recipe):
-    """Mistakes with parameter groups, and the weights they give."""
+def suspect_groups(case, recipe):
+    """Return mistakes with parameter groups, and the weights they give."""
     if "late" in recipe:
         late = recipe["late"]
         changed = {
-            "the group added later is never stepped: the inner optimizer has groups of its own?": {
+            "the group added later is never stepped. The inner optimizer has groups of its own, and needs it too.": {
                 "late": late | {"options": {"lr": 0.0, "weight_decay": 0.0}}
             },
-            "the group added later loses its own options?": {"late": late | {"options": {}}},
-            "the group added later has the options of the first?": {
+            "the group added later loses its own options.": {"late": late | {"options": {}}},
+            "the group added later has the options of the first group.": {
                 "late": late | {"options": recipe["groups"][0]["options"]}
             },
         }
     else:
         groups = recipe["groups"]
         changed = {
-            "a scheduler's learning rates do not reach the inner optimizer, whose groups are its own?": {"gamma": 1.0},
-            "the learning rate is taken over in every step, but not the other options?": {"change": {}},
-            "options that change do not reach the inner optimizer, whose groups are its own?": {
+            "a scheduler's learning rates do not reach the inner optimizer, which has groups of its own.": {
+                "gamma": 1.0
+            },
+            "the learning rate is copied to the inner optimizer in every step, but the other options are not.": {
+                "change": {}
+            },
+            "options that change do not reach the inner optimizer, which has groups of its own.": {
                 "gamma": 1.0,
                 "change": {},
             },
-            "the groups' own options are lost?": {"groups": [g | {"options": {}} for g in groups]},
-            "all groups have the options of the first?": {
+            "the groups' own options are lost.": {"groups": [g | {"options": {}} for g in groups]},
+            "all groups have the options of the first group.": {
                 "groups": [g | {"options": groups[0]["options"]} for g in groups]
             },
         }
-    return {cause: partial(weights_alone, case, recipe | changes) for cause, changes in changed.items()}
+    return {cause: partial(compute_weights, case, recipe | changes) for cause, changes in changed.items()}
+
+
+def suspect_no_clipping(case, recipe):
+    """Return mistakes of ZeroOptimizer's clip_grad_norm_."""
+    return {
+        "gradients are not clipped: clip_grad_norm_ scales other tensors than those that step reads.": partial(
+            compute_weights, case, recipe | {"max_norm": float("inf")}
+        ),
+        "gradients whose norm is below max_norm are scaled up. They must not change.": partial(
+            compute_weights, case, recipe, clip=scale_to
+        ),
+    }
 
 
 def scale_to(params, max_norm):
-    """As torch's clip_grad_norm_, but gradients that are too short become longer."""
+    """Clip as torch's clip_grad_norm_ does, but also lengthen gradients that are too short."""
     norm = torch.nn.utils.clip_grad_norm_(params, float("inf"))
     for parameter in params:
         if parameter.grad is not None:
@@ -359,59 +473,88 @@ def scale_to(params, max_norm):
     return norm
 
 
-def partly_loaded(state, recipe):
-    """For each mistake of load_state_dict, what of the state_dict is left."""
+def explain_norms(norms, expected):
+    """Return why the ranks have these norms in one step instead of the expected one."""
+    if any(map(math.isnan, norms)):
+        return "the norm is NaN: a gradient is read before the handle of its reduce-scatter is waited on."
+    if not math.isclose(max(norms), min(norms), rel_tol=1e-6):
+        return explain_different_norms(norms, expected)
+    if math.isclose(norms[0] * len(norms) ** 0.5, expected, rel_tol=1e-6):
+        return "the squares are averaged over the ranks, not summed."
+    return (
+        "the norm is not the root of the sum of the squares in all ranks' own shards. Norms are added instead of their "
+        "squares, or the rest of the buffer is counted, which does not contain averages."
+    )
+
+
+def suspect_loading(resume, weights, state, recipe):
+    """Return mistakes of load_state_dict; `resume` computes weights from weights and a state_dict."""
     fresh = [recipe["options"] | group["options"] for group in recipe["groups"]]
     without_scalars = {
         number: {key: v * 0 if isinstance(v, torch.Tensor) and v.dim() == 0 else v for key, v in entries.items()}
         for number, entries in state["state"].items()
     }
-    return {
-        "the state is not loaded: moments start from zero?": state | {"state": {}},
-        "the groups' options, such as the learning rate, are not loaded?": state
+    loaded = {
+        "the state is not loaded: moments start from zero.": state | {"state": {}},
+        "the groups' options, such as the learning rate, are not loaded.": state
         | {"param_groups": [group | options for group, options in zip(state["param_groups"], fresh)]},
-        "scalars of the state, such as Adam's step, are not loaded?": state | {"state": without_scalars},
+        "scalars of the state, such as Adam's step, are not loaded.": state | {"state": without_scalars},
     }
+    return {cause: partial(resume, weights, part) for cause, part in loaded.items()}
 
 
-def no_masters_key(kinds):
-    """Why a state_dict has not what the plain optimizer's has, and "masters"."""
-    if "state" in kinds:
-        return 'there are "masters" even if no parameter has 16 bits: an empty dict?'
-    return "every rank calls it, and every rank is given all of it?"
+def explain_keys(kinds):
+    """Return why a state_dict does not have the plain optimizer's entries and "masters"; `kinds` are their types."""
+    if not kinds:
+        return "state_dict does not return a dict on every rank. All ranks call it, and all ranks get the whole."
+    if "masters" not in kinds and {"state", "param_groups"} <= set(kinds):
+        return 'without 16-bit parameters there must be "masters" too, an empty dict.'
+    missing = [key for key in ("state", "param_groups", "masters") if key not in kinds]
+    return f"entries are missing: {join_names(missing)}." if missing else "an entry has the wrong type."
 
 
-def wrong_option(key):
-    """Why an entry of a group in a state_dict is wrong."""
+def explain_option(key):
+    """Return why an entry of a group in a state_dict is wrong."""
     if key == "params":
-        return "parameters are numbered through all groups, whatever this rank has of them?"
-    return "the options of param_groups as they are now?"
+        return "parameters must be numbered through all groups, including those of which this rank has no part."
+    return "the options are not those that param_groups have now."
+
+
+def explain_entry(shape, expected):
+    """Return why an entry of the state has this shape (None: there is no such entry) instead of the expected one."""
+    if shape is None:
+        return "this entry of the inner optimizer's state is not saved."
+    if math.prod(shape) == math.prod(expected):
+        return "the entry does not have the parameter's shape: it must be reshaped."
+    return "the entry is only a part of the whole. The parts of all ranks must be put together."
 
 
 @contextlib.contextmanager
-def own_parts_suspected():
-    """Where moments in a state_dict are wrong, each rank gives its own parts."""
+def suspect_own_parts():
+    """Blame a state_dict that has only this rank's parts for wrong moments."""
     try:
         yield
     except CheckFailed as failed:
-        cause = "each rank knows its own shards only: are the parts of all ranks put together, each in its place?"
+        cause = "each rank knows only its own shards. The parts of all ranks must be put together, each in its place."
         raise failed.with_cause(cause) from None
 
 
-def no_masters(recipe, start, inputs, masters):
-    """Mistakes with 16-bit weights."""
+def suspect_no_masters(recipe, start, inputs, masters):
+    """Return mistakes with 16-bit weights."""
     return {
-        "16-bit weights are stepped on, where rounding takes a small step back: they need fp32 masters?": partial(
-            dots_weights, recipe, start, inputs
+        "16-bit weights are stepped on, and rounding takes a small step back. They need fp32 main parameters.": partial(
+            compute_dots_weights, recipe, start, inputs
         ),
-        "masters are stepped on, and not copied back into the weights?": partial(
+        "main parameters are stepped on, but not copied back into the weights.": partial(
             dict, {name: weight if weight.itemsize == 2 else masters[name] for name, weight in start.items()}
         ),
     }
 
 
-def rounded_masters(recipe, masters, start, inputs, state):
-    """Masters that a checkpoint loses."""
-    cause = "masters are made anew from the rounded weights: does state_dict have them, and load_state_dict take them, "
-    cause += 'by "masters"?'
-    return {cause: partial(dots_weights, recipe, wide(like(masters, start)), inputs, state, start)}
+def suspect_rounded_masters(recipe, masters, start, inputs, state):
+    """Return main parameters that a checkpoint loses."""
+    cause = (
+        "main parameters are made from the rounded weights after loading. state_dict must contain them as "
+        '"masters", and load_state_dict must load them.'
+    )
+    return {cause: partial(compute_dots_weights, recipe, widen(round_like(masters, start)), inputs, state, start)}

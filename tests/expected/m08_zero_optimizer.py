@@ -1,4 +1,4 @@
-"""What one process computes with the plain optimizer, to compare the ranks of module 8 with it."""
+"""What one process computes with the plain optimizer: the expected values of module 8's checks."""
 
 import copy
 
@@ -9,10 +9,10 @@ from brigade.checks.reference import compute_loss
 from scenarios import m08_sharded, m08_zero
 
 
-def unsharded(case, job, ranks=None, steps=None, forget=False):
-    """What one process has, training on the batches of `ranks` (the case's group) with the plain optimizer.
+def train_unsharded(case, job, ranks=None, steps=None, forget=False):
+    """Return what `run_loop` returns in one process that trains on the batches of `ranks`, by default the case's group.
 
-    With `forget` the optimizer is a new one in every step.
+    With `forget` each step has a new optimizer.
     """
     model = edge_case_models.build(case.model, case.sizes, case.start(), case.dtype)
     batches = [[case.batches[rank][step][0] for rank in ranks or case.group] for step in range(len(case.batches[0]))]
@@ -26,25 +26,27 @@ def unsharded(case, job, ranks=None, steps=None, forget=False):
         return norm
 
     for part in [[step] for step in batches] if forget else [batches]:
-        optimizer = getattr(torch.optim, job["optimizer"])(m08_sharded.params_of(job, model), **job["options"])
-        found = m08_sharded.loop(job, model, optimizer, part, clip)
-    return found
+        optimizer = getattr(torch.optim, job["optimizer"])(m08_sharded.select_params(job, model), **job["options"])
+        outcome = m08_sharded.run_loop(job, model, optimizer, part, clip)
+    return outcome
 
 
-def wrong_root(case, events):
-    """Says which parameter is not broadcast from the rank to which its gradient was reduced, if there is one."""
+def find_wrong_root(case, events):
+    """Return, in words, which parameter is broadcast from another rank than its gradient is reduced to; "" if none."""
     parameters = case.parameters()
     sizes = [parameter.numel() for parameter in parameters.values()]
     for name, parameter in parameters.items():
-        found = [event for event in events if event["kind"] == "launch" and event["numel"] == parameter.numel()]
-        to, source = ([event["root"] for event in found if event["op"] == op] for op in ("reduce", "broadcast"))
+        launched = [event for event in events if event["kind"] == "launch" and event["numel"] == parameter.numel()]
+        to, source = ([event["root"] for event in launched if event["op"] == op] for op in ("reduce", "broadcast"))
         if sizes.count(parameter.numel()) == 1 and to and source and to[0] != source[0]:
-            return f"the gradient of {name} goes to rank {to[0]} of the group, its weights come from rank {source[0]}"
+            return (
+                f"the gradient of {name} goes to rank {to[0]} of the group, and its weights come from rank {source[0]}"
+            )
     return ""
 
 
-def one_process(case, recipe, ranks=None, steps=None, start=None, load=None, clip=None):
-    """Weights, state_dict and norms after the plain optimizer's steps (all by default) on the batches of `ranks`."""
+def train_alone(case, recipe, ranks=None, steps=None, start=None, load=None, clip=None):
+    """Return weights, state_dict and norms after the plain optimizer's `steps` on the batches of `ranks`."""
     model = edge_case_models.build(case.model, case.sizes, case.start() if start is None else start, case.dtype)
     ranks, steps = case.group if ranks is None else ranks, steps or range(len(case.batches[0]))
 
@@ -57,30 +59,30 @@ def one_process(case, recipe, ranks=None, steps=None, start=None, load=None, cli
                 total += loss.item()
         return total
 
-    return trained_alone(recipe, model, len(steps), gradients, load, clip)
+    return take_steps_alone(recipe, model, len(steps), gradients, load, clip)
 
 
-def weights_alone(*args, **options):
-    """The weights of `one_process`."""
-    return one_process(*args, **options)[0]
+def compute_weights(*args, **options):
+    """Return the weights of `train_alone`."""
+    return train_alone(*args, **options)[0]
 
 
-def trained_alone(recipe, model, steps, gradients, load=None, clip=None):
-    """As `one_process`, for any model and what computes its gradients."""
-    groups = m08_zero.groups_of(recipe, model)
+def take_steps_alone(recipe, model, steps, gradients, load=None, clip=None):
+    """Train like `train_alone`, for any model and a function that computes its gradients."""
+    groups = m08_zero.make_groups(recipe, model)
     optimizer_cls = getattr(torch.optim, recipe["optimizer"])
     optimizer = optimizer_cls(model.parameters() if groups is None else groups, **recipe["options"])
     if load is not None:
-        optimizer.load_state_dict(copy.deepcopy(load))  # it may keep the tensors it is given
+        optimizer.load_state_dict(copy.deepcopy(load))  # it may keep the tensors that it gets
     clip = clip or torch.nn.utils.clip_grad_norm_
-    found = m08_zero.take_steps(
+    outcome = m08_zero.take_steps(
         recipe, model, optimizer, steps, gradients, lambda limit: clip(list(model.parameters()), limit)
     )
-    return {name: p.detach().clone() for name, p in model.named_parameters()}, optimizer.state_dict(), found["norms"]
+    return {name: p.detach().clone() for name, p in model.named_parameters()}, optimizer.state_dict(), outcome["norms"]
 
 
-def dots_alone(recipe, weights, inputs, load=None):
-    """Weights and state_dict of one process that steps on these weights, in their dtypes."""
+def train_dots_alone(recipe, weights, inputs, load=None):
+    """Return weights and state_dict of one process that steps on these weights, in their dtypes."""
     model = m08_zero.Dots(list(weights.values()))
 
     def gradients(step):
@@ -88,19 +90,19 @@ def dots_alone(recipe, weights, inputs, load=None):
             (model(own[step]) / len(inputs)).backward()
         return 0.0
 
-    trained, state, _ = trained_alone(recipe, model, len(inputs[0]), gradients, load)
+    trained, state, _ = take_steps_alone(recipe, model, len(inputs[0]), gradients, load)
     return trained, state
 
 
-def dots_weights(recipe, weights, inputs, load=None, rounded=None):
-    """The weights of `dots_alone`, in the dtypes of `rounded` or their own."""
-    return like(dots_alone(recipe, weights, inputs, load)[0], rounded or weights)
+def compute_dots_weights(recipe, weights, inputs, load=None, rounded=None):
+    """Return the weights of `train_dots_alone`, in the dtypes of `rounded` or their own."""
+    return round_like(train_dots_alone(recipe, weights, inputs, load)[0], rounded or weights)
 
 
-def wide(weights):
+def widen(weights):
     return {name: weight.float() for name, weight in weights.items()}
 
 
-def like(masters, weights):
-    """Masters, rounded to the dtypes of the weights."""
+def round_like(masters, weights):
+    """Return the main parameters, rounded to the dtypes of the weights."""
     return {name: master.to(weights[name].dtype) for name, master in masters.items()}

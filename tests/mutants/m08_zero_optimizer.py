@@ -78,14 +78,14 @@ SHARDED = [
         TO_OWNER,
         TO_OWNER.replace("=self.owner[p]", "=0"),
         ("test_sharded_equals_unsharded", "test_sharded_launches"),
-        "both must be its owner",
+        "must be the same rank of the group",
     ),
     Mutant(
         "all weights broadcast from rank 0",
         FROM_OWNER,
         FROM_OWNER.replace("=self.owner[p]", "=0"),
         ("test_sharded_launches", "test_sharded_equals_unsharded"),
-        "both must be its owner",
+        "must be the same rank of the group",
     ),
     Mutant(
         "the owner taken for a rank of the world",
@@ -105,14 +105,45 @@ SHARDED = [
         SENT,
         SENT.replace("p.requires_grad", "False"),
         ("test_sharded_equals_unsharded", "test_sharded_launches"),
-        "new weights reach some ranks only",
+        "new weights do not reach every rank",
     ),
     Mutant(
         "the last parameter not broadcast",
         SENT,
         SENT.replace("self.owner", "list(self.owner)[:-1]"),
         ("test_sharded_launches", "test_sharded_equals_unsharded"),
-        "some parameters are left out",
+        "some parameters are left out: there is no broadcast of",
+    ),
+    Mutant(
+        "one flat broadcast for each owner",
+        "handles = [" + FROM_OWNER + "        for handle in handles:\n            handle.wait()\n",
+        "for owner in range(len(self.owned_bytes)):\n"
+        "            owned = [p for p in trainable if self.owner[p] == owner]\n"
+        "            if owned:\n"
+        "                flat = torch.cat([p.detach().flatten() for p in owned])\n"
+        "                dist.broadcast(flat, group_src=owner, **options).wait()\n"
+        "                for p, part in zip(owned, flat.split([p.numel() for p in owned])):\n"
+        "                    p.copy_(part.view_as(p))\n",
+        ("test_sharded_launches",),
+        "one broadcast contains several parameters",
+    ),
+    Mutant(
+        "a broadcast in two halves",
+        "handles = [" + FROM_OWNER,
+        "handles = [\n"
+        "            dist.broadcast(half, group_src=self.owner[p], **options)\n"
+        "            for p in trainable\n"
+        "            for half in p.detach().view(-1).tensor_split(2)\n"
+        "        ]\n",
+        ("test_sharded_launches",),
+        "divided into several broadcasts",
+    ),
+    Mutant(
+        "handles of broadcasts not waited on",
+        FROM_OWNER,
+        FROM_OWNER + "        handles = []\n",
+        ("test_sharded_launches",),
+        "If one launch is complete",
     ),
     Mutant(
         "only the owner calls broadcast",
@@ -133,7 +164,7 @@ SHARDED = [
         TRAINABLE,
         TRAINABLE.replace("p.requires_grad and ", ""),
         ("test_sharded_launches", "test_sharded_equals_unsharded"),
-        "a frozen parameter",
+        "a frozen parameter takes part in a reduce",
     ),
     Mutant(
         "all-reduce in place of reduce",
@@ -161,7 +192,7 @@ SHARDED = [
         FROM_OWNER,
         FROM_OWNER + "        handles = [handle for handle, p in zip(handles, trainable) if p not in self.local]\n",
         ("test_sharded_launches",),
-        "only when it has been sent",
+        "the owner does not wait for its own broadcasts",
     ),
     Mutant(
         "state lost in every step",
@@ -170,7 +201,7 @@ SHARDED = [
         + "        groups = [self.inner_group(group) for group in self.param_groups]\n"
         + "        self.optim = type(self.optim)(groups, **self.defaults)\n",
         ("test_sharded_equals_unsharded",),
-        "state is lost",
+        "the state is lost in every step",
     ),
     Mutant(
         "crash where a rank owns nothing",
@@ -192,14 +223,14 @@ SHARDED = [
         SHARE,
         SHARE.replace("self.owned_bytes.index(min(self.owned_bytes))", "0"),
         ("test_sharded_state_is_shared",),
-        "nothing is owned by",
+        "owns nothing",
     ),
     Mutant(
         "only ranks 0 and 1 own",
         SHARE,
         SHARE.replace("self.owned_bytes", "self.owned_bytes[:2]"),
         ("test_sharded_state_is_shared",),
-        "nothing is owned by",
+        "owns nothing",
     ),
     Mutant(
         "as many parameters to each rank",
@@ -207,14 +238,14 @@ SHARDED = [
         "for i, parameter in enumerate(parameters):\n"
         "            owner = i * len(self.owned_bytes) // len(parameters)\n",
         ("test_sharded_state_is_shared",),
-        "in elements, not in parameters",
+        "owners do not balance elements",
     ),
     Mutant(
-        "sharing begins anew in every group",
+        "sharing starts from zero in every group",
         SHARE,
         "self.owned_bytes = [0] * len(self.owned_bytes)\n        " + SHARE,
         ("test_sharded_state_is_shared",),
-        "sharing begin anew",
+        "sharing starts from zero in each group",
     ),
     Mutant(
         "what the scheduler sets ignored",
@@ -228,28 +259,28 @@ SHARDED = [
         OPTIONS,
         'inner_group["lr"] = group["lr"]\n',
         ("test_sharded_groups_and_schedulers",),
-        "not only the learning rate",
+        "only the learning rate is updated",
     ),
     Mutant(
         "the first group's options for all",
         OPTIONS,
         FIRST_OPTIONS,
         ("test_sharded_groups_and_schedulers",),
-        "the first group's",
+        "the first group's options are used for all",
     ),
     Mutant(
         "options of groups dropped",
         OPTIONS,
         OPTIONS.replace("self.inner_group(group)", "self.defaults"),
         ("test_sharded_groups_and_schedulers",),
-        "only the defaults",
+        "only the defaults are used",
     ),
     Mutant(
         "a group added later not stepped",
         LATE,
         "            pass\n",
         ("test_sharded_groups_and_schedulers", "test_sharded_state_is_shared"),
-        "never stepped",
+        "the group added later is never stepped",
     ),
     Mutant(
         "the closure passed on to the inner optimizer",
@@ -259,18 +290,41 @@ SHARDED = [
         "calls the closure once",
     ),
     Mutant(
+        "the closure not called",
+        "loss = closure() if closure else None",
+        "loss = None",
+        ("test_sharded_groups_and_schedulers",),
+        "step does not call the closure",
+    ),
+    Mutant(
+        "param_groups of the owned parameters",
+        LATE,
+        LATE + "        elif type(self) is ShardedOptimizer:\n"
+        "            group = self.param_groups[-1]\n"
+        "            group['params'] = [p for p in group['params'] if p in self.local]\n",
+        ("test_sharded_groups_and_schedulers",),
+        "param_groups contain only the parameters that this rank owns",
+    ),
+    Mutant(
+        "zero_grad without effect",
+        ZEROED,
+        "self.is_reduced = False",
+        ("test_sharded_equals_unsharded",),
+        "zero_grad does not clear the gradients",
+    ),
+    Mutant(
         "zero_grad for the owned parameters only",
         ZEROED,
         "self.is_reduced = False\n        self.optim.zero_grad(set_to_none)",
         ("test_sharded_equals_unsharded",),
-        "only the parameters that this rank owns",
+        "clears only the parameters that this rank owns",
     ),
     Mutant(
         "clipped by the norm of what a rank owns",
         SQUARES,
         "pass\n",
         ("test_sharded_clipping",),
-        "add the squares of all ranks",
+        "Add the squares of all ranks",
     ),
     Mutant(
         "the norm added up over the world",
@@ -287,14 +341,14 @@ SHARDED = [
         "each counted once",
     ),
     Mutant(
-        "small gradients made as large as max_norm", CLAMPED, "", ("test_sharded_clipping",), "where that is above 1"
+        "small gradients made as large as max_norm", CLAMPED, "", ("test_sharded_clipping",), "even if that is above 1"
     ),
     Mutant(
         "the norm returned, nothing clipped",
         GRADS,
         "grads = [grad.clone() for grad in self.prepare_grads()]\n",
         ("test_sharded_clipping",),
-        "nothing was clipped",
+        "nothing is clipped",
     ),
     Mutant(
         "a rank's own gradients clipped, then reduced",
@@ -304,28 +358,28 @@ SHARDED = [
         "        return norm\n"
         "        grads = []\n",
         ("test_sharded_clipping",),
-        "clip_grad_norm_ reduces first",
+        "clip_grad_norm_ must reduce them first",
     ),
     Mutant(
         "reduced again after clipping",
         TRAINABLE,
         TRAINABLE.replace(" and not self.is_reduced", ""),
         ("test_sharded_clipping",),
-        "averaged with gradients that are not",
+        "averaged again with gradients that are not",
     ),
     Mutant(
         "taken for reduced until the optimizer's own zero_grad",
         NEXT_STEP,
         NEXT_STEP.replace("self.is_reduced = False", "pass"),
         ("test_sharded_equals_unsharded",),
-        "does step end that",
+        "step must end that",
     ),
     Mutant(
         "taken for reduced after a step that was skipped",
         ZEROED,
         "super().zero_grad(set_to_none)",
         ("test_sharded_clipping",),
-        "does zero_grad end that",
+        "zero_grad must end that",
     ),
 ]
 
@@ -378,7 +432,7 @@ ZERO = [
             "((dist.get_rank(process_group) + 1) % dist.get_world_size(process_group))",
         ),
         ("test_zero_equals_unsharded",),
-        "each rank step on the shard that it sends",
+        "a rank does not step on the shards that it sends",
     ),
     Mutant(
         "the rank in the world, not in the group",
@@ -401,20 +455,20 @@ ZERO = [
         ("test_zero_equals_unsharded",),
         "wherever they cut a parameter",
     ),
-    Mutant("weights not gathered", GATHER, "", ("test_zero_equals_unsharded",), "are weights gathered from all ranks"),
+    Mutant("weights not gathered", GATHER, "", ("test_zero_equals_unsharded",), "the ranks have different weights"),
     Mutant(
         "weights gathered before the step",
         LOCAL_GRADS,
         GATHER + LOCAL_GRADS,
         ("test_zero_volume",),
-        "weights twice",
+        "weights are gathered twice",
     ),
     Mutant(
         "weights gathered before the step only",
         LOCAL_GRADS + SHARE_WEIGHTS + GATHER,
         GATHER + LOCAL_GRADS + SHARE_WEIGHTS,
         ("test_zero_equals_unsharded",),
-        "after the step on the own shard",
+        "after each rank has stepped on its own shards",
     ),
     Mutant(
         "the gathering of weights not waited for",
@@ -435,9 +489,9 @@ ZERO = [
         REPOINT,
         "pass",
         ("test_zero_equals_unsharded",),
-        "where `reallocate` replaces them",
+        "`reallocate` replaces them",
     ),
-    Mutant("any optimizer taken", REFUSED, "if False:", ("test_zero_equals_unsharded",), "cuts parameters"),
+    Mutant("any optimizer taken", REFUSED, "if False:", ("test_zero_equals_unsharded",), "shards cut parameters"),
     Mutant(
         "state for all parameters",
         OVERLAP,
@@ -457,7 +511,7 @@ ZERO = [
         IS_MASTER,
         "self.is_master = False",
         ("test_zero_state_is_shared", "test_zero_masters"),
-        "in 16 bits",
+        "the state is in 16 bits",
     ),
     Mutant(
         "weights summed over the ranks",
@@ -492,7 +546,7 @@ ZERO = [
         OPTIONS,
         'inner_group["lr"] = group["lr"]\n',
         ("test_zero_groups_and_schedulers",),
-        "but not the other options",
+        "but the other options are not",
     ),
     Mutant(
         "a scheduler's learning rate ignored",
@@ -506,7 +560,7 @@ ZERO = [
         OPTIONS,
         FIRST_OPTIONS,
         ("test_zero_groups_and_schedulers",),
-        "the options of the first",
+        "the options of the first group",
     ),
     Mutant(
         "a late group never stepped",
@@ -520,21 +574,21 @@ ZERO = [
         LOSS,
         "",
         ("test_zero_groups_and_schedulers",),
-        "returns what it returns",
+        "return its result",
     ),
     Mutant(
         "clipped by the local norm",
         SQUARES,
         "pass\n",
         ("test_zero_clipping",),
-        "their squares are not summed",
+        "Add the squares of all ranks",
     ),
     Mutant(
         "norms added instead of squares",
         "squares += torch.linalg.vector_norm(grad, dtype=torch.float64).square()",
         "squares += torch.linalg.vector_norm(grad, dtype=torch.float64)",
         ("test_zero_clipping",),
-        "the root of the sum of all squares",
+        "the norm is not the root of the sum of the squares",
     ),
     Mutant(
         "squares averaged",
@@ -548,21 +602,21 @@ ZERO = [
         LOCAL_GRADS,
         "        return [buffer.grad_data for buffer in self.ddp.grad_buffers]\n",
         ("test_zero_clipping",),
-        "of the own shards only",
+        "which does not contain averages",
     ),
     Mutant(
         "a copy is clipped",
         LOCAL_GRADS,
         LOCAL_GRADS.replace("[part.buffer_slice]", "[part.buffer_slice].clone()"),
         ("test_zero_clipping",),
-        "what clip_grad_norm_ scales what step reads",
+        "clip_grad_norm_ scales other tensors",
     ),
     Mutant(
         "short gradients made longer",
         CLAMPED,
         "",
         ("test_zero_clipping",),
-        "below max_norm must stay",
+        "below max_norm are scaled up",
     ),
     Mutant(
         "NaN counts as nothing",
@@ -576,7 +630,7 @@ ZERO = [
         ADD_PARTS,
         "pass\n",
         ("test_zero_checkpoints",),
-        "are the parts of all ranks put together",
+        "The parts of all ranks must be put together",
     ),
     Mutant(
         "parts put at the beginning",
@@ -599,15 +653,15 @@ ZERO = [
         RESULT,
         RESULT.replace("return result", "return {} if dist.get_rank(self.process_group) else result"),
         ("test_zero_checkpoints",),
-        "every rank is given all of it",
+        "all ranks get the whole",
     ),
-    Mutant("flat moments", SHAPE, "return full", ("test_zero_checkpoints",), "not in the parameter's shape"),
+    Mutant("flat moments", SHAPE, "return full", ("test_zero_checkpoints",), "it must be reshaped"),
     Mutant(
         "moments not resharded",
         LOAD_STATE,
         LOAD_STATE.replace("part.cut", "lambda full, n=part.shard.numel(): full.flatten()[:n].clone()"),
         ("test_zero_checkpoints",),
-        "what its own shards cover",
+        "that its own shards cover",
     ),
     Mutant("the state not loaded", LOAD_STATE, "{}\n", ("test_zero_checkpoints",), "moments start from zero"),
     Mutant(
@@ -632,26 +686,26 @@ ZERO = [
         "not copied back into the weights",
     ),
     Mutant(
-        "masters made anew from the weights in every step",
+        "masters made again from the weights in every step",
         TAKE_GRAD,
         TAKE_GRAD + "\n            part.shard.data = part.buffer.param_data[part.buffer_slice].float()",
         ("test_zero_masters",),
         "rounding takes a small step back",
     ),
-    Mutant("masters not saved", SAVED_MASTERS, "pass", ("test_zero_masters",), "does state_dict have them"),
+    Mutant("masters not saved", SAVED_MASTERS, "pass", ("test_zero_masters",), "state_dict must contain them"),
     Mutant(
         "masters not loaded",
         LOAD_MASTERS,
         LOAD_MASTERS.replace("masters.get(index, part.param)", "part.param"),
         ("test_zero_masters",),
-        "does state_dict have them",
+        "state_dict must contain them",
     ),
     Mutant(
         "masters cut where another rank's shard is",
         LOAD_MASTERS,
         "part.shard.copy_(masters.get(index, part.param).flatten()[: part.shard.numel()])",
         ("test_zero_masters",),
-        "of each master a rank takes what its own shards cover",
+        "the part of each main parameter that its own shards cover",
     ),
 ]
 

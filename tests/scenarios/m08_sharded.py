@@ -1,4 +1,4 @@
-"""What the ranks do in module 8's checks of ShardedOptimizer. `loop` is also what the parent's truth runs."""
+"""What the ranks do in module 8's checks of ShardedOptimizer. The parent's expected values use `run_loop` too."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -14,7 +14,7 @@ from scenarios.training import build, create_group, move_to_device
 
 SCHEDULERS = {
     "none": lambda optimizer: None,
-    # Each group's learning rate falls at a pace of its own.
+    # The learning rate of each group falls at its own speed.
     "lambda": lambda optimizer: torch.optim.lr_scheduler.LambdaLR(
         optimizer, [lambda step, k=k: 1 / (1 + step / k) for k in range(1, 1 + len(optimizer.param_groups))]
     ),
@@ -26,8 +26,8 @@ SCHEDULERS = {
 }
 
 
-def sharded(job: dict, params: Iterable[Any]) -> torch.optim.Optimizer:
-    """The submission's ShardedOptimizer in the job's group."""
+def make_sharded_optimizer(job: dict, params: Iterable[Any]) -> torch.optim.Optimizer:
+    """Return the submission's ShardedOptimizer in the job's group."""
     group = create_group(job)
     with phase("construct"):
         return student("m08_zero_optimizer", "ShardedOptimizer")(
@@ -38,33 +38,33 @@ def sharded(job: dict, params: Iterable[Any]) -> torch.optim.Optimizer:
         )
 
 
-def params_of(job: dict, model: nn.Module) -> Iterable[Any]:
-    """Parameters in the form job["params"]: "generator", "list", or groups of names with their options."""
+def select_params(job: dict, model: nn.Module) -> Iterable[Any]:
+    """Return parameters in the form job["params"]: "generator", "list", or groups of names with their options."""
     if job["params"] == "generator":
         return model.parameters()
     if job["params"] == "list":
         return list(model.parameters())
-    return [group_from(group, model) for group in job["params"]]
+    return [build_param_group(group, model) for group in job["params"]]
 
 
-def group_from(group: dict, model: nn.Module) -> dict:
-    """A parameter group as a user writes it, its parameters from a generator."""
+def build_param_group(group: dict, model: nn.Module) -> dict:
+    """Return a parameter group as a user writes it, with its parameters from a generator."""
     named = dict(model.named_parameters())
     return group["options"] | {"params": (named[name] for name in group["names"])}
 
 
-def loop(
+def run_loop(
     job: dict,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     batches: list[list[dict]],
     clip: Callable[[float], Any],
 ) -> dict:
-    """Takes a step on the mean loss of each entry of `batches`, and returns what there is to compare.
+    """Take a step on the mean loss of each entry of `batches`, and return the values that a check compares.
 
-    What the job may have: "scheduler", "late" (a group added before step 2), "closure" (step gets one), "max_norms" (of
-    each step, to clip), "skip" (a step that is not taken), "zeros" (zero_grad keeps the tensors), "zero_by_model" (it
-    is the model's, not the optimizer's).
+    The job may have: "scheduler", "late" (a group added before step 2), "closure" (step gets one), "max_norms" (clip in
+    each step), "skip" (a step that is not taken), "zeros" (zero_grad keeps the tensors), "zero_by_model" (call the
+    model's zero_grad, not the optimizer's).
     """
     scheduler = SCHEDULERS[job.get("scheduler", "none")](optimizer)
     weights, norms, norm_dtypes, losses, returned, left = [], [], [], [], [], set()
@@ -87,7 +87,7 @@ def loop(
         recording.note("step", step=step)
         if "late" in job and step == 2:
             with phase("construct"):
-                optimizer.add_param_group(group_from(job["late"], model))
+                optimizer.add_param_group(build_param_group(job["late"], model))
         if "closure" in job:
             with phase("step"):
                 loss = optimizer.step(lambda step=step, own=own: compute(step, own))
@@ -106,42 +106,42 @@ def loop(
             scheduler.step()
         weights.append({name: p.detach().clone() for name, p in model.named_parameters()})
     sizes = [len(group["params"]) for group in optimizer.param_groups]
-    found = {"weights": weights, "norms": norms, "norm_dtypes": norm_dtypes, "losses": losses, "returned": returned}
-    return found | {"sizes": sizes, "left": sorted(left)}
+    outcome = {"weights": weights, "norms": norms, "norm_dtypes": norm_dtypes, "losses": losses, "returned": returned}
+    return outcome | {"sizes": sizes, "left": sorted(left)}
 
 
 def train(job: dict) -> dict:
-    """Trains this rank's replica on its own batches. All ranks start with job["start"]."""
+    """Train this rank's replica on its own batches. All ranks start with job["start"]."""
     model = build(job | {"state": job["start"]})
-    optimizer = sharded(job, params_of(job, model))
+    optimizer = make_sharded_optimizer(job, select_params(job, model))
     batches = [[move_to_device(batch) for batch in step] for step in job["batches"]]
-    return loop(job, model, optimizer, batches, lambda max_norm: optimizer.clip_grad_norm_(max_norm))
+    return run_loop(job, model, optimizer, batches, lambda max_norm: optimizer.clip_grad_norm_(max_norm))
 
 
-def parameters(numels: list[int], frozen: list[int]) -> list[nn.Parameter]:
-    """Flat parameters of these sizes; those at the places in `frozen` do not train."""
-    found = [nn.Parameter(torch.ones(numel, device=device())) for numel in numels]
-    for place in frozen:
-        found[place].requires_grad_(False)
-    return found
+def make_parameters(numels: list[int], frozen: list[int]) -> list[nn.Parameter]:
+    """Return flat parameters of these sizes. Those at the indices in `frozen` do not train."""
+    parameters = [nn.Parameter(torch.ones(numel, device=device())) for numel in numels]
+    for index in frozen:
+        parameters[index].requires_grad_(False)
+    return parameters
 
 
-def state_bytes(state: dict) -> int:
-    """The bytes of an optimizer's state, but for scalars such as Adam's step."""
+def count_state_bytes(state: dict) -> int:
+    """Return the bytes of an optimizer's state, except scalars such as Adam's step."""
     tensors = recording.list_tensors([list(entries.values()) for entries in state.values()])
     return sum(tensor.nbytes for tensor in tensors if tensor.numel() > 1)
 
 
-def states(problems: list[dict]) -> list[dict]:
-    """For each problem: the bytes of optimizer state on this rank, and the places of the parameters they belong to.
+def measure_states(problems: list[dict]) -> list[dict]:
+    """Return, for each problem, this rank's bytes of optimizer state and the indices of the parameters that have it.
 
-    A problem has the sizes in its `first` parameter groups, and in `late` ones, added after a step.
+    A problem has the sizes in its `first` parameter groups, and in `late` ones that are added after a step.
     """
-    found = []
+    measured = []
     for problem in problems:
-        groups = [parameters(numels, problem["frozen"]) for numels in problem["first"]]
-        late = [parameters(numels, []) for numels in problem["late"]]
-        optimizer = sharded(problem, [{"params": group} for group in groups])
+        groups = [make_parameters(numels, problem["frozen"]) for numels in problem["first"]]
+        late = [make_parameters(numels, []) for numels in problem["late"]]
+        optimizer = make_sharded_optimizer(problem, [{"params": group} for group in groups])
         everyone = [parameter for group in groups for parameter in group]
         train_once(optimizer, everyone)
         if late:
@@ -149,14 +149,14 @@ def states(problems: list[dict]) -> list[dict]:
                 optimizer.add_param_group({"params": group})
                 everyone += group
             train_once(optimizer, everyone)
-        place = {id(parameter): i for i, parameter in enumerate(everyone)}
+        index = {id(parameter): i for i, parameter in enumerate(everyone)}
         state = optimizer.optim.state
-        found.append({"bytes": state_bytes(state), "places": sorted(place.get(id(p), -1) for p in state)})
-    return found
+        measured.append({"bytes": count_state_bytes(state), "indices": sorted(index.get(id(p), -1) for p in state)})
+    return measured
 
 
 def train_once(optimizer: torch.optim.Optimizer, everyone: list[nn.Parameter]) -> None:
-    """One step with gradients of ones."""
+    """Take one step with gradients of ones."""
     for parameter in everyone:
         if parameter.requires_grad:
             parameter.grad = torch.ones_like(parameter)

@@ -1,4 +1,4 @@
-"""What the ranks do in module 8's checks of ZeroOptimizer. `take_steps` is also the loop of the one process."""
+"""What the ranks do in module 8's checks of ZeroOptimizer. The parent's one process uses `take_steps` too."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -12,12 +12,12 @@ from brigade.checks.reference import compute_loss
 from brigade.rank import recording
 from brigade.rank.api import device, student
 from brigade.rank.recording import phase
-from scenarios.m08_sharded import state_bytes
+from scenarios.m08_sharded import count_state_bytes
 from scenarios.training import move_to_device, wrap
 
 
 class LARS(torch.optim.Optimizer):
-    """Layer-wise: a step is as long as the parameter's norm allows, so that no element is treated by itself."""
+    """A layer-wise optimizer: a step depends on the norm of the whole parameter, not on each element by itself."""
 
     def __init__(self, params: Iterable[Any], lr: float = 0.01):
         super().__init__(params, {"lr": lr})
@@ -32,7 +32,7 @@ class LARS(torch.optim.Optimizer):
 
 
 class Dots(nn.Module):
-    """Parameters of several dtypes, each of whose gradients is its input exactly."""
+    """A model with parameters of several dtypes, whose gradients are exactly its inputs."""
 
     def __init__(self, weights: list[Tensor]):
         super().__init__()
@@ -43,17 +43,17 @@ class Dots(nn.Module):
 
 
 def build(job: dict) -> nn.Module:
-    """This rank's model; nothing is noted in its backward."""
+    """Return this rank's model. Nothing is recorded in its backward."""
     return edge_case_models.build(job["model"], job["sizes"], job["state"], job["dtype"]).to(device())
 
 
-def groups_of(recipe: dict, model: nn.Module) -> list | None:
-    """The recipe's parameter groups; None where it has none."""
+def make_groups(recipe: dict, model: nn.Module) -> list | None:
+    """Return the recipe's parameter groups; None if it has none."""
     return [build_param_group(group, model) for group in recipe["groups"]] if "groups" in recipe else None
 
 
 def build_param_group(group: dict, model: nn.Module) -> dict:
-    """A parameter group as a user writes it, for one that names its parameters."""
+    """Return a parameter group as a user writes it, from one that names its parameters."""
     named = dict(model.named_parameters())
     return group["options"] | {"params": [named[name] for name in group["names"]]}
 
@@ -68,9 +68,9 @@ def take_steps(
 ) -> dict:
     """Train. `gradients(step)` computes the gradients and returns the loss.
 
-    Return the norms, their dtypes (None for a Python number), and whether step gave the loss.
-    Of the recipe: "gamma", by which the learning rate shrinks in every step; "change", options that all groups get
-    before step "at"; "late", a group that is added before step "at"; "closure", whether step gets one; "max_norm".
+    Return the norms, their dtypes (None for a Python number), and whether step returned the loss of its closure.
+    The recipe may have: "gamma", by which the learning rate shrinks in every step; "change", options that all groups
+    get before step "at"; "late", a group that is added before step "at"; "closure", if step gets one; "max_norm".
     """
     scheduler = ExponentialLR(optimizer, recipe["gamma"]) if "gamma" in recipe else None
     norms, norm_dtypes, losses, returned = [], [], [], True
@@ -91,8 +91,8 @@ def take_steps(
         if recipe.get("closure"):
             losses.clear()
             with phase("step"):
-                found = optimizer.step(closure)
-            returned = returned and losses == [found]
+                loss = optimizer.step(closure)
+            returned = returned and losses == [loss]
         else:
             closure()
             if "max_norm" in recipe:
@@ -107,9 +107,9 @@ def take_steps(
     return {"norms": norms, "norm_dtypes": norm_dtypes, "returned": returned}
 
 
-def zero_optimizer(recipe: dict, ddp: nn.Module, model: nn.Module) -> torch.optim.Optimizer:
-    """The submission's ZeroOptimizer, as the recipe has it."""
-    groups = groups_of(recipe, model)
+def make_zero_optimizer(recipe: dict, ddp: nn.Module, model: nn.Module) -> torch.optim.Optimizer:
+    """Return the submission's ZeroOptimizer, as the recipe describes it."""
+    groups = make_groups(recipe, model)
     with phase("construct"):
         return student("m08_zero_optimizer", "ZeroOptimizer")(
             ddp, getattr(torch.optim, recipe["optimizer"]), *([] if groups is None else [groups]), **recipe["options"]
@@ -117,16 +117,16 @@ def zero_optimizer(recipe: dict, ddp: nn.Module, model: nn.Module) -> torch.opti
 
 
 def train(job: dict) -> dict:
-    """Wraps the trap, makes the optimizer, loads job["load"] and takes all steps.
+    """Wrap the model, make the optimizer, load job["load"] and take all steps.
 
-    job["reallocate"] moves the buffers before every step. job["poison"], a parameter and a value, is what one entry of
-    its gradient becomes on this rank. The state_dict comes back with job["save"].
+    job["reallocate"] moves the buffers before every step. job["poison"] is a parameter and a value, which replaces one
+    entry of its gradient on this rank. With job["save"], return the state_dict too.
     """
     model = build(job)
     ddp = wrap(job, model)
     if "poison" in job:
         name, value = job["poison"]
-        dict(model.named_parameters())[name].register_hook(lambda grad: with_one_entry(grad, value))
+        dict(model.named_parameters())[name].register_hook(lambda grad: replace_last_entry(grad, value))
 
     def gradients(step: int) -> float:
         if job.get("reallocate"):
@@ -144,11 +144,11 @@ def train(job: dict) -> dict:
             ddp.finish_grad_sync()
         return loss.item()
 
-    return trained(job, ddp, model, gradients)
+    return train_wrapped(job, ddp, model, gradients)
 
 
 def train_dots(job: dict) -> dict:
-    """As `train`, for the weights job["weights"], whose gradients are job["batches"][step]."""
+    """Train like `train`, for the weights job["weights"], whose gradients are job["batches"][step]."""
     model = Dots([weight.to(device()) for weight in job["weights"]])
     ddp = wrap(job, model)
 
@@ -160,57 +160,58 @@ def train_dots(job: dict) -> dict:
             ddp.finish_grad_sync()
         return loss.item()
 
-    return trained(job, ddp, model, gradients)
+    return train_wrapped(job, ddp, model, gradients)
 
 
-def trained(job: dict, ddp: nn.Module, model: nn.Module, gradients: Callable[[int], float]) -> dict:
-    """Makes the optimizer, takes all steps, and returns what there is to compare."""
-    optimizer = zero_optimizer(job["recipe"], ddp, model)
+def train_wrapped(job: dict, ddp: nn.Module, model: nn.Module, gradients: Callable[[int], float]) -> dict:
+    """Make the optimizer, take all steps, and return the values that a check compares."""
+    optimizer = make_zero_optimizer(job["recipe"], ddp, model)
     if "load" in job:
-        optimizer.load_state_dict(on_this_device(job["load"]))
-    found = take_steps(
+        optimizer.load_state_dict(move_state_to_device(job["load"]))
+    outcome = take_steps(
         job["recipe"], model, optimizer, len(job["batches"]), gradients, lambda limit: optimizer.clip_grad_norm_(limit)
     )
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     inner = getattr(optimizer, "optim", None)
-    return found | {
+    return outcome | {
         "weights": weights,
         "is_optimizer": isinstance(optimizer, torch.optim.Optimizer),
         "gather_grads": bool(ddp.gather_grads),
         "groups": [[names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups],
-        "state_bytes": None if inner is None else state_bytes(inner.state),
-        "inner_bytes": None if inner is None else bytes_by_dtype(p for g in inner.param_groups for p in g["params"]),
+        "state_bytes": None if inner is None else count_state_bytes(inner.state),
+        "inner_bytes": None if inner is None else count_bytes_by_dtype(inner.param_groups),
         "state_dict": optimizer.state_dict() if job.get("save") else None,
     }
 
 
-def with_one_entry(grad: Tensor, value: float) -> Tensor:
-    """The gradient with its last entry replaced."""
+def replace_last_entry(grad: Tensor, value: float) -> Tensor:
+    """Return the gradient with its last entry replaced."""
     grad = grad.clone()
     grad.view(-1)[-1] = value
     return grad
 
 
-def on_this_device(value: Any) -> Any:
-    """Every tensor of a nested dict, list or tuple on this rank's device, but scalars such as Adam's step."""
+def move_state_to_device(value: Any) -> Any:
+    """Move every tensor of a nested dict, list or tuple to this rank's device, except scalars such as Adam's step."""
     if isinstance(value, Tensor):
         return value.to(device()) if value.dim() else value
     if isinstance(value, dict):
-        return {key: on_this_device(item) for key, item in value.items()}
-    return type(value)(on_this_device(item) for item in value) if isinstance(value, (list, tuple)) else value
+        return {key: move_state_to_device(item) for key, item in value.items()}
+    return type(value)(move_state_to_device(item) for item in value) if isinstance(value, (list, tuple)) else value
 
 
-def bytes_by_dtype(tensors: Iterable[Tensor]) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for tensor in tensors:
+def count_bytes_by_dtype(param_groups: list[dict]) -> dict[str, int]:
+    """Return the bytes of the parameters in these groups, by the name of their dtype."""
+    totals: dict[str, int] = {}
+    for tensor in (parameter for group in param_groups for parameter in group["params"]):
         name = str(tensor.dtype).removeprefix("torch.")
-        found[name] = found.get(name, 0) + tensor.nbytes
-    return found
+        totals[name] = totals.get(name, 0) + tensor.nbytes
+    return totals
 
 
-def refusals(job: dict) -> list[str | None]:
-    """What ZeroOptimizer says when it is to divide optimizers that are not elementwise; None if it takes one."""
+def collect_refusals(job: dict) -> list[str | None]:
+    """Return what ZeroOptimizer raises for each optimizer that is not elementwise, as text; None if it accepts one."""
     answers: list[str | None] = []
     for optimizer_cls in (torch.optim.Adafactor, LARS, torch.optim.LBFGS):
         ddp = wrap(job, build(job))
