@@ -34,7 +34,7 @@ class Handle(Protocol):
 
 @contextmanager
 def coalesce(process_group: dist.ProcessGroup | None = None) -> Iterator[Handle]:
-    """Launch all collectives that the block calls as one, when the block ends, without waiting.
+    """Launch all collectives of the block as one, without waiting, when the block ends.
 
     The block may call all_reduce, reduce_scatter or all_gather on whole tensors. Raise RuntimeError if the calls differ
     in kind, reduce operation or dtype, or if blocks of one group are nested. After any exception in the block, nothing
@@ -81,7 +81,7 @@ class BucketGroup:
         self.grad_handle.wait()
 
     def start_all_gather(self, data: torch.Tensor) -> Handle:
-        """Start the all-gather of each of the group's buckets in a flat tensor, in one launch."""
+        """Start the all-gather of the group's buckets in a flat tensor, in one launch."""
         # Do the same with `all_gather`. Its input is this rank's shard, and its output the whole bucket.
         # TODO: part (d)
         raise NotImplementedError("module 6, part (d)")

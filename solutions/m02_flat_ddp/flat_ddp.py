@@ -1,11 +1,11 @@
 """Module 2: the same average, in one all-reduce.
 
 Launching a collective takes time, even if it carries few bytes. After backward, all gradients are copied into one flat
-tensor, which one collective reduces, and copied back. A collective carries one dtype, so each dtype of the parameters
+tensor, averaged with one all-reduce, and copied back. A collective carries one dtype, so each dtype of the parameters
 has its own flat tensor.
 
 Cost per step: one launch per dtype, after backward, and the same bytes as before. All gradients are copied twice (in
-and out). During the all-reduce they need their memory a second time.
+and out) and, during the all-reduce, take twice the memory.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def plan_buckets(params: Iterable[nn.Parameter], bucket_cap_bytes: int) -> list[
     # Go through the parameters from the last to the first, and open a new bucket where the rule asks for one.
     ### BEGIN SOLUTION part (a)
     buckets: list[list[nn.Parameter]] = []
-    nbytes = 0  # of the open bucket
+    nbytes = 0  # in the open bucket
     for parameter in reversed(list(params)):
         size = parameter.numel() * parameter.element_size()
         if not buckets or nbytes + size > bucket_cap_bytes or parameter.dtype != buckets[-1][0].dtype:
