@@ -1,25 +1,25 @@
-"""What a rank reports: the kinds of events, how to read them, and what a rank is doing, in words.
+"""The events that a rank reports: their kinds, how to read them, and how to describe what a rank is doing.
 
 An event is a small dict. Every event has `kind`, `time` (seconds of `time.perf_counter`, which all processes of one
-machine share) and `phase` (what the training loop was doing). `rank/recording.py` makes these kinds:
+machine share) and `phase` (what the training loop was doing). `rank/recording.py` reports these kinds:
 
     launch   the rank calls a collective. `index` counts the launches of the rank. `group` is the name of the group and
              `ranks` are its global ranks. `op`, `dtype`, `numel` and `nbytes` describe the full buffer; `parts` is the
              number of tensors in a coalesced call, else 1. `reduce_op`, `root` (a rank in the group) and `sync` are
-             arguments of the call. `peer` is the global rank that a send goes to or a receive comes from; None: from
-             any rank, or the call is a collective. `name` is the parameter that the call concerns, if known, and
-             `memory` says whether that is the parameter's "weight" or its "gradient".
+             arguments of the call. `peer` is the global rank that a send goes to or a receive comes from;
+             it is None for a receive from any rank and for collectives. `name` is the parameter that the call
+             concerns, if known, and `memory` says whether that is the parameter's "weight" or its "gradient".
     wait     the rank begins to wait for launch `index`
     done     the rank has the result of launch `index`
-    end      launch `index` is complete. `time` is when; on CUDA it is when the kernel was queued, and for gloo's
-             reduce_scatter when the wait for it ended. `began` is when an emulated link began to carry it.
-    phase    the loop enters this phase
+    end      launch `index` is complete. On CUDA `time` is when the kernel was queued; for gloo's reduce_scatter it is
+             when the wait for it ended. `began` is when the emulated link began to carry it.
+    phase    the training loop enters this phase
     race     a tensor of launch `index` was changed between launch and wait (`rank/strict.py`)
     ready    backward is about to add the gradient of the parameter `name` to its `.grad`
-    step     what follows belongs to step `step` of the training loop; None: to no step
+    step     the following events belong to step `step` of the training loop, or to no step if it is None
 
 Scenarios add kinds of their own with `note`. The parent validates each event once, when it arrives (`validate`).
-Everything else may rely on the fields.
+All other code may rely on the fields.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from typing import Any, NamedTuple
 Event = dict[str, Any]
 Fields = dict[str, tuple[type, ...]]
 
-OUTSIDE = "setup"  # the phase outside all phases of the training loop
-OPPOSITES = {"send": "recv", "recv": "send"}  # the point-to-point calls, and what the peer must call
-MAX_NUMBER = 1 << 20  # of a launch or a step: a rank could choose larger numbers that collide in the parent's dicts
+OUTSIDE = "setup"  # the phase outside the phases of the training loop
+OPPOSITES = {"send": "recv", "recv": "send"}  # point-to-point calls -> what the peer must call
+MAX_NUMBER = 1 << 20  # of a launch or a step; a malicious rank could choose numbers that collide in the parent's dicts
 
 COMMON_FIELDS: Fields = {"kind": (str,), "time": (float,), "phase": (str,)}
 FIELDS: dict[str, Fields] = {
@@ -53,7 +53,7 @@ FIELDS: dict[str, Fields] = {
 
 
 def validate(event: Any, num_launches: int) -> None:
-    """Raise ValueError unless a recorder can have made this event after `num_launches` launches of its rank."""
+    """Raise ValueError unless a recorder can have reported this event after `num_launches` launches of its rank."""
     if type(event) is not dict:
         raise ValueError("an event is a dict")
     kind = event.get("kind")
@@ -74,6 +74,7 @@ def validate(event: Any, num_launches: int) -> None:
 
 
 def is_small(number: Any) -> bool:
+    """Return whether `number` is None or an integer from 0 to MAX_NUMBER - 1."""
     return number is None or type(number) is int and 0 <= number < MAX_NUMBER
 
 
@@ -98,7 +99,7 @@ class Launch:
     step: int | None  # of the training loop; None before the first
     place: int
     start: float
-    began: float | None = None  # when an emulated link began to carry it
+    began: float | None = None  # when the emulated link began to carry it
     end: float | None = None
     wait_start: float | None = None  # when the rank first began to wait for it ...
     wait_end: float | None = None  # ... and when that wait was over
@@ -109,7 +110,7 @@ class Launch:
 
 
 def launches(events: Sequence[Event], step: int | None = None, *, phase: str | None = None) -> list[Launch]:
-    """Return the launches that carry data, in order: all, or those of one step, or one phase. Barriers carry none."""
+    """Return the launches in order, without barriers: all, or only those of one step or one phase."""
     by_index: dict[int, Launch] = {}
     current_step = None
     for place, event in enumerate(events):
@@ -141,7 +142,7 @@ def launches(events: Sequence[Event], step: int | None = None, *, phase: str | N
 
 
 def list_ready_gradients(events: Sequence[Event], step: int) -> list[tuple[int, str]]:
-    """Return (position in the record, parameter) for each gradient of a step, in the order in which they got ready."""
+    """Return (position in the record, parameter) for each gradient of a step, in the order of readiness."""
     return [(place, event["name"]) for place, event in _events_of_step(events, step) if event["kind"] == "ready"]
 
 
@@ -191,7 +192,7 @@ class RankRecord:
         self.waiting: Event | None = None  # the launch that it waits for now
 
     def add(self, event: Event) -> None:
-        """Take in the rank's next event."""
+        """Add the rank's next event."""
         self.events.append(event)
         if event["kind"] == "launch":
             self.launches.append(event)
@@ -207,7 +208,7 @@ class RankRecord:
     def describe_activity(self, missing_peers: Sequence[int] = ()) -> str:
         """Return what the rank is doing, such as: waits in all_reduce #3 (float32, 4096 B), which rank 1 never launched
 
-        `missing_peers` have not launched what it waits for.
+        `missing_peers` are the ranks that have not launched what it waits for.
         """
         if self.waiting:
             names = " and ".join(f"rank {peer}" for peer in missing_peers)
@@ -232,7 +233,7 @@ class Mismatch(NamedTuple):
 
 
 class Progress:
-    """What the ranks of a run have launched, and who waits for whom."""
+    """What the ranks of a run have launched, and which ranks wait for which others."""
 
     def __init__(self, world_size: int):
         self.ranks = [RankRecord() for _ in range(world_size)]
@@ -240,7 +241,7 @@ class Progress:
         self._messages: dict[tuple[str, int, str, int | None], list[Event]] = {}  # (group, rank, op, peer) -> launches
 
     def add(self, rank: int, event: Event) -> None:
-        """Take in the next event of a rank."""
+        """Add the next event of a rank."""
         self.ranks[rank].add(event)
         if event["kind"] != "launch":
             return
@@ -272,8 +273,8 @@ class Progress:
     def _is_answered(self, rank: int, launch: Event) -> bool:
         """Return whether the peer has made, or may have made, the call that belongs to a send or a receive.
 
-        With gloo a send ends when the peer receives. Tags are not compared, and a receive from any rank may belong to
-        any send: the answer is then True, and a run that hangs ends at the deadline.
+        With gloo a send ends when the peer receives. Tags are not compared. A receive from any rank may belong to any
+        send. In that case this returns True, and a run that hangs ends at the deadline.
         """
         group, op, peer = launch["group"], launch["op"], launch["peer"]
         if peer is None or not 0 <= peer < len(self.ranks) or (group, peer, "recv", None) in self._messages:
@@ -282,17 +283,17 @@ class Progress:
         return len(self._messages.get((group, peer, OPPOSITES[op], rank), ())) > number
 
     def is_deadlocked(self, settled: Collection[int]) -> bool:
-        """Return whether no rank can go on by itself. `settled` ranks have returned, raised or ended.
+        """Return whether no rank can continue by itself. `settled` ranks have returned, raised or ended.
 
-        A rank goes on by itself if all its peers have launched what it waits for, because every group completes its
-        collectives in order and independently of other groups. Until it goes on, it may launch what others wait for:
-        it only lacks processor time.
+        A rank can continue if all its peers have launched what it waits for, because every group completes its
+        collectives in order and independently of other groups. Such a rank only lacks processor time, and may still
+        launch what others wait for.
         """
         unsettled = [rank for rank in range(len(self.ranks)) if rank not in settled]
         return bool(unsettled) and all(self.find_missing_peers(rank) for rank in unsettled)
 
     def find_mismatch(self, rank: int) -> Mismatch | None:
-        """Return the first peer whose launch of the same number in the group differs from this rank's last launch."""
+        """Return the first mismatch of this rank's last launch and the launch of the same number on a peer, or None."""
         launch = self.ranks[rank].launches[-1]
         if launch["op"] in OPPOSITES:
             return None
@@ -305,12 +306,12 @@ class Progress:
 
 
 def find_position(launch: Event, launched: Sequence[Event]) -> int:
-    """Return the position of this very launch."""
+    """Return the position of this launch in `launched`, compared by identity."""
     return next(i for i, other in enumerate(launched) if other is launch)
 
 
 def make_signature(launch: Event) -> tuple:
-    """Return what must agree between the ranks. In a gather, the root's side may differ."""
+    """Return the fields that all ranks must agree on. In a gather, the root's side may differ."""
     if launch["op"] in ("gather", "scatter", "all_to_all"):
         return (launch["op"], launch["root"])
     return tuple(launch[name] for name in ("op", "dtype", "numel", "reduce_op", "root"))

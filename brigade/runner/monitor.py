@@ -1,13 +1,13 @@
-"""Watch the ranks of one run: listen to them, notice how the run ends, and end all ranks.
+"""Monitor the ranks of one run: listen to them, detect how the run ends, and end all ranks.
 
 A run ends when every rank has delivered a result, or when
 
 - a rank raised, ended without a result or sent something unreadable ("failed"),
 - two ranks called different collectives as the same launch of a group ("mismatch"),
-- no rank can go on by itself ("deadlock"),
-- the deadline is over ("deadline").
+- no rank can continue by itself ("deadlock"),
+- the deadline has passed ("deadline").
 
-A rank is not trusted: whatever it sends is limited in size and validated here.
+A rank is not trusted: everything that it sends is limited in size and validated here.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from brigade.runner.report import (
 )
 from brigade.runner.server import SERVER
 
-QUIET_S = 2.0  # the time without any message from a rank after which a deadlock is looked for
-GRACE_S = 0.3  # after the first failure, the time that other ranks get to report theirs
-LISTEN_S = 0.001  # pause between looks at what ranks say: waking up for each event would take the cores from them
-ANSWER_S = 0.5  # the time that ranks get to say where they stand
+QUIET_S = 2.0  # after this time without a message from any rank, look for a deadlock
+GRACE_S = 0.3  # after the first failure, other ranks have this time to report theirs
+LISTEN_S = 0.001  # pause between reads: waking up for each event would take processor time from the ranks
+ANSWER_S = 0.5  # the time that ranks have to print their stacks
 MESSAGE_LIMIT = 4_000  # characters of an exception's message that are kept
-TRACE_LIMIT = 1 << 16  # bytes of what a rank says of where it stands
-FRAMES_LIMIT = 30  # of an exception
-SENT_LIMIT = 1 << 30  # bytes that a rank may send, where no sandbox says less
+TRACE_LIMIT = 1 << 16  # bytes of a rank's stack that are kept
+FRAMES_LIMIT = 30  # of an exception that are kept
+SENT_LIMIT = 1 << 30  # bytes that a rank may send without a sandbox
 HEADER_BYTES = 9  # of a message: its letter and its size
 
 
 class RankProcess:
-    """One rank: its process, our ends of its three channels, and what is known of it."""
+    """One rank: its process, our ends of its three channels, and its state."""
 
     def __init__(self, state: RankState):
         self.state = state
@@ -67,7 +67,7 @@ class RankProcess:
         return [self._rank_control.fileno(), self._rank_output, self._rank_trace]
 
     def close_rank_ends(self) -> None:
-        """Close the rank's ends of the channels, which its process has open by now."""
+        """Close our copies of the rank's ends of the channels. Its process has its own."""
         self._rank_control.close()
         os.close(self._rank_output)
         os.close(self._rank_trace)
@@ -78,7 +78,7 @@ class RankProcess:
             self.control.sendall(struct.pack("<Q", len(data)) + data)
 
     def close(self) -> None:
-        """Close all channels, after reading what the rank has still printed."""
+        """Read what the rank has printed since, then close all channels."""
         if self.pid:
             os.set_blocking(self.output, False)
             with contextlib.suppress(OSError):
@@ -107,7 +107,7 @@ class Monitor:
         self.ranks = [RankProcess(RankState(number, record)) for number, record in enumerate(self.progress.ranks)]
         self._packages = packages
         self._deadline_s = deadline_s
-        self._stream = stream  # otherwise a rank may have done more than has arrived
+        self._stream = stream  # otherwise events arrive late, and a deadlock cannot be detected
         self._on_event = on_event
         self._max_bytes = SERVER.sandbox.sent if SERVER.sandbox else SENT_LIMIT
         self._sealed_lines = read_sealed_lines(packages) if SERVER.sandbox else {}
@@ -118,11 +118,11 @@ class Monitor:
 
     @property
     def states(self) -> list[RankState]:
-        """What is known of each rank."""
+        """The state of each rank."""
         return [rank.state for rank in self.ranks]
 
     def fork(self, directory: Path) -> None:
-        """Have the server fork the ranks."""
+        """Let the server fork the ranks, with the run's `directory`."""
         descriptors = [fd for rank in self.ranks for fd in rank.descriptors]
         pids = SERVER.fork(descriptors, directory, [functools.partial(self._note_exit, rank) for rank in self.ranks])
         for rank, pid in zip(self.ranks, pids):
@@ -137,7 +137,7 @@ class Monitor:
         self._selector.register(SERVER.fileno(), selectors.EVENT_READ, (None, None))
 
     def watch(self) -> RankFailure | None:
-        """Listen until all ranks have delivered, or the run has failed. Return the failure."""
+        """Listen until all ranks have delivered a result (return None) or the run has failed (return the failure)."""
         ends_at = time.monotonic() + self._deadline_s if self._deadline_s else float("inf")
         while (kind := self._find_failure_kind(ends_at)) is None:
             if all(state.result is not None for state in self.states):
@@ -149,7 +149,7 @@ class Monitor:
         return describe_failure(kind, self.states, self.progress, self._mismatch, self._deadline_s, self._packages)
 
     def end(self) -> None:
-        """Kill and reap all ranks. Read what they had still printed."""
+        """Kill and reap all ranks. Read the rest of their output."""
         pids = [rank.pid for rank in self.ranks if rank.pid]
         try:
             if pids:
@@ -160,7 +160,7 @@ class Monitor:
             self._selector.close()
 
     def decode_results(self) -> list[Any]:
-        """Return what the ranks returned. Raise RankFailure if a rank sent something else."""
+        """Return the results of all ranks. Raise RankFailure if one cannot be decoded."""
         from brigade.runner import wire
 
         values = []
@@ -169,13 +169,13 @@ class Monitor:
                 values.append(wire.decode(state.result))
             except wire.WireError as error:
                 line = f"rank {state.number}: {error}"
-                raise RankFailure("garbled", "a rank delivered something unreadable", [line], state.number) from None
+                raise RankFailure("garbled", "a rank delivered an unreadable result", [line], state.number) from None
         return values
 
     def _find_failure_kind(self, ends_at: float) -> str | None:
-        """Return how the run has failed, or None if it has not, or not yet."""
+        """Return how the run has failed, or None if it has not failed yet."""
         now = time.monotonic()
-        if self._mismatch:  # even if all have delivered: some such collectives end
+        if self._mismatch:  # even if all have delivered: some mismatched collectives complete
             return "mismatch"
         if all(state.result is not None for state in self.states):
             return None
@@ -218,7 +218,7 @@ class Monitor:
         append_limited(kept, data, limit)
 
     def _read_control(self, rank: RankProcess) -> None:
-        """Read from a rank's channel, and take in the messages that are complete."""
+        """Read from a rank's channel and handle the messages that are complete."""
         try:
             data = rank.control.recv(1 << 20)
         except ConnectionResetError:
@@ -231,24 +231,27 @@ class Monitor:
         rank.buffer += data
         rank.num_received += len(data)
         if rank.num_received > self._max_bytes:
-            self._refuse(rank, f"sent more than {self._max_bytes} bytes: does it launch collectives without end?")
+            self._refuse(
+                rank,
+                f"sent more than {self._max_bytes} bytes. Likely cause: it launches collectives in an endless loop.",
+            )
             return
         events: list[Event] = []
         try:
             while message := self._pop_message(rank.buffer):
-                events += self._take_in(rank.state, *message)
+                events += self._handle_message(rank.state, *message)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
             self._refuse(rank, "wrote something unreadable to its channel")
         for event in events if self._on_event else []:
             self._on_event(rank.state.number, event)
 
     def _pop_message(self, buffer: bytearray) -> tuple[bytes, bytes] | None:
-        """Return letter and body of the next message and remove it, or None if it is not complete yet."""
+        """Remove the next message and return its letter and body, or None if it is not complete yet."""
         if len(buffer) < HEADER_BYTES:
             return None
         letter, (size,) = bytes(buffer[:1]), struct.unpack_from("<Q", buffer, 1)
         if letter not in (b"E", b"R", b"X") or size > self._max_bytes:
-            raise ValueError("no message that a rank sends")
+            raise ValueError("not a message of a rank")
         if len(buffer) < HEADER_BYTES + size:
             return None
         body = bytes(buffer[HEADER_BYTES : HEADER_BYTES + size])
@@ -260,10 +263,10 @@ class Monitor:
         self._selector.unregister(rank.control)
         self._note_failure()
 
-    def _take_in(self, state: RankState, letter: bytes, body: bytes) -> list[Event]:
-        """Take in one message of a rank, and return the events in it. See `rank/channel.py` for the letters."""
+    def _handle_message(self, state: RankState, letter: bytes, body: bytes) -> list[Event]:
+        """Handle one message of a rank and return the events in it. See `rank/channel.py` for the letters."""
         if state.result is not None or state.error is not None:
-            return []  # after its result or its exception, a rank says nothing more
+            return []  # a rank has nothing to say after its result or its exception
         self._last_news = time.monotonic()
         if letter == b"R":
             state.result = body
@@ -274,7 +277,7 @@ class Monitor:
             return []
         events = list(read_json(body))
         if not events:
-            raise ValueError("no message that a rank sends")
+            raise ValueError("not a message of a rank")
         for event in events:
             validate(event, len(state.record.launches))
             self.progress.add(state.number, event)
@@ -291,14 +294,14 @@ class Monitor:
         )
 
     def _read_frame(self, file: Any, line: Any, function: Any, text: Any) -> Frame:
-        """Return one frame of an exception. Fill in the text of the line if the rank does not have the file's text."""
+        """Return one frame of an exception. Add the text of the line if the rank has only the code of the file."""
         if isinstance(file, str) and file in self._sealed_lines:
             lines = self._sealed_lines[file]
             text = lines[line - 1] if type(line) is int and 0 < line <= len(lines) else ""
         return (str(file)[:MESSAGE_LIMIT], int(line), str(function)[:MESSAGE_LIMIT], str(text)[:MESSAGE_LIMIT])
 
     def _request_stacks(self) -> None:
-        """Have the ranks print their stacks, and read them."""
+        """Ask the ranks to print their stacks, and read these."""
         alive = [rank for rank in self.ranks if rank.state.status is None]
         for rank in alive:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -308,28 +311,31 @@ class Monitor:
             sizes = [len(rank.state.stack) for rank in alive]
             self._listen(0.1)
             if all(sizes) and sizes == [len(rank.state.stack) for rank in alive]:
-                break  # all have answered, and nothing more is coming
+                break  # all have answered, and no more text arrives
 
 
 def append_limited(kept: bytearray, data: bytes, limit: int) -> None:
-    """Append data to what is kept, up to a limit."""
+    """Append data to `kept` until it has `limit` bytes."""
     kept.extend(data[: max(0, limit - len(kept))])
 
 
 def read_json(body: bytes) -> Any:
-    """Return what a rank says in JSON. Raise ValueError or RecursionError for what none of our ranks would say."""
+    """Return a rank's JSON message. Raise ValueError or RecursionError if our ranks would not send it."""
     from brigade.runner import wire
 
     return json.loads(body, parse_int=wire.read_int, parse_constant=refuse_constant)
 
 
 def refuse_constant(name: str) -> None:
-    """Raise ValueError: NaN and infinity are neither times nor counts."""
+    """Raise ValueError, because NaN and infinity are neither times nor counts."""
     raise ValueError(f"{name} in an event")
 
 
 def read_sealed_lines(packages: dict[str, Sources]) -> dict[str, list[str]]:
-    """Return the lines of the files that ranks get as code only. A student's feedback shows none of the reference."""
+    """Return the lines of the files that ranks receive as code only.
+
+    The reference has no lines here if it is mixed with a student's modules: feedback must not show it.
+    """
     lines = {}
     for sources in packages.values():
         is_mixed = not all(is_sealed(path) for path, _ in sources.values())

@@ -1,4 +1,4 @@
-"""How the parent and the fork server talk: JSON lines on a Unix socket, with descriptors beside them."""
+"""Messages between the parent and the fork server: JSON lines on a Unix socket, with file descriptors attached."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ FDS_PER_RANK = 3
 
 
 def send(channel: socket.socket, message: dict, descriptors: list[int] | None = None) -> None:
+    """Send a message with these file descriptors."""
     data = json.dumps(message).encode() + b"\n"
     if descriptors:
         socket.send_fds(channel, [data[:1]], descriptors)
@@ -19,7 +20,7 @@ def send(channel: socket.socket, message: dict, descriptors: list[int] | None = 
 
 
 def receive(channel: socket.socket) -> tuple[dict | None, list[int]]:
-    """The next message and the descriptors that came with it; (None, []) when the other end has closed."""
+    """Return the next message and its descriptors, or (None, []) when the other end has closed."""
     line, descriptors = b"", []
     while not line.endswith(b"\n"):
         # One byte at a time after the first keeps what belongs to the next message in the socket.
@@ -32,6 +33,7 @@ def receive(channel: socket.socket) -> tuple[dict | None, list[int]]:
 
 
 def kill_group(pid: int) -> None:
+    """Kill a process group, if it still exists and belongs to us."""
     try:
         os.killpg(pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):

@@ -1,14 +1,14 @@
-"""Run a function on N ranks, with a deadline.
+"""Run a function on N ranks with a deadline.
 
     results = run_ranks(function, argument, world_size=2)
-    results[1]            what rank 1 returned
-    results.events[1]     what it recorded (see `brigade/events.py`), in order
-    results.output[1]     what it printed
+    results[1]            the value that rank 1 returned
+    results.events[1]     its events, in order (see `brigade/events.py`)
+    results.output[1]     its printed output
 
-`function` is a top-level function of a file; the ranks import that file (and the package it is in) from
-its text. Each rank is a fresh process with an initialised default process group. Every rank must return a
-value that `wire.py` can carry, else `RankFailure` says what happened on which rank. When this returns or raises, all
-ranks have been killed and reaped and their files are gone.
+`function` is a top-level function of a file. The ranks import that file, and the package that contains it, from their
+text. Each rank is a fresh process with an initialised default process group. Every rank must return a value that
+`wire.py` can encode; otherwise `RankFailure` says what happened on which rank. When `run_ranks` returns or raises, all
+ranks have been killed and reaped, and their files have been removed.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ DEADLINE_S = {"gloo": 20.0, "nccl": 90.0}
 
 
 class PerRank(list):
-    """An argument of which rank r receives entry r only."""
+    """An argument with one entry per rank: rank r receives entry r only."""
 
 
 class RankResults(list):
-    """What each rank returned, with what it recorded and printed."""
+    """The values that the ranks returned, with their events and their output."""
 
     events: list[list[Event]]
     output: list[str]
@@ -53,17 +53,17 @@ class RankResults(list):
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """How ranks run. `run_ranks` takes each field as a keyword."""
+    """Options of a run. `run_ranks` takes each field as a keyword argument."""
 
     world_size: int = 2
     backend: str = "gloo"  # or "nccl"
-    deadline: float | None = None  # in seconds; None: that of the backend
+    deadline: float | None = None  # in seconds; None: the default of the backend
     mode: str = "record"  # or "strict" (`rank/strict.py`), or "emulate" (`rank/emulated_link.py`)
-    packages: dict[str, Sources] | None = None  # the ranks can import them by name, from their texts
-    seed: int | None = None  # None: drawn
+    packages: dict[str, Sources] | None = None  # packages that the ranks can import by name, from their texts
+    seed: int | None = None  # None: a random seed
     share_gpu: bool = False  # whether several ranks may use one GPU
-    terminal: bool = False  # leave the ranks on this terminal, without a deadline, so that a debugger works
-    # Without it, events come in batches: they disturb a measurement less, and a deadlock lasts until the deadline.
+    terminal: bool = False  # run on this terminal without a deadline, for a debugger
+    # False: events arrive in batches, which disturb a measurement less. A deadlock then lasts until the deadline.
     stream: bool = True
     on_event: Callable[[int, Event], None] | None = None  # called in this process with each event as it arrives
 
@@ -76,12 +76,12 @@ class RunOptions:
 def run_ranks(function: Callable[..., Any], *args: Any, **options: Any) -> RankResults:
     """Run `function(*args)` on several ranks and return one result per rank.
 
-    `options` are the fields of `RunOptions`. An argument made with `PerRank` gives each rank its own entry. Raises
-    RankFailure or CourseError.
+    `options` are the fields of `RunOptions`. An argument of type `PerRank` gives each rank its own entry. Raise
+    RankFailure if a rank does not return a result, and CourseError if the run is impossible on this machine.
     """
     how = RunOptions(**options)
     if how.world_size < 1:
-        raise CourseError(f"a world size of {how.world_size} is not possible: it takes at least one rank")
+        raise CourseError(f"the world size is {how.world_size}, but must be at least 1")
     module, sources = find_sources(function)
     packages = {**sources, **(how.packages or {})}
     requests = make_requests(module, function.__qualname__, args, packages, how)
@@ -90,7 +90,7 @@ def run_ranks(function: Callable[..., Any], *args: Any, **options: Any) -> RankR
 
     directory = Path(tempfile.mkdtemp(prefix="run-", dir=SERVER.scratch))
     if SERVER.sandbox:
-        SERVER.scratch.chmod(0o711)  # the way to the run's directory, which will be the user's
+        SERVER.scratch.chmod(0o711)  # the sandbox's user must reach the run's directory below
     monitor = Monitor(
         how.world_size,
         packages,
@@ -116,7 +116,7 @@ def run_ranks(function: Callable[..., Any], *args: Any, **options: Any) -> RankR
 def make_requests(
     module: str, function: str, args: Sequence[Any], packages: dict[str, Sources], how: RunOptions
 ) -> list[dict[str, Any]]:
-    """Return what each rank is asked to do: see `rank/main.py`."""
+    """Return the request to each rank: see `rank/main.py`."""
     common = make_gloo_environment()
     environments = [{}] * how.world_size
     if how.backend == "nccl":
@@ -145,7 +145,7 @@ def make_requests(
 
 
 def find_sources(function: Callable[..., Any]) -> tuple[str, dict[str, Sources]]:
-    """Return the module name under which a rank imports the function, and the texts that it needs for that."""
+    """Return the name of the module from which a rank imports the function, and the texts that this needs."""
     name = function.__module__
     file = Path(inspect.getsourcefile(function))
     if name == "__main__":  # a script, or a module run with -m: ranks import it under its own name

@@ -14,7 +14,7 @@ from brigade.course.submission import PACKAGE, Sources
 from brigade.events import OPPOSITES, Event, Mismatch, Progress, RankRecord, describe
 
 OUTPUT_LIMIT = 20_000  # characters of a rank's output that are kept
-# An exception with this message says that a peer has gone. The rank that raised it is not the cause.
+# An exception with such a message means that a peer has ended. The rank that raised it is not the cause.
 BROKEN_LINK = re.compile(
     "[Cc]onnection (closed|refused|reset)|[Rr]emote (worker|process)|Broken pipe|connectFullMesh|ncclRemoteError"
 )
@@ -32,16 +32,16 @@ Frame = tuple[str, int, str, str]  # file, line, function, text of the line
 class RankFailure(Exception):
     """A run that did not end with a result from every rank.
 
-    `kind`: "exception" (a rank raised), "died" (its process ended), "deadline", "deadlock" (no rank can go on),
+    `kind`: "exception" (a rank raised), "died" (its process ended), "deadline", "deadlock" (no rank can continue),
     "mismatch" (the ranks called different collectives) or "garbled" (unreadable result).
-    `rank` is the first to fail, where one is to blame; `lines` say one thing per rank; `error` is the exception's
-    type name and `message` what it said; `frames` are its frames in the files that ranks were sent, as (file, line,
-    function, text); `part` is the part of a skeleton that raised it. `output` is what the ranks printed, `events` what
-    they recorded.
+    `rank` is the first rank that failed, if one is to blame. `lines` describe the ranks, one line each. `error` is the
+    type name of the exception, `message` its message, and `frames` its frames in the files that ranks received, as
+    (file, line, function, text). `part` is the part of a skeleton that raised it. `output` and `events` are lists with
+    one entry per rank.
     """
 
     events: list[list[Event]]
-    own = False  # whether `lines` are the submission's, where a rank raised
+    own = False  # whether `lines` show the submission's own code, if a rank raised
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class RankFailure(Exception):
 
 @dataclass(frozen=True)
 class RankError:
-    """The exception that a rank raised. `is_own`: the frames are the submission's."""
+    """The exception that a rank raised. `is_own` says whether the frames are in the submission."""
 
     type: str
     message: str
@@ -74,25 +74,25 @@ class RankError:
 
 @dataclass
 class RankState:
-    """What the parent knows of one rank."""
+    """The state of one rank, as far as the parent knows it."""
 
     number: int
     record: RankRecord
     printed: bytearray = field(default_factory=bytearray)
-    stack: bytearray = field(default_factory=bytearray)  # where it stood when it was asked
+    stack: bytearray = field(default_factory=bytearray)  # printed on request, by faulthandler
     result: bytes | None = None
     error: RankError | None = None
-    status: int | None = None  # of its process, if that has ended
-    garbled: str = ""  # what is wrong with what it sent
+    status: int | None = None  # exit status of its process, if that has ended
+    garbled: str = ""  # the error in what it sent, as the predicate of a sentence
     is_closed: bool = False  # its channel
 
     @property
     def is_settled(self) -> bool:
-        """Whether it has returned, raised or ended."""
+        """Whether the rank has returned, raised or ended."""
         return self.error is not None or self.result is not None or self.status is not None
 
     def read_output(self) -> str:
-        """Return what it printed."""
+        """Return the rank's printed output, up to OUTPUT_LIMIT characters."""
         text = remove_jargon(self.printed[:OUTPUT_LIMIT].decode(errors="replace"))
         return text + ("\n... (more was printed)" if len(self.printed) > OUTPUT_LIMIT else "")
 
@@ -105,7 +105,7 @@ def describe_failure(
     deadline_s: float | None,
     packages: dict[str, Sources],
 ) -> RankFailure:
-    """Return what to tell the user. `kind` is "mismatch", "deadlock", "deadline" or "failed": see `monitor.py`."""
+    """Return the failure of a run, to tell the user. `kind` is "mismatch", "deadlock", "deadline" or "failed"."""
     if kind == "failed":
         failure = _describe_rank_failure(states, progress, packages)
     else:
@@ -121,7 +121,9 @@ def describe_failure(
         elif kind == "deadlock":
             waiting = {state.record.waiting["op"] for state in states if state.record.waiting}
             what = "send or a recv" if waiting <= OPPOSITES.keys() else "collective"
-            summary = f"deadlock: every rank has stopped, and someone waits for a {what} that a peer never launched"
+            summary = (
+                f"deadlock: every rank has stopped, and at least one waits for a {what} that a peer never launched"
+            )
         else:
             summary = f"stopped after {deadline_s:.0f} s"
         failure = RankFailure(kind, summary, lines, rank)
@@ -133,7 +135,7 @@ def describe_failure(
 def _describe_rank_failure(
     states: Sequence[RankState], progress: Progress, packages: dict[str, Sources]
 ) -> RankFailure:
-    """Return the failure of the rank that is to blame."""
+    """Return the failure of the rank that failed first."""
     for state in states:
         if state.garbled:
             return RankFailure("garbled", f"rank {state.number} {state.garbled}", [], state.number)
@@ -157,9 +159,9 @@ def _describe_rank_failure(
 
 
 def find_culprit(states: Sequence[RankState]) -> RankState:
-    """Return the rank that failed by itself.
+    """Return the rank that failed by itself, not because of a peer.
 
-    A rank whose peer has gone gets an exception from gloo or NCCL, or is aborted by it.
+    If a peer has ended, gloo or NCCL raises an exception in a rank, or aborts it.
     """
     raised = [state for state in states if state.error]
     first_hand = [state for state in raised if not BROKEN_LINK.search(state.error.message)]
@@ -169,9 +171,9 @@ def find_culprit(states: Sequence[RankState]) -> RankState:
 
 
 def describe_state(state: RankState, progress: Progress, packages: dict[str, Sources]) -> str:
-    """Return one line on a rank.
+    """Return one line that describes a rank, such as:
 
-    Such as: rank 0 waits in all_reduce #3 (fc2.weight, float32, 4096 B), which rank 1 never launched, at naive_ddp.py:4
+    rank 0 waits in all_reduce #3 (fc2.weight, float32, 4096 B), which rank 1 never launched, at naive_ddp.py:4
     """
     last = state.record.describe_last_launch()
     if state.result is not None:
@@ -185,7 +187,10 @@ def describe_state(state: RankState, progress: Progress, packages: dict[str, Sou
 
 
 def locate(stack: bytes | bytearray, packages: dict[str, Sources]) -> str:
-    """Return the innermost line of the submission, or else of the scenario, in a stack that faulthandler printed."""
+    """Return the innermost line of the submission, or else of the scenario, in a stack that faulthandler printed.
+
+    Return "" if there is none.
+    """
     frames = re.findall(r'File "([^"\n]+)", line (\d+) in (.+)', stack.decode(errors="replace"))
     for package in sorted(packages, key=lambda name: name != PACKAGE):
         files = {path for path, _ in packages[package].values()}
@@ -204,7 +209,7 @@ def describe_exit(status: int) -> str:
 
 
 def remove_jargon(text: str) -> str:
-    """Return the text without names of the toolkit's classes, and without what gloo's C++ says of itself."""
+    """Return the text without the names of the toolkit's classes and the technical prefixes of gloo's messages."""
     for pattern, instead in JARGON:
         text = re.sub(pattern, instead, text)
     return text

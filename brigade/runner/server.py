@@ -1,7 +1,7 @@
 """The parent's side of the fork server: start it, have it fork and kill ranks, and keep its temporary directory.
 
-`SERVER` is the one of this process. Several threads may use it, each for ranks of its own. How it talks with the server
-is in `protocol.py`, what the server does in `rank/fork_server.py`.
+`SERVER` is the server of this process. Several threads may use it, each for its own ranks. `protocol.py` contains the
+messages, `rank/fork_server.py` the server itself.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ class ServerLost(CourseError):
 
 
 class Server:
-    """The fork server of this process, started at first need and closed at exit."""
+    """The fork server of this process. It starts when it is first needed, and ends with this process."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen | None = None
         self._channel: socket.socket | None = None
         self._ready = False  # whether it has answered: it has imported torch
         self._lock = threading.RLock()  # held during an exchange of messages
-        self._on_exit: dict[int, Callable[[int], None]] = {}  # by process id, of the ranks that run
+        self._on_exit: dict[int, Callable[[int], None]] = {}  # by process id of each running rank
         self.scratch = Path()
-        self.preload: set[str] = set()  # modules that it imports for all ranks, when it starts
-        self.sandbox: sandbox.Sandbox | None = None  # of all ranks from now on
+        self.preload: set[str] = set()  # modules that the server imports for all ranks when it starts
+        self.sandbox: sandbox.Sandbox | None = None  # the sandbox of all ranks from now on
 
     def start(self) -> None:
-        """Start the server unless it runs. Do not wait until it is ready."""
+        """Start the server if it is not running. Do not wait until it is ready."""
         with self._lock:
             if not self._process or self._process.poll() is not None:
                 self._start()
@@ -61,7 +61,7 @@ class Server:
             [sys.executable, "-s", "-c", program],
             pass_fds=[server_end.fileno(), lock],
             env=self._make_environment(),
-            start_new_session=True,  # Ctrl-C is for us; we then end the ranks in order
+            start_new_session=True,  # Ctrl-C goes to this process only, which then ends the ranks
         )
         self._ready = False
         server_end.close()
@@ -71,15 +71,15 @@ class Server:
     def _make_environment(self) -> dict[str, str]:
         """Return the environment of the server, which its ranks inherit."""
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "PYTHON"))}
-        if self.sandbox:  # what a stranger may know of this machine
+        if self.sandbox:  # a submission may know only these variables
             environment = {name: value for name, value in environment.items() if name in ("PATH", "LANG", "LC_ALL")}
         return environment | {
-            "OMP_NUM_THREADS": "1",  # no thread pools before the fork; each rank sets its own number
+            "OMP_NUM_THREADS": "1",  # no thread pools before the fork; each rank sets its own number later
             "OPENBLAS_NUM_THREADS": "1",
             "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",  # fewer, larger pages: a fork copies less
-            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # looking for GPUs must not initialise CUDA before the fork
+            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # the search for GPUs must not initialise CUDA before the fork
             "OBJC_DISABLE_INITIALIZE_FORK_SAFETY": "YES",
-            "TORCHINDUCTOR_CACHE_DIR": str(self.scratch / "inductor"),  # torch._dynamo makes it on import
+            "TORCHINDUCTOR_CACHE_DIR": str(self.scratch / "inductor"),  # torch._dynamo creates it on import
         }
 
     def fork(self, descriptors: list[int], directory: Path, on_exit: Sequence[Callable[[int], None]]) -> list[int]:
@@ -100,29 +100,29 @@ class Server:
         for pid in pids:
             self._on_exit.pop(pid, None)
         if self._channel is None:
-            return  # closed in between: it took its ranks with it
+            return  # the server was closed since, and its ranks ended with it
         try:
             with self._exchange():
                 protocol.send(self._channel, {"kill": pids} | self._make_sandbox_fields())
                 self._receive_answer("killed")
         except ServerLost:
-            for pid in pids:  # on Linux they went with it
+            for pid in pids:  # on Linux they ended with the server
                 protocol.kill_group(pid)
 
     def _make_sandbox_fields(self) -> dict[str, Any]:
         return {"sandbox": asdict(self.sandbox) if self.sandbox else None}
 
     def read_exits(self) -> None:
-        """Read the messages that came unasked: ranks have ended by themselves. Another thread may have read them."""
+        """Read the server's messages about ranks that ended by themselves, unless another thread has read them."""
         with self._exchange():
             while self._channel and select.select([self._channel], [], [], 0)[0]:
                 self._note_exit(self._receive_message())
 
     @contextlib.contextmanager
     def _exchange(self) -> Iterator[None]:
-        """Close the channel if Ctrl-C interrupts the block: half a message would stay in it for the next run.
+        """Hold the lock in the block. Close the channel if Ctrl-C interrupts it, because half a message may be left.
 
-        Raise ServerLost if the server has gone, and kill what its ranks had started.
+        Raise ServerLost if the server has ended, and kill what its ranks had started.
         """
         with self._lock:
             try:
@@ -136,7 +136,7 @@ class Server:
                 self.close()
                 if self.sandbox:
                     sandbox.kill_user(self.sandbox.uid)
-                lost = "the process that starts the ranks has ended; does `import torch` work here?"
+                lost = "the process that starts the ranks has ended. Likely cause: `import torch` fails here."
                 raise ServerLost(lost) from None
 
     def _receive_answer(self, key: str) -> Any:
@@ -167,7 +167,7 @@ class Server:
             self._channel = None
         if self._process:
             if not self._ready:
-                self._process.kill()  # importing torch, it would not listen for seconds; it has no ranks yet
+                self._process.kill()  # it is still importing torch, and has no ranks yet
             try:
                 self._process.wait(timeout=15)
             except subprocess.TimeoutExpired:
@@ -178,16 +178,16 @@ class Server:
 
 
 def make_locked_directory() -> tuple[Path, int]:
-    """Make a temporary directory. Return it and a descriptor that locks it. `sweep` removes it once that is closed."""
+    """Make a temporary directory. Return it and a descriptor that locks it; once that is closed, `sweep` removes it."""
     directory = Path(tempfile.mkdtemp(prefix="brigade-"))
     lock = os.open(directory / "new", os.O_CREAT | os.O_RDWR)
     fcntl.flock(lock, fcntl.LOCK_EX)
-    os.rename(directory / "new", directory / "lock")  # so that no `sweep` ever finds it unlocked
+    os.rename(directory / "new", directory / "lock")  # so that `sweep` never finds it unlocked
     return directory, lock
 
 
 def sweep() -> None:
-    """Remove temporary directories whose server has gone, because someone killed it and its parent."""
+    """Remove the temporary directories of servers that were killed together with their parents."""
     for lock in Path(tempfile.gettempdir()).glob("brigade-*/lock"):
         try:
             with open(lock, "r+") as file:

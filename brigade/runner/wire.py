@@ -1,9 +1,9 @@
-"""How values travel between pytest's process and the ranks: a JSON header and raw bytes, never pickle.
+"""Encode values that the parent and the ranks exchange: a JSON header and raw bytes, never pickle.
 
-Reading a pickle runs code chosen by whoever wrote it, and a rank runs code that we do not trust. A value
-here is None, a bool, a number, a string, bytes, a `torch.dtype`, a tensor, or a list, tuple or dict of values. The keys
-of a dict are strings or integers from 0 to 2^20: a rank could choose other keys so that they collide in the parent, and
-a dict of them would take quadratic time.
+Reading a pickle runs code chosen by its author, and a rank runs code that we do not trust. A value is None, a bool, a
+number, a string, bytes, a `torch.dtype`, a tensor, or a list, tuple or dict of values. The keys of a dict are strings
+or integers from 0 to 2^20. Otherwise a malicious rank could choose keys that collide in the parent, and a dict of them
+would take quadratic time.
 
     8 bytes                length of the header, little-endian
     header                 JSON {"value": tree, "sizes": [bytes of blob 0, bytes of blob 1, ...]}
@@ -42,14 +42,17 @@ class WireError(ValueError):
 
 
 def encode(value: Any) -> bytes:
-    """Bytes from which `decode` makes an equal value. Tensors arrive on the CPU, contiguous, without gradient."""
+    """Return bytes from which `decode` makes an equal value.
+
+    Tensors arrive on the CPU, contiguous and without a gradient. Raise WireError for other types.
+    """
     blobs: list[bytes] = []
     header = json.dumps({"value": _flatten(value, blobs), "sizes": [len(blob) for blob in blobs]}).encode()
     return b"".join([struct.pack("<Q", len(header)), header, *blobs])
 
 
 def decode(data: bytes | bytearray | memoryview) -> Any:
-    """The value that `encode` was given. Raises WireError on anything else; never runs code from `data`."""
+    """Return the value that `encode` was given. Raise WireError for other bytes; never run code from `data`."""
     data = memoryview(data)
     try:
         (header_size,) = struct.unpack_from("<Q", data)
@@ -84,28 +87,28 @@ def _flatten(value: Any, blobs: list[bytes]) -> Any:
         value = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
         name = str(value.dtype).removeprefix("torch.")
         if name not in DTYPES:
-            raise WireError(f"a tensor of {value.dtype} cannot travel")
+            raise WireError(f"a tensor of {value.dtype} cannot be sent")
         blobs.append(ctypes.string_at(value.data_ptr(), value.nbytes) if value.numel() else b"")
         return {"tensor": [len(blobs) - 1, name, list(value.shape)]}
-    raise WireError(f"a {type(value).__name__} cannot travel")
+    raise WireError(f"a {type(value).__name__} cannot be sent")
 
 
 def _check_key(key: Any) -> str | int:
-    """Return the key of a dict. Raise WireError if it may not travel."""
+    """Return the key of a dict. Raise WireError if it is not allowed."""
     if type(key) is str or type(key) is int and 0 <= key <= MOST_KEY:
         return key
-    raise WireError(f"a dict with a {type(key).__name__} for a key cannot travel, or its key is too large")
+    raise WireError(f"a dict with a {type(key).__name__} for a key cannot be sent, or its key is too large")
 
 
 def read_int(digits: str) -> int:
-    """Return an integer in JSON. Raise WireError if no rank has a reason to send it: counts and sizes have 64 bits."""
+    """Return an integer in JSON. Raise WireError if it is longer than the 64 bits of counts and sizes."""
     if len(digits) > MOST_DIGITS + digits.startswith("-"):
         raise WireError("an integer is too long")
     return int(digits)
 
 
 class _Reader:
-    """Makes a value from the tree in a header, up to a number of values and a depth."""
+    """Build a value from the tree in a header, up to a number of values and a depth."""
 
     def __init__(self, blobs: list[memoryview | None]):
         self._blobs = blobs
@@ -135,7 +138,7 @@ class _Reader:
     def _read_tensor(self, index: int, name: str, shape: list[int]) -> torch.Tensor:
         dtype, blob = DTYPES[name], self._take_blob(index)
         if len(shape) > MOST_DIMENSIONS or any(type(n) is not int or not 0 <= n <= MOST_ENTRIES for n in shape):
-            raise WireError("no tensor has such a shape")
+            raise WireError("the shape of a tensor is not valid")
         if math.prod(shape) * dtype.itemsize != len(blob):
             raise WireError("a tensor's shape does not fit its bytes")
         if not len(blob):
@@ -143,7 +146,7 @@ class _Reader:
         return torch.frombuffer(bytearray(blob), dtype=dtype).reshape(shape)
 
     def _take_blob(self, index: int) -> memoryview:
-        """Return blob `index`. It may be used only once: a thousand copies of it would fill our memory."""
+        """Return blob `index`, which may be used only once: a thousand copies of it would fill our memory."""
         blob, self._blobs[index] = self._blobs[index], None
         if blob is None:
             raise WireError("a blob is used twice")

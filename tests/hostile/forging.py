@@ -3,7 +3,7 @@
 from hostile import ONE, Hostile, reference, skeleton
 
 UNREADABLE = "wrote something unreadable to its channel"
-NO_VALUE = "a rank delivered something unreadable"
+NO_VALUE = "a rank delivered an unreadable result"
 
 # The channel is the one Unix socket that a rank has. `message` makes what `wire.py` reads, from JSON texts.
 CHANNEL = """
@@ -352,6 +352,6 @@ while True: pass
                         if p.grad is not None: p.grad = p.grad.as_subclass(Evil)
             """),
         0,
-        "a Reduced cannot travel",
+        "a Reduced cannot be sent",
     ),
 ]

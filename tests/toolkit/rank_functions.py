@@ -239,7 +239,7 @@ def chatter(megabytes: int) -> int:
 
 
 def give_back(kind: str) -> Any:
-    """A result that cannot travel, from rank 1."""
+    """A result that cannot be sent, from rank 1."""
     if dist.get_rank() == 0:
         return 1
     return {"object": object(), "function": give_back, "module": nn.Linear(1, 1)}[kind]

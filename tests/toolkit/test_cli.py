@@ -73,7 +73,7 @@ def test_nccl_without_gpu_gets_one_line(brigade):
     done = brigade("check", 1, "--backend", "nccl")
     assert done.returncode == 2
     assert done.stderr == (
-        "brigade: --backend nccl needs a GPU, and torch sees none here; --backend gloo runs on any machine\n"
+        "brigade: --backend nccl needs a GPU, but torch finds none; --backend gloo works on any machine\n"
     )
 
 

@@ -162,8 +162,8 @@ def test_a_run_on_the_terminal_has_no_deadline():
 
 
 def test_output_is_capped_and_blocks_nobody(monkeypatch):
-    kept, output = [], RankState.output
-    monkeypatch.setattr(RankState, "output", lambda state: kept.append(len(state.printed)) or output(state))
+    kept, output = [], RankState.read_output
+    monkeypatch.setattr(RankState, "read_output", lambda state: kept.append(len(state.printed)) or output(state))
     results = run_ranks(functions.chatter, 3)
     assert list(results) == [3, 3]
     assert max(kept) <= OUTPUT_LIMIT + 1, "what is not shown is not kept in memory either"
@@ -236,7 +236,7 @@ def test_sys_exit_is_an_exception():
 def test_a_result_that_cannot_travel(kind):
     failure = failure_of(functions.give_back, kind)
     assert (failure.kind, failure.rank, failure.error) == ("exception", 1, "WireError")
-    assert "cannot travel" in failure.summary
+    assert "cannot be sent" in failure.summary
 
 
 def test_an_endless_loop_ends_by_the_deadline_with_its_line():
@@ -276,7 +276,7 @@ def test_ranks_that_wait_for_each_other_in_two_groups_are_a_deadlock(monkeypatch
 def test_ranks_that_all_send_first_are_a_deadlock(monkeypatch):
     monkeypatch.setattr(monitor, "QUIET_S", 0.5)
     failure = failure_of(functions.send_first, world_size=3)
-    assert failure.kind == "deadlock" and "someone waits for a send or a recv" in failure.summary
+    assert failure.kind == "deadlock" and "at least one waits for a send or a recv" in failure.summary
     assert "waits in send #0 (float32, 12 B), for which rank 1 launched no recv" in failure.lines[0]
 
 
@@ -368,7 +368,7 @@ def test_a_rank_that_kills_the_server():
 def test_after_ctrl_c_at_any_moment_the_next_run_is_in_order(moment, monkeypatch):
     """An interrupt while the server's answer is awaited must not leave that answer to the next run."""
     run_ranks(functions.reduce_once)  # the server runs
-    answer = Server._answer
+    answer = Server._receive_answer
     interrupted = []
 
     def interrupt_once(self, key):
@@ -377,7 +377,7 @@ def test_after_ctrl_c_at_any_moment_the_next_run_is_in_order(moment, monkeypatch
             raise KeyboardInterrupt
         return answer(self, key)
 
-    monkeypatch.setattr(Server, "_answer", interrupt_once)
+    monkeypatch.setattr(Server, "_receive_answer", interrupt_once)
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         run_ranks(functions.reduce_once)
@@ -408,7 +408,7 @@ def test_nccl_needs_a_gpu():
 
 def test_nccl_needs_a_gpu_for_each_rank_unless_they_share(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(CourseError, match="2 ranks need 2 GPUs and there are 1.*--share-gpu"):
+    with pytest.raises(CourseError, match="2 ranks need 2 GPUs, but there are 1.*--share-gpu"):
         machine.make_nccl_environments(2, share_gpu=False)
     environment = machine.make_nccl_environments(2, share_gpu=True)
     assert len({variables["NCCL_HOSTID"] for variables in environment}) == 2

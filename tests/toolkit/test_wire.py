@@ -140,7 +140,7 @@ def test_views_that_torch_computes_late():
     ],
 )
 def test_other_values_do_not_travel(value):
-    with pytest.raises(WireError, match="cannot travel"):
+    with pytest.raises(WireError, match="cannot be sent"):
         encode(value)
 
 
