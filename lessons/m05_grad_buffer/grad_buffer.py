@@ -105,7 +105,7 @@ class GradBuffer:
             raise NotImplementedError("module 5, part (d)")
 
     def finish_accumulation(self, set_grads: bool = True) -> None:
-        """Let the next step start from zero. With main_grad and `set_grads`, set `parameter.grad` to its rounded value."""
+        """Let the next step start from zero. With `set_grads`, copy main_grad, rounded, to `parameter.grad`."""
         # TODO: part (e)
         raise NotImplementedError("module 5, part (e)")
 

@@ -137,7 +137,7 @@ class GradBuffer:
             ### END SOLUTION
 
     def finish_accumulation(self, set_grads: bool = True) -> None:
-        """Let the next step start from zero. With main_grad and `set_grads`, set `parameter.grad` to its rounded value."""
+        """Let the next step start from zero. With `set_grads`, copy main_grad, rounded, to `parameter.grad`."""
         ### BEGIN SOLUTION part (e)
         self.has_accumulated = [False] * len(self.params)
         if self.has_main_grad and set_grads:
