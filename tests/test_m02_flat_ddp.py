@@ -100,7 +100,8 @@ def test_gradients_keep_shape_and_stride(submission):
     for world in submission.worlds(2, 3):
         case = submission.case("Transposed", world)
         results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)
-        expect_gradients(results, case, "gradients of transposed weights are the average")
+        hypotheses = partial(diagnosis.explain_copies, case)
+        expect_gradients(results, case, "gradients of transposed weights are the average", hypotheses=hypotheses)
         for rank, result in enumerate(results):
             for name, parameter in case.parameters().items():
                 expect(

@@ -143,7 +143,7 @@ def test_every_handle_is_waited_on(submission):
                     not raced,
                     "a gradient does not change between its launch and its wait",
                     f"{len(raced)} of {len(launched)} changed in between",
-                    diagnosis.RACED,
+                    partial(diagnosis.explain_race, events, step),
                     rank=rank,
                     step=step,
                 )

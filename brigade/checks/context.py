@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from brigade.checks.diagnose.exceptions import explain_exception
+from brigade.checks.diagnose.parts import describe_part
 from brigade.checks.verdict import CheckFailed, Location, Verdict, not_run
 from brigade.course.submission import Sources
 from brigade.runner import ranks
@@ -147,6 +148,7 @@ def to_failure(failure: ranks.RankFailure, sources: Sources, note: str = "") -> 
     cause, hypothesis = USUAL_CAUSES.get(failure.kind, ""), f"usual for {failure.kind}"
     if failure.kind == "exception":
         cause, hypothesis = explain_exception(failure, sources)
+        note = note or ("" if cause else describe_part(failure, sources))
     return CheckFailed(
         Verdict(
             EXPECTED.get(failure.kind, "every rank returns its result"),

@@ -93,7 +93,7 @@ def expect_gradients(
             "each rank still has its own gradient: it is not reduced, or the result is not used.": local,
             f"each rank has its own gradient, divided by {size}: it is not reduced, or only a copy of it is.": divided,
         }
-        return (unreduced if size > 1 else {}) | dict(evaluate(hypotheses) or {})
+        return dict(evaluate(hypotheses) or {}) | (unreduced if size > 1 else {})
 
     expect_equal(
         what or f"after finish_grad_sync gradients are the average over {format_ranks(case.group)}",

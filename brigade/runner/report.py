@@ -23,6 +23,10 @@ JARGON = (
     (r"\b(Strict|Recorded)Work\b", "Work"),
     (r"\b(Strict|Recording|EmulatedLink)Group\b", "ProcessGroup"),
     (r"(?m)^terminate called .*\n?", ""),
+    (
+        r"(  what\(\):  )?\[enforce fail at [^\]]*\] ?op\.preamble\.length[^\n]*",
+        "gloo received a message of another size: the ranks called different collectives",
+    ),
     (r"(  what\(\):  )?\[enforce fail at [^\]]*\] ?", "gloo: "),
 )
 

@@ -1,5 +1,6 @@
 """Likely causes when a check of module 3 fails."""
 
+from brigade.checks.diagnose.evidence import find_repeated_reduction
 from brigade.events import launches
 
 IN_THE_FINISH = "finish_grad_sync launches the all-reduce. A hook on the parameter must launch it."
@@ -12,7 +13,6 @@ TENSOR_HOOK = (
 COLLECTED = "launches are collected and made only at the end of backward."
 LAST_HANDLE = "finish_grad_sync does not wait on every handle. Waiting on the last one does not complete the others."
 NEVER_CLEARED = "the list of handles is never cleared."
-RACED = "the gradient is divided or overwritten while its all_reduce is running."
 
 
 def lost_micro_batches(case):
@@ -39,6 +39,12 @@ def explain_launches(launched, case):
     return ""
 
 
+def explain_race(events, step):
+    """Explain why a gradient changes between its launch and its wait."""
+    divided = "the gradient is divided or overwritten while its all_reduce is running."
+    return find_repeated_reduction(events, step) or divided
+
+
 def explain_noise(nested):
     """Explain launches inside no_sync, of which `nested` were made inside the inner of two blocks."""
     if nested:
@@ -48,6 +54,8 @@ def explain_noise(nested):
 
 def explain_silence(events):
     """Explain why the backward after an exception inside no_sync does not launch."""
+    if mistake := find_repeated_reduction(events, None):
+        return mistake
     if launches(events, phase="finish"):
         return IN_THE_FINISH
     return "no_sync restores its state only if the block ends normally. Use try ... finally."

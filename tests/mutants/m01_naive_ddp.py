@@ -98,6 +98,13 @@ MUTANTS = [
     ),
     Mutant("divided by a literal 2", DIVIDE, "parameter.grad /= 2", ("test_gradients_are_averaged",), "divided by 2"),
     Mutant(
+        "reduced twice",
+        REDUCE,
+        f"{REDUCE}; {REDUCE}",
+        ("test_gradients_are_averaged", "test_one_all_reduce_per_parameter"),
+        "is all-reduced twice in one step",
+    ),
+    Mutant(
         "divided by the size of the world",
         DIVIDE,
         "parameter.grad /= dist.get_world_size()",

@@ -29,6 +29,20 @@ MUTANTS = [
         ("test_gradients_are_averaged",),
         "still has its own parameters and buffers",
     ),
+    Mutant(
+        "process_group ignored by the broadcast",
+        BROADCAST,
+        "broadcast_module_state(module)\n",
+        ("test_steps_and_subgroups",),
+        "they are those of rank 0 of the world, not of the group",
+    ),
+    Mutant(
+        "the hook registered twice",
+        HOOK,
+        f"{HOOK}; {HOOK}",
+        ("test_every_handle_is_waited_on", "test_launches_are_asynchronous", "test_no_sync_restores_its_state"),
+        "is all-reduced twice in one step",
+    ),
     Mutant("summed, not averaged", DIVIDE, "pass", ("test_gradients_are_averaged",), "summed"),
     Mutant("divided by a literal 2", DIVIDE, "parameter.grad /= 2", ("test_gradients_are_averaged",), "divided by 2"),
     Mutant(

@@ -107,6 +107,20 @@ MUTANTS = [
         ("test_gradients_are_averaged",),
         "still has its own parameters and buffers",
     ),
+    Mutant(
+        "process_group ignored by the broadcast",
+        BROADCAST,
+        "broadcast_module_state(module)\n",
+        ("test_steps_and_subgroups",),
+        "they are those of rank 0 of the world, not of the group",
+    ),
+    Mutant(
+        "the pieces are one entry too long",
+        "pieces = self.flat.split([parameter.numel() for",
+        "pieces = self.flat.split([parameter.numel() + 1 for",
+        ("test_gradients_are_averaged",),
+        "The line is in Bucket.finish, module 4, part (c)",
+    ),
     Mutant("summed, not averaged", DIVIDE, "pass\n", ("test_gradients_are_averaged",), "summed"),
     Mutant("divided by a literal 2", DIVIDE, "self.flat /= 2\n", ("test_gradients_are_averaged",), "divided by 2"),
     Mutant("the result not copied back", COPY_BACK, "pass", ("test_gradients_are_averaged",), "the result is not used"),
@@ -139,7 +153,7 @@ MUTANTS = [
         "        if self.num_pending[unit] == 0:\n"
         "            self.launch(unit)\n"
         "            self.next_to_launch += 1",
-        ("test_launch_order_does_not_depend_on_ready_order",),
+        ("test_launch_order_does_not_depend_on_ready_order", "test_unused_parameters"),
         "launched before the buckets in front of it",
     ),
     Mutant(

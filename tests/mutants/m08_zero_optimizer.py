@@ -30,6 +30,13 @@ ZEROED = "self.is_reduced = False\n        super().zero_grad(set_to_none)"
 
 SHARDED = [
     Mutant(
+        "outer groups without the defaults",
+        'optimizer_cls([{"params": []}], **defaults).defaults)  # calls',
+        "{})  # calls",
+        ("test_sharded_groups_and_schedulers",),
+        "Pass the defaults of the inner optimizer",
+    ),
+    Mutant(
         "gradients not reduced",
         TRAINABLE,
         "trainable = []\n",

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from brigade.checks.context import to_failure
 from brigade.checks.diagnose.exceptions import CALLED_HOOK, explain_exception, find_missing_returns, find_used_results
+from brigade.checks.diagnose.parts import describe_part, find_tasks
+from brigade.course.modules import MODULES
+from brigade.course.skeletons import make_skeleton
 from brigade.runner.report import RankFailure, remove_jargon
 
 
@@ -59,6 +63,54 @@ def test_cause(likely_cause, message):
     assert message in likely_cause if message else likely_cause == ""
 
 
+OWN_LINE = "p.register_post_accumulate_grad_hook(lambda _: self.mark_ready(0))"
+
+
+def test_an_exception_inside_a_registered_lambda_is_not_blamed_on_its_registration():
+    frames = [("f.py", 1, "<lambda>", OWN_LINE), ("f.py", 2, "mark_ready", "self.nothing")]
+    failure = RankFailure("exception", "rank 0 raised AttributeError", [], 0, "AttributeError", frames=frames)
+    failure.own = True
+    assert explain_exception(failure, {}) == ("", "")
+
+
+def test_a_new_gradient_of_another_dtype_or_shape():
+    dtype = "attempting to assign a gradient with dtype 'double' to a tensor with grad_dtype 'Float'."
+    shape = "attempting to assign a gradient of size '[340]' to a tensor of size '[20, 17]'."
+    assert "torch.zeros_like" in cause("RuntimeError", dtype, ["p.grad = torch.zeros(p.shape)"])
+    assert "torch.cat promotes" in cause("RuntimeError", dtype, ["p.grad = piece"])
+    assert "must have its parameter's shape" in cause("RuntimeError", shape, ["p.grad = piece"])
+
+
+def test_an_outer_optimizer_without_defaults():
+    text = (
+        "class Outer(torch.optim.Optimizer):\n    def __init__(self, params):\n        super().__init__(params, {})\n"
+    )
+    likely_cause = cause("KeyError", "'lr'", own=False, text=text)
+    assert "have no 'lr'. Pass the defaults" in likely_cause and "(f.py, line 3)" in likely_cause
+    assert cause("KeyError", "'layers.0.weight'", own=False, text=text) == ""
+
+
+def test_an_exception_without_a_known_cause_is_placed_in_a_part():
+    """The line may be in a helper function that the student added; then the calling part is named."""
+    text = "class Bucket:\n    def finish(self):\n        help()\n\n\ndef help():\n    1 / 0\n"
+    frames = [("bucketed_ddp.py", 3, "finish", "help()"), ("bucketed_ddp.py", 7, "help", "1 / 0")]
+    failure = RankFailure("exception", "rank 0 raised ZeroDivisionError", [], 0, "ZeroDivisionError", frames=frames)
+    sources = {"m04_bucketed_ddp.bucketed_ddp": ("/somewhere/bucketed_ddp.py", text)}
+    note = describe_part(failure, sources)
+    assert note.startswith("The line is in Bucket.finish, module 4, part (c): Wait before anything else.")
+    assert note.endswith("`brigade hint 4 c` helps.")
+    assert to_failure(failure, sources).verdict.note == note
+    failure.frames = [("bucketed_ddp.py", 7, "help", "1 / 0")]
+    assert describe_part(failure, sources) == ""
+
+
+@pytest.mark.all_modules
+def test_every_part_has_a_task():
+    for entry in MODULES:
+        tasks = [task for parts in find_tasks(make_skeleton(entry)).values() for task in parts]
+        assert tasks and all(letter and task for letter, task in tasks), f"module {entry.number}"
+
+
 def test_results_that_are_used():
     text = "def f():\n    return all_reduce(t, async_op=False)\nx = g(dist.broadcast(t), functools.reduce(a, b))\n"
     assert [(line, op) for line, op in find_used_results({"f": ("f.py", text)})] == [
@@ -90,4 +142,5 @@ def test_no_name_of_the_toolkit_is_quoted():
     assert remove_jargon(message) == "rank 0 is not part of process_group; got 'Work'"
     aborted = "hello\nterminate called after throwing an instance of 'gloo::EnforceNotMet'\n"
     aborted += "  what():  [enforce fail at /__w/pytorch/pair.cc:454] op.preamble.length <= op.nbytes. 8 vs 4"
-    assert remove_jargon(aborted) == "hello\ngloo: op.preamble.length <= op.nbytes. 8 vs 4"
+    message = "gloo received a message of another size: the ranks called different collectives"
+    assert remove_jargon(aborted) == "hello\n" + message

@@ -49,9 +49,9 @@ def find_wrong_launch(record: Sequence[Event], case: Case, step: int | None) -> 
     launched = [launch for launch in launches(record, step) if launch.phase in ("backward", "finish")]
     if any(launch.op == "all_reduce" and launch.memory == "weight" for launch in launched):
         return "the submission all-reduces the parameter itself. It must all-reduce the gradient, p.grad."
-    if step is not None and (name := find_repeated_reduction(launched, list_ready_gradients(record, step))):
-        return f"the gradient of {name} is all-reduced twice in one step."
     numels = {name: p.numel() for name, p in case.parameters().items() if p.requires_grad}
+    if step is not None and (mistake := find_repeated_reduction(record, step, sum(numels.values()))):
+        return mistake
     ready_at = {name: place for place, name in list_ready_gradients(record, step)}
     if sorted(launch.numel for launch in launched) != sorted(numels.values()):
         return ""  # not one launch per parameter
@@ -67,16 +67,20 @@ def find_wrong_launch(record: Sequence[Event], case: Case, step: int | None) -> 
     return ""
 
 
-def find_repeated_reduction(launched: Sequence[Launch], readiness: Sequence[tuple[int, str]]) -> str:
-    """Return the name of a gradient that is all-reduced again before backward adds to it again, or ""."""
-    last: dict[str, int] = {}  # the position of its last all-reduce
-    for launch in launched:
-        if launch.op != "all_reduce" or launch.memory != "gradient" or launch.name is None:
+def find_repeated_reduction(record: Sequence[Event], step: int | None, numel: int | None = None) -> str:
+    """Describe a gradient that a step all-reduces again before backward adds to it. All gradients have `numel`."""
+    readiness, last = list_ready_gradients(record, step), {}
+    reductions = [x for x in select_sync_launches(record, step) if x.op == "all_reduce"]
+    for launch in reductions:
+        if launch.memory != "gradient" or launch.name is None:
             continue
-        before = last.get(launch.name)
+        before = last.get(launch.name)  # the position of its previous all-reduce
         if before is not None and not any(n == launch.name and before < at < launch.place for at, n in readiness):
-            return launch.name
+            return f"the gradient of {launch.name} is all-reduced twice in one step."
         last[launch.name] = launch.place
+    has_one_pass = len(list_backward_passes(record, step)) == 1
+    if has_one_pass and numel and sum(launch.numel for launch in reductions) == 2 * numel:
+        return "every gradient is all-reduced twice in one step."
     return ""
 
 
@@ -98,7 +102,7 @@ def find_leftover(events: Sequence[Event]) -> str:
     return ""
 
 
-def select_sync_launches(events: Sequence[Event], step: int) -> list[Launch]:
+def select_sync_launches(events: Sequence[Event], step: int | None) -> list[Launch]:
     """Return the launches of a step that synchronise gradients: those in backward and in the finish."""
     return [x for x in launches(events, step) if x.phase == "backward" or x.phase.startswith("finish")]
 

@@ -78,12 +78,23 @@ def explain_assigned_gradient(failure: RankFailure, sources: Sources) -> str:
     last = failure.frames[-1][-1] if failure.frames else ""
     if re.search(r"zeros|ones|empty", last):
         return "the new gradient must have its parameter's dtype and shape. Use torch.zeros_like(parameter)."
-    if "type" in failure.message.rpartition("assigned grad")[2]:
+    if re.search("dtype|different type", failure.message):
         return (
             "p.grad must have its parameter's dtype. torch.cat promotes several dtypes to the widest: use one flat "
             "tensor per dtype, and copy the pieces into p.grad."
         )
+    if "device" in failure.message:
+        return "p.grad must be on the device of its parameter."
     return "p.grad must have its parameter's shape. Copy the piece of the flat tensor into p.grad instead."
+
+
+def explain_missing_option(failure: RankFailure, sources: Sources) -> str:
+    """Name the line that constructs the outer optimizer without the options of the inner one."""
+    line = next((f" ({line})" for line in find_optimizer_calls(sources)), "")
+    return (
+        f"the param_groups of the outer optimizer have no {failure.message}. Pass the defaults of the inner optimizer "
+        f"to super().__init__{line}."
+    )
 
 
 def explain_leftover(failure: RankFailure, sources: Sources) -> str:
@@ -111,10 +122,13 @@ def get_events(failure: RankFailure) -> list[Event]:
     return failure.events[failure.rank] if failure.rank is not None and failure.events else []
 
 
+OPTIONS = "lr|betas|eps|momentum|weight_decay|dampening|nesterov|amsgrad|maximize|foreach|capturable|fused"
+OTHER_SIZE = "received a message of another size"  # as `runner.report` words gloo's error
 UNEQUAL_SHARDS = r"outputShape\[0\] \* worldSize == inputShape\[0\] \((\d+) vs\. (\d+)\)"
 HOOK_RESULT = "hook returned|hooks should return"
 NO_ATTRIBUTE = r"'NoneType' object has no attribute '(\w+)'"
 SYMPTOMS = [
+    Symptom("mismatch", "", OTHER_SIZE, "the launch order differs between ranks, or some ranks skip a collective."),
     Symptom("breakpoint", "BdbQuit", "", "a breakpoint() is still in the code. --debug runs one rank on this terminal, "
             "where it works."),
     Symptom("missing name", "NameError", " has no ", "the name was changed or deleted. The skeleton has it; "
@@ -127,6 +141,7 @@ SYMPTOMS = [
     Symptom("signature", "TypeError",
             r"(missing|takes) .*argument|unexpected keyword argument|multiple values for argument", explain_signature),
     Symptom("assigned gradient", "RuntimeError", "assign a gradient|assigned grad", explain_assigned_gradient),
+    Symptom("missing option", "KeyError", f"^'({OPTIONS})'$", explain_missing_option),
     Symptom("no yield", "TypeError", "'NoneType' object is not an iterator", "a function under @contextmanager has no "
             "yield."),
     Symptom("no result", "AttributeError", NO_ATTRIBUTE, explain_no_result),
@@ -142,7 +157,8 @@ SYMPTOMS = [
 
 def explain_exception(failure: RankFailure, sources: Sources) -> tuple[str, str]:
     """Return the likely cause of a rank's exception and the name of the symptom; two "" if there is none."""
-    if any(re.search(r"register_\w*hook\(", text) for *_, text in failure.frames[:-1]) and failure.own:
+    registering = [text for _, _, function, text in failure.frames[:-1] if function != "<lambda>"]
+    if any(re.search(r"register_\w*hook\(", text) for text in registering) and failure.own:
         return CALLED_HOOK, "called hook"  # the line that registers the hook was calling it
     for symptom in SYMPTOMS:
         if symptom.error in ("", failure.error) and re.search(symptom.message, failure.message):
@@ -167,6 +183,20 @@ def find_used_results(sources: Sources) -> Iterable[tuple[str, str]]:
             options = {keyword.arg: keyword.value for keyword in node.keywords}
             if name in IN_PLACE and None not in options and is_false(options.get("async_op")):
                 yield f"{Path(path).name}, line {node.lineno}", name
+
+
+def find_optimizer_calls(sources: Sources) -> Iterable[str]:
+    """Yield file and line of each `super().__init__(...)` in a subclass of torch's Optimizer."""
+    for path, text in sources.values():
+        try:
+            classes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)]
+        except (SyntaxError, ValueError, RecursionError):
+            continue
+        for node in classes:
+            if any(getattr(base, "attr", getattr(base, "id", "")) == "Optimizer" for base in node.bases):
+                calls = [call for call in ast.walk(node) if isinstance(call, ast.Call)]
+                inits = [call for call in calls if getattr(call.func, "attr", "") == "__init__"]
+                yield from (f"{Path(path).name}, line {call.lineno}" for call in inits)
 
 
 def is_false(node: ast.expr | None) -> bool:

@@ -1,0 +1,73 @@
+"""Find the part of a module to which a line of the submission belongs."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from brigade.course.modules import MODULES, CourseError
+from brigade.course.skeletons import make_skeleton
+from brigade.course.submission import is_sealed
+
+if TYPE_CHECKING:
+    from brigade.course.submission import Sources
+    from brigade.runner.ranks import RankFailure
+
+TASK = re.compile(r"((?:^ *#(?! TODO).*\n)*)^ *# TODO: part \((\w)\)\n", re.MULTILINE)
+
+
+def describe_part(failure: RankFailure, sources: Sources) -> str:
+    """Name the part of the module, and its task, in which an exception was raised; "" if it is in no part.
+
+    The innermost frame may be in a helper function that the student added. Then a caller in a part counts.
+    """
+    for file, line, _, _ in reversed(failure.frames):
+        for entry in MODULES:
+            key = f"{entry.package}.{entry.name}"
+            path, text = sources.get(key, ("", ""))
+            if Path(path).name != file or is_sealed(path):
+                continue
+            function = find_function(text, line)
+            try:
+                parts = find_tasks(make_skeleton(entry)).get(function, [])
+            except (CourseError, OSError):
+                continue
+            if parts:
+                tasks = "; ".join(f"part ({letter}){f': {task}' if task else ''}" for letter, task in parts)
+                hint = f"`brigade hint {entry.number} {parts[0][0]}` helps."
+                return f"The line is in {function}, module {entry.number}, {tasks.rstrip('.')}. {hint}"
+    return ""
+
+
+def find_tasks(skeleton: str) -> dict[str, list[tuple[str, str]]]:
+    """Return the parts of each function of a skeleton. A task is the comment above a part, or else the docstring."""
+    functions = dict(walk_functions(ast.parse(skeleton)))
+    tasks: dict[str, list[tuple[str, str]]] = {}
+    for match in TASK.finditer(skeleton):
+        line = skeleton.count("\n", 0, match.start(2)) + 1
+        task = " ".join(text.strip().removeprefix("#").strip() for text in match[1].splitlines())
+        name = find_function(skeleton, line)
+        docstring = ast.get_docstring(functions[name]) or ""
+        tasks.setdefault(name, []).append((match[2], task or docstring.partition("\n")[0]))
+    return tasks
+
+
+def find_function(text: str, line: int) -> str:
+    """Return the outermost function or method that contains a line, such as "Bucket.launch"; "" if there is none."""
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError):
+        return ""
+    return next((name for name, node in walk_functions(tree) if node.lineno <= line <= node.end_lineno), "")
+
+
+def walk_functions(tree: ast.Module | ast.ClassDef, prefix: str = "") -> Iterator[tuple[str, ast.FunctionDef]]:
+    """Yield the functions of a module and the methods of its classes, with their names."""
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef):
+            yield prefix + node.name, node
+        elif isinstance(node, ast.ClassDef):
+            yield from walk_functions(node, f"{prefix}{node.name}.")
