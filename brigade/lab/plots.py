@@ -30,7 +30,7 @@ NAMES = {  # where a legend needs more than the key
 def ladder_table(ladder: Ladder) -> Table:
     """A row for each variant, 80 columns wide at most."""
     workload = ladder.workload
-    title = f"The ladder: {ladder.world_size} ranks, {workload.rounds - workload.warmup} timed steps each, in turns"
+    title = f"The ladder: {ladder.world_size} ranks, {workload.rounds - workload.warmup} timed steps each, interleaved"
     headings = (
         "step ms\nmedian",
         "step ms\nquartiles",
@@ -60,11 +60,11 @@ def bench_tables(found: Bench) -> list[Table]:
 
 
 def bench_title(found: Bench) -> str:
-    """Such as: 2 ranks (gloo), 30 timed steps each, in turns"""
+    """Such as: 2 ranks (gloo), 30 timed steps each, interleaved"""
     ladder = found.ladder
     timed = ladder.workload.rounds - ladder.workload.warmup
     ranks = "1 rank" if ladder.world_size == 1 else f"{ladder.world_size} ranks"
-    return f"{ranks} ({ladder.backend}), {timed} timed steps each, in turns"
+    return f"{ranks} ({ladder.backend}), {timed} timed steps each, interleaved"
 
 
 def bench_table(title: str, first: str, headings: Sequence[str]) -> Table:
