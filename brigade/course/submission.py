@@ -66,7 +66,7 @@ def resolve_target(target: str | Path) -> Path:
     except (OSError, RuntimeError, ValueError) as error:  # too long, not allowed, or an unknown user's home
         raise CourseError(f"{target} cannot be a directory: {error}") from None
     if not exists:
-        raise CourseError(f"the directory {path} does not exist")
+        raise CourseError(f"there is no directory {path}")
     if not path.is_dir():
         raise CourseError(f"{path} is not a directory; --target takes the directory that contains the module files")
     return path

@@ -1,4 +1,4 @@
-"""What a scenario asks of the rank that it runs in: its device, and the student's code."""
+"""The interface of a rank for scenarios: its device, and the student's code."""
 
 from __future__ import annotations
 
@@ -14,19 +14,22 @@ _device = torch.device("cpu")
 
 
 def device() -> torch.device:
-    """Return where this rank's tensors belong: its GPU with NCCL, else the CPU."""
+    """Return the device of this rank's tensors: its GPU with NCCL, otherwise the CPU."""
     return _device
 
 
 def use_gpu(index: int) -> None:
-    """Make a GPU this rank's device."""
+    """Make the GPU with this index the rank's device."""
     global _device
     _device = torch.device("cuda", index)
     torch.cuda.set_device(_device)
 
 
 def student(module: str, name: str) -> Any:
-    """Return a public name of the submission's module, such as student("m01_naive_ddp", "NaiveDDP")."""
+    """Return a public name of a module of the submission, such as student("m01_naive_ddp", "NaiveDDP").
+
+    Raise NameError if the module does not define it.
+    """
     file = importlib.import_module(f"{submission.PACKAGE}.{module}.{module.split('_', 1)[1]}")
     try:
         return getattr(file, name)

@@ -1,7 +1,7 @@
-"""The channel between a rank and the parent: one request in, then events and a result or an exception out.
+"""The channel between a rank and the parent. The rank receives one request, and sends events and a result or exception.
 
-A message to the parent is a letter, an 8-byte length and that many bytes: E events (a JSON list), R the result
-(`wire.py`), X an exception (JSON). The request has no letter.
+A message to the parent has a letter, an 8-byte length and that many bytes. The letters: E for events (a JSON list), R
+for the result (`wire.py`), X for an exception (JSON). The request has no letter.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any
 from brigade.rank import locks
 from brigade.runner import wire
 
-UNSTREAMED_S = 0.5  # how long events are kept when they need not be streamed
+UNSTREAMED_S = 0.5  # the longest time between two batches of events that are not streamed
 
-# Functions that a submission replaces in json or socket must not see the record.
+# Our own copies: a submission that replaces functions of json or socket must not see the record.
 encode_events = locks.copy_module("json.encoder").JSONEncoder().encode
 send = _socket.socket.sendall
 
@@ -42,14 +42,14 @@ class Channel:
         return request
 
     def add_event(self, event: dict[str, Any]) -> None:
-        """Send an event: at once, or with others if events need not be streamed."""
+        """Send an event immediately, or in a batch if events need not be streamed."""
         self._events.append(event)
         if self._stream or time.monotonic() > self._sent_at + UNSTREAMED_S:
             self.send_events()
 
     def send_events(self) -> None:
-        """Send the events that are not sent yet."""
-        with self._lock:  # gloo's thread may send at the same time: in order, and none twice
+        """Send the events that have not been sent."""
+        with self._lock:  # gloo's thread may call this too; keep the order, and send no event twice
             events = self._events[:]
             del self._events[: len(events)]
             self._sent_at = time.monotonic()
@@ -75,6 +75,6 @@ class Channel:
         while len(data) < size:
             piece = self._socket.recv(min(size - len(data), 1 << 20))
             if not piece:
-                os._exit(1)  # the parent has gone
+                os._exit(1)  # the parent has ended
             data += piece
         return bytes(data)

@@ -1,8 +1,8 @@
-"""torch without its compiler, which the course does not use.
+"""A stub for torch._dynamo, torch's compiler, which the course does not use.
 
-The first optimizer and `init_process_group` import torch._dynamo only to tell it what it need not compile: a second of
-processor time, and half of what a fork has to copy. `import_torch` puts a module in its place that answers these calls;
-at whatever else is asked of it, it makes room for the real one.
+The first optimizer and `init_process_group` import torch._dynamo only to tell it what it need not compile. The import
+takes a second, and makes up half of the memory that a fork copies. `import_torch` replaces it by a stub that answers
+these calls. Any other use replaces the stub by the real module.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ COMPILER = "torch._dynamo"
 
 
 def import_torch() -> None:
-    """Imports torch. From now on `import torch._dynamo` costs nothing in this process, until it is really used."""
+    """Import torch, with the stub for torch._dynamo. The real one is imported in this process when it is first used."""
     collects = gc.isenabled()
-    gc.disable()  # nothing of what is made now can go, and looking for it takes a tenth of the time
+    gc.disable()  # none of the new objects can be freed, and the search takes a tenth of the time
     importlib.import_module("torch")
     if collects:
         gc.enable()
@@ -34,7 +34,7 @@ def import_torch() -> None:
 
 
 def import_compiler() -> types.ModuleType:
-    """The real torch._dynamo. The directory for compiled kernels that it makes at once is not left behind."""
+    """Return the real torch._dynamo. Remove the directory for compiled kernels that its import creates."""
     if isinstance(sys.modules.get(COMPILER), DynamoStub):
         del sys.modules[COMPILER]
     if COMPILER in sys.modules:
@@ -42,18 +42,18 @@ def import_compiler() -> types.ModuleType:
     name = "TORCHINDUCTOR_CACHE_DIR"
     with tempfile.TemporaryDirectory(prefix="brigade-") as unused:
         before = os.environ.setdefault(name, unused)
-        found = importlib.import_module(COMPILER)
+        real = importlib.import_module(COMPILER)
         if before == unused:
             del os.environ[name]
-    return found
+    return real
 
 
 class UtilitiesStub(types.ModuleType):
-    """What torch calls of torch._dynamo.utils."""
+    """The functions of torch._dynamo.utils that torch calls."""
 
     @staticmethod
     def get_optimize_ddp_mode() -> str:
-        """What the compiler would do with torch DDP: called by its constructor."""
+        """Return the default mode. Called by the constructor of torch DDP."""
         return "ddp_optimizer"
 
     def __getattr__(self, name: str) -> Any:
@@ -61,34 +61,34 @@ class UtilitiesStub(types.ModuleType):
 
 
 class DynamoStub(types.ModuleType):
-    """What torch calls of torch._dynamo where nothing is compiled. Private API: as in torch 2.11 to 2.15."""
+    """The functions of torch._dynamo that torch calls without compiling. A private API, as in torch 2.11 to 2.15."""
 
-    __path__: list[str] = []  # its submodules are looked for, and found by `Submodules`
+    __path__: list[str] = []  # makes Python search for submodules, which `Submodules` finds
 
     utils = UtilitiesStub(f"{COMPILER}.utils")
 
     @staticmethod
     def graph_break(*args: Any, **kwargs: Any) -> None:
-        """There is no graph: called by every `Optimizer.step`."""
+        """Do nothing, because there is no graph. Called by every `Optimizer.step`."""
 
     @staticmethod
     def disable(function: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """The function itself: called for `Optimizer.zero_grad` and others."""
+        """Return the function unchanged. Called for `Optimizer.zero_grad` and others."""
         return function
 
     class trace_rules:
         @staticmethod
         def clear_lru_cache() -> None:
-            """There is no cache: called by `init_process_group`."""
+            """Do nothing, because there is no cache. Called by `init_process_group`."""
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # whoever looks through all modules for their files does not want to compile
+        if name.startswith("__"):  # code that inspects all modules, for example for their files, does not compile
             raise AttributeError(name)
         return getattr(import_compiler(), name)
 
 
 class Submodules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds torch._dynamo.config and the like: they come with the real module."""
+    """Find submodules such as torch._dynamo.config by importing the real torch._dynamo."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if not fullname.startswith(COMPILER + ".") or not isinstance(sys.modules[COMPILER], DynamoStub):
@@ -100,4 +100,4 @@ class Submodules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return sys.modules[spec.name]
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """It was executed with the real torch._dynamo."""
+        """Do nothing: the module was executed with the real torch._dynamo."""

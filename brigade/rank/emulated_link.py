@@ -1,4 +1,4 @@
-"""A recording process group on which collectives take the time of a given link: an emulator that needs no network.
+"""A recording process group whose collectives take the time of an emulated link. It needs no network.
 
 Every rank has one link. A collective occupies the links of all ranks of its group. It starts when the last of these
 ranks has launched it and their links are free, and ends latency + bytes / bandwidth later, on every rank at the same
@@ -38,53 +38,53 @@ locks.trust(globals())
 
 NOT_EMULATED = ("barrier", "send", "recv")
 MAX_LAUNCHES = 2**20  # of one group in one run. The file has room for them; unused room takes no space on the disk.
-LOOK_S = 1e-4  # between two checks whether the last rank has launched
-BLOCKED_S = 1e-3  # gloo returns sooner from the wait for a collective that it has finished
+LOOK_S = 1e-4  # pause between two checks whether the last rank has launched
+BLOCKED_S = 1e-3  # waiting for a collective that gloo has finished takes less time
 
-# (messages that follow each other, for each of the other ranks; how often the whole buffer passes a rank's connection,
-# but for 1/N) with ring algorithms, as in nccl-tests/doc/PERFORMANCE.md. A broadcast or a reduce is passed on in small
-# pieces, whole.
+# Ring algorithms, as in nccl-tests/doc/PERFORMANCE.md: (k, v) means k (N - 1) messages one after the other, and
+# v (N - 1) / N times the buffer sent by each rank. A broadcast or a reduce passes the whole buffer on in small pieces.
 RINGS = {"all_reduce": (2, 2), "reduce_scatter": (1, 1), "all_gather": (1, 1)}
 
 
 def count_sent_bytes(op: str, nbytes: float, world_size: int) -> float:
-    """What each rank sends for a collective on a buffer of `nbytes`, on the average and with a ring algorithm."""
+    """Return the average bytes that each rank sends for a collective on a buffer of `nbytes` with a ring algorithm."""
     return RINGS.get(op, (1, 1))[1] * (world_size - 1) / world_size * nbytes
 
 
 @dataclass(frozen=True)
 class Link:
-    """What connects each rank with the next: seconds for each message, and bytes per second in each direction."""
+    """The connection from each rank to the next: seconds per message, and bytes per second in each direction."""
 
     latency_s: float
     bytes_per_s: float
 
     @property
     def description(self) -> str:
+        """The link in words."""
         return f"{1e6 * self.latency_s:.1f} us a message and {8e-9 * self.bytes_per_s:.3g} Gbit/s in each direction"
 
     def seconds(self, op: str, nbytes: float, world_size: int) -> float:
-        """How long a collective on a buffer of `nbytes` takes, all parts of a coalesced one together."""
+        """Return the seconds for a collective on a buffer of `nbytes`, which counts all parts of a coalesced one."""
         if world_size == 1:
             return 0.0
         messages = RINGS.get(op, (1, 1))[0] * (world_size - 1)
-        carried = count_sent_bytes(op, nbytes, world_size) if op in RINGS else nbytes
-        return messages * self.latency_s + carried / self.bytes_per_s
+        wire_bytes = count_sent_bytes(op, nbytes, world_size) if op in RINGS else nbytes
+        return messages * self.latency_s + wire_bytes / self.bytes_per_s
 
 
 @dataclass(frozen=True)
 class Pace:
-    """A link relative to computation, so that it means the same on a slow machine and on a quick one.
+    """A link relative to computation, so that it has the same effect on slow and on fast machines.
 
-    An all-reduce of all gradients takes `comm_ratio` times as long as backward alone, and the latency of one
-    all-reduce, which comes on top, `latency_ratio` times.
+    An all-reduce of all gradients takes `comm_ratio` times as long as backward alone, plus a latency for each
+    all-reduce, which is `latency_ratio` times as long as backward.
     """
 
     comm_ratio: float
     latency_ratio: float
 
     def link(self, backward_s: float, grad_bytes: float, world_size: int) -> Link:
-        """The link, once backward has been timed. Needs two ranks or more."""
+        """Return the link for a measured backward of `backward_s` seconds. `world_size` must be at least 2."""
         messages, _ = RINGS["all_reduce"]
         latency_s = self.latency_ratio * backward_s / (messages * (world_size - 1))
         return Link(latency_s, count_sent_bytes("all_reduce", grad_bytes, world_size) / (self.comm_ratio * backward_s))
@@ -94,16 +94,16 @@ _link: Link | None = None
 
 
 def use(link: Link | None) -> None:
-    """Let this rank's collectives take the time of `link` from now on; None takes no time.
+    """Emulate `link` for this rank's collectives from now on. None emulates no link.
 
-    All ranks must name the same link at the same place in their program, between the same two collectives.
+    All ranks must call this with the same link, between the same two collectives.
     """
     global _link
     _link = link
 
 
 class SharedLaunches:
-    """What the ranks of a run know of each other's launches, in files of one directory that they all have mapped."""
+    """Information on launches that all ranks of a run share, in files of one directory that they map into memory."""
 
     def __init__(self, directory: str | os.PathLike, world_size: int):
         self._directory = Path(directory)
@@ -115,14 +115,14 @@ class SharedLaunches:
         """Map the file with this name as `count` numbers, zeros at first, shared by all ranks that map it."""
         file = os.open(self._directory / name, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            os.ftruncate(file, 8 * count)  # changes nothing where another rank did this before
+            os.ftruncate(file, 8 * count)  # has no effect if another rank has done this
             return memoryview(mmap.mmap(file, 8 * count)).cast("d")
         finally:
             os.close(file)
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Keep all other ranks and threads out of the block."""
+        """Hold the lock that excludes all other ranks and threads from the block."""
         with self._lock:
             fcntl.flock(self._lock_file, fcntl.LOCK_EX)
             try:
@@ -131,9 +131,9 @@ class SharedLaunches:
                 fcntl.flock(self._lock_file, fcntl.LOCK_UN)
 
     def occupy(self, ranks: Sequence[int], seconds: float) -> tuple[float, float]:
-        """Put a collective of these ranks on their links, now that all have launched it. Return its start and end.
+        """Occupy the links of these ranks with a collective that all of them have launched. Return its start and end.
 
-        The caller has the lock.
+        The caller holds the lock.
         """
         start = max(time.perf_counter(), *(self._free_at[rank] for rank in ranks))
         for rank in ranks:
@@ -145,13 +145,13 @@ _shared: SharedLaunches | None = None
 
 
 def share_launches(directory: str | os.PathLike, world_size: int) -> None:
-    """Exchange launches with the other ranks in files of `directory`. Called before the first group is made."""
+    """Exchange launches with the other ranks in files of `directory`. Call this before the first group is created."""
     global _shared
     _shared = SharedLaunches(directory, world_size)
 
 
 class GroupLaunches:
-    """The launches of one group, numbered from 0 in the same way on every rank. Each has a place in shared memory."""
+    """The launches of one group in shared memory, numbered from 0 in the same way on every rank."""
 
     def __init__(self, shared: SharedLaunches, name: str, ranks: Sequence[int]):
         self._shared = shared
@@ -160,13 +160,13 @@ class GroupLaunches:
         self._count = 0
 
     def add(self, seconds: float) -> int:
-        """Tell the others that this rank launches the group's next collective. Return its number."""
+        """Report to the other ranks that this rank launches the group's next collective. Return its number."""
         with self._shared.lock():
             number = self._count
             if number == MAX_LAUNCHES:
-                raise RuntimeError(f"an emulated link has room for {MAX_LAUNCHES} launches of a group")
+                raise RuntimeError(f"the emulated link has room for only {MAX_LAUNCHES} launches of a group")
             self._count += 1
-            self._numbers[3 * number] += 1  # ranks that have launched it
+            self._numbers[3 * number] += 1  # the number of ranks that have launched it
             if self._numbers[3 * number] == len(self._ranks):
                 start, end = self._shared.occupy(self._ranks, seconds)
                 self._numbers[3 * number + 1] = start
@@ -180,7 +180,7 @@ class GroupLaunches:
 
 
 class EmulatedLinkGroup(RecordingGroup):
-    """Performs each launch as soon as all ranks have called it, and completes it when its time on the link is over.
+    """Perform each launch as soon as all ranks have called it, and complete it at its modelled end.
 
     Gloo has one thread for a group, as in other modes. It performs the collectives in order, as the link does, and
     each takes less time than on any link that is worth emulating, so gloo keeps up.
@@ -203,10 +203,10 @@ class EmulatedLinkGroup(RecordingGroup):
 
 
 class EmulatedLinkWork(RecordedWork):
-    """The handle of a launch that is complete when its time on the link is over, or when it is really complete if
-    that is later.
+    """The handle of a launch on the emulated link.
 
-    A rank that waits for it sleeps until then. Only a future needs a thread, because torch DDP waits on futures in C++.
+    The launch is complete at its modelled end, or when gloo has finished if that is later. A rank that waits for it
+    sleeps until then. Only futures need a thread, because torch DDP waits on futures in C++.
     """
 
     def __init__(
@@ -232,15 +232,15 @@ class EmulatedLinkWork(RecordedWork):
             if self._is_over:
                 return
             began = time.perf_counter()
-            self._inner.wait()  # once: gloo's reduce-scatter writes its output in here
-            # Most collectives are complete only after all ranks have launched them. The root of a broadcast is done
-            # with its part earlier, and so are the ranks that only send in a reduce.
+            self._inner.wait()  # only once, because gloo's reduce-scatter writes its output in this call
+            # Most collectives are complete only after all ranks have launched them. The root of a broadcast
+            # finishes its part earlier, and so do the ranks that only send in a reduce.
             while (times := self._launches.get_times(self._number)) is None:
                 time.sleep(LOOK_S)
             now = time.perf_counter()
             start, end = times
             time.sleep(max(0.0, end - now))
-            has_waited = began < end or now - began > BLOCKED_S  # otherwise gloo had finished at an unknown time
+            has_waited = began < end or now - began > BLOCKED_S  # otherwise gloo finished earlier, at an unknown time
             self._recorder.note("end", index=self._index, began=start, time=max(end, now) if has_waited else end)
             self._is_over = True
 
@@ -264,8 +264,8 @@ class EmulatedLinkWork(RecordedWork):
         with self._lock:
             if self._future is None:
                 begun: torch.futures.Future = torch.futures.Future()
-                # An exception that `then` raises is one in C++ too. That of `set_exception` is not: torch DDP's reducer
-                # takes it for tensors, and the process ends.
+                # If `then` raises, C++ sees an exception. After `set_exception`, torch DDP's reducer would take the
+                # exception for tensors, and the process would abort.
                 self._future = begun.then(self._finish_and_return)
                 get_completion_queue().put(begun)
         return self._future
@@ -288,5 +288,6 @@ def get_completion_queue() -> queue.SimpleQueue:
 
 
 def complete_futures(futures: queue.SimpleQueue) -> None:
+    """Complete the futures of a queue in order, forever. Runs in a thread."""
     while True:
         futures.get().set_result(None)

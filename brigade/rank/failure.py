@@ -8,13 +8,14 @@ from typing import Any
 
 from brigade.course import submission
 
-MAX_MESSAGE = 4_000  # characters of the message that are passed on
+MAX_MESSAGE = 4_000  # characters of the message that are sent
 
 
 def describe(error: BaseException, packages: dict[str, Any]) -> dict[str, Any]:
-    """Return an exception as the parent shows it: with its frames in the submission.
+    """Return the description of an exception, with its frames in the submission.
 
-    If it has none there: those in the other packages that the rank was sent; else all except the toolkit's.
+    If it has none there, include its frames in the other packages that the rank received, or else all frames outside of
+    the toolkit.
     """
     frames = traceback.extract_tb(error.__traceback__)
     toolkit = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep

@@ -1,4 +1,4 @@
-"""Refuse torch's own wrappers in a graded rank: they are finished answers to what the student is to write."""
+"""Refuse torch's own wrappers in a graded rank, because they are finished answers to the assignments."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import types
 from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any
 
-# What the course has students write, and the class that each of torch's own answers makes one of, by module.
-# A graded rank refuses to make one.
+# The name and the class of each finished answer in torch, by module. A graded rank refuses to create such an object.
 FINISHED_ANSWERS = {
     "torch.nn.parallel.distributed": ("DistributedDataParallel", "DistributedDataParallel"),
     "torch._C._distributed_c10d": ("Reducer", "Reducer"),
@@ -20,7 +19,7 @@ FINISHED_ANSWERS = {
 
 
 def forbid() -> None:
-    """From now on torch's own wrappers raise RuntimeError in this process."""
+    """Make torch's own wrappers raise RuntimeError in this process."""
     for module in FINISHED_ANSWERS:
         if module in sys.modules:
             refuse(sys.modules[module])
@@ -28,17 +27,17 @@ def forbid() -> None:
 
 
 def refuse(module: types.ModuleType) -> None:
-    """Let the finished answer in a module raise RuntimeError when it is used."""
-    name, made = FINISHED_ANSWERS[module.__name__]
+    """Make the finished answer in a module raise RuntimeError when it is used."""
+    name, class_name = FINISHED_ANSWERS[module.__name__]
 
-    def refused(*args: Any, **kwargs: Any) -> None:
-        raise RuntimeError(f"{name} is not taken for an answer: the collectives of torch.distributed are")
+    def raise_error(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError(f"{name} is not accepted as an answer; use the collectives of torch.distributed")
 
-    getattr(module, made).__init__ = refused
+    getattr(module, class_name).__init__ = raise_error
 
 
 class RefusingFinder(importlib.abc.MetaPathFinder):
-    """Refuses a finished answer as soon as it is imported."""
+    """Make a finished answer raise RuntimeError as soon as its module is imported."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if fullname not in FINISHED_ANSWERS:

@@ -1,20 +1,20 @@
-"""The process that ranks are forked from: it has imported torch, so that a rank starts in milliseconds.
+"""The process from which ranks are forked.
 
-Importing torch takes seconds; forking a process that has done so takes milliseconds. The server imports,
+Importing torch takes seconds, but forking a process that has imported it takes milliseconds. The server imports torch,
 then waits for orders on a Unix socket, one JSON line each:
 
     {"fork": n, "sandbox": {...}, "directory": path}
-                            with 3n file descriptors: n ranks are forked, and `brigade.rank.main.main` runs in each
-                            of them with its own three, confined if there are settings of a sandbox (`sandbox.py`).
+                            with 3n file descriptors: fork n ranks, and run `brigade.rank.main.main` in each of
+                            them with its own three descriptors, in the sandbox if there is one (`sandbox.py`).
                             Answer: {"forked": [pid, ...]}
     {"kill": [pid, ...], "sandbox": {...}}
-                            their process groups, and all else of the sandbox's user, are killed and reaped.
+                            kill and reap their process groups, and all processes of the sandbox's user.
                             Answer: {"killed": [...]}
 
-Unasked, it says {"exited": pid, "status": s} for a rank that ended by itself. When the other end of the socket
-closes, however the parent died, every rank is killed and the temporary directory removed. Should the
-server itself be killed, Linux kills the ranks (PR_SET_PDEATHSIG), and elsewhere they notice.
-It never imports a submission.
+When a rank ends by itself, the server sends {"exited": pid, "status": s}. When the other end of the socket closes,
+for whatever reason the parent ended, it kills every rank and removes the temporary directory. If the server itself is
+killed, Linux kills the ranks (PR_SET_PDEATHSIG); on other systems they notice it themselves. The server never imports a
+submission.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from brigade.runner import sandbox
 from brigade.runner.protocol import FDS_PER_RANK, kill_group, receive, send
 
 PR_SET_CHILD_SUBREAPER = 36
-PATIENCE_S = 10.0  # with ranks that are killed and do not end
+PATIENCE_S = 10.0  # limit of the wait for killed ranks
 
 
 def serve(descriptor: int, lock: int, scratch: str, import_path: str, modules: Sequence[str]) -> None:
-    """Serve until the socket closes. `scratch` is the directory to remove then, `lock` an open file in it.
+    """Serve until the socket closes, then remove the directory `scratch`. `lock` is an open file in it.
 
     `modules` are imported before the first fork, so that ranks need not import them.
     """
@@ -50,7 +50,7 @@ def serve(descriptor: int, lock: int, scratch: str, import_path: str, modules: S
     gc.collect()
     gc.freeze()
     if sys.platform == "linux":
-        sandbox.prctl(PR_SET_CHILD_SUBREAPER, 1)  # what a rank leaves behind becomes our child, and is killed as such
+        sandbox.prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans of a rank become our children, and we kill them
     server = ForkServer(channel, lock)
     try:
         server.listen()
@@ -59,18 +59,18 @@ def serve(descriptor: int, lock: int, scratch: str, import_path: str, modules: S
     finally:
         kill(set(server.ranks), server.ranks, server.sandbox_settings)
         sandbox.remove(scratch)
-        os._exit(0)  # unloading torch would take longer than all this, and someone waits for our end
+        os._exit(0)  # the parent waits for our end, and unloading torch would take long
 
 
 class ForkServer:
-    """The ranks that were forked, and the loop that does what the parent orders."""
+    """The forked ranks, and the loop that executes the parent's orders."""
 
     def __init__(self, channel: socket.socket, lock: int):
         self.ranks: set[int] = set()  # process ids
-        self.sandbox_settings: dict | None = None  # of the last rank that had one
+        self.sandbox_settings: dict | None = None  # of the last rank with a sandbox
         self._channel = channel
         self._lock = lock
-        self._wake_read, self._wake_write = os.pipe()  # written to when a child ends
+        self._wake_read, self._wake_write = os.pipe()  # receives a byte when a child ends
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -79,7 +79,7 @@ class ForkServer:
             signal.signal(ignored, signal.SIG_IGN)
 
     def listen(self) -> None:
-        """Do what the parent orders, and tell it which ranks have ended, until the socket closes."""
+        """Execute the parent's orders, and report ranks that have ended, until the socket closes."""
         while True:
             readable, _, _ = select.select([self._channel, self._wake_read], [], [])
             if self._wake_read in readable:
@@ -89,22 +89,22 @@ class ForkServer:
                 order, descriptors = receive(self._channel)
                 if order is None:
                     return
-                send(self._channel, self.obey(order, descriptors))
+                send(self._channel, self.execute(order, descriptors))
 
     def report(self, ended: dict[int, int]) -> None:
-        """Tell the parent which ranks have ended by themselves, and their exit statuses."""
+        """Report the ranks that have ended by themselves, and their exit statuses, to the parent."""
         for pid, status in ended.items():
             send(self._channel, {"exited": pid, "status": status})
 
-    def obey(self, order: dict, descriptors: list[int]) -> dict:
-        """Do what one order says. Return the answer."""
+    def execute(self, order: dict, descriptors: list[int]) -> dict:
+        """Execute one order and return the answer."""
         if "fork" in order:
             return {"forked": self.fork(descriptors, order["sandbox"], order["directory"])}
         self.report(kill(set(order["kill"]) & self.ranks, self.ranks, order["sandbox"]))
         return {"killed": order["kill"]}
 
     def fork(self, descriptors: list[int], sandbox_settings: dict | None, directory: str) -> list[int]:
-        """Fork a rank for every three descriptors. Return their process ids."""
+        """Fork one rank for every three descriptors. Return their process ids."""
         if sandbox_settings and not self.sandbox_settings:
             sandbox.leave_network()
         self.sandbox_settings = sandbox_settings or self.sandbox_settings
@@ -120,7 +120,7 @@ class ForkServer:
 
 
 def preload(modules: Sequence[str]) -> None:
-    """Import what ranks need, `modules` included."""
+    """Import everything that ranks need, including `modules`."""
     dynamo_stub.import_torch()
     import torch.nn.parallel
 
@@ -128,7 +128,7 @@ def preload(modules: Sequence[str]) -> None:
         importlib.import_module(module)
     weight = torch.nn.Parameter(torch.zeros(1))
     weight.grad = torch.zeros(1)
-    torch.optim.Adam([weight]).step()  # a step imports and prepares what each rank would by itself
+    torch.optim.Adam([weight]).step()  # a step does imports that each rank would have to do otherwise
 
 
 def fork_rank(own: list[int], others: list[int], sandbox_settings: dict | None, directory: str) -> int:
@@ -138,7 +138,7 @@ def fork_rank(own: list[int], others: list[int], sandbox_settings: dict | None, 
     if pid:
         return pid
     try:
-        os.setsid()  # a process group of its own, so that whatever it starts is killed with it
+        os.setsid()  # its own process group, so that its children are killed with it
         if sys.platform == "linux":
             sandbox.prctl(sandbox.PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != server:
@@ -174,9 +174,9 @@ def reap(ranks: set[int]) -> dict[int, int]:
 
 
 def kill(doomed: set[int], ranks: set[int], sandbox_settings: dict | None = None) -> dict[int, int]:
-    """Kill these ranks and whatever they started. Return when they are reaped.
+    """Kill these ranks and everything that they started, and wait until they are reaped.
 
-    The result has the exit statuses of other ranks that ended by themselves meanwhile.
+    Return the exit statuses of other ranks that ended by themselves meanwhile.
     """
     give_up = time.monotonic() + PATIENCE_S
     ended: dict[int, int] = {}
@@ -184,14 +184,14 @@ def kill(doomed: set[int], ranks: set[int], sandbox_settings: dict | None = None
         sandbox.kill_user(sandbox_settings["uid"])
     for pid in doomed & ranks:
         kill_group(pid)
-        signal_process(pid)  # just forked, it has no group yet
+        kill_process(pid)  # if it was just forked, it has no group yet
     while doomed & ranks and time.monotonic() < give_up:
         ended |= reap(ranks)
         time.sleep(0.001)
     while (orphans := list_children() - ranks) and time.monotonic() < give_up:
         for pid in orphans:
             kill_group(pid)
-            signal_process(pid)
+            kill_process(pid)
         ended |= reap(ranks)
         time.sleep(0.001)
     if sandbox_settings:
@@ -199,7 +199,8 @@ def kill(doomed: set[int], ranks: set[int], sandbox_settings: dict | None = None
     return {pid: status for pid, status in ended.items() if pid not in doomed}
 
 
-def signal_process(pid: int) -> None:
+def kill_process(pid: int) -> None:
+    """Kill a process if it still exists and belongs to us."""
     try:
         os.kill(pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
@@ -207,10 +208,10 @@ def signal_process(pid: int) -> None:
 
 
 def list_children() -> set[int]:
-    """Return the process ids of this process's children on Linux, and none elsewhere."""
+    """Return the process ids of this process's children. Return none on systems other than Linux."""
     if sys.platform != "linux":
         return set()
-    try:  # most often there are none, and looking at all processes would take longer than most runs of ranks
+    try:  # usually there are none, and examining all processes takes longer than most runs
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
         return set()

@@ -1,4 +1,4 @@
-"""Counting the kernels that NCCL really launched, with torch's profiler: a group launch is one kernel."""
+"""Count the kernels that NCCL launched, with torch's profiler. A group launch is one kernel."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ PREFIXES = ("ncclDevKernel", "ncclKernel")  # since NCCL 2.19, and before
 
 
 def count_nccl_kernels(names: Iterable[str]) -> dict[str, int] | None:
-    """How often each kernel of NCCL's is among those that ran on the GPU, without the types of its arguments.
+    """Count each NCCL kernel in the names of all kernels that ran on the GPU, ignoring the types of its arguments.
 
-    None where nothing ran at all, because the profiler cannot see this GPU. "nccl:all_reduce" is no kernel but the
-    range around one.
+    Return None if there are no names, because the profiler cannot see this GPU. "nccl:all_reduce" is not a kernel, but
+    the range around one.
     """
     names = list(names)
     return dict(Counter(name.partition("(")[0] for name in names if name.startswith(PREFIXES))) if names else None
@@ -26,7 +26,7 @@ def count_nccl_kernels(names: Iterable[str]) -> dict[str, int] | None:
 
 @contextlib.contextmanager
 def record_kernels() -> Iterator[None]:
-    """Notes what NCCL launched in the block, as an event of kind "kernels"; does nothing in a rank without a GPU."""
+    """Record the NCCL kernels of the block as an event of kind "kernels". Do nothing in a rank without a GPU."""
     if device().type != "cuda":
         yield
         return
@@ -36,5 +36,5 @@ def record_kernels() -> Iterator[None]:
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         yield
         torch.cuda.synchronize()
-    ran = [event.name for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    recording.note("kernels", counts=count_nccl_kernels(ran))
+    names = [event.name for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    recording.note("kernels", counts=count_nccl_kernels(names))

@@ -1,8 +1,8 @@
-"""What student code cannot reach in the rank process that it shares with the course's own code.
+"""Lock parts of the course's own code, so that student code in the same process cannot use them.
 
-Python has no private names. But each frame says which code it runs and in which module's namespace, so a function can
-refuse a caller. Here, the caller must be a module that has called `trust`, or a torch module that a lock names. What
-student code can still find in frames, closures or `__globals__` is beyond these locks.
+Python has no private names. But each frame contains its code and the namespace of its module, so a function can refuse
+a caller. The caller must be a module that has called `trust`, or a torch module that the lock names. These locks do not
+protect objects that student code can find in frames, closures or `__globals__`.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from collections.abc import Callable, Container, Iterator
 from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-_trusted: dict[int, dict[str, Any]] = {}  # namespaces by their id, which nothing else has while they are kept here
+_trusted: dict[int, dict[str, Any]] = {}  # namespaces by id; keeping them here keeps the ids unique
 
 
 def trust(namespace: dict[str, Any]) -> None:
-    """Let the code of a module, which passes its globals(), use what is hidden and private."""
+    """Trust a module, which passes its globals(): its code may use hidden attributes and private methods."""
     _trusted[id(namespace)] = namespace
 
 
 def is_trusted(frame: FrameType) -> bool:
+    """Return whether the frame runs code of a trusted module."""
     return id(frame.f_globals) in _trusted
 
 
@@ -45,7 +46,7 @@ def hidden_attribute() -> property:
 
 
 def private(method: Callable[..., Any]) -> property:
-    """Return the method as one that only trusted code can call. An object's own `__dict__` cannot replace it."""
+    """Make a method callable by trusted code only. An object's own `__dict__` cannot replace it."""
 
     def read(owner: Any) -> Any:
         if not is_trusted(sys._getframe(1)):
@@ -61,17 +62,17 @@ def make_sealed_metaclass(base: type) -> type:
     class Sealed(type(base)):
         def __setattr__(cls, name: str, value: Any) -> None:
             if not is_trusted(sys._getframe(1)):
-                raise AttributeError(f"{cls.__name__} belongs to the grader: submissions do not change it")
+                raise AttributeError(f"{cls.__name__} belongs to the grader; submissions must not change it")
             super().__setattr__(name, value)
 
         def __delattr__(cls, name: str) -> None:
-            raise AttributeError(f"{cls.__name__} belongs to the grader: submissions do not change it")
+            raise AttributeError(f"{cls.__name__} belongs to the grader; submissions must not change it")
 
     return Sealed
 
 
 def copy_module(name: str) -> ModuleType:
-    """Return another copy of a module, in which a submission cannot replace anything."""
+    """Return a new copy of a module, in which a submission cannot replace anything."""
     spec = importlib.util.find_spec(name)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -79,65 +80,67 @@ def copy_module(name: str) -> ModuleType:
 
 
 def reserve(owner: Any, name: str, sentence: str, users: Container[FrameType] = ()) -> None:
-    """Replace the function `name` of a module or class: only trusted code and that of `users` can call it.
+    """Reserve the function `name` of a module or class for trusted code and the code of `users`.
 
-    Anyone else gets a RuntimeError with this sentence.
+    Other callers get a RuntimeError with this sentence.
     """
     original = getattr(owner, name)
 
-    def reserved(*args: Any, **kwargs: Any) -> Any:
+    def call_if_allowed(*args: Any, **kwargs: Any) -> Any:
         caller = sys._getframe(1)
         if not is_trusted(caller) and caller not in users:
             raise RuntimeError(sentence)
         return original(*args, **kwargs)
 
-    setattr(owner, name, reserved)
+    setattr(owner, name, call_if_allowed)
 
 
 class CodeOf:
-    """The code that a module has now: `frame in CodeOf(module)`.
+    """The code of a module at this moment, for tests such as `frame in CodeOf(module)`.
 
-    A frame runs it if its code object is one of the module's and its globals are the module's. A name or a file name
-    would not be enough, because student code can use any.
+    A frame runs this code if its code object and its globals are the module's. Names and file names are not enough,
+    because student code can use any.
     """
 
     def __init__(self, module: ModuleType):
         self._namespace = vars(module)
-        self._codes: dict[int, CodeType] = {}  # by id, because a submission's code can be equal to torch's
-        found = list(self._namespace.values())
-        while found:
-            value = found.pop()
+        self._codes: dict[int, CodeType] = {}  # by id, because a submission's code may compare equal to torch's
+        pending = list(self._namespace.values())
+        while pending:
+            value = pending.pop()
             if issubclass(type(value), type) and value.__module__ == module.__name__:
-                found += vars(value).values()
+                pending += vars(value).values()
             elif type(value) in (staticmethod, classmethod):
-                found.append(value.__func__)
+                pending.append(value.__func__)
             elif type(value) is property:
-                found += [value.fget, value.fset]
+                pending += [value.fget, value.fset]
             elif type(value) is FunctionType:
                 if value.__globals__ is self._namespace:
-                    found.append(value.__code__)
-                found.append(getattr(value, "__wrapped__", None))
+                    pending.append(value.__code__)
+                pending.append(getattr(value, "__wrapped__", None))
             elif type(value) is CodeType and id(value) not in self._codes:
                 self._codes[id(value)] = value
-                found += value.co_consts
+                pending += value.co_consts
 
     def __contains__(self, frame: FrameType) -> bool:
         return id(frame.f_code) in self._codes and frame.f_globals is self._namespace
 
 
 class NotForSubmissions(importlib.abc.MetaPathFinder):
-    """Refuses to import the course's own packages."""
+    """Refuse to import the course's own packages."""
 
     def __init__(self, packages: set[str]):
         self._packages = packages
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
         if fullname.partition(".")[0] in self._packages:
-            raise ModuleNotFoundError(f"{fullname} belongs to the grader: submissions do not import it", name=fullname)
+            raise ModuleNotFoundError(
+                f"{fullname} belongs to the grader; submissions must not import it", name=fullname
+            )
 
 
 def imported_modules(package: ModuleType) -> Iterator[str]:
-    """Yield the names of a package and of all its modules. To look through sys.modules would copy memory in a fork."""
+    """Yield the names of a package and of its imported modules. A loop over sys.modules would copy memory in a fork."""
     yield package.__name__
     for value in list(vars(package).values()):
         if type(value) is ModuleType and value.__name__.rpartition(".")[0] == package.__name__:
@@ -145,7 +148,7 @@ def imported_modules(package: ModuleType) -> Iterator[str]:
 
 
 def hide_packages(packages: set[str]) -> None:
-    """From now on nobody can import these packages. Code that has imported them keeps them."""
+    """Make these packages impossible to import. Code that has imported them keeps them."""
     for package in packages & sys.modules.keys():
         for name in list(imported_modules(sys.modules[package])):
             sys.modules.pop(name, None)

@@ -1,10 +1,10 @@
-"""What runs inside a rank: start the process group, call one function, deliver what it returns.
+"""Run a rank: start the process group, call one function, and deliver its result.
 
-A rank has three file descriptors. Its `control` channel is described in `channel.py`. Its standard output and error are
-`output`. On `trace` it prints where it stands when it gets SIGUSR1.
+A rank has three file descriptors. `channel.py` describes its `control` channel. Its standard output and error go to
+`output`. When it receives SIGUSR1, it prints its stacks to `trace`.
 
-After its result a rank does nothing more, and waits to be killed: tearing down gloo while a peer still
-talks to it can abort the peer.
+After its result a rank waits to be killed. If it tore down gloo while a peer still uses the connection, the peer could
+abort.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from brigade.runner import wire
 
 MODES = {"record": recording.RecordingGroup, "strict": strict.StrictGroup, "emulate": emulated_link.EmulatedLinkGroup}
 
-SCATTERED = 100  # parameters; half of them leave holes for those of the model
+SCATTERED = 100  # parameters to allocate; half of them are freed and leave holes for the model's
 
 
 def main(control_fd: int, output_fd: int, trace_fd: int, server: int) -> None:
-    """Be a rank. Runs in a process that the server has just forked, and never returns."""
+    """Run a rank in a process that the server has just forked. Never return."""
     channel = Channel(control_fd)
     request = channel.receive_request()
     redirect(output_fd, request["terminal"])
@@ -46,7 +46,7 @@ def main(control_fd: int, output_fd: int, trace_fd: int, server: int) -> None:
         threading.Thread(target=exit_with_parent, args=(server,), daemon=True).start()
     try:
         channel.send_result(wire.encode(run(request, channel.add_event)))
-    except BaseException as error:  # SystemExit and KeyboardInterrupt too: nothing may end a rank silently
+    except BaseException as error:  # also SystemExit and KeyboardInterrupt: nothing may end a rank silently
         channel.send_failure(failure.describe(error, request["packages"]))
     sys.stdout.flush()
     sys.stderr.flush()
@@ -55,7 +55,7 @@ def main(control_fd: int, output_fd: int, trace_fd: int, server: int) -> None:
 
 
 def redirect(output_fd: int, is_terminal: bool) -> None:
-    """Make new standard streams. They lead to `output_fd`, or stay on the terminal."""
+    """Replace the standard streams. The new ones write to `output_fd`, or to the terminal."""
     if not is_terminal:
         nothing = os.open(os.devnull, os.O_RDONLY)
         for source, standard in ((nothing, 0), (output_fd, 1), (output_fd, 2)):
@@ -66,11 +66,11 @@ def redirect(output_fd: int, is_terminal: bool) -> None:
 
 
 def run(request: dict[str, Any], sink: Callable[[dict[str, Any]], None]) -> Any:
-    """Do what the request asks for, in a process of its own, and return the result. `sink` receives the events."""
+    """Execute the request in this process and return the result. `sink` receives the events."""
     if request["mode"] != "emulate" and hasattr(os, "SCHED_BATCH"):
         with contextlib.suppress(OSError):
-            # Where ranks share cores, gloo's polling threads interrupt each other: a small collective takes five times
-            # as long. A paced one must interrupt what computes.
+            # If ranks share cores, gloo's polling threads interrupt each other, and a small collective takes five times
+            # as long. On the emulated link, however, a collective must interrupt the computation.
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     os.chdir(request["directory"])
     os.environ.update(request["environment"])
@@ -87,7 +87,7 @@ def perform(
 ) -> Any:
     """Become a rank: start the process group over `store`, and return what the request's function returns.
 
-    `local_rank` is this rank's place among those of its machine, which picks its GPU; `timeout` that of a collective.
+    `local_rank` is the index of this rank on its machine, which selects its GPU. `timeout` is that of each collective.
     """
     rank, world_size, backend = request["rank"], request["world_size"], request["backend"]
     dynamo_stub.import_torch()
@@ -95,13 +95,13 @@ def perform(
         submission.install(package, sources)
         request["packages"][package] = {
             name: (path, "") for name, (path, *_) in sources.items()
-        }  # the rest is not kept
+        }  # drop texts and codes
     graded = {submission.PACKAGE, "scenarios"} <= request["packages"].keys()
     if graded:
         finished_answers.forbid()
     torch.set_num_threads(request["threads"])
-    seed = request["seed"] + rank  # replicas that are not made equal are not equal
-    (torch.manual_seed if backend == "nccl" else torch.default_generator.manual_seed)(seed)  # the former is slow
+    seed = request["seed"] + rank  # so replicas differ unless the submission makes them equal
+    (torch.manual_seed if backend == "nccl" else torch.default_generator.manual_seed)(seed)  # torch.manual_seed is slow
     if backend == "nccl":
         api.use_gpu((rank if local_rank is None else local_rank) % torch.cuda.device_count())
     recorder = recording.Recorder(sink)
@@ -122,19 +122,19 @@ def perform(
 
 
 def scatter(seed: int) -> list[torch.nn.Parameter]:
-    """Return parameters to keep while a model is built: its own then lie in the holes of memory between them.
+    """Allocate parameters and return half of them, to keep while a model is built in the holes between them.
 
-    Forked ranks would otherwise have equal addresses. What depends on addresses, such as the order of a set, would then
-    agree by accident.
+    Otherwise forked ranks would have equal addresses, and results that depend on addresses, such as the order of a set,
+    would agree by accident.
     """
     tensor, rng = torch.zeros(0), random.Random(seed)
     parameters = [torch.nn.Parameter(tensor) for _ in range(SCATTERED)]
     rng.shuffle(parameters)
-    return parameters[::2]  # the others are freed in this order, and their memory is given out again in another
+    return parameters[::2]  # the others are freed, and their memory is reused in another order
 
 
 def exit_with_parent(server: int) -> None:
-    """Kill this process and what it has started once the server has gone."""
+    """Kill this process and its children when the server has ended."""
     while os.getppid() == server:
         time.sleep(0.5)
     os.kill(0, signal.SIGKILL)

@@ -1,13 +1,13 @@
 """A process group that records every collective, and changes nothing else.
 
-`RecordingGroup` stands between `torch.distributed` and gloo or NCCL in every rank. Whatever calls a
-collective, under whatever name, arrives here: a submission, a sub-group it made, torch DDP's C++ reducer.
+In every rank, `RecordingGroup` receives all calls of collectives and passes them on to gloo or NCCL: those of a
+submission, of a sub-group that it created, and of torch DDP's C++ reducer.
 
-The kinds of events that are made here, and their fields, are listed in `brigade/events.py`, which the parent reads them
-with. Ranks do not import it. Scenarios add their own kinds with `note`.
+`brigade/events.py` lists the kinds of events and their fields. The parent reads events with it; ranks do not import it.
+Scenarios add their own kinds with `note`.
 
-Student code holds groups and handles. `locks.py` hides their inner parts from it, so that it can neither communicate
-unrecorded nor write into the record.
+Student code has access to groups and handles. `locks.py` hides their inner parts, so that student code can neither
+communicate unrecorded nor change the record.
 """
 
 from __future__ import annotations
@@ -29,32 +29,34 @@ from brigade.rank import locks
 from brigade.rank.locks import hidden_attribute, make_sealed_metaclass, private
 
 locks.trust(globals())
-COLLECTIVES = locks.CodeOf(c10d)  # taken before any submission can change it
+COLLECTIVES = locks.CodeOf(c10d)  # before any submission can change it
 
 BACKEND = "brigade"  # the name under which the recording group is registered with torch
-GLOO_THREADS = 1  # torch's own 2 damage the memory of a rank: see docs/gloo_memory.md
+GLOO_THREADS = 1  # torch's default of 2 can damage the memory of a rank: see docs/gloo_memory.md
 
 
 class Recorder:
-    """What one rank tells of itself: numbers its launches, stamps its events, and hands them to `sink`."""
+    """Number the launches of a rank, add times and phases to its events, and pass these to `sink`."""
 
     def __init__(self, sink: Callable[[dict[str, Any]], None]):
-        # Of the rank, not of a thread: on CUDA, hooks run on autograd's own. This one is `events.OUTSIDE`.
+        # One phase for all threads, because on CUDA hooks run in autograd's threads. "setup" is `events.OUTSIDE`.
         self.phase = "setup"
         self._sink = sink
-        self.end_with_wait: set[int] = set()  # launches that do not tell by themselves when they are complete
+        self.end_with_wait: set[int] = set()  # launches without a future: their end is recorded when a wait ends
         self._launches = 0
         self._lock = threading.RLock()
         self._parameters: dict[str, torch.nn.Parameter] = {}
-        self._nodes: dict[Any, str] = {}  # those that accumulate gradients, and the names of their parameters
-        self._accumulated: dict[str, int] = {}  # how often each accumulated in this backward
+        self._nodes: dict[Any, str] = {}  # node that accumulates a gradient -> name of the parameter
+        self._accumulated: dict[str, int] = {}  # how often each parameter accumulated in this backward
         self._task: int | None = -1  # the engine's number of this backward
 
     def note(self, kind: str, **fields: Any) -> None:
+        """Record an event."""
         with self._lock:
             self._sink({"kind": kind, "time": perf_counter(), "phase": self.phase, **fields})
 
     def launch(self, **fields: Any) -> int:
+        """Record a launch and return its number."""
         with self._lock:
             index = self._launches
             self._launches += 1
@@ -62,11 +64,11 @@ class Recorder:
         return index
 
     def name_parameters(self, module: torch.nn.Module) -> None:
-        """Lets launches on a parameter, or on its gradient as it lies in memory then, say its name."""
+        """Name the parameters of `module`, so that launches on one, or on its current gradient, have its name."""
         self._parameters = dict(module.named_parameters())
 
     def watch_gradients(self, module: torch.nn.Module) -> None:
-        """Note an event "ready" in backward just before a gradient of the module is added to its `.grad`.
+        """Record an event "ready" in each backward just before a gradient of the module is added to `.grad`.
 
         The hook belongs to the node of the autograd graph: a parameter's own hooks can be cleared or called by anyone.
         Tensor hooks of the parameter have run by then; its post-accumulate hooks run after it.
@@ -74,12 +76,12 @@ class Recorder:
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
                 node = torch.autograd.graph.get_gradient_edge(parameter).node
-                self._nodes[node] = name  # the parameter itself does not keep its node alive
+                self._nodes[node] = name  # keeps the node alive, which the parameter does not
                 node.register_prehook(self._make_hook(node, name))
 
     def _make_hook(self, node: Any, name: str) -> Callable[[Sequence[torch.Tensor | None]], None]:
         def note_ready(gradients: Sequence[torch.Tensor | None]) -> None:
-            # Student code can call this too, or have the engine call it in a backward of its own.
+            # Ignore calls by student code, also those through the engine in a backward of its own.
             if get_current_node() is node and get_current_task() == self._task:
                 self._accumulated[name] = self._accumulated.get(name, 0) + 1
                 if gradients[0] is not None:
@@ -89,7 +91,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def backward_of(self, loss: torch.Tensor) -> Iterator[None]:
-        """Note "ready" in the backward of `loss`. Raise RuntimeError unless each needed gradient was ready once."""
+        """Record "ready" in the backward of `loss`. Raise RuntimeError unless each gradient became ready once."""
         root = loss.grad_fn
 
         def note_start(_: Sequence[torch.Tensor | None]) -> None:
@@ -113,7 +115,10 @@ class Recorder:
                 )
 
     def find_owner(self, tensors: list[torch.Tensor]) -> tuple[str | None, str | None]:
-        """The parameter whose "weight" or "gradient" is the launch's tensor; None for a copy, or for several."""
+        """Return the name of the parameter that a launch concerns, and whether its "weight" or its "gradient".
+
+        Return (None, None) for a copy, or for several tensors.
+        """
         if len(tensors) != 1:
             return None, None
         address, numel = tensors[0].data_ptr(), tensors[0].numel()
@@ -131,34 +136,34 @@ _recorder: Recorder | None = None
 
 
 def install(recorder: Recorder) -> None:
-    """Makes `recorder` the one that `note` and `phase` of this process speak to."""
+    """Make `recorder` the recorder of this process, which `note` and `phase` use."""
     global _recorder
     _recorder = recorder
 
 
 def note(kind: str, **fields: Any) -> None:
-    """Adds an event of the scenario's own to this rank's record. Does nothing outside a rank."""
+    """Record an event of a scenario's own kind. Do nothing outside a rank."""
     if _recorder:
         _recorder.note(kind, **fields)
 
 
 def name_parameters(module: torch.nn.Module) -> None:
-    """From now on, reports name the parameters of `module`. Does nothing outside a rank."""
+    """Name the parameters of `module` in later reports. Do nothing outside a rank."""
     if _recorder:
         _recorder.name_parameters(module)
 
 
 def watch_gradients(module: torch.nn.Module) -> None:
-    """Note from now on when gradients of `module` become ready. Does nothing outside a rank."""
+    """Record when gradients of `module` become ready from now on. Do nothing outside a rank."""
     if _recorder:
         _recorder.watch_gradients(module)
 
 
 @contextlib.contextmanager
 def record_backward(loss: torch.Tensor) -> Iterator[None]:
-    """In this block, which is the phase "backward", the caller runs the one backward of `loss`.
+    """Record the block as the phase "backward". The caller runs the backward of `loss` in it, once.
 
-    Raises RuntimeError unless each watched gradient on which the loss depends became ready exactly once.
+    Raise RuntimeError unless each watched gradient that the loss depends on became ready exactly once.
     """
     with _recorder.backward_of(loss) if _recorder else contextlib.nullcontext(), phase("backward"):
         yield
@@ -170,29 +175,29 @@ def get_current_node() -> Any:
 
 
 def get_current_task() -> int:
-    """Return the number of the backward in which the engine is running that node."""
+    """Return the number of the backward that the engine is running in this thread."""
     return torch._C._current_graph_task_id()
 
 
 def find_reachable(node: Any) -> set[Any]:
     """Return all nodes of the autograd graph that a backward from `node` runs."""
-    found, waiting = set(), [node]
+    nodes, waiting = set(), [node]
     while waiting:
         node = waiting.pop()
-        if node is not None and node not in found:
-            found.add(node)
+        if node is not None and node not in nodes:
+            nodes.add(node)
             waiting += [following for following, _ in node.next_functions]
-    return found
+    return nodes
 
 
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Events inside the block carry this phase: "construct", "forward", "backward", "finish", "step"."""
+    """Record events in the block with this phase: "construct", "forward", "backward", "finish" or "step"."""
     if not _recorder:
         yield
         return
     before, _recorder.phase = _recorder.phase, name
-    _recorder.note("phase")  # should nothing else happen in it, because it hangs
+    _recorder.note("phase")  # in case nothing else happens in it, because it hangs
     try:
         yield
     finally:
@@ -200,7 +205,7 @@ def phase(name: str) -> Iterator[None]:
 
 
 class RecordedWork(dist.Work, metaclass=make_sealed_metaclass(dist.Work)):
-    """The handle of one launch: passes everything on, and notes waiting."""
+    """The handle of one launch. It passes all calls on, and records waits."""
 
     _inner, _recorder, _index = hidden_attribute(), hidden_attribute(), hidden_attribute()
 
@@ -221,7 +226,7 @@ class RecordedWork(dist.Work, metaclass=make_sealed_metaclass(dist.Work)):
 
     @private
     def _await(self, timeout: timedelta | None) -> None:
-        """Until the result is there; on CUDA, until whatever is computed next will find it there."""
+        """Wait until the result is there. On CUDA, make the current stream wait."""
         if timeout is None or timeout == timedelta(0):
             self._inner.wait()
         else:
@@ -249,7 +254,7 @@ class RecordedWork(dist.Work, metaclass=make_sealed_metaclass(dist.Work)):
         return self._inner.result()
 
     def get_future(self) -> torch.futures.Future:
-        # Whoever has the future may wait on it where we cannot see: the reducer does. It counts as a wait.
+        # A future counts as a wait, because its owner may wait on it where we cannot see it, as the reducer does.
         self._recorder.note("wait", index=self._index)
         self._recorder.note("done", index=self._index)
         future = self._inner.get_future()
@@ -261,9 +266,9 @@ class RecordedWork(dist.Work, metaclass=make_sealed_metaclass(dist.Work)):
 
 
 class Finished(dist.Work):
-    """The handle of a call for which the inner group gave none: there is nothing left to wait for.
+    """The handle of a call for which the inner group returned None.
 
-    Since torch 2.8 NCCL's group gives no handle for a call with async_op=False, which it puts on the current stream.
+    Since torch 2.8 NCCL's group returns no handle for a call with async_op=False, which runs on the current stream.
     """
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -279,9 +284,8 @@ class Finished(dist.Work):
         raise NotImplementedError("a call with async_op=False has no future")
 
 
-# Where each method of a process group keeps its tensors: (operation, outputs, inputs), as positions in its
-# arguments. A collective whose outputs are its inputs works in place. The two names of one operation are
-# those before and after torch 2.13.
+# For each method of a process group: the operation, and the positions of outputs and inputs in its arguments. A
+# collective whose outputs are its inputs works in place. Some operations have different names since torch 2.13.
 METHODS: dict[str, tuple[str, int | None, int | None]] = {
     "allreduce": ("all_reduce", 0, 0),
     "allreduce_coalesced": ("all_reduce", 0, 0),
@@ -309,13 +313,13 @@ METHODS: dict[str, tuple[str, int | None, int | None]] = {
     "recv_anysource": ("recv", 0, None),
 }
 
-LIST_FIRST = {"allreduce", "broadcast", "reduce"}  # their bindings also take one bare tensor
+LIST_FIRST = {"allreduce", "broadcast", "reduce"}  # these also accept a single tensor
 
 
 class RecordingGroup(dist.ProcessGroup, metaclass=make_sealed_metaclass(dist.ProcessGroup)):
-    """Passes every collective to `inner`, a complete process group, and notes each one.
+    """Pass every collective on to `inner`, a complete process group, and record it.
 
-    Subclasses decide what becomes of the tensors, in `call`.
+    Subclasses override `call` to handle the tensors in another way.
     """
 
     _inner, _recorder, _name, _ranks = hidden_attribute(), hidden_attribute(), hidden_attribute(), hidden_attribute()
@@ -329,7 +333,7 @@ class RecordingGroup(dist.ProcessGroup, metaclass=make_sealed_metaclass(dist.Pro
 
     @private
     def call(self, method: str, args: list[Any], kwargs: dict[str, Any], index: int) -> dist.Work | None:
-        """Performs launch `index` and returns its handle."""
+        """Perform launch `index` and return its handle."""
         work = self._perform(method, args, kwargs)
         self._note_end(work, index)
         return RecordedWork(work, self._recorder, index)
@@ -404,12 +408,12 @@ for _method in METHODS:
 
 
 def find_options(args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """The options object of a collective (`AllreduceOptions` and the like), or None."""
+    """Return the options object of a collective, such as `AllreduceOptions`, or None."""
     return next((arg for arg in args if hasattr(arg, "timeout")), kwargs.get("opts"))
 
 
 def list_tensors(value: Any) -> list[torch.Tensor]:
-    """The tensors of a tensor, a list of tensors, or a list of lists of them."""
+    """Return the tensors in a tensor, a list of tensors, or a list of lists of tensors."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, (list, tuple)):
@@ -418,7 +422,7 @@ def list_tensors(value: Any) -> list[torch.Tensor]:
 
 
 def is_self_copy(tensors: Sequence[Any]) -> bool:
-    """Whether a copy moves nothing: after `data[a:b] /= n` Python assigns the slice to its own place."""
+    """Return whether a copy has equal source and target. After `data[a:b] /= n` Python assigns the slice to itself."""
     places = {(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors if isinstance(t, torch.Tensor)}
     return len(tensors) > 1 and all(isinstance(t, torch.Tensor) for t in tensors[:2]) and len(places) == 1
 
@@ -432,10 +436,10 @@ def start_process_group(
     world_size: int,
     timeout: timedelta | None = None,
 ) -> None:
-    """Makes the default process group of this rank, and every later one, a `group_class` around `backend`.
+    """Start the default process group of this rank. It and all later groups are a `group_class` around `backend`.
 
-    `backend` is "gloo", or "nccl" (CPU tensors still travel by gloo). `timeout` is that of each collective; torch's
-    own, 30 minutes with gloo, if None.
+    `backend` is "gloo" or "nccl", which still uses gloo for CPU tensors. `timeout` is that of each collective. None
+    means torch's default, which is 30 minutes with gloo.
     """
 
     def create(options: Any, _: Any) -> RecordingGroup:
@@ -448,7 +452,7 @@ def start_process_group(
         return group
 
     dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu", "cuda"])
-    _keep_to_the_recording_group(backend)
+    _wrap_group_functions(backend)
     dist.init_process_group(BACKEND, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
@@ -460,7 +464,7 @@ def register_backends(
     world_size: int,
     timeout: timedelta,
 ) -> None:
-    """Give the inner group the backends that `init_process_group` would."""
+    """Register the backends of the inner group, as `init_process_group` would."""
     gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, world_size, make_gloo_options(timeout))
     register(group, "cpu", dist.ProcessGroup.BackendType.GLOO, gloo)
     if backend == "nccl":
@@ -471,9 +475,9 @@ def register_backends(
 
 
 def register_stand_ins(group: dist.ProcessGroup, backend: str) -> None:
-    """Give the recording group backends that carry no data: torch keeps in them what it asks of any group: its name.
+    """Register backends without function for the recording group, because torch stores the group's name in them.
 
-    With the inner group's backends in this place, torch would hand them out to any caller.
+    If these were the inner group's backends, any caller could get them from torch.
     """
     register(group, "cpu", dist.ProcessGroup.BackendType.GLOO, make_stand_in(group))
     if backend == "nccl":
@@ -486,12 +490,12 @@ def register(group: dist.ProcessGroup, device: str, kind: dist.ProcessGroup.Back
 
 
 def make_stand_in(group: dist.ProcessGroup) -> dist.Backend:
-    """Return a backend of torch's own for tests, whose collectives do nothing."""
+    """Return torch's fake backend, whose collectives do nothing."""
     return torch._C._distributed_c10d.FakeProcessGroup._create_internal(group.rank(), group.size())
 
 
 def make_gloo_options(timeout: timedelta) -> Any:
-    """Return the options that `ProcessGroupGloo` would make of a timeout, but with `GLOO_THREADS` threads."""
+    """Return the default options of `ProcessGroupGloo` with this timeout and `GLOO_THREADS` threads."""
     options = dist.ProcessGroupGloo._Options()
     interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     devices = [dist.ProcessGroupGloo.create_device(interface=name) for name in interfaces]
@@ -500,8 +504,8 @@ def make_gloo_options(timeout: timedelta) -> Any:
     return options
 
 
-def _keep_to_the_recording_group(backend: str) -> None:
-    """`new_group(backend="gloo")` must be recorded too, and `get_backend()` must say what really carries the data."""
+def _wrap_group_functions(backend: str) -> None:
+    """Make `new_group(backend="gloo")` return a recording group, and `get_backend()` return the real backend."""
     new_group, get_backend = c10d.new_group, c10d.get_backend
 
     def new_recorded_group(*args: Any, **kwargs: Any) -> Any:
@@ -515,7 +519,7 @@ def _keep_to_the_recording_group(backend: str) -> None:
         module.new_group, module.get_backend = new_recorded_group, get_real_backend
 
 
-# Classes of this build of torch with which ranks could communicate, but not those that our own groups are made of.
+# Classes of this build of torch with which ranks could communicate, except those that our own groups use.
 OTHER_WAYS = [
     name
     for name in dir(torch._C._distributed_c10d)
@@ -533,15 +537,15 @@ _one_thread = False
 
 
 def forbid_other_ways() -> None:
-    """From now on student code has only our groups to communicate with, and only this thread to work in.
+    """Forbid student code to communicate except through our groups, and to start threads.
 
-    What it does elsewhere would not be in the record. The modes that count copies and views see one thread each.
+    Otherwise some of its work would not be recorded. The modes that count copies and views see only one thread.
     """
     global _one_thread
     _one_thread = True
     other = (
-        "{} is not for submissions: they communicate with the collectives of torch.distributed, on the process group "
-        "that they are given or on one that dist.new_group makes"
+        "{} is not for submissions; communicate with the collectives of torch.distributed, on the given process group "
+        "or on one that dist.new_group creates"
     )
     for name in OTHER_WAYS:
         owner = getattr(torch._C._distributed_c10d, name)
@@ -552,4 +556,8 @@ def forbid_other_ways() -> None:
     for module, prefix in ((_thread, ""), (threading, "_")):
         for name in THREAD_STARTS:
             if hasattr(module, prefix + name):
-                locks.reserve(module, prefix + name, "a submission starts no threads: only its first one is recorded")
+                locks.reserve(
+                    module,
+                    prefix + name,
+                    "submissions must not start threads, because only the main thread is recorded",
+                )

@@ -1,10 +1,10 @@
-"""A recording process group that gives a result only to whoever waited for it.
+"""A recording process group that delivers a result only when the caller waits for it.
 
-On a quick machine a forgotten `wait()` goes unnoticed almost every time: the collective is long finished
-when the result is read. Here it shows every time. A launch works on a copy of its inputs and fills its
-outputs with NaN; waiting on *that* launch's handle (or asking for its future, its result, or whether it is
-complete) puts its own result there and no other's. A tensor that was changed between launch and wait, which on
-a GPU is a race, is noted as an event of kind "race".
+On a fast machine a forgotten `wait()` is almost never noticed, because the collective is complete long before its
+result is read. Here it is noticed every time. A launch works on copies of its inputs and fills its outputs with NaN.
+Waiting on the handle of *that* launch (or asking for its future, its result, or whether it is complete) writes its
+result to the outputs. If a tensor is changed between launch and wait, which is a race on a GPU, an event of kind "race"
+is recorded.
 
 torch DDP is not run in this mode: its C++ reducer may wait in places that Python cannot see.
 """
@@ -25,22 +25,24 @@ locks.trust(globals())
 
 
 class StrictGroup(RecordingGroup):
-    """Launches on copies; `StrictWork` delivers."""
+    """Run each collective on copies. `StrictWork` delivers the results."""
 
     @private
     def call(self, method: str, args: list[Any], kwargs: dict[str, Any], index: int) -> dist.Work | None:
         op, outputs, inputs = METHODS[method]
         if op in ("barrier", "send", "recv"):
             return super().call(method, args, kwargs, index)
-        places = {outputs, inputs}
-        given = {place: args[place] for place in places}
-        copies = {place: copy_tensors(value) for place, value in given.items()}
+        positions = {outputs, inputs}
+        given = {position: args[position] for position in positions}
+        copies = {position: copy_tensors(value) for position, value in given.items()}
         for tensor, copy in zip(list_tensors(list(given.values())), list_tensors(list(copies.values()))):
             if tensor.stride() != copy.stride():
-                # gloo would take the memory that follows the first entry, whatever belongs there.
-                raise ValueError(f"{op} needs a tensor without gaps in memory; this one has strides {tensor.stride()}")
-        for place, copy in copies.items():
-            args[place] = copy
+                # gloo would use the memory that follows the first entry, including the gaps.
+                raise ValueError(
+                    f"{op} needs a tensor without gaps in memory, but this one has strides {tensor.stride()}"
+                )
+        for position, copy in copies.items():
+            args[position] = copy
         targets = list_tensors(given[outputs])
         options = find_options(args, kwargs)
         if op == "broadcast" and options.rootRank == self.rank():
@@ -51,16 +53,16 @@ class StrictGroup(RecordingGroup):
             target.data.fill_(get_filler(target.dtype))
         work = self._perform(method, args, kwargs)
         self._note_end(work, index)
-        given_tensors = [tensor for place in places for tensor in list_tensors(given[place])]
+        given_tensors = [tensor for position in positions for tensor in list_tensors(given[position])]
         results = list_tensors(copies[outputs]) if targets else []
         return StrictWork(work, self._recorder, index, given_tensors, targets, results)
 
     def _start_coalescing(self, device: torch.device) -> None:
-        raise RuntimeError("pass no device to the coalescing manager: the process group coalesces by itself")
+        raise RuntimeError("do not pass a device to the coalescing manager; the process group coalesces by itself")
 
 
 class StrictWork(RecordedWork):
-    """Copies the results into the caller's tensors when it is first waited on."""
+    """The handle of a launch. The first wait copies the results into the caller's tensors."""
 
     _given, _at_launch, _targets, _results, _delivered = (
         hidden_attribute(),
@@ -101,7 +103,7 @@ class StrictWork(RecordedWork):
     def _await(self, timeout: timedelta | None) -> None:
         super()._await(timeout)
         if any(tensor.is_cuda for tensor in self._given):
-            # Else a rank that waits for ever would seem to have what it waits for, and a deadlock to be none.
+            # Otherwise a rank that waits forever would seem to have its result, and a deadlock would not be detected.
             torch.cuda.current_stream().synchronize()
 
     def is_completed(self) -> bool:
@@ -119,25 +121,25 @@ class StrictWork(RecordedWork):
 
 
 def copy_tensors(value: Any) -> Any:
-    """The same structure of lists with every tensor copied, strides kept."""
+    """Return the same structure of lists with a copy of every tensor, with equal strides."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     return [copy_tensors(item) for item in value]
 
 
 def get_filler(dtype: torch.dtype) -> Any:
-    """What stands in a result that nobody has waited for."""
+    """Return the value that fills a result before it is waited for."""
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
     return True if dtype == torch.bool else torch.iinfo(dtype).min
 
 
 def read_version(tensor: torch.Tensor) -> int:
-    """How often autograd has seen the tensor change; 0 for a view, which shares the count of all its base's views."""
+    """Return the version counter of a tensor, or 0 for a view, which shares its counter with other views."""
     return 0 if tensor._is_view() or tensor.is_inference() else tensor._version
 
 
 def has_changed(now: torch.Tensor, then: torch.Tensor, then_version: int) -> bool:
-    """Whether the tensor was written to. NaN is equal to NaN, so that only its version tells of NaN / 2."""
+    """Return whether the tensor has been written to. NaN counts as equal to NaN; only the version reveals NaN / 2."""
     value = now.detach()
     return read_version(now) != then_version or not bool(((value == then) | ((value != value) & (then != then))).all())

@@ -181,7 +181,7 @@ def average(grad, number):
             number=5,
         ),
         0,
-        "a submission starts no threads",
+        "submissions must not start threads",
         modules=(5,),
         checks=("test_gradients_are_views",),
     ),
@@ -222,7 +222,7 @@ view = c10d.view
             numbers=(1, 2, 3),
         ),
         0,
-        "DistributedDataParallel is not taken for an answer",
+        "DistributedDataParallel is not accepted as an answer",
         modules=(1, 2, 3),
         checks=("test_gradients_are_averaged", "test_bytes_on_the_wire", "test_steps_and_subgroups"),  # 8 points
     ),
@@ -237,7 +237,7 @@ def wrapped(module, group):
 """,
         ),
         0,
-        "DistributedDataParallel is not taken for an answer",
+        "DistributedDataParallel is not accepted as an answer",
     ),
     Hostile(
         "torch DDP, from its text",
@@ -267,7 +267,7 @@ def wrapped(module, group):
 """,
         ),
         0,
-        "Reducer is not taken for an answer",
+        "Reducer is not accepted as an answer",
     ),
     Hostile(
         "fully_shard under another name",
@@ -279,7 +279,7 @@ def wrapped(module, group): return my_own_idea(module)
 """,
         ),
         0,
-        "fully_shard is not taken for an answer",
+        "fully_shard is not accepted as an answer",
     ),
     Hostile(
         "FSDP and replicate",
@@ -293,7 +293,7 @@ def wrapped(module, group):
 """,
         ),
         0,
-        "FullyShardedDataParallel is not taken for an answer",
+        "FullyShardedDataParallel is not accepted as an answer",
     ),
     Hostile(
         "ZeroRedundancyOptimizer",
@@ -309,7 +309,7 @@ def wrapped(module, group):
             numbers=(8,),
         ),
         0,
-        "ZeroRedundancyOptimizer is not taken for an answer",
+        "ZeroRedundancyOptimizer is not accepted as an answer",
         modules=(8,),
         checks=("test_sharded_equals_unsharded", "test_zero_state_is_shared"),  # one of each class
     ),

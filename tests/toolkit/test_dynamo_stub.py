@@ -1,4 +1,4 @@
-"""torch without its compiler: optimizers and process groups do not import it, and whoever wants it gets it."""
+"""The stub for torch._dynamo: optimizers and process groups do not import the compiler, but code that uses it gets it."""
 
 import rank_functions as functions
 import torch

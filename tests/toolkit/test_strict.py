@@ -134,7 +134,7 @@ def test_tensors_that_are_not_contiguous(mode):
 
 
 def test_coalescing_with_a_device_says_what_to_do():
-    with pytest.raises(RankFailure, match="pass no device to the coalescing manager"):
+    with pytest.raises(RankFailure, match="do not pass a device to the coalescing manager"):
         run_ranks(functions.coalesce_on_a_device, mode="strict")
 
 
