@@ -1,4 +1,4 @@
-"""What a claim is, and the list of all claims: `claimed.py` enters them, `claims.py` checks them."""
+"""The class for a claim, and the list of all claims: `claimed.py` fills it, `claims.py` checks it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ CITED = "cited"  # instead of a verdict
 
 
 class CannotMeasure(Exception):
-    """What an experiment needs is not on this machine; the message says what."""
+    """This machine lacks something that an experiment needs; the message says what."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What an experiment measured, in words with units and spread, and the verdict that the claim's rule gives."""
+    """The result of an experiment, in words with units and spread, and the verdict of the claim's rule."""
 
     measured: str
     verdict: str
@@ -23,9 +23,9 @@ class Finding:
 
 @dataclass(frozen=True)
 class Claim:
-    """What somebody says. `verdict` is the reading's; without an experiment it is `CITED`, and `rule` says why.
+    """A statement that a reading checks. `verdict` is the reading's.
 
-    `module` is the one whose reading discusses it.
+    Without an experiment, `verdict` is `CITED` and `rule` says why. `module` is the one whose reading discusses it.
     """
 
     name: str
@@ -43,7 +43,7 @@ CLAIMS: list[Claim] = []
 def claim(
     name: str, module: int, text: str, source: str, rule: str, verdict: str
 ) -> Callable[[Callable[[], Finding]], Callable[[], Finding]]:
-    """Enters a claim with the function that is its experiment."""
+    """Return a decorator that adds a claim, with the decorated function as its experiment."""
 
     def enter(experiment: Callable[[], Finding]) -> Callable[[], Finding]:
         CLAIMS.append(Claim(name, module, text, source, rule, verdict, experiment))
@@ -53,5 +53,5 @@ def claim(
 
 
 def cited(name: str, module: int, text: str, source: str, why: str) -> None:
-    """Enters a claim that cannot be measured here."""
+    """Add a claim that cannot be measured here."""
     CLAIMS.append(Claim(name, module, text, source, why, CITED))

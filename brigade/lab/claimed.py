@@ -1,6 +1,6 @@
 """The claims that the readings check, in their order, each with its experiment.
 
-Where a script beside a reading measures the same, the experiment is that script's function.
+If a script beside a reading measures the same, the experiment calls that script's function.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from lessons.m07_cached_shards.views import measure_us, slice_all
 MIB = 2**20
 DEADLINE_S = 60.0
 
-# Five articles that the course grew out of, and others by name.
+# The five articles that the course grew out of.
 XL = "an article that times buckets on an XL model"
 BUCKETS = "an article on buckets and sharded optimizers"
 PADDING = "an article on Megatron-LM's gradient buffer"
@@ -52,17 +52,17 @@ def right_if(condition: bool, otherwise: str = "wrong") -> str:
 
 
 def by_share(holds: Sequence[bool]) -> str:
-    """ "right" if the claim holds in all cases, "wrong" if in none."""
+    """Return "right" if the claim holds in all cases, "wrong" if in none, and "depends" otherwise."""
     return right_if(all(holds), "depends" if any(holds) else "wrong")
 
 
 def on_ranks(function: Callable[..., Any], *args: Any, **options: Any) -> RankResults:
-    """Runs one of `claimed_ranks` with the solutions at hand."""
+    """Run a function on ranks that can import the solutions."""
     return run_ranks(function, *args, packages={"submission": read_reference()}, seed=0, deadline=DEADLINE_S, **options)
 
 
 def xl_parameters() -> dict[str, torch.nn.Parameter]:
-    """Those of the XL model by name, without their memory."""
+    """Return the parameters of the XL model by name, on the meta device."""
     return dict(tiny_lm("xl", "meta").named_parameters())
 
 
@@ -138,12 +138,12 @@ def latency() -> Finding:
     "right if this copies nothing and allocates no memory", "wrong",
 )  # fmt: skip
 def flatten() -> Finding:
-    found = ledger.measure_overhead(on_ranks, "m02_flat_ddp", "FlatDDP")
+    overhead = ledger.measure_overhead(on_ranks, "m02_flat_ddp", "FlatDDP")
     times = on_ranks(claimed_ranks.copy_times, 100)[0]
     return Finding(
-        f"TinyLM tiny copies {found['copied'] / 1e6:.2f} MB (in and out) in {summary(times, 2)} ms, and allocates "
-        f"{found['allocated'] / 1e6:.2f} MB",
-        right_if(found["copied"] == 0 and found["allocated"] == 0),
+        f"TinyLM tiny copies {overhead['copied'] / 1e6:.2f} MB (in and out) in {summary(times, 2)} ms, and allocates "
+        f"{overhead['allocated'] / 1e6:.2f} MB",
+        right_if(overhead["copied"] == 0 and overhead["allocated"] == 0),
     )
 
 
@@ -376,19 +376,19 @@ def bucket_size() -> Finding:
     "right if this is so in all cases, wrong if in none", "depends",
 )  # fmt: skip
 def padding_overhead() -> Finding:
-    plan_layout, found = solution("plan_layout"), {}
+    plan_layout, growth = solution("plan_layout"), {}
     for numel in (40_000_000, 100_000):
         for ranks in (8, 96):
             for pad_for_busbw in (False, True):
                 most = plan_layout([1], None, ranks, pad_for_busbw).numel - 1
                 grown = plan_layout([numel], None, ranks, pad_for_busbw).numel / numel - 1
-                found[numel, ranks, pad_for_busbw] = 100 * (most / numel if numel > 10**6 else grown)
+                growth[numel, ranks, pad_for_busbw] = 100 * (most / numel if numel > 10**6 else grown)
     return Finding(
-        f"padded to 2^16, a bucket of 40 million grows by at most {found[40_000_000, 8, True]:.2f} % for 8 ranks and "
-        f"{found[40_000_000, 96, True]:.2f} % for 96, and one of 100 000 by {found[100_000, 8, True]:.0f} % and "
-        f"{found[100_000, 96, True]:.0f} %. Without 2^16, the latter grows by {found[100_000, 8, False]:.1f} % and "
-        f"{found[100_000, 96, False]:.1f} %",
-        by_share([percent < 1 for percent in found.values()]),
+        f"padded to 2^16, a bucket of 40 million grows by at most {growth[40_000_000, 8, True]:.2f} % for 8 ranks and "
+        f"{growth[40_000_000, 96, True]:.2f} % for 96, and one of 100 000 by {growth[100_000, 8, True]:.0f} % and "
+        f"{growth[100_000, 96, True]:.0f} %. Without 2^16, the latter grows by {growth[100_000, 8, False]:.1f} % and "
+        f"{growth[100_000, 96, False]:.1f} %",
+        by_share([percent < 1 for percent in growth.values()]),
     )
 
 
@@ -421,11 +421,11 @@ def published_reversed() -> Finding:
     model = tiny_lm("tiny")
     buckets = solution("plan_buckets")(list(model.parameters()), MIB // 5)
     complete: list[int] = []
-    missing = [len(bucket) for bucket in buckets]
+    num_pending = [len(bucket) for bucket in buckets]
 
     def ready(number: int) -> None:
-        missing[number] -= 1
-        if not missing[number]:
+        num_pending[number] -= 1
+        if not num_pending[number]:
             complete.append(number)
 
     for number, bucket in enumerate(buckets):
@@ -463,11 +463,11 @@ cited(
     "depends",
 )  # fmt: skip
 def bucket_view() -> Finding:
-    found = on_ranks(claimed_ranks.torch_ddp_copies)[0]
+    copied = on_ranks(claimed_ranks.torch_ddp_copies)[0]
     return Finding(
-        f"backward of TinyLM tiny copies {found['to none'] / 1e6:.2f} MB into buckets after `zero_grad()`, and "
-        f"{found['to zero'] / 1e6:.2f} MB after `zero_grad(set_to_none=False)`",
-        by_share([found["to none"] == 0, found["to zero"] == 0]),
+        f"backward of TinyLM tiny copies {copied['to none'] / 1e6:.2f} MB into buckets after `zero_grad()`, and "
+        f"{copied['to zero'] / 1e6:.2f} MB after `zero_grad(set_to_none=False)`",
+        by_share([copied["to none"] == 0, copied["to zero"] == 0]),
     )
 
 
@@ -483,8 +483,8 @@ cited(
 def ready_at_launches(wrapper: str, buckets_per_group: int | None) -> list[int]:
     """Return how many gradients of TinyLM are ready at each launch of a step with module 6's or 7's wrapper."""
     events = on_ranks(claimed_ranks.grouped_step, wrapper, buckets_per_group).events[0]
-    ready = [place for place, event in enumerate(events) if event["kind"] == "ready"]
-    return [sum(place < launch.place for place in ready) for launch in launches(events, 0)]
+    ready = [position for position, event in enumerate(events) if event["kind"] == "ready"]
+    return [sum(position < launch.place for position in ready) for launch in launches(events, 0)]
 
 
 @claim(
@@ -492,10 +492,10 @@ def ready_at_launches(wrapper: str, buckets_per_group: int | None) -> list[int]:
     "right if the one launch comes no later in backward than the first launch with one bucket per group", "wrong",
 )  # fmt: skip
 def coalesce_all() -> Finding:
-    found = {}
+    ready = {}
     for buckets_per_group in (1, None):
-        found[buckets_per_group] = ready_at_launches("CoalescedDDP", buckets_per_group)
-    single, together = found[1], found[None]
+        ready[buckets_per_group] = ready_at_launches("CoalescedDDP", buckets_per_group)
+    single, together = ready[1], ready[None]
     return Finding(
         f"{len(single)} buckets of TinyLM tiny, one per group: the first of {len(single)} launches comes with "
         f"{single[0]} of 39 gradients ready. All in one group: {len(together)} launch, with {together[0]} ready",
@@ -542,11 +542,11 @@ def epoch_saving() -> Finding:
     "right if, on two ranks with two buckets, every bucket has its own parameters afterwards", "wrong",
 )  # fmt: skip
 def published_param_sync() -> Finding:
-    found = on_ranks(claimed_ranks.one_shard_for_all)[0]
+    buckets = on_ranks(claimed_ranks.one_shard_for_all)[0]
     return Finding(
         f"it passes the same shard for every bucket: instead of [0, 1] and [2, 3] the buckets contain "
-        f"{found['first']} and {found['second']}; it also keeps no handle, so nobody can wait for the all-gathers",
-        right_if(found["second"] == [2, 3]),
+        f"{buckets['first']} and {buckets['second']}; it also keeps no handle, so nobody can wait for the all-gathers",
+        right_if(buckets["second"] == [2, 3]),
     )
 
 
@@ -616,10 +616,10 @@ def manager_public() -> Finding:
     "right if both ways give the same number", "wrong",
 )  # fmt: skip
 def benchmark_loop() -> Finding:
-    found = on_ranks(claimed_ranks.twenty_times)[0]
+    results = on_ranks(claimed_ranks.twenty_times)[0]
     return Finding(
-        f"1 becomes {found['one by one']:.0f} one by one and {found['coalesced']:.0f} coalesced",
-        right_if(found["one by one"] == found["coalesced"]),
+        f"1 becomes {results['one by one']:.0f} one by one and {results['coalesced']:.0f} coalesced",
+        right_if(results["one by one"] == results["coalesced"]),
     )
 
 
@@ -724,12 +724,12 @@ cited(
 
 @functools.cache
 def held() -> dict[str, memory.Held]:
-    """What each variant keeps on 1, 2 and 4 ranks, by its label."""
+    """Return what each variant keeps on 1, 2 and 4 ranks, by label."""
     return {one.case.label: one for one in memory.measure()}
 
 
 def per_parameter(label: str, world_size: int, kind: str | None = None) -> float:
-    """Bytes per parameter on the fullest rank, of one kind or of all."""
+    """Return the bytes per parameter on the fullest rank, of one kind or of all kinds."""
     one = held()[label]
     nbytes = one.fullest(world_size)
     return (nbytes[kind] if kind else memory.total(nbytes)) / one.numel
@@ -767,11 +767,11 @@ def optimizer_8_to_2() -> Finding:
     "right if the state on the fullest of 4 ranks is four times that on one, within 10 %; wrong if it is not", "wrong",
 )  # fmt: skip
 def memory_proportional() -> Finding:
-    found = [per_parameter("8 ZeroOptimizer", n, "optimizer state") for n in (1, 2, 4)]
+    nbytes = [per_parameter("8 ZeroOptimizer", n, "optimizer state") for n in (1, 2, 4)]
     return Finding(
-        f"{listed([f'{nbytes:.2f}' for nbytes in found])} bytes of state per parameter on the fullest of 1, 2 and 4 "
+        f"{listed([f'{one:.2f}' for one in nbytes])} bytes of state per parameter on the fullest of 1, 2 and 4 "
         "ranks: inversely proportional",
-        right_if(abs(found[2] / found[0] / 4 - 1) < 0.1),
+        right_if(abs(nbytes[2] / nbytes[0] / 4 - 1) < 0.1),
     )
 
 
@@ -799,11 +799,11 @@ def equal_shares() -> Finding:
     numels = [parameter.numel() for parameter in xl_parameters().values()]
     whole, shards = {}, {}
     for ranks in (2, 8, 64, 512):
-        loads = [0] * ranks
+        owned_numels = [0] * ranks
         for numel in sorted(numels, reverse=True):
-            loads[loads.index(min(loads))] += numel
+            owned_numels[owned_numels.index(min(owned_numels))] += numel
         mean = sum(numels) / ranks
-        whole[ranks] = max(loads) / mean
+        whole[ranks] = max(owned_numels) / mean
         shards[ranks] = solution("plan_layout")(numels[::-1], 40_000_000, ranks).numel / sum(numels)
     return Finding(
         f"whole parameters of XL, assigned greedily: {listed([f'{r:.3f}' for r in whole.values()])} times the mean on "
@@ -818,7 +818,7 @@ def equal_shares() -> Finding:
     "half right",
 )  # fmt: skip
 def sharding_traffic() -> Finding:
-    from lessons.m08_zero_optimizer import traffic  # imports parts of torch that are slow to import
+    from lessons.m08_zero_optimizer import traffic  # slow: it imports more of torch
 
     numel = sum(parameter.numel() for parameter in tiny_lm("tiny", "meta").parameters())
     one = count_sent_bytes("all_reduce", FP32_BYTES * numel, 2)
@@ -847,15 +847,15 @@ cited(
     "right",
 )  # fmt: skip
 def bf16_18_bytes() -> Finding:
-    found = {n: per_parameter("8 ZeroOptimizer, bf16", n) for n in (1, 2, 4)}
+    nbytes = {n: per_parameter("8 ZeroOptimizer, bf16", n) for n in (1, 2, 4)}
     return Finding(
-        f"{listed([f'{nbytes:.2f}' for nbytes in found.values()])} bytes on the fullest of 1, 2 and 4 ranks",
-        right_if(all(math.isclose(nbytes, 6 + 12 / n, rel_tol=0.01) for n, nbytes in found.items())),
+        f"{listed([f'{one:.2f}' for one in nbytes.values()])} bytes on the fullest of 1, 2 and 4 ranks",
+        right_if(all(math.isclose(one, 6 + 12 / n, rel_tol=0.01) for n, one in nbytes.items())),
     )
 
 
 def listed(values: Sequence[object]) -> str:
-    """Such as: 1, 2 and 3"""
+    """Join values, such as: 1, 2 and 3"""
     words = [str(value) for value in values]
     return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else words[0]
 

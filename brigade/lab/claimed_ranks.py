@@ -19,7 +19,7 @@ from brigade.lab.models import language_loss, tiny_lm
 from brigade.rank import recording
 from brigade.rank.api import student
 
-# torch 2.13 gave these new names.
+# torch 2.13 renamed these functions.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -38,9 +38,9 @@ def copy_times(rounds: int) -> list[float]:
 
 
 def unfinished(attempts: int) -> int:
-    """Count how often a large all-reduce is not complete when a small one, launched after it, was waited for.
+    """Count how often a large all-reduce is incomplete after the wait for a small one that was launched later.
 
-    On a group with torch's own options: it performs collectives on two threads, that of our ranks on one.
+    The group has torch's own options, so it performs collectives on two threads. Groups of our ranks use one.
     """
     store = dist.FileStore("torch's own group", dist.get_world_size())  # in the directory of the run
     group = dist.ProcessGroupGloo(store, dist.get_rank(), dist.get_world_size(), timedelta(seconds=60))
@@ -55,8 +55,8 @@ def unfinished(attempts: int) -> int:
 
 
 def any_length(numels: list[int]) -> list[dict]:
-    """Whether tensors of these lengths can be all-reduced, and reduce-scattered in equal shards."""
-    found = []
+    """Return whether tensors of these lengths can be all-reduced, and reduce-scattered in equal shards."""
+    results = []
     for numel in numels:
         whole = torch.ones(numel)
         dist.all_reduce(whole)
@@ -66,8 +66,8 @@ def any_length(numels: list[int]) -> list[dict]:
             scattered = True
         except (RuntimeError, ValueError):
             scattered = False
-        found.append({"reduced": reduced, "scattered": scattered})
-    return found
+        results.append({"reduced": reduced, "scattered": scattered})
+    return results
 
 
 def grouped_step(wrapper: str, buckets_per_group: int | None) -> None:
@@ -85,7 +85,7 @@ def grouped_step(wrapper: str, buckets_per_group: int | None) -> None:
 
 
 def twenty_times() -> dict[str, float]:
-    """One tensor of ones, all-reduced 20 times: one by one, and in one coalesced block."""
+    """All-reduce a tensor of ones 20 times: one by one, and in one coalesced block."""
     one_by_one, coalesced = torch.ones(1), torch.ones(1)
     for _ in range(20):
         dist.all_reduce(one_by_one)
@@ -110,22 +110,22 @@ def one_shard_for_all() -> dict[str, list[int]]:
 
 def torch_ddp_copies() -> dict[str, int]:
     """Return the bytes that torch DDP's backward writes into buckets that are views, after each form of `zero_grad`."""
-    found = {}
+    copied = {}
     for name, set_to_none in (("to none", True), ("to zero", False)):
         model = tiny_lm()
         ddp = DistributedDataParallel(model, bucket_cap_mb=1, gradient_as_bucket_view=True)
         tokens = torch.randint(256, (2, 16))
-        for _ in range(4):  # DDP makes its buckets again after the first
+        for _ in range(4):  # DDP rebuilds its buckets after the first
             model.zero_grad(set_to_none=set_to_none)
             loss = language_loss(ddp(tokens), tokens)
             with BucketLedger() as ledger:
                 loss.backward()
-        found[name] = ledger.copied
-    return found
+        copied[name] = ledger.copied
+    return copied
 
 
 class BucketLedger(TorchDispatchMode):
-    """Counts the bytes that torch DDP's reducer copies into its buckets: it divides by N on the way."""
+    """Count the bytes that torch DDP's reducer copies into its buckets, dividing by N on the way."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,19 +144,19 @@ def ring(whole: Tensor, phases: int) -> None:
     chunks = list(whole.chunk(size))
     for step in range(phases * (size - 1)):
         sending = dist.isend(chunks[(rank - step) % size], (rank + 1) % size)
-        received, mine = torch.empty_like(chunks[0]), chunks[(rank - step - 1) % size]
+        received, chunk = torch.empty_like(chunks[0]), chunks[(rank - step - 1) % size]
         dist.recv(received, (rank - 1) % size)
         sending.wait()
         if step < size - 1:
-            mine += received
+            chunk += received
         else:
-            mine.copy_(received)
+            chunk.copy_(received)
 
 
 def ring_bytes() -> list[float]:
     """Return what this process sends in a ring's reduce-scatter and all-reduce, as a multiple of the tensor's bytes.
 
-    Linux counts it.
+    This needs Linux, which counts them.
     """
 
     def written() -> int:
@@ -173,6 +173,6 @@ def ring_bytes() -> list[float]:
 
 
 def summary(values: list[float], digits: int = 1) -> str:
-    """Median and quartiles, such as: 12.3 (11.9 to 13.0)"""
+    """Return the median and the quartiles, such as: 12.3 (11.9 to 13.0)"""
     lower, middle, upper = statistics.quantiles(values, n=4, method="inclusive")
     return f"{middle:.{digits}f} ({lower:.{digits}f} to {upper:.{digits}f})"

@@ -1,8 +1,8 @@
 """Claims about data parallelism, checked by experiment: python -m brigade.lab.claims
 
-`claimed.py` has them, in the order of the readings. Each has a rule that makes a verdict of what its experiment
-measures, and the verdict that the reading gives: where the two differ, the command fails. A claim without an experiment
-cannot be measured here; then its source is all there is.
+`claimed.py` contains them, in the order of the readings. Each has a rule that turns its experiment's result into a
+verdict, and the verdict of the reading. The command fails if the two differ. A claim without an experiment cannot
+be measured here; only its source is given.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PAGE = ROOT / "docs" / "claims.md"
 
 @dataclass(frozen=True)
 class Checked:
-    """A claim and what was found here; `finding` is None where nothing could be measured, and `why` says why."""
+    """A claim and its finding here. `finding` is None if nothing could be measured; then `why` says why."""
 
     claim: Claim
     finding: Finding | None
@@ -35,7 +35,7 @@ class Checked:
 
     @property
     def holds(self) -> bool:
-        """Whether the reading is right about the claim, as far as could be measured."""
+        """Whether the reading's verdict agrees with the measurement, or nothing could be measured."""
         return self.finding is None or self.finding.verdict == self.claim.verdict
 
     @property
@@ -50,9 +50,9 @@ class Checked:
 
 
 def check(claim: Claim) -> Checked:
-    """Runs the claim's experiment, if there is one. Raises RankFailure or CourseError as `run_ranks` does.
+    """Run the claim's experiment, if there is one. Raise RankFailure or CourseError as `run_ranks` does.
 
-    Without solutions experiments run on the student's own modules, and what fails is not measured.
+    Without solutions, experiments run on the student's own modules, and one that fails counts as not measured.
     """
     if claim.experiment is None:
         return Checked(claim, None, f"not measured: {claim.rule}")
@@ -67,13 +67,13 @@ def check(claim: Claim) -> Checked:
 
 
 def failed(error: Exception) -> str:
-    """What became of an experiment on the student's own modules, in one line."""
+    """Return in one line why an experiment on the student's own modules failed."""
     unwritten = str(error) if isinstance(error, NotImplementedError) else getattr(error, "part", None)
     return f"{unwritten} is not written yet" if unwritten else f"your modules say: {error}".splitlines()[0]
 
 
 def chosen(names: Sequence[str]) -> list[Claim]:
-    """The claims of these names; all without names. Raises CourseError for a name that is none."""
+    """Return the claims with these names, or all if there are none. Raise CourseError for an unknown name."""
     if str(ROOT) not in sys.path:
         sys.path.append(str(ROOT))  # some experiments are scripts of the readings
     from brigade.lab.claimed import CLAIMS
@@ -85,8 +85,8 @@ def chosen(names: Sequence[str]) -> list[Claim]:
     return [known[name] for name in names] or list(CLAIMS)
 
 
-def page(found: Iterable[Checked]) -> str:
-    """The table of docs/claims.md: claims, sources, rules and verdicts by module, and what was measured."""
+def page(results: Iterable[Checked]) -> str:
+    """Return the text of docs/claims.md: claims, sources, measurements, rules and verdicts, by module."""
     lines = [
         "# Claims, checked",
         "",
@@ -100,7 +100,7 @@ def page(found: Iterable[Checked]) -> str:
         "about somebody's source code.",
     ]
     number = 0
-    for checked in found:
+    for checked in results:
         claim = checked.claim
         if claim.module != number:
             number = claim.module
@@ -118,15 +118,15 @@ def page(found: Iterable[Checked]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def claims_table(found: Iterable[Checked]) -> Table:
-    """The same for the terminal, without the rules."""
+def claims_table(results: Iterable[Checked]) -> Table:
+    """Return the same as a table for the terminal, without the rules."""
     from rich import box
     from rich.table import Table
 
     table = Table(box=box.HORIZONTALS, show_edge=False, show_lines=True, padding=(0, 1))
     for heading, ratio in (("claim", 4), ("source", 2), ("measured here", 5), ("verdict", 2)):
         table.add_column(heading, ratio=ratio, overflow="fold")
-    for checked in found:
+    for checked in results:
         claim = checked.claim
         cells = (f"{claim.claim}\n({claim.name})", claim.source, checked.measured, checked.verdict)
         table.add_row(*(re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", cell) for cell in cells))  # links are for Markdown
@@ -150,19 +150,19 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Returns the exit status: 0 good, 1 a verdict is not the reading's, 2 it cannot run here, 130 stopped."""
+    """Return the exit status: 0 good, 1 a verdict is not the reading's, 2 it cannot run here, 130 stopped."""
     options = parse()
     write = PAGE if options.write else None
     return ended("claims", lambda: claims(options.names, show_only=options.list, write=write))
 
 
 def claims(names: Sequence[str], *, show_only: bool = False, write: Path | None = None) -> int:
-    # Imported here, so that Ctrl-C is quiet while torch is loading too.
+    # Imported here, so that Ctrl-C is quiet even while torch is loading.
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     console = Console(highlight=False, markup=False)
-    found = []
+    results = []
     asked = chosen(names)
     if show_only:
         for claim in asked:
@@ -173,14 +173,14 @@ def claims(names: Sequence[str], *, show_only: bool = False, write: Path | None 
         task = progress.add_task("", total=len(asked))
         for claim in asked:
             progress.update(task, description=claim.name)
-            found.append(check(claim))
+            results.append(check(claim))
             progress.advance(task)
-    console.print(claims_table(found))
-    wrong = [checked for checked in found if not checked.holds]
+    console.print(claims_table(results))
+    wrong = [checked for checked in results if not checked.holds]
     for checked in wrong:
         console.print(f"{checked.claim.name}: {checked.verdict}; the rule: {checked.claim.rule}", soft_wrap=True)
     if write and not wrong:
-        write.write_text(page(found))
+        write.write_text(page(results))
         console.print(f"{write.name} written", soft_wrap=True)
     return 1 if wrong else 0
 
