@@ -86,16 +86,17 @@ def test_buckets_overlap_with_backward(submission):
         expected = numels_of(case, buckets)
         for rank, events in enumerate(results.events):
             for step in range(2):
-                where = f"rank {rank}, step {step}"
                 launched = launches(events, step)
                 expect(
                     [launch.numel for launch in launched] == expected and all(x.op == "all_reduce" for x in launched),
                     f"one all_reduce for each of the {len(expected)} buckets, in order, with {join(expected)} elements",
-                    f"{where}: {summarize(launched)}",
+                    summarize(launched),
                     partial(diagnosis.explain_launches, submission, case, buckets, CAP_BYTES, events, step),
+                    rank=rank,
+                    step=step,
                 )
                 why_late = partial(explain_late_launches, submission, jobs, events, step)
-                expect_overlap(events, step, buckets, where, why_late=why_late)
+                expect_overlap(events, step, buckets, rank, why_late=why_late)
 
 
 @pytest.mark.points(3)

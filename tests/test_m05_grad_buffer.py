@@ -161,7 +161,6 @@ def test_buckets_overlap_with_backward(submission):
         expected = [end - start for start, end in layout["bucket_ranges"]]
         for rank, events in enumerate(results.events):
             for step in range(2):
-                where = f"rank {rank}, step {step}"
                 launched = launches(events, step)
                 buffers = results[rank]["buffers"][step]
                 expect(
@@ -174,7 +173,7 @@ def test_buckets_overlap_with_backward(submission):
                     step=step,
                 )
                 why_late = partial(explain_late_launches, submission, jobs, events, step)
-                expect_overlap(events, step, list_buckets(names, layout), where, why_late=why_late)
+                expect_overlap(events, step, list_buckets(names, layout), rank, why_late=why_late)
             for step, buffers in enumerate(results[rank]["buffers"]):
                 expect(
                     not buffers[0]["padding"],

@@ -224,9 +224,8 @@ def test_groups_overlap_with_backward(submission):
                 at = {"rank": rank, "step": step}
                 expect_launches(launches(events, step), groups, "reduce_scatter", at, setting, events=events)
                 expect_complete(events, step, groups, rank)
-                where = f"rank {rank}, step {step}{setting}"
                 why_late = partial(explain_late_launches, submission, jobs, events, step, "group")
-                expect_group_overlap(events, step, [names for _, _, names in groups], where, why_late)
+                expect_group_overlap(events, step, [names for _, _, names in groups], rank, setting, why_late)
 
 
 @pytest.mark.points(1)
@@ -616,10 +615,11 @@ def choose_uneven(case, size):
     return next(number for number in range(2, count) if count % number)
 
 
-def expect_group_overlap(events, step, groups, where, why_late):
+def expect_group_overlap(events, step, groups, rank, setting, why_late):
     """Expect the groups' reduce-scatters to overlap with backward; `groups` are the names of their parameters."""
     scatters = [event for event in events if event["kind"] != "launch" or event["op"] == "reduce_scatter"]
-    expect_overlap(scatters, step, groups, where, unit="group", gathered=True, why_late=why_late)
+    options = {"unit": "group", "gathered": True, "why_late": why_late, "setting": setting}
+    expect_overlap(scatters, step, groups, rank, **options)
 
 
 def expect_ranks(events, group, rank):

@@ -269,37 +269,40 @@ def expect_overlap(
     events: Sequence[Event],
     step: int,
     buckets: Sequence[Sequence[str]],
-    where: str,
+    rank: int,
     unit: str = "bucket",
     gathered: bool = False,
     why_late: Callable[[], str] | str = "",
+    setting: str = "",
 ) -> None:
     """Expect one launch per bucket, in order, that overlaps with backward.
 
     Each launch must come before the next bucket is complete. No launch may be waited for in backward, and every launch
     must be waited for in the finish. `buckets` contains the parameter names of each bucket, and `unit` is the student's
     word for a bucket. With `gathered`, a launch may be waited for in backward once a gradient of the next bucket is
-    ready, because its second half can start then. `why_late` is the cause of late launches.
+    ready, because its second half can start then. `why_late` is the cause of late launches. `events` are those of
+    `rank`. The messages end what they expect with `setting`, such as " (buckets_per_group=2)".
     """
+    at = {"rank": rank, "step": step}
     launched = launches(events, step)
     ready_at = {name: place for place, name in list_ready_gradients(events, step)}
     for number, (launch, names) in enumerate(zip(launched, buckets)):
         missing = [name for name in names if ready_at.get(name, -1) > launch.place]
         expect(
             not missing,
-            f"{unit} {number} is launched after all its gradients are ready",
-            f"{where}: it was launched before {join_names(missing)} {'was' if len(missing) == 1 else 'were'} ready",
-            "the hook runs before accumulation. Use register_post_accumulate_grad_hook."
-            if len(missing) == 1
-            else f"a {unit} does not wait for its last gradient. It must count the ready ones.",
+            f"{unit} {number} is launched after all its gradients are ready{setting}",
+            f"it was launched before {join_names(missing)} {'was' if len(missing) == 1 else 'were'} ready",
+            partial(explain_early_launch, missing, names, unit),
+            **at,
         )
     for number, (launch, after) in enumerate(zip(launched, buckets[1:])):
         has = "was" if len(after) == 1 else "were"
         expect(
             launch.place < max(ready_at.get(name, -1) for name in after),
-            f"{unit} {number} is launched before {unit} {number + 1} is complete",
-            f"{where}: it was launched in {launch.phase}, after {join_names(after)} {has} ready",
+            f"{unit} {number} is launched before {unit} {number + 1} is complete{setting}",
+            f"it was launched in {launch.phase}, after {join_names(after)} {has} ready",
             why_late,
+            **at,
         )
     nexts = [*buckets[1:], []] if gathered else [[]] * len(buckets)
     blocking = [launch for launch, after in zip(launched, nexts) if blocks_backward(launch, after, ready_at)]
@@ -312,18 +315,36 @@ def expect_overlap(
     expect(
         not blocking and not late,
         f"all {unit}s are launched in backward, and backward waits for none of them"
-        + (f" before a gradient of the next {unit} is ready" if gathered else ""),
-        f"{where}: backward waited for {len(blocking)} of {len(launched)}; {len(late)} were launched after backward",
+        + (f" before a gradient of the next {unit} is ready" if gathered else "")
+        + setting,
+        f"backward waited for {len(blocking)} of {len(launched)}; {len(late)} were launched after backward",
         cause if blocking else "",
+        **at,
     )
     unawaited = [launch for launch in launched if step not in launch.wait_steps]
     raced = [launch for launch in launched if launch.raced]
     expect(
         not unawaited and not raced,
-        "finish_grad_sync waits on every handle of the step before it reads or writes the tensor",
-        f"{where}: of {len(launched)}, {len(unawaited)} were never waited for; {len(raced)} changed before the wait",
-        lambda: find_leftover(events) or f"a {unit} is read or written before wait() on its handle.",
+        f"finish_grad_sync waits on every handle of the step before it reads or writes the tensor{setting}",
+        f"of {len(launched)}, {len(unawaited)} were never waited for; {len(raced)} changed before the wait",
+        lambda: find_leftover(events) or explain_unawaited(unawaited, unit),
+        **at,
     )
+
+
+def explain_early_launch(missing: Sequence[str], names: Sequence[str], unit: str) -> str:
+    """Return why a launch came when the gradients `missing`, of all `names`, were not ready."""
+    if len(missing) > 1:
+        return f"a {unit} does not wait for its last gradient. It must count the ready ones."
+    before = "the hook runs before accumulation. Use register_post_accumulate_grad_hook."
+    return before if len(names) == 1 else f"the {unit} counts one gradient too few, or {before}"
+
+
+def explain_unawaited(unawaited: Sequence[Launch], unit: str) -> str:
+    """Return why some launches are not awaited or, if there are none, why tensors change before the wait."""
+    if unawaited:
+        return f"finish_grad_sync does not call wait() on the handle of every {unit}."
+    return f"a {unit} is read or written before wait() on its handle."
 
 
 def blocks_backward(launch: Launch, after: Sequence[str], ready_at: Mapping[str, int]) -> bool:

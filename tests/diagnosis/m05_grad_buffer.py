@@ -134,6 +134,8 @@ def explain_launches(buffers, names, layout, events, step):
         return "the buckets are launched in another order than that of the buffer."
     if len(numels) == len(expected) and all(numel <= most for numel, most in zip(numels, expected)):
         return "the padding of a bucket is not reduced with it."
+    if len(expected) > 1 and layout["numel"] in numels:
+        return "a launch contains the whole buffer instead of the slice of one bucket."
     if len(numels) > len(expected) and sum(numels) <= sum(expected):
         return "a bucket is launched in several pieces instead of as one slice of the buffer."
     return ""

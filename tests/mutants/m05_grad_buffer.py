@@ -180,6 +180,23 @@ MUTANTS = [
         "did not put it back",
     ),
     Mutant(
+        "the whole buffer reduced for each bucket",
+        SLICE,
+        "data = self.buffer.grad_data",
+        ("test_buckets_overlap_with_backward",),
+        "a launch contains the whole buffer",
+    ),
+    Mutant(
+        "launched one gradient too early",
+        COUNT,
+        "            self.queue.mark_ready(index)\n"
+        "            if self.queue.num_pending[index] == 1 and self.queue.next_to_launch == index:\n"
+        "                self.launch(index)\n"
+        "                self.queue.next_to_launch += 1\n",
+        ("test_buckets_overlap_with_backward",),
+        "counts one gradient too few",
+    ),
+    Mutant(
         "the padding not reduced",
         SLICE,
         SLICE.replace("self.end", "self.buffer.layout.param_ranges[self.param_indices[-1]][1]"),

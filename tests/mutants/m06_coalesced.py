@@ -307,7 +307,7 @@ MUTANTS = [
         "must be the rank's own shard",
     ),
     Mutant(
-        "the own shard divided in the block",
+        "its own shard divided in the block",
         SCATTER,
         SCATTER.replace("AVG", "SUM") + "                own /= dist.get_world_size(self.process_group)\n",
         ("test_bucket_group",),
@@ -386,7 +386,7 @@ MUTANTS = [
         "the handle of the last group only",
     ),
     Mutant(
-        "main_grad not started anew",
+        "main_grad not started from zero",
         FINISH_BUFFER,
         "            if buffer.has_main_grad and self.gather_grads:\n"
         "                for parameter in buffer.params:\n"

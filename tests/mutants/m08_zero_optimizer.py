@@ -633,7 +633,7 @@ ZERO = [
         "the norm is not finite on any rank",
     ),
     Mutant(
-        "a state_dict of the own shards only",
+        "a state_dict of a rank's own shards only",
         ADD_PARTS,
         "pass\n",
         ("test_zero_checkpoints",),
