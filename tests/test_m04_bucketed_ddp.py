@@ -82,8 +82,8 @@ def test_buckets_overlap_with_backward(submission):
         case = draw_sharing_case(submission, world)
         jobs = case.make_jobs(**JOB)
         results = submission.run(training.train, jobs, world_size=world)
-        buckets = buckets_of(case)
-        expected = numels_of(case, buckets)
+        buckets = plan_by_rule(case)
+        expected = count_elements(case, buckets)
         for rank, events in enumerate(results.events):
             for step in range(2):
                 launched = launches(events, step)
@@ -105,10 +105,10 @@ def test_launch_order_does_not_depend_on_ready_order(submission):
     for world in submission.worlds(2, 3, 4):
         case = submission.case("Reordered", world, steps=2, branches=list(range(world)))
         jobs = case.make_jobs(**JOB)
-        buckets = buckets_of(case)
+        buckets = plan_by_rule(case)
         with diagnosis.blame_ready_order(buckets):
             results = submission.run(training.train, jobs, world_size=world)
-        expected = numels_of(case, buckets)
+        expected = count_elements(case, buckets)
         for rank, events in enumerate(results.events):
             for step in range(2):
                 launched = launches(events, step)
@@ -144,11 +144,11 @@ def test_unused_parameters(submission):
             "Branches", world, branches=[1, -1, 0][:world], steps=3, dtype=torch.float64, optimizer="adam"
         )
         with diagnosis.blame_plan(submission, case, CAP_BYTES):
-            with diagnosis.blame_ready_order(buckets_of(case)):
+            with diagnosis.blame_ready_order(plan_by_rule(case)):
                 results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)
             expect_gradients(results, case, "gradients are the average when ranks use different layers")
         counts = [[len(launches(events, step)) for step in range(3)] for events in results.events]
-        buckets = buckets_of(case)
+        buckets = plan_by_rule(case)
         expected = len(buckets)
         for rank, events in enumerate(results.events):
             for step in range(3):
@@ -171,7 +171,7 @@ def test_no_sync_accumulates(submission):
         results = submission.run(training.train, jobs, world_size=world)
         expect_silence(results.events, range(world), steps=2)
         expect_gradients(results, case, "gradients are the average of the gradients that 3 micro-batches accumulated")
-    buckets = buckets_of(case)
+    buckets = plan_by_rule(case)
     expected = len(buckets)
     for step in range(2):
         if step:
@@ -227,7 +227,7 @@ def apply_rule(sizes, dtypes, cap):
     return buckets
 
 
-def buckets_of(case, cap=CAP_BYTES):
+def plan_by_rule(case, cap=CAP_BYTES):
     """Return the buckets of a case's model that follow the rule, as lists of names."""
     named = [(name, p) for name, p in case.parameters().items() if p.requires_grad]
     buckets = apply_rule([p.nbytes for _, p in named], [p.dtype for _, p in named], cap)
@@ -238,11 +238,11 @@ def draw_sharing_case(submission, world):
     """Draw a case in which some bucket has several parameters. Most random cases do."""
     while True:
         case = submission.case("Plain", world, hidden_layers=4, steps=2)
-        if any(len(bucket) > 1 for bucket in buckets_of(case)):
+        if any(len(bucket) > 1 for bucket in plan_by_rule(case)):
             return case
 
 
-def numels_of(case, buckets):
+def count_elements(case, buckets):
     parameters = case.parameters()
     return [sum(parameters[name].numel() for name in bucket) for bucket in buckets]
 
@@ -250,7 +250,7 @@ def numels_of(case, buckets):
 def require_buckets(results, case, cap=CAP_BYTES, steps=1):
     """Give points for correct numbers only if backward launches the buckets of each step asynchronously."""
     count = sum(parameter.requires_grad for parameter in case.parameters().values())
-    has_shared = len(buckets_of(case, cap)) < count  # a bucket of several parameters
+    has_shared = len(plan_by_rule(case, cap)) < count  # a bucket of several parameters
 
     def accepts(launched):
         return all(map(overlaps, launched)) and (len(launched) < count or not has_shared)

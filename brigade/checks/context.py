@@ -14,7 +14,7 @@ from typing import Any
 
 from brigade.checks.diagnose.exceptions import explain_exception
 from brigade.checks.diagnose.parts import describe_part
-from brigade.checks.verdict import CheckFailed, Location, Verdict, not_run
+from brigade.checks.verdict import CheckFailed, Location, Verdict, make_not_run
 from brigade.course.submission import Sources
 from brigade.runner import ranks
 
@@ -60,7 +60,7 @@ class CheckContext:
         self.rng = random.Random(self.seed)
 
     @contextlib.contextmanager
-    def turn(self) -> Iterator[None]:
+    def take_turn(self) -> Iterator[None]:
         """Wait for this check's turn and keep it inside the block, except while ranks run."""
         with TURN:
             self.has_turn = True
@@ -99,7 +99,7 @@ class CheckContext:
         usual_s = self.deadline_s or ranks.DEADLINE_S[self.backend]
         left_s = self.ends_at - time.monotonic()
         if left_s <= 0:
-            raise CheckFailed(not_run("the time for the checks of its module is used up"))
+            raise CheckFailed(make_not_run("the time for the checks of its module is used up"))
         try:
             seed = self.rng.randrange(2**31)
             with self._pause():
@@ -157,7 +157,7 @@ def to_failure(failure: ranks.RankFailure, sources: Sources, note: str = "") -> 
             hypothesis if cause else "",
             ending=failure.kind,
             rank=failure.rank,
-            location=location_of(failure, sources),
+            location=find_location(failure, sources),
             error=failure.error or "",
             message=failure.message,
             note=note,
@@ -166,7 +166,7 @@ def to_failure(failure: ranks.RankFailure, sources: Sources, note: str = "") -> 
     )
 
 
-def location_of(failure: ranks.RankFailure, sources: Sources) -> Location | None:
+def find_location(failure: ranks.RankFailure, sources: Sources) -> Location | None:
     """Return the innermost line of the submission in the failed rank's traceback, or None."""
     names = {Path(path).name for path, _ in sources.values()}
     own = [Location(file, line, function) for file, line, function, _ in failure.frames if file in names]

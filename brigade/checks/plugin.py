@@ -21,7 +21,7 @@ import pytest
 
 from brigade.checks import render
 from brigade.checks.collect import Check
-from brigade.checks.run import Conditions, default_backend, prepare, run_check
+from brigade.checks.run import Conditions, choose_backend, prepare, run_check
 from brigade.checks.verdict import CheckFailed, Outcome
 from brigade.course.listing import list_checks
 from brigade.course.modules import MODULES, CourseError
@@ -57,7 +57,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if not config.getoption("collectonly"):
         prepare()
     if config.getoption("--backend") is None:
-        config.option.backend = default_backend()
+        config.option.backend = choose_backend()
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -110,10 +110,10 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Itera
         report.brigade_points = check.points
     if not outcome or call.when != "call":
         return
-    if printed := render.printed_lines(outcome):
+    if printed := render.list_printed_lines(outcome):
         report.sections.append(("what the ranks printed", "\n".join(printed)))
     if outcome.verdict and not outcome.exception:
-        report.longrepr = render.plain(outcome)
+        report.longrepr = render.format_plain(outcome)
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

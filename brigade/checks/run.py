@@ -14,7 +14,7 @@ from pathlib import Path
 from brigade.checks.collect import Check
 from brigade.checks.context import CheckContext, count_gpus
 from brigade.checks.server import start_server
-from brigade.checks.verdict import CheckFailed, Outcome, Verdict, not_run
+from brigade.checks.verdict import CheckFailed, Outcome, Verdict, make_not_run
 from brigade.course.listing import GradedCheck
 from brigade.course.modules import ROOT, CourseError
 from brigade.course.submission import Sources, compile_texts, is_sealed, keep_code, read, resolve_target
@@ -50,19 +50,21 @@ def run_check(
     `prior_source` selects the earlier modules (see `submission.read`). Only Ctrl-C and similar exceptions are raised.
     """
     started = time.monotonic()
-    outcome = Outcome(check, prior_source=prior_source, repeat=repeat_command(check, target, conditions, prior_source))
+    outcome = Outcome(
+        check, prior_source=prior_source, repeat=make_repeat_command(check, target, conditions, prior_source)
+    )
     context = None
     try:
         context = CheckContext(
             read_sources(target, check.module, prior_source) if sources is None else sources,
-            seed=seed_of(conditions.seed, check.name),
+            seed=derive_seed(conditions.seed, check.name),
             backend=conditions.backend,
             share_gpu=conditions.share_gpu,
             deadline_s=conditions.deadline_s,
             ends_at=conditions.ends_at,
             is_debugged=conditions.is_debugged,
         )
-        with context.turn():
+        with context.take_turn():
             check.function(context)
         outcome.status = "passed"
     except CheckFailed as failed:
@@ -103,7 +105,7 @@ def run_checks(
         if hung >= HUNG_LIMIT:
             reason = f"{hung} checks before it reached their time limit"
             return Outcome(
-                check, verdict=not_run(reason), repeat=repeat_command(check, target, conditions, prior_source)
+                check, verdict=make_not_run(reason), repeat=make_repeat_command(check, target, conditions, prior_source)
             )
         usual_s = conditions.deadline_s or ranks.DEADLINE_S[conditions.backend]
         is_shortened = hung > 0
@@ -165,17 +167,17 @@ def read_sources(target: str | Path, number: int, prior_source: str) -> Sources:
         raise CheckFailed(Verdict("the submission can be read", str(error), ending="unreadable")) from None
 
 
-def seed_of(seed: int, name: str) -> int:
+def derive_seed(seed: int, name: str) -> int:
     """Return the seed of one check, so that running a check alone repeats its cases."""
     return random.Random(f"{seed}/{name}").randrange(2**31)
 
 
-def default_backend() -> str:
+def choose_backend() -> str:
     """Return "nccl" if there are at least two GPUs, else "gloo"."""
     return "nccl" if count_gpus() >= 2 else "gloo"
 
 
-def repeat_command(check: GradedCheck, target: str | Path, conditions: Conditions, prior_source: str) -> str:
+def make_repeat_command(check: GradedCheck, target: str | Path, conditions: Conditions, prior_source: str) -> str:
     """Return the command that runs this check alone, on the same random cases."""
     words = ["brigade", "check", str(check.module), "--only", check.name.removeprefix("test_")]
     words += ["--seed", str(conditions.seed)]
@@ -183,6 +185,6 @@ def repeat_command(check: GradedCheck, target: str | Path, conditions: Condition
         words += ["--target", str(target)]
     if prior_source != "own":
         words += ["--prior", prior_source]
-    if conditions.backend != default_backend():
+    if conditions.backend != choose_backend():
         words += ["--backend", conditions.backend]
     return shlex.join(words)

@@ -88,7 +88,7 @@ def label_text(label: str, text: str) -> str:
     return f"{label:<{LABEL_WIDTH}}" + text.replace("\n", "\n" + " " * LABEL_WIDTH)
 
 
-def not_run(reason: str) -> Verdict:
+def make_not_run(reason: str) -> Verdict:
     """Return the verdict on a check that was not run."""
     return Verdict("the check runs", reason, ending=NOT_RUN)
 

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from brigade.checks import render
 from brigade.checks.collect import Check, collect
-from brigade.checks.run import Conditions, default_backend, prepare, run_checks
+from brigade.checks.run import Conditions, choose_backend, prepare, run_checks
 from brigade.checks.server import start_server
 from brigade.checks.verdict import Outcome
 from brigade.cli.console import console, indent, shorten
@@ -73,10 +73,10 @@ class Report:
     def describe(self, outcome: Outcome) -> str:
         """Return what the student reads of a check below its title."""
         if outcome.passed:
-            return "\n".join(render.printed_lines(outcome)) if self.shows_prints else ""
-        text = render.with_prints(outcome)
+            return "\n".join(render.list_printed_lines(outcome)) if self.shows_prints else ""
+        text = render.format_with_prints(outcome)
         if outcome.status != "not written":
-            first = self.told.setdefault(render.reason(outcome.verdict), outcome.check.title)
+            first = self.told.setdefault(render.make_key(outcome.verdict), outcome.check.title)
             if first != outcome.check.title and text.count("\n") > 2:
                 return "as in the first failed check" if first == next(iter(self.told.values())) else f"as in: {first}"
         return text
@@ -99,7 +99,7 @@ class Report:
 
     def count_silent_prints(self) -> int:
         """Return how many checks pass whose ranks printed something."""
-        return sum(bool(render.printed_lines(outcome)) and outcome.passed for outcome in self.outcomes)
+        return sum(bool(render.list_printed_lines(outcome)) and outcome.passed for outcome in self.outcomes)
 
     def list_unchanged(self) -> str:
         """Return one line on the checks that were not shown, because they ended as before; "" without any."""
@@ -123,7 +123,7 @@ def check_module(
         checks = select(checks, options.only)
     conditions = Conditions(
         seed=random.randrange(10**6) if options.seed is None else options.seed,
-        backend=options.backend or default_backend(),
+        backend=options.backend or choose_backend(),
         share_gpu=options.share_gpu,
         is_debugged=options.debug,
     )
@@ -286,7 +286,7 @@ def run_next(options: argparse.Namespace) -> int:
         console.print(f"  stuck?  brigade hint {entry.number}")
         if report:
             console.print(f"\n  first check that fails: {report.failed[0].check.title}")
-            console.print(Text(indent(render.with_prints(report.failed[0]))))
+            console.print(Text(indent(render.format_with_prints(report.failed[0]))))
         return 1
     console.print(f"All {len(MODULES)} modules pass. `brigade submit` makes the zip to hand in;", markup=False)
     console.print("the written questions are in assignments.md.")

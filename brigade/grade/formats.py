@@ -78,7 +78,7 @@ def format_feedback(outcome: Outcome) -> str:
         return UNFINISHED
     text = str(outcome.verdict)
     lines = [text[:SCREEN_CHARACTERS] + (" ..." if len(text) > SCREEN_CHARACTERS else "")]
-    lines += render.printed_lines(outcome, PRINTED_LINES, PRINTED_CHARACTERS)
+    lines += render.list_printed_lines(outcome, PRINTED_LINES, PRINTED_CHARACTERS)
     lines = make_printable("\n".join(lines)).splitlines()
     kept = "\n".join(lines[:SCREEN_LINES])[:SCREEN_CHARACTERS]
     return kept if len(kept) == len("\n".join(lines)) else kept + " ..."

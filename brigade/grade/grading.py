@@ -16,7 +16,7 @@ import torch
 
 from brigade.checks.collect import collect
 from brigade.checks.run import Conditions, run_check
-from brigade.checks.verdict import Outcome, not_run
+from brigade.checks.verdict import Outcome, make_not_run
 from brigade.course.modules import MODULES, Module
 from brigade.grade.outcome import Grading
 
@@ -133,7 +133,7 @@ class Schedule:
     def skip(self, outcome: Outcome, reason: str) -> None:
         """Say why a check does not run. What an earlier attempt said is kept."""
         if not self.has_run(outcome):
-            outcome.verdict = not_run(reason)
+            outcome.verdict = make_not_run(reason)
         self.report()
 
     def examine(self, outcome: Outcome, source: str, ends_at: float) -> None:

@@ -1,4 +1,4 @@
-"""The single-process truth, and the models with a trap."""
+"""The expected values of one process, and the edge-case models."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from brigade.runner.ranks import PerRank
 from brigade.runner.wire import encode
 
 SIZES = [7, 11, 13, 5]
-every_trap = pytest.mark.parametrize("name", MODELS)
+every_model = pytest.mark.parametrize("name", MODELS)
 
 
 def case(model: str, world_size: int, seed: int = 0, **options: Any) -> Case:
     return Case(random.Random(seed), model, world_size, **options)
 
 
-def model_of(problem: Case, rank: int) -> torch.nn.Module:
+def build_model(problem: Case, rank: int) -> torch.nn.Module:
     return edge_case_models.build(problem.model, problem.sizes, problem.states[rank], problem.dtype)
 
 
-def concatenated(batches: list[dict]) -> dict:
+def concatenate(batches: list[dict]) -> dict:
     return {
         "x": torch.cat([batch["x"] for batch in batches]),
         "y": torch.cat([batch["y"] for batch in batches]),
@@ -38,7 +38,7 @@ def concatenated(batches: list[dict]) -> dict:
 # ---- cases
 
 
-@every_trap
+@every_model
 def test_a_seed_makes_a_case(name):
     options = {"steps": 2, "micro_batches": 2}
     one, same, other = (encode(list(case(name, 2, seed, **options).make_jobs())) for seed in (1, 1, 2))
@@ -56,7 +56,7 @@ def test_a_case_depends_on_its_generator_only():
 
 @pytest.mark.parametrize("hidden_layers", [1, 2, 4, 6])
 def test_all_sizes_in_a_case_are_different(hidden_layers):
-    """Of features and of parameters: the checks know a gradient by its size."""
+    """The sizes of features and of parameters differ, because checks identify a gradient by its size."""
     for seed in range(1000):
         sizes = draw_sizes(random.Random(seed), hidden_layers + 2)
         assert len(sizes) == hidden_layers + 2 == len(set(sizes))
@@ -69,26 +69,26 @@ def test_all_sizes_in_a_case_are_different(hidden_layers):
 
 def test_a_rank_gets_its_own_part():
     problem = case("Plain", 3, steps=2, micro_batches=2)
-    told = problem.make_jobs(wrapper="NaiveDDP")
-    assert isinstance(told, PerRank) and len(told) == 3
-    for rank, job in enumerate(told):
+    jobs = problem.make_jobs(wrapper="NaiveDDP")
+    assert isinstance(jobs, PerRank) and len(jobs) == 3
+    for rank, job in enumerate(jobs):
         assert set(job) == {"model", "sizes", "dtype", "optimizer", "wrapper", "state", "batches"}
         assert job["wrapper"] == "NaiveDDP"
         assert encode(job["state"]) == encode(problem.states[rank])
         assert [len(step) for step in job["batches"]] == [2, 2]
-    weights = [job["state"]["layers.0.weight"] for job in told]
-    inputs = [job["batches"][0][0]["x"] for job in told]
+    weights = [job["state"]["layers.0.weight"] for job in jobs]
+    inputs = [job["batches"][0][0]["x"] for job in jobs]
     for one, other in ((0, 1), (1, 2), (0, 2)):
         assert not torch.equal(weights[one], weights[other]) and not torch.equal(inputs[one], inputs[other])
 
 
-@every_trap
+@every_model
 def test_the_start_is_that_of_the_groups_first_rank(name):
     problem = case(name, 4, group=[2, 3])
     for key, value in problem.start().items():
         assert torch.equal(value, problem.states[2][key])
-    assert set(problem.start()) == {n for n, _ in model_of(problem, 2).named_parameters()} | {
-        n for n, _ in model_of(problem, 2).named_buffers()
+    assert set(problem.start()) == {n for n, _ in build_model(problem, 2).named_parameters()} | {
+        n for n, _ in build_model(problem, 2).named_buffers()
     }
 
 
@@ -96,21 +96,21 @@ def test_the_start_is_that_of_the_groups_first_rank(name):
 @pytest.mark.parametrize("group", [[0, 1, 2], [1, 2]])
 def test_gradients_are_those_of_the_concatenated_batch(name, group):
     problem = case(name, 3, micro_batches=2, dtype=torch.float64, group=group)
-    model = model_of(problem, group[0])
+    model = build_model(problem, group[0])
     for micro in range(2):
-        batch = concatenated([problem.batches[rank][0][micro] for rank in group])
+        batch = concatenate([problem.batches[rank][0][micro] for rank in group])
         assert len(batch["x"]) == len(group) * problem.batch_size
         compute_loss(model, batch).backward()
-    truth = copy_gradients(model)
-    found = problem.gradients()
-    assert set(found) == set(truth) == {n for n, p in model.named_parameters() if p.requires_grad}
-    for key, value in truth.items():
-        torch.testing.assert_close(found[key], value, rtol=1e-12, atol=1e-14)
+    expected = copy_gradients(model)
+    gradients = problem.gradients()
+    assert set(gradients) == set(expected) == {n for n, p in model.named_parameters() if p.requires_grad}
+    for key, value in expected.items():
+        torch.testing.assert_close(gradients[key], value, rtol=1e-12, atol=1e-14)
 
 
 def test_gradients_of_some_ranks_or_micro_batches():
     problem = case("Plain", 2, micro_batches=3, dtype=torch.float64)
-    model = model_of(problem, 0)  # all replicas start as the first
+    model = build_model(problem, 0)  # all replicas start as the first
     compute_loss(model, problem.batches[1][0][2]).backward()
     for key, value in copy_gradients(model).items():
         torch.testing.assert_close(problem.gradients([1], slice(2, 3))[key], value)
@@ -126,7 +126,7 @@ def test_a_parameter_that_a_rank_does_not_use_counts_as_zero():
     torch.testing.assert_close(together["right.weight"], alone[1]["right.weight"] / 4)
 
 
-@every_trap
+@every_model
 def test_gradients_have_the_parameters_dtype_and_no_rounding_of_the_average(name):
     problem = case(name, 3)
     parameters = problem.parameters()
@@ -142,15 +142,15 @@ def test_gradients_have_the_parameters_dtype_and_no_rounding_of_the_average(name
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_training_is_that_of_one_process(optimizer):
     problem = case("Plain", 3, steps=4, micro_batches=2, dtype=torch.float64, optimizer=optimizer, group=[0, 2])
-    model = model_of(problem, 0)
+    model = build_model(problem, 0)
     stepper = OPTIMIZERS[optimizer](model.parameters())
     losses = []
     for step in range(4):
         stepper.zero_grad()
-        micro = [concatenated([problem.batches[rank][step][i] for rank in (0, 2)]) for i in range(2)]
-        found = [compute_loss(model, batch) for batch in micro]
-        sum(found).backward()
-        losses.append(sum(found).item() / 2)
+        micro = [concatenate([problem.batches[rank][step][i] for rank in (0, 2)]) for i in range(2)]
+        micro_losses = [compute_loss(model, batch) for batch in micro]
+        sum(micro_losses).backward()
+        losses.append(sum(micro_losses).item() / 2)
         stepper.step()
     weights, reported = problem.train()
     for key, value in model.named_parameters():
@@ -158,16 +158,16 @@ def test_training_is_that_of_one_process(optimizer):
     assert reported == pytest.approx(losses)
 
 
-# ---- traps
+# ---- edge-case models
 
 
-def trap(name: str) -> torch.nn.Module:
+def build_random(name: str) -> torch.nn.Module:
     torch.manual_seed(0)
     return MODELS[name](SIZES)
 
 
 def ready_order(model: torch.nn.Module, x: Tensor) -> list[str]:
-    """The parameters in the order in which backward completes their gradients."""
+    """Return the parameters in the order in which backward completes their gradients."""
     order = []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -181,9 +181,9 @@ def ready_gradients(model: torch.nn.Module) -> dict[str, Tensor | None]:
     return copy_gradients(model)
 
 
-@every_trap
+@every_model
 def test_gradients_become_ready_in_the_reverse_order_of_registration(name):
-    model = trap(name)
+    model = build_random(name)
     used = {key for key, gradient in ready_gradients(model).items() if gradient is not None}
     registered = [key for key, _ in model.named_parameters() if key in used]
     order = ready_order(model, torch.randn(4, SIZES[0]))
@@ -196,22 +196,22 @@ def test_gradients_become_ready_in_the_reverse_order_of_registration(name):
         assert order == registered[::-1]
 
 
-@every_trap
-def test_traps_take_features_and_give_a_batch(name):
-    output = trap(name)(torch.randn(4, SIZES[0]))
+@every_model
+def test_models_take_features_and_give_a_batch(name):
+    output = build_random(name)(torch.randn(4, SIZES[0]))
     assert output.shape[0] == 4 and output.dim() == 2
     assert output.dtype == torch.float32
 
 
 def test_tied_has_one_parameter_in_two_places_with_one_gradient():
-    model = trap("Tied")
+    model = build_random("Tied")
     assert model.layers[0].weight is model.layers[-1].weight
     twice = dict(model.named_parameters(remove_duplicate=False))
     assert len(twice) == len(dict(model.named_parameters())) + 1
     assert model(torch.randn(4, SIZES[0])).shape == (4, SIZES[0]), "it maps back to its inputs"
     order = ready_order(model, torch.randn(4, SIZES[0]))
     assert order.count("layers.0.weight") == 1
-    x, untied = torch.randn(4, SIZES[0]), trap("Tied")
+    x, untied = torch.randn(4, SIZES[0]), build_random("Tied")
     untied.load_state_dict(model.state_dict())
     last = torch.nn.Parameter(untied.layers[-1].weight.detach().clone())
     untied.layers[-1].weight = last
@@ -224,22 +224,22 @@ def test_tied_has_one_parameter_in_two_places_with_one_gradient():
 
 
 def test_frozen_does_not_train_a_layer_and_a_bias():
-    model = trap("Frozen")
+    model = build_random("Frozen")
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     assert frozen == {"layers.0.bias", "layers.1.weight", "layers.1.bias"}
     assert all(gradient.any() for gradient in ready_gradients(model).values())
 
 
 @pytest.mark.parametrize("branch, used", [(0, {"left"}), (1, {"right"}), (-1, set())])
-def test_branches_use_what_they_are_told(branch, used):
-    model = trap("Branches")
+def test_branches_follow_the_batch(branch, used):
+    model = build_random("Branches")
     model(torch.randn(4, SIZES[0]), branch=branch).square().mean().backward()
     got = {name.partition(".")[0] for name, gradient in copy_gradients(model).items() if gradient is not None}
     assert got == {"layers"} | used
 
 
 def test_buffers_of_three_dtypes_and_one_outside_the_state_dict():
-    model = trap("Buffers")
+    model = build_random("Buffers")
     assert {buffer.dtype for buffer in model.buffers()} == {torch.float32, torch.int64, torch.bool}
     assert set(dict(model.named_buffers())) - set(model.state_dict()) == {"scratch"}
     x = torch.randn(4, SIZES[0])
@@ -262,14 +262,14 @@ def test_buffers_differ_between_ranks_in_every_case():
 
 
 def test_mixed_dtypes():
-    model = trap("MixedDtypes")
+    model = build_random("MixedDtypes")
     dtypes = [parameter.dtype for parameter in model.parameters()]
     assert dtypes == [d for d in (torch.float32, torch.bfloat16, torch.float64) for _ in "wb"]
     assert all(g.any() and g.dtype == p.dtype for g, p in zip(ready_gradients(model).values(), model.parameters()))
 
 
 def test_transposed_weights_and_gradients_are_not_contiguous():
-    model = trap("Transposed")
+    model = build_random("Transposed")
     ready_gradients(model)
     for layer in model.layers:
         for tensor in (layer.weight, layer.weight.grad):
@@ -281,7 +281,7 @@ def test_transposed_weights_and_gradients_are_not_contiguous():
     [(name, None) for name in MODELS] + [(name, torch.float64) for name in MODELS if name != "MixedDtypes"],
 )
 def test_a_model_is_rebuilt_from_its_state(name, dtype):
-    model = trap(name)
+    model = build_random(name)
     if dtype is not None:
         model.to(dtype)
     state = edge_case_models.copy_state(model)
