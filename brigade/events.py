@@ -95,6 +95,7 @@ class Launch:
     reduce_op: str | None
     name: str | None
     memory: str | None  # of the parameter of that name: its "weight" or its "gradient"
+    peer: int | None  # of a send or a receive; None: from any rank, or a collective
     phase: str
     step: int | None  # of the training loop; None before the first
     place: int
@@ -109,6 +110,11 @@ class Launch:
     raced: bool = False
 
 
+LAUNCH_FIELDS = (
+    "index", "op", "dtype", "numel", "nbytes", "parts", "sync", "reduce_op", "name", "memory", "peer", "phase",
+)  # fmt: skip
+
+
 def launches(events: Sequence[Event], step: int | None = None, *, phase: str | None = None) -> list[Launch]:
     """Return the launches in order, without barriers: all, or only those of one step or one phase."""
     by_index: dict[int, Launch] = {}
@@ -118,8 +124,7 @@ def launches(events: Sequence[Event], step: int | None = None, *, phase: str | N
         if kind == "step":
             current_step = event["step"]
         elif kind == "launch":
-            names = ("index", "op", "dtype", "numel", "nbytes", "parts", "sync", "reduce_op", "name", "memory", "phase")
-            fields = {name: event[name] for name in names}
+            fields = {name: event[name] for name in LAUNCH_FIELDS}
             by_index[event["index"]] = Launch(step=current_step, place=place, start=event["time"], **fields)
         elif launch is None:
             continue
@@ -173,11 +178,24 @@ def summarize(launched: Sequence[Launch], limit: int = 8) -> str:
 
 
 def describe(launch: Event) -> str:
-    """Return a launch in words, such as: all_reduce #3 (fc2.weight, float32, 4096 B)"""
+    """Return a launch in words.
+
+    Such as: all_reduce #3 (fc2.weight, float32, 4096 B), or: send #0 to rank 1 (float32, 12 B)
+    """
     if launch["op"] == "barrier":
         return f"barrier #{launch['index']}"
     name = f"{launch['name']}, " if launch["name"] else ""
-    return f"{launch['op']} #{launch['index']} ({name}{launch['dtype']}, {launch['nbytes']} B)"
+    return f"{describe_call(launch)} ({name}{launch['dtype']}, {launch['nbytes']} B)"
+
+
+def describe_call(launch: Event) -> str:
+    """Return a launch without its data, such as: recv #2 from rank 0"""
+    peer = ""
+    if launch["op"] in OPPOSITES:
+        peer = (" to " if launch["op"] == "send" else " from ") + (
+            "any rank" if launch["peer"] is None else f"rank {launch['peer']}"
+        )
+    return f"{launch['op']} #{launch['index']}{peer}"
 
 
 # ---- what the ranks of a run are doing
@@ -213,7 +231,7 @@ class RankRecord:
         if self.waiting:
             names = " and ".join(f"rank {peer}" for peer in missing_peers)
             opposite = OPPOSITES.get(self.waiting["op"])
-            missing = f"for which {names} launched no {opposite}" if opposite else f"which {names} never launched"
+            missing = f"for which {names} called no {opposite}" if opposite else f"which {names} never launched"
             return f"waits in {describe(self.waiting)}" + (f", {missing}" if names else "")
         phase = self.events[-1]["phase"] if self.events else OUTSIDE
         return (
@@ -255,8 +273,15 @@ class Progress:
         return self._collectives.get((group, rank), [])
 
     def describe_activity(self, rank: int) -> str:
-        """Return what a rank is doing, in words: see `RankRecord.describe_activity`."""
-        return self.ranks[rank].describe_activity(self.find_missing_peers(rank))
+        """Return what a rank is doing, in words: see `RankRecord.describe_activity`.
+
+        If it waits for a message, also what the peer waits for instead.
+        """
+        missing = self.find_missing_peers(rank)
+        text = self.ranks[rank].describe_activity(missing)
+        if missing and self.ranks[rank].waiting["op"] in OPPOSITES and (other := self.ranks[missing[0]].waiting):
+            text += f" because it waits in {describe_call(other)}"
+        return text
 
     def find_missing_peers(self, rank: int) -> list[int]:
         """Return the peers that have not launched what this rank waits for."""

@@ -1,12 +1,14 @@
 """A recording process group whose collectives take the time of an emulated link. It needs no network.
 
-Every rank has one link. A collective occupies the links of all ranks of its group. It starts when the last of these
-ranks has launched it and their links are free, and ends latency + bytes / bandwidth later, on every rank at the same
-time. Collectives follow each other in the order in which they were launched by all their ranks.
+Every rank has one link, which sends and receives at the same time. A collective occupies the links of all ranks of its
+group in both directions. It starts when the last of these ranks has launched it and their links are free, and ends
+latency + bytes / bandwidth later, on every rank at the same time. A message occupies the sender's link in one direction
+and the receiver's in the other, as soon as both have called. Launches follow each other in the order in which they were
+called by all their ranks.
 
 The real collective runs on gloo as soon as all ranks have launched it. A rank that waits for it sleeps until the
 modelled end, which takes no processor time. If gloo needs longer than the model says, the collective ends when gloo
-has finished. Barriers and point-to-point calls are not delayed, and nothing is delayed before `use` names a link.
+has finished. Barriers and receives from any rank are not delayed, and nothing is delayed before `use` names a link.
 
 The rank that launches a collective last computes its start and its end, and writes them into memory that all ranks of
 the run share (`share_launches`). This needs one clock: `time.perf_counter` reads the same clock in all processes of a
@@ -31,12 +33,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from brigade.events import OPPOSITES
 from brigade.rank import locks
+from brigade.rank.locks import private
 from brigade.rank.recording import METHODS, RecordedWork, Recorder, RecordingGroup, list_tensors
 
 locks.trust(globals())
 
-NOT_EMULATED = ("barrier", "send", "recv")
 MAX_LAUNCHES = 2**20  # of one group in one run. The file has room for them; unused room takes no space on the disk.
 LOOK_S = 1e-4  # pause between two checks whether the last rank has launched
 BLOCKED_S = 1e-3  # waiting for a collective that gloo has finished takes less time
@@ -62,6 +65,10 @@ class Link:
     def description(self) -> str:
         """The link in words."""
         return f"{1e6 * self.latency_s:.1f} us a message and {8e-9 * self.bytes_per_s:.3g} Gbit/s in each direction"
+
+    def message_s(self, nbytes: float) -> float:
+        """Return how long one message from one rank to another takes."""
+        return self.latency_s + nbytes / self.bytes_per_s
 
     def seconds(self, op: str, nbytes: float, world_size: int) -> float:
         """Return the seconds for a collective on a buffer of `nbytes`, which counts all parts of a coalesced one."""
@@ -109,7 +116,8 @@ class SharedLaunches:
         self._directory = Path(directory)
         self._lock = threading.Lock()  # between the threads of this rank; the file's lock is between ranks
         self._lock_file = os.open(self._directory / "link-lock", os.O_RDWR | os.O_CREAT, 0o600)
-        self._free_at = self.map("link-free", world_size)  # for each rank, when its link is free
+        self._world_size = world_size
+        self._free_at = self.map("link-free", 2 * world_size)  # for each direction, when that link is free
 
     def map(self, name: str, count: int) -> memoryview:
         """Map the file with this name as `count` numbers, zeros at first, shared by all ranks that map it."""
@@ -130,14 +138,18 @@ class SharedLaunches:
             finally:
                 fcntl.flock(self._lock_file, fcntl.LOCK_UN)
 
-    def occupy(self, ranks: Sequence[int], seconds: float) -> tuple[float, float]:
-        """Occupy the links of these ranks with a collective that all of them have launched. Return its start and end.
+    def find_directions(self, senders: Sequence[int], receivers: Sequence[int]) -> list[int]:
+        """Return the numbers of the links' directions that carry data from these ranks, and to these ranks."""
+        return [*senders, *(self._world_size + rank for rank in receivers)]
+
+    def occupy(self, directions: Sequence[int], seconds: float) -> tuple[float, float]:
+        """Put a launch on the links, now that all its ranks have called it. Return its start and end.
 
         The caller holds the lock.
         """
-        start = max(time.perf_counter(), *(self._free_at[rank] for rank in ranks))
-        for rank in ranks:
-            self._free_at[rank] = start + seconds
+        start = max(time.perf_counter(), *(self._free_at[direction] for direction in directions))
+        for direction in directions:
+            self._free_at[direction] = start + seconds
         return start, start + seconds
 
 
@@ -150,25 +162,29 @@ def share_launches(directory: str | os.PathLike, world_size: int) -> None:
     _shared = SharedLaunches(directory, world_size)
 
 
-class GroupLaunches:
-    """The launches of one group in shared memory, numbered from 0 in the same way on every rank."""
+class LaunchSeries:
+    """The collectives of one group, or the messages from one rank to another, in shared memory.
 
-    def __init__(self, shared: SharedLaunches, name: str, ranks: Sequence[int]):
+    All ranks that take part number them from 0 in the same way.
+    """
+
+    def __init__(self, shared: SharedLaunches, name: str, num_ranks: int, directions: Sequence[int]):
         self._shared = shared
-        self._ranks = ranks
-        self._numbers = shared.map(f"launches-{name}-{'-'.join(map(str, ranks))}", 3 * MAX_LAUNCHES)
+        self._num_ranks = num_ranks
+        self._directions = directions
+        self._numbers = shared.map(f"launches-{name}", 3 * MAX_LAUNCHES)
         self._count = 0
 
     def add(self, seconds: float) -> int:
-        """Report to the other ranks that this rank launches the group's next collective. Return its number."""
+        """Tell the other ranks that this rank calls the next launch. Return its number."""
         with self._shared.lock():
             number = self._count
             if number == MAX_LAUNCHES:
                 raise RuntimeError(f"the emulated link has room for only {MAX_LAUNCHES} launches of a group")
             self._count += 1
-            self._numbers[3 * number] += 1  # the number of ranks that have launched it
-            if self._numbers[3 * number] == len(self._ranks):
-                start, end = self._shared.occupy(self._ranks, seconds)
+            self._numbers[3 * number] += 1  # ranks that have called it
+            if self._numbers[3 * number] == self._num_ranks:
+                start, end = self._shared.occupy(self._directions, seconds)
                 self._numbers[3 * number + 1] = start
                 self._numbers[3 * number + 2] = end  # last: a rank that sees the end may read the start
         return number
@@ -188,18 +204,36 @@ class EmulatedLinkGroup(RecordingGroup):
 
     def __init__(self, inner: dist.ProcessGroup, recorder: Recorder, name: str, ranks: list[int]):
         super().__init__(inner, recorder, name, ranks)
-        self._launches = GroupLaunches(_shared, name, ranks)
+        own_name = f"{name}-{'-'.join(map(str, ranks))}"
+        self._collectives = LaunchSeries(_shared, own_name, len(ranks), _shared.find_directions(ranks, ranks))
+        self._messages: dict[tuple[int, int], LaunchSeries] = {}  # by sender and receiver
 
     def call(self, method: str, args: list[Any], kwargs: dict[str, Any], index: int) -> dist.Work | None:
         op, outputs, inputs = METHODS[method]
-        if _link is None or op in NOT_EMULATED:
+        if _link is None or op == "barrier" or method == "recv_anysource":
             return super().call(method, args, kwargs, index)
-        full = [sum(tensor.nbytes for tensor in list_tensors(args[place])) for place in {outputs, inputs}]
-        number = self._launches.add(_link.seconds(op, max(full), self.size()))
+        nbytes = max(sum(tensor.nbytes for tensor in list_tensors(args[i])) for i in {outputs, inputs} - {None})
+        if op in OPPOSITES:
+            series, seconds = self._find_messages(op, args[1]), _link.message_s(nbytes)
+        else:
+            series, seconds = self._collectives, _link.seconds(op, nbytes, self.size())
+        number = series.add(seconds)
         work = getattr(self._inner, method)(*args, **kwargs)
         if work is None:
             return None
-        return EmulatedLinkWork(work, self._recorder, index, list_tensors(args[outputs]), self._launches, number)
+        results = [] if outputs is None else list_tensors(args[outputs])
+        return EmulatedLinkWork(work, self._recorder, index, results, series, number)
+
+    @private
+    def _find_messages(self, op: str, peer: int) -> LaunchSeries:
+        """Return the messages to or from a rank of the group."""
+        sender, receiver = (self.rank(), peer) if op == "send" else (peer, self.rank())
+        if (sender, receiver) not in self._messages:
+            ranks = self._ranks[sender], self._ranks[receiver]
+            name = f"{self._name}-{ranks[0]}-to-{ranks[1]}"
+            directions = _shared.find_directions(ranks[:1], ranks[1:])
+            self._messages[sender, receiver] = LaunchSeries(_shared, name, 2, directions)
+        return self._messages[sender, receiver]
 
 
 class EmulatedLinkWork(RecordedWork):
@@ -215,7 +249,7 @@ class EmulatedLinkWork(RecordedWork):
         recorder: Recorder,
         index: int,
         outputs: Sequence[torch.Tensor],
-        launches: GroupLaunches,
+        launches: LaunchSeries,
         number: int,
     ):
         super().__init__(inner, recorder, index)

@@ -6,6 +6,9 @@ Waiting on the handle of *that* launch (or asking for its future, its result, or
 result to the outputs. If a tensor is changed between launch and wait, which is a race on a GPU, an event of kind "race"
 is recorded.
 
+With gloo, as with NCCL, the wait for a send ends only after the peer has posted the matching receive, whatever the size
+of the message. Ranks that all send first and receive afterwards therefore deadlock every time.
+
 torch DDP is not run in this mode: its C++ reducer may wait in places that Python cannot see.
 """
 
@@ -30,9 +33,9 @@ class StrictGroup(RecordingGroup):
     @private
     def call(self, method: str, args: list[Any], kwargs: dict[str, Any], index: int) -> dist.Work | None:
         op, outputs, inputs = METHODS[method]
-        if op in ("barrier", "send", "recv"):
+        if op == "barrier":
             return super().call(method, args, kwargs, index)
-        positions = {outputs, inputs}
+        positions = {outputs, inputs} - {None}
         given = {position: args[position] for position in positions}
         copies = {position: copy_tensors(value) for position, value in given.items()}
         for tensor, copy in zip(list_tensors(list(given.values())), list_tensors(list(copies.values()))):
@@ -43,7 +46,7 @@ class StrictGroup(RecordingGroup):
                 )
         for position, copy in copies.items():
             args[position] = copy
-        targets = list_tensors(given[outputs])
+        targets = list_tensors(given.get(outputs))
         options = find_options(args, kwargs)
         if op == "broadcast" and options.rootRank == self.rank():
             targets = []  # the root only sends

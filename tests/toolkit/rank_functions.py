@@ -791,15 +791,15 @@ def count_from_own_launch(name: str, *args: Any) -> Any:
     free_at = 0.0
     ends: dict[int, tuple[float, float]] = {}
 
-    def add(self: emulated_link.GroupLaunches, seconds: float) -> int:
+    def add(self: emulated_link.LaunchSeries, seconds: float) -> int:
         nonlocal free_at
         start = max(free_at, time.perf_counter())
         free_at = start + seconds
         ends[len(ends)] = start, free_at
         return len(ends) - 1
 
-    emulated_link.GroupLaunches.add = add
-    emulated_link.GroupLaunches.get_times = lambda self, number: ends[number]
+    emulated_link.LaunchSeries.add = add
+    emulated_link.LaunchSeries.get_times = lambda self, number: ends[number]
     return globals()[name](*args)
 
 
@@ -935,3 +935,28 @@ def import_a_submodule() -> dict:
         "same": config is torch._dynamo.config is sys.modules["torch._dynamo.config"],
         "real": "DynamoStub" not in type(sys.modules["torch._dynamo"]).__name__,
     }
+
+
+def time_messages(nbytes: int) -> dict[str, float]:
+    """How long messages take on an emulated link, in seconds: one; two to the same rank; one in each direction."""
+    emulated_link.use(emulated_link.Link(latency_s=0.05, bytes_per_s=1e6))
+    rank, tensor = dist.get_rank(), torch.zeros(nbytes, dtype=torch.uint8)
+    seconds = {}
+
+    def measure(name, *calls):
+        dist.barrier()
+        began = time.perf_counter()
+        for work in [call() for call in calls]:
+            work.wait()
+        seconds[name] = time.perf_counter() - began
+
+    def send(to):
+        return lambda: dist.isend(tensor, to)
+
+    def receive(source):
+        return lambda: dist.irecv(torch.zeros_like(tensor), source)
+
+    measure("one", *{0: [send(1)], 1: [receive(0)]}.get(rank, []))
+    measure("to one rank", *{0: [receive(1), receive(2)]}.get(rank, [send(0)]))
+    measure("around", send((rank + 1) % 3), receive((rank - 1) % 3))
+    return seconds

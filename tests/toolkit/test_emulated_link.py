@@ -224,3 +224,13 @@ def test_a_rank_that_never_launches_is_waited_for_until_the_deadline():
         run_ranks(functions.on_link, 1e-3, 1e9, "launch_without_rank_1", mode="emulate", deadline=3)
     assert failure.value.kind in ("deadline", "deadlock") and time.monotonic() - start < 15
     assert "waits in broadcast" in failure.value.lines[0], failure.value
+
+
+def test_messages_take_latency_and_bytes_and_share_a_direction():
+    """A rank receives one message after the other, and sends one while it receives another."""
+    results = run_ranks(functions.time_messages, 100_000, world_size=3, mode="emulate")
+    expected = {"one": 0.15, "to one rank": 0.3, "around": 0.15}
+    for name, seconds in expected.items():
+        longest = max(result[name] for result in results)
+        assert seconds <= longest < 1.3 * seconds, (name, longest)
+    assert results[2]["one"] < 0.05, "a rank that neither sends nor receives goes on"

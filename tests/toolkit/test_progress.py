@@ -173,6 +173,16 @@ def test_who_has_not_launched_what_a_rank_waits_for(run):
     assert run.progress.describe_activity(0) == "waits in all_reduce #0 (float32, 12 B), which rank 1 never launched"
 
 
+def test_who_has_not_received_and_what_it_waits_for_instead(run):
+    run.wait(0, "world", range(3), op="send", peer=1)
+    run.wait(1, "world", range(3), op="send", peer=0)
+    activity = run.progress.describe_activity(0)
+    assert activity.startswith("waits in send #0 to rank 1 (float32, 12 B), for which rank 1 called no recv")
+    assert activity.endswith("because it waits in send #0 to rank 0")
+    run.wait(2, "world", range(3), op="recv")
+    assert run.progress.describe_activity(2) == "waits in recv #0 from any rank (float32, 12 B)"
+
+
 # ---- which events are valid
 
 LAUNCH = {

@@ -277,7 +277,7 @@ def test_ranks_that_all_send_first_are_a_deadlock(monkeypatch):
     monkeypatch.setattr(monitor, "QUIET_S", 0.5)
     failure = failure_of(functions.send_first, world_size=3)
     assert failure.kind == "deadlock" and "at least one waits for a send or a recv" in failure.summary
-    assert "waits in send #0 (float32, 12 B), for which rank 1 launched no recv" in failure.lines[0]
+    assert "waits in send #0 to rank 1 (float32, 12 B), for which rank 1 called no recv" in failure.lines[0]
 
 
 def test_a_rank_that_sends_nothing_does_not_differ_from_one_that_does():
