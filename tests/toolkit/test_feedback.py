@@ -151,6 +151,17 @@ def test_a_hypothesis_is_named_if_its_values_match():
     assert verdict([own[1], own[0]], hypotheses=hypotheses).likely_cause != "each rank still has its own."
 
 
+def test_values_that_pass_through_a_narrower_dtype():
+    exact = {name: value.double() * torch.pi for name, value in expected_tensors().items()}
+    rounded = {name: value.float().double() for name, value in exact.items()}
+    failed = verdict([rounded, rounded], exact)
+    assert failed.likely_cause.startswith("the values are rounded to float32") and "float64" in failed.likely_cause
+    entry, wanted = failed.described.splitlines()[0].partition("entry ")[2].split(" is ")[1].split(", expected ")
+    assert entry != wanted, "as many digits as differ"
+    wrong = {name: value * (1 + 1e-6 * torch.rand_like(value)) for name, value in exact.items()}
+    assert "rounded" not in verdict([wrong, wrong], exact).likely_cause
+
+
 def test_ranks_that_disagree():
     actual = [expected_tensors(), {name: value.flip(0) + 1 for name, value in expected_tensors().items()}]
     assert "the ranks do not agree: weight" in verdict(actual).likely_cause
@@ -308,6 +319,20 @@ def test_a_start_that_is_the_ranks_own_or_the_worlds():
     assert failed.described.startswith("rank 2, ") and "still has its own" in failed.likely_cause
     assert "rank 0 of the world" in failure_of(expect_start, [case.states[0]] * 3, case).likely_cause
     assert "the last rank" in failure_of(expect_start, [case.states[2]] * 3, case).likely_cause
+
+
+def test_a_broadcast_that_ignores_the_group_is_named_by_the_gradients_too():
+    case = Case(random.Random(3), "Plain", 3, group=[1, 2])
+    results = results_of(case, [case.gradients([0])] * 3)
+    for start, cause in (
+        (case.states[0], "the broadcast in the constructor ignores process_group."),
+        (case.states[2], "the broadcast starts from the wrong rank."),
+    ):
+        failed = failure_of(expect_gradients, [result | {"start": start} for result in results], case)
+        assert failed.likely_cause.startswith("rank 1 starts with") and failed.likely_cause.endswith(cause)
+    starts = [case.states[rank] for rank in range(3)]
+    failed = failure_of(expect_gradients, [r | {"start": s} for r, s in zip(results, starts)], case)
+    assert failed.likely_cause.startswith("rank 2 starts with other weights than rank 1")
 
 
 def test_one_buffer_that_was_not_broadcast():

@@ -105,12 +105,9 @@ def rounded_values(compared: Comparison) -> str:
 def is_rounded(entry: Difference, dtype: torch.dtype) -> bool:
     """Return whether a wrong tensor is the expected one, rounded to a narrower dtype on the way."""
     actual, expected = entry.actual, entry.expected
-    if (
-        actual is None
-        or not actual.is_floating_point()
-        or actual.numel() < 2
-        or actual.dtype.itemsize <= dtype.itemsize
-    ):
+    if actual is None or not actual.is_floating_point() or actual.numel() < 2:
+        return False
+    if actual.dtype.itemsize <= dtype.itemsize:
         return False
     is_close = entry.error <= 8 * torch.finfo(dtype).eps * float(expected.double().abs().max())
     return is_close and torch.equal(actual, actual.to(dtype).to(actual.dtype))
@@ -134,7 +131,7 @@ def one_factor(compared: Comparison) -> str:
         *[averaged] * compared.evidence.uses_avg,
         (size, f"{every} is exactly {size}× too large: it is summed over the ranks but not divided by the group size."),
         (
-            size / world_size,  # 1 where the group is the world
+            size / world_size,  # 1 if the group is the world
             f"{every} is divided by {world_size}, the size of the world, not by {size}, the size of the group"
             + (f", or it is divided twice by {size}." if size * size == world_size else "."),
         ),
