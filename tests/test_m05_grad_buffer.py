@@ -307,17 +307,17 @@ def test_steps_and_subgroups(submission):
         case = submission.case(
             model,
             world,
-            steps=3,
+            steps=4 if model == "Plain" else 3,
             micro_batches=3 if model == "Plain" else 1,
             dtype=torch.float64,
             group=groups[0],
             branches=list(range(world)) if model == "Reordered" else None,
         )
-        jobs = case.make_jobs(groups=groups, interrupted=1 if model == "Plain" else None, **JOB)
+        jobs = case.make_jobs(groups=groups, interrupted=2 if model == "Plain" else None, **JOB)
         results = submission.run(training.train, jobs, world_size=world)
         if model == "Plain":
-            expect_silence(results.events, case.group, 3)
-            expect_restored(results.events, case.group, 1)
+            expect_silence(results.events, case.group, 4)
+            expect_restored(results.events, case.group, 2)
         elif model == "Reordered":
             for rank in case.group:
                 expect_bucket_order(results.events[rank], *lay_out(case, world), rank)

@@ -269,17 +269,17 @@ def test_steps_and_subgroups(submission):
         case = submission.case(
             model,
             world,
-            steps=3,
+            steps=4 if model == "Plain" else 3,
             micro_batches=3 if model == "Plain" else 1,
             dtype=F64,
             group=split_ranks(world)[0],
             branches=[0, 3, 1][:world] if model == "Reordered" else None,
         )
-        jobs = case.make_jobs(groups=split_ranks(world), interrupted=1 if model == "Plain" else None, **make_job(2))
+        jobs = case.make_jobs(groups=split_ranks(world), interrupted=2 if model == "Plain" else None, **make_job(2))
         results = submission.run(training.train, jobs, world_size=world)
         if model == "Plain":
-            expect_silence(results.events, case.group, 3)
-            expect_restored(results.events, case.group, 1)
+            expect_silence(results.events, case.group, 4)
+            expect_restored(results.events, case.group, 2)
         for rank in case.group:
             expect_ranks(results.events[rank], case.group, rank)
             if model == "Reordered":

@@ -399,10 +399,17 @@ def expect_restored(events: Sequence[Sequence[Event]], ranks: Iterable[int], ste
             any(launch.phase == "backward" and launch.place > begin for launch in launched),
             "after an exception inside no_sync, the next backward communicates again",
             f"that backward launched nothing; {summarize(launched)}",
-            "no_sync restores its state only if the block ends normally. Use try ... finally.",
+            partial(explain_silence, events[rank], step),
             rank=rank,
             step=step,
         )
+
+
+def explain_silence(events: Sequence[Event], step: int) -> str:
+    """Return why a step in which exceptions end the no_sync blocks launches nothing in its last backward."""
+    begin = next(i for i, event in enumerate(events) if event["kind"] == "step" and event["step"] == step)
+    restored = "no_sync restores its state only if the block ends normally. Use try ... finally."
+    return find_leftover(events[:begin]) or restored
 
 
 def expect_silence(events: Sequence[Sequence[Event]], ranks: Iterable[int], steps: int = 1) -> None:

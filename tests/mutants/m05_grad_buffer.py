@@ -276,6 +276,13 @@ MUTANTS = [
         "left over: in step 1 it makes 0 of the",
     ),
     Mutant(
+        "the turn not reset, with exceptions inside no_sync",
+        RESET,
+        "self.queue.num_pending = list(self.queue.num_grads)\n",
+        ("test_steps_and_subgroups",),
+        "left over: in step 1 it makes 0 of the",
+    ),
+    Mutant(
         "grad_dtype ignored",
         HAS_MAIN,
         "self.has_main_grad = False",
