@@ -1,8 +1,8 @@
-"""brigade grade --class: every submission below a directory, several at a time, into one gradebook.
+"""Grade a class (`brigade grade --class`): every submission in a directory, several at a time, into one gradebook.
 
-Each submission is graded by a process of its own, `brigade grade --submission`, with a results file in the directory
-`GRADEBOOK.results`. Beside it stands what it was made from: a hash of the modules' text, the course and the options.
-When that is unchanged, an interrupted or repeated run takes the results as they are.
+A separate process, `brigade grade --submission`, grades each submission. It writes a results file to the directory
+`GRADEBOOK.results`. Beside it is a hash of the modules' text, the course and the options. If the hash is unchanged, an
+interrupted or repeated run uses the existing results.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from brigade.course.submission import MAX_SOURCE_BYTES, find
 from brigade.grade import formats, incoming, similarity
 from brigade.grade.static_look import HEADING
 
-GRADING_BYTES = 1_000_000_000  # what grading one takes, four ranks included: 0.7 GB measured, and half as much again
-TRIES = 2  # for a grader that was killed
-END_S = 20.0  # that a grader gets to put everything away
-FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")  # what a spreadsheet takes a cell for that begins with one of these
+GRADING_BYTES = 1_000_000_000  # memory for one grading with four ranks: 0.7 GB measured, plus a margin
+TRIES = 2  # attempts, if a grader is killed
+END_S = 20.0  # limit for a grader to clean up
+FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")  # a spreadsheet evaluates cells that begin with one of these
 CODE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 Row = dict[str, "str | int"]
@@ -38,7 +38,7 @@ Row = dict[str, "str | int"]
 
 @dataclass(frozen=True)
 class Student:
-    """One submission of the class and where its results belong."""
+    """One submission of the class, and the path of its results."""
 
     name: str
     path: Path
@@ -47,19 +47,22 @@ class Student:
 
     @property
     def fingerprint_file(self) -> Path:
+        """The file with the hash of the inputs of the results."""
         return self.results.with_suffix(".made-from")
 
     @property
     def log(self) -> Path:
+        """The file with the grader's output."""
         return self.results.with_suffix(".log")
 
 
 def get_results_path(gradebook: Path) -> Path:
+    """Return the directory with the results of all submissions."""
     return gradebook.with_name(gradebook.name + ".results")
 
 
 def list_students(directory: Path, gradebook: Path) -> tuple[list[Student], list[str]]:
-    """Return the submissions in a class's directory (its directories and archives) and the names of its other entries.
+    """Return the submissions in a class's directory (directories and archives), and the names of its other entries.
 
     Raise CourseError if there are no submissions.
     """
@@ -69,7 +72,9 @@ def list_students(directory: Path, gradebook: Path) -> tuple[list[Student], list
     entries = [path for path in sorted(directory.iterdir()) if path.name[0] != "." and path not in ours]
     found = [path for path in entries if path.is_dir() or path.name.lower().endswith(incoming.ARCHIVES)]
     if not found:
-        raise CourseError(f"there are no submissions in {directory}: one directory or archive per student")
+        raise CourseError(
+            f"there are no submissions in {directory}; it must contain one directory or archive per student"
+        )
     same: dict[str, list[str]] = {}
     for path in found:
         same.setdefault(remove_archive_suffix(path), []).append(formats.make_printable(path.name))
@@ -93,19 +98,19 @@ def remove_archive_suffix(path: Path) -> str:
 
 
 def read_texts(student: Student) -> dict[int, str]:
-    """The text of each module that can be found, by number; unreadable ones are left to the grading."""
-    found = {}
+    """Return the texts of the modules that can be read, by number."""
+    texts = {}
     with contextlib.suppress(CourseError, OSError):
         with incoming.open_submission(student.path) as submission:
             for entry in MODULES:
                 if path := find(submission.directory, entry):
                     with open(path, "rb") as file:
-                        found[entry.number] = file.read(MAX_SOURCE_BYTES + 1).decode(errors="backslashreplace")
-    return found
+                        texts[entry.number] = file.read(MAX_SOURCE_BYTES + 1).decode(errors="backslashreplace")
+    return texts
 
 
 def compute_fingerprint() -> str:
-    """Changes with the checks, the solutions and the toolkit."""
+    """Return a hash of the checks, the solutions and the toolkit."""
     digest = hashlib.sha256()
     for path in sorted(path for top in ("tests", "solutions", "brigade") for path in (ROOT / top).rglob("*.py")):
         digest.update(path.read_bytes())
@@ -113,9 +118,9 @@ def compute_fingerprint() -> str:
 
 
 def find_outdated(everyone: Sequence[Student], options: Sequence[str]) -> dict[Student, str]:
-    """Those without results that were made from the same, and what new results would be made from."""
+    """Return the students whose results are missing or outdated, each with the hash of the current inputs."""
     course = compute_fingerprint()
-    found = {}
+    outdated = {}
     for student in everyone:
         everything = json.dumps([course, *options, read_texts(student)])
         wanted = hashlib.sha256(everything.encode()).hexdigest()
@@ -124,20 +129,20 @@ def find_outdated(everyone: Sequence[Student], options: Sequence[str]) -> dict[S
             and student.fingerprint_file.exists()
             and student.fingerprint_file.read_text() == wanted
         ):
-            found[student] = wanted
-    return found
+            outdated[student] = wanted
+    return outdated
 
 
 @contextlib.contextmanager
 def lock_gradebook(gradebook: Path) -> Iterator[int]:
-    """Keeps a second run away from the gradebook; yields the descriptor that does, for graders to hold as well."""
+    """Lock the gradebook against a second run. Yield the descriptor of the lock, for graders to inherit."""
     results = get_results_path(gradebook)
     results.mkdir(mode=0o700, exist_ok=True)
     with open(results / ".lock", "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise CourseError(f"another run is writing to {gradebook}: wait for its end") from None
+            raise CourseError(f"another run is writing to {gradebook}; wait until it has finished") from None
         yield lock.fileno()
 
 
@@ -151,7 +156,7 @@ def grade_all(
 ) -> None:
     """Run `command` for each student, `at_once` at a time; see `find_outdated` for `waiting`.
 
-    `command` grades the submission that its options `--submission` and `--out` name. End all graders when interrupted.
+    `command` takes the options `--submission` and `--out`. If interrupted, end all graders.
     """
     queue = [(student, 1) for student in waiting]
     running: list[tuple[subprocess.Popen, Student, int]] = []
@@ -165,7 +170,7 @@ def grade_all(
                 running.remove(job)
                 process, student, attempt = job
                 process.stdin.close()
-                if process.returncode < 0 and attempt < TRIES:  # from outside, for want of memory: not their doing
+                if process.returncode < 0 and attempt < TRIES:  # killed from outside, perhaps because memory ran out
                     queue.append((student, attempt + 1))
                     continue
                 if process.returncode == 0:
@@ -182,25 +187,24 @@ def grade_all(
 
 
 def start_grader(student: Student, command: Sequence[str], lock: int) -> subprocess.Popen:
-    """The student's grader. It ends when this process does, because then its standard input ends."""
+    """Start the grader of a student. It ends when this process ends, because its standard input is closed then."""
     student.fingerprint_file.unlink(missing_ok=True)
     with open(student.log, "w") as log:
         return subprocess.Popen(
             [*command, "--submission", str(student.path), "--out", str(student.results), "--format", "json"],
-            cwd=ROOT,  # and not where a student's directory could be found as a package
+            cwd=ROOT,  # a directory in which no student's directory can be imported as a package
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
             pass_fds=[lock],
-            start_new_session=True,  # Ctrl-C is for us; we then end the graders in order
+            start_new_session=True,  # Ctrl-C goes to this process only, which then ends the graders
         )
 
 
 def make_row(student: Student, entries: Sequence[Module], waiting: Container[Student] = ()) -> Row:
-    """Return the student's row in the gradebook: the score, and those of each module and of each check.
+    """Return the student's row in the gradebook: the total score, and the scores of each module and check.
 
-    A student who is still `waiting` has no score: results of an earlier run, made from other checks, options or
-    modules, do not belong under this header.
+    A student who is still `waiting` has no score, because earlier results come from other checks, options or modules.
     """
     line: Row = {"student": student.name}
     try:
@@ -228,8 +232,8 @@ def collect_notes(student: Student, *notes: str) -> str:
 
 
 def format_csv(table: Sequence[Row]) -> str:
-    """The table as CSV; the columns of all rows."""
-    longest = max(table, key=len)  # one that knows all checks, in order
+    """Return the table as CSV, with the columns of all rows."""
+    longest = max(table, key=len)  # contains all checks, in order
     columns = list(dict.fromkeys(column for row in (longest, *table) for column in row))
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, restval="")
@@ -239,7 +243,7 @@ def format_csv(table: Sequence[Row]) -> str:
 
 
 def escape_formula(value: str | int) -> str | int:
-    """A spreadsheet must not take a student's name or a note for a formula."""
+    """Return a cell that a spreadsheet does not evaluate as a formula."""
     return "'" + value if isinstance(value, str) and value.startswith(FORMULA) else value
 
 
@@ -253,25 +257,30 @@ def save(
 
 
 def count_failures(table: Sequence[Row]) -> list[tuple[str, int]]:
-    """The checks that fail, and how many students fail each, most first."""
+    """Count how many students fail each check. Return the checks that fail, most often first."""
     return Counter(
         column for row in table for column, value in row.items() if "." in column and value == 0
     ).most_common()
 
 
 def find_near_identical(everyone: Sequence[Student], entries: Sequence[Module]) -> list[similarity.Group]:
-    """Students whose modules are alike; answers that come with the course take part under their directories' names."""
-    everybodys: dict[str, dict[int, str]] = {student.name: read_texts(student) for student in everyone}
+    """Return groups of students with similar modules.
+
+    The course's own answers are compared too, under the names of their directories.
+    """
+    texts: dict[str, dict[int, str]] = {student.name: read_texts(student) for student in everyone}
     given = {}
     for entry in entries:
-        for place, path in (
+        for name, path in (
             ("solutions/", ROOT / "solutions" / entry.path),  # no student's name has a slash
             ("tests/alternatives/", ROOT / "tests" / "alternatives" / f"{entry.package}.py"),
         ):
-            everybodys.setdefault(place, {})[entry.number] = path.read_text()
+            texts.setdefault(name, {})[entry.number] = path.read_text()
         reading = "".join(path.read_text() for path in sorted(entry.lesson.glob("*.md")))
         given[entry.number] = [
-            *(path.read_text() for path in sorted(entry.lesson.glob("*.py"))),  # the skeleton, and scripts to measure
+            *(
+                path.read_text() for path in sorted(entry.lesson.glob("*.py"))
+            ),  # the skeleton, and the measuring scripts
             *map(textwrap.dedent, CODE.findall(reading)),
         ]
-    return similarity.find_groups(everybodys, given)
+    return similarity.find_groups(texts, given)

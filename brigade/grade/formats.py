@@ -1,6 +1,6 @@
-"""Results files: our own JSON, Gradescope's results.json, Classroom 50's result.json, JUnit XML and text.
+"""Write results files: our own JSON, Gradescope's results.json, Classroom 50's result.json, JUnit XML and text.
 
-A file is replaced as a whole, so that whoever reads it at any instant finds it complete. Only its owner may read it.
+A file is replaced atomically, so that it is complete whenever it is read. Only its owner may read it.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ INSTANT = "%Y-%m-%dT%H:%M:%SZ"
 
 
 def write(path: Path, text: str) -> None:
-    """Replaces the file, or leaves the one that is there as it is."""
-    temporary = path.with_name(f".{path.name}.part")  # killed meanwhile, we leave one file, which the next run removes
+    """Replace the file atomically. If that fails, leave the existing file as it is and raise OSError."""
+    temporary = path.with_name(f".{path.name}.part")  # if we are killed, the next run removes it
     temporary.unlink(missing_ok=True)
     try:
         handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -56,22 +56,24 @@ def write(path: Path, text: str) -> None:
 
 
 def format_heading(grading: Grading) -> str:
-    """The state of the whole, in a few lines."""
+    """Return the score, the seed and the remarks, one per line."""
     return "\n".join([f"{grading.score} of {grading.max_score} points, seed {grading.seed}", *list_remarks(grading)])
 
 
 def list_remarks(grading: Grading) -> list[str]:
-    """What is missing in the grading, and its notes."""
+    """Return remarks on an incomplete grading, and the grading's notes."""
     lines = []
     if left := grading.count_unfinished():
         lines.append(f"The grading {UNFINISHED}: {left} of {len(grading.outcomes)} checks have not run.")
     elif not grading.finished:
-        lines.append(f"The grading {UNFINISHED}: checks that failed were to run again on the reference's modules.")
+        lines.append(
+            f"The grading {UNFINISHED}: failed checks had not been repeated with the reference's earlier modules."
+        )
     return [*lines, *map(make_printable, grading.notes)]
 
 
 def format_feedback(outcome: Outcome) -> str:
-    """What the student is told of a check: at most a screen."""
+    """Return the feedback on a check for the student, at most one screen long."""
     if outcome.passed:
         return ""
     if not outcome.verdict:
@@ -85,18 +87,18 @@ def format_feedback(outcome: Outcome) -> str:
 
 
 def format_findings(grading: Grading) -> str:
-    """Return what the static look has found, for the instructor; "" where it has found nothing."""
+    """Return the findings of the static look for the instructor, or "" if there are none."""
     lines = [make_printable(str(finding)) for finding in grading.findings]
     return "\n".join(["For the instructor; no score has changed.", *lines]) if lines else ""
 
 
 def make_printable(text: str) -> str:
-    """Without what would command a terminal, or is not allowed in XML or a database."""
+    """Replace characters that control a terminal, or are not allowed in XML or a database, by question marks."""
     return "".join(letter if letter.isprintable() or letter in "\n\t" else "?" for letter in text)
 
 
 def format_json(grading: Grading) -> str:
-    """Everything that is known of the grading, as data."""
+    """Return the complete grading as JSON."""
     result = {
         "score": grading.score,
         "max_score": grading.max_score,
@@ -126,7 +128,7 @@ def format_json(grading: Grading) -> str:
 
 
 def encode_verdict(verdict: Verdict) -> dict[str, Any]:
-    """A verdict with texts that anybody may read, each at most a screen."""
+    """Return a verdict as a dict with printable texts, each at most one screen long."""
     cut = {
         name: make_printable(value)[:SCREEN_CHARACTERS]
         for name, value in asdict(verdict).items()
@@ -140,7 +142,7 @@ def encode_verdict(verdict: Verdict) -> dict[str, Any]:
 
 
 def format_gradescope(grading: Grading) -> str:
-    """Gradescope's results.json."""
+    """Return Gradescope's results.json."""
     tests = [
         {
             "score": outcome.score,
@@ -208,7 +210,10 @@ def format_classroom50(grading: Grading, metadata: Mapping[str, Any]) -> str:
 
 
 def read_classroom50_metadata(given: Mapping[str, str]) -> dict[str, Any]:
-    """The fields as given, else from the environment. Raises CourseError for one that is missing, unknown or wrong."""
+    """Return the fields from the options or from the environment.
+
+    Raise CourseError if one is missing, unknown or wrong.
+    """
     if unknown := given.keys() - CLASSROOM50_FIELDS - set(CLASSROOM50_OPTIONAL):
         known = ", ".join([*CLASSROOM50_FIELDS, *CLASSROOM50_OPTIONAL])
         raise CourseError(f"--meta {min(unknown)}: Classroom 50 has no such field; it has {known}")
@@ -217,17 +222,17 @@ def read_classroom50_metadata(given: Mapping[str, str]) -> dict[str, Any]:
         found[name] = given.get(name) or os.environ.get(variable)
         if not found[name]:
             raise CourseError(
-                f"--format classroom50 needs {name}: as --meta {name}=... or in the environment as {variable}"
+                f"--format classroom50 needs {name}; pass --meta {name}=... or set {variable} in the environment"
             )
     if found["assignment_type"] not in ("individual", "group", "team"):
-        raise CourseError(f"assignment_type is individual, group or team, and not {found['assignment_type']}")
+        raise CourseError(f"assignment_type must be individual, group or team, not {found['assignment_type']}")
     if not found["submission"].startswith("submit/"):
         raise CourseError(
-            f"submission is a tag such as submit/2026-01-31T12-00-00Z-1a2b3c4, and not {found['submission']}"
+            f"submission must be a tag such as submit/2026-01-31T12-00-00Z-1a2b3c4, not {found['submission']}"
         )
     if "datetime" in given:
         if not re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", given["datetime"]):
-            raise CourseError(f"datetime is written as 2026-01-31T12:00:00Z, and not as {given['datetime']}")
+            raise CourseError(f"datetime must have the form 2026-01-31T12:00:00Z, not {given['datetime']}")
         found["datetime"] = given["datetime"]
     if "submitted_by" in given:
         found["submitted_by"] = {"username": given["submitted_by"]}
@@ -235,7 +240,7 @@ def read_classroom50_metadata(given: Mapping[str, str]) -> dict[str, Any]:
 
 
 def format_junit(grading: Grading) -> str:
-    """JUnit XML: a suite for each module, in whose system-out stands the state of the whole."""
+    """Return JUnit XML with a suite for each module. The system-out of each contains the score and the remarks."""
     top = ElementTree.Element("testsuites", name="Bucket Brigade", time=f"{grading.seconds:.3f}")
     for number, outcomes in grading.modules():
         package = get_module(number).package
@@ -266,7 +271,7 @@ def format_junit(grading: Grading) -> str:
 
 
 def format_text(grading: Grading) -> str:
-    """For people: the score, then every module, and of failed checks what the student is told."""
+    """Return text for people: the score, then every module, with the feedback on failed checks."""
     lines = [format_heading(grading), f"{grading.started:%Y-%m-%d %H:%M:%S} UTC", ""]
     for number, outcomes in grading.modules():
         earned, possible = sum(o.score for o in outcomes), sum(o.check.points for o in outcomes)

@@ -1,4 +1,4 @@
-"""The zip that an instructor uploads to Gradescope: what grading needs, in whole folders, and Gradescope's scripts."""
+"""Make the zip that an instructor uploads to Gradescope: the files that grading needs, and Gradescope's scripts."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from brigade.course.modules import ROOT
 
 SCRIPTS = Path(__file__).parent / "gradescope"
 NEEDED = ("LICENSE", *editions.CORE, "brigade/grade/**/*.py", "solutions/*/*.py", *editions.CHECKS)
-NEEDED_PACKAGES = ("torch", "pytest", "rich", "numpy")  # of requirements.txt; notebooks and pictures are not graded
+NEEDED_PACKAGES = ("torch", "pytest", "rich", "numpy")  # of requirements.txt; grading needs no notebooks and figures
 
 
 def build(archive: Path, options: Sequence[str] = ()) -> int:
-    """Write the zip; return the number of files in it. `options` are those of `brigade grade` for every submission.
+    """Write the zip and return its number of files. `options` are passed to `brigade grade` for every submission.
 
-    Raise CourseError for a course that contradicts itself.
+    Raise CourseError if the course contradicts itself.
     """
     contents = {"options": "".join(f"{word}\n" for word in options)}
     validation.validate_course()
@@ -31,7 +31,9 @@ def build(archive: Path, options: Sequence[str] = ()) -> int:
     import_checks(contents)
     archive.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     archive.unlink(missing_ok=True)
-    os.close(os.open(archive, os.O_CREAT | os.O_EXCL, 0o600))  # the solutions are in it
+    os.close(
+        os.open(archive, os.O_CREAT | os.O_EXCL, 0o600)
+    )  # readable by the owner only, because it contains the solutions
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as bundle:
         for name, text in contents.items():
             member = zipfile.ZipInfo(name)  # dated 1980, so that equal contents make equal archives
@@ -42,7 +44,7 @@ def build(archive: Path, options: Sequence[str] = ()) -> int:
 
 
 def import_checks(contents: Mapping[str, str]) -> None:
-    """Import every check from the files that are packed, and from no others. Raise CourseError if that fails."""
+    """Import every check from the packed files only. Raise CourseError if that fails."""
     with tempfile.TemporaryDirectory(prefix="brigade-package-") as directory:
         for name, text in contents.items():
             path = Path(directory, name)

@@ -1,7 +1,7 @@
-"""What was handed in: a clone, a lessons directory, flat files, a directory above one of these, or an archive of one.
+"""Find the modules in a submission: a clone, a lessons directory, flat files, or a directory or archive of these.
 
-Only the course's module files are taken. Everything else is ignored. Notes name what an instructor should know: that no
-module file was found, that there are several copies, and files that look like an attempt to take part in the grading.
+Only the course's module files are used. Everything else is ignored. Notes tell the instructor that no module file was
+found, that there are several copies, or that some files may be an attempt to manipulate the grading.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ MEDDLING = (
 )
 SKIPPED = (".git", ".venv", "venv", "node_modules", "__pycache__", "__MACOSX", ".ipynb_checkpoints")
 ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz")
-LOOKED_AT = 20_000  # entries of a directory tree that are looked at, the upper ones first
+LOOKED_AT = 20_000  # entries of a directory tree that are examined, the upper ones first
 MOST_ARCHIVE_BYTES = 30_000_000
 MOST_UNPACKED_BYTES = 300_000_000  # of a tar that are read; of a zip only module files are unpacked
 MOST_MEMBERS = 50_000  # of an archive
-MOST_FILES = 100  # with a module's name, of an archive
+MOST_FILES = 100  # files with a module's name in an archive
 MOST_NAMED = 5  # names in one note
 BLOCK = 512  # bytes: the unit of a tar
 MOST_LONG_NAMES = 10_000_000  # bytes of a tar's headers that hold long names
@@ -61,7 +61,7 @@ ENTRIES = {entry.path.name: entry for entry in MODULES}
 
 @dataclass(frozen=True)
 class Incoming:
-    """A submission that can be graded: `submission.find` finds its modules in `directory`."""
+    """A submission in a form that can be graded: `submission.find` finds its modules in `directory`."""
 
     directory: Path
     notes: list[str]
@@ -69,15 +69,15 @@ class Incoming:
 
 @contextlib.contextmanager
 def open_submission(path: str | Path) -> Iterator[Incoming]:
-    """Find the module files of a submission. Raise CourseError if there is nothing that could be graded.
+    """Find the module files of a submission. Raise CourseError if nothing can be graded.
 
-    A directory is used where it is. The module files of an archive are unpacked into a temporary directory, and so are
-    those of the only archive in a directory that has no module files.
+    A directory is used in place. The module files of an archive are unpacked into a temporary directory. This is also
+    done for the only archive in a directory without module files.
     """
     path = Path(path)
     if not path.is_dir():
         if not path.is_file():
-            raise CourseError(f"there is no submission {path}, neither a directory nor an archive")
+            raise CourseError(f"there is no directory or archive {path}")
         with unpack(path.resolve(), path.name) as incoming:
             yield incoming
         return
@@ -105,7 +105,7 @@ def walk(top: Path) -> list[str]:
     waiting, left = deque([""]), LOOKED_AT
     while waiting and left > 0:
         place = waiting.popleft()
-        with contextlib.suppress(OSError):  # it may not be read, or its path is too long
+        with contextlib.suppress(OSError):  # not readable, or its path is too long
             with os.scandir(os.path.join(top, place)) as scan:
                 entries = sorted(itertools.islice(scan, left), key=lambda entry: entry.name)
             left -= len(entries)
@@ -166,7 +166,7 @@ def make_notes(files: Sequence[str], place: str | None) -> list[str]:
 
 
 def find_meddling(files: Iterable[str]) -> list[str]:
-    """Return a note on names that could take part in a careless grading. They are ignored, and worth a look."""
+    """Return a note on files that could influence a careless grader. They are ignored."""
     found = set()
     for file in files:
         parts = file.split("/")
@@ -175,17 +175,17 @@ def find_meddling(files: Iterable[str]) -> list[str]:
 
 
 def format_names(names: Sequence[str]) -> str:
-    """Return the first names, in one line, and how many more there are."""
+    """Return the first names and the number of the others, in one line."""
     line = ", ".join(make_printable(name).replace("\n", "?")[-100:] for name in names[:MOST_NAMED])
     return line + (f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else "")
 
 
 @contextlib.contextmanager
 def unpack(archive: Path, name: str) -> Iterator[Incoming]:
-    """Unpack the module files of an archive: those in its best place, each up to the size that a module may have.
+    """Unpack the module files of an archive from its best place, each up to the maximal size of a module.
 
-    They are written below a new directory, at the paths that they have below that place; no other part of a path that
-    an archive names is ever used.
+    They are written to a new directory, at their paths relative to that place. No other part of a path in an archive is
+    ever used.
     """
     with tempfile.TemporaryDirectory(prefix="brigade-zip-") as directory:
         try:
@@ -205,7 +205,7 @@ def unpack(archive: Path, name: str) -> Iterator[Incoming]:
 
 
 def read_archive(file: BinaryIO, name: str) -> tuple[list[str], dict[str, bytes]]:
-    """Return the names of the files in an archive, and the contents of those that have a module's name."""
+    """Return the paths of the files in an archive, and the contents of those with a module's name."""
     compressed = file.read(2) == b"\x1f\x8b"
     file.seek(0)
     is_tar = compressed or name.lower().endswith(".tar")
@@ -216,39 +216,44 @@ def read_archive(file: BinaryIO, name: str) -> tuple[list[str], dict[str, bytes]
             members = iterate_tar(stack.enter_context(gzip.open(file)) if compressed else file)
         else:
             members = iterate_zip(stack.enter_context(zipfile.ZipFile(file)))
-        for path, beginning in members:
+        for path, read_beginning in members:
             path = "/".join(part for part in path.replace("\\", "/").split("/") if part != ".")
             parts = path.split("/")
             if "" in parts or ".." in parts or any(part in SKIPPED for part in parts):
-                continue  # absolute, leads out, or of no interest
+                continue  # absolute, outside of the archive, or irrelevant
             files.append(path)
             if len(files) > MOST_MEMBERS:
                 raise ValueError(f"it has more than {MOST_MEMBERS} files")
             if parts[-1] in ENTRIES and len(modules) < MOST_FILES:
-                modules[path] = beginning(MAX_SOURCE_BYTES + 1)  # one more, and `submission.read` refuses it
+                modules[path] = read_beginning(
+                    MAX_SOURCE_BYTES + 1
+                )  # if it is one byte longer, `submission.read` refuses it
     return files, modules
 
 
-Member = tuple[str, Callable[[int], bytes]]  # the path of a file in an archive, and what reads its first bytes
+Member = tuple[
+    str, Callable[[int], bytes]
+]  # the path of a file in an archive, and a function that reads its first bytes
 
 
 def iterate_zip(bundle: zipfile.ZipFile) -> Iterator[Member]:
-    """Yield the files of a zip, except links and those whose compression may take any amount of memory."""
+    """Yield the files of a zip, except links and files whose compression may need any amount of memory."""
 
-    def beginning(info: zipfile.ZipInfo, size: int) -> bytes:
+    def read_beginning(info: zipfile.ZipInfo, size: int) -> bytes:
         with bundle.open(info) as source:
             return source.read(size)
 
     for info in bundle.infolist():
         usual = info.compress_type in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
         if usual and not info.is_dir() and not stat.S_ISLNK(info.external_attr >> 16):
-            yield info.filename, functools.partial(beginning, info)
+            yield info.filename, functools.partial(read_beginning, info)
 
 
 def iterate_tar(stream: BinaryIO) -> Iterator[Member]:
-    """Yield the ordinary files of a tar, which is read once from its beginning.
+    """Yield the ordinary files of a tar, which is read once from the beginning.
 
-    `tarfile.open` would take any amount of time and memory for a hostile header, so only its parser is used.
+    Only the parser of `tarfile` is used, because `tarfile.open` may need any amount of time and memory for a hostile
+    header.
     """
     unread = MOST_UNPACKED_BYTES
 
@@ -256,7 +261,7 @@ def iterate_tar(stream: BinaryIO) -> Iterator[Member]:
         nonlocal unread
         unread -= size
         if unread < 0:
-            raise ValueError(f"it holds more than {MOST_UNPACKED_BYTES} bytes")
+            raise ValueError(f"it contains more than {MOST_UNPACKED_BYTES} bytes")
         data = stream.read(size)
         if len(data) < size:
             raise ValueError("its end is missing")
@@ -288,7 +293,7 @@ def iterate_tar(stream: BinaryIO) -> Iterator[Member]:
 
 
 def find_long_name(kind: bytes, content: bytes) -> str:
-    """Return the name of a tar's next member that GNU's long name or a pax header gives; "" if it gives none."""
+    """Return the name of the next member in a GNU long name or pax header of a tar, or "" if there is none."""
     if kind == tarfile.GNUTYPE_LONGNAME:
         return content.rstrip(b"\0").decode("utf-8", "surrogateescape")
     name, start = b"", 0

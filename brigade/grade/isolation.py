@@ -1,4 +1,4 @@
-"""Ranks of a submission run as a user of their own, who reads neither tests nor solutions nor results."""
+"""Run the ranks of a submission as a separate user, who cannot read tests, solutions or results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ UNFILTERED = (
 
 @contextlib.contextmanager
 def isolate_ranks(submission: str, out: str | None, backend: str) -> Iterator[list[str]]:
-    """Confine the ranks inside the block, if this process is root; yield notes on what is not protected."""
+    """Run ranks inside the block in a sandbox, if this process is root. Yield notes on what is not protected."""
     if not may_isolate():
         yield [
             "Graded without isolation, because the grader was not started as root: the submission ran as the same "
@@ -40,14 +40,14 @@ def isolate_ranks(submission: str, out: str | None, backend: str) -> Iterator[li
 
 
 def may_isolate() -> bool:
-    """Return whether ranks can be given to another user."""
+    """Return whether ranks can run as another user."""
     return sys.platform == "linux" and os.geteuid() == 0
 
 
 def verify_isolation() -> list[str]:
-    """Try the isolation on a rank without a submission. Raise CourseError if it does not hold.
+    """Test the isolation with a rank without a submission. Raise CourseError if it does not work.
 
-    Return notes on what this machine cannot do.
+    Return notes on locks that this machine does not have.
     """
     sandbox.close_off([ROOT / name for name in sandbox.SECRETS])
     try:
@@ -58,7 +58,7 @@ def verify_isolation() -> list[str]:
         raise CourseError(f"the ranks are not isolated: user {found['uid']} can read {', '.join(found['secrets'])}")
     if found["unreachable"]:
         raise CourseError(
-            f"the ranks' user may not enter {found['unreachable'][0]}, and mounts of their own are not allowed here: "
-            "have Python and its packages where everybody may read them"
+            f"the user of the ranks cannot enter {found['unreachable'][0]}, and private mounts are not allowed here; "
+            "install Python and its packages where everybody may read them"
         )
     return [] if found["is_filtered"] else [UNFILTERED]

@@ -1,4 +1,4 @@
-"""The score of a submission while it is being graded, and afterwards. Imports no torch: that takes seconds."""
+"""The score of a submission during and after grading. This file does not import torch, which takes seconds."""
 
 from __future__ import annotations
 
@@ -16,37 +16,40 @@ UNFINISHED = "did not finish"
 
 @dataclass
 class Grading:
-    """The state of grading one submission; complete, and worth writing down, at every moment."""
+    """The state of the grading of one submission, which can be written to a results file at any time."""
 
     outcomes: list[Outcome]
     seed: int
     started: datetime = field(default_factory=lambda: datetime.now(timezone.utc))
     seconds: float = 0.0
-    notes: list[str] = field(default_factory=list)  # for everybody: what was ignored, what isolation there was
-    findings: list[Finding] = field(default_factory=list)  # for the instructor: what is worth a look
+    notes: list[str] = field(default_factory=list)  # for everybody: ignored files, and locks that were missing
+    findings: list[Finding] = field(default_factory=list)  # for the instructor
     finished: bool = False
 
     @property
     def score(self) -> int:
+        """The points of all checks together."""
         return sum(outcome.score for outcome in self.outcomes)
 
     @property
     def max_score(self) -> int:
+        """The maximal points of all checks together."""
         return sum(outcome.check.points for outcome in self.outcomes)
 
     def list_outcomes(self, number: int) -> list[Outcome]:
+        """Return the outcomes of one module's checks."""
         return [outcome for outcome in self.outcomes if outcome.check.module == number]
 
     def modules(self) -> list[tuple[int, list[Outcome]]]:
-        """The modules that are graded, by number, each with its checks."""
+        """Return the numbers of the graded modules in order, each with its outcomes."""
         numbers = sorted({outcome.check.module for outcome in self.outcomes})
         return [(number, self.list_outcomes(number)) for number in numbers]
 
     def count_unfinished(self) -> int:
-        """How many checks have not run, and are not known not to run."""
+        """Return how many checks have neither run nor been skipped."""
         return sum(not outcome.is_settled for outcome in self.outcomes)
 
 
 def make_empty_grading(entries: Sequence[Module], seed: int) -> Grading:
-    """A grading of these modules in which no check has run."""
+    """Return a grading of these modules in which no check has run."""
     return Grading([Outcome(check) for entry in entries for check in list_checks(entry)], seed)

@@ -1,9 +1,9 @@
-"""Which submissions are near-identical, function by function.
+"""Find submissions that are near-identical, function by function.
 
-A module's functions are parsed and written out anew, without comments, docstrings and type hints; every name, number
-and string counts only as such. What remains is the set of all runs of RUN tokens within a function, so renaming,
-reformatting and reordering functions change nothing. Runs in what everybody was given (the skeleton, the code in the
-readings and hints) are left out. Two modules are as similar as the smaller set is contained in the larger.
+A module's functions are parsed and written again, without comments, docstrings and type hints. Names, numbers and
+strings are replaced by their kinds. The result is the set of all runs of RUN tokens within a function, so renaming,
+reformatting and reordering functions change nothing. Runs in texts that everybody has (the skeleton, the code in the
+readings and hints) are left out. The similarity of two modules is the share of the smaller set that is in the larger.
 
 Measured on this course, with RUN = 12. Copies of the references and of the alternatives, renamed, reformatted,
 reordered, without comments: 1.00. References with a useless line after every second one: 0.71 to 0.86. The mutants,
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from itertools import combinations
 
 RUN = 12  # tokens, about two lines
-ENOUGH = 150  # runs of a module's own
+ENOUGH = 150  # the smallest number of own runs of a module that is compared
 ALIKE = 0.65
 
 LEFT_OUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.ENCODING, tokenize.ENDMARKER}
@@ -34,7 +34,7 @@ KINDS = {tokenize.NUMBER, tokenize.STRING, tokenize.INDENT, tokenize.DEDENT}
 
 @dataclass(frozen=True)
 class Group:
-    """Submissions (names) whose module is alike, each to another of them; `share`, from 0 to 1, is the smallest."""
+    """Names of submissions with a similar module. `share` is the smallest similarity, from 0 to 1."""
 
     module: int
     names: tuple[str, ...]
@@ -42,7 +42,7 @@ class Group:
 
 
 class Plain(ast.NodeTransformer):
-    """Takes away what says nothing about how a function works."""
+    """Remove everything that has no effect on how a function works."""
 
     def generic_visit(self, node: ast.AST) -> ast.AST:
         super().generic_visit(node)
@@ -58,30 +58,31 @@ class Plain(ast.NodeTransformer):
 
 
 def is_text(statement: ast.stmt) -> bool:
+    """Return whether a statement is a docstring or another constant."""
     return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
 
 
 def tokenize_text(text: str) -> list[str]:
-    """What a text is made of, names and values replaced by their kinds; as far as it can be read."""
-    found = []
+    """Return the tokens of a text up to the first error, with names and values replaced by their kinds."""
+    tokens = []
     try:
         for token in tokenize.generate_tokens(io.StringIO(text).readline):
             if token.type in KINDS:
-                found.append(tokenize.tok_name[token.type])
+                tokens.append(tokenize.tok_name[token.type])
             elif token.type == tokenize.NAME and not keyword.iskeyword(token.string):
-                found.append("NAME")
+                tokens.append("NAME")
             elif token.type not in LEFT_OUT:
-                found.append(token.string)
+                tokens.append(token.string)
     except (tokenize.TokenError, SyntaxError):
         pass
-    return found
+    return tokens
 
 
 def hash_runs(text: str) -> set[int]:
-    """Hashes of all runs of RUN tokens within a function; without functions, or Python at all, of those in the text."""
+    """Return the hashes of all runs of RUN tokens within each function, or in the whole text if it has none."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a stranger's escape sequences
+            warnings.simplefilter("ignore")  # about a stranger's escape sequences
             tree = Plain().visit(ast.parse(text))
         functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
         parts = [ast.unparse(node) for node in functions or [tree]]
@@ -92,9 +93,9 @@ def hash_runs(text: str) -> set[int]:
 
 
 def find_groups(texts: Mapping[str, Mapping[int, str]], given: Mapping[int, Iterable[str]]) -> list[Group]:
-    """The groups in which everybody has a share of ALIKE or more with somebody, by module.
+    """Return the groups of similar submissions, by module. Each member shares ALIKE or more with another member.
 
-    `texts` are by name and module number; `given[n]` is what everybody has of module n.
+    `texts[name][n]` is the text of module n. `given[n]` are the texts of module n that everybody has.
     """
     groups = []
     for number, everybodys in given.items():

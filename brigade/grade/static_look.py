@@ -1,4 +1,4 @@
-"""A static look at a submission: which of its names does no answer need?
+"""Look at the text of a submission for names that no answer needs.
 
 The recorder of collectives and the training loop run in the rank, beside the submission, so some attacks on them cannot
 be locked out. Their text still has to name what they use. This file parses the text of each module, runs nothing, and
@@ -24,11 +24,11 @@ from brigade.course.modules import MODULES, CourseError, Module
 from brigade.course.submission import find, read_source
 
 HEADING = "please look"
-MOST_FINDINGS = 20  # of one submission; the last one says how many more there are
+MOST_FINDINGS = 20  # of one submission; the last finding gives the number of the others
 MOST_LINES = 4  # of one name
 MOST_NODES = 50_000  # of a file's syntax tree; those of the solutions have fewer than 2 000
-MOST_ALIASES = 4  # that lead from one to the next
-MOST_CHARACTERS = 200  # of a string or a dotted name that is followed; a longer one is not a name
+MOST_ALIASES = 4  # in a chain of aliases
+MOST_CHARACTERS = 200  # of a string or a dotted name; a longer one is not a name
 
 FRAMES = "reads the frames of other functions"
 INTERNALS = "reaches into functions, classes or modules"
@@ -43,7 +43,8 @@ ANSWER = "is torch's own answer"
 ENDING = "ends the process"
 
 
-def join_words(text: str) -> frozenset[str]:
+def split_words(text: str) -> frozenset[str]:
+    """Return the set of the words in a text."""
     return frozenset(text.split())
 
 
@@ -83,21 +84,21 @@ BUILTINS: dict[str, str] = {
 }
 BY_NAME = ("getattr", "setattr", "delattr", "hasattr", "attrgetter", "methodcaller")  # take an attribute's name
 
-IMPORTS = join_words(
+IMPORTS = split_words(
     """__future__ abc bisect collections contextlib copy dataclasses enum functools heapq itertools math numbers
     operator random time torch types typing typing_extensions warnings weakref"""
 )
 LIBRARY = frozenset(sys.stdlib_module_names)
-SYSTEM_MODULES = join_words(  # of the library: as an attribute of anything, or as a string
+SYSTEM_MODULES = split_words(  # of the library: as an attribute of anything, or as a string
     """_ctypes _io _posixsubprocess _thread asyncio atexit base64 binascii builtins codecs concurrent ctypes dis
     faulthandler fcntl gc importlib inspect marshal mmap multiprocessing os pathlib pdb pickle posix pty resource
     runpy shelve shutil signal socket subprocess sys tempfile threading traceback tracemalloc zipimport"""
 )
-TORCH_MODULES = join_words(  # of torch, which no answer needs
+TORCH_MODULES = split_words(  # of torch, which no answer needs
     """_C backends classes cpp_extension export fx hub jit library load multiprocessing ops overrides package parallel
     rpc save serialization"""
 )
-KNOWN_MODULES = join_words(  # of torch: an answer may import them, but not pass them on as values
+KNOWN_MODULES = split_words(  # of torch: an answer may import them, but not pass them on as values
     """torch torch.autograd torch.cuda torch.distributed torch.distributed.distributed_c10d torch.nn torch.nn.functional
     torch.nn.utils torch.optim torch.utils"""
 )
@@ -105,14 +106,14 @@ BASES = {"torch.Tensor": "a class of tensors of its own", "torch.distributed.Pro
 
 METHODS = frozenset(  # special methods that an answer may define or call
     f"__{name}__"
-    for name in join_words(
+    for name in split_words(
         """init call enter exit len iter next getitem setitem delitem contains repr str format bool hash eq ne lt le gt
         ge add radd sub mul int float index getattr setattr post_init reversed"""
     )
 )
 READ = METHODS | {"__name__", "__qualname__", "__class__", "__doc__", "__main__", "__all__", "__version__"}
 SET = METHODS | {"__all__", "__slots__", "__version__", "__author__", "__match_args__"}
-PRIVATE = join_words(  # names of torch and the library that an answer may use
+PRIVATE = split_words(  # names of torch and the library that an answer may use
     """_CoalescingManager _all_gather_base _asdict _base _buffers _coalescing_manager _fields _flatten_dense_tensors
     _get_default_group _modules _parameters _reduce_scatter_base _replace _unflatten_dense_tensors _utils _world"""
 )
@@ -126,7 +127,7 @@ DIRECTIONS = re.compile("[\u202a-\u202e\u2066-\u2069]")
 
 @dataclass(frozen=True)
 class Finding:
-    """One name in one file, where it occurs, and why it is listed. Without lines it is about the whole file."""
+    """A name in a file, the lines where it occurs, and the reason. Without lines it concerns the whole file."""
 
     file: str
     lines: tuple[int, ...]
@@ -140,7 +141,7 @@ class Finding:
 
 
 def look_at(target: Path, entries: Sequence[Module]) -> list[Finding]:
-    """List what is worth a look in the modules of `target` that a grading of `entries` may import."""
+    """List the findings in the modules of `target` that a grading of `entries` may import."""
     texts, findings = {}, []
     last = max((entry.number for entry in entries), default=0)
     for entry in MODULES:
@@ -150,19 +151,19 @@ def look_at(target: Path, entries: Sequence[Module]) -> list[Finding]:
         try:
             texts[str(entry.path)] = read_source(path, target)
         except CourseError as error:
-            findings.append(Finding(str(entry.path), (), "", f"cannot be looked at: {error}"))
+            findings.append(Finding(str(entry.path), (), "", f"cannot be examined: {error}"))
     return findings + look(texts)
 
 
 def look(texts: Mapping[str, str]) -> list[Finding]:
-    """List what is worth a look in these files of one submission, at most MOST_FINDINGS of them."""
+    """List the findings in these files of one submission, at most MOST_FINDINGS."""
     findings: list[Finding] = []
     nodes: dict[str, list[ast.AST]] = {}
     for file, text in texts.items():
         try:
             nodes[file] = parse(text)
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            findings.append(Finding(file, (), "", f"cannot be looked at: {error or type(error).__name__}"))
+            findings.append(Finding(file, (), "", f"cannot be examined: {error or type(error).__name__}"))
     own = {name for of_file in nodes.values() for name in find_private_names(of_file)}
     for file, of_file in nodes.items():
         occurrences: dict[tuple[str, str], set[int]] = {}
@@ -177,9 +178,9 @@ def look(texts: Mapping[str, str]) -> list[Finding]:
 
 
 def parse(text: str) -> list[ast.AST]:
-    """Return the nodes of the text, parents before their children. Nothing here or below recurses.
+    """Return the nodes of the text, parents before their children. This and later code does not recurse.
 
-    Raise ValueError if there are more than MOST_NODES, and whatever `ast.parse` raises.
+    Raise ValueError if there are more than MOST_NODES, and the exceptions of `ast.parse`.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about a stranger's escape sequences
@@ -214,7 +215,10 @@ def find_private_names(nodes: Sequence[ast.AST]) -> Iterator[str]:
 
 
 class FileLook:
-    """The look at one file. `paths` has the dotted name of each node that starts at an import; `strings` has values."""
+    """The analysis of one file.
+
+    `paths` maps each node that starts at an import to its dotted name; `strings` maps nodes to constant strings.
+    """
 
     def __init__(self, nodes: Sequence[ast.AST], own_private_names: set[str]):
         self.nodes = nodes

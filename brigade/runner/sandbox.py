@@ -1,18 +1,18 @@
-"""What a rank may do when a grader started as root runs a stranger's code in it. Linux only.
+"""Isolate a rank that runs a stranger's code, if the grader was started as root. Linux only.
 
-`enter` is called in the rank, before it has seen any of the submission. From then on the process belongs to an
-unprivileged user, has limits on memory, processes and file sizes, dies with the fork server, and cannot read what is
-hidden from it: the course's own files (tests, solutions, history), and the directories that the grader names.
+A rank calls `enter` before it receives the submission. From then on the process belongs to an unprivileged user, has
+limits on memory, processes and file sizes, and ends with the fork server. It cannot read hidden paths: the course's own
+files (tests, solutions, history), and the directories that the grader names.
 
-The kernel refuses some system calls to it (`filter_system_calls`): those that leave data in the kernel for a later
-process of the user (key rings, shared memory, semaphores, message queues), and those that make namespaces. Where
-control groups can be written, all processes of the user share one: its memory is limited, and it gets the processors
-as often as another grading does, however many processes it starts.
+The kernel refuses some system calls (`filter_system_calls`): those that leave data in the kernel for a later process of
+the user (key rings, shared memory, semaphores, message queues), and those that create namespaces. If control groups are
+writable, all processes of the user share one. It limits their memory, and gives every grading an equal share of the
+processors, however many processes it starts.
 
-Where namespaces are allowed, what is hidden is covered, the temporary directories are the rank's own, small and gone
-with it, other users' processes are not seen, and the network is a loopback. Where they are not (most containers), the
-grader has taken the permissions away (`close_off`), and the network and the disk are open.
-This is not a sandbox: other files that anybody may read can be read, and the kernel is shared.
+If namespaces are allowed, hidden paths are masked, the temporary directories are small and disappear with the rank,
+other users' processes are invisible, and the network is a loopback. If they are not allowed (in most containers), the
+grader has removed the permissions (`close_off`), but the network and the disk are open. The isolation is not complete:
+other files that anybody may read are readable, and the kernel is shared.
 """
 
 from __future__ import annotations
@@ -41,14 +41,20 @@ SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_SPEC_ALLOW = 1, 4
 CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWNET = 0x00020000, 0x08000000, 0x40000000
 MS_BIND, MS_REC, MS_PRIVATE, MS_NOSUID, MS_NODEV, MS_NOEXEC = 0x1000, 0x4000, 0x40000, 0x2, 0x4, 0x8
 SIOCSIFFLAGS, IFF_UP, IFF_RUNNING = 0x8914, 0x1, 0x40
-FIRST_UID = 64_100  # of the users that ranks run as; no account needs to exist
-USERS = 64  # graders at a time on one machine
-PRIVATE_DIRECTORIES = ("/tmp", "/var/tmp", "/dev/shm", "/dev/mqueue", "/run/lock")  # those that anybody may write to
+FIRST_UID = 64_100  # of the users of ranks; these need no accounts
+USERS = 64  # the number of graders that can run at a time on one machine
+PRIVATE_DIRECTORIES = (
+    "/tmp",
+    "/var/tmp",
+    "/dev/shm",
+    "/dev/mqueue",
+    "/run/lock",
+)  # directories that anybody may write to
 RENDEZVOUS = "rendezvous"  # the file in a run's directory that all its ranks share
 SECRETS = ("tests", "solutions", ".git", "out")  # of the course
-NICENESS = 5  # of ranks: the grader and the rest of the machine go first
+NICENESS = 5  # of ranks, so that the grader and other processes have priority
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
-ORDINARY_SHARES = 4  # a grading gets as much of the processors as this many ordinary processes
+ORDINARY_SHARES = 4  # a grading gets the processor time of this many ordinary processes
 
 # System calls that a rank may not make, by machine: (its number in audit.h, seccomp, clone, clone3, refused ones).
 # Refused are add_key, request_key, keyctl; shmget, shmat, shmctl; msgget, msgsnd, msgrcv, msgctl; semget, semop,
@@ -63,26 +69,29 @@ MACHINES = {
         (217, 218, 219, 194, 196, 195, 186, 189, 188, 187, 190, 193, 192, 191, 180, 97, 268, 117, 270, 271),
     ),
 }  # fmt: skip
-CLONE_NEW_ANY = 0x7E020000  # the flags of clone that make a namespace
+CLONE_NEW_ANY = 0x7E020000  # the flags of clone that create a namespace
 
 
 @dataclass(frozen=True)
 class Sandbox:
-    """The limits of the ranks of one run. Sizes are in bytes; `memory` and `file` count for each process."""
+    """The settings of the sandbox of a run's ranks. Sizes are in bytes. `memory` and `file` are limits per process."""
 
     uid: int
     hidden: list[str] = field(default_factory=list)
-    memory: int = 3 << 30  # beside what torch has mapped already; 0 for no limit
-    together: int = 4 << 30  # resident memory of all processes, where there are control groups; 0 for no limit
+    memory: int = 3 << 30  # in addition to what torch has mapped; 0: no limit
+    together: int = 4 << 30  # resident memory of all processes, if there are control groups; 0: no limit
     processes: int = 400  # of this user, threads included
     file: int = 64 << 20
-    disk: int = 64 << 20  # of each private directory, which takes memory
-    files: int = 10_000  # in each of them
-    sent: int = 4 << 20  # by each rank to the grader, where it takes up to 20 times as much as Python objects
+    disk: int = 64 << 20  # of each private directory, which is in memory
+    files: int = 10_000  # in each private directory
+    sent: int = 4 << 20  # by each rank; as Python objects in the grader it takes up to 20 times as much
 
 
 def enter(settings: dict, directory: str, server: int) -> None:
-    """Makes this process the user's, with its limits, in `directory`. Raises OSError where that is impossible."""
+    """Move this process into the sandbox, with the working files in `directory`. Raise OSError if that is impossible.
+
+    `settings` are the fields of a `Sandbox`, `server` is the process id of the fork server.
+    """
     join_groups(settings)
     os.nice(NICENESS)
     mounted = unshare_mounts()
@@ -93,7 +102,7 @@ def enter(settings: dict, directory: str, server: int) -> None:
     if mounted:
         mask_paths(settings, directory)
     with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")  # where memory ends, it ends for ranks first
+        Path("/proc/self/oom_score_adj").write_text("1000")  # if memory runs out, the kernel kills ranks first
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     for which, most in (
         (resource.RLIMIT_AS, mapped + settings["memory"] if settings["memory"] else resource.RLIM_INFINITY),
@@ -107,7 +116,7 @@ def enter(settings: dict, directory: str, server: int) -> None:
     os.setuid(settings["uid"])
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     filter_system_calls()
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # giving up root has cleared it
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # set it again, because setuid has cleared it
     if os.getppid() != server:
         os._exit(1)
     os.umask(0o077)
@@ -115,16 +124,16 @@ def enter(settings: dict, directory: str, server: int) -> None:
 
 
 def filter_system_calls() -> bool:
-    """Make the kernel refuse the calls of MACHINES to this process and its children. Return False if it cannot.
+    """Make the kernel refuse the calls in MACHINES for this process and its children. Return whether it can.
 
-    A call that makes a namespace is refused by its flags. The flags of clone3 are in memory, which a filter cannot
+    A call that creates a namespace is refused by its flags. The flags of clone3 are in memory, which a filter cannot
     read, so the filter answers clone3 as a kernel without it would. The C library then uses clone.
     """
     machine = os.uname().machine
     if machine not in MACHINES:
         return False
     audit, seccomp, clone, clone3, refused = MACHINES[machine]
-    load, equal, at_least, any_bit, answer = 0x20, 0x15, 0x35, 0x45, 0x06  # of the Berkeley Packet Filter
+    load, equal, at_least, any_bit, answer = 0x20, 0x15, 0x35, 0x45, 0x06  # instructions of the Berkeley Packet Filter
     allow, permission, missing = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS
     number, architecture, first_argument = 0, 4, 16  # offsets in the kernel's description of a call
     # (operation, how many instructions to skip if true, and if false, operand)
@@ -144,7 +153,7 @@ def filter_system_calls() -> bool:
 
 
 def join_groups(settings: dict) -> bool:
-    """Put this process into the control groups of the sandbox's user. Return whether they limit its memory."""
+    """Move this process into the control groups of the sandbox's user. Return whether they limit its memory."""
     is_limited = False
     for group in find_control_groups(settings["uid"]):
         # Version 2 limits swap separately; in version 1 the last limit counts memory and swap together.
@@ -162,34 +171,34 @@ def join_groups(settings: dict) -> bool:
 
 
 def leave_groups(uid: int) -> None:
-    """Remove the user's control groups. For root, when the user has no processes."""
+    """Remove the user's control groups. This needs root, and a user without processes."""
     for group in find_control_groups(uid):
         with contextlib.suppress(OSError):
             group.rmdir()
 
 
 def find_control_groups(uid: int) -> list[Path]:
-    """Return the directories of the user's control groups below our own: limits on us hold for them too.
+    """Return the directories of the user's control groups. They are below our own, so that our limits include them.
 
-    In version 2 a group with processes cannot divide its memory. There it is the nearest group above ours that can.
+    In version 2 a group with processes cannot divide its memory, so they are in the nearest group above that can.
     """
-    found = []
+    groups = []
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             for controller in {"memory", "cpu"} & set(controllers.split(",")):
-                found.append(CONTROL_GROUPS / controller / path[1:] / f"brigade-{uid}")
+                groups.append(CONTROL_GROUPS / controller / path[1:] / f"brigade-{uid}")
             if not controllers:
                 group = CONTROL_GROUPS / path[1:]
                 for above in (group, *group.parents):
                     if above.is_relative_to(CONTROL_GROUPS) and can_divide_memory(above):
-                        found.append(above / f"brigade-{uid}")
+                        groups.append(above / f"brigade-{uid}")
                         break
-    return [group for group in found if group.parent.is_dir()]
+    return [group for group in groups if group.parent.is_dir()]
 
 
 def can_divide_memory(group: Path) -> bool:
-    """Return whether groups below this one, of version 2, can have a limit on their memory."""
+    """Return whether a version 2 group can limit the memory of groups below it."""
     try:
         return "memory" in (group / "cgroup.subtree_control").read_text().split()
     except OSError:
@@ -197,13 +206,14 @@ def can_divide_memory(group: Path) -> bool:
 
 
 def write_existing(path: Path, number: int) -> None:
+    """Write a number to a file that exists. Raise FileNotFoundError if it does not."""
     with open(os.open(path, os.O_WRONLY), "w") as file:
         file.write(str(number))
 
 
 @contextlib.contextmanager
 def reserve_user() -> Iterator[int]:
-    """The id of a user that no other grader on this machine has its ranks run as."""
+    """Reserve a user that no other grader on this machine uses, and yield its id. Raise CourseError if none is free."""
     locks = Path("/run/brigade")
     locks.mkdir(mode=0o700, exist_ok=True)
     for uid in range(FIRST_UID, FIRST_UID + USERS):
@@ -212,22 +222,22 @@ def reserve_user() -> Iterator[int]:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 continue
-            kill_user(uid)  # of a grader that was killed something may be left
+            kill_user(uid)  # a grader that was killed may have left something
             remove_files(uid)
             try:
                 yield uid
             finally:
                 leave_groups(uid)
             return
-    raise CourseError(f"{USERS} gradings run on this machine already")
+    raise CourseError(f"{USERS} gradings are already running on this machine")
 
 
 def kill_user(uid: int) -> None:
-    """Kills all processes of the user at once, from one that they may not signal in their turn. For root."""
+    """Kill all processes of the user at once, from a process that they must not signal. This needs root."""
     pid = os.fork()
     if pid == 0:
         try:
-            # The effective user says whom we may signal, the others say who may signal us.
+            # We may signal processes of the effective user; the other ids decide who may signal us.
             os.setresuid(uid + USERS, uid, uid + USERS)
             os.kill(-1, signal.SIGKILL)
         finally:
@@ -236,17 +246,17 @@ def kill_user(uid: int) -> None:
 
 
 def remove_files(uid: int) -> None:
-    """Removes what the user has left in the directories that all users share."""
-    for place in PRIVATE_DIRECTORIES:
+    """Remove the user's files in the directories that all users share."""
+    for directory in PRIVATE_DIRECTORIES:
         with contextlib.suppress(OSError):
-            for entry in list(os.scandir(place)):
-                with contextlib.suppress(FileNotFoundError):  # others come and go
+            for entry in list(os.scandir(directory)):
+                with contextlib.suppress(FileNotFoundError):  # other processes may remove it first
                     if entry.stat(follow_symlinks=False).st_uid == uid:
                         remove(entry.path)
 
 
 def remove(path: str | Path) -> None:
-    """Removes a file or a directory, links not followed, however deep it is."""
+    """Remove a file or a directory of any depth, without following links."""
     if os.path.isdir(path) and not os.path.islink(path):
         with contextlib.suppress(RecursionError):
             shutil.rmtree(path, ignore_errors=True)
@@ -255,7 +265,7 @@ def remove(path: str | Path) -> None:
 
 
 def probe() -> dict:
-    """What a confined rank is, what it can read and what it cannot: for a trial before any submission runs."""
+    """Return what a rank in the sandbox can and cannot do, for a test before any submission runs."""
     python = {os.path.dirname(os.__file__), *(path for path in sys.path if path.endswith("site-packages"))}
     return {
         "uid": os.getuid(),
@@ -267,39 +277,39 @@ def probe() -> dict:
 
 
 def close_off(paths: Iterable[Path]) -> None:
-    """Takes away everybody else's permission to enter or read these."""
+    """Remove the permissions of all other users on these paths."""
     for path in paths:
         if path.exists():
             path.chmod(stat.S_IMODE(path.stat().st_mode) & 0o700)
 
 
 def unshare_mounts() -> bool:
-    """Whether this process has mounts (and shared memory) of its own now; False where that is not allowed."""
+    """Give this process its own mounts and shared memory. Return False if that is not allowed."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(CLONE_NEWNS) != 0:
         return False
-    libc.unshare(CLONE_NEWIPC)  # without it, only the memory that a rank shares in System V's way stays
+    libc.unshare(CLONE_NEWIPC)  # if this fails, only System V shared memory of a rank can remain
     return libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None) == 0
 
 
 def leave_network() -> None:
-    """Gives this process, and what it forks, a loopback of its own for a network; nothing where that is not allowed."""
+    """Give this process and its children a network with only a loopback. Do nothing if that is not allowed."""
     if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNET) == 0:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
             fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", IFF_UP | IFF_RUNNING))
 
 
 def mask_paths(settings: dict, directory: str) -> None:
-    """Covers the course, what is hidden and the temporary directories; what a rank needs below them is put back.
+    """Mask the course, the hidden paths and the temporary directories. Mount what a rank needs below them again.
 
-    The run's directory is the rank's own too, but for the file through which ranks meet. Of processes it sees its
-    user's.
+    The run's directory becomes private too, except for the file with which ranks meet. Only processes of the user stay
+    visible.
     """
     limits = f"size={settings['disk']},nr_inodes={settings['files']}"
     needed = {path for path in (sys.prefix, sys.base_prefix, directory, *sys.path) if os.path.isdir(path)}
     needed |= set(map(os.path.realpath, needed))
     covers = {str(ROOT), *map(os.path.realpath, settings["hidden"]), *map(os.path.realpath, PRIVATE_DIRECTORIES)}
-    covers |= {ancestor for path in needed for ancestor in find_closed_ancestor(path)}
+    covers |= {ancestor for path in needed for ancestor in list_closed_ancestors(path)}
     covers = {path for path in covers if os.path.isdir(path)}
     outermost = [path for path in sorted(covers) if not any(is_below(path, other) for other in covers - {path})]
     for place in outermost:
@@ -327,8 +337,8 @@ def mask_paths(settings: dict, directory: str) -> None:
         mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, "hidepid=2")
 
 
-def find_closed_ancestor(path: str) -> list[str]:
-    """The outermost directory above `path` that other users may not enter, if there is one."""
+def list_closed_ancestors(path: str) -> list[str]:
+    """Return a list with the outermost directory above `path` that other users must not enter, if there is one."""
     for ancestor in reversed(Path(path).parents):
         if not ancestor.stat().st_mode & stat.S_IXOTH:
             return [str(ancestor)]
@@ -336,10 +346,12 @@ def find_closed_ancestor(path: str) -> list[str]:
 
 
 def is_below(path: str, directory: str) -> bool:
+    """Return whether `path` is inside `directory`."""
     return path.startswith(directory.rstrip("/") + "/")
 
 
 def mount(source: str, target: str, kind: str, flags: int, options: str) -> None:
+    """Call mount(2). Raise OSError if it fails."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.mount(source.encode(), target.encode(), kind.encode(), flags, options.encode()) != 0:
         number = ctypes.get_errno()
@@ -347,4 +359,5 @@ def mount(source: str, target: str, kind: str, flags: int, options: str) -> None
 
 
 def prctl(option: int, value: int) -> None:
+    """Call prctl(2)."""
     ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)

@@ -1,4 +1,4 @@
-"""The stub for torch._dynamo: optimizers and process groups do not import the compiler; code that uses it does."""
+"""The stub for torch._dynamo: optimizers and process groups do not import the compiler, other code may."""
 
 import rank_functions as functions
 import torch

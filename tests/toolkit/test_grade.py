@@ -299,7 +299,7 @@ def test_classroom50_fields_come_from_options_and_environment(monkeypatch):
     )
     monkeypatch.delenv("RELEASE_URL")
     with pytest.raises(
-        CourseError, match=r"needs release: as --meta release=\.\.\. or in the environment as RELEASE_URL"
+        CourseError, match=r"needs release; pass --meta release=\.\.\. or set RELEASE_URL in the environment"
     ):
         formats.read_classroom50_metadata({})
 
@@ -491,7 +491,7 @@ def test_a_module_that_is_slow_costs_itself_only(monkeypatch):
     assert set(lost(state)) == {1} and simulated.now <= 480
     simulated = Simulated(monkeypatch, lambda *_: ("passed", 9.0))
     [text] = {formats.format_feedback(outcome) for outcome in simulated.grade("own", total_s=64).list_outcomes(1)[1:]}
-    assert text == "This check was not run, because module 1 had used up its share of the time limit (8 s)."
+    assert text == "This check was not run, because module 1 has used up its share of the time limit (8 s)."
 
 
 def test_a_deadlock_sends_later_modules_to_the_reference_and_stops_nothing(monkeypatch):
@@ -619,14 +619,14 @@ def test_what_could_meddle_is_named(grade, submit):
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        (["--submission", "does/not/exist"], "there is no submission does/not/exist"),
+        (["--submission", "does/not/exist"], "there is no directory or archive does/not/exist"),
         (["--submission", __file__], "test_grade.py cannot be unpacked: File is not a zip file"),
         (["--submission", "lessons", "--out", "does/not/exist/results.json"], "does/not/exist for the results"),
         (["--submission", "lessons", "--out", "/"], "/ is not an ordinary file"),
         (["--submission", "lessons", "--modules", "99"], "there is no module"),
         (["--submission", "lessons", "--modules", "4-2"], "4 comes after 2"),
         (["--submission", "lessons", "--modules", "two"], "write it as 1-4 or 2,5"),
-        (["--submission", "lessons", "--format", "classroom50"], "needs classroom: as --meta classroom="),
+        (["--submission", "lessons", "--format", "classroom50"], "needs classroom; pass --meta classroom="),
         (["--submission", "lessons", "--format", "classroom50", "--meta", "shoe=4"], "shoe: Classroom 50 has no such"),
         (["--submission", "lessons", "--format", "classroom50", "--meta", "owner"], "write it as NAME=VALUE"),
         (["--submission", "lessons", "--meta", "owner=ada"], "--meta is for --format classroom50"),
@@ -650,9 +650,9 @@ def test_wrong_input_gets_one_line(options, line, capfd, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "value", "line"),
     [
-        ("assignment_type", "pair", "assignment_type is individual, group or team, and not pair"),
-        ("submission", "v1", "submission is a tag such as submit/"),
-        ("datetime", "yesterday", "datetime is written as 2026-01-31T12:00:00Z"),
+        ("assignment_type", "pair", "assignment_type must be individual, group or team, not pair"),
+        ("submission", "v1", "submission must be a tag such as submit/"),
+        ("datetime", "yesterday", "datetime must have the form 2026-01-31T12:00:00Z"),
     ],
 )
 def test_wrong_metadata_gets_one_line(name, value, line, monkeypatch):

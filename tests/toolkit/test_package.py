@@ -105,7 +105,7 @@ def started(gradescope, **options):
 
 def open_up(directories):
     """Everybody may enter these directories now, as far as this process and what it starts can see."""
-    for closed in {place for path in directories for place in sandbox.find_closed_ancestor(path)}:
+    for closed in {place for path in directories for place in sandbox.list_closed_ancestors(path)}:
         handles = {path: os.open(path, os.O_PATH) for path in directories if sandbox.is_below(path, closed)}
         sandbox.mount("tmpfs", closed, "tmpfs", 0, "mode=755")
         for path, handle in handles.items():

@@ -263,14 +263,14 @@ def test_the_forger_is_listed_with_file_and_line(tmp_path):
 def test_what_cannot_be_looked_at_is_said(text, told, tmp_path):
     (tmp_path / "naive_ddp.py").write_text(text)
     [finding] = look_at(tmp_path, [get_module(1)])
-    assert str(finding).startswith(f"{FILE}: cannot be looked at: ") and told in finding.reason
+    assert str(finding).startswith(f"{FILE}: cannot be examined: ") and told in finding.reason
 
 
 @pytest.mark.parametrize("part", [".a", "()", "[0]", "+1"])
 def test_deep_trees_are_looked_at_or_said_to_be_too_deep(part):
     """The parser refuses most of them, but not all on Python 3.10."""
     findings = look({FILE: "import os\nx = os" + part * 10_000})
-    assert findings and all("cannot be looked at" in f.reason or f.name == "os" for f in findings)
+    assert findings and all("cannot be examined" in f.reason or f.name == "os" for f in findings)
 
 
 def test_the_list_is_bounded():
@@ -329,9 +329,9 @@ def test_the_gradebook_has_a_column_for_it(state, tmp_path):
     student = classroom.Student("ada", tmp_path / "ada", tmp_path / "ada.json")
     student.results.write_text(formats.format_json(state))
     before = classroom.make_row(student, [get_module(1)])
-    state.findings += [FOUND, Finding(FILE, (), "", "cannot be looked at: it is odd")]
+    state.findings += [FOUND, Finding(FILE, (), "", "cannot be examined: it is odd")]
     student.results.write_text(formats.format_json(state))
     after = classroom.make_row(student, [get_module(1)])
     assert before[HEADING] == ""
-    assert after.pop(HEADING) == f"{LINE} / {FILE}: cannot be looked at: it is odd"
+    assert after.pop(HEADING) == f"{LINE} / {FILE}: cannot be examined: it is odd"
     assert after.items() <= before.items() and after["score"] == 3
