@@ -3,7 +3,6 @@
 import contextlib
 
 from brigade.checks.diagnose.evidence import find_leftover, join_names
-from brigade.checks.diagnose.tensors import GENERAL
 from brigade.checks.verdict import CheckFailed
 
 WRONG_VIEW = (
@@ -42,7 +41,7 @@ def suspect_stale_views(num_moves, gather_grads, events):
         if num_moves:
             cause = f"it was right until reallocate(), and then the views of {flat} still show the old memory."
             raise failed.with_cause(cause) from None
-        if not gather_grads and (not failed.verdict.likely_cause or failed.verdict.hypothesis in GENERAL):
+        if not gather_grads and (not failed.verdict.likely_cause or failed.verdict.hypothesis == "ranks_disagree"):
             raise failed.with_cause(OTHER_SHARD) from None
         raise
 
@@ -78,11 +77,11 @@ def explain_launches(launched, numels, gather_grads, events):
     """Return why a step has not one reduce_scatter and one all_gather per group; `numels` are the groups' elements."""
     if cause := find_leftover(events):
         return cause
-    gathers = sum(launch.op == "all_gather" for launch in launched)
-    scatters = sum(launch.op == "reduce_scatter" for launch in launched)
-    if not gather_grads and gathers > scatters:
+    if not gather_grads and any(x.op == "all_gather" and x.phase != "start_param_sync" for x in launched):
         return "gradients are gathered although gather_grads is False. Then only parameters are gathered."
     total = sum(launch.numel for launch in launched)
+    if total > 2 * sum(numels):
+        return "some buckets are reduced or gathered twice."
     if len(launched) > 2 * len(numels) and total <= 2 * sum(numels):
         return "buckets are launched one by one. All buckets_per_group buckets of a group belong in one coalesce block."
     if len(launched) < 2 * len(numels) and total == 2 * sum(numels):

@@ -258,6 +258,36 @@ MUTANTS = [
         "only when backward is over",
     ),
     Mutant(
+        "parameters gathered twice",
+        GROUP_CLASS,
+        in_wrapper(
+            "    def start_param_sync(self):\n"
+            "        super().start_param_sync()\n"
+            "        super().finish_param_sync()\n"
+            "        super().start_param_sync()\n"
+        ),
+        LAUNCHES,
+        "some buckets are reduced or gathered twice",
+    ),
+    Mutant(
+        "parameters not waited for",
+        GROUP_CLASS,
+        in_wrapper("    def finish_param_sync(self):\n        pass\n"),
+        FOLLOW + LAUNCHES,
+        "NaN until somebody waits on its handle",
+    ),
+    Mutant(
+        "the first group not launched again",
+        GROUP_CLASS,
+        in_wrapper(
+            "    def finish_grad_sync(self):\n"
+            "        super().finish_grad_sync()\n"
+            "        self.queue.next_to_launch = 1\n"
+        ),
+        FOLLOW + LAUNCHES,
+        "left over: in step 1",
+    ),
+    Mutant(
         "gradients gathered whatever gather_grads says",
         GROUP_CLASS,
         in_wrapper(

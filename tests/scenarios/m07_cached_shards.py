@@ -190,7 +190,8 @@ def move_buffers(job: dict) -> dict:
     weights = [buffer.param_data.clone() for buffer in ddp.grad_buffers]
     make_views_in_hooks(model)
     outcomes, num_alive, views, old = [], [], [], []
-    for batch, times in zip(job["batches"][0], job["moves"]):
+    for step, (batch, times) in enumerate(zip(job["batches"][0], job["moves"])):
+        recording.note("step", step=step)
         for _ in range(times):
             for buffer in ddp.grad_buffers:
                 flat = [buffer.grad_data, *([] if job["gather_grads"] else [buffer.param_data])]
