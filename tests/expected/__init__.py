@@ -1,1 +1,1 @@
-"""What is right: values with which checks compare what the ranks have."""
+"""Expected values: what one process computes, for checks to compare with what the ranks have."""

@@ -200,7 +200,7 @@ def average(grad, number):
             number=5,
         ),
         0,
-        "a step copies no more than the bare model's own",
+        "a step copies no more than a step of the bare model",
         modules=(5,),
         checks=("test_gradients_are_views",),
     ),
