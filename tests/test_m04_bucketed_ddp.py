@@ -243,6 +243,7 @@ def draw_sharing_case(submission, world):
 
 
 def count_elements(case, buckets):
+    """Return the number of elements in each bucket."""
     parameters = case.parameters()
     return [sum(parameters[name].numel() for name in bucket) for bucket in buckets]
 

@@ -17,6 +17,7 @@ from brigade.checks.diagnose.parts import describe_part
 from brigade.checks.verdict import CheckFailed, Location, Verdict, make_not_run
 from brigade.course.submission import Sources
 from brigade.runner import ranks
+from brigade.runner.report import OTHER_SIZE
 
 EXPECTED = {
     "exception": "every rank finishes without an exception",
@@ -145,17 +146,18 @@ def to_failure(failure: ranks.RankFailure, sources: Sources, note: str = "") -> 
     if failure.part:
         got = "it is still the skeleton's `raise NotImplementedError`"
         return CheckFailed(Verdict(f"{failure.part} is written", got, ending="exception", part=failure.part))
-    cause, hypothesis = USUAL_CAUSES.get(failure.kind, ""), f"usual for {failure.kind}"
-    if failure.kind == "exception":
+    kind = "mismatch" if is_mismatch(failure) else failure.kind
+    cause, hypothesis = USUAL_CAUSES.get(kind, ""), f"usual for {kind}"
+    if kind == "exception":
         cause, hypothesis = explain_exception(failure, sources)
         note = note or ("" if cause else describe_part(failure, sources))
     return CheckFailed(
         Verdict(
-            EXPECTED.get(failure.kind, "every rank returns its result"),
+            EXPECTED.get(kind, "every rank returns its result"),
             "\n".join([failure.summary, *failure.lines]),
             cause,
             hypothesis if cause else "",
-            ending=failure.kind,
+            ending=kind,
             rank=failure.rank,
             location=find_location(failure, sources),
             error=failure.error or "",
@@ -164,6 +166,12 @@ def to_failure(failure: ranks.RankFailure, sources: Sources, note: str = "") -> 
         ),
         failure.events,
     )
+
+
+def is_mismatch(failure: ranks.RankFailure) -> bool:
+    """Return whether gloo noticed, before the monitor did, that the ranks called different collectives."""
+    texts = [failure.message, *failure.output]
+    return failure.kind in ("exception", "died") and any(OTHER_SIZE in text for text in texts)
 
 
 def find_location(failure: ranks.RankFailure, sources: Sources) -> Location | None:

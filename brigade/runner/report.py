@@ -18,6 +18,7 @@ OUTPUT_LIMIT = 20_000  # characters of a rank's output that are kept
 BROKEN_LINK = re.compile(
     "[Cc]onnection (closed|refused|reset)|[Rr]emote (worker|process)|Broken pipe|connectFullMesh|ncclRemoteError"
 )
+OTHER_SIZE = "gloo received a message of another size: the ranks called different collectives"
 JARGON = (
     (r"(group )?<brigade\.[\w.]+Group object at 0x\w+>", "process_group"),
     (r"\b(Strict|Recorded)Work\b", "Work"),
@@ -25,7 +26,7 @@ JARGON = (
     (r"(?m)^terminate called .*\n?", ""),
     (
         r"(  what\(\):  )?\[enforce fail at [^\]]*\] ?op\.preamble\.length[^\n]*",
-        "gloo received a message of another size: the ranks called different collectives",
+        OTHER_SIZE,
     ),
     (r"(  what\(\):  )?\[enforce fail at [^\]]*\] ?", "gloo: "),
 )

@@ -1,7 +1,7 @@
-"""Small, plausible mistakes in the reference. The suite proves at every run that the checks catch them.
+"""Small, plausible mistakes in the reference. Every run of the suite proves that the checks catch them.
 
-Each module's file has its `MUTANTS`, and as `SAMPLE` the names of two for `make gpu-check`, which show whatever carries
-the data: neither makes ranks wait for each other for ever.
+Each module's file contains its `MUTANTS`. `SAMPLE` names two of them for `make gpu-check`: they fail on every backend,
+and neither makes ranks wait forever.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Change:
 
 @dataclass(frozen=True)
 class Mutant(Change):
-    """A mistake: every check in `caught_by` must fail, and the first must say `cause` to the student.
+    """A mistake. Every check in `caught_by` must fail, and the first must tell the student `cause`.
 
-    `cause` is empty if an exception's own message says everything.
+    `cause` is empty if the exception's own message is enough.
     """
 
     caught_by: tuple[str, ...]
@@ -48,7 +48,7 @@ class Mutant(Change):
 
 @dataclass(frozen=True)
 class Variant(Change):
-    """Another right answer: the checks `passes` must pass. They once failed it, or a careless change to them would."""
+    """Another correct solution. The checks in `passes` must accept it; careless checks would fail it."""
 
     passes: tuple[str, ...]
 
@@ -76,6 +76,9 @@ def escapes(entry: Module, mutant: Mutant, conditions: Conditions) -> str:
         outcome = run_on_text(checks[name], text, conditions)
         if outcome.status != "failed":
             return f"{name}: {outcome.status}\n{outcome.verdict or ''}"
+        likely_cause = outcome.verdict.likely_cause
+        if likely_cause and ("?" in likely_cause or not likely_cause.endswith(".")):
+            return f"{name}: the likely cause is no statement that ends with a full stop: {likely_cause}"
         if name == mutant.caught_by[0] and mutant.cause not in " ".join(str(outcome.verdict).split()):
             return f"{name}: the student is not told {mutant.cause!r} but:\n{outcome.verdict}"
     return ""

@@ -9,7 +9,7 @@ from brigade.checks.diagnose.exceptions import CALLED_HOOK, explain_exception, f
 from brigade.checks.diagnose.parts import describe_part, find_tasks
 from brigade.course.modules import MODULES
 from brigade.course.skeletons import make_skeleton
-from brigade.runner.report import RankFailure, remove_jargon
+from brigade.runner.report import OTHER_SIZE, RankFailure, remove_jargon
 
 
 def cause(error: str, message: str, texts: list[str] = (), own: bool = True, text: str = "") -> str:
@@ -142,5 +142,13 @@ def test_no_name_of_the_toolkit_is_quoted():
     assert remove_jargon(message) == "rank 0 is not part of process_group; got 'Work'"
     aborted = "hello\nterminate called after throwing an instance of 'gloo::EnforceNotMet'\n"
     aborted += "  what():  [enforce fail at /__w/pytorch/pair.cc:454] op.preamble.length <= op.nbytes. 8 vs 4"
-    message = "gloo received a message of another size: the ranks called different collectives"
-    assert remove_jargon(aborted) == "hello\n" + message
+    assert remove_jargon(aborted) == "hello\n" + OTHER_SIZE
+
+
+def test_a_mismatch_that_gloo_notices_first_is_told_as_a_mismatch():
+    raised = RankFailure("exception", "rank 0 raised RuntimeError", [], 0, "RuntimeError", message=OTHER_SIZE)
+    died = RankFailure("died", "rank 1 ended without a result", [], 1, output=["", OTHER_SIZE])
+    for failure in (raised, died):
+        verdict = to_failure(failure, {}).verdict
+        assert verdict.ending == "mismatch" and "in the same order" in verdict.expected
+        assert verdict.likely_cause.startswith("some ranks skip or add a collective")

@@ -123,12 +123,10 @@ def get_events(failure: RankFailure) -> list[Event]:
 
 
 OPTIONS = "lr|betas|eps|momentum|weight_decay|dampening|nesterov|amsgrad|maximize|foreach|capturable|fused"
-OTHER_SIZE = "received a message of another size"  # as `runner.report` words gloo's error
 UNEQUAL_SHARDS = r"outputShape\[0\] \* worldSize == inputShape\[0\] \((\d+) vs\. (\d+)\)"
 HOOK_RESULT = "hook returned|hooks should return"
 NO_ATTRIBUTE = r"'NoneType' object has no attribute '(\w+)'"
 SYMPTOMS = [
-    Symptom("mismatch", "", OTHER_SIZE, "the launch order differs between ranks, or some ranks skip a collective."),
     Symptom("breakpoint", "BdbQuit", "", "a breakpoint() is still in the code. --debug runs one rank on this terminal, "
             "where it works."),
     Symptom("missing name", "NameError", " has no ", "the name was changed or deleted. The skeleton has it; "
