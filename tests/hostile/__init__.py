@@ -45,27 +45,28 @@ class Hostile:
 
 
 def reference(*evil: str, number: int = 1) -> Callable[[Path], None]:
-    """Return the right answers up to module `number`, the last one with `evil` after it."""
+    """Write the right answers up to module `number`, the last one with `evil` after it."""
     texts = {entry.number: (ROOT / "solutions" / entry.path).read_text() for entry in select_modules(f"1-{number}")}
-    return files(texts | {number: texts[number] + guarded(*evil)})
+    return files(texts | {number: texts[number] + guard_text(*evil)})
 
 
 def skeleton(*evil: str) -> Callable[[Path], None]:
-    """Module 1 as the student gets it, with `evil` after it."""
-    return files({1: (ROOT / "lessons" / MODULE_1.path).read_text() + guarded(*evil)})
+    """Write module 1's skeleton with `evil` after it."""
+    return files({1: (ROOT / "lessons" / MODULE_1.path).read_text() + guard_text(*evil)})
 
 
 def alone(*evil: str, numbers: tuple[int, ...] = (1,)) -> Callable[[Path], None]:
-    """Modules of nothing but `evil`, where NAME is the module's class."""
-    return files({number: guarded(*evil).replace("NAME", get_module(number).public[-1]) for number in numbers})
+    """Write modules that contain only `evil`, in which NAME is the module's class."""
+    return files({number: guard_text(*evil).replace("NAME", get_module(number).public[-1]) for number in numbers})
 
 
-def guarded(*evil: str) -> str:
+def guard_text(*evil: str) -> str:
+    """Return the text of an attack, which refuses to run outside of the grader's sandbox."""
     return GUARD + "\n".join(map(textwrap.dedent, evil)) + "\n"
 
 
 def files(texts: dict[int, str]) -> Callable[[Path], None]:
-    """Modules, by number."""
+    """Write the modules with these texts, by number."""
 
     def make(directory: Path) -> None:
         for number, text in texts.items():
@@ -79,7 +80,7 @@ def write(path: Path, content: str | bytes) -> None:
     path.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
-def every_case() -> list[Hostile]:
-    """Those of all files beside this one."""
+def list_cases() -> list[Hostile]:
+    """Return the cases of all files in this folder."""
     names = sorted(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem != "__init__")
     return [case for name in names for case in importlib.import_module(f"hostile.{name}").CASES]

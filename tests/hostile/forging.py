@@ -1,4 +1,4 @@
-"""Forged results: files, frames on the rank's channel, values, the record of what a rank did."""
+"""Submissions that forge results: files, messages on the rank's channel, values, and the record."""
 
 from hostile import ONE, Hostile, reference, skeleton
 
@@ -26,15 +26,15 @@ LAUNCH = {"kind": "launch", "time": 0.0, "phase": "finish", "index": 0, "group":
 """
 
 
-def sends(name: str, statement: str, told: str) -> Hostile:
-    """A rank that does this with its channel, and then waits."""
+def make_channel_case(name: str, statement: str, told: str) -> Hostile:
+    """Return a case in which a rank executes the statement on its channel, and then waits."""
     limit_s = 1 if told.startswith("stopped") else 60
     return Hostile(name, skeleton(CHANNEL, statement, "time.sleep(60)"), 0, told, checks=ONE, limit_s=limit_s)
 
 
-def delivers(name: str, value: str, told: str = NO_VALUE) -> Hostile:
-    """... and says that this is its result; `value` is an expression for the bytes."""
-    return sends(f"result: {name}", f"send(b'R', {value})", told)
+def make_result_case(name: str, value: str, told: str = NO_VALUE) -> Hostile:
+    """Return a case in which a rank sends a result. `value` is an expression for its bytes."""
+    return make_channel_case(f"result: {name}", f"send(b'R', {value})", told)
 
 
 # Everything that a results file might be, and everything that the grader has open.
@@ -64,8 +64,8 @@ class OverlappedDDP(OverlappedDDP):
 """
 
 
-def late(name: str, told: str, *evil: str) -> Hostile:
-    """A submission that overlaps nothing, but tries to record each gradient as ready at its launch."""
+def make_late_case(name: str, told: str, *evil: str) -> Hostile:
+    """Return a case without overlap that tries to record each gradient as ready at its launch."""
     return Hostile(
         name,
         reference(LATE, *evil, number=3),
@@ -78,7 +78,7 @@ def late(name: str, told: str, *evil: str) -> Hostile:
 
 CASES = [
     # ---- the record
-    late(
+    make_late_case(
         "replays the hooks of parameters",
         "is launched before",
         """
@@ -93,7 +93,7 @@ CASES = [
                 for hook in self.hooks[parameter]: hook(parameter)
         """,
     ),
-    late(
+    make_late_case(
         "replays the hooks of the graph",
         "became ready 0 times in one backward",
         """
@@ -111,7 +111,7 @@ CASES = [
         """,
         "import torch",
     ),
-    late(
+    make_late_case(
         "runs a backward of its own at each launch",
         "is launched before",
         """
@@ -119,7 +119,7 @@ CASES = [
             def is_ready(self, parameter): (0 * parameter).sum().backward()
         """,
     ),
-    late(
+    make_late_case(
         "runs a backward of its own in backward",
         "is launched before",
         """
@@ -167,7 +167,7 @@ CASES = [
         modules=(3,),
         checks=("test_launches_follow_their_gradients",),
     ),
-    late(
+    make_late_case(
         "sends another record, by json",
         "is launched before",
         """
@@ -182,7 +182,7 @@ CASES = [
         json.dumps = forged
         """,
     ),
-    late(
+    make_late_case(
         "writes events with the toolkit's own function",
         "belongs to the grader",
         """
@@ -224,13 +224,13 @@ CASES = [
     Hostile("writes results wherever it may", skeleton(RESULTS), 0, "part (b) is written"),
     Hostile("writes results wherever it may, and is right", reference(RESULTS), 3),
     # ---- frames
-    sends("garbage on the channel", "channel().sendall(os.urandom(100_000))", UNREADABLE),
-    sends("a frame of 2^63 bytes", "channel().sendall(b'R' + struct.pack('<Q', 1 << 63))", UNREADABLE),
-    sends("a frame of a gigabyte", "send(b'R', bytes(1 << 30))", UNREADABLE),
-    sends(
+    make_channel_case("garbage on the channel", "channel().sendall(os.urandom(100_000))", UNREADABLE),
+    make_channel_case("a frame of 2^63 bytes", "channel().sendall(b'R' + struct.pack('<Q', 1 << 63))", UNREADABLE),
+    make_channel_case("a frame of a gigabyte", "send(b'R', bytes(1 << 30))", UNREADABLE),
+    make_channel_case(
         "a frame that never ends", "channel().sendall(b'R' + struct.pack('<Q', 1 << 20) + b'x')", "stopped after 1 s"
     ),
-    sends(
+    make_channel_case(
         "frames without end",
         """
 event = b'[{"kind": "x", "time": 0.0, "phase": ""}]'
@@ -240,35 +240,39 @@ while True: found.sendall(frames)
 """,
         "sent more than",
     ),
-    sends("a frame of nothing", "send(b'E', b'[]')", UNREADABLE),
-    sends("descriptors on the channel", "while True: socket.send_fds(channel(), [b'E'], [0] * 250)", UNREADABLE),
-    sends("events without fields", "send(b'E', b'[{}]')", UNREADABLE),
-    sends("an event that is a launch of a list", "send(b'E', json.dumps([LAUNCH | {'op': []}]).encode())", UNREADABLE),
-    sends(
+    make_channel_case("a frame of nothing", "send(b'E', b'[]')", UNREADABLE),
+    make_channel_case(
+        "descriptors on the channel", "while True: socket.send_fds(channel(), [b'E'], [0] * 250)", UNREADABLE
+    ),
+    make_channel_case("events without fields", "send(b'E', b'[{}]')", UNREADABLE),
+    make_channel_case(
+        "an event that is a launch of a list", "send(b'E', json.dumps([LAUNCH | {'op': []}]).encode())", UNREADABLE
+    ),
+    make_channel_case(
         "an event whose index is a list",
         "send(b'E', json.dumps([{'kind': 'end', 'time': 0.0, 'phase': '', 'index': []}]).encode())",
         UNREADABLE,
     ),
-    sends("events in events", "send(b'E', b'[' * 1_000_000)", UNREADABLE),
-    sends(
+    make_channel_case("events in events", "send(b'E', b'[' * 1_000_000)", UNREADABLE),
+    make_channel_case(
         "a million events",
         "event = {'kind': 'x', 'time': 0.0, 'phase': ''}\n"
         "for _ in range(100): send(b'E', json.dumps([event] * 10_000).encode())",
         "sent more than",
     ),
-    sends(
+    make_channel_case(
         "events that grow a hundred times in memory",
         'event = b\'{"kind":"x","time":0.0,"phase":"","a":[\' + b\',\'.join([b\'[]\'] * 1_000_000) + b\']}\'\n'
         "while True: send(b'E', b'[' + event + b']')",
         "sent more than",
     ),
-    sends(
+    make_channel_case(
         "an exception with a million frames, in line 1e999",
         'frames = \',\'.join([\'["f", 1e999, "w", "t"]\'] * 100_000)\n'
         'send(b\'X\', (\'{"type": "E", "message": "m", "own": true, "frames": [\' + frames + "]}").encode())',
         UNREADABLE,
     ),
-    sends(
+    make_channel_case(
         "an exception with a message of megabytes",
         "send(b'X', json.dumps({'type': 'E', 'message': 'm' * 4_000_000, 'own': True, 'frames': []}).encode())",
         "raised E: mmm",
@@ -295,28 +299,30 @@ while True: pass
         limit_s=1,
     ),
     # ---- values
-    delivers("nothing", "b''"),
-    delivers("a pickle", "b'\\x80\\x04\\x95' + bytes(30)"),
-    delivers("an empty dict", "message('{\"dict\": []}')", "could not examine what the ranks returned"),
-    delivers("a list where a dict belongs", "message('[1, 2, 3]')", "could not examine what the ranks returned"),
-    delivers("a negative size", "message('{\"tensor\": [0, \"float32\", [-1, -1]]}', '[4]', b'abcd')"),
-    delivers("a blob of a negative size", "message('null', '[-1]')"),
-    delivers(
+    make_result_case("nothing", "b''"),
+    make_result_case("a pickle", "b'\\x80\\x04\\x95' + bytes(30)"),
+    make_result_case("an empty dict", "message('{\"dict\": []}')", "could not examine what the ranks returned"),
+    make_result_case(
+        "a list where a dict belongs", "message('[1, 2, 3]')", "could not examine what the ranks returned"
+    ),
+    make_result_case("a negative size", "message('{\"tensor\": [0, \"float32\", [-1, -1]]}', '[4]', b'abcd')"),
+    make_result_case("a blob of a negative size", "message('null', '[-1]')"),
+    make_result_case(
         "a tensor of 2^62 entries", "message('{\"tensor\": [0, \"float32\", [4611686018427387904]]}', '[4]', b'abcd')"
     ),
-    delivers(
+    make_result_case(
         "a shape whose product takes minutes",
         "message('{\"tensor\": [0, \"float32\", [%s]]}' % ','.join(['9' * 4000] * 900), '[4]', b'abcd')",
     ),
-    delivers(
+    make_result_case(
         "one blob a hundred thousand times",
         "message('[%s]' % ','.join(['{\"bytes\": 0}'] * 100_000), '[1000000]', bytes(1_000_000))",
     ),
-    delivers("lists in lists", "message('[' * 500_000 + ']' * 500_000)"),
-    delivers(
+    make_result_case("lists in lists", "message('[' * 500_000 + ']' * 500_000)"),
+    make_result_case(
         "many empty lists", "message('[%s]' % ','.join(['[]'] * 150_000))", "could not examine what the ranks returned"
     ),
-    delivers(
+    make_result_case(
         "gradients that are NaN",
         """message('{"dict": [["gradients", [{"dict": [["layers.0.weight", NaN]]}]], ["start", {"dict": []}]]}')""",
         "could not examine what the ranks returned",

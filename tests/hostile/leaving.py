@@ -1,4 +1,4 @@
-"""What should outlive the run: processes and files."""
+"""Submissions that leave processes or files after the run."""
 
 from hostile import ONE, Hostile, reference
 

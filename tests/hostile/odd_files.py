@@ -1,4 +1,4 @@
-"""Submissions whose files are not what they seem."""
+"""Submissions with links, devices, odd archives and other unusual files."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ TEXT = SOLUTION.read_text()
 MISSING = "module 1 is missing"
 
 
-def odd(what: Callable[[Path], None]) -> Callable[[Path], None]:
-    """A directory in which `what` makes module 1's file."""
+def make_module_file(what: Callable[[Path], None]) -> Callable[[Path], None]:
+    """Make a directory in which `what` creates module 1's file."""
 
     def make(directory: Path) -> None:
         path = directory / MODULE_1.path
@@ -30,14 +30,14 @@ def odd(what: Callable[[Path], None]) -> Callable[[Path], None]:
     return make
 
 
-def text(content: str | bytes) -> Callable[[Path], None]:
-    return odd(lambda path: write(path, content))
+def make_text_file(content: str | bytes) -> Callable[[Path], None]:
+    return make_module_file(lambda path: write(path, content))
 
 
-def zipped(
+def make_zip(
     *members: tuple[str, bytes], change: Callable[[bytes], bytes] = bytes, **options: int
 ) -> Callable[[Path], None]:
-    """A zip of these members in the directory; `change` may damage it."""
+    """Make a zip of these members in the directory, changed by `change`."""
 
     def make(directory: Path) -> None:
         archive = directory / "submission.zip"
@@ -51,22 +51,22 @@ def zipped(
     return make
 
 
-def large(path: Path) -> None:
+def write_large_file(path: Path) -> None:
     with open(path, "wb") as file:
         file.truncate(100_000_000)
 
 
-def linked_directory(directory: Path) -> None:
+def link_directory(directory: Path) -> None:
     directory.joinpath(MODULE_1.package).symlink_to(SOLUTION.parent)
 
 
-def linked_inside(directory: Path) -> None:
+def link_inside(directory: Path) -> None:
     write(directory / "my answer.py", TEXT)
     directory.joinpath(MODULE_1.path.name).symlink_to("my answer.py")
 
 
-def nested(directory: Path) -> None:
-    """Make each directory from within the one above, because the path of them all would be too long."""
+def nest_directories(directory: Path) -> None:
+    """Make 1500 nested directories, each from within the one above, because the whole path would be too long."""
     here = os.open(directory, os.O_RDONLY)
     for name in ["d"] * 1500 + [None]:
         if name:
@@ -80,8 +80,8 @@ def nested(directory: Path) -> None:
     os.close(here)
 
 
-def archive_inside(directory: Path) -> None:
-    """Lay it out as a learning platform does, as a tar with a link and a device named like other modules."""
+def write_inner_archive(directory: Path) -> None:
+    """Write a tar as a learning platform does, with a link and a device named like other modules."""
     place = directory / "Jane Doe_98765_assignsubmission_file"
     place.mkdir()
     with tarfile.open(place / "submission.tar.gz", "w:gz") as bundle:
@@ -92,20 +92,20 @@ def archive_inside(directory: Path) -> None:
             bundle.addfile(member, io.BytesIO(content))
 
 
-def named_oddly(directory: Path) -> None:
-    """In a directory whose name is no UTF-8, among others."""
+def write_odd_names(directory: Path) -> None:
+    """Write the submission to a directory beside one with a name that is not UTF-8."""
     reference("")(directory / "Zoë Ångström – 提交 (2)")
     os.mkdir(os.fsencode(directory) + b"/\xff\xfe\n\x1b[2J")
 
 
-def read_only(directory: Path) -> None:
+def make_read_only(directory: Path) -> None:
     reference("")(directory)
     for path in (directory / MODULE_1.path, directory / MODULE_1.package, directory):
         path.chmod(stat.S_IMODE(path.stat().st_mode) & ~0o222)
 
 
-def encrypted(archive: bytes) -> bytes:
-    """With the bit that says so, in both headers."""
+def mark_encrypted(archive: bytes) -> bytes:
+    """Set the bit for encryption in both headers."""
     data = bytearray(archive)
     data[6] |= 1
     data[archive.index(b"PK\1\2") + 8] |= 1
@@ -115,53 +115,70 @@ def encrypted(archive: bytes) -> bytes:
 NAME = str(MODULE_1.path)
 
 CASES = [
-    Hostile("a link to the reference", odd(lambda path: path.symlink_to(SOLUTION)), 0, "outside of the submission"),
-    Hostile("a link to a directory of the reference", linked_directory, 0, "outside of the submission"),
-    Hostile("a link to a secret", odd(lambda path: path.symlink_to("/etc/shadow")), 0, "outside of the submission"),
-    Hostile("a link to itself", odd(lambda path: path.symlink_to(path.name)), 0, MISSING),
-    Hostile("a link inside the submission", linked_inside, 3),
-    Hostile("a pipe", odd(os.mkfifo), 0, MISSING),
-    Hostile("a device", odd(lambda path: os.mknod(path, 0o644 | stat.S_IFCHR, os.makedev(1, 5))), 0, MISSING),
-    Hostile("a link to a device", odd(lambda path: path.symlink_to("/dev/zero")), 0, MISSING),
-    Hostile("a directory", odd(os.mkdir), 0, MISSING),
-    Hostile("a hundred megabytes", odd(large), 0, "larger than"),
-    Hostile("spaces, accents, and names that are no text", named_oddly, 3),
-    Hostile("read-only", read_only, 3),
-    Hostile("null bytes", text(TEXT.encode() + b"\0"), 0, "null bytes"),
-    Hostile("UTF-16", text(TEXT.encode("utf-16")), 0, "is not a Python source file"),
+    Hostile(
+        "a link to the reference",
+        make_module_file(lambda path: path.symlink_to(SOLUTION)),
+        0,
+        "outside of the submission",
+    ),
+    Hostile("a link to a directory of the reference", link_directory, 0, "outside of the submission"),
+    Hostile(
+        "a link to a secret",
+        make_module_file(lambda path: path.symlink_to("/etc/shadow")),
+        0,
+        "outside of the submission",
+    ),
+    Hostile("a link to itself", make_module_file(lambda path: path.symlink_to(path.name)), 0, MISSING),
+    Hostile("a link inside the submission", link_inside, 3),
+    Hostile("a pipe", make_module_file(os.mkfifo), 0, MISSING),
+    Hostile(
+        "a device", make_module_file(lambda path: os.mknod(path, 0o644 | stat.S_IFCHR, os.makedev(1, 5))), 0, MISSING
+    ),
+    Hostile("a link to a device", make_module_file(lambda path: path.symlink_to("/dev/zero")), 0, MISSING),
+    Hostile("a directory", make_module_file(os.mkdir), 0, MISSING),
+    Hostile("a hundred megabytes", make_module_file(write_large_file), 0, "larger than"),
+    Hostile("spaces, accents, and names that are no text", write_odd_names, 3),
+    Hostile("read-only", make_read_only, 3),
+    Hostile("null bytes", make_text_file(TEXT.encode() + b"\0"), 0, "null bytes"),
+    Hostile("UTF-16", make_text_file(TEXT.encode("utf-16")), 0, "is not a Python source file"),
     Hostile(
         "another encoding, which it names",
-        text(b"# coding: latin-1\nx = '\xe9'\n" + TEXT.encode()),
+        make_text_file(b"# coding: latin-1\nx = '\xe9'\n" + TEXT.encode()),
         0,
         "is not a Python source file",
     ),
-    Hostile("a byte order mark and Windows lines", text(b"\xef\xbb\xbf" + TEXT.replace("\n", "\r\n").encode()), 3),
-    Hostile("brackets in brackets", text(TEXT + "x = " + "(" * 50_000 + ")" * 50_000), 0, "naive_ddp.py"),
-    Hostile("signs before signs", text(TEXT + "x = " + "-" * 100_000 + "1"), 0, "naive_ddp.py"),
-    Hostile("a sum of a hundred thousand", text(TEXT + "x = " + "1+" * 100_000 + "1"), 0, ""),
-    Hostile("as many small lists as fit", text(TEXT + "x = [" + "[]," * 80_000 + "]\n"), 2, checks=ONE),
-    Hostile("zip: the module", zipped((f"student/{NAME}", TEXT.encode())), 3),
+    Hostile(
+        "a byte order mark and Windows lines", make_text_file(b"\xef\xbb\xbf" + TEXT.replace("\n", "\r\n").encode()), 3
+    ),
+    Hostile("brackets in brackets", make_text_file(TEXT + "x = " + "(" * 50_000 + ")" * 50_000), 0, "naive_ddp.py"),
+    Hostile("signs before signs", make_text_file(TEXT + "x = " + "-" * 100_000 + "1"), 0, "naive_ddp.py"),
+    Hostile("a sum of a hundred thousand", make_text_file(TEXT + "x = " + "1+" * 100_000 + "1"), 0, ""),
+    Hostile("as many small lists as fit", make_text_file(TEXT + "x = [" + "[]," * 80_000 + "]\n"), 2, checks=ONE),
+    Hostile("zip: the module", make_zip((f"student/{NAME}", TEXT.encode())), 3),
     Hostile(
         "zip: paths that lead out",
-        zipped(*[(place + NAME, TEXT.encode()) for place in ("../", "/tmp/was-here/", "a/../../")]),
+        make_zip(*[(place + NAME, TEXT.encode()) for place in ("../", "/tmp/was-here/", "a/../../")]),
         0,
         MISSING,
     ),
-    Hostile("zip: a hundred megabytes of nothing", zipped((NAME, bytes(100 << 20))), 0, "larger than"),
-    Hostile("zip: ten thousand modules", zipped(*[(f"{i}/{NAME}", b"") for i in range(10_000)], compression=0), 0),
-    Hostile("zip: a file that is a directory too", zipped((NAME, TEXT.encode()), (f"{NAME}/naive_ddp.py", b"")), 3),
-    Hostile("zip: a name of a thousand letters", zipped(("x" * 1000 + "/naive_ddp.py", TEXT.encode())), 3),
-    Hostile("zip: 1500 directories in each other", zipped(("d/" * 1500 + NAME, TEXT.encode())), 3),
-    Hostile("1500 directories in each other", nested, 3),
-    Hostile("an archive in a directory", archive_inside, 3),
-    Hostile("zip: encrypted", zipped((NAME, TEXT.encode()), change=encrypted), 0, "cannot be unpacked"),
+    Hostile("zip: a hundred megabytes of nothing", make_zip((NAME, bytes(100 << 20))), 0, "larger than"),
+    Hostile("zip: ten thousand modules", make_zip(*[(f"{i}/{NAME}", b"") for i in range(10_000)], compression=0), 0),
+    Hostile("zip: a file that is a directory too", make_zip((NAME, TEXT.encode()), (f"{NAME}/naive_ddp.py", b"")), 3),
+    Hostile("zip: a name of a thousand letters", make_zip(("x" * 1000 + "/naive_ddp.py", TEXT.encode())), 3),
+    Hostile("zip: 1500 directories in each other", make_zip(("d/" * 1500 + NAME, TEXT.encode())), 3),
+    Hostile("1500 directories in each other", nest_directories, 3),
+    Hostile("an archive in a directory", write_inner_archive, 3),
+    Hostile("zip: encrypted", make_zip((NAME, TEXT.encode()), change=mark_encrypted), 0, "cannot be unpacked"),
     Hostile(
-        "zip: a compression that takes memory", zipped((NAME, TEXT.encode()), compression=zipfile.ZIP_LZMA), 0, MISSING
+        "zip: a compression that takes memory",
+        make_zip((NAME, TEXT.encode()), compression=zipfile.ZIP_LZMA),
+        0,
+        MISSING,
     ),
-    Hostile("zip: cut off", zipped((NAME, TEXT.encode()), change=lambda data: data[:-30]), 0, "cannot be unpacked"),
+    Hostile("zip: cut off", make_zip((NAME, TEXT.encode()), change=lambda data: data[:-30]), 0, "cannot be unpacked"),
     Hostile(
         "zip: damaged inside",
-        zipped((NAME, TEXT.encode()), change=lambda data: data.replace(data[60:90], bytes(30), 1)),
+        make_zip((NAME, TEXT.encode()), change=lambda data: data.replace(data[60:90], bytes(30), 1)),
         0,
         "cannot be unpacked",
     ),

@@ -1,4 +1,4 @@
-"""Changing what the rank runs, in the hope that the verdict is made there."""
+"""Submissions that change the code that runs in a rank, as if the verdict were made there."""
 
 from pathlib import Path
 
@@ -15,8 +15,8 @@ NAMES = ("conftest.py", "sitecustomize.py", "usercustomize.py", "torch/__init__.
          "brigade/rank/main.py", "pytest.py", "json.py", "scenarios/training.py")  # fmt: skip
 
 
-def shadows(directory: Path) -> None:
-    """The right answer among files that end every process that imports them."""
+def write_shadowing_files(directory: Path) -> None:
+    """Write the right answer among files that end every process that imports them."""
     reference("")(directory)
     write(directory / "pytest.ini", "[pytest]\naddopts = --collect-only\n")
     for place in (directory, directory / "m01_naive_ddp"):
@@ -78,5 +78,5 @@ for name in ("__eq__", "__le__", "__lt__", "eq", "le", "isclose"):
             """),
         0,
     ),
-    Hostile("files that Python, pytest or the toolkit would import", shadows, 3),
+    Hostile("files that Python, pytest or the toolkit would import", write_shadowing_files, 3),
 ]

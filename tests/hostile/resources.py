@@ -1,9 +1,9 @@
-"""More memory, processes, disk and output than there is."""
+"""Submissions that use too much memory, disk or output, or too many processes."""
 
 from dataclasses import replace
 
 from hostile import ONE, Hostile, reference, skeleton
-from hostile.forging import UNREADABLE, delivers, sends
+from hostile.forging import UNREADABLE, make_channel_case, make_result_case
 
 # Writes until it may not, everywhere; more than the private directories can hold would come from the machine's disk.
 FILL = """
@@ -110,14 +110,14 @@ CASES = [
     ),
     # ---- messages that take the grader's time
     replace(
-        delivers(
+        make_result_case(
             "integers that collide, as the keys of a dict",
             "message('{\"dict\": [' + ', '.join(f'[{i * (2**61 - 1)}, 0]' for i in range(1, 120_000)) + ']}')",
         ),
         limit_s=10,
     ),
     replace(
-        sends(
+        make_channel_case(
             "events of steps that collide",
             "event = {'kind': 'step', 'time': 0.0, 'phase': ''}\n"
             "send(b'E', json.dumps([event | {'step': i * (2**61 - 1)} for i in range(1, 40_000)]).encode())",
@@ -126,15 +126,17 @@ CASES = [
         limit_s=10,
     ),
     replace(
-        delivers("a million values", "message('[' + ', '.join(['[]'] * 1_000_000) + ']')"),
+        make_result_case("a million values", "message('[' + ', '.join(['[]'] * 1_000_000) + ']')"),
         limit_s=10,
     ),
-    replace(delivers("lists in lists in lists", "message('[' * 100_000 + ']' * 100_000)"), limit_s=10),
-    replace(delivers("an integer of four thousand digits", "message('1' * 4_000)"), limit_s=10),
-    sends(
+    replace(make_result_case("lists in lists in lists", "message('[' * 100_000 + ']' * 100_000)"), limit_s=10),
+    replace(make_result_case("an integer of four thousand digits", "message('1' * 4_000)"), limit_s=10),
+    make_channel_case(
         "an event of four thousand digits",
         "send(b'E', json.dumps([LAUNCH | {'numel': 10**4000}]).encode())",
         UNREADABLE,
     ),
-    sends("an event at no time", "send(b'E', json.dumps([LAUNCH | {'time': float('nan')}]).encode())", UNREADABLE),
+    make_channel_case(
+        "an event at no time", "send(b'E', json.dumps([LAUNCH | {'time': float('nan')}]).encode())", UNREADABLE
+    ),
 ]

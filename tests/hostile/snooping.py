@@ -9,14 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from brigade.course.modules import ROOT, get_module
-from hostile import ALL, Hostile, files, guarded, reference, skeleton
+from hostile import ALL, Hostile, files, guard_text, reference, skeleton
 
 FOUND = "def found(what): raise SystemExit(f'found {what}')"
 
 
 @functools.cache
 def listener() -> socket.socket:
-    """Somebody on this machine who would answer."""
+    """Listen on a port of this machine."""
     return socket.create_server(("127.0.0.1", 0))
 
 
@@ -57,8 +57,8 @@ for line in open("/proc/self/maps"):
 
 
 def without_module_1(*evil: str) -> Callable[[Path], None]:
-    """Module 2's right answer without module 1, so that its checks run on the reference's."""
-    return files({2: (ROOT / "solutions" / get_module(2).path).read_text() + guarded(*evil)})
+    """Write module 2's right answer without module 1, so that its checks run with the reference's."""
+    return files({2: (ROOT / "solutions" / get_module(2).path).read_text() + guard_text(*evil)})
 
 
 CASES = [

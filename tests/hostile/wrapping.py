@@ -1,4 +1,4 @@
-"""Torch's own answers under the names of the course's, and ways to communicate or to work beside the record."""
+"""Torch's own answers under the names of the course's classes, and ways to work without being recorded."""
 
 from hostile import ALL, ONE, Hostile, alone, reference
 
@@ -29,13 +29,13 @@ class NaiveDDP(NaiveDDP):
 """
 
 
-def beside(name: str, told: str, evil: str) -> Hostile:
-    """A submission that averages with collectives that the record does not see."""
+def make_unrecorded_case(name: str, told: str, evil: str) -> Hostile:
+    """Return a case in which a submission averages with unrecorded collectives."""
     return Hostile(name, reference(BESIDE, evil), 0, told, checks=ONE)
 
 
-def in_step(evil: str) -> str:
-    """A class of module 7 that makes a view in each step, by `view`."""
+def make_class_with_view(evil: str) -> str:
+    """Return the text of a class of module 7 that creates a view in each step, with `view`."""
     return f"""
 class CachedDDP(CachedDDP):
     def finish_grad_sync(self):
@@ -45,10 +45,10 @@ class CachedDDP(CachedDDP):
 """
 
 
-def makes_views(name: str, evil: str) -> Hostile:
+def make_view_case(name: str, evil: str) -> Hostile:
     return Hostile(
         name,
-        reference(in_step(evil), number=7),
+        reference(make_class_with_view(evil), number=7),
         0,
         "makes no view",
         modules=(7,),
@@ -58,22 +58,22 @@ def makes_views(name: str, evil: str) -> Hostile:
 
 CASES = [
     # ---- beside the record
-    beside(
+    make_unrecorded_case(
         "the inner group by its attribute",
         "this object has no such attribute",
         "def average(grad, number): dist.group.WORLD._inner.allreduce([grad]).wait()",
     ),
-    beside(
+    make_unrecorded_case(
         "the inner group by a method",
         "this object has no such attribute",
         "def average(grad, number): dist.group.WORLD._perform('allreduce', [[grad]], {}).wait()",
     ),
-    beside(
+    make_unrecorded_case(
         "another method for the group's",
         "belongs to the grader",
         "def average(grad, number): type(dist.group.WORLD).call = lambda self, *args: None",
     ),
-    beside(
+    make_unrecorded_case(
         "the backend that torch hands out",  # it carries nothing
         "is",
         """
@@ -82,7 +82,7 @@ def average(grad, number):
     grad /= dist.get_world_size()
 """,
     ),
-    beside(
+    make_unrecorded_case(
         "the base class of the group",  # pybind11 calls it where a method of that name asks
         "is",
         """
@@ -92,7 +92,7 @@ def average(grad, number):
     grad /= dist.get_world_size()
 """,
     ),
-    beside(
+    make_unrecorded_case(
         "a ProcessGroupGloo of its own",
         "ProcessGroupGloo is not for submissions",
         """
@@ -101,7 +101,7 @@ def average(grad, number):
     dist.ProcessGroupGloo(store, dist.get_rank(), dist.get_world_size()).allreduce([grad]).wait()
 """,
     ),
-    beside(
+    make_unrecorded_case(
         "a second default group",
         "ProcessGroupGloo is not for submissions",
         """
@@ -112,7 +112,7 @@ def average(grad, number):
     dist.all_reduce(grad)
 """,
     ),
-    beside(
+    make_unrecorded_case(
         "the store",
         "Store.set is not for submissions",
         """
@@ -123,12 +123,12 @@ def average(grad, number):
     grad.copy_(torch.tensor(every).mean(dim=0))
 """,
     ),
-    beside(
+    make_unrecorded_case(
         "a store of its own",
         "TCPStore is not for submissions",
         "def average(grad, number): dist.TCPStore('127.0.0.1', 29500, is_master=dist.get_rank() == 0)",
     ),
-    beside(
+    make_unrecorded_case(
         "collectives of a store",
         "StoreCollectives",  # is not for submissions, or no longer there since torch 2.15
         """
@@ -204,8 +204,8 @@ def average(grad, number):
         modules=(5,),
         checks=("test_gradients_are_views",),
     ),
-    makes_views("views under the name of torch", "__name__ = 'torch.distributed.mine'\ndef view(data): data[1:3]"),
-    makes_views(
+    make_view_case("views under the name of torch", "__name__ = 'torch.distributed.mine'\ndef view(data): data[1:3]"),
+    make_view_case(
         "views in a file of torch",
         """
 from torch.distributed import distributed_c10d as c10d

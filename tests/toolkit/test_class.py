@@ -28,7 +28,7 @@ def answer(number, place="solutions"):
 
 
 def hand_in(directory, name, answers):
-    """Writes a submission: a zip or flat files where the name says so, else as in lessons."""
+    """Write a submission: a zip or flat files if the name says so, otherwise a lessons directory."""
     paths = {number: get_module(number).path for number in answers}
     files = {paths[n].name if name.endswith("-flat") else str(paths[n]): text for n, text in answers.items()}
     directory.mkdir(exist_ok=True)
@@ -60,7 +60,7 @@ STUB = """if True:
 """
 
 
-def stub_started(student, options, lock):
+def start_stub(student, options, lock):
     """Replace `classroom.start_grader` by a grader that takes no time and gives the points in the file `points`."""
     student.fingerprint_file.unlink(missing_ok=True)
     points = (student.path / "points").read_text()
@@ -69,10 +69,10 @@ def stub_started(student, options, lock):
 
 @pytest.fixture
 def stub(monkeypatch):
-    """Such graders in this process; gives the names of those graded."""
+    """Use such graders in this process. Return the names of the graded students."""
     graded = []
     monkeypatch.setattr(
-        classroom, "start_grader", lambda student, *rest: graded.append(student.name) or stub_started(student, *rest)
+        classroom, "start_grader", lambda student, *rest: graded.append(student.name) or start_stub(student, *rest)
     )
     return graded
 
@@ -122,8 +122,8 @@ def test_a_class_from_beginning_to_end(tmp_path):
     assert not list(tmp_path.glob(".*")) and [p.name for p in (tmp_path / "grades.csv.results").glob(".*")] == [".lock"]
 
 
-def stopped(process, results, count, number):
-    """Sends a signal once `count` submissions are graded; returns those, with the times of their results."""
+def stop_after(process, results, count, number):
+    """Send a signal once `count` submissions are graded. Return these, with the times of their results."""
     limit = time.monotonic() + 60
     while len(done := list(results.glob("*.made-from"))) < count:
         assert time.monotonic() < limit and process.poll() is None
@@ -138,7 +138,7 @@ def stopped(process, results, count, number):
 def test_interrupted_it_goes_on_where_it_was(tmp_path):
     """Killed after the second submission, interrupted after the fourth."""
     program = (
-        "import sys; sys.path[:0] = sys.argv[1:3]; import test_class as t; t.classroom.start_grader = t.stub_started; "
+        "import sys; sys.path[:0] = sys.argv[1:3]; import test_class as t; t.classroom.start_grader = t.start_stub; "
     )
     program += "sys.exit(t.cli.main(sys.argv[3:]))"
     options = small_class(tmp_path / "class", **{f"student{n}": n for n in range(7)})
@@ -151,9 +151,9 @@ def test_interrupted_it_goes_on_where_it_was(tmp_path):
         "env": os.environ | {"STUB_S": "0.5"},
     }
     started["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # else a background job ignores it
-    first = stopped(subprocess.Popen(command, **started), results, 2, signal.SIGKILL)
+    first = stop_after(subprocess.Popen(command, **started), results, 2, signal.SIGKILL)
     process = subprocess.Popen(command, **started)
-    second = stopped(process, results, 4, signal.SIGINT)
+    second = stop_after(process, results, 4, signal.SIGINT)
     assert process.returncode == 130 and second.items() >= first.items()
     process = subprocess.Popen(command, **started)
     printed, errors = process.communicate(timeout=60)
@@ -334,8 +334,8 @@ class Renamed(ast.NodeTransformer):
         return node
 
 
-def disguised(text):
-    """Other names, functions in reverse order, other line breaks and comments, no docstrings."""
+def disguise(text):
+    """Return the text with other names, reversed functions, other line breaks and comments, and no docstrings."""
     tree = Renamed(tree := ast.parse(text)).visit(tree)
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
@@ -347,7 +347,7 @@ def disguised(text):
 
 
 def groups(number, texts):
-    """What is reported of module n when these are handed in: names -> share."""
+    """Return the groups reported for module n, as names -> share."""
     everyone = [SimpleStudent(name, {number: text}) for name, text in texts.items()]
     return {group.names: group.share for group in classroom.find_near_identical(everyone, [get_module(number)])}
 
@@ -365,7 +365,7 @@ def texts_given(monkeypatch):
 @pytest.mark.parametrize("number", [4, 5, 6, 8])
 def test_disguised_copies_are_reported(number, texts_given):
     alternative = answer(number, "tests/alternatives")
-    copies = {"ada": disguised(answer(number)), "bob": disguised(alternative), "carl": alternative}
+    copies = {"ada": disguise(answer(number)), "bob": disguise(alternative), "carl": alternative}
     found = groups(number, copies)
     assert set(found) == {("ada", "solutions/"), ("bob", "carl", "tests/alternatives/")}
     assert min(found.values()) > 0.95
@@ -384,7 +384,7 @@ def test_what_is_not_copied_is_not_reported(entry, texts_given):
     skeleton = (ROOT / "lessons" / entry.path).read_text()
     assert groups(entry.number, {"ada": skeleton, "bob": skeleton, "carl": "", "dora": "def f(:\n" * 9}) == {}
     if entry.number in (1, 2, 3, 7):
-        assert groups(entry.number, {"ada": answer(entry.number), "bob": disguised(answer(entry.number))}) == {}
+        assert groups(entry.number, {"ada": answer(entry.number), "bob": disguise(answer(entry.number))}) == {}
 
 
 def test_answers_along_the_hints_are_not_reported(texts_given):

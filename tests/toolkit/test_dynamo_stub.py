@@ -27,6 +27,6 @@ def test_who_wants_to_compile_gets_the_compiler():
 
 
 def test_a_submodule_comes_with_the_compiler():
-    """As it is, and once: a second copy of the options would be another's."""
+    """The real submodule is imported once. A second copy would have its own options."""
     [found] = run_ranks(functions.import_a_submodule, world_size=1)
     assert found == {"same": True, "real": True}

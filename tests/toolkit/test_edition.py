@@ -29,7 +29,7 @@ def git(*arguments: str, cwd: Path = ROOT) -> str:
 
 @pytest.fixture(scope="module")
 def edition(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `make student` makes of a clone in which secrets lie about, some of which git tracks."""
+    """Return the edition that `make student` makes of a clone with secrets, some of them tracked by git."""
     if not (ROOT / ".git").exists():
         pytest.skip("this is no clone: git says which files belong to the edition")
     clone = tmp_path_factory.mktemp("clone")
@@ -45,7 +45,7 @@ def edition(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("brigade/secret.py", f"{lesson}/secret.py", "student/secret.md"):
         (clone / name).write_text("a secret of the maintainer's own\n")
     (clone / "lessons" / FIRST.path).write_text("# a secret, half-written\n")
-    assert typed(clone, "brigade.course.student_edition").startswith("out/student and out/student.zip contain ")
+    assert run_command(clone, "brigade.course.student_edition").startswith("out/student and out/student.zip contain ")
     made = clone / "out" / "student"
     with zipfile.ZipFile(made.with_suffix(".zip")) as bundle:
         zipped = {Path(name).relative_to("student") for name in bundle.namelist() if not name.endswith("/")}
@@ -62,8 +62,8 @@ def texts(edition: Path) -> dict[str, str]:
     return {path.relative_to(edition).as_posix(): path.read_text() for path in files}
 
 
-def typed(edition: Path, command: str, status: int = 0) -> str:
-    """What a command prints there: its output, then its errors. It has to end with this status, and in no traceback."""
+def run_command(edition: Path, command: str, status: int = 0) -> str:
+    """Return the output and the errors of a command. Check its status, and that there is no traceback."""
     first, *others = shlex.split(command)
     program = [first] if first.endswith(".py") else ["-m", {"brigade": "brigade.cli"}.get(first, first)]
     words = [sys.executable, *program, *others]
@@ -132,8 +132,8 @@ def test_what_it_imports_is_in_it(edition):
     assert {name for name in left_out if not name.startswith("brigade/grade/")} == set()
 
 
-def dead_links(document):
-    """Return the targets of a document's links that are not there. Code has none."""
+def find_dead_links(document):
+    """Return the missing targets of a document's links, outside of code."""
     prose = re.sub(r"^```.*?^```$", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
     targets = re.findall(r"\]\(([^)#\s]+)\)", prose)
     return [target for target in targets if "://" not in target and not (document.parent / target).exists()]
@@ -142,7 +142,7 @@ def dead_links(document):
 def test_links_lead_somewhere(edition):
     documents = list(edition.rglob("*.md"))
     assert len(documents) > 2 * len(MODULES)
-    assert {str(path): dead for path in documents if (dead := dead_links(path))} == {}
+    assert {str(path): dead for path in documents if (dead := find_dead_links(path))} == {}
 
 
 def test_targets_of_make_and_commands_of_the_readme_exist(edition):
@@ -162,23 +162,23 @@ def test_targets_of_make_and_commands_of_the_readme_exist(edition):
         if words[0] == "make":
             subprocess.run([*make, *words[1:]], cwd=edition, capture_output=True, check=True)
         if words[0] == "python":
-            typed(edition, " ".join([*words[2:], "--help"]))
+            run_command(edition, " ".join([*words[2:], "--help"]))
 
 
 def test_a_skeleton_is_checked(edition):
-    said = typed(edition, "brigade check 1", status=1)
+    said = run_command(edition, "brigade check 1", status=1)
     assert "to do: module 1, part (a)" in said and f"0 of {FIRST.points} points" in said
 
 
 def test_a_right_answer_passes_and_is_graded_and_reset(edition, written):
-    assert f"{FIRST.points} of {FIRST.points} points" in typed(edition, "brigade check 1")
-    typed(edition, "brigade submit")
+    assert f"{FIRST.points} of {FIRST.points} points" in run_command(edition, "brigade check 1")
+    run_command(edition, "brigade submit")
     [archive] = edition.glob("submission-*.zip")
     handed_in = edition.parent / "handed-in"
     with zipfile.ZipFile(archive) as bundle:
         bundle.extractall(handed_in)
     assert grade(handed_in, [FIRST], seed=1, prior="own").score == FIRST.points
-    said = typed(edition, "brigade reset 1")
+    said = run_command(edition, "brigade reset 1")
     [backup] = written.parent.glob("*.bak")
     assert backup.name in said and backup.read_text() == (ROOT / "solutions" / FIRST.path).read_text()
     assert written.read_text() == (ROOT / "lessons" / FIRST.path).read_text()
@@ -207,27 +207,27 @@ def test_what_needs_solutions_says_in_one_sentence_that_there_are_none(edition):
 
 def test_plain_pytest_says_so_too(edition):
     command = f"pytest {FIRST.checks.relative_to(ROOT)} --prior reference"
-    said = typed(edition, command, status=pytest.ExitCode.USAGE_ERROR)
+    said = run_command(edition, command, status=pytest.ExitCode.USAGE_ERROR)
     assert "ERROR: this edition has no solutions" in said
 
 
 def test_help_names_no_solutions(edition):
-    said = "".join(typed(edition, f"brigade {command} --help") for command in ("", "check", "bench", "trace"))
+    said = "".join(run_command(edition, f"brigade {command} --help") for command in ("", "check", "bench", "trace"))
     assert "solutions" not in said and "grade " not in said
 
 
 @pytest.mark.parametrize("command", ["brigade bench", "brigade.lab.memory", "brigade.cli.demo"])
 def test_what_is_not_written_is_left_out_in_words(edition, command):
-    assert "module 1, part (a) is not written yet" in typed(edition, command, status=2)
+    assert "module 1, part (a) is not written yet" in run_command(edition, command, status=2)
 
 
 def test_a_script_beside_a_reading_measures_the_students_modules(edition):
-    said = typed(edition, f"lessons/{get_module(4).package}/buckets.py", status=1)
+    said = run_command(edition, f"lessons/{get_module(4).package}/buckets.py", status=1)
     assert said == "module 4, part (a) is not written yet: `brigade check 4` says what to do\n"
 
 
 def test_a_plan_uses_the_students_own_rules_for_buckets(edition):
-    said = typed(edition, "brigade plan --model tiny")
+    said = run_command(edition, "brigade plan --model tiny")
     assert "1 NaiveDDP" in said and "torch DDP" in said
     assert "not planned: 4 BucketedDDP: module 4, part (a) is not written yet" in said
     path = edition / "lessons" / get_module(4).path
@@ -237,10 +237,10 @@ def test_a_plan_uses_the_students_own_rules_for_buckets(edition):
         ("x = 1\n", "not planned: 4 BucketedDDP: your own plan_buckets does not work: `brigade check 4` says more"),
     ):
         path.write_text(text)
-        assert line in re.sub(r"\n +", " ", typed(edition, "brigade plan --model tiny"))
+        assert line in re.sub(r"\n +", " ", run_command(edition, "brigade plan --model tiny"))
     path.write_text(skeleton)
 
 
 def test_claims_are_measured_as_far_as_the_modules_go(edition):
-    said = " ".join(typed(edition, "brigade.lab.claims xl-size xl-buckets").split())
+    said = " ".join(run_command(edition, "brigade.lab.claims xl-size xl-buckets").split())
     assert "7.99 GB in fp32" in said and "not measured: module 4, part (a) is" in said

@@ -56,7 +56,7 @@ def test_a_pace_is_a_ratio_to_backward(world_size):
 
 
 def test_collectives_take_the_time_of_the_link_one_after_the_other():
-    """At least its time, never mind how slow this machine is; more only as far as the machine is slow."""
+    """A collective takes at least the modelled time, and longer only if the machine is slow."""
     one_s = 0.2
     for found in run_ranks(functions.on_link, one_s / 2, 1e12, "wait_for_the_link", 3, mode="emulate"):
         assert one_s <= found["one"]
@@ -156,21 +156,21 @@ def replay(events, link):
     return count, in_time
 
 
-def trained(number):
-    """A module's wrapper, by package and class."""
+def make_wrapper_arguments(number):
+    """Return the package and class of a module's wrapper."""
     entry = get_module(number)
     return [entry.package, entry.public[-1]]
 
 
 RUNS = {  # (ranks, what they do, collectives of all steps at least)
-    "naive": (2, ("train_with_a_late_rank", trained(1), 1, LATE_S, None), 32),
-    "overlapped": (2, ("train_with_a_late_rank", trained(3), 0, LATE_S, None), 32),
-    "bucketed": (2, ("train_with_a_late_rank", trained(4), 1, LATE_S, None), 20),
-    "coalesced": (2, ("train_with_a_late_rank", trained(6), 1, LATE_S, None), 20),
-    "coalesced on 4 ranks": (4, ("train_with_a_late_rank", trained(6), 2, LATE_S, None), 20),
+    "naive": (2, ("train_with_a_late_rank", make_wrapper_arguments(1), 1, LATE_S, None), 32),
+    "overlapped": (2, ("train_with_a_late_rank", make_wrapper_arguments(3), 0, LATE_S, None), 32),
+    "bucketed": (2, ("train_with_a_late_rank", make_wrapper_arguments(4), 1, LATE_S, None), 20),
+    "coalesced": (2, ("train_with_a_late_rank", make_wrapper_arguments(6), 1, LATE_S, None), 20),
+    "coalesced on 4 ranks": (4, ("train_with_a_late_rank", make_wrapper_arguments(6), 2, LATE_S, None), 20),
     "torch DDP": (2, ("train_with_a_late_rank", None, 1, LATE_S, None), 10),
     "torch DDP on 4 ranks": (4, ("train_with_a_late_rank", None, 3, LATE_S, None), 10),
-    "a sub-group": (4, ("train_with_a_late_rank", trained(3), 3, LATE_S, [1, 3]), 35),
+    "a sub-group": (4, ("train_with_a_late_rank", make_wrapper_arguments(3), 3, LATE_S, [1, 3]), 35),
     "every operation": (3, ("every_op_with_a_late_rank", 2, LATE_S), 5),
     "two groups": (3, ("launch_in_two_groups",), 6),
 }

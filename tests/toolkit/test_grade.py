@@ -37,8 +37,8 @@ def validate(result: object, schema: object) -> None:
     jsonschema.validate(result, schema)
 
 
-def exactly(*optional, **properties):
-    """An object with these properties and no others; those in `optional` may be missing."""
+def make_object_schema(*optional, **properties):
+    """Return the schema of an object with exactly these properties. Those in `optional` may be missing."""
     required = [name for name in properties if name not in optional]
     return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
@@ -48,14 +48,14 @@ def some(of):
 
 
 SHOWN = {"enum": ["hidden", "after_due_date", "after_published", "visible"]}
-GRADESCOPE = exactly(
+GRADESCOPE = make_object_schema(
     score=INTEGER,
     execution_time=NUMBER,
     output=TEXT,
     visibility=SHOWN,
     stdout_visibility=SHOWN,
     tests=some(
-        exactly(
+        make_object_schema(
             score=INTEGER,
             max_score=INTEGER,
             status={"enum": ["passed", "failed"]},
@@ -67,10 +67,10 @@ GRADESCOPE = exactly(
             visibility=SHOWN,
         )
     ),
-    leaderboard=some(exactly(name=LINE, value=INTEGER, order={"enum": ["asc", "desc"]})),
+    leaderboard=some(make_object_schema(name=LINE, value=INTEGER, order={"enum": ["asc", "desc"]})),
 )
 MAYBE = {"type": ["string", "null"], "maxLength": 4_000}
-OWN = exactly(
+OWN = make_object_schema(
     score=INTEGER,
     max_score=INTEGER,
     seed=INTEGER,
@@ -80,7 +80,7 @@ OWN = exactly(
     notes={"type": "array", "items": TEXT},
     findings={"type": "array", "items": TEXT},
     checks=some(
-        exactly(
+        make_object_schema(
             module=INTEGER,
             name=LINE,
             title=LINE,
@@ -93,23 +93,25 @@ OWN = exactly(
             verdict={
                 "anyOf": [
                     {"type": "null"},
-                    exactly(
+                    make_object_schema(
                         **dict.fromkeys(("expected", "got", "likely_cause", "hypothesis", "note"), MAYBE),
                         **dict.fromkeys(("error", "message", "parameter"), MAYBE),
                         **dict.fromkeys(("rank", "step"), {"type": ["integer", "null"]}),
                         ending={"enum": list(ENDINGS)},
-                        part={"anyOf": [{"type": "null"}, exactly(module=INTEGER, letter=LINE)]},
-                        location={"anyOf": [{"type": "null"}, exactly(file=LINE, line=INTEGER, function=LINE)]},
+                        part={"anyOf": [{"type": "null"}, make_object_schema(module=INTEGER, letter=LINE)]},
+                        location={
+                            "anyOf": [{"type": "null"}, make_object_schema(file=LINE, line=INTEGER, function=LINE)]
+                        },
                     ),
                 ]
             },
         )
     ),
 )
-HIDDEN = exactly(  # what is for the instructor only; it has no points
+HIDDEN = make_object_schema(  # what is for the instructor only; it has no points
     name=LINE, output=TEXT, output_format={"const": "text"}, tags=some(LINE), visibility={"const": "hidden"}
 )
-CLASSROOM50 = exactly(
+CLASSROOM50 = make_object_schema(
     "graded_at",
     "submitted_by",
     **{
@@ -126,24 +128,30 @@ CLASSROOM50 = exactly(
         "score": INTEGER,
         "max-score": INTEGER,
         "tests": some(
-            exactly(**{"test-name": LINE, "passed": {"type": "boolean"}, "score": INTEGER, "max-score": INTEGER})
+            make_object_schema(
+                **{"test-name": LINE, "passed": {"type": "boolean"}, "score": INTEGER, "max-score": INTEGER}
+            )
         ),
         "graded_at": INSTANT,
-        "submitted_by": exactly("id", username=LINE, id={"type": ["integer", "null"]}),
+        "submitted_by": make_object_schema("id", username=LINE, id={"type": ["integer", "null"]}),
     },
 )
 COUNT, SECONDS = {"type": "string", "pattern": r"^\d+$"}, {"type": "string", "pattern": r"^\d+\.\d+$"}
-CASE = exactly(
-    "failure", classname=LINE, name=LINE, time=SECONDS, failure=some(exactly("text", message=LINE, text=TEXT))
+CASE = make_object_schema(
+    "failure",
+    classname=LINE,
+    name=LINE,
+    time=SECONDS,
+    failure=some(make_object_schema("text", message=LINE, text=TEXT)),
 )
-JUNIT = exactly(
+JUNIT = make_object_schema(
     name=LINE,
     time=SECONDS,
     testsuite=some(
-        exactly(
+        make_object_schema(
             **dict.fromkeys(("tests", "failures", "errors", "skipped"), COUNT),
             **{"name": LINE, "time": SECONDS, "timestamp": INSTANT},
-            **{"testcase": some(CASE), "system-out": some(exactly("text", text=TEXT))},
+            **{"testcase": some(CASE), "system-out": some(make_object_schema("text", text=TEXT))},
         )
     ),
 )
@@ -159,23 +167,23 @@ META = {
 }
 
 
-def plain(element):
-    """An XML element as a dict: attributes, text, and lists of children by tag."""
+def convert_element(element):
+    """Return an XML element as a dict of attributes, text, and lists of children by tag."""
     found = dict(element.attrib)
     if element.text and element.text.strip():
         found["text"] = element.text
     for child in element:
-        found.setdefault(child.tag, []).append(plain(child))
+        found.setdefault(child.tag, []).append(convert_element(child))
     return found
 
 
-def validated(text, form):
+def read_validated(text, form):
     """(score, of how many, whether it says that it did not finish) of a results file; fails where it is not valid."""
     if form == "text":
         score, _, most, *_ = text.split()
         return int(score), int(most), UNFINISHED in text
     if form == "junit":
-        result = plain(ElementTree.fromstring(text.encode()))
+        result = convert_element(ElementTree.fromstring(text.encode()))
         validate(result, JUNIT)
         for suite in result["testsuite"]:
             assert int(suite["tests"]) == len(suite["testcase"])
@@ -204,7 +212,7 @@ def validated(text, form):
 
 @pytest.fixture
 def grade(tmp_path, capfd, monkeypatch):
-    """Grades in this process, only the checks named (all, if none is); gives status, results, output and errors."""
+    """Grade in this process with the named checks (default: all). Return status, results, output and errors."""
 
     def run(submission, *options, only=()):
         with monkeypatch.context() as patch:
@@ -223,7 +231,7 @@ def grade(tmp_path, capfd, monkeypatch):
 
 @pytest.fixture
 def submit(tmp_path):
-    """Writes a submission: the reference, but for modules whose text is given; None leaves one out."""
+    """Write the reference as a submission, with other texts for some modules. None leaves a module out."""
 
     def write(modules=None, name="submission", upto=2):
         for entry in select_modules(f"1-{upto}"):
@@ -241,14 +249,14 @@ def reference(number):
     return (ROOT / "solutions" / get_module(number).path).read_text()
 
 
-def mutated(name):
-    """Module 1 with a mistake in it."""
+def make_mutated(name):
+    """Return module 1 with a mistake in it."""
     [mutant] = [mutant for mutant in MUTANTS if mutant.name == name]
     return mutant.apply(reference(1))
 
 
 def scores(result):
-    """Points by module and the names of the checks that failed."""
+    """Return the points by module and the names of the failed checks."""
     points = {}
     for test in result["tests"]:
         module = int(test["tags"][0].split()[1])
@@ -260,7 +268,7 @@ def scores(result):
 
 
 def states():
-    """A grading from its beginning to its end."""
+    """Yield the states of a grading from its beginning to its end."""
     yield make_empty_grading(MODULES, 7), 0, sum(entry.points for entry in MODULES), True
     checks = [(1, "test_one", "The first.", 3), (1, "test_two", "The second.", 5), (2, "test_three", "The third.", 8)]
     outcomes = [Outcome(GradedCheck(*check)) for check in checks]
@@ -284,7 +292,7 @@ def test_results_are_valid_in_every_state(form, monkeypatch):
     for state, score, most, unfinished in states():
         metadata = formats.read_classroom50_metadata({"submitted_by": "ada"})
         text = formats.format_classroom50(state, metadata) if form == "classroom50" else formats.WRITERS[form](state)
-        assert validated(text, form) == (score, most, unfinished)
+        assert read_validated(text, form) == (score, most, unfinished)
         assert text.isprintable() or set(filter(lambda c: not c.isprintable(), text)) == {"\n"}
 
 
@@ -335,28 +343,28 @@ def test_reference_gets_all_points_in_every_form(grade, submit, tmp_path, monkey
     for form in formats.FORMATS:
         written.clear()
         assert grade(submit(), "--modules", "2", "--format", form, only=["test_mixed_dtypes"]).status == 0
-        found = [validated(text, form) for text in written]
+        found = [read_validated(text, form) for text in written]
         assert found[0] == (0, 8, True) and found[1] == (0, 1, True) and found[-1] == (1, 1, False), found
 
 
 def test_points_are_what_the_checks_say(grade, submit):
     """Module 1 has one mistake, module 2 is still the skeleton."""
     unwritten = (ROOT / "lessons" / get_module(2).path).read_text()
-    done = grade(submit({1: mutated("buffers not broadcast"), 2: unwritten}), "--modules", "1-2", "--prior", "own")
+    done = grade(submit({1: make_mutated("buffers not broadcast"), 2: unwritten}), "--modules", "1-2", "--prior", "own")
     assert done.status == 0 and "7 of 16 points" in done.errors
     points, failed = scores(done.result)
-    assert points == {1: 7, 2: 0} and failed == {"test_buffers_start_equal", *names_of(2)}
+    assert points == {1: 7, 2: 0} and failed == {"test_buffers_start_equal", *list_check_names(2)}
     told = {test["output"] for test in done.result["tests"] if test["number"].startswith("2.")}
     assert told == {
         "Expected:     module 2, part (a) is written\n"
         "Got:          it is still the skeleton's `raise NotImplementedError`"
     }
-    assert validated(json.dumps(done.result), "gradescope") == (7, 16, False)
+    assert read_validated(json.dumps(done.result), "gradescope") == (7, 16, False)
 
 
 def test_skeletons_get_nothing(grade):
     done = grade(ROOT / "lessons", "--modules", "1,7")
-    assert done.status == 0 and validated(json.dumps(done.result), "gradescope") == (0, 16, False)
+    assert done.status == 0 and read_validated(json.dumps(done.result), "gradescope") == (0, 16, False)
 
 
 @pytest.mark.parametrize("form", ["flat", "clone", "zip", "zip of a directory"])
@@ -389,14 +397,14 @@ def test_missing_modules_and_broken_checks_count(grade, submit, monkeypatch):
     checks = [Check(number, f"test_{number}", "A check.", 5, falls_over) for number in (1, 2, 3)]
     monkeypatch.setattr(grading, "collect", lambda entries: checks)
     done = grade(submit({1: None, 2: "def f(:\n"}, upto=3), "--modules", "1-3")
-    assert validated(json.dumps(done.result), "gradescope") == (0, 15, False)
+    assert read_validated(json.dumps(done.result), "gradescope") == (0, 15, False)
     told = [test["output"] for test in done.result["tests"]]
     assert "module 1 is missing" in told[0] and "flat_ddp.py, line 1: invalid syntax" in told[1]
     assert "could not examine what the ranks returned (ZeroDivisionError: in the check)" in told[2]
 
 
 def test_seed_repeats_a_grading(grade, submit):
-    place, check = submit({1: mutated("divided by a literal 2")}), ["test_gradients_are_averaged"]
+    place, check = submit({1: make_mutated("divided by a literal 2")}), ["test_gradients_are_averaged"]
     first = grade(place, "--modules", "1", only=check)
     seed = first.result["output"].split("seed ")[1].split()[0]
     again = grade(place, "--modules", "1", "--seed", seed, only=check)
@@ -405,19 +413,19 @@ def test_seed_repeats_a_grading(grade, submit):
     assert told[0] == told[1] != told[2]
 
 
-def names_of(number):
-    """The names of a module's checks, in order."""
+def list_check_names(number):
+    """Return the names of a module's checks, in order."""
     return [check.name for check in list_checks(get_module(number))]
 
 
 def one_check(number):
-    """The name of a module's first check that averages gradients, for which replicas must be equal."""
-    return next(name for name in names_of(number) if "averaged" in name)
+    """Return the name of a module's first check that needs equal replicas."""
+    return next(name for name in list_check_names(number) if "averaged" in name)
 
 
 def test_an_error_costs_its_points_once(grade, submit):
     """Module 1 is wrong, 2 to 5 are right: auto and reference take points for module 1 only, own takes more."""
-    place = submit({1: mutated("broadcast from the last rank")}, upto=5)
+    place = submit({1: make_mutated("broadcast from the last rank")}, upto=5)
     names = {"test_parameters_start_equal", "test_one_all_reduce_per_parameter", *map(one_check, range(2, 6))}
     for prior, modules, lost in (("auto", "1-5", {1}), ("reference", "1-2", {1}), ("own", "1-2", {1, 2})):
         done = grade(place, "--modules", modules, "--prior", prior, only=names)
@@ -445,7 +453,7 @@ class Simulated:
         monkeypatch.setattr(grading, "run_check", self.run_check)
 
     def run_check(self, check, target, conditions, prior_source):
-        index = names_of(check.module).index(check.name)
+        index = list_check_names(check.module).index(check.name)
         ending, seconds = self.attempt(check.module, index, prior_source)
         if self.now + seconds >= conditions.ends_at:
             ending, seconds = "deadline", conditions.ends_at - self.now
@@ -459,7 +467,7 @@ class Simulated:
         return grading.grade(ROOT / "solutions", entries, seed=1, prior=prior, total_s=total_s)
 
 
-def lost(state):
+def count_lost_points(state):
     """Return the points that each module lost."""
     points = {number: sum(o.check.points - o.score for o in outcomes) for number, outcomes in state.modules()}
     return {number: lost for number, lost in points.items() if lost}
@@ -475,7 +483,7 @@ def test_an_endless_loop_costs_its_module_only(monkeypatch, seconds):
         monkeypatch, lambda module, _, source: OWN_HANGS if module == 1 or source == "own" else ("passed", seconds)
     )
     state = simulated.grade()
-    assert lost(state) == {1: 8} and state.score == 92
+    assert count_lost_points(state) == {1: 8} and state.score == 92
     assert simulated.now == 40 + 54 * seconds, "two deadlines, and every check of the other modules once"
     assert all(source == "reference" for module, _, source in simulated.attempts if module > 1)
     told = [outcome.verdict.got for outcome in state.list_outcomes(1)]
@@ -488,7 +496,7 @@ def test_a_module_that_is_slow_costs_itself_only(monkeypatch):
     """No check reaches its deadline, and without shares of the time module 1 alone would use all of it."""
     simulated = Simulated(monkeypatch, lambda module, _, source: ("passed", 70.0 if source == "own" else 0.5))
     state = simulated.grade()
-    assert set(lost(state)) == {1} and simulated.now <= 480
+    assert set(count_lost_points(state)) == {1} and simulated.now <= 480
     simulated = Simulated(monkeypatch, lambda *_: ("passed", 9.0))
     [text] = {formats.format_feedback(outcome) for outcome in simulated.grade("own", total_s=64).list_outcomes(1)[1:]}
     assert text == "This check was not run, because module 1 has used up its share of the time limit (8 s)."
@@ -500,7 +508,7 @@ def test_a_deadlock_sends_later_modules_to_the_reference_and_stops_nothing(monke
 
     simulated = Simulated(monkeypatch, attempt)
     state = simulated.grade()
-    assert lost(state) == {1: list_checks(get_module(1))[2].points}
+    assert count_lost_points(state) == {1: list_checks(get_module(1))[2].points}
     assert len(simulated.attempts) == 61 and simulated.now == 3 + 60 * 0.5
 
 
@@ -516,7 +524,7 @@ def test_what_can_still_be_earned_comes_before_what_is_repeated(monkeypatch):
 
     simulated = Simulated(monkeypatch, attempt)
     state = simulated.grade()
-    assert lost(state) == {1: 8, 5: 15}
+    assert count_lost_points(state) == {1: 8, 5: 15}
     order = list(dict.fromkeys((module, source) for module, _, source in simulated.attempts))
     first = [(1, "own"), (2, "own"), *((number, "reference") for number in range(3, 9))]
     assert order == [*first, (2, "reference"), (4, "own"), (5, "own")]
@@ -557,10 +565,10 @@ def test_a_real_endless_loop_in_module_1(grade, submit, monkeypatch):
     beginning = "    for tensor in [*module.parameters(), *module.buffers()]:\n"
     looping = reference(1).replace(beginning, LOOP + beginning, 1)
     assert looping != reference(1)
-    names = {*names_of(1), *(one_check(number) for number in range(2, 6))}
+    names = {*list_check_names(1), *(one_check(number) for number in range(2, 6))}
     done = grade(submit({1: looping}, upto=5), "--modules", "1-5", "--limit", "120", only=names)
     points, failed = scores(done.result)
-    assert failed == set(names_of(1)) and points[1] == 0, done.result
+    assert failed == set(list_check_names(1)) and points[1] == 0, done.result
     told = [test["output"] for test in done.result["tests"] if test["number"].startswith("1.")]
     assert all("stopped after 8 s" in text for text in told[:2])
     assert all("module 1 was stopped: 2 of its checks did not end" in text for text in told[2:])
@@ -570,7 +578,7 @@ def test_a_real_endless_loop_in_module_1(grade, submit, monkeypatch):
 def test_a_module_that_needs_its_own_broken_one_fails(grade, submit):
     """Module 2 uses a name that only the submission's module 1 has, and that module is wrong."""
     mine = (
-        mutated("broadcast from the last rank")
+        make_mutated("broadcast from the last rank")
         + "\n\ndef share(module, group):\n    broadcast_module_state(module, group)\n"
     )
     wanting = reference(2).replace("import broadcast_module_state", "import share")
@@ -666,7 +674,7 @@ def test_what_cannot_be_graded_says_so_in_its_results(grade, tmp_path):
     (tmp_path / "mine.zip").write_text("no zip")
     done = grade(tmp_path / "mine.zip")
     assert done.status == 2
-    assert validated(json.dumps(done.result), "gradescope") == (0, 100, True)
+    assert read_validated(json.dumps(done.result), "gradescope") == (0, 100, True)
     assert "mine.zip cannot be unpacked: File is not a zip file" in done.result["output"]
 
 
@@ -693,12 +701,12 @@ def test_selected_modules(text):
 
 @pytest.fixture
 def grader(tmp_path, submit):
-    """Starts a grader with a temporary directory of its own; gives the process, its results file and that directory."""
+    """Start a grader with its own temporary directory. Return the process, its results file and that directory."""
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     out = tmp_path / "results.json"
     with zipfile.ZipFile(tmp_path / "mine.zip", "w") as bundle:
-        bundle.writestr("naive_ddp.py", mutated("buffers not broadcast"))
+        bundle.writestr("naive_ddp.py", make_mutated("buffers not broadcast"))
     options = ["grade", "--submission", str(tmp_path / "mine.zip"), "--modules", "1,2", "--out", str(out)]
     process = subprocess.Popen(
         [sys.executable, "-m", "brigade.cli", *options],
@@ -719,7 +727,7 @@ def sample(grader, until):
     while time.monotonic() < ends_at and grader.process.poll() is None:
         if grader.out.exists():
             text = grader.out.read_text()
-            score, most, unfinished = validated(text, "gradescope")
+            score, most, unfinished = read_validated(text, "gradescope")
             assert most == 16 and unfinished and score >= best
             best = score
             finished = sum(test["output"] != UNFINISHED for test in json.loads(text)["tests"])
@@ -730,7 +738,7 @@ def sample(grader, until):
     raise AssertionError(f"the grader ended or took too long: {seen}")
 
 
-def gone(processes):
+def is_gone(processes):
     return not psutil.wait_procs(processes, timeout=30)[1]
 
 
@@ -742,9 +750,9 @@ def test_killed_at_any_moment_the_results_are_valid(moment, grader):
     children = psutil.Process(grader.process.pid).children(recursive=True)
     grader.process.kill()
     grader.process.wait()
-    score, most, unfinished = validated(grader.out.read_text(), "gradescope")
+    score, most, unfinished = read_validated(grader.out.read_text(), "gradescope")
     assert most == 16 and unfinished and (score >= 1) == (moment == "checks run")
-    assert gone(children)
+    assert is_gone(children)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -757,8 +765,8 @@ def test_interrupted_it_puts_everything_away(number, grader):
     _, errors = grader.process.communicate(timeout=60)
     assert grader.process.returncode == 130 and errors.endswith("brigade: stopped\n"), errors
     assert "Traceback" not in errors
-    assert validated(grader.out.read_text(), "gradescope")[2]
-    assert gone(children) and not list(grader.scratch.iterdir())
+    assert read_validated(grader.out.read_text(), "gradescope")[2]
+    assert is_gone(children) and not list(grader.scratch.iterdir())
     assert not list(grader.out.parent.glob(".*"))
 
 

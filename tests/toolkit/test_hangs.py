@@ -14,8 +14,8 @@ DEADLINE_S = 5.0  # a deadlock is told long before it
 LOOP_S = 3.0
 
 
-def verdict(old, new, deadline_s=DEADLINE_S):
-    """What a student reads whose module 3 has `new` for `old`, and how long it took; no rank may be left."""
+def check_replacement(old, new, deadline_s=DEADLINE_S):
+    """Replace `old` by `new` in module 3. Return the feedback and the seconds, and check that no rank is left."""
     text = (ROOT / "solutions" / MODULE_3.path).read_text()
     assert text.count(old) == 1
     ranks.SERVER.start()
@@ -30,19 +30,19 @@ def verdict(old, new, deadline_s=DEADLINE_S):
 
 
 def test_endless_loop_in_a_hook():
-    told, _ = verdict(LAUNCH, "while dist.get_rank() == 1: pass\n            " + LAUNCH, LOOP_S)
+    told, _ = check_replacement(LAUNCH, "while dist.get_rank() == 1: pass\n            " + LAUNCH, LOOP_S)
     assert "stopped after 3 s" in told
     assert "rank 1 is in backward" in told and "in launch" in told  # the line it stands on
     assert "rank 0 waits in all_reduce #" in told and "which rank 1 never launched" in told
 
 
 def test_endless_loop_on_all_ranks():
-    told, _ = verdict(LAUNCH, "while True: pass\n            " + LAUNCH, LOOP_S)
+    told, _ = check_replacement(LAUNCH, "while True: pass\n            " + LAUNCH, LOOP_S)
     assert "rank 0 is in backward" in told and "rank 1 is in backward" in told
 
 
 def test_a_rank_that_leaves():
-    told, seconds = verdict(LAUNCH, LAUNCH + "\n            import os; dist.get_rank() == 1 and os._exit(0)")
+    told, seconds = check_replacement(LAUNCH, LAUNCH + "\n            import os; dist.get_rank() == 1 and os._exit(0)")
     assert "rank 1 ended without a result (exit code 0)" in told
     assert seconds < DEADLINE_S
 
@@ -58,13 +58,15 @@ def test_collectives_in_different_orders():
         "            return"
     )
     for _ in range(3):
-        told, seconds = verdict(LAUNCH, reversed_on_rank_1)
+        told, seconds = check_replacement(LAUNCH, reversed_on_rank_1)
         assert "called all_reduce #" in told and "where rank" in told and "in the same order" in told
         assert seconds < DEADLINE_S
 
 
 def test_one_launch_too_few():
-    told, seconds = verdict(LAUNCH, "if dist.get_rank() and parameter.dim() == 1: return\n            " + LAUNCH)
+    told, seconds = check_replacement(
+        LAUNCH, "if dist.get_rank() and parameter.dim() == 1: return\n            " + LAUNCH
+    )
     assert "some ranks skip" in told
     assert seconds < DEADLINE_S
 

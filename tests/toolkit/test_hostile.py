@@ -37,7 +37,7 @@ from brigade.grade.outcome import Grading, make_empty_grading
 from brigade.runner import monitor, ranks, sandbox, server
 from scenarios import training
 
-CASES = hostile.every_case()
+CASES = hostile.list_cases()
 PROOF = Path("/tmp/was-here")  # what attacks write when they run where they should not
 CAP_SYS_ADMIN, PR_CAPBSET_DROP = 21, 24
 
@@ -49,7 +49,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module", autouse=True)
 def user() -> Iterator[int]:
-    """The user that ranks run as in this file, with a fork server of its own."""
+    """Return the user of the ranks in this file, who has a separate fork server."""
     os.environ["COURSE_SECRET"] = "the grader's own secret"
     ranks.SERVER.close()
     try:
@@ -67,11 +67,11 @@ def user() -> Iterator[int]:
 
 @pytest.fixture(scope="module")
 def usual_s(user: int) -> float:
-    """Seconds that a run of two ranks takes before any submission has run."""
-    return seconds_of_runs()
+    """Return the seconds that a run of two ranks takes before any submission has run."""
+    return time_runs()
 
 
-def seconds_of_runs() -> float:
+def time_runs() -> float:
     seconds = []
     for _ in range(5):
         start = time.monotonic()
@@ -82,7 +82,7 @@ def seconds_of_runs() -> float:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One world size for each check, and no long look at a deadlock."""
+    """Use one world size for each check, and detect deadlocks sooner."""
     monkeypatch.setattr(CheckContext, "worlds", lambda self, *sizes: [2] if len(sizes) > 1 else list(sizes))
     monkeypatch.setattr(monitor, "QUIET_S", 0.3)
 
@@ -119,7 +119,7 @@ class Graded:
         )
 
 
-def processes_of(uid: int) -> list[psutil.Process]:
+def list_processes(uid: int) -> list[psutil.Process]:
     """The user's processes. One that has ended counts unless init has inherited it: init reaps when it likes to."""
     ours = {os.getpid(), ranks.SERVER._process.pid if ranks.SERVER._process else None}
     found = []
@@ -131,7 +131,7 @@ def processes_of(uid: int) -> list[psutil.Process]:
     return found
 
 
-def files_of(uid: int) -> list[str]:
+def list_files(uid: int) -> list[str]:
     found = []
     for place in sandbox.PRIVATE_DIRECTORIES:
         for entry in os.scandir(place) if os.path.isdir(place) else ():
@@ -142,9 +142,9 @@ def files_of(uid: int) -> list[str]:
 
 
 def expect_nothing_left(uid: int) -> None:
-    """No process, file or shared memory of the user; a fork server that runs."""
-    assert processes_of(uid) == []
-    assert files_of(uid) == []
+    """Check that the user has no process, file or shared memory, and that the fork server runs."""
+    assert list_processes(uid) == []
+    assert list_files(uid) == []
     assert not PROOF.exists()
     assert not list(ranks.SERVER.scratch.glob("run-*"))
     segments = Path("/proc/sysvipc/shm").read_text().splitlines()[1:]
@@ -152,7 +152,7 @@ def expect_nothing_left(uid: int) -> None:
     assert ranks.SERVER._process.poll() is None
 
 
-def submission_in(directory: Path) -> Path:
+def write_submission(directory: Path) -> Path:
     archive = directory / "submission.zip"
     return archive if archive.exists() else directory
 
@@ -166,13 +166,13 @@ def submission(tmp_path: Path) -> Iterator[Path]:
 
 
 def expect_fair(case: hostile.Hostile, directory: Path, uid: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It gets what it is worth, in time, and leaves nothing behind."""
+    """Check that a submission gets the right score in time and leaves nothing behind."""
     if case.checks:
         collect = grading.collect
         monkeypatch.setattr(grading, "collect", lambda entries: [o for o in collect(entries) if o.name in case.checks])
     case.make(directory)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    graded = Graded(submission_in(directory), directory.parent / "results.json", case)
+    graded = Graded(write_submission(directory), directory.parent / "results.json", case)
     assert graded.state.score == case.score, graded.failures()
     assert graded.told or graded.state.count_unfinished() == 0
     assert graded.seconds < case.limit_s + 5
@@ -213,11 +213,11 @@ def test_no_rank_holds_what_the_checks_know(monkeypatch):
     case = Case(random.Random(5), "Plain", 2)
     [seed] = random.Random(6).sample(range(2**30, 2**31), 1)
     raw = [
-        {"weights": bytes_of(case.states[r]["layers.0.weight"]), "batch": bytes_of(case.batches[r][0][0]["x"])}
+        {"weights": get_bytes(case.states[r]["layers.0.weight"]), "batch": get_bytes(case.batches[r][0][0]["x"])}
         for r in (0, 1)
     ]
     common = {
-        "expected": bytes_of(case.gradients()["layers.0.weight"]),
+        "expected": get_bytes(case.gradients()["layers.0.weight"]),
         "checks": b"expect_gradients(results, case",
         "solution": b"dist.all_reduce(parameter.grad, group=self.process_group",
         "results": b"results.json",
@@ -229,7 +229,7 @@ def test_no_rank_holds_what_the_checks_know(monkeypatch):
     def look_and_end(run: monitor.Monitor) -> None:
         for rank in run.ranks:
             needles = {f"rank {r}'s {what}": data for r in (0, 1) for what, data in raw[r].items()} | common
-            regions = memory_of(rank.pid)
+            regions = read_memory(rank.pid)
             found.append({name for region in regions for name, needle in needles.items() if needle in region})
         end(run)
 
@@ -247,12 +247,12 @@ def test_no_rank_holds_what_the_checks_know(monkeypatch):
     assert found == [{f"rank {r}'s {what}" for what in raw[r]} for r in (0, 1)]
 
 
-def bytes_of(tensor: torch.Tensor) -> bytes:
+def get_bytes(tensor: torch.Tensor) -> bytes:
     return bytes(tensor.contiguous().flatten().view(torch.uint8).tolist())
 
 
-def memory_of(pid: int) -> Iterator[bytes]:
-    """What is resident of the memory that a process can write to."""
+def read_memory(pid: int) -> Iterator[bytes]:
+    """Return the resident part of the memory that a process can write to."""
     regions = re.findall(
         r"^([0-9a-f]+)-([0-9a-f]+) rw.*?^Rss: +(\d+) kB", Path(f"/proc/{pid}/smaps").read_text(), re.M | re.S
     )
@@ -372,7 +372,7 @@ def test_a_rank_that_is_killed_from_outside_costs_one_check(user, submission, tm
 
     def kill_soon(state: Grading) -> None:
         if finished(state) == AT_WORK:
-            threading.Thread(target=kill_first_process_of, args=(user,)).start()
+            threading.Thread(target=kill_first_process, args=(user,)).start()
 
     graded = Graded(submission, tmp_path / "results.json", RIGHT, kill_soon)
     [failed] = [outcome for outcome in graded.state.outcomes if not outcome.passed]
@@ -380,8 +380,8 @@ def test_a_rank_that_is_killed_from_outside_costs_one_check(user, submission, tm
     expect_nothing_left(user)
 
 
-def kill_first_process_of(uid: int) -> None:
-    while not (found := processes_of(uid)):
+def kill_first_process(uid: int) -> None:
+    while not (found := list_processes(uid)):
         time.sleep(0.001)
     found[0].kill()
 
@@ -423,16 +423,16 @@ def test_a_grader_that_is_killed_takes_the_submission_along(submission, tmp_path
         with open(f"/run/brigade/{uid}", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # another grader may have taken the user meanwhile
             give_up = time.monotonic() + 5
-            while (processes_of(uid) or files_of(uid)) and time.monotonic() < give_up:
+            while (list_processes(uid) or list_files(uid)) and time.monotonic() < give_up:
                 time.sleep(0.02)
-            assert not processes_of(uid) and not files_of(uid)
+            assert not list_processes(uid) and not list_files(uid)
 
 
 def test_afterwards_the_reference_gets_everything_as_fast_as_ever(user, usual_s, submission, tmp_path):
     RIGHT.make(submission)
     graded = Graded(submission, tmp_path / "results.json", RIGHT)
     assert graded.state.score == 8, graded.failures()
-    assert seconds_of_runs() < 2 * usual_s + 0.2
+    assert time_runs() < 2 * usual_s + 0.2
 
 
 # ---- without namespaces
@@ -440,7 +440,7 @@ def test_afterwards_the_reference_gets_everything_as_fast_as_ever(user, usual_s,
 
 @pytest.fixture(scope="module")
 def bare(user: int) -> Iterator[None]:
-    """A fork server that may be root but not mount anything nor leave the network, as in most containers."""
+    """Use a fork server that is root but cannot mount or leave the network, as in most containers."""
 
     def give_up() -> None:
         ctypes.CDLL(None).prctl(PR_CAPBSET_DROP, CAP_SYS_ADMIN, 0, 0, 0)

@@ -30,11 +30,11 @@ def lay(directory: Path, files: dict[str, str | bytes]) -> Path:
     return directory
 
 
-def below(place: str, files: dict = LESSONS) -> dict:
+def list_below(place: str, files: dict = LESSONS) -> dict:
     return {f"{place}/{name}": content for name, content in files.items()}
 
 
-def zipped(files: dict) -> bytes:
+def make_zip(files: dict) -> bytes:
     data = io.BytesIO()
     with zipfile.ZipFile(data, "w", zipfile.ZIP_DEFLATED) as bundle:
         for name, content in files.items():
@@ -42,7 +42,7 @@ def zipped(files: dict) -> bytes:
     return data.getvalue()
 
 
-def tarred(files: dict, mode: str = "w:gz", form: int = tarfile.PAX_FORMAT) -> bytes:
+def make_tar(files: dict, mode: str = "w:gz", form: int = tarfile.PAX_FORMAT) -> bytes:
     data = io.BytesIO()
     with tarfile.open(fileobj=data, mode=mode, format=form) as bundle:
         for name, content in files.items():
@@ -53,7 +53,7 @@ def tarred(files: dict, mode: str = "w:gz", form: int = tarfile.PAX_FORMAT) -> b
     return data.getvalue()
 
 
-def taken(path: Path) -> tuple[dict[int, str], str]:
+def read_modules(path: Path) -> tuple[dict[int, str], str]:
     """Return the text of each module that is found, and the notes."""
     with incoming.open_submission(path) as found:
         files = {entry.number: find(found.directory, entry) for entry in MODULES}
@@ -62,37 +62,39 @@ def taken(path: Path) -> tuple[dict[int, str], str]:
 
 ALL = {entry.number: f"own {entry.number}" for entry in MODULES}
 FLAT = {entry.path.name: f"own {entry.number}" for entry in MODULES}
-CLONE = {**below("lessons"), **below("solutions", dict.fromkeys(LESSONS, "theirs"))}
+CLONE = {**list_below("lessons"), **list_below("solutions", dict.fromkeys(LESSONS, "theirs"))}
 LAYOUTS = {
     "lessons": LESSONS,
     "flat files": FLAT,
     "a clone": CLONE,
-    "the student edition": {**below("lessons"), **below("skeletons", dict.fromkeys(LESSONS, "theirs"))},
-    "a clone in a directory": below("repository", CLONE),
-    "deep": below("deep/a/b/lessons"),
-    "flat and deep": below("a/b/c", FLAT),
-    "Moodle, a zip": {"submission.zip": zipped(LESSONS)},
-    "Moodle, a zip of a directory": {"Submission.ZIP": zipped(below("my work/lessons"))},
-    "a zip from Windows": {"submission.zip": zipped({n.replace("/", "\\"): t for n, t in below("work").items()})},
-    "a zip from a Mac": {"submission.zip": zipped({**LESSONS, **below("__MACOSX", LESSONS)})},
-    "a zip in a directory": {"a/b/submission.zip": zipped(LESSONS), "a/report.pdf": b"%PDF"},
-    "a tar.gz": {"submission.tar.gz": tarred(below("./work"))},
-    "a tgz in GNU's format": {"submission.tgz": tarred(below("long" * 40), form=tarfile.GNU_FORMAT)},
-    "a tar with long paths": {"submission.tar": tarred(below("long" * 40), "w")},
-    "a tar of the oldest kind": {"submission.tar": tarred(LESSONS, "w", tarfile.USTAR_FORMAT)},
+    "the student edition": {**list_below("lessons"), **list_below("skeletons", dict.fromkeys(LESSONS, "theirs"))},
+    "a clone in a directory": list_below("repository", CLONE),
+    "deep": list_below("deep/a/b/lessons"),
+    "flat and deep": list_below("a/b/c", FLAT),
+    "Moodle, a zip": {"submission.zip": make_zip(LESSONS)},
+    "Moodle, a zip of a directory": {"Submission.ZIP": make_zip(list_below("my work/lessons"))},
+    "a zip from Windows": {
+        "submission.zip": make_zip({n.replace("/", "\\"): t for n, t in list_below("work").items()})
+    },
+    "a zip from a Mac": {"submission.zip": make_zip({**LESSONS, **list_below("__MACOSX", LESSONS)})},
+    "a zip in a directory": {"a/b/submission.zip": make_zip(LESSONS), "a/report.pdf": b"%PDF"},
+    "a tar.gz": {"submission.tar.gz": make_tar(list_below("./work"))},
+    "a tgz in GNU's format": {"submission.tgz": make_tar(list_below("long" * 40), form=tarfile.GNU_FORMAT)},
+    "a tar with long paths": {"submission.tar": make_tar(list_below("long" * 40), "w")},
+    "a tar of the oldest kind": {"submission.tar": make_tar(LESSONS, "w", tarfile.USTAR_FORMAT)},
 }
 
 
 @pytest.mark.parametrize("files", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_modules_are_found_wherever_they_lie(tmp_path, files):
-    modules, notes = taken(lay(tmp_path / "Jane Doe_98765_assignsubmission_file", files))
+    modules, notes = read_modules(lay(tmp_path / "Jane Doe_98765_assignsubmission_file", files))
     assert modules == ALL and notes == ""
 
 
 @pytest.mark.parametrize("name", ["handed_in.tar.gz", "handed_in.tgz", "handed_in.tar", "handed_in.zip"])
 def test_an_archive_itself(tmp_path, name):
-    content = zipped(LESSONS) if name.endswith("zip") else tarred(LESSONS, "w" if name.endswith("tar") else "w:gz")
-    assert taken(lay(tmp_path, {name: content}) / name) == (ALL, "")
+    content = make_zip(LESSONS) if name.endswith("zip") else make_tar(LESSONS, "w" if name.endswith("tar") else "w:gz")
+    assert read_modules(lay(tmp_path, {name: content}) / name) == (ALL, "")
 
 
 NOTES = {
@@ -108,7 +110,7 @@ NOTES = {
         "No module file was found, such as naive_ddp.py. Found instead: 0.txt, 1.txt, 2.txt, 3.txt, 4.txt and 4 more",
     ),
     "a zip without modules": (
-        {"submission.zip": zipped({"notes.txt": ""})},
+        {"submission.zip": make_zip({"notes.txt": ""})},
         {},
         "No module file was found, such as naive_ddp.py. Found instead: notes.txt",
     ),
@@ -118,12 +120,12 @@ NOTES = {
         "Module files are in several places. Graded: week2. Not graded: week1/naive_ddp.py",
     ),
     "a zip beside modules": (
-        {"naive_ddp.py": "own", "old.zip": zipped(LESSONS)},
+        {"naive_ddp.py": "own", "old.zip": make_zip(LESSONS)},
         {1: "own"},
         "Not unpacked, because there are module files beside it: old.zip",
     ),
     "what could meddle, in a zip": (
-        {"submission.zip": zipped({"naive_ddp.py": "own", "a/torch/__init__.py": "", "conftest.py": ""})},
+        {"submission.zip": make_zip({"naive_ddp.py": "own", "a/torch/__init__.py": "", "conftest.py": ""})},
         {1: "own"},
         "Ignored, and worth a look: a/torch, conftest.py",
     ),
@@ -138,10 +140,10 @@ NOTES = {
 @pytest.mark.parametrize(("files", "modules", "note"), NOTES.values(), ids=NOTES.keys())
 def test_what_an_instructor_should_know_is_noted(tmp_path, files, modules, note):
     (tmp_path / "handed in").mkdir()
-    assert taken(lay(tmp_path / "handed in", files)) == (modules, note)
+    assert read_modules(lay(tmp_path / "handed in", files)) == (modules, note)
 
 
-def refusal(path: Path) -> str:
+def get_refusal(path: Path) -> str:
     with pytest.raises(CourseError) as caught, incoming.open_submission(path):
         pass
     message = str(caught.value)
@@ -150,15 +152,15 @@ def refusal(path: Path) -> str:
 
 
 def test_two_archives_are_a_question(tmp_path):
-    lay(tmp_path, {"one.zip": zipped(LESSONS), "two.tar.gz": tarred(LESSONS)})
-    assert refusal(tmp_path) == "no module file was found, but 2 archives: one.zip, two.tar.gz; keep one"
+    lay(tmp_path, {"one.zip": make_zip(LESSONS), "two.tar.gz": make_tar(LESSONS)})
+    assert get_refusal(tmp_path) == "no module file was found, but 2 archives: one.zip, two.tar.gz; keep one"
 
 
 # ---- hostile
 
 
-def special(kind: bytes, **fields) -> bytes:
-    """A tar with one member of this kind, named like a module, and then module 2."""
+def make_special_tar(kind: bytes, **fields) -> bytes:
+    """Return a tar with a member of this kind named like a module, followed by module 2."""
     data = io.BytesIO()
     with tarfile.open(fileobj=data, mode="w:gz") as bundle:
         info = tarfile.TarInfo(FIRST.path.name)
@@ -173,23 +175,23 @@ def special(kind: bytes, **fields) -> bytes:
 
 
 SPECIAL = {
-    "a link": special(tarfile.SYMTYPE, linkname="/etc/passwd"),
-    "a hard link": special(tarfile.LNKTYPE, linkname="/etc/passwd"),
-    "a device": special(tarfile.CHRTYPE, devmajor=1, devminor=5),
-    "a pipe": special(tarfile.FIFOTYPE),
-    "a directory": special(tarfile.DIRTYPE),
+    "a link": make_special_tar(tarfile.SYMTYPE, linkname="/etc/passwd"),
+    "a hard link": make_special_tar(tarfile.LNKTYPE, linkname="/etc/passwd"),
+    "a device": make_special_tar(tarfile.CHRTYPE, devmajor=1, devminor=5),
+    "a pipe": make_special_tar(tarfile.FIFOTYPE),
+    "a directory": make_special_tar(tarfile.DIRTYPE),
 }
 
 
 @pytest.mark.parametrize("data", SPECIAL.values(), ids=SPECIAL.keys())
 def test_of_a_tar_only_ordinary_files_are_taken(tmp_path, data):
-    assert taken(lay(tmp_path, {"submission.tgz": data}))[0] == {2: "own 2"}
+    assert read_modules(lay(tmp_path, {"submission.tgz": data}))[0] == {2: "own 2"}
 
 
 @pytest.mark.parametrize("place", ["..", "../..", "a/../..", "/tmp/was-here", ""])
-@pytest.mark.parametrize("pack", [zipped, tarred])
+@pytest.mark.parametrize("pack", [make_zip, make_tar])
 def test_paths_that_lead_out_are_not_taken(tmp_path, place, pack):
-    modules, notes = taken(lay(tmp_path, {"submission.zip": pack(below(place))}))
+    modules, notes = read_modules(lay(tmp_path, {"submission.zip": pack(list_below(place))}))
     assert modules == {} and notes.startswith("No module file was found")
     assert [path.name for path in tmp_path.rglob("*")] == ["submission.zip"]
     assert not Path("/tmp/was-here").exists()
@@ -200,16 +202,16 @@ def test_a_link_in_a_zip_is_not_taken(tmp_path):
     info.external_attr = (stat.S_IFLNK | 0o777) << 16
     with zipfile.ZipFile(tmp_path / "submission.zip", "w") as bundle:
         bundle.writestr(info, "/etc/passwd")
-    assert taken(tmp_path)[0] == {}
+    assert read_modules(tmp_path)[0] == {}
 
 
 def test_an_archive_that_is_a_link_or_a_pipe_is_not_opened(tmp_path):
     """A link could lead to another student's submission."""
-    lay(tmp_path / "bob", {"submission.zip": zipped(LESSONS)})
+    lay(tmp_path / "bob", {"submission.zip": make_zip(LESSONS)})
     for name, make in (("ada", lambda path: path.symlink_to("../bob/submission.zip")), ("carl", os.mkfifo)):
         (tmp_path / name).mkdir()
         make(tmp_path / name / "submission.zip")
-        assert "submission.zip cannot be unpacked" in refusal(tmp_path / name)
+        assert "submission.zip cannot be unpacked" in get_refusal(tmp_path / name)
 
 
 def header(kind: bytes, size: int, name: str = FIRST.path.name) -> bytes:
@@ -254,28 +256,28 @@ def test_bombs_are_bounded(first, line):
 
 def test_a_bomb_in_an_archive_gets_one_line(tmp_path):
     data = gzip.compress(header(tarfile.REGTYPE, 1 << 30) + bytes(1 << 20))
-    assert "its end is missing" in refusal(lay(tmp_path, {"submission.tgz": data}))
+    assert "its end is missing" in get_refusal(lay(tmp_path, {"submission.tgz": data}))
     large = tmp_path / "large" / "submission.zip"
     large.parent.mkdir()
     with open(large, "wb") as file:
         file.truncate(incoming.MOST_ARCHIVE_BYTES + 1)
-    assert "larger than 30000000 bytes" in refusal(large.parent)
+    assert "larger than 30000000 bytes" in get_refusal(large.parent)
 
 
 @pytest.mark.parametrize("name", ["submission.zip", "submission.tar.gz", "submission.tar"])
 @pytest.mark.parametrize("cut", [0.1, 0.5, 0.9])
 def test_a_damaged_archive_gets_one_line(tmp_path, name, cut):
-    data = zipped(LESSONS) if name.endswith("zip") else tarred(LESSONS, "w" if name.endswith("tar") else "w:gz")
+    data = make_zip(LESSONS) if name.endswith("zip") else make_tar(LESSONS, "w" if name.endswith("tar") else "w:gz")
     data = data.rstrip(b"\0")  # a tar ends with zeros
-    assert "cannot be unpacked" in refusal(lay(tmp_path, {name: data[: int(cut * len(data))]}))
+    assert "cannot be unpacked" in get_refusal(lay(tmp_path, {name: data[: int(cut * len(data))]}))
 
 
 def test_only_a_hundred_modules_are_read_and_long_ones_in_part(tmp_path):
     names = {f"{n}/{FIRST.path.name}": "" for n in range(1000)} | {SECOND.path.name: b" " * 10_000_000}
-    with zipfile.ZipFile(io.BytesIO(zipped(names))) as bundle:
+    with zipfile.ZipFile(io.BytesIO(make_zip(names))) as bundle:
         files, modules = incoming.read_archive(bundle.fp, "submission.zip")
     assert len(files) == 1001 and len(modules) == incoming.MOST_FILES
-    with zipfile.ZipFile(io.BytesIO(zipped(dict(reversed(names.items()))))) as bundle:
+    with zipfile.ZipFile(io.BytesIO(make_zip(dict(reversed(names.items()))))) as bundle:
         assert (
             len(incoming.read_archive(bundle.fp, "submission.zip")[1][SECOND.path.name])
             == incoming.MAX_SOURCE_BYTES + 1
@@ -299,7 +301,7 @@ def test_a_tree_1500_levels_deep_costs_only_what_is_there(tmp_path):
     finally:
         os.close(here)
     started = time.monotonic()
-    files, (modules, _) = incoming.walk(tmp_path), taken(tmp_path)
+    files, (modules, _) = incoming.walk(tmp_path), read_modules(tmp_path)
     seconds = time.monotonic() - started
     sandbox.remove(tmp_path / "d")  # it is too deep for pytest to remove
     assert files == [f"{place}/{FIRST.path.name}"] and incoming.choose_place(files) == place
@@ -307,18 +309,18 @@ def test_a_tree_1500_levels_deep_costs_only_what_is_there(tmp_path):
     assert seconds < 10, "seconds; 0.1 on a machine that does nothing else"
 
 
-@pytest.mark.parametrize("pack", [zipped, tarred])
+@pytest.mark.parametrize("pack", [make_zip, make_tar])
 @pytest.mark.parametrize("levels", [DEEP, 10_000])
 def test_an_archive_1500_levels_deep_costs_only_what_is_there(tmp_path, pack, levels):
     started = time.monotonic()
-    assert taken(lay(tmp_path, {"submission.zip": pack(below("/".join("d" * levels)))}))[0] == ALL
+    assert read_modules(lay(tmp_path, {"submission.zip": pack(list_below("/".join("d" * levels)))}))[0] == ALL
     assert time.monotonic() - started < 10
 
 
 def test_a_tree_with_too_many_entries_is_searched_from_above(tmp_path, monkeypatch):
     monkeypatch.setattr(incoming, "LOOKED_AT", 50)
     lay(tmp_path, {f"data/{n}": "" for n in range(200)} | {FIRST.path.as_posix(): "own 1"})
-    modules, _ = taken(tmp_path)
+    modules, _ = read_modules(tmp_path)
     assert modules == {1: "own 1"} and len(incoming.walk(tmp_path)) <= 50
 
 

@@ -25,7 +25,7 @@ def trusted(monkeypatch):
     monkeypatch.setattr(locks, "_trusted", {id(globals()): globals()})
 
 
-def as_stranger(source, **names):
+def run_as_stranger(source, **names):
     """Run code in its own namespace."""
     exec(source, namespace := {"__name__": "brigade.rank.recording", **names})
     return namespace.get("found")
@@ -46,7 +46,7 @@ def test_hidden_attributes_answer_to_trusted_code_only(trusted):
         "type(holder).work.fget(holder)",
     ):
         with pytest.raises(AttributeError, match="no such"):
-            as_stranger(look, holder=one, operator=operator)
+            run_as_stranger(look, holder=one, operator=operator)
     assert one.secret == 1 and one.work() == "worked"
 
 
@@ -65,7 +65,7 @@ def test_sealed_classes_are_changed_by_trusted_code_only(trusted):
     Closed.answer = 1
     for change in ("closed.answer = 2", "del closed.answer", "setattr(closed, 'answer', 2)"):
         with pytest.raises(AttributeError, match="Closed belongs to the grader"):
-            as_stranger(change, closed=Closed)
+            run_as_stranger(change, closed=Closed)
     assert Closed.answer == 1
 
 
@@ -83,7 +83,7 @@ def test_reserved_functions_refuse_with_a_sentence(trusted):
     locks.reserve(module, "work", "only some may", users=code)
     assert module.work() == "worked" and module.user() == "worked"
     with pytest.raises(RuntimeError, match="only some may"):
-        as_stranger("module.work()", module=module)
+        run_as_stranger("module.work()", module=module)
     with pytest.raises(RuntimeError, match="only some may"):  # in the user's namespace, but not its code
         exec(compile("work()", "module.py", "exec"), vars(module))
     with pytest.raises(RuntimeError, match="only some may"):  # the user's code, in another namespace

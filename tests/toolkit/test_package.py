@@ -49,7 +49,7 @@ def archive(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def gradescope(archive):
-    """A directory like Gradescope's /autograder after setup.sh, which everybody may enter."""
+    """Make a directory like Gradescope's /autograder after setup.sh, which everybody may enter."""
     root = Path(tempfile.mkdtemp(prefix="gradescope-"))
     root.chmod(0o755)
     unpack(archive, root / "source")
@@ -66,7 +66,7 @@ def unpack(archive, directory):
 
 
 def install(requirements, environment):
-    """A virtual environment with these requirements and theirs, linked from the one that runs the tests."""
+    """Make a virtual environment with these requirements, linked from the one that runs the tests."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
     [site] = environment.glob("lib/python*/site-packages")
     wanted = [Requirement(line) for line in requirements.read_text().splitlines()]
@@ -83,7 +83,7 @@ def install(requirements, environment):
                 (site / name).symlink_to(found.locate_file(name))
 
 
-def prepared(gradescope):
+def prepare(gradescope):
     """Its directories of a new submission, which is there already, and no results."""
     for name in ("submission", "results"):
         shutil.rmtree(gradescope / name, ignore_errors=True)
@@ -91,7 +91,7 @@ def prepared(gradescope):
     return gradescope / "submission", gradescope / "results" / "results.json"
 
 
-def started(gradescope, **options):
+def start_program(gradescope, **options):
     return subprocess.Popen(
         ["./run_autograder"],
         cwd=gradescope / "source",
@@ -104,7 +104,7 @@ def started(gradescope, **options):
 
 
 def open_up(directories):
-    """Everybody may enter these directories now, as far as this process and what it starts can see."""
+    """Let everybody enter these directories, as seen by this process and its children."""
     for closed in {place for path in directories for place in sandbox.list_closed_ancestors(path)}:
         handles = {path: os.open(path, os.O_PATH) for path in directories if sandbox.is_below(path, closed)}
         sandbox.mount("tmpfs", closed, "tmpfs", 0, "mode=755")
@@ -189,7 +189,7 @@ def test_setup_prints_its_commands_and_runs_none(archive, tmp_path):
 
 def test_a_submission_is_graded(gradescope, tmp_path, monkeypatch):
     """From `brigade submit` to results.json: full points for the right module, and the wrong one loses some."""
-    submission, results = prepared(gradescope)
+    submission, results = prepare(gradescope)
     mistake = next(mutant for mutant in mistakes.MUTANTS if mutant.name == "every parameter reduced by itself")
     for number, text in ((1, solution(1)), (2, mistake.apply(solution(2)))):
         path = tmp_path / get_module(number).path
@@ -202,7 +202,7 @@ def test_a_submission_is_graded(gradescope, tmp_path, monkeypatch):
         bundle.extractall(submission)
 
     began = time.monotonic()
-    process = started(gradescope)
+    process = start_program(gradescope)
     while not results.exists() and process.poll() is None:
         time.sleep(0.01)
     appeared = time.monotonic() - began
@@ -225,7 +225,7 @@ def test_a_submission_is_graded(gradescope, tmp_path, monkeypatch):
 @pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="Gradescope's containers run Linux as root")
 def test_a_container_without_mounts_is_isolated_by_permissions(gradescope):
     """What a root without CAP_SYS_ADMIN can do: a rank reads neither tests nor solutions nor results, and works."""
-    submission, results = prepared(gradescope)
+    submission, results = prepare(gradescope)
     (submission / get_module(1).path.name).write_text(solution(1) + NOSY.format(root=str(gradescope)))
 
     def like_a_container():
@@ -233,21 +233,21 @@ def test_a_container_without_mounts_is_isolated_by_permissions(gradescope):
             open_up((sys.prefix, sys.base_prefix))
         sandbox.prctl(PR_CAPBSET_DROP, CAP_SYS_ADMIN)
 
-    process = started(gradescope, preexec_fn=like_a_container)
+    process = start_program(gradescope, preexec_fn=like_a_container)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
     module_1 = [test for test in json.loads(results.read_text())["tests"] if "module 1" in test["tags"]]
     assert [test["output"] for test in module_1] == [""] * len(module_1)
 
 
-def blocks_of_the_guide(language):
+def list_guide_blocks(language):
     text = (ROOT / "docs" / "instructors.md").read_text()
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 
 def test_the_commands_in_the_instructors_guide_are_understood():
     """Each `brigade` command in docs/instructors.md, and each `make gradescope`, has options that exist."""
-    blocks = blocks_of_the_guide("sh") + blocks_of_the_guide("yaml")
+    blocks = list_guide_blocks("sh") + list_guide_blocks("yaml")
     commands = [shlex.split(line) for block in blocks for line in block.splitlines()]
     brigade = [words[words.index(name) + 1 :] for words in commands for name in words if name.endswith("bin/brigade")]
     assert len(brigade) > 5
@@ -263,7 +263,7 @@ def test_the_commands_in_the_instructors_guide_are_understood():
 def test_the_guides_autograder_for_classroom50(archive, tmp_path):
     """With a `sudo` that only notes what it is asked: set up, grade the checkout into result.json, hand that over."""
     unpack(archive, tmp_path / "bundle")
-    (tmp_path / "bundle" / "autograder.py").write_text(blocks_of_the_guide("python")[0])
+    (tmp_path / "bundle" / "autograder.py").write_text(list_guide_blocks("python")[0])
     for name in ("checkout", "bin"):
         (tmp_path / name).mkdir()
     (tmp_path / "bin" / "sudo").write_text(f"#!/bin/sh\necho $* >> {shlex.quote(str(tmp_path / 'asked'))}\n")

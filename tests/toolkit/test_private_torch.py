@@ -20,7 +20,7 @@ def test_names_of_the_coalescing_manager():
 
 
 def capture() -> dict:
-    """What the manager itself does with a good block, and with one that is left by an exception."""
+    """Return what the manager does with a good block, and with one that an exception leaves."""
     found = {}
     tensors = [torch.ones(2), torch.ones(3)]
     with c10d._coalescing_manager(async_ops=True) as handle:

@@ -1,4 +1,4 @@
-"""Running a function on N ranks: what comes back, how a run fails, and that nothing outlives it."""
+"""`run_ranks` returns results, reports failures, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ from brigade.runner.server import Server, sweep
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc, or a child subreaper")
 
 
-def descendants() -> set[psutil.Process]:
-    """The processes below this one, the fork server aside, and that of `multiprocessing` (in the test of speed)."""
+def list_descendants() -> set[psutil.Process]:
+    """Return the descendants of this process, except the fork servers of the toolkit and of `multiprocessing`."""
     exempt = {SERVER._process.pid if SERVER._process else None, resource_tracker._resource_tracker._pid}
     return {process for process in psutil.Process().children(recursive=True) if process.pid not in exempt}
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
-    """After every test: no process more than before it, and no directory of a run."""
-    before = descendants()
+    """Check after every test that no new process and no directory of a run is left."""
+    before = list_descendants()
     yield
-    assert descendants() - before == set()
+    assert list_descendants() - before == set()
     assert not list(SERVER.scratch.glob("run-*"))
 
 
-def alive(pid: int) -> bool:
-    """Whether the process runs; one that only waits to be reaped does not."""
+def is_alive(pid: int) -> bool:
+    """Return whether the process runs. One that only waits to be reaped does not."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -57,7 +57,7 @@ def alive(pid: int) -> bool:
 
 
 def wait_until(condition: Callable[[], Any], seconds: float) -> bool:
-    """Whether the condition came true in time."""
+    """Wait for a condition and return whether it became true in time."""
     ends_at = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > ends_at:
@@ -66,22 +66,22 @@ def wait_until(condition: Callable[[], Any], seconds: float) -> bool:
     return True
 
 
-def unlocked(path: Path) -> bool:
-    """Whether nobody holds the lock: a killed process has other threads, which end a little later."""
+def is_unlocked(path: Path) -> bool:
+    """Return whether nobody holds the lock. Other threads of a killed process end a little later."""
     with open(path, "r+") as file, contextlib.suppress(BlockingIOError):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
     return False
 
 
-def failure_of(function: Callable[..., Any], *args: Any, **options: Any) -> RankFailure:
+def get_failure(function: Callable[..., Any], *args: Any, **options: Any) -> RankFailure:
     with pytest.raises(RankFailure) as caught:
         run_ranks(function, *args, **options)
     return caught.value
 
 
-def line_of(mark: str) -> int:
-    """The line of rank_functions.py that contains `mark`."""
+def find_line(mark: str) -> int:
+    """Return the number of the line of rank_functions.py that contains `mark`."""
     lines = Path(functions.__file__).read_text().splitlines()
     [number] = [number for number, line in enumerate(lines, 1) if mark in line]
     return number
@@ -141,7 +141,7 @@ def test_events_that_come_in_batches_are_all_there():
         launches = [event["index"] for event in events if event["kind"] == "launch"]
         assert launches == list(range(200))
         assert [event for number, event in heard if number == rank] == events
-    failure = failure_of(functions.fail, 1, "no such luck", stream=False)
+    failure = get_failure(functions.fail, 1, "no such luck", stream=False)
     assert failure.summary == "rank 1 raised ValueError: no such luck"
 
 
@@ -175,7 +175,7 @@ def test_output_is_capped_and_blocks_nobody(monkeypatch):
 
 
 def test_an_exception_is_shown_with_the_frames_that_are_the_users():
-    failure = failure_of(functions.fail, 1, "no such luck")
+    failure = get_failure(functions.fail, 1, "no such luck")
     assert (failure.kind, failure.rank, failure.error) == ("exception", 1, "ValueError")
     assert failure.summary == "rank 1 raised ValueError: no such luck"
     [line] = failure.lines
@@ -186,25 +186,25 @@ def test_an_exception_is_shown_with_the_frames_that_are_the_users():
 
 def test_no_frame_of_the_toolkit_is_shown():
     own = {path.name for path in (ROOT / "brigade").rglob("*.py")} - {"__init__.py"}
-    for failure in (failure_of(functions.fail_in_a_collective), failure_of(functions.give_back, "object")):
+    for failure in (get_failure(functions.fail_in_a_collective), get_failure(functions.give_back, "object")):
         shown = [line.strip().partition(",")[0] for line in failure.lines]
         assert not own & set(shown)
-    assert "rank_functions.py" in str(failure_of(functions.fail_in_a_collective))
+    assert "rank_functions.py" in str(get_failure(functions.fail_in_a_collective))
 
 
 def test_an_error_without_a_message():
-    assert failure_of(functions.fail, 0, "").summary == "rank 0 raised ValueError: (no message)"
+    assert get_failure(functions.fail, 0, "").summary == "rank 0 raised ValueError: (no message)"
 
 
 def test_a_message_without_end_is_cut():
-    assert len(str(failure_of(functions.fail, 0, "long " * 100_000))) < 10_000
+    assert len(str(get_failure(functions.fail, 0, "long " * 100_000))) < 10_000
 
 
 @pytest.mark.parametrize(
     "how, words", [("os._exit(0)", "exit code 0"), ("SIGKILL", "SIGKILL"), ("segfault", "SIGSEGV")]
 )
 def test_a_rank_that_dies(how, words):
-    failure = failure_of(functions.end, 1, how, world_size=3)
+    failure = get_failure(functions.end, 1, how, world_size=3)
     assert (failure.kind, failure.rank) == ("died", 1)
     assert failure.summary.startswith("rank 1 ended without a result") and words in failure.summary
     assert "rank 1 ended" in failure.lines[1] and "last words" in failure.output[1]
@@ -221,32 +221,32 @@ def test_threads_of_ranks(mode):
 
 
 def test_a_rank_that_cannot_connect_is_not_to_blame():
-    """Its peer was killed, and is heard of later."""
-    failure = failure_of(functions.cut_off)
+    """The parent learns later that its peer was killed."""
+    failure = get_failure(functions.cut_off)
     assert (failure.kind, failure.rank) == ("died", 0) and "killed by SIGKILL" in failure.summary
 
 
 def test_sys_exit_is_an_exception():
-    failure = failure_of(functions.end, 1, "sys.exit")
+    failure = get_failure(functions.end, 1, "sys.exit")
     assert (failure.kind, failure.rank, failure.error) == ("exception", 1, "SystemExit")
     assert failure.summary == "rank 1 raised SystemExit: enough"
 
 
 @pytest.mark.parametrize("kind", ["object", "function", "module"])
 def test_a_result_that_cannot_travel(kind):
-    failure = failure_of(functions.give_back, kind)
+    failure = get_failure(functions.give_back, kind)
     assert (failure.kind, failure.rank, failure.error) == ("exception", 1, "WireError")
     assert "cannot be sent" in failure.summary
 
 
 def test_an_endless_loop_ends_by_the_deadline_with_its_line():
     start = time.monotonic()
-    failure = failure_of(functions.spin, deadline=1.5)
+    failure = get_failure(functions.spin, deadline=1.5)
     assert 1.5 <= time.monotonic() - start < 4.5
     assert failure.kind == "deadline"
     assert "rank_functions.py" in failure.lines[1] and "in spin" in failure.lines[1]
     number = int(re.search(r"rank_functions\.py:(\d+)", failure.lines[1])[1])
-    assert number - line_of("HERE IT SPINS") in (0, 1)
+    assert number - find_line("HERE IT SPINS") in (0, 1)
     assert "waits in all_reduce #0" in failure.lines[0] and "rank 1 never launched" in failure.lines[0]
 
 
@@ -255,27 +255,27 @@ def test_a_missing_launch_is_a_deadlock_long_before_the_deadline(async_op, monke
     if async_op:
         monkeypatch.setattr(monitor, "QUIET_S", 0.5)  # the other case shows the wait as it is
     deadline, start = 20.0, time.monotonic()
-    failure = failure_of(functions.leave_one_out, async_op, deadline=deadline)
+    failure = get_failure(functions.leave_one_out, async_op, deadline=deadline)
     assert time.monotonic() - start < min(deadline / 2, monitor.QUIET_S + 4)
     assert failure.kind == "deadlock"
     for words in ("waits in all_reduce #1 (weight, float32, 32 B)", "which rank 1 never launched", "rank_functions.py"):
         assert words in failure.lines[0]
     if async_op:
-        assert f"rank_functions.py:{line_of('HERE IT WAITS')} in leave_one_out" in failure.lines[0]
+        assert f"rank_functions.py:{find_line('HERE IT WAITS')} in leave_one_out" in failure.lines[0]
     assert failure.lines[1] == "rank 1 finished after all_reduce #0 (bias, float32, 8 B)"
 
 
 def test_ranks_that_wait_for_each_other_in_two_groups_are_a_deadlock(monkeypatch):
     monkeypatch.setattr(monitor, "QUIET_S", 0.5)
     deadline, start = 20.0, time.monotonic()
-    failure = failure_of(functions.cross_over, deadline=deadline)
+    failure = get_failure(functions.cross_over, deadline=deadline)
     assert failure.kind == "deadlock" and time.monotonic() - start < monitor.QUIET_S + 4
     assert "rank 1 never launched" in failure.lines[0] and "rank 0 never launched" in failure.lines[1]
 
 
 def test_ranks_that_all_send_first_are_a_deadlock(monkeypatch):
     monkeypatch.setattr(monitor, "QUIET_S", 0.5)
-    failure = failure_of(functions.send_first, world_size=3)
+    failure = get_failure(functions.send_first, world_size=3)
     assert failure.kind == "deadlock" and "at least one waits for a send or a recv" in failure.summary
     assert "waits in send #0 to rank 1 (float32, 12 B), for which rank 1 called no recv" in failure.lines[0]
 
@@ -295,7 +295,7 @@ def test_collectives_that_do_not_fit_are_a_mismatch_at_once(how, mode):
     aborts = mode == "record" and how in ("size", "order", "operation")  # gloo does, now and then
     for _ in range(5 if aborts else 1):  # never may that hide the reason
         start = time.monotonic()
-        failure = failure_of(functions.mismatch, how, mode=mode)
+        failure = get_failure(functions.mismatch, how, mode=mode)
         assert failure.kind == "mismatch" and time.monotonic() - start < monitor.QUIET_S
         assert re.match(r"rank [01] called (all_reduce|broadcast) #0 .* where rank [01] called ", failure.summary)
         assert "the same collectives in the same order" in failure.summary
@@ -304,7 +304,7 @@ def test_collectives_that_do_not_fit_are_a_mismatch_at_once(how, mode):
 def test_a_mismatch_is_told_where_all_ranks_have_delivered(monkeypatch):
     monkeypatch.setattr(monitor, "LISTEN_S", 0.3)  # all that they say is heard at once
     for how in ("dtype", "reduce op"):
-        assert failure_of(functions.mismatch, how, mode="strict").kind == "mismatch"
+        assert get_failure(functions.mismatch, how, mode="strict").kind == "mismatch"
 
 
 NOT_A_FRAME = b"once upon a time"
@@ -343,14 +343,14 @@ FORGED |= {name: functions.frame(b"E", json.dumps([launch]).encode()) for name, 
 @pytest.mark.parametrize("data", FORGED.values(), ids=FORGED.keys())
 def test_what_is_written_to_the_channel_never_harms_the_parent(data, monkeypatch):
     monkeypatch.setattr(monitor, "GRACE_S", 0.05)
-    failure = failure_of(functions.write_to_channel, data, deadline=5.0)
+    failure = get_failure(functions.write_to_channel, data, deadline=5.0)
     assert (failure.kind, failure.rank) == ("garbled", 1)
 
 
 @linux
 def test_a_process_that_left_its_rank_is_ended_too():
     pids = [pid for result in run_ranks(functions.start_daemon) for pid in result]
-    assert len(set(pids)) == 4 and not any(alive(pid) for pid in pids)
+    assert len(set(pids)) == 4 and not any(is_alive(pid) for pid in pids)
 
 
 @linux
@@ -359,7 +359,7 @@ def test_a_rank_that_kills_the_server():
     with pytest.raises(CourseError) as caught:
         run_ranks(functions.end_server)
     assert "\n" not in str(caught.value)
-    assert wait_until(lambda: not alive(server), seconds=5)
+    assert wait_until(lambda: not is_alive(server), seconds=5)
     assert list(run_ranks(functions.reduce_once)) == [3.0, 3.0]
     assert SERVER._process.pid != server
 
@@ -388,7 +388,7 @@ def test_after_ctrl_c_at_any_moment_the_next_run_is_in_order(moment, monkeypatch
 # ---- refusals
 
 
-def refusal(**options: Any) -> str:
+def get_refusal(**options: Any) -> str:
     with pytest.raises(CourseError) as caught:
         run_ranks(functions.reduce_once, **options)
     message = str(caught.value)
@@ -398,12 +398,12 @@ def refusal(**options: Any) -> str:
 
 @pytest.mark.parametrize("world_size", [0, -1])
 def test_a_world_needs_a_rank(world_size):
-    assert str(world_size) in refusal(world_size=world_size)
+    assert str(world_size) in get_refusal(world_size=world_size)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_nccl_needs_a_gpu():
-    assert "GPU" in refusal(backend="nccl")
+    assert "GPU" in get_refusal(backend="nccl")
 
 
 def test_nccl_needs_a_gpu_for_each_rank_unless_they_share(monkeypatch):
@@ -475,7 +475,7 @@ assert kill({doomed}, ranks) == {other: 3} and ranks == {going_on}
 
 @contextlib.contextmanager
 def program(text: str, scratch: Path) -> Iterator[subprocess.Popen]:
-    """Another process that uses the toolkit, with its temporary files in `scratch`."""
+    """Start another process that uses the toolkit, with its temporary files in `scratch`."""
     environment = os.environ | {"TMPDIR": str(scratch), "PYTHONPATH": f"{ROOT}{os.pathsep}{Path(__file__).parent}"}
     process = subprocess.Popen(
         [sys.executable, "-c", text],
@@ -496,42 +496,42 @@ def program(text: str, scratch: Path) -> Iterator[subprocess.Popen]:
             stream.close()
 
 
-def running(process: subprocess.Popen) -> list[int]:
-    """Process ids of the server and of two ranks, once they are in their endless loop."""
+def read_running_pids(process: subprocess.Popen) -> list[int]:
+    """Return the process ids of the server and two ranks, once these are in their endless loop."""
     return [int(process.stdout.readline()) for _ in range(3)]
 
 
 def test_ctrl_c_leaves_nothing(tmp_path):
     with program(PARENT, tmp_path) as parent:
-        pids = running(parent)
+        pids = read_running_pids(parent)
         assert list(tmp_path.glob("brigade-*"))
         os.killpg(parent.pid, signal.SIGINT)  # as a terminal does, to all in the foreground
         assert parent.wait(timeout=10) != 0
         assert "KeyboardInterrupt" in parent.stderr.read()
-        assert not any(alive(pid) for pid in pids) and not list(tmp_path.iterdir())
+        assert not any(is_alive(pid) for pid in pids) and not list(tmp_path.iterdir())
 
 
 def test_a_killed_parent_leaves_nothing(tmp_path):
     with program(PARENT, tmp_path) as parent:
-        pids = running(parent)
+        pids = read_running_pids(parent)
         parent.kill()
-        assert wait_until(lambda: not any(alive(pid) for pid in pids) and not list(tmp_path.iterdir()), seconds=5)
+        assert wait_until(lambda: not any(is_alive(pid) for pid in pids) and not list(tmp_path.iterdir()), seconds=5)
 
 
 def test_parent_and_server_killed_together_leave_no_rank_and_the_next_start_cleans_up(tmp_path, monkeypatch):
     with program(PARENT, tmp_path) as parent:
-        server, *pids = running(parent)
+        server, *pids = read_running_pids(parent)
         parent.send_signal(signal.SIGSTOP)  # or it would see its server end, and clean up
         os.kill(server, signal.SIGKILL)
         parent.kill()
         try:
-            assert wait_until(lambda: not any(alive(pid) for pid in (server, *pids)), seconds=5)
+            assert wait_until(lambda: not any(is_alive(pid) for pid in (server, *pids)), seconds=5)
         finally:
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
     [stale] = tmp_path.glob("brigade-*")
-    assert wait_until(lambda: unlocked(stale / "lock"), seconds=5)
+    assert wait_until(lambda: is_unlocked(stale / "lock"), seconds=5)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     another = Server()
     another.start()

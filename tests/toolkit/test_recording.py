@@ -41,11 +41,11 @@ if hasattr(torch.distributed, "all_gather_single"):
     EXPECTED |= {"all_gather_single": GATHERED, "reduce_scatter_single": SCATTERED}
 
 
-def in_phase(events: list[Event], phase: str, kind: str = "launch") -> list[Event]:
+def select_phase(events: list[Event], phase: str, kind: str = "launch") -> list[Event]:
     return [event for event in events if event["kind"] == kind and event["phase"] == phase]
 
 
-def of_kind(events: list[Event], *kinds: str) -> list[Event]:
+def select_kind(events: list[Event], *kinds: str) -> list[Event]:
     return [event for event in events if event["kind"] in kinds]
 
 
@@ -57,15 +57,15 @@ def calls() -> Any:
 @pytest.mark.parametrize("phase", EXPECTED)
 def test_every_collective_is_one_launch(calls, phase):
     for events in calls.events:
-        [launch] = in_phase(events, phase)
+        [launch] = select_phase(events, phase)
         assert {field: launch[field] for field in FIELDS} == EXPECTED[phase]
         assert (launch["group"], launch["ranks"]) == ("0", [0, 1])
-        indices = {kind: [e["index"] for e in in_phase(events, phase, kind)] for kind in ("wait", "done")}
+        indices = {kind: [e["index"] for e in select_phase(events, phase, kind)] for kind in ("wait", "done")}
         assert set(indices["wait"]) == set(indices["done"]) == {launch["index"]}
 
 
 def test_gather_and_scatter(calls):
-    gathered, scattered = ([in_phase(events, name) for events in calls.events] for name in ("gather", "scatter"))
+    gathered, scattered = ([select_phase(events, name) for events in calls.events] for name in ("gather", "scatter"))
     assert [[(e["op"], e["root"], e["numel"]) for e in found] for found in gathered] == [
         [("gather", 0, 8)],
         [("gather", 0, 4)],  # who only sends knows its own part only
@@ -78,31 +78,31 @@ def test_gather_and_scatter(calls):
 
 @pytest.mark.parametrize("phase", ["send and recv", "recv from anyone"])
 def test_point_to_point(calls, phase):
-    assert [[e["op"] for e in in_phase(events, phase)] for events in calls.events] == [["send"], ["recv"]]
+    assert [[e["op"] for e in select_phase(events, phase)] for events in calls.events] == [["send"], ["recv"]]
 
 
 def test_objects_travel_as_launches_too(calls):
     for events in calls.events:
-        assert [e["op"] for e in in_phase(events, "broadcast_object_list")] == ["broadcast", "broadcast"]
-        assert [e["op"] for e in in_phase(events, "all_gather_object")] == ["all_gather", "all_gather"]
-        assert [e["dtype"] for e in in_phase(events, "all_gather_object")] == ["int64", "uint8"]
+        assert [e["op"] for e in select_phase(events, "broadcast_object_list")] == ["broadcast", "broadcast"]
+        assert [e["op"] for e in select_phase(events, "all_gather_object")] == ["all_gather", "all_gather"]
+        assert [e["dtype"] for e in select_phase(events, "all_gather_object")] == ["int64", "uint8"]
 
 
 def test_launches_are_numbered_and_stamped(calls):
     for events in calls.events:
-        found = of_kind(events, "launch")
+        found = select_kind(events, "launch")
         assert [launch["index"] for launch in found] == list(range(len(found)))
-        times = [event["time"] for event in of_kind(events, "launch", "wait", "done")]
+        times = [event["time"] for event in select_kind(events, "launch", "wait", "done")]
         assert times == sorted(times)
-        ends = {event["index"]: event["time"] for event in of_kind(events, "end")}
+        ends = {event["index"]: event["time"] for event in select_kind(events, "end")}
         assert all(ends[launch["index"]] >= launch["time"] for launch in found)
 
 
 def test_the_clocks_of_two_ranks_are_one(calls):
     """A collective ends on no rank before it has begun on all."""
-    begun = [{e["index"]: e["time"] for e in of_kind(events, "launch")} for events in calls.events]
-    [index] = {in_phase(events, "all_reduce")[0]["index"] for events in calls.events}
-    ends = [e["time"] for events in calls.events for e in of_kind(events, "end") if e["index"] == index]
+    begun = [{e["index"]: e["time"] for e in select_kind(events, "launch")} for events in calls.events]
+    [index] = {select_phase(events, "all_reduce")[0]["index"] for events in calls.events}
+    ends = [e["time"] for events in calls.events for e in select_kind(events, "end") if e["index"] == index]
     assert min(ends) > max(times[index] for times in begun)
 
 
@@ -111,17 +111,17 @@ def test_subgroups_are_recorded_however_they_are_made():
     pair = {"plain": 4.0, "with a backend": 4.0, "backend by position": 4.0}
     assert [result["sums"] for result in results] == [pair, {}, pair | {"alone": 3.0}]
     assert all(result["backends"] == ["gloo"] for result in results)
-    assert not of_kind(results.events[1], "launch")
+    assert not select_kind(results.events[1], "launch")
     for rank in (0, 2):
         groups = set()
         for phase in pair:
-            reduced, broadcast = in_phase(results.events[rank], phase)
+            reduced, broadcast = select_phase(results.events[rank], phase)
             assert (reduced["op"], reduced["ranks"], broadcast["op"]) == ("all_reduce", [0, 2], "broadcast")
             assert broadcast["root"] == 1  # rank 2 of the world is rank 1 of the group
             assert reduced["group"] == broadcast["group"]
             groups.add(reduced["group"])
         assert len(groups) == 3 and "0" not in groups
-    assert [(e["op"], e["ranks"]) for e in in_phase(results.events[2], "alone")] == [
+    assert [(e["op"], e["ranks"]) for e in select_phase(results.events[2], "alone")] == [
         ("all_reduce", [2]),
         ("broadcast", [2]),
     ]
@@ -133,19 +133,19 @@ def test_a_gradient_is_ready_between_its_tensor_hooks_and_its_post_accumulate_ho
         for name in ("weight", "bias"):
             kinds = [event["kind"] for event in events if event.get("name") == name]
             assert kinds == ["tensor hook", "ready", "post hook"] * 2, name
-        assert {event["phase"] for event in of_kind(events, "ready")} == {"backward"}
+        assert {event["phase"] for event in select_kind(events, "ready")} == {"backward"}
 
 
 @pytest.mark.parametrize("how, names", [("nothing", ["bias", "weight"]), ("unused", ["weight"])])
 def test_what_the_loss_depends_on_is_ready_once(how, names):
     [events] = run_ranks(functions.meddling, how, world_size=1).events
-    assert sorted(event["name"] for event in of_kind(events, "ready")) == names
+    assert sorted(event["name"] for event in select_kind(events, "ready")) == names
 
 
 @pytest.mark.parametrize("how", ["afterwards", "called at another time", "twice"])
 def test_only_the_engine_in_backward_makes_a_gradient_ready(how):
     [events] = run_ranks(functions.meddling, how, world_size=1).events
-    assert sorted(event["name"] for event in of_kind(events, "ready")) == ["bias", "weight"]
+    assert sorted(event["name"] for event in select_kind(events, "ready")) == ["bias", "weight"]
 
 
 @pytest.mark.parametrize(
@@ -158,12 +158,12 @@ def test_a_gradient_that_is_not_ready_once_fails_the_run(how, name, count):
 
 def test_launches_say_the_name_of_the_parameter():
     for events in run_ranks(functions.recorded_names).events:
-        assert [event["name"] for event in of_kind(events, "launch")] == ["weight", "bias", None, None]
+        assert [event["name"] for event in select_kind(events, "launch")] == ["weight", "bias", None, None]
 
 
 def test_waits_belong_to_their_launch():
     for events in run_ranks(functions.recorded_handles).events:
-        waited = [(e["kind"], e["index"], e["phase"]) for e in of_kind(events, "wait", "done")]
+        waited = [(e["kind"], e["index"], e["phase"]) for e in select_kind(events, "wait", "done")]
         assert waited == [
             ("wait", 1, "finish"), ("done", 1, "finish"), ("wait", 0, "finish"), ("done", 0, "finish"),
             ("wait", 2, "setup"), ("done", 2, "setup"),
@@ -172,15 +172,15 @@ def test_waits_belong_to_their_launch():
         assert [len(launch.waits) for launch in found] == [1, 1, 1, 0]
         assert [launch.wait_phases for launch in found] == [["finish"], ["finish"], ["setup"], []]
         assert all(launch.end >= launch.start and not launch.raced for launch in found)
-        [mark] = of_kind(events, "mark")
+        [mark] = select_kind(events, "mark")
         assert (mark["text"], mark["phase"]) == ("from the scenario", "own")
-        assert of_kind(events, "after")[0]["phase"] == "setup", "a phase ends with its block, by an exception too"
+        assert select_kind(events, "after")[0]["phase"] == "setup", "a phase ends with its block, by an exception too"
 
 
 def test_launches_from_several_threads_are_all_there():
     results = run_ranks(functions.threads_launch)
     for rank, events in enumerate(results.events):
-        found = of_kind(events, "launch")
+        found = select_kind(events, "launch")
         assert [launch["index"] for launch in found] == list(range(2 * results[rank]))
         assert sorted(sum(e["group"] == group for e in found) for group in {e["group"] for e in found}) == [50, 50]
 
@@ -200,10 +200,10 @@ def test_torch_ddp_is_seen_and_not_changed():
         assert torch.equal(weight, results[1][0][name]), name
     numel = sum(weight.numel() for weight in plain.values())
     for events in results.events:
-        backward = [e for e in in_phase(events, "backward") if e["op"] == "all_reduce"]
+        backward = [e for e in select_phase(events, "backward") if e["op"] == "all_reduce"]
         assert sum(launch["numel"] for launch in backward) == 4 * numel  # four steps, on the recording group only
         assert len(backward) > 4 and not any(launch["sync"] for launch in backward)
-        waited = {event["index"] for event in of_kind(events, "wait")}
+        waited = {event["index"] for event in select_kind(events, "wait")}
         assert all(launch["index"] in waited for launch in backward)
 
 

@@ -23,7 +23,7 @@ EPERM, ENOSYS = 1, 38
 # ---- system calls
 
 
-def in_a_child(work: Callable[[], bool]) -> bool:
+def run_in_child(work: Callable[[], bool]) -> bool:
     """Return whether `work` returned True in its own process."""
     pid = os.fork()
     if pid == 0:
@@ -34,13 +34,13 @@ def in_a_child(work: Callable[[], bool]) -> bool:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-def filtered() -> ctypes.CDLL:
+def load_filtered_libc() -> ctypes.CDLL:
     sandbox.prctl(sandbox.PR_SET_NO_NEW_PRIVS, 1)
     assert sandbox.filter_system_calls()
     return ctypes.CDLL(None, use_errno=True)
 
 
-def refused(libc: ctypes.CDLL, number: int, *arguments: int) -> int:
+def find_refusal(libc: ctypes.CDLL, number: int, *arguments: int) -> int:
     """Return the error with which the kernel refuses the call; 0 if it does not refuse."""
     result = libc.syscall(ctypes.c_long(number), *map(ctypes.c_long, arguments))
     return ctypes.get_errno() if result == -1 else 0
@@ -50,17 +50,17 @@ def refused(libc: ctypes.CDLL, number: int, *arguments: int) -> int:
 def machine() -> tuple:
     """Return the row of this machine in MACHINES; skip if no filter can be set."""
     found = sandbox.MACHINES.get(os.uname().machine)
-    if sys.platform != "linux" or found is None or not in_a_child(lambda: bool(filtered())):
+    if sys.platform != "linux" or found is None or not run_in_child(lambda: bool(load_filtered_libc())):
         pytest.skip("no filter of system calls here")
     return found
 
 
 def test_each_of_the_calls_is_refused(machine):
     def work() -> bool:
-        libc = filtered()
-        return [refused(libc, number, 0, 0, 0, 0, 0) for number in machine[4]] == [EPERM] * len(machine[4])
+        libc = load_filtered_libc()
+        return [find_refusal(libc, number, 0, 0, 0, 0, 0) for number in machine[4]] == [EPERM] * len(machine[4])
 
-    assert in_a_child(work)
+    assert run_in_child(work)
 
 
 def test_no_flag_makes_a_namespace(machine):
@@ -68,27 +68,27 @@ def test_no_flag_makes_a_namespace(machine):
     flags = [0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000]
 
     def work() -> bool:
-        libc = filtered()
-        errors = [refused(libc, clone, flag | signal.SIGCHLD, 0, 0, 0, 0) for flag in flags]
-        return errors == [EPERM] * len(flags) and refused(libc, clone3, 0, 0) == ENOSYS
+        libc = load_filtered_libc()
+        errors = [find_refusal(libc, clone, flag | signal.SIGCHLD, 0, 0, 0, 0) for flag in flags]
+        return errors == [EPERM] * len(flags) and find_refusal(libc, clone3, 0, 0) == ENOSYS
 
-    assert in_a_child(work)
+    assert run_in_child(work)
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="x86_64 has a second table of system calls")
 def test_the_second_table_of_calls_is_refused(machine):
     def work() -> bool:
-        libc = filtered()
-        return refused(libc, 0x4000_0000 | 39) == EPERM and refused(libc, 39) == 0  # getpid
+        libc = load_filtered_libc()
+        return find_refusal(libc, 0x4000_0000 | 39) == EPERM and find_refusal(libc, 39) == 0  # getpid
 
-    assert in_a_child(work)
+    assert run_in_child(work)
 
 
 def test_what_a_program_needs_still_works(machine):
     """Threads, forks, other programs, and torch with all of them."""
 
     def work() -> bool:
-        filtered()
+        load_filtered_libc()
         import threading
 
         import torch
@@ -101,11 +101,11 @@ def test_what_a_program_needs_still_works(machine):
         thread.join()
         return (
             heard == [10_000.0]
-            and in_a_child(lambda: True)
+            and run_in_child(lambda: True)
             and subprocess.run(["/bin/sh", "-c", "exit 7"]).returncode == 7
         )
 
-    assert in_a_child(work)
+    assert run_in_child(work)
 
 
 def test_the_filter_survives_a_program(machine):
@@ -113,10 +113,10 @@ def test_the_filter_survives_a_program(machine):
     script = "import ctypes; raise SystemExit(0 if ctypes.CDLL(None).unshare(0x10000000) else 1)"
 
     def work() -> bool:
-        filtered()
+        load_filtered_libc()
         return subprocess.run([sys.executable, "-c", script]).returncode == 0
 
-    assert in_a_child(work)
+    assert run_in_child(work)
 
 
 @pytest.mark.parametrize("name", sorted(sandbox.MACHINES))

@@ -25,7 +25,7 @@ def solution(entry) -> str:
 
 @pytest.fixture
 def course(tmp_path, monkeypatch) -> Path:
-    """A copy of the course in which skeletons and documents may be written."""
+    """Return a copy of the course in which tests may write skeletons and documents."""
     for name in ("lessons", "solutions", "tests"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "*.bak"))
     for name in handout.DOCUMENTS:

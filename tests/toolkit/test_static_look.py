@@ -26,7 +26,7 @@ from brigade.grade.static_look import (
 FILE = "m01_naive_ddp/naive_ddp.py"
 
 
-def listed(text):
+def list_names(text):
     return [(finding.lines, finding.name) for finding in look({FILE: text})]
 
 
@@ -34,7 +34,7 @@ def listed(text):
 
 
 def course_texts(entry):
-    """Return every text of the module that the course has or makes: answers, the skeleton, mutants."""
+    """Return all texts of the module in the course: answers, the skeleton, mutants."""
     reference = (ROOT / "solutions" / entry.path).read_text()
     yield "the reference", reference
     yield "the alternative", (ROOT / "tests" / "alternatives" / f"{entry.package}.py").read_text()
@@ -69,7 +69,7 @@ RIGHT = {
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_ordinary_code_is_not_listed(name):
-    assert listed(RIGHT[name]) == []
+    assert list_names(RIGHT[name]) == []
 
 
 # What is listed: (text, the name that is listed; "" for any)
@@ -170,7 +170,7 @@ LISTED = {
 @pytest.mark.parametrize("name", LISTED)
 def test_it_is_listed(name):
     text, expected = LISTED[name]
-    names = [found for _, found in listed(text)]
+    names = [found for _, found in list_names(text)]
     assert any(expected in re.split(r"[.\"]", found) or found.strip('"') == expected for found in names), names
 
 
@@ -194,7 +194,7 @@ PLAIN = {
 LEAST_SHARE = 0.85  # of the cases without points, which have gained nothing
 
 
-def findings_of(case, directory):
+def find_added(case, directory):
     """Return what is listed of a case without the lines that keep it harmless here, which are listed too."""
     case.make(directory)
     for path in directory.rglob("*.py"):
@@ -217,7 +217,7 @@ ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the cases are mad
 @ON_LINUX
 @pytest.mark.parametrize("case", [case for case in ATTACKS if case.score], ids=lambda case: case.name.replace(" ", "-"))
 def test_attacks_with_points_are_listed(case, tmp_path):
-    findings = findings_of(case, tmp_path)
+    findings = find_added(case, tmp_path)
     assert bool(findings) == (case.name not in PLAIN), findings
 
 
@@ -228,7 +228,7 @@ def test_most_of_the_other_attacks_are_listed(tmp_path):
     for number, case in enumerate(cases):
         directory = tmp_path / str(number)
         directory.mkdir()
-        if not findings_of(case, directory):
+        if not find_added(case, directory):
             plain.append(case.name)
     print(f"{len(cases) - len(plain)} of {len(cases)} are listed, and not: {'; '.join(plain)}")
     assert 1 - len(plain) / len(cases) >= LEAST_SHARE, plain
@@ -237,7 +237,7 @@ def test_most_of_the_other_attacks_are_listed(tmp_path):
 def test_the_forger_is_listed_with_file_and_line(tmp_path):
     """It has forged numbers and events, so its text is all there is to go by."""
     [case] = WATCHED
-    findings = {finding.name: finding for finding in findings_of(case, tmp_path)}
+    findings = {finding.name: finding for finding in find_added(case, tmp_path)}
     path = get_module(3).path
     lines = (tmp_path / path).read_text().splitlines()
     for name in ("_getframe", "f_locals", "f_back"):

@@ -1,4 +1,4 @@
-"""The group that holds results back: only who waits for a handle gets its result."""
+"""The strict group delivers the result of a collective only when its handle is waited on."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_results_are_those_of_the_group_that_records(dtype):
 
 
 def test_results_are_right():
-    """What `torch.distributed` says it does, computed here: the comparison of modes alone would not show it."""
+    """Results agree with those that `torch.distributed` documents. The comparison of modes alone would not show it."""
     found = run_ranks(functions.every_collective, torch.float64, True, world_size=WORLD, mode="strict")
 
     def sum_of(*shape: int, ranks: int = WORLD) -> Tensor:
@@ -110,7 +110,7 @@ def test_a_reduce_leaves_those_alone_who_receive_nothing():
 
 
 def test_reduce_scatter_into_its_own_input():
-    """The own shard is the sum; the rest of the buffer stays as it was."""
+    """The rank's own shard is the sum; the rest of the buffer does not change."""
     results = run_ranks(functions.in_place_reduce_scatter, world_size=WORLD, mode="strict")
     total = sum(result["given"] for result in results)
     for rank, result in enumerate(results):

@@ -28,7 +28,7 @@ FLAT = "m02_flat_ddp.flat_ddp"
 
 
 def lay(directory: Path, text: str = "answer = 'own'\n", *entries) -> Path:
-    """Writes modules (all by default) as a lessons directory has them, each with this text."""
+    """Write modules (default: all) with this text as in a lessons directory."""
     for entry in entries or MODULES:
         path = directory / entry.path
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -36,7 +36,7 @@ def lay(directory: Path, text: str = "answer = 'own'\n", *entries) -> Path:
     return directory
 
 
-def refusal(target: Path | str, number: int = 1, **options) -> str:
+def get_refusal(target: Path | str, number: int = 1, **options) -> str:
     with pytest.raises(CourseError) as caught:
         read(target, number, **options)
     message = str(caught.value)
@@ -96,17 +96,17 @@ def test_earlier_modules_are_the_submissions_or_the_references(tmp_path):
     assert reference.sources[FLAT] == own.sources[FLAT], "the module itself is the submission's in any case"
 
 
-def packages_of(target: Path, number: int) -> set[str]:
+def list_packages(target: Path, number: int) -> set[str]:
     return {name.partition(".")[0] for name in read(target, number, "reference").sources}
 
 
 def test_of_the_reference_only_what_is_named_is_read(tmp_path):
     """By the module, by its checks, or by what is read of the reference."""
     lay(tmp_path)
-    assert packages_of(tmp_path, 4) == {get_module(4).package}
+    assert list_packages(tmp_path, 4) == {get_module(4).package}
     lay(tmp_path, f"from ..{SECOND.package} import {SECOND.name}\n", get_module(4))
-    assert packages_of(tmp_path, 4) == {m.package for m in (get_module(4), SECOND, FIRST)}, "module 2 names module 1"
-    assert get_module(7).package in packages_of(tmp_path, 8), "its checks wrap their models in module 7's class"
+    assert list_packages(tmp_path, 4) == {m.package for m in (get_module(4), SECOND, FIRST)}, "module 2 names module 1"
+    assert get_module(7).package in list_packages(tmp_path, 8), "its checks wrap their models in module 7's class"
 
 
 def test_earlier_modules_that_are_missing_or_broken_are_left_out(tmp_path):
@@ -119,25 +119,25 @@ def test_earlier_modules_that_are_missing_or_broken_are_left_out(tmp_path):
 
 
 def test_a_directory_that_is_missing_or_a_file(tmp_path):
-    assert "there is no directory" in refusal(tmp_path / "nowhere")
+    assert "there is no directory" in get_refusal(tmp_path / "nowhere")
     (tmp_path / "file").write_text("")
-    assert "not a directory" in refusal(tmp_path / "file")
+    assert "not a directory" in get_refusal(tmp_path / "file")
 
 
 @pytest.mark.parametrize("target", ["x" * 5000, "a\0b", "~nobody-of-this-name/x"])
 def test_a_path_that_cannot_be(target):
-    refusal(target)
+    get_refusal(target)
 
 
 def test_a_module_that_is_missing(tmp_path):
     lay(tmp_path, "answer = 1\n", SECOND)
-    assert "m01_naive_ddp/naive_ddp.py" in refusal(tmp_path, 1)
+    assert "m01_naive_ddp/naive_ddp.py" in get_refusal(tmp_path, 1)
     (tmp_path / FIRST.path).mkdir(parents=True)
-    assert "m01_naive_ddp/naive_ddp.py" in refusal(tmp_path, 1), "a directory of that name is none"
+    assert "m01_naive_ddp/naive_ddp.py" in get_refusal(tmp_path, 1), "a directory of that name is none"
 
 
 def test_a_module_that_the_course_does_not_have(tmp_path):
-    assert "no module 99" in refusal(lay(tmp_path), 99)
+    assert "no module 99" in get_refusal(lay(tmp_path), 99)
     assert get_module("2") is get_module(2) is SECOND
 
 
@@ -161,7 +161,7 @@ BROKEN = {
 def test_a_file_that_is_not_python(tmp_path, content, words):
     lay(tmp_path)
     (tmp_path / FIRST.path).write_bytes(content)
-    message = refusal(tmp_path)
+    message = get_refusal(tmp_path)
     assert words in message and len(message) < 300
     assert "None" not in message, "a line number that is not known is not given"
 
@@ -170,14 +170,14 @@ def test_a_file_that_is_not_python(tmp_path, content, words):
 def test_a_file_that_cannot_be_read(tmp_path):
     lay(tmp_path)
     (tmp_path / FIRST.path).chmod(0)
-    assert "cannot be read" in refusal(tmp_path)
+    assert "cannot be read" in get_refusal(tmp_path)
 
 
 def test_a_link_is_read_when_it_stays_inside(tmp_path):
     (tmp_path / "submission").mkdir()
     (tmp_path / "elsewhere.py").write_text("answer = 1\n")
     (tmp_path / "submission" / FIRST.path.name).symlink_to("../elsewhere.py")
-    assert "outside of the submission" in refusal(tmp_path / "submission")
+    assert "outside of the submission" in get_refusal(tmp_path / "submission")
     (tmp_path / "submission" / "mine.py").write_text("answer = 2\n")
     (tmp_path / "submission" / SECOND.path.name).symlink_to("mine.py")
     (tmp_path / "link").symlink_to("submission")
@@ -193,10 +193,10 @@ def test_what_editors_put_around_a_text_is_not_in_it(tmp_path):
 
 def test_a_link_to_nowhere_and_a_pipe_are_missing(tmp_path):
     (tmp_path / FIRST.path.name).symlink_to(tmp_path / "nowhere")
-    refusal(tmp_path)
+    get_refusal(tmp_path)
     (tmp_path / FIRST.path.name).unlink()
     os.mkfifo(tmp_path / FIRST.path.name)
-    refusal(tmp_path)
+    get_refusal(tmp_path)
 
 
 # ---- how it is imported

@@ -27,20 +27,20 @@ def test_five_ranks(submission):
 
 @pytest.fixture
 def course(tmp_path, monkeypatch) -> Path:
-    """A copy of the course that may be broken."""
+    """Return a copy of the course that tests may break."""
     for name in ("lessons", "solutions", "tests"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "*.bak", "*.png"))
     monkeypatch.setattr(skeletons, "ROOT", tmp_path)
     return tmp_path
 
 
-def change(path: Path, old: str, new: str) -> None:
+def change_file(path: Path, old: str, new: str) -> None:
     text = path.read_text()
     assert old in text
     path.write_text(text.replace(old, new, 1))
 
 
-def fault(course: Path) -> str:
+def find_fault(course: Path) -> str:
     with pytest.raises(CourseError) as caught:
         validation.validate_course(course)
     beginning, *faults = str(caught.value).split("\n  ")
@@ -57,7 +57,7 @@ def test_the_course_agrees_with_itself():
 def test_a_check_whose_points_are_not_in_the_table(course):
     """The steps of `Checks of your own` in the guide for instructors are only half done."""
     (course / CHECKS).write_text((course / CHECKS).read_text() + CHECK)
-    assert fault(course) == (
+    assert find_fault(course) == (
         f"{CHECKS}: its checks have 10 points, and brigade/course/modules.py gives module 1 8: change one of them"
     )
 
@@ -75,19 +75,19 @@ def test_a_check_whose_points_are_not_in_the_table(course):
     ],
 )  # fmt: skip
 def test_a_check_that_a_grader_cannot_use(course, old, new, line):
-    change(course / CHECKS, old, new)
-    assert line in fault(course)
+    change_file(course / CHECKS, old, new)
+    assert line in find_fault(course)
 
 
 def test_files_and_names_of_the_table(course):
     (course / CHECKS).unlink()
-    assert fault(course) == f"{CHECKS} is missing"
+    assert find_fault(course) == f"{CHECKS} is missing"
     shutil.copy(ROOT / CHECKS, course / CHECKS)
-    change(course / SOLUTION, "class NaiveDDP(", "class NaiveDpp(")
-    assert fault(course) == f"{SOLUTION}: it does not define NaiveDDP, which brigade/course/modules.py names"
+    change_file(course / SOLUTION, "class NaiveDDP(", "class NaiveDpp(")
+    assert find_fault(course) == f"{SOLUTION}: it does not define NaiveDDP, which brigade/course/modules.py names"
     shutil.copy(ROOT / SOLUTION, course / SOLUTION)
-    change(course / SOLUTION, "### END SOLUTION", "### END")
-    assert fault(course).startswith(f"{SOLUTION}: ### BEGIN SOLUTION and")
+    change_file(course / SOLUTION, "### END SOLUTION", "### END")
+    assert find_fault(course).startswith(f"{SOLUTION}: ### BEGIN SOLUTION and")
 
 
 def test_numbers_may_leave_gaps_but_increase(monkeypatch):
@@ -106,7 +106,7 @@ def test_numbers_may_leave_gaps_but_increase(monkeypatch):
 
 
 def test_all_faults_are_named_at_once(course):
-    change(course / CHECKS, "@pytest.mark.points(1)", "@pytest.mark.points(2)")
+    change_file(course / CHECKS, "@pytest.mark.points(1)", "@pytest.mark.points(2)")
     (course / "tests" / get_module(2).checks.name).unlink()
     with pytest.raises(CourseError) as caught:
         validation.validate_course(course)
@@ -134,7 +134,7 @@ def test_checks_that_cannot_be_imported(course, text, line):
 
 @pytest.fixture
 def contradiction(monkeypatch):
-    """The table gives module 1 one point more than its checks have."""
+    """Make the table give module 1 one point more than its checks have."""
     monkeypatch.setattr(validation, "MODULES", (replace(FIRST, points=9), *MODULES[1:]))
 
 

@@ -1,4 +1,4 @@
-"""How values travel: what comes back is what was sent, and nothing but WireError comes from bad bytes."""
+"""Encoded values are decoded unchanged, and bad bytes raise only WireError."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ limited = settings(max_examples=150, deadline=None, database=None)
 
 @st.composite
 def tensors(draw: Any) -> torch.Tensor:
-    """Of every dtype; empty, without dimensions, and not contiguous ones among them."""
+    """Return tensors of every dtype, some of them empty, without dimensions or not contiguous."""
     dtype = draw(st.sampled_from(list(DTYPES.values())))
     shape = draw(st.lists(st.integers(0, 4), max_size=4))
     seed = draw(st.integers(0, 10**6))
@@ -62,8 +62,8 @@ values = st.recursive(
 )
 
 
-def same(one: Any, other: Any) -> bool:
-    """Equal in type, structure and every bit (NaN is equal to NaN)."""
+def is_same(one: Any, other: Any) -> bool:
+    """Return whether two values agree in type, structure and every bit (NaN equals NaN)."""
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):
@@ -74,9 +74,9 @@ def same(one: Any, other: Any) -> bool:
         ]
         return one.dtype == other.dtype and one.shape == other.shape and (not raw or torch.equal(*raw))
     if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(same, one, other))
+        return len(one) == len(other) and all(map(is_same, one, other))
     if isinstance(one, dict):
-        return same(list(one.items()), list(other.items()))
+        return is_same(list(one.items()), list(other.items()))
     return one == other or (one != one and other != other)
 
 
@@ -84,7 +84,7 @@ def same(one: Any, other: Any) -> bool:
 @given(values)
 def test_what_was_sent_arrives(value):
     for data in (encode(value), bytearray(encode(value)), memoryview(encode(value))):
-        assert same(decode(data), value)
+        assert is_same(decode(data), value)
 
 
 def test_tensors_arrive_as_plain_ones():
@@ -188,7 +188,7 @@ def test_more_than_any_rank_sends_is_refused(value, why):
 
 
 def message(value: Any, sizes: Any = (), blobs: bytes = b"") -> bytes:
-    """Bytes with any header that JSON can hold."""
+    """Return bytes with any header that is valid JSON."""
     header = json.dumps({"value": value, "sizes": sizes}).encode()
     return struct.pack("<Q", len(header)) + header + blobs
 
@@ -214,7 +214,7 @@ def test_random_bytes_are_refused(data):
 @limited
 @given(values, st.data())
 def test_damaged_messages_are_refused_or_read(value, data):
-    """Bytes changed, cut off or added: a value or WireError, never another exception."""
+    """After bytes are changed, removed or added, decoding gives a value or WireError, never another exception."""
     sent = bytearray(encode(value))
     for _ in range(data.draw(st.integers(1, 4))):
         sent[data.draw(st.integers(0, len(sent) - 1))] = data.draw(st.integers(0, 255))
