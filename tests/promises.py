@@ -48,7 +48,7 @@ class Promise:
     command: str
     aim: str
     measured: str
-    held: bool
+    is_kept: bool
 
 
 def at_most(figure: str, command: str, limit: float, values: Sequence[float], unit: str = "") -> Promise:
@@ -67,13 +67,13 @@ def ladder_promises(benches: Sequence[Bench]) -> list[Promise]:
     wanted.append((zero, TORCH_ZERO.label, ZERO_RATIO))
     rows = []
     for label, base, limit in wanted:
-        values = [median(bench.ladder.ratios(bench.ladder.variant(label), base)) for bench in benches]
+        values = [median(bench.ladder.compute_ratios(bench.ladder.get_measurement(label), base)) for bench in benches]
         rows.append(at_most(f"step time, {label} to {base}", BENCH, limit, values))
     ladder = benches[0].ladder
     # One moment in fp32 for each gradient in fp32, on 1/N of the buffer, in which padding is counted.
-    limit_mb = max(ladder.variant(zero).grad_bytes) / ladder.world_size / 1e6
-    state_mb = max(max(bench.ladder.variant(zero).state_bytes) for bench in benches) / 1e6
-    whole_mb = max(ladder.variant(TORCH_DDP.label).state_bytes) / 1e6
+    limit_mb = max(ladder.get_measurement(zero).grad_bytes) / ladder.world_size / 1e6
+    state_mb = max(max(bench.ladder.get_measurement(zero).state_bytes) for bench in benches) / 1e6
+    whole_mb = max(ladder.get_measurement(TORCH_DDP.label).state_bytes) / 1e6
     aim = f"{limit_mb:.3f} MB, 1/{ladder.world_size} of {whole_mb:.3f} and padding"
     found = f"{state_mb:.3f} MB on the fullest rank"
     rows.append(Promise(f"optimizer state, {zero}", BENCH, aim, found, state_mb <= limit_mb))
@@ -201,7 +201,7 @@ def tables(rows: Sequence[Promise]) -> list[Table]:
         for heading, width in (("figure", 30), ("aim", 18), ("measured", 22), ("held", 4)):
             found[-1].add_column(heading, width=width, overflow="fold")
         for row in group:
-            found[-1].add_row(row.figure, row.aim, row.measured, "yes" if row.held else "NO")
+            found[-1].add_row(row.figure, row.aim, row.measured, "yes" if row.is_kept else "NO")
     return found
 
 
@@ -229,7 +229,7 @@ def main() -> int:
         return 130
     for table in tables(rows):
         console.print(table, "")
-    missed = sum(not row.held for row in rows)
+    missed = sum(not row.is_kept for row in rows)
     console.print(
         f"{missed} of {len(rows)} promises missed. Python {platform.python_version()}, torch {version('torch')}, "
         f"{os.cpu_count()} cores, a load average of {load:.1f} before.",

@@ -113,7 +113,7 @@ def check_module(
     entry: Module, options: argparse.Namespace, before: Outcomes | None = None, is_quiet: bool = False
 ) -> Report:
     """Run a module's graded checks in this process, those first that failed before. Raise CourseError if impossible."""
-    with ending_at_once():
+    with exit_on_ctrl_c():
         prepare()
         try:
             checks = collect([entry])
@@ -148,7 +148,7 @@ def select(checks: Sequence[Check], only: str) -> list[Check]:
 
 
 @contextlib.contextmanager
-def ending_at_once() -> Iterator[None]:
+def exit_on_ctrl_c() -> Iterator[None]:
     """Ctrl-C ends the program: Python itself would notice it when torch is imported. The ranks' server sees us gone."""
     ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if ours:
@@ -211,7 +211,7 @@ def check_once(entries: Sequence[Module], options: argparse.Namespace, before: O
         console.print()
         mine = Path(options.target) != ROOT / "solutions"
         if mine and report.possible == entry.points and not report.failed and not options.debug:
-            finished(entry, sources, show=len(entries) == 1)
+            handle_success(entry, sources, show=len(entries) == 1)
         earned, possible = earned + report.earned, possible + report.possible
         status = max(status, 1 if report.failed else 0)
     if len(entries) > 1:
@@ -219,7 +219,7 @@ def check_once(entries: Sequence[Module], options: argparse.Namespace, before: O
     return status
 
 
-def finished(entry: Module, sources: Sources, show: bool) -> None:
+def handle_success(entry: Module, sources: Sources, show: bool) -> None:
     """Remember that these sources pass. The first time, compare with the module before and name the next step."""
     key = hash_submission(entry, sources)
     news = key != recall("passed").get(entry.package)
@@ -245,15 +245,15 @@ def watch(entries: Sequence[Module], options: argparse.Namespace) -> int:
     """Checks now, and whenever one of the modules' files is saved what changes by that, until Ctrl-C."""
     outcomes: Outcomes = {}
     while True:
-        seen = saved(entries, options)
+        seen = read_save_times(entries, options)
         check_once(entries, options, outcomes)
         console.print("Waiting for a file to be saved. Ctrl-C ends.")
-        while saved(entries, options) == seen:
+        while read_save_times(entries, options) == seen:
             time.sleep(0.2)
         console.rule(time.strftime("%H:%M:%S"))
 
 
-def saved(entries: Sequence[Module], options: argparse.Namespace) -> list[float]:
+def read_save_times(entries: Sequence[Module], options: argparse.Namespace) -> list[float]:
     """When each of the modules' files was last saved; 0 for one that is not there."""
     paths = [find(Path(options.target), entry) for entry in entries]
     return [path.stat().st_mtime if path else 0.0 for path in paths]

@@ -13,7 +13,7 @@ from brigade.checks.collect import import_from_tests
 from brigade.cli.console import console
 from brigade.cli.main import main as brigade
 from brigade.course.modules import HAS_SOLUTIONS, MODULES, REFERENCE, ROOT, get_module
-from brigade.lab.script import ended, show_progress
+from brigade.lab.script import run_to_status, show_progress
 from brigade.runner import ranks
 
 ROUNDS = 20  # steps of each variant
@@ -29,7 +29,7 @@ def main() -> int:
         "compares them, and shows how an answer is checked. About a minute on two cores; no GPU is needed.",
         epilog="Example: python -m brigade.cli.demo",
     ).parse_args()
-    return ended("demo", demo)
+    return run_to_status("demo", demo)
 
 
 def demo() -> int:
@@ -39,7 +39,7 @@ def demo() -> int:
     from brigade.lab import ladder, plots
     from brigade.lab.bench import select_written
 
-    workload = replace(ladder.PACED, batch_size=16, rounds=ROUNDS)
+    workload = replace(ladder.EMULATED, batch_size=16, rounds=ROUNDS)
     entries, sources, left_out = select_written(REFERENCE, MODULES)
     variants = [ladder.get_variant(entry) for entry in entries]
     console.print(
@@ -56,13 +56,13 @@ def demo() -> int:
     with show_progress("training steps", ladder.count_steps(workload, [*variants, *ladder.TORCH])) as advance:
         found = ladder.run_ladder(workload, variants, sources, on_step=advance)
     console.print()
-    console.print(plots.ladder_table(found))
-    if wrong := found.wrong():
+    console.print(plots.make_ladder_table(found))
+    if wrong := found.list_wrong_losses():
         print("\n".join(f"demo: {sentence}" for sentence in wrong), file=sys.stderr)
         return 1
-    console.print(plots.verdict(found))
+    console.print(plots.describe_losses(found))
     picture = ROOT / "out" / "ladder.png"
-    plots.ladder_picture(found, picture)
+    plots.draw_ladder(found, picture)
     console.print(f"The picture is {picture.relative_to(ROOT)}.\n")
     return show_checks() if HAS_SOLUTIONS else 0
 
@@ -73,7 +73,7 @@ def show_checks() -> int:
     console.print(f"How an answer is checked: brigade check {MODULE} --target solutions")
     status = brigade(["check", str(MODULE), "--target", "solutions"])
     if status:
-        return fail(status, f"the solution of module {MODULE} does not pass its own checks")
+        return report_failure(status, f"the solution of module {MODULE} does not pass its own checks")
     mutants = import_from_tests(f"mutants.{entry.package}").MUTANTS
     mutant = next(mutant for mutant in mutants if mutant.name == MUTANT)
     directory = ROOT / "out" / "mistake"
@@ -83,14 +83,14 @@ def show_checks() -> int:
     console.print(f"The same solution with one mistake in it, {mutant.name}. Its numbers are right:")
     status = brigade(["check", str(MODULE), "--target", str(directory), "--prior", "reference"])
     if status != 1:
-        return fail(status, f"the checks of module {MODULE} do not catch the mistake")
+        return report_failure(status, f"the checks of module {MODULE} do not catch the mistake")
     console.print(
         "The mistake was caught. Your turn: lessons/ has the readings, and `brigade next` says where to start."
     )
     return 0
 
 
-def fail(status: int, sentence: str) -> int:
+def report_failure(status: int, sentence: str) -> int:
     """Return the demo's exit status after a check with a wrong end; print the sentence unless the user stopped it."""
     if status == 130:
         return 130

@@ -48,12 +48,12 @@ def run_grade(options: argparse.Namespace) -> int:
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     if options.backend == "nccl":
         machine.make_nccl_environments(2, options.share_gpu)
-    with sigterm_interrupts():
+    with handle_sigterm_as_ctrl_c():
         return run_class(options, entries, console) if options.class_directory else run_one(options, entries, console)
 
 
 @contextlib.contextmanager
-def sigterm_interrupts() -> Iterator[None]:
+def handle_sigterm_as_ctrl_c() -> Iterator[None]:
     """In the block SIGTERM is like Ctrl-C, so that everything is put away."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -63,7 +63,7 @@ def sigterm_interrupts() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def interrupts_wait() -> Iterator[None]:
+def delay_interrupts() -> Iterator[None]:
     """An interrupt in the block is raised at its end. Torch and numpy swallow one while they are imported, or break."""
     arrived = []
     numbers = (signal.SIGINT, signal.SIGTERM)
@@ -81,7 +81,7 @@ def run_one(options: argparse.Namespace, entries: Sequence[Module], console: Con
     """Grades --submission into --out."""
     if options.gradebook:
         raise CourseError("--gradebook is for --class; the results of one submission go to --out")
-    render = writer(options)
+    render = choose_format(options)
     out = resolve_results_file(options.out, options.submission)
     columns = (TextColumn("checks"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
@@ -98,7 +98,7 @@ def run_one(options: argparse.Namespace, entries: Sequence[Module], console: Con
 
         findings: list[static_look.Finding] = []
         latest = make_empty_grading(entries, random.randrange(10**6) if options.seed is None else options.seed)
-        with interrupts_wait():
+        with delay_interrupts():
             tempfile.gettempdir()  # tries the directory out with a file, which an interrupt would leave there
         follow(latest)  # before torch is imported: that takes seconds
         try:
@@ -106,7 +106,7 @@ def run_one(options: argparse.Namespace, entries: Sequence[Module], console: Con
                 incoming.open_submission(options.submission) as submission,
                 isolation.isolate_ranks(options.submission, options.out, options.backend) as notes,
             ):
-                with interrupts_wait():
+                with delay_interrupts():
                     start_server()
                     from brigade.grade import grading
 
@@ -192,7 +192,7 @@ def run_class(options: argparse.Namespace, entries: Sequence[Module], console: C
     return 0 if all(student.fingerprint_file.exists() for student in everyone) else 1
 
 
-def writer(options: argparse.Namespace) -> Callable[[Grading], str]:
+def choose_format(options: argparse.Namespace) -> Callable[[Grading], str]:
     """What makes the results from the state of the grading. Raises CourseError where --meta is not as it must be."""
     if options.format == "classroom50":
         if malformed := [pair for pair in options.meta if "=" not in pair]:

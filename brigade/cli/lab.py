@@ -63,9 +63,9 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_bench(options: argparse.Namespace) -> int:
     """brigade bench, on ranks of its own or on those that torchrun has started."""
-    from brigade.lab.torchrun import on_ranks
+    from brigade.lab.torchrun import report_rank_failures
 
-    return on_ranks(bench)(options)
+    return report_rank_failures(bench)(options)
 
 
 def bench(options: argparse.Namespace) -> int:
@@ -84,7 +84,7 @@ def bench(options: argparse.Namespace) -> int:
     sizes = read_sweep(options.sweep, entries) if options.sweep else []
     files = {kind: resolve_results_file(getattr(options, kind)) for kind in ("json", "csv", "png")}
     backend = options.backend or default_backend(world_size)
-    if backend == "nccl" and not torchrun.given():
+    if backend == "nccl" and not torchrun.is_torchrun():
         machine.make_nccl_environments(world_size, options.share_gpu)
     entries, sources, left_out = select_written(options.target, entries)
     for sentence in left_out:
@@ -92,20 +92,20 @@ def bench(options: argparse.Namespace) -> int:
     variants = [ladder.get_variant(entry) for entry in entries]
     variants = make_sweep_variants(variants, sizes) if sizes else [*variants, *ladder.TORCH]
     how = {"world_size": world_size, "backend": backend, "share_gpu": options.share_gpu, "deadline": options.deadline}
-    if torchrun.given():
-        how["run"] = torchrun.run_given
+    if torchrun.is_torchrun():
+        how["run"] = torchrun.run_on_torchrun
     elif options.target != "solutions":  # a deadlock is found within seconds here, and there at the deadline only
         ladder.dry_run(workload, variants, sources, **how)
     with show_progress("training steps", ladder.count_steps(workload, variants)) as advance:
         found = Bench(variants, ladder.run_benchmark(workload, variants, sources, on_step=advance, **how))
-    for table in plots.bench_tables(found):
+    for table in plots.make_bench_tables(found):
         console.print(table)
         console.print()
-    for sentence in found.remarks():
+    for sentence in found.list_remarks():
         console.print(sentence)
-    wrong = found.ladder.wrong()
-    console.print("\n".join(wrong) if wrong else plots.verdict(found.ladder))
-    for kind, write in (("json", save_json), ("csv", save_csv), ("png", plots.bench_picture)):
+    wrong = found.ladder.list_wrong_losses()
+    console.print("\n".join(wrong) if wrong else plots.describe_losses(found.ladder))
+    for kind, write in (("json", save_json), ("csv", save_csv), ("png", plots.draw_bench)):
         if files[kind]:
             write(found, files[kind])
             console.print(f"{getattr(options, kind)} written", markup=False)
@@ -116,8 +116,8 @@ def choose_world_size(wanted: int | None) -> int:
     """As many as are given, else as many as are wanted. Raises CourseError where both are known and differ."""
     from brigade.lab import torchrun
 
-    if torchrun.given():
-        given = torchrun.world_size()
+    if torchrun.is_torchrun():
+        given = torchrun.read_world_size()
         if wanted not in (None, given):
             raise CourseError(f"--ranks {wanted}: torchrun has started {given}; leave --ranks out")
         return given
@@ -130,7 +130,7 @@ def default_backend(world_size: int) -> str:
 
     from brigade.lab import torchrun
 
-    here = torchrun.place()[3] if torchrun.given() else world_size
+    here = torchrun.read_rank_variables()[3] if torchrun.is_torchrun() else world_size
     return "nccl" if world_size > 1 and here <= torch.cuda.device_count() else "gloo"
 
 
@@ -139,7 +139,7 @@ def make_workload(options: argparse.Namespace, link: Link | Pace | None, world_s
     from brigade.lab import ladder
     from brigade.lab.models import SIZES
 
-    base = replace(ladder.PACED, link=link) if link else ladder.Workload()
+    base = replace(ladder.EMULATED, link=link) if link else ladder.Workload()
     wanted = {"batch_size": options.batch, "time": options.time, "rounds": options.rounds}
     wanted = {name: value for name, value in wanted.items() if value is not None}
     workload = replace(base, size=SIZES[options.size], bucket_mb=options.bucket_mb, **wanted)
@@ -231,7 +231,7 @@ def run_trace(options: argparse.Namespace) -> int:
         console.print(f"{found.label}: a step of {found.lengths}, {found.count}")
         if never := sum(collective.waited_ms is None for collective in found.launched):
             console.print(f"  {never} of {len(found.launched)} collectives of all ranks were never waited for")
-    console.print(timelines[0].carrier)
+    console.print(timelines[0].link_text)
     console.print(f"{shorten(files['png'])}  the picture", markup=False)
     console.print(f"{shorten(files['json'])}  for https://ui.perfetto.dev or chrome://tracing", markup=False)
     return 0
@@ -276,7 +276,7 @@ def choose_link(options: argparse.Namespace, world_size: int) -> Link | Pace | N
     from brigade.rank.emulated_link import Link, Pace
 
     if options.link:
-        return links.NAMED[options.link].pace(world_size)
+        return links.NAMED[options.link].make_pace(world_size)
     if options.comm_ratio:
         return Pace(options.comm_ratio, links.LATENCY_RATIO if options.latency_ratio is None else options.latency_ratio)
     return Link((options.latency_us or 0.0) / 1e6, options.bandwidth_gbps * 1e9 / 8)

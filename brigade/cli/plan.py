@@ -15,7 +15,7 @@ from brigade.course.modules import CourseError
 from brigade.lab.links import NAMED, UTILISATION
 
 if TYPE_CHECKING:
-    from brigade.lab.plan import Planned
+    from brigade.lab.plan import PlannedStep
     from brigade.rank.emulated_link import Link
 
 WIDTH = 80  # columns
@@ -57,16 +57,16 @@ def run_plan(options: argparse.Namespace) -> int:
 
     check_name("--model", options.model, plan.MODELS)
     check_name("--link", options.link, NAMED)
-    model = plan.model_of(plan.MODELS[options.model], options.dtype)
+    model = plan.make_model(plan.MODELS[options.model], options.dtype)
     time = min(options.tokens, model.size.context)
-    flops = plan.backward_flops(model, options.tokens, time)
+    flops = plan.count_backward_flops(model, options.tokens, time)
     tflops = options.tflops or plan.DEVICE_TFLOPS[options.dtype]
     backward_s = options.backward_ms and options.backward_ms / 1e3
-    machine = plan.machine_of(flops, options.mfu * tflops * 1e12, plan.DEVICE_MEMORY_GBPS * 1e9, backward_s)
+    machine = plan.make_machine(flops, options.mfu * tflops * 1e12, plan.DEVICE_MEMORY_GBPS * 1e9, backward_s)
     optimizer = OPTIMIZERS[options.optimizer]
     setting = Setting(list(model.parameters()), options.dp, options.bucket_mb, optimizer, machine)
     link = make_link(options)
-    planned = plan.variants()
+    planned = plan.list_variants()
     found, missing = [], [f"{one.label} (no rule)" for one in get_course_variants() if one not in planned]
     for variant in planned:
         try:
@@ -83,8 +83,9 @@ def run_plan(options: argparse.Namespace) -> int:
     assumptions = [
         f"{options.model}: {setting.numel / 1e9:,.3f} billion parameters in {options.dtype}, {optimizer.label}",
         f"{ranks}, {options.tokens:,} tokens each in a step, in sequences of {time:,}",
-        f"computation: backward {spell(sum(machine.backward_s))}, {source}; forward {spell(machine.forward_s)}, half "
-        f"as long; optimizer and copies at {plan.DEVICE_MEMORY_GBPS:,} GB/s",
+        f"computation: backward {format_seconds(sum(machine.backward_s))}, {source}; "
+        f"forward {format_seconds(machine.forward_s)}, half as long; optimizer and copies "
+        f"at {plan.DEVICE_MEMORY_GBPS:,} GB/s",
         f"link: {name_link(options)}{link.bytes_per_s / 1e9:,.4g} GB/s in each direction and "
         f"{link.latency_s * 1e6:g} us for each message, between neighbours in a ring of all ranks; one collective "
         "after the other",
@@ -98,14 +99,14 @@ def run_plan(options: argparse.Namespace) -> int:
         )
     assumptions += [f"not planned: {one}" for one in missing]
     if options.json:
-        variants = [asdict(one) | {"held_bytes": one.held_bytes} for one in found]
+        variants = [asdict(one) | {"memory_bytes": one.memory_bytes} for one in found]
         print(
             json.dumps(
                 {"options": collect_options(options), "assumptions": assumptions, "variants": variants}, indent=2
             )
         )
         return 0
-    console.print(plan.plan_table(found, f"One step of {options.model} on {ranks}, as predicted"))
+    console.print(plan.make_plan_table(found, f"One step of {options.model} on {ranks}, as predicted"))
     console.print("\nAssumed:")
     for one in assumptions:
         console.print(textwrap.fill(f"- {one}", WIDTH, subsequent_indent="  "), markup=False)
@@ -141,19 +142,19 @@ def collect_options(options: argparse.Namespace) -> dict[str, object]:
     return {name: value for name, value in vars(options).items() if name not in ("run", "command", "json")}
 
 
-def spell(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
     return f"{seconds:,.2f} s" if seconds >= 1 else f"{1e3 * seconds:,.3g} ms"
 
 
-def collect_warnings(options: argparse.Namespace, found: list[Planned]) -> list[str]:
+def collect_warnings(options: argparse.Namespace, found: list[PlannedStep]) -> list[str]:
     """Return what a reader should know before believing the numbers."""
     from brigade.lab import plan
 
     said = []
-    least = min(found, key=lambda one: one.held_bytes)
-    if least.held_bytes > plan.DEVICE_MEMORY_GB * 1e9:
+    least = min(found, key=lambda one: one.memory_bytes)
+    if least.memory_bytes > plan.DEVICE_MEMORY_GB * 1e9:
         said.append(
-            f"A rank needs {least.held_bytes / 1e9:,.0f} GB at the least ({least.label}); an {plan.DEVICE} has "
+            f"A rank needs {least.memory_bytes / 1e9:,.0f} GB at the least ({least.label}); an {plan.DEVICE} has "
             f"{plan.DEVICE_MEMORY_GB} GB. Data parallelism alone cannot train {options.model}. Real systems divide "
             "gradients and weights too (ZeRO 2 and 3, FSDP), and the model itself (tensor and pipeline parallelism); "
             "then each data-parallel rank has a part of these gradients to average."

@@ -1,8 +1,8 @@
-"""`brigade bench`: what is compared, and its numbers as rows, JSON and CSV.
+"""`brigade bench`: what is compared, and its results as rows, JSON and CSV.
 
-    found = Bench(variants, ladder)
-    found.rows()[0].step_ms.median
-    save_json(found, path); load_json(path) == found
+    results = Bench(variants, ladder)
+    results.make_rows()[0].step_ms.median
+    save_json(results, path); load_json(path) == results
 
 A bench is either a ladder (every variant once) or a sweep (some variants, each with several bucket sizes). The steps of
 all variants alternate within one run. `plots.py` makes the tables and the pictures.
@@ -25,12 +25,21 @@ import torch
 from brigade.course.modules import HAS_SOLUTIONS, MODULES, CourseError, Module, find_module
 from brigade.course.parts import find_unwritten_parts
 from brigade.course.submission import Sources, find, read_source, resolve_target
-from brigade.lab.ladder import TORCH_DDP, TORCH_ZERO, Ladder, Measurement, Variant, Workload, get_variant, quartiles
+from brigade.lab.ladder import (
+    TORCH_DDP,
+    TORCH_ZERO,
+    Ladder,
+    Measurement,
+    Variant,
+    Workload,
+    compute_quartiles,
+    get_variant,
+)
 from brigade.lab.models import Size
 from brigade.rank.emulated_link import Link, Pace
 
-FORMAT = 1  # of the JSON
-TRUSTED_SHARE = 0.2  # of the emulated time, at most, that the real collective underneath may take
+FORMAT = 2  # of the JSON
+TRUSTED_SHARE = 0.2  # the real collective may take at most this share of the emulated time
 
 
 @dataclass(frozen=True)
@@ -43,16 +52,17 @@ class Spread:
 
 
 def compute_spread(values: Sequence[float]) -> Spread:
-    """Of one value for each round."""
-    return Spread(median(values), *quartiles(values))
+    """Return the median and the quartiles of one value per round."""
+    return Spread(median(values), *compute_quartiles(values))
 
 
 @dataclass(frozen=True)
 class Row:
-    """One variant's numbers. Times are of one step on the slowest rank, in ms; MB are 10^6 bytes, `bucket_mb` is MiB.
+    """The numbers of one variant. Times are those of a step on the slowest rank, in ms; MB are 10^6 bytes.
 
-    `ratio` and `cpu_ratio` (processor time) are within a round, to torch DDP with the same buckets. `grad_mb` and
-    `state_mb` are kept on the fullest rank between steps; `loss` is the mean over ranks.
+    `bucket_mb` is in MiB. `ratio` (step time) and `cpu_ratio` (processor time) are relative to torch DDP with the same
+    buckets, within a round. `grad_mb` and `state_mb` are kept on the fullest rank between steps. `loss` is the mean
+    over ranks.
     """
 
     variant: str
@@ -70,7 +80,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Bench:
-    """A finished bench: its variants, and what was measured of them, in the same order."""
+    """A finished bench: its variants, and their measurements in the same order."""
 
     variants: list[Variant]
     ladder: Ladder
@@ -79,80 +89,82 @@ class Bench:
     def is_sweep(self) -> bool:
         return any(variant.bucket_mb is not None for variant in self.variants)
 
-    def rows(self) -> list[Row]:
-        return [self.row(variant, found) for variant, found in zip(self.variants, self.ladder.variants)]
+    def make_rows(self) -> list[Row]:
+        return [
+            self.make_row(variant, measurement) for variant, measurement in zip(self.variants, self.ladder.variants)
+        ]
 
-    def row(self, variant: Variant, found: Measurement) -> Row:
+    def make_row(self, variant: Variant, measurement: Measurement) -> Row:
         base = set_bucket_size(TORCH_DDP, variant.bucket_mb).label
         return Row(
             variant=variant.label,
             bucket_mb=self.ladder.workload.bucket_mb if variant.bucket_mb is None else variant.bucket_mb,
-            step_ms=compute_spread(found.step_ms),
-            ratio=compute_spread(self.ladder.ratios(found, base)),
-            exposed_ms=compute_spread(self.ladder.exposed_ms(found)),
-            cpu_ratio=compute_spread(self.ladder.cpu_ratios(found, base)),
-            collectives=found.collectives,
-            sent_mb=found.sent_bytes / 1e6,
-            grad_mb=max(found.grad_bytes) / 1e6,
-            state_mb=max(found.state_bytes) / 1e6,
-            loss=found.loss,
+            step_ms=compute_spread(measurement.step_ms),
+            ratio=compute_spread(self.ladder.compute_ratios(measurement, base)),
+            exposed_ms=compute_spread(self.ladder.compute_exposed_ms(measurement)),
+            cpu_ratio=compute_spread(self.ladder.compute_cpu_ratios(measurement, base)),
+            collectives=measurement.collectives,
+            sent_mb=measurement.sent_bytes / 1e6,
+            grad_mb=max(measurement.grad_bytes) / 1e6,
+            state_mb=max(measurement.state_bytes) / 1e6,
+            loss=measurement.loss,
         )
 
-    def remarks(self) -> list[str]:
-        """Sentences about the link and whether its emulation can be trusted, and about ZeRO."""
+    def list_remarks(self) -> list[str]:
+        """Return sentences about the link, about whether to trust its emulation, and about ZeRO."""
         ladder = self.ladder
         if ladder.world_size == 1:
             return []
         gradients = f"an all-reduce of all gradients ({ladder.model_bytes / 1e6:.2f} MB)"
         backward = f"backward alone takes {1e3 * ladder.backward_s:.1f} ms"
-        said = []
+        remarks = []
         if ladder.link:
-            said.append(
+            remarks.append(
                 f"The link is emulated, {ladder.link.description}: {gradients} takes {1e3 * ladder.link_s:.1f} ms; "
                 f"{backward}."
             )
             share = ladder.real_s / ladder.link_s
-            real = f"the real one underneath takes {1e3 * ladder.real_s:.1f} ms, {100 * share:.0f} % of that"
+            real = f"the real all-reduce takes {1e3 * ladder.real_s:.1f} ms, {100 * share:.0f} % of that"
             if share <= TRUSTED_SHARE:
-                said.append(real[0].upper() + real[1:] + ".")
+                remarks.append(real[0].upper() + real[1:] + ".")
             else:
-                said.append(
-                    f"Do not trust these times: {real}, more than a fifth, and the emulation cannot hide it. A slower "
-                    "link or a larger workload (--size, --batch, --time) can be emulated here."
+                remarks.append(
+                    f"Do not trust these times: {real}, more than a fifth, and the emulation cannot hide it. Choose a "
+                    "slower link or a larger workload (--size, --batch, --time)."
                 )
         else:
-            said.append(f"No link is emulated: {gradients} takes {1e3 * ladder.real_s:.1f} ms here; {backward}.")
-        found = {variant.label: measured for variant, measured in zip(self.variants, ladder.variants)}
+            remarks.append(f"No link is emulated: {gradients} takes {1e3 * ladder.real_s:.1f} ms here; {backward}.")
+        by_label = {variant.label: measurement for variant, measurement in zip(self.variants, ladder.variants)}
         zero = get_variant(find_module("ZeroOptimizer")).label
-        if zero in found and TORCH_ZERO.label in found:
+        if zero in by_label and TORCH_ZERO.label in by_label:
             cells = [
-                f"{one.median:.2f} [{one.lower:.2f}-{one.upper:.2f}]"
-                for one in (
-                    compute_spread(ladder.ratios(found[zero], TORCH_ZERO.label)),
-                    compute_spread(ladder.cpu_ratios(found[zero], TORCH_ZERO.label)),
+                f"{spread.median:.2f} [{spread.lower:.2f}-{spread.upper:.2f}]"
+                for spread in (
+                    compute_spread(ladder.compute_ratios(by_label[zero], TORCH_ZERO.label)),
+                    compute_spread(ladder.compute_cpu_ratios(by_label[zero], TORCH_ZERO.label)),
                 )
             ]
-            said.append(f"{zero} against {TORCH_ZERO.label}: step time {cells[0]}, processor time {cells[1]}.")
-        return said
+            remarks.append(f"{zero} compared with {TORCH_ZERO.label}: step time {cells[0]}, processor time {cells[1]}.")
+        return remarks
 
 
 def set_bucket_size(variant: Variant, bucket_mb: float | None) -> Variant:
-    """The variant with buckets of this size (MiB), and the size in its label; unchanged for None."""
+    """Return the variant with buckets of this size (MiB) and the size in its label; unchanged for None."""
     if bucket_mb is None:
         return variant
     return replace(variant, label=f"{variant.label}, {bucket_mb:g} MiB", bucket_mb=bucket_mb)
 
 
 def make_sweep_variants(variants: Sequence[Variant], sizes: Sequence[float]) -> list[Variant]:
-    """Each variant, and torch DDP, with buckets of each size (MiB)."""
+    """Return each variant, and torch DDP, with buckets of each size (MiB)."""
     return [set_bucket_size(variant, size) for variant in (*variants, TORCH_DDP) for size in sizes]
 
 
 def select_written(target: str, entries: Sequence[Module]) -> tuple[list[Module], Sources, list[str]]:
-    """Those of the modules that can be run, the text of all of the target's, and a sentence on each of the others.
+    """Return the modules that can be run, the text of all modules of the target, and a sentence on each other module.
 
-    A module can be run when it and all that its variant uses are written. Raises CourseError when `target` is no
-    directory, or nothing in it can be run.
+    A module can be run if it and everything that its variant uses are written. Raise CourseError if `target` is no
+    directory, or if no module can be run.
     """
     where = resolve_target(target)
     sources: Sources = {}
@@ -185,31 +197,31 @@ def select_written(target: str, entries: Sequence[Module]) -> tuple[list[Module]
 
 
 def list_needed_packages(entry: Module, texts: dict[str, str]) -> list[str]:
-    """The packages that a module's variant needs, given the text of each: its own, its wrapper's, what those import."""
-    found: list[str] = []
-    open_ones = [entry.package, get_variant(entry).wrapper[0]]
-    while open_ones:
-        package = open_ones.pop(0)
-        if package not in found:
-            found.append(package)
-            open_ones += re.findall(r"^\s*from \.\.(\w+)", texts.get(package, ""), re.MULTILINE)
-    return found
+    """Return the packages that a module's variant needs: its own, its wrapper's, and those that these import."""
+    needed: list[str] = []
+    to_visit = [entry.package, get_variant(entry).wrapper[0]]
+    while to_visit:
+        package = to_visit.pop(0)
+        if package not in needed:
+            needed.append(package)
+            to_visit += re.findall(r"^\s*from \.\.(\w+)", texts.get(package, ""), re.MULTILINE)
+    return needed
 
 
-def save_json(found: Bench, path: Path) -> None:
-    """Everything: the table, the workload, the link, versions, and every single step, for `load_json`."""
+def save_json(results: Bench, path: Path) -> None:
+    """Write the table, the workload, the link, the versions and the times of every step, for `load_json`."""
     made_with = {
         "torch": torch.__version__,
         "python": platform.python_version(),
         "machine": platform.machine(),
         "cores": os.cpu_count(),
     }
-    content = {"format": FORMAT, "made_with": made_with, "rows": [asdict(row) for row in found.rows()]}
-    path.write_text(json.dumps(content | asdict(found)) + "\n")
+    content = {"format": FORMAT, "made_with": made_with, "rows": [asdict(row) for row in results.make_rows()]}
+    path.write_text(json.dumps(content | asdict(results)) + "\n")
 
 
 def load_json(path: Path) -> Bench:
-    """What `save_json` wrote. Raises CourseError on anything else."""
+    """Return the bench that `save_json` wrote. Raise CourseError for any other content."""
     try:
         content = json.loads(path.read_text())
         if content["format"] != FORMAT:
@@ -239,16 +251,16 @@ def load_json(path: Path) -> Bench:
 
 
 def read_link(content: dict[str, float] | None) -> Link | Pace | None:
-    """The link whose fields these are."""
+    """Return the link with these fields; None for None."""
     if content is None:
         return None
     return Pace(**content) if "comm_ratio" in content else Link(**content)
 
 
-def save_csv(found: Bench, path: Path) -> None:
-    """The table: one line for each variant, medians and quartiles in columns of their own."""
+def save_csv(results: Bench, path: Path) -> None:
+    """Write the table as CSV: one line for each variant, with separate columns for medians and quartiles."""
     flat = []
-    for row in found.rows():
+    for row in results.make_rows():
         line: dict[str, object] = {}
         for field in fields(row):
             value = getattr(row, field.name)

@@ -1,4 +1,4 @@
-"""The class for a claim, and the list of all claims: `claimed.py` fills it, `claims.py` checks it."""
+"""What a claim is, and the list of all claims. `claimed.py` adds them; `claims.py` checks them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ CITED = "cited"  # instead of a verdict
 
 
 class CannotMeasure(Exception):
-    """This machine lacks something that an experiment needs; the message says what."""
+    """An experiment needs something that this machine does not have; the message names it."""
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,9 @@ class Finding:
 
 @dataclass(frozen=True)
 class Claim:
-    """A statement that a reading checks. `verdict` is the reading's.
+    """A published claim. `verdict` is the reading's; without an experiment it is `CITED`, and `rule` says why.
 
-    Without an experiment, `verdict` is `CITED` and `rule` says why. `module` is the one whose reading discusses it.
+    `module` is the number of the module whose reading discusses the claim.
     """
 
     name: str
@@ -43,7 +43,7 @@ CLAIMS: list[Claim] = []
 def claim(
     name: str, module: int, text: str, source: str, rule: str, verdict: str
 ) -> Callable[[Callable[[], Finding]], Callable[[], Finding]]:
-    """Return a decorator that adds a claim, with the decorated function as its experiment."""
+    """Add a claim, with the decorated function as its experiment."""
 
     def enter(experiment: Callable[[], Finding]) -> Callable[[], Finding]:
         CLAIMS.append(Claim(name, module, text, source, rule, verdict, experiment))
@@ -52,6 +52,6 @@ def claim(
     return enter
 
 
-def cited(name: str, module: int, text: str, source: str, why: str) -> None:
-    """Add a claim that cannot be measured here."""
-    CLAIMS.append(Claim(name, module, text, source, why, CITED))
+def cite(name: str, module: int, text: str, source: str, reason: str) -> None:
+    """Add a claim that cannot be measured here; `reason` says why."""
+    CLAIMS.append(Claim(name, module, text, source, reason, CITED))

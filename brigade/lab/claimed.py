@@ -19,13 +19,13 @@ import torch.distributed as dist
 from brigade.events import launches
 from brigade.lab import claimed_ranks, memory
 from brigade.lab.claim_registry import CLAIMS as CLAIMS
-from brigade.lab.claim_registry import CannotMeasure, Finding, cited, claim
-from brigade.lab.claimed_ranks import summary
+from brigade.lab.claim_registry import CannotMeasure, Finding, cite, claim
+from brigade.lab.claimed_ranks import summarize
 from brigade.lab.ladder import FP32_BYTES, read_reference
 from brigade.lab.links import NAMED
-from brigade.lab.models import tiny_lm
-from brigade.lab.plan import DEVICE_MEMORY_GBPS, MODELS, model_of
-from brigade.lab.plan_config import solution
+from brigade.lab.models import make_tiny_lm
+from brigade.lab.plan import DEVICE_MEMORY_GBPS, MODELS, make_model
+from brigade.lab.plan_config import import_solution
 from brigade.rank.emulated_link import Link, count_sent_bytes
 from brigade.runner.ranks import RankResults, run_ranks
 from lessons.m02_flat_ddp import launches as launch_times
@@ -47,27 +47,27 @@ SHARDS = "an article on cached shards"
 MEGATRON = "[d98e8a64](https://github.com/NVIDIA/Megatron-LM/tree/d98e8a64ddf34856e74b24714e3bedb2f5a39553)"
 
 
-def right_if(condition: bool, otherwise: str = "wrong") -> str:
+def judge(condition: bool, otherwise: str = "wrong") -> str:
     return "right" if condition else otherwise
 
 
-def by_share(holds: Sequence[bool]) -> str:
+def judge_cases(holds: Sequence[bool]) -> str:
     """Return "right" if the claim holds in all cases, "wrong" if in none, and "depends" otherwise."""
-    return right_if(all(holds), "depends" if any(holds) else "wrong")
+    return judge(all(holds), "depends" if any(holds) else "wrong")
 
 
-def on_ranks(function: Callable[..., Any], *args: Any, **options: Any) -> RankResults:
+def run_with_solutions(function: Callable[..., Any], *args: Any, **options: Any) -> RankResults:
     """Run a function on ranks that can import the solutions."""
     return run_ranks(function, *args, packages={"submission": read_reference()}, seed=0, deadline=DEADLINE_S, **options)
 
 
-def xl_parameters() -> dict[str, torch.nn.Parameter]:
+def get_xl_parameters() -> dict[str, torch.nn.Parameter]:
     """Return the parameters of the XL model by name, on the meta device."""
-    return dict(tiny_lm("xl", "meta").named_parameters())
+    return dict(make_tiny_lm("xl", "meta").named_parameters())
 
 
-def xl_bytes() -> int:
-    return FP32_BYTES * sum(parameter.numel() for parameter in xl_parameters().values())
+def count_xl_bytes() -> int:
+    return FP32_BYTES * sum(parameter.numel() for parameter in get_xl_parameters().values())
 
 
 # ---- module 1
@@ -77,11 +77,11 @@ def xl_bytes() -> int:
     "xl-size", 1, "The gradients of the XL model (d_model 1600, 48 layers) are 1.7 GB", XL,
     "right within 5 %", "wrong",
 )  # fmt: skip
-def xl_size() -> Finding:
-    nbytes = xl_bytes()
+def check_xl_size() -> Finding:
+    nbytes = count_xl_bytes()
     return Finding(
         f"{f'{nbytes // FP32_BYTES:,}'.replace(',', ' ')} parameters, {nbytes / 1e9:.2f} GB in fp32",
-        right_if(abs(nbytes / 1.7e9 - 1) < 0.05),
+        judge(abs(nbytes / 1.7e9 - 1) < 0.05),
     )
 
 
@@ -90,12 +90,12 @@ def xl_size() -> Finding:
     "right if an all-reduce on two ranks could take 1.9 ms at 450 GB/s, an H100's rate in one direction",
     "wrong",
 )  # fmt: skip
-def xl_all_reduce_time() -> Finding:
-    sent = count_sent_bytes("all_reduce", xl_bytes(), 2)
+def check_xl_all_reduce_time() -> Finding:
+    sent = count_sent_bytes("all_reduce", count_xl_bytes(), 2)
     return Finding(
         f"computed: {1e3 * sent / 450e9:.1f} ms at 450 GB/s, {1e3 * sent / 370e9:.1f} ms at the 370 GB/s that were "
         "measured on 8 H100 (nccl-tests; cited)",
-        right_if(sent / 450e9 <= 1.9e-3),
+        judge(sent / 450e9 <= 1.9e-3),
     )
 
 
@@ -103,8 +103,8 @@ def xl_all_reduce_time() -> Finding:
     "xl-backward", 1, "Backward of that model takes about 950 ms", XL,
     "right if this is less than the article's time for a whole naive step, which includes backward", "wrong",
 )  # fmt: skip
-def xl_backward() -> Finding:
-    return Finding("by the article's own table, a whole naive step takes 808.66 ms", right_if(950 < 808.66))
+def check_xl_backward() -> Finding:
+    return Finding("by the article's own table, a whole naive step takes 808.66 ms", judge(950 < 808.66))
 
 
 # ---- module 2
@@ -115,21 +115,21 @@ def xl_backward() -> Finding:
     "right if all-reducing one by one takes more than twice as long as one flat all-reduce, measured for TinyLM tiny "
     "and computed for XL on two ranks with each link of `brigade plan`; wrong if in none of these cases", "depends",
 )  # fmt: skip
-def latency() -> Finding:
-    _, together, single = on_ranks(launch_times.measure, 20, stream=False)[0].values()
+def check_latency() -> Finding:
+    _, together, single = run_with_solutions(launch_times.measure, 20, stream=False)[0].values()
     ratios = [one / flat for one, flat in zip(single, together)]
-    sizes = [FP32_BYTES * parameter.numel() for parameter in xl_parameters().values()]
+    sizes = [FP32_BYTES * parameter.numel() for parameter in get_xl_parameters().values()]
     computed = {}
     for link in NAMED.values():
         pace = Link(link.latency_s, link.bytes_per_s)
         one_by_one_s = sum(pace.seconds("all_reduce", size, 2) for size in sizes)
         computed[link.what] = one_by_one_s / pace.seconds("all_reduce", sum(sizes), 2)
-    words = listed([f"{ratio:.2f} ({what})" for what, ratio in computed.items()])
+    words = join_words([f"{ratio:.2f} ({what})" for what, ratio in computed.items()])
     return Finding(
-        f"TinyLM tiny on gloo, including the recorder's time: 39 all-reduces take {summary(single)} ms and one with "
-        f"the same bytes {summary(together)} ms, a ratio of {summary(ratios)}. XL, computed with α from NCCL's table: "
-        f"a ratio of {words}",
-        by_share([median(ratios) > 2, *(ratio > 2 for ratio in computed.values())]),
+        f"TinyLM tiny on gloo, including the recorder's time: 39 all-reduces take {summarize(single)} ms and one with "
+        f"the same bytes {summarize(together)} ms, a ratio of {summarize(ratios)}. XL, computed with α from NCCL's "
+        f"table: a ratio of {words}",
+        judge_cases([median(ratios) > 2, *(ratio > 2 for ratio in computed.values())]),
     )
 
 
@@ -137,13 +137,13 @@ def latency() -> Finding:
     "flatten", 2, "Flatten, reduce, done: fewer collectives and nothing else changes", BUCKETS,
     "right if this copies nothing and allocates no memory", "wrong",
 )  # fmt: skip
-def flatten() -> Finding:
-    overhead = ledger.measure_overhead(on_ranks, "m02_flat_ddp", "FlatDDP")
-    times = on_ranks(claimed_ranks.copy_times, 100)[0]
+def check_flatten() -> Finding:
+    overhead = ledger.measure_overhead(run_with_solutions, "m02_flat_ddp", "FlatDDP")
+    times = run_with_solutions(claimed_ranks.time_copies, 100)[0]
     return Finding(
-        f"TinyLM tiny copies {overhead['copied'] / 1e6:.2f} MB (in and out) in {summary(times, 2)} ms, and allocates "
+        f"TinyLM tiny copies {overhead['copied'] / 1e6:.2f} MB (in and out) in {summarize(times, 2)} ms, and allocates "
         f"{overhead['allocated'] / 1e6:.2f} MB",
-        right_if(overhead["copied"] == 0 and overhead["allocated"] == 0),
+        judge(overhead["copied"] == 0 and overhead["allocated"] == 0),
     )
 
 
@@ -151,9 +151,9 @@ def flatten() -> Finding:
     "one-flat-tensor", 2, "One flat tensor holds all gradients", BUCKETS,
     "right if gradients of fp32 and bf16 keep their dtypes in it", "wrong",
 )  # fmt: skip
-def one_flat_tensor() -> Finding:
+def check_one_flat_tensor() -> Finding:
     flat = torch.cat([torch.ones(1), torch.ones(1, dtype=torch.bfloat16)])
-    return Finding(f"torch.cat of fp32 and bf16 silently returns {flat.dtype}", right_if(flat.dtype == torch.bfloat16))
+    return Finding(f"torch.cat of fp32 and bf16 silently returns {flat.dtype}", judge(flat.dtype == torch.bfloat16))
 
 
 # ---- module 3
@@ -163,14 +163,14 @@ def one_flat_tensor() -> Finding:
     "early-layers", 3, "Communication for early layers overlaps with gradient computation in later ones", BUCKETS,
     "right if gradients of early layers are ready before those of later ones", "wrong",
 )  # fmt: skip
-def early_layers() -> Finding:
-    model, order = tiny_lm("tiny"), []
+def check_early_layers() -> Finding:
+    model, order = make_tiny_lm("tiny"), []
     for name, parameter in model.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
     model(torch.zeros(1, 8, dtype=torch.long)).sum().backward()
     return Finding(
         f"of {len(order)} gradients, {order[0]} is ready first and {order[-1]} last",
-        right_if(order.index("blocks.0.q.weight") < order.index("blocks.3.q.weight")),
+        judge(order.index("blocks.0.q.weight") < order.index("blocks.3.q.weight")),
     )
 
 
@@ -179,14 +179,14 @@ def early_layers() -> Finding:
     "picotron's `DataParallelNaive` ([issue 39](https://github.com/huggingface/picotron/issues/39))",
     "right if its argument is the gradient", "wrong",
 )  # fmt: skip
-def hook_argument() -> Finding:
+def check_hook_argument() -> Finding:
     weight, given = torch.nn.Parameter(torch.tensor(1.0)), []
     weight.register_post_accumulate_grad_hook(given.append)
     (3 * weight).backward()
     what = "the parameter" if given[0] is weight else "another tensor"
     return Finding(
         f"it is called with {what}, {given[0].item():g}; the weight is 1 and the gradient 3",
-        right_if(given[0] is weight.grad),
+        judge(given[0] is weight.grad),
     )
 
 
@@ -195,12 +195,12 @@ def hook_argument() -> Finding:
     "a wrong answer that passed the tests of CS336's assignment in 15 of 16 runs",
     "right if an earlier, larger all-reduce is complete in all of 50 attempts", "wrong",
 )  # fmt: skip
-def last_handle() -> Finding:
-    counts = on_ranks(claimed_ranks.unfinished, 50)
+def check_last_handle() -> Finding:
+    counts = run_with_solutions(claimed_ranks.count_unfinished, 50)
     span = " to ".join(map(str, sorted({min(counts), max(counts)})))
     return Finding(
         f"an earlier all-reduce of 16 MB was incomplete in {span} of 50 attempts",
-        right_if(max(counts) == 0),
+        judge(max(counts) == 0),
     )
 
 
@@ -211,15 +211,15 @@ def last_handle() -> Finding:
     "xl-buckets", 4, "XL has 435, 339, 98 and 8 buckets at 1, 10, 100 and 1000 MB", XL,
     "right if the rule of module 4 gives the same numbers, with caps in MiB", "right",
 )  # fmt: skip
-def xl_buckets() -> Finding:
-    parameters, caps = list(xl_parameters().values()), [1, 10, 100, 1000]
-    plan_buckets = solution("plan_buckets")
+def check_xl_buckets() -> Finding:
+    parameters, caps = list(get_xl_parameters().values()), [1, 10, 100, 1000]
+    plan_buckets = import_solution("plan_buckets")
     before = [len(plan_buckets(parameters, cap * MIB)) for cap in caps]
     after = [len(dist._compute_bucket_assignment_by_size(parameters[::-1], [cap * MIB])[0]) for cap in caps]
     return Finding(
-        f"{listed(before)} if a bucket closes before it would exceed the cap; {listed(after)} with torch DDP's rule, "
-        "which closes it afterwards",
-        right_if(before == [435, 339, 98, 8]),
+        f"{join_words(before)} if a bucket closes before it would exceed the cap; {join_words(after)} with torch DDP's "
+        "rule, which closes it afterwards",
+        judge(before == [435, 339, 98, 8]),
     )
 
 
@@ -227,14 +227,14 @@ def xl_buckets() -> Finding:
     "xl-170-buckets", 4, "One expects 170 buckets of 10 MB; matrices larger than that double the number", XL,
     "right if the gradients fill 170 buckets within 5 %", "wrong",
 )  # fmt: skip
-def xl_170_buckets() -> Finding:
-    sizes = [FP32_BYTES * parameter.numel() for parameter in xl_parameters().values()]
+def check_xl_170_buckets() -> Finding:
+    sizes = [FP32_BYTES * parameter.numel() for parameter in get_xl_parameters().values()]
     large = [size for size in sizes if size > 10 * MIB]
     full = sum(sizes) / (10 * MIB)
     return Finding(
         f"{full:.0f} full buckets of 10 MiB; {len(large)} tensors above the cap contain {sum(large) / 1e9:.2f} of "
         f"{sum(sizes) / 1e9:.2f} GB and so lower the number",
-        right_if(abs(full / 170 - 1) < 0.05),
+        judge(abs(full / 170 - 1) < 0.05),
     )
 
 
@@ -242,8 +242,8 @@ def xl_170_buckets() -> Finding:
     "xl-tensors", 4, "The QKV projections have 30 MB each, the largest FFN matrices 61 MB", XL,
     "right within 5 %, in MB or in MiB", "wrong",
 )  # fmt: skip
-def xl_tensors() -> Finding:
-    sizes = {name: FP32_BYTES * parameter.numel() for name, parameter in xl_parameters().items()}
+def check_xl_tensors() -> Finding:
+    sizes = {name: FP32_BYTES * parameter.numel() for name, parameter in get_xl_parameters().items()}
     q, ffn, head = (sizes[name] for name in ("blocks.0.q.weight", "blocks.0.w1.weight", "head.weight"))
 
     def near(nbytes: int, claimed_mb: int) -> bool:
@@ -252,7 +252,7 @@ def xl_tensors() -> Finding:
     return Finding(
         f"q, k and v have {q / 1e6:.2f} MB each, FFN matrices {ffn / 1e6:.2f} MB, embedding and head "
         f"{head / MIB:.1f} MiB",
-        right_if(near(q, 30) and near(ffn, 61)),
+        judge(near(q, 30) and near(ffn, 61)),
     )
 
 
@@ -260,11 +260,11 @@ def xl_tensors() -> Finding:
     "xl-step-times", 4, "Step time varies by 2 to 3 % over these bucket sizes", XL,
     "right if the slowest of the article's own times is at most 3 % above the fastest", "wrong",
 )  # fmt: skip
-def xl_step_times() -> Finding:
+def check_xl_step_times() -> Finding:
     published_ms = [1003.69, 1092.64, 993.28, 980.18]
     spread = max(published_ms) / min(published_ms) - 1
     return Finding(
-        f"by the article's own table {100 * spread:.1f} %, not monotone: 10 MB is the slowest", right_if(spread <= 0.03)
+        f"by the article's own table {100 * spread:.1f} %, not monotone: 10 MB is the slowest", judge(spread <= 0.03)
     )
 
 
@@ -274,8 +274,8 @@ def xl_step_times() -> Finding:
     "wrong if bucketing without overlap costs as much as the difference; otherwise it depends on the machines and the "
     "times of single steps, which are not published", "depends",
 )  # fmt: skip
-def xl_headline() -> Finding:
-    nbytes, slower_ms = xl_bytes(), 980.18 - 808.66
+def check_xl_headline() -> Finding:
+    nbytes, slower_ms = count_xl_bytes(), 980.18 - 808.66
     copies_ms = 1e3 * 4 * nbytes / (DEVICE_MEMORY_GBPS * 1e9)  # read and written, into the buckets and back
     carried_ms = 1e3 * count_sent_bytes("all_reduce", nbytes, 2) / 370e9
     return Finding(
@@ -291,16 +291,17 @@ def xl_headline() -> Finding:
     "xl-inverse", 4, "The number of buckets is inversely proportional to their size", XL,
     "right if number times size stays within a factor of two over the article's four sizes", "wrong",
 )  # fmt: skip
-def xl_inverse() -> Finding:
-    parameters, caps = list(xl_parameters().values()), [1, 10, 100, 1000]
-    products = [cap * len(solution("plan_buckets")(parameters, cap * MIB)) for cap in caps]
+def check_xl_inverse() -> Finding:
+    parameters, caps = list(get_xl_parameters().values()), [1, 10, 100, 1000]
+    products = [cap * len(import_solution("plan_buckets")(parameters, cap * MIB)) for cap in caps]
     return Finding(
-        f"number times size is {listed(products)} MiB at {listed(caps)} MiB: a bucket contains at least one parameter",
-        right_if(max(products) <= 2 * min(products)),
+        f"number times size is {join_words(products)} MiB at {join_words(caps)} MiB: a bucket contains at least one "
+        "parameter",
+        judge(max(products) <= 2 * min(products)),
     )
 
 
-cited(
+cite(
     "xl-more-steps", 4, "50 to 100 steps instead of 10 would show clearer trends", XL,
     "the times of single steps and the machines are not published; more steps reduce the noise within a run, but "
     "not the difference between two runs",
@@ -311,10 +312,10 @@ cited(
     "layer-parameters", 4, "Transformers have hundreds of parameters per layer", BUCKETS,
     "right if a layer of XL has a hundred parameter tensors or more", "wrong",
 )  # fmt: skip
-def layer_parameters() -> Finding:
-    names = [name for name in xl_parameters() if name.startswith("blocks.0.")]
+def check_layer_parameters() -> Finding:
+    names = [name for name in get_xl_parameters() if name.startswith("blocks.0.")]
     return Finding(
-        f"{len(names)} in each of XL's 48 layers, {len(xl_parameters())} in all", right_if(len(names) >= 100)
+        f"{len(names)} in each of XL's 48 layers, {len(get_xl_parameters())} in all", judge(len(names) >= 100)
     )
 
 
@@ -325,13 +326,13 @@ def layer_parameters() -> Finding:
     "ring-length", 5, "NCCL's ring needs lengths divisible by lcm(N, 128, 2^16)", PADDING,
     "right if a length that is not divisible by it cannot be all-reduced, or reduce-scattered in equal shards", "wrong",
 )  # fmt: skip
-def ring_length() -> Finding:
-    odd, divisible = on_ranks(claimed_ranks.any_length, [65_537, 65_538], world_size=3)[0]
+def check_ring_length() -> Finding:
+    odd, divisible = run_with_solutions(claimed_ranks.try_lengths, [65_537, 65_538], world_size=3)[0]
     return Finding(
-        f"on 3 ranks, 65 537 elements can be all-reduced: {yes(odd['reduced'])}; reduce-scattered: "
-        f"{yes(odd['scattered'])}. 65 538 elements, divisible by 3: {yes(divisible['reduced'])} and "
-        f"{yes(divisible['scattered'])} (on gloo; NCCL also accepts any count)",
-        right_if(not (odd["reduced"] and divisible["reduced"] and divisible["scattered"])),
+        f"on 3 ranks, 65 537 elements can be all-reduced: {format_yes_no(odd['reduced'])}; reduce-scattered: "
+        f"{format_yes_no(odd['scattered'])}. 65 538 elements, divisible by 3: {format_yes_no(divisible['reduced'])} "
+        f"and {format_yes_no(divisible['scattered'])} (on gloo; NCCL also accepts any count)",
+        judge(not (odd["reduced"] and divisible["reduced"] and divisible["scattered"])),
     )
 
 
@@ -339,18 +340,18 @@ def ring_length() -> Finding:
     "alignment", 5, "Buffers are aligned to 128 bytes", PADDING,
     "right if parameters of one fp32 element are 128 bytes apart, or buckets of one such parameter", "wrong",
 )  # fmt: skip
-def alignment() -> Finding:
-    plan_layout = solution("plan_layout")
+def check_alignment() -> Finding:
+    plan_layout = import_solution("plan_layout")
     apart = FP32_BYTES * plan_layout([1, 1], None, 2).param_ranges[1][0]
     long = FP32_BYTES * plan_layout([1, 1], 1, 2).bucket_ranges[1][0]
     return Finding(
         f"by Megatron-LM's rule, parameters start at multiples of 64 elements, {apart} bytes in fp32, and a bucket has "
         f"at least 128 elements, {long} bytes",
-        right_if(128 in (apart, long)),
+        judge(128 in (apart, long)),
     )
 
 
-cited(
+cite(
     "padding-always", 5, "Padding happens always", PADDING,
     "Megatron-LM pads only with the distributed optimizer; for all other cases, "
     f"`_compute_default_per_buffer_param_layout` does not pad ({MEGATRON})",
@@ -361,13 +362,13 @@ cited(
     "bucket-size", 5, "`bucket_size=40000000` is 40 MB", PADDING,
     "right if a bucket of this size takes 40 MB, in fp32 or in bf16", "wrong",
 )  # fmt: skip
-def bucket_size() -> Finding:
-    layout = solution("plan_layout")([40_000_000, 1], 40_000_000, 2)
+def check_bucket_size() -> Finding:
+    layout = import_solution("plan_layout")([40_000_000, 1], 40_000_000, 2)
     start, end = layout.bucket_ranges[0]
     sizes = [(end - start) * dtype.itemsize / 1e6 for dtype in (torch.float32, torch.bfloat16)]
     return Finding(
         f"it counts elements: {sizes[0]:.0f} MB in fp32, {sizes[1]:.0f} MB in bf16",
-        right_if(any(abs(size / 40 - 1) < 0.05 for size in sizes)),
+        judge(any(abs(size / 40 - 1) < 0.05 for size in sizes)),
     )
 
 
@@ -375,8 +376,8 @@ def bucket_size() -> Finding:
     "padding-overhead", 5, "The overhead of padding is under 1 %", PADDING,
     "right if this is so in all cases, wrong if in none", "depends",
 )  # fmt: skip
-def padding_overhead() -> Finding:
-    plan_layout, growth = solution("plan_layout"), {}
+def check_padding_overhead() -> Finding:
+    plan_layout, growth = import_solution("plan_layout"), {}
     for numel in (40_000_000, 100_000):
         for ranks in (8, 96):
             for pad_for_busbw in (False, True):
@@ -388,7 +389,7 @@ def padding_overhead() -> Finding:
         f"{growth[40_000_000, 96, True]:.2f} % for 96, and one of 100 000 by {growth[100_000, 8, True]:.0f} % and "
         f"{growth[100_000, 96, True]:.0f} %. Without 2^16, the latter grows by {growth[100_000, 8, False]:.1f} % and "
         f"{growth[100_000, 96, False]:.1f} %",
-        by_share([percent < 1 for percent in growth.values()]),
+        judge_cases([percent < 1 for percent in growth.values()]),
     )
 
 
@@ -396,7 +397,7 @@ def padding_overhead() -> Finding:
     "published-layout", 5, "Megatron-LM's code, as published there, lays out a buffer", PADDING,
     "right if it runs, and every bucket of an example gets all of its elements", "wrong",
 )  # fmt: skip
-def published_layout() -> Finding:
+def check_published_layout() -> Finding:
     try:
         torch.float32.itemsize()
         raised = "nothing"
@@ -408,7 +409,7 @@ def published_layout() -> Finding:
     return Finding(
         f"`dtype.itemsize()` raises {raised}. 21 buckets need {21 * 3136} elements in a buffer of {buffer.numel()}, so "
         f"the last one silently gets {last.numel()} for 3105 gradients",
-        right_if(raised == "nothing" and last.numel() >= 3105),
+        judge(raised == "nothing" and last.numel() >= 3105),
     )
 
 
@@ -417,9 +418,9 @@ def published_layout() -> Finding:
     "right if, with buckets made in reverse order as the article's comment says, the first of the reversed list is "
     "complete first in backward", "wrong",
 )  # fmt: skip
-def published_reversed() -> Finding:
-    model = tiny_lm("tiny")
-    buckets = solution("plan_buckets")(list(model.parameters()), MIB // 5)
+def check_published_reversed() -> Finding:
+    model = make_tiny_lm("tiny")
+    buckets = import_solution("plan_buckets")(list(model.parameters()), MIB // 5)
     complete: list[int] = []
     num_pending = [len(bucket) for bucket in buckets]
 
@@ -436,11 +437,11 @@ def published_reversed() -> Finding:
     return Finding(
         f"of {len(buckets)} buckets of TinyLM tiny, the first in the reversed list is complete as number "
         f"{complete.index(first) + 1}; without the reversal, the first is complete as number {complete.index(0) + 1}",
-        right_if(complete[0] == first),
+        judge(complete[0] == first),
     )
 
 
-cited(
+cite(
     "unaligned", 5, "Bucket sizes that are not aligned cost 30 % of NCCL's bus bandwidth", PADDING,
     "this needs several GPUs, and the article has no measurement; Megatron-LM's comment on "
     f"`pad_buckets_for_high_nccl_busbw` ({MEGATRON}) claims an effect at large N without a figure, and the option is "
@@ -448,7 +449,7 @@ cited(
 )  # fmt: skip
 
 
-cited(
+cite(
     "fragmentation", 5, "Gradients scattered in memory cause fragmentation", PADDING,
     "this needs a GPU, and the article has no measurement; torch's allocator keeps freed blocks and reuses them "
     "([CUDA semantics](https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management)), and gradients have "
@@ -462,16 +463,16 @@ cited(
     "right if backward copies nothing into buckets after either form of `zero_grad`, wrong if it copies after both",
     "depends",
 )  # fmt: skip
-def bucket_view() -> Finding:
-    copied = on_ranks(claimed_ranks.torch_ddp_copies)[0]
+def check_bucket_view() -> Finding:
+    copied = run_with_solutions(claimed_ranks.count_torch_ddp_copies)[0]
     return Finding(
         f"backward of TinyLM tiny copies {copied['to none'] / 1e6:.2f} MB into buckets after `zero_grad()`, and "
         f"{copied['to zero'] / 1e6:.2f} MB after `zero_grad(set_to_none=False)`",
-        by_share([copied["to none"] == 0, copied["to zero"] == 0]),
+        judge_cases([copied["to none"] == 0, copied["to zero"] == 0]),
     )
 
 
-cited(
+cite(
     "nvls", 5, "120 becomes 320 GB/s, since alignment enables NVLS", PADDING,
     "this needs NVLink switches; in NCCL 2.28.9 (`nvls.cc`) NVLS depends on hardware, operation and dtype",
 )  # fmt: skip
@@ -480,9 +481,9 @@ cited(
 # ---- module 6
 
 
-def ready_at_launches(wrapper: str, buckets_per_group: int | None) -> list[int]:
+def count_ready_at_launches(wrapper: str, buckets_per_group: int | None) -> list[int]:
     """Return how many gradients of TinyLM are ready at each launch of a step with module 6's or 7's wrapper."""
-    events = on_ranks(claimed_ranks.grouped_step, wrapper, buckets_per_group).events[0]
+    events = run_with_solutions(claimed_ranks.run_grouped_step, wrapper, buckets_per_group).events[0]
     ready = [position for position, event in enumerate(events) if event["kind"] == "ready"]
     return [sum(position < launch.place for position in ready) for launch in launches(events, 0)]
 
@@ -491,15 +492,15 @@ def ready_at_launches(wrapper: str, buckets_per_group: int | None) -> list[int]:
     "coalesce-all", 6, "20 buckets become one launch; no downside", COALESCING,
     "right if the one launch comes no later in backward than the first launch with one bucket per group", "wrong",
 )  # fmt: skip
-def coalesce_all() -> Finding:
+def check_coalesce_all() -> Finding:
     ready = {}
     for buckets_per_group in (1, None):
-        ready[buckets_per_group] = ready_at_launches("CoalescedDDP", buckets_per_group)
+        ready[buckets_per_group] = count_ready_at_launches("CoalescedDDP", buckets_per_group)
     single, together = ready[1], ready[None]
     return Finding(
         f"{len(single)} buckets of TinyLM tiny, one per group: the first of {len(single)} launches comes with "
         f"{single[0]} of 39 gradients ready. All in one group: {len(together)} launch, with {together[0]} ready",
-        right_if(len(together) == 1 and together[0] <= single[0]),
+        judge(len(together) == 1 and together[0] <= single[0]),
     )
 
 
@@ -507,16 +508,16 @@ def coalesce_all() -> Finding:
     "coalesce-175b", 6, "`bucket_size=40000000` makes about 20 buckets of a model with 175 billion parameters",
     COALESCING, "right within a factor of two", "wrong",
 )  # fmt: skip
-def coalesce_175b() -> Finding:
-    numels = [parameter.numel() for parameter in model_of(MODELS["gpt3-175b"]).parameters()]
-    count = len(solution("plan_layout")(numels[::-1], 40_000_000, 8).bucket_ranges)
+def check_coalesce_175b() -> Finding:
+    numels = [parameter.numel() for parameter in make_model(MODELS["gpt3-175b"]).parameters()]
+    count = len(import_solution("plan_layout")(numels[::-1], 40_000_000, 8).bucket_ranges)
     return Finding(
         f"{count} for a model of GPT-3's shape, with {sum(numels) / 1e9:.0f} billion elements, on 8 ranks",
-        right_if(10 <= count <= 40),
+        judge(10 <= count <= 40),
     )
 
 
-cited(
+cite(
     "launch-cost", 6, "Every NCCL launch costs 10 to 50 µs", COALESCING,
     "this needs GPUs; pull request [98793](https://github.com/pytorch/pytorch/pull/98793) reports 2865 µs of CPU time "
     "for 64 all-reduces one by one: 45 µs per call, including all of c10d. A step takes longer only if the GPU "
@@ -528,12 +529,12 @@ cited(
     "epoch-saving", 6, "Coalescing 20 buckets saves 0.95 s per epoch of 1000 steps", COALESCING,
     "right if 19 launches in each of 1000 steps, at the article's own 50 µs, add up to 0.95 s, within 5 %", "right",
 )  # fmt: skip
-def epoch_saving() -> Finding:
+def check_epoch_saving() -> Finding:
     saved_s = 19 * 50e-6 * 1000
     return Finding(
         f"computed: {saved_s:.2f} s, if every launch delays the step; that is {100 * saved_s / (1000 * 0.452):.1f} % "
         "of an epoch with the article's own steps of 452 ms",
-        right_if(abs(saved_s / 0.95 - 1) < 0.05),
+        judge(abs(saved_s / 0.95 - 1) < 0.05),
     )
 
 
@@ -541,16 +542,16 @@ def epoch_saving() -> Finding:
     "published-param-sync", 6, "Megatron-LM's parameter sync, as published there, completes the parameters", COALESCING,
     "right if, on two ranks with two buckets, every bucket has its own parameters afterwards", "wrong",
 )  # fmt: skip
-def published_param_sync() -> Finding:
-    buckets = on_ranks(claimed_ranks.one_shard_for_all)[0]
+def check_published_param_sync() -> Finding:
+    buckets = run_with_solutions(claimed_ranks.gather_one_shard)[0]
     return Finding(
         f"it passes the same shard for every bucket: instead of [0, 1] and [2, 3] the buckets contain "
         f"{buckets['first']} and {buckets['second']}; it also keeps no handle, so nobody can wait for the all-gathers",
-        right_if(buckets["second"] == [2, 3]),
+        judge(buckets["second"] == [2, 3]),
     )
 
 
-cited(
+cite(
     "nsight", 6, "Verify coalescing with Nsight Systems: look for a single NCCL group call", COALESCING,
     "this needs GPUs. `torch.profiler` can count kernels without Nsight, as module 6's check does. One call "
     "need not be one kernel: the `nccl2` backend, default from torch 2.15 on, launches the collectives of a block one "
@@ -558,7 +559,7 @@ cited(
 )  # fmt: skip
 
 
-cited(
+cite(
     "coalesced-for-nothing", 6, "Coalesced, more and smaller buckets cost nothing", COALESCING,
     "this needs GPUs; pull request [98793](https://github.com/pytorch/pytorch/pull/98793) reports, for 64 all-reduces "
     "with NCCL, 22.19 ms one by one, 16.93 ms coalesced and 16.38 ms as one flat tensor",
@@ -569,16 +570,18 @@ cited(
     "manager-device", 6, "Pass `device='cuda'` to the coalescing manager", COALESCING,
     "right if the calls in the block, and an all-reduce after it, are performed", "wrong",
 )  # fmt: skip
-def manager_device() -> Finding:
-    text, device = (on_ranks(manager.attempt, f"device={given}")[0] for given in ("'cuda'", "torch.device('cpu')"))
+def check_manager_device() -> Finding:
+    text, device = (
+        run_with_solutions(manager.attempt, f"device={given}")[0] for given in ("'cuda'", "torch.device('cpu')")
+    )
     return Finding(
-        f"this raises {exception(text)} and, with a `torch.device`, {exception(device)} (gloo); "
+        f"this raises {name_exception(text)} and, with a `torch.device`, {name_exception(device)} (gloo); "
         f"an all-reduce of 1 and 2 afterwards gives {text[2]:g} and {device[2]:g}",
-        right_if(text == ([3.0, 3.0], "", 3.0)),
+        judge(text == ([3.0, 3.0], "", 3.0)),
     )
 
 
-def exception(attempted: tuple[list[float], str, float]) -> str:
+def name_exception(attempted: tuple[list[float], str, float]) -> str:
     """Return the name of the exception that a block raised."""
     return attempted[1].partition(":")[0] or "nothing"
 
@@ -589,13 +592,14 @@ def exception(attempted: tuple[list[float], str, float]) -> str:
     "right if a maximum and a sum in one block are both correct, and an all-reduce works after an exception in a "
     "block", "wrong",
 )  # fmt: skip
-def manager_mixtures() -> Finding:
+def check_manager_mixtures() -> Finding:
     names = ("MAX, then SUM", "all-reduce, then all-gather", "an exception after the first")
-    ops, kinds, interrupted = (on_ranks(manager.attempt, name)[0] for name in names)
+    ops, kinds, interrupted = (run_with_solutions(manager.attempt, name)[0] for name in names)
     return Finding(
-        f"the maximum and the sum of 1 and 2 become {listed([f'{value:g}' for value in ops[0]])}; an all-reduce with "
-        f"an all-gather raises {exception(kinds)}; after an exception in a block, the next sum is {interrupted[2]:g}",
-        right_if(ops[0] == [2.0, 3.0] and interrupted[2] == 3),
+        f"the maximum and the sum of 1 and 2 become {join_words([f'{value:g}' for value in ops[0]])}; an all-reduce "
+        f"with an all-gather raises {name_exception(kinds)}; after an exception in a block, the next sum is "
+        f"{interrupted[2]:g}",
+        judge(ops[0] == [2.0, 3.0] and interrupted[2] == 3),
     )
 
 
@@ -603,11 +607,11 @@ def manager_mixtures() -> Finding:
     "manager-public", 6, "Coalescing is public since torch 1.10", COALESCING,
     "right if torch.distributed has a coalescing manager without an underscore", "wrong",
 )  # fmt: skip
-def manager_public() -> Finding:
+def check_manager_public() -> Finding:
     names = [name for name in dir(dist) if "coalesc" in name]
     return Finding(
         f"torch {torch.__version__.partition('+')[0]} has {', '.join(f'`{name}`' for name in names)}",
-        right_if(any("manager" in name and not name.startswith("_") for name in names)),
+        judge(any("manager" in name and not name.startswith("_") for name in names)),
     )
 
 
@@ -615,11 +619,11 @@ def manager_public() -> Finding:
     "benchmark-loop", 6, "Its benchmark, 20 all-reduces of one tensor, times the same work twice", COALESCING,
     "right if both ways give the same number", "wrong",
 )  # fmt: skip
-def benchmark_loop() -> Finding:
-    results = on_ranks(claimed_ranks.twenty_times)[0]
+def check_benchmark_loop() -> Finding:
+    results = run_with_solutions(claimed_ranks.reduce_twenty_times)[0]
     return Finding(
         f"1 becomes {results['one by one']:.0f} one by one and {results['coalesced']:.0f} coalesced",
-        right_if(results["one by one"] == results["coalesced"]),
+        judge(results["one by one"] == results["coalesced"]),
     )
 
 
@@ -629,18 +633,18 @@ def benchmark_loop() -> Finding:
     "right if true within 10 % on gloo and with a ring, by the kernel's count of a rank's bytes; wrong if with neither",
     "depends",
 )  # fmt: skip
-def reduce_scatter_bytes() -> Finding:
+def check_reduce_scatter_bytes() -> Finding:
     if not Path("/proc/self/io").exists():
         raise CannotMeasure("only Linux counts what a process writes")
-    gloo = {op: share for op, (share, _, _) in on_ranks(measure_sent_bytes)[0].items()}
-    half, whole = on_ranks(claimed_ranks.ring_bytes)[0]
+    gloo = {op: share for op, (share, _, _) in run_with_solutions(measure_sent_bytes)[0].items()}
+    half, whole = run_with_solutions(claimed_ranks.count_ring_bytes)[0]
     ratios = [gloo["reduce_scatter"] / gloo["all_reduce"], half / whole]
     return Finding(
         f"for S bytes, a rank sends {gloo['all_reduce']:.2f} S in gloo's all-reduce, {gloo['reduce_scatter']:.2f} S in "
         f"its reduce-scatter (an all-reduce and a slice), and {gloo['all_gather']:.2f} S in its all-gather. With a "
         "ring of sends and receives, the algorithm for which nccl-tests counts bytes, an all-reduce sends "
         f"{whole:.2f} S and a reduce-scatter {half:.2f} S",
-        by_share([abs(2 * ratio - 1) < 0.1 for ratio in ratios]),
+        judge_cases([abs(2 * ratio - 1) < 0.1 for ratio in ratios]),
     )
 
 
@@ -648,12 +652,12 @@ def reduce_scatter_bytes() -> Finding:
 
 
 @functools.cache
-def slice_us() -> float:
+def time_slice_us() -> float:
     bucket = torch.zeros(1_000_000)
     return measure_us(lambda: bucket[100:200])
 
 
-def slices_us(ranks: int) -> float:
+def time_slices_us(ranks: int) -> float:
     bucket = torch.zeros(1_000_000)
     return measure_us(lambda: slice_all(bucket, ranks))
 
@@ -662,11 +666,12 @@ def slices_us(ranks: int) -> float:
     "slice", 7, "A slice costs 10 to 50 µs of CPU time", SHARDS, "right if the fastest of 1000 takes 10 µs or more",
     "wrong",
 )  # fmt: skip
-def one_slice() -> Finding:
-    times = {ranks: slices_us(ranks) for ranks in (8, 32)}
+def check_slice() -> Finding:
+    times = {ranks: time_slices_us(ranks) for ranks in (8, 32)}
     return Finding(
-        f"{slice_us():.1f} µs; all shards of a bucket take {times[8]:.1f} µs for 8 ranks, {times[32]:.0f} µs for 32",
-        right_if(slice_us() >= 10),
+        f"{time_slice_us():.1f} µs; all shards of a bucket take {times[8]:.1f} µs for 8 ranks, {times[32]:.0f} µs for "
+        "32",
+        judge(time_slice_us() >= 10),
     )
 
 
@@ -674,10 +679,10 @@ def one_slice() -> Finding:
     "40k-slices", 7, "40 slices a step are 1.2 ms, and 40 000 in 1000 steps 40 s", SHARDS,
     "right if 40 000 slices take 20 s or more", "wrong",
 )  # fmt: skip
-def many_slices() -> Finding:
-    seconds = 40_000 * slice_us() * 1e-6
+def check_many_slices() -> Finding:
+    seconds = 40_000 * time_slice_us() * 1e-6
     return Finding(
-        f"{seconds:.2f} s; even at the article's own 30 µs per slice, {40_000 * 30e-6:.1f} s", right_if(seconds >= 20)
+        f"{seconds:.2f} s; even at the article's own 30 µs per slice, {40_000 * 30e-6:.1f} s", judge(seconds >= 20)
     )
 
 
@@ -686,15 +691,15 @@ def many_slices() -> Finding:
     "right if making all shards of a bucket 40 times takes 0.5 to 2 ms longer than reading a cache, for 8, 32 and 128 "
     "ranks; wrong if for none", "depends",
 )  # fmt: skip
-def caching() -> Finding:
+def check_caching() -> Finding:
     cache = {(0, 3): torch.zeros(1)}
     cached = measure_us(lambda: cache[0, 3])
-    saved = {ranks: 0.04 * (slices_us(ranks) - cached) for ranks in (8, 32, 128)}
-    words = listed([f"{ms:.1f} ms for {ranks}" for ranks, ms in saved.items()])
+    saved = {ranks: 0.04 * (time_slices_us(ranks) - cached) for ranks in (8, 32, 128)}
+    words = join_words([f"{ms:.1f} ms for {ranks}" for ranks, ms in saved.items()])
     return Finding(
         f"{words} ranks; slicing only the rank's own shard, without a cache, saves all but "
-        f"{0.04 * slice_us():.2f} ms of it",
-        by_share([0.5 <= ms <= 2 for ms in saved.values()]),
+        f"{0.04 * time_slice_us():.2f} ms of it",
+        judge_cases([0.5 <= ms <= 2 for ms in saved.values()]),
     )
 
 
@@ -702,17 +707,17 @@ def caching() -> Finding:
     "cached-overlap", 7, "Caching views enables better overlap of computation and communication", SHARDS,
     "right if some launch of a step comes when fewer gradients are ready than without the cache", "wrong",
 )  # fmt: skip
-def cached_overlap() -> Finding:
-    without, cached = (ready_at_launches(wrapper, 1) for wrapper in ("CoalescedDDP", "CachedDDP"))
+def check_cached_overlap() -> Finding:
+    without, cached = (count_ready_at_launches(wrapper, 1) for wrapper in ("CoalescedDDP", "CachedDDP"))
     same = "the same" if cached == without else "another"
     return Finding(
         f"each of {len(cached)} launches of TinyLM tiny comes at {same} gradient as without the cache; the row "
         "above says how much CPU time it saves",
-        right_if(any(one < other for one, other in zip(cached, without))),
+        judge(any(one < other for one, other in zip(cached, without))),
     )
 
 
-cited(
+cite(
     "eager-views", 7, "Megatron-LM makes the views in the constructor", SHARDS,
     "the constructor fills its lists with None; `start_grad_sync` and `start_param_sync` put views there at their "
     f"first use ({MEGATRON})",
@@ -723,28 +728,28 @@ cited(
 
 
 @functools.cache
-def held() -> dict[str, memory.Held]:
+def measure_kept_bytes() -> dict[str, memory.CaseBytes]:
     """Return what each variant keeps on 1, 2 and 4 ranks, by label."""
     return {one.case.label: one for one in memory.measure()}
 
 
-def per_parameter(label: str, world_size: int, kind: str | None = None) -> float:
+def count_bytes_per_parameter(label: str, world_size: int, kind: str | None = None) -> float:
     """Return the bytes per parameter on the fullest rank, of one kind or of all kinds."""
-    one = held()[label]
-    nbytes = one.fullest(world_size)
-    return (nbytes[kind] if kind else memory.total(nbytes)) / one.numel
+    one = measure_kept_bytes()[label]
+    nbytes = one.find_fullest(world_size)
+    return (nbytes[kind] if kind else memory.sum_bytes(nbytes)) / one.numel
 
 
 @claim(
     "adam-16-bytes", 8, "Adam in fp32 takes 16 bytes per parameter: 16 GB for 1 billion", BUCKETS, "right within 1 %",
     "right",
 )  # fmt: skip
-def adam_16_bytes() -> Finding:
-    naive, torch_ddp = per_parameter("1 NaiveDDP", 1), per_parameter("torch DDP", 1)
+def check_adam_16_bytes() -> Finding:
+    naive, torch_ddp = count_bytes_per_parameter("1 NaiveDDP", 1), count_bytes_per_parameter("torch DDP", 1)
     return Finding(
         f"{naive:.2f} bytes of parameters, gradients and state, without activations; torch DDP with its defaults keeps "
         f"{torch_ddp:.2f}",
-        right_if(abs(naive / 16 - 1) < 0.01),
+        judge(abs(naive / 16 - 1) < 0.01),
     )
 
 
@@ -752,13 +757,13 @@ def adam_16_bytes() -> Finding:
     "optimizer-8-to-2", 8, "On 4 GPUs the optimizer's 8 GB become 2", BUCKETS,
     "right if the state on the fullest of 4 ranks is a quarter, within 1 %", "right",
 )  # fmt: skip
-def optimizer_8_to_2() -> Finding:
-    whole, part = (per_parameter("8 ZeroOptimizer", n, "optimizer state") for n in (1, 4))
-    all_whole, all_part = (per_parameter("8 ZeroOptimizer", n) for n in (1, 4))
+def check_optimizer_8_to_2() -> Finding:
+    whole, part = (count_bytes_per_parameter("8 ZeroOptimizer", n, "optimizer state") for n in (1, 4))
+    all_whole, all_part = (count_bytes_per_parameter("8 ZeroOptimizer", n) for n in (1, 4))
     return Finding(
         f"{whole:.2f} bytes of state per parameter become {part:.2f}; the total falls only from {all_whole:.2f} to "
         f"{all_part:.2f}, because parameters and gradients stay whole",
-        right_if(abs(4 * part / whole - 1) < 0.01),
+        judge(abs(4 * part / whole - 1) < 0.01),
     )
 
 
@@ -766,12 +771,12 @@ def optimizer_8_to_2() -> Finding:
     "memory-proportional", 8, "Optimizer memory per process becomes roughly proportional to the world size", BUCKETS,
     "right if the state on the fullest of 4 ranks is four times that on one, within 10 %; wrong if it is not", "wrong",
 )  # fmt: skip
-def memory_proportional() -> Finding:
-    nbytes = [per_parameter("8 ZeroOptimizer", n, "optimizer state") for n in (1, 2, 4)]
+def check_memory_proportional() -> Finding:
+    nbytes = [count_bytes_per_parameter("8 ZeroOptimizer", n, "optimizer state") for n in (1, 2, 4)]
     return Finding(
-        f"{listed([f'{one:.2f}' for one in nbytes])} bytes of state per parameter on the fullest of 1, 2 and 4 "
+        f"{join_words([f'{one:.2f}' for one in nbytes])} bytes of state per parameter on the fullest of 1, 2 and 4 "
         "ranks: inversely proportional",
-        right_if(abs(nbytes[2] / nbytes[0] / 4 - 1) < 0.1),
+        judge(abs(nbytes[2] / nbytes[0] / 4 - 1) < 0.1),
     )
 
 
@@ -780,13 +785,13 @@ def memory_proportional() -> Finding:
     "right if XL's memory per rank falls below any limit with enough ranks, wrong if it does not fall at all",
     "depends",
 )  # fmt: skip
-def billions_fit() -> Finding:
-    numel = xl_bytes() // FP32_BYTES
-    gb = {n: memory.total(memory.STAGE_1.held(numel, n)) / 1e9 for n in (1, 2, 8, 64, 10**9)}
+def check_billions_fit() -> Finding:
+    numel = count_xl_bytes() // FP32_BYTES
+    gb = {n: memory.sum_bytes(memory.STAGE_1.compute_bytes(numel, n)) / 1e9 for n in (1, 2, 8, 64, 10**9)}
     return Finding(
         f"by ZeRO's formula, XL takes {gb[1]:.2f} GB on one rank, {gb[2]:.2f} on each of 2, {gb[8]:.2f} of 8, "
         f"{gb[64]:.2f} of 64, never less than {gb[10**9]:.2f}, plus activations",
-        right_if(gb[10**9] < 0.1, "depends" if gb[64] < 0.9 * gb[1] else "wrong"),
+        judge(gb[10**9] < 0.1, "depends" if gb[64] < 0.9 * gb[1] else "wrong"),
     )
 
 
@@ -795,8 +800,8 @@ def billions_fit() -> Finding:
     "right if the fullest of 2, 8, 64 and 512 ranks has at most 1 % more than the mean, with whole parameters and "
     "with shards; wrong if in no case", "depends",
 )  # fmt: skip
-def equal_shares() -> Finding:
-    numels = [parameter.numel() for parameter in xl_parameters().values()]
+def check_equal_shares() -> Finding:
+    numels = [parameter.numel() for parameter in get_xl_parameters().values()]
     whole, shards = {}, {}
     for ranks in (2, 8, 64, 512):
         owned_numels = [0] * ranks
@@ -804,11 +809,12 @@ def equal_shares() -> Finding:
             owned_numels[owned_numels.index(min(owned_numels))] += numel
         mean = sum(numels) / ranks
         whole[ranks] = max(owned_numels) / mean
-        shards[ranks] = solution("plan_layout")(numels[::-1], 40_000_000, ranks).numel / sum(numels)
+        shards[ranks] = import_solution("plan_layout")(numels[::-1], 40_000_000, ranks).numel / sum(numels)
     return Finding(
-        f"whole parameters of XL, assigned greedily: {listed([f'{r:.3f}' for r in whole.values()])} times the mean on "
-        f"the fullest of {listed(list(whole))} ranks; shards of buckets: at most {max(shards.values()):.4f} times",
-        by_share([share <= 1.01 for share in [*whole.values(), *shards.values()]]),
+        f"whole parameters of XL, assigned greedily: {join_words([f'{r:.3f}' for r in whole.values()])} times the mean "
+        f"on the fullest of {join_words(list(whole))} ranks; shards of buckets: at most "
+        f"{max(shards.values()):.4f} times",
+        judge_cases([share <= 1.01 for share in [*whole.values(), *shards.values()]]),
     )
 
 
@@ -817,24 +823,24 @@ def equal_shares() -> Finding:
     "right if all three ways send more than one all-reduce of the gradients, by 2 % or more; wrong if none does",
     "half right",
 )  # fmt: skip
-def sharding_traffic() -> Finding:
+def check_sharding_traffic() -> Finding:
     from lessons.m08_zero_optimizer import traffic  # slow: it imports more of torch
 
-    numel = sum(parameter.numel() for parameter in tiny_lm("tiny", "meta").parameters())
+    numel = sum(parameter.numel() for parameter in make_tiny_lm("tiny", "meta").parameters())
     one = count_sent_bytes("all_reduce", FP32_BYTES * numel, 2)
     words, more = [], []
     for kind in ("ZeroOptimizer", "ShardedOptimizer", traffic.TORCH):
-        step = launches(on_ranks(traffic.run_three_steps, kind).events[0], 2)
+        step = launches(run_with_solutions(traffic.run_three_steps, kind).events[0], 2)
         sent = sum(count_sent_bytes(launch.op, launch.nbytes, 2) for launch in step)
-        ops = listed([f"{count} {op}" for op, count in Counter(launch.op for launch in step).items()])
+        ops = join_words([f"{count} {op}" for op, count in Counter(launch.op for launch in step).items()])
         words.append(f"{kind} {sent / one:.2f} ({ops})")
         more.append(sent / one > 1.02)
-    verdict = right_if(all(more), "half right" if any(more) else "wrong")
+    verdict = judge(all(more), "half right" if any(more) else "wrong")
     relative = "bytes sent with ring algorithms, relative to one all-reduce of all gradients: "
     return Finding(relative + "; ".join(words), verdict)
 
 
-cited(
+cite(
     "all-gather-parameters", 8, '"All-gather the updated parameters"', BUCKETS,
     "the published code broadcasts each parameter from its owner, and skips the reduce if `grad is None`: ranks "
     "that use different layers then wait for each other for ever",
@@ -846,19 +852,19 @@ cited(
     f"Megatron-LM, docs/user-guide/features/dist_optimizer.md ({MEGATRON})", "right within 1 % on 1, 2 and 4 ranks",
     "right",
 )  # fmt: skip
-def bf16_18_bytes() -> Finding:
-    nbytes = {n: per_parameter("8 ZeroOptimizer, bf16", n) for n in (1, 2, 4)}
+def check_bf16_18_bytes() -> Finding:
+    nbytes = {n: count_bytes_per_parameter("8 ZeroOptimizer, bf16", n) for n in (1, 2, 4)}
     return Finding(
-        f"{listed([f'{one:.2f}' for one in nbytes.values()])} bytes on the fullest of 1, 2 and 4 ranks",
-        right_if(all(math.isclose(one, 6 + 12 / n, rel_tol=0.01) for n, one in nbytes.items())),
+        f"{join_words([f'{one:.2f}' for one in nbytes.values()])} bytes on the fullest of 1, 2 and 4 ranks",
+        judge(all(math.isclose(one, 6 + 12 / n, rel_tol=0.01) for n, one in nbytes.items())),
     )
 
 
-def listed(values: Sequence[object]) -> str:
+def join_words(values: Sequence[object]) -> str:
     """Join values, such as: 1, 2 and 3"""
     words = [str(value) for value in values]
     return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else words[0]
 
 
-def yes(condition: bool) -> str:
+def format_yes_no(condition: bool) -> str:
     return "yes" if condition else "no"

@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from brigade.lab.models import language_loss, tiny_lm
+from brigade.lab.models import language_loss, make_tiny_lm
 from brigade.rank import recording
 from brigade.rank.api import student
 
@@ -24,9 +24,9 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def copy_times(rounds: int) -> list[float]:
+def time_copies(rounds: int) -> list[float]:
     """Return the milliseconds of copying TinyLM's gradients into one tensor and back, as module 2 does."""
-    gradients = [torch.ones_like(parameter) for parameter in tiny_lm().parameters()]
+    gradients = [torch.ones_like(parameter) for parameter in make_tiny_lm().parameters()]
     times = []
     for _ in range(rounds):
         start = time.perf_counter()
@@ -37,7 +37,7 @@ def copy_times(rounds: int) -> list[float]:
     return times
 
 
-def unfinished(attempts: int) -> int:
+def count_unfinished(attempts: int) -> int:
     """Count how often a large all-reduce is incomplete after the wait for a small one that was launched later.
 
     The group has torch's own options, so it performs collectives on two threads. Groups of our ranks use one.
@@ -54,7 +54,7 @@ def unfinished(attempts: int) -> int:
     return count
 
 
-def any_length(numels: list[int]) -> list[dict]:
+def try_lengths(numels: list[int]) -> list[dict]:
     """Return whether tensors of these lengths can be all-reduced, and reduce-scattered in equal shards."""
     results = []
     for numel in numels:
@@ -70,9 +70,9 @@ def any_length(numels: list[int]) -> list[dict]:
     return results
 
 
-def grouped_step(wrapper: str, buckets_per_group: int | None) -> None:
+def run_grouped_step(wrapper: str, buckets_per_group: int | None) -> None:
     """Run a step of module 6's or 7's wrapper with 22 buckets; note an event "ready" when a gradient is ready."""
-    model = tiny_lm()
+    model = make_tiny_lm()
     for name, parameter in model.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: recording.note("ready", name=name))
     package = "m06_coalesced" if wrapper == "CoalescedDDP" else "m07_cached_shards"
@@ -84,7 +84,7 @@ def grouped_step(wrapper: str, buckets_per_group: int | None) -> None:
     ddp.finish_grad_sync()
 
 
-def twenty_times() -> dict[str, float]:
+def reduce_twenty_times() -> dict[str, float]:
     """All-reduce a tensor of ones 20 times: one by one, and in one coalesced block."""
     one_by_one, coalesced = torch.ones(1), torch.ones(1)
     for _ in range(20):
@@ -95,7 +95,7 @@ def twenty_times() -> dict[str, float]:
     return {"one by one": one_by_one.item(), "coalesced": coalesced.item()}
 
 
-def one_shard_for_all() -> dict[str, list[int]]:
+def gather_one_shard() -> dict[str, list[int]]:
     """Gather two buckets of one element per rank as an article does: with the first one's shard for both."""
     rank = dist.get_rank()
     first, second = torch.zeros(2), torch.zeros(2)
@@ -108,11 +108,11 @@ def one_shard_for_all() -> dict[str, list[int]]:
     return {"first": first.int().tolist(), "second": second.int().tolist()}
 
 
-def torch_ddp_copies() -> dict[str, int]:
+def count_torch_ddp_copies() -> dict[str, int]:
     """Return the bytes that torch DDP's backward writes into buckets that are views, after each form of `zero_grad`."""
     copied = {}
     for name, set_to_none in (("to none", True), ("to zero", False)):
-        model = tiny_lm()
+        model = make_tiny_lm()
         ddp = DistributedDataParallel(model, bucket_cap_mb=1, gradient_as_bucket_view=True)
         tokens = torch.randint(256, (2, 16))
         for _ in range(4):  # DDP rebuilds its buckets after the first
@@ -138,7 +138,7 @@ class BucketLedger(TorchDispatchMode):
         return result
 
 
-def ring(whole: Tensor, phases: int) -> None:
+def run_ring(whole: Tensor, phases: int) -> None:
     """Perform a reduce-scatter (one phase) or an all-reduce (two phases) between neighbours in a ring."""
     rank, size = dist.get_rank(), dist.get_world_size()
     chunks = list(whole.chunk(size))
@@ -153,7 +153,7 @@ def ring(whole: Tensor, phases: int) -> None:
             chunk.copy_(received)
 
 
-def ring_bytes() -> list[float]:
+def count_ring_bytes() -> list[float]:
     """Return what this process sends in a ring's reduce-scatter and all-reduce, as a multiple of the tensor's bytes.
 
     This needs Linux, which counts them.
@@ -166,13 +166,13 @@ def ring_bytes() -> list[float]:
     marks = [written()]
     for phases in (1, 2):
         for tensor in tensors:
-            ring(tensor, phases)
+            run_ring(tensor, phases)
         marks.append(written())
     nbytes = sum(tensor.nbytes for tensor in tensors)
     return [(after - before) / nbytes for before, after in zip(marks, marks[1:])]
 
 
-def summary(values: list[float], digits: int = 1) -> str:
+def summarize(values: list[float], digits: int = 1) -> str:
     """Return the median and the quartiles, such as: 12.3 (11.9 to 13.0)"""
     lower, middle, upper = statistics.quantiles(values, n=4, method="inclusive")
     return f"{middle:.{digits}f} ({lower:.{digits}f} to {upper:.{digits}f})"

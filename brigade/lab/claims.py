@@ -1,8 +1,8 @@
-"""Claims about data parallelism, checked by experiment: python -m brigade.lab.claims
+"""Check claims about data parallelism by experiment: python -m brigade.lab.claims
 
-`claimed.py` contains them, in the order of the readings. Each has a rule that turns its experiment's result into a
-verdict, and the verdict of the reading. The command fails if the two differ. A claim without an experiment cannot
-be measured here; only its source is given.
+`claimed.py` contains the claims, in the order of the readings. Each has a rule that turns the measurements of its
+experiment into a verdict, and the verdict that the reading gives. If these differ, the command fails. A claim without
+an experiment cannot be measured here and only has a source.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from brigade.course.modules import HAS_SOLUTIONS, ROOT, CourseError, get_module
 from brigade.lab.claim_registry import CannotMeasure, Claim, Finding
-from brigade.lab.script import ended
+from brigade.lab.script import run_to_status
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -26,21 +26,21 @@ PAGE = ROOT / "docs" / "claims.md"
 
 
 @dataclass(frozen=True)
-class Checked:
-    """A claim and its finding here. `finding` is None if nothing could be measured; then `why` says why."""
+class CheckedClaim:
+    """A claim with its finding. If nothing could be measured, `finding` is None and `reason` says why."""
 
     claim: Claim
     finding: Finding | None
-    why: str = ""
+    reason: str = ""
 
     @property
     def holds(self) -> bool:
-        """Whether the reading's verdict agrees with the measurement, or nothing could be measured."""
+        """Whether the reading's verdict agrees with the finding, as far as it could be measured."""
         return self.finding is None or self.finding.verdict == self.claim.verdict
 
     @property
     def measured(self) -> str:
-        return self.finding.measured if self.finding else self.why
+        return self.finding.measured if self.finding else self.reason
 
     @property
     def verdict(self) -> str:
@@ -49,31 +49,32 @@ class Checked:
         return f"{self.finding.verdict}, but the reading says: {self.claim.verdict}"
 
 
-def check(claim: Claim) -> Checked:
-    """Run the claim's experiment, if there is one. Raise RankFailure or CourseError as `run_ranks` does.
+def check_claim(claim: Claim) -> CheckedClaim:
+    """Run the claim's experiment, if it has one. Raise RankFailure or CourseError as `run_ranks` does.
 
-    Without solutions, experiments run on the student's own modules, and one that fails counts as not measured.
+    Without solutions, experiments run on the student's own modules, and an experiment that fails counts as not
+    measured.
     """
     if claim.experiment is None:
-        return Checked(claim, None, f"not measured: {claim.rule}")
+        return CheckedClaim(claim, None, f"not measured: {claim.rule}")
     try:
-        return Checked(claim, claim.experiment())
+        return CheckedClaim(claim, claim.experiment())
     except CannotMeasure as reason:
-        return Checked(claim, None, f"not measured: {reason}")
+        return CheckedClaim(claim, None, f"not measured: {reason}")
     except Exception as error:
         if HAS_SOLUTIONS:
             raise
-        return Checked(claim, None, f"not measured: {failed(error)}")
+        return CheckedClaim(claim, None, f"not measured: {describe_error(error)}")
 
 
-def failed(error: Exception) -> str:
-    """Return in one line why an experiment on the student's own modules failed."""
+def describe_error(error: Exception) -> str:
+    """Return one line on why an experiment failed on the student's own modules."""
     unwritten = str(error) if isinstance(error, NotImplementedError) else getattr(error, "part", None)
-    return f"{unwritten} is not written yet" if unwritten else f"your modules say: {error}".splitlines()[0]
+    return f"{unwritten} is not written yet" if unwritten else f"your modules raise: {error}".splitlines()[0]
 
 
-def chosen(names: Sequence[str]) -> list[Claim]:
-    """Return the claims with these names, or all if there are none. Raise CourseError for an unknown name."""
+def select_claims(names: Sequence[str]) -> list[Claim]:
+    """Return the claims with these names; all claims if there are no names. Raise CourseError for unknown names."""
     if str(ROOT) not in sys.path:
         sys.path.append(str(ROOT))  # some experiments are scripts of the readings
     from brigade.lab.claimed import CLAIMS
@@ -85,8 +86,8 @@ def chosen(names: Sequence[str]) -> list[Claim]:
     return [known[name] for name in names] or list(CLAIMS)
 
 
-def page(results: Iterable[Checked]) -> str:
-    """Return the text of docs/claims.md: claims, sources, measurements, rules and verdicts, by module."""
+def make_page(results: Iterable[CheckedClaim]) -> str:
+    """Return docs/claims.md: for each module, a table of claims, sources, measurements, rules and verdicts."""
     lines = [
         "# Claims, checked",
         "",
@@ -118,8 +119,8 @@ def page(results: Iterable[Checked]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def claims_table(results: Iterable[Checked]) -> Table:
-    """Return the same as a table for the terminal, without the rules."""
+def make_claims_table(results: Iterable[CheckedClaim]) -> Table:
+    """Return the same table for the terminal, without the rules."""
     from rich import box
     from rich.table import Table
 
@@ -133,54 +134,55 @@ def claims_table(results: Iterable[Checked]) -> Table:
     return table
 
 
-def parse() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m brigade.lab.claims",
-        description="Runs the experiments behind the readings' claims and prints claim, source, what was measured here "
-        "and the verdict. All of them take less than a minute on two cores.",
+        description="Run the experiments behind the readings' claims and print each claim with its source, measurement "
+        "and verdict. All experiments take less than a minute on two cores.",
         epilog="Example: python -m brigade.lab.claims last-handle",
     )
-    parser.add_argument("names", nargs="*", metavar="NAME", help="only these claims")
-    parser.add_argument("--list", action="store_true", help="show the names, and run nothing")
-    parser.add_argument("--write", action="store_true", help="write docs/claims.md anew; takes no names")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="check only these claims")
+    parser.add_argument("--list", action="store_true", help="list the names without running anything")
+    parser.add_argument("--write", action="store_true", help="write docs/claims.md again; takes no names")
     options = parser.parse_args()
     if options.write and options.names:
-        parser.error("--write takes no names: the page has all claims")
+        parser.error("--write takes no names, because the page contains all claims")
     return options
 
 
 def main() -> int:
-    """Return the exit status: 0 good, 1 a verdict is not the reading's, 2 it cannot run here, 130 stopped."""
-    options = parse()
+    """Return the exit status: 0 success, 1 a verdict differs from the reading's, 2 it cannot run here, 130 stopped."""
+    options = parse_arguments()
     write = PAGE if options.write else None
-    return ended("claims", lambda: claims(options.names, show_only=options.list, write=write))
+    return run_to_status("claims", lambda: run_claims(options.names, show_only=options.list, write=write))
 
 
-def claims(names: Sequence[str], *, show_only: bool = False, write: Path | None = None) -> int:
+def run_claims(names: Sequence[str], *, show_only: bool = False, write: Path | None = None) -> int:
     # Imported here, so that Ctrl-C is quiet even while torch is loading.
+    """Check the named claims and print a table. Write the page if all verdicts agree. Return the exit status."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     console = Console(highlight=False, markup=False)
     results = []
-    asked = chosen(names)
+    selected = select_claims(names)
     if show_only:
-        for claim in asked:
+        for claim in selected:
             console.print(f"{claim.name:<24} module {claim.module}: {claim.claim}", soft_wrap=True)
         return 0
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=len(asked))
-        for claim in asked:
+        task = progress.add_task("", total=len(selected))
+        for claim in selected:
             progress.update(task, description=claim.name)
-            results.append(check(claim))
+            results.append(check_claim(claim))
             progress.advance(task)
-    console.print(claims_table(results))
+    console.print(make_claims_table(results))
     wrong = [checked for checked in results if not checked.holds]
     for checked in wrong:
         console.print(f"{checked.claim.name}: {checked.verdict}; the rule: {checked.claim.rule}", soft_wrap=True)
     if write and not wrong:
-        write.write_text(page(results))
+        write.write_text(make_page(results))
         console.print(f"{write.name} written", soft_wrap=True)
     return 1 if wrong else 0
 

@@ -1,6 +1,6 @@
 """Compare a step of a module with a step of the module before it, both from the same submission.
 
-The timed steps alternate on the emulated link of `ladder.PACED`. One more step, which is not timed, counts on rank 0
+The timed steps alternate on the emulated link of `ladder.EMULATED`. One more step, which is not timed, counts on rank 0
 what the submission's own lines copy and allocate, and how many views they make.
 """
 
@@ -22,7 +22,7 @@ from brigade.lab import corpus
 from brigade.lab.bench import Spread, compute_spread
 from brigade.lab.ladder import (
     COMPUTATION,
-    PACED,
+    EMULATED,
     Measurement,
     Variant,
     build_setup,
@@ -32,20 +32,20 @@ from brigade.lab.ladder import (
     take_step,
 )
 from brigade.lab.models import Size, TinyLM
-from brigade.lab.plots import bench_table
+from brigade.lab.plots import make_empty_table
 from brigade.rank.recording import is_self_copy, list_tensors
 from brigade.runner.ranks import run_ranks
 
-WORKLOAD = replace(PACED, batch_size=16, rounds=10, warmup=2)
+WORKLOAD = replace(EMULATED, batch_size=16, rounds=10, warmup=2)
 DEADLINE_S = 60.0
 COPIES = ("_foreach_copy_", "_to_copy", "cat", "clone", "copy_", "stack")
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One variant. `exposed_ms`: how much longer its timed steps take than computation alone.
+    """The numbers of one variant. `exposed_ms` is how much longer its timed steps take than computation alone.
 
-    `copied` and `allocated` are bytes, and `views` a number of views, all of one step.
+    `copied` and `allocated` are bytes, and `views` a number of views, all for one step.
     """
 
     measurement: Measurement
@@ -62,7 +62,7 @@ def count_steps(entry: Module) -> int:
 
 def get_variants(entry: Module) -> list[Variant]:
     """Return the variants of the module before this one, if there is one, and of this module."""
-    return [get_variant(one) for one in MODULES if one.number <= entry.number][-2:]
+    return [get_variant(module) for module in MODULES if module.number <= entry.number][-2:]
 
 
 def compare_with_previous(
@@ -82,7 +82,7 @@ def compare_with_previous(
     rows = []
     for variant, count in zip(variants, counts):
         measurement = make_measurement(WORKLOAD, together, variant, results)
-        rows.append(Comparison(measurement, compute_spread(measurement.exposed_ms(alone)), *count))
+        rows.append(Comparison(measurement, compute_spread(measurement.compute_exposed_ms(alone)), *count))
     return rows
 
 
@@ -102,7 +102,7 @@ def make_table(rows: list[Comparison], previous: int) -> Table:
         "MB of\nstate",
     )
     title = f"Compared with module {previous}: one step" if previous else "One step"
-    table = bench_table(f"{title} on an emulated link", "", headings)
+    table = make_empty_table(f"{title} on an emulated link", "", headings)
     for row in rows:
         table.add_row(
             row.measurement.label,
@@ -131,12 +131,16 @@ class Ledger(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         if is_in_submission(sys._getframe(1)):
-            given = {tensor.untyped_storage()._cdata for tensor in list_tensors([*args, *(kwargs or {}).values()])}
-            made = list_tensors(result)
+            input_storages = {
+                tensor.untyped_storage()._cdata for tensor in list_tensors([*args, *(kwargs or {}).values()])
+            }
+            outputs = list_tensors(result)
             if function.overloadpacket.__name__ in COPIES and not is_self_copy(args):
-                self.copied += sum(tensor.nbytes for tensor in made or list_tensors(args[0]))
-            self.allocated += sum(tensor.nbytes for tensor in made if tensor.untyped_storage()._cdata not in given)
-            self.views += len(made) if function.is_view else 0
+                self.copied += sum(tensor.nbytes for tensor in outputs or list_tensors(args[0]))
+            self.allocated += sum(
+                tensor.nbytes for tensor in outputs if tensor.untyped_storage()._cdata not in input_storages
+            )
+            self.views += len(outputs) if function.is_view else 0
         return result
 
 
@@ -153,10 +157,10 @@ def count_operations(workload: dict, variants: list[dict]) -> list[tuple[int, in
     """Return, for the third step of each variant, the bytes copied, the bytes allocated and the number of views."""
     counts = []
     for variant in variants:
-        one = build_setup(variant, TinyLM(Size(**workload["size"])), workload)
-        batch = corpus.batch(corpus.text(), 2, 16, torch.Generator().manual_seed(0))
+        setup = build_setup(variant, TinyLM(Size(**workload["size"])), workload)
+        batch = corpus.draw_batch(corpus.read_text(), 2, 16, torch.Generator().manual_seed(0))
         for _ in range(3):
             with Ledger() as ledger:
-                take_step(one, *batch)
+                take_step(setup, *batch)
         counts.append((ledger.copied, ledger.allocated, ledger.views))
     return counts

@@ -1,12 +1,12 @@
-"""What the measuring scripts beside the readings share.
+"""The entry point that the measuring scripts beside the readings share.
 
     def main(run):
         print(run(step, 3)[0])  # what rank 0 returned
 
     if __name__ == "__main__":
-        experiment(main, module=3)
+        run_experiment(main, module=3)
 
-They run as `python lessons/m03_overlapped_ddp/order.py`, or with the directory of other modules behind it.
+Run them as `python lessons/m03_overlapped_ddp/order.py`, optionally followed by a directory of other modules.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from brigade.course.submission import read
 from brigade.runner.ranks import RankFailure, RankResults, run_ranks
 
 
-def experiment(main: Callable[[Callable[..., RankResults]], Any], module: int) -> None:
-    """Calls `main(run)`; `run` is `run_ranks` with the modules, up to this one, of the directory that the user names.
+def run_experiment(main: Callable[[Callable[..., RankResults]], Any], module: int) -> None:
+    """Call `main(run)`; `run` is `run_ranks` with the modules, up to this one, of the directory that the user names.
 
-    Exits with status 1 and one sentence where the directory or a module is missing, not written yet, or fails.
+    Exit with status 1 and one sentence if the directory or a module is missing, not written yet, or fails.
     """
     parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__)
     parser.add_argument(

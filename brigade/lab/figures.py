@@ -1,7 +1,7 @@
-"""Redraws the timeline of every lesson, or of one, from real runs: python -m brigade.lab.figures 3
+"""Redraw the timeline of every lesson, or of one, from real runs: python -m brigade.lab.figures 3
 
 Each figure shows the module's own step below that of the module before, both from one run on the emulated link of
-`timeline.WORKLOAD`: moving all gradients takes 0.8 of backward.
+`timeline.WORKLOAD`, on which moving all gradients takes 0.8 of backward.
 """
 
 from __future__ import annotations
@@ -11,32 +11,32 @@ import sys
 
 from brigade.course.modules import MODULES, ROOT, get_module
 from brigade.lab.ladder import get_variant
-from brigade.lab.script import ended
+from brigade.lab.script import run_to_status
 from brigade.lab.timeline import draw, trace
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m brigade.lab.figures",
-        description="Redraws lessons/mNN_*/timeline.png from real runs on two ranks, on an emulated link.",
+        description="Redraw lessons/mNN_*/timeline.png from real runs on two ranks, on an emulated link.",
         epilog="Example: python -m brigade.lab.figures 3",
     )
-    parser.add_argument("number", nargs="?", metavar="N", help="the module's number; all modules without it")
+    parser.add_argument("number", nargs="?", metavar="N", help="the module's number (default: all modules)")
     options = parser.parse_args()
-    return ended("figures", lambda: figures(options.number))
+    return run_to_status("figures", lambda: draw_figures(options.number))
 
 
-def figures(number: str | None = None) -> int:
+def draw_figures(number: str | None = None) -> int:
     """Draw the timeline of one module, or of all. Raise CourseError if there is no such module."""
     entries = [get_module(number)] if number else MODULES
     for before, entry in zip((None, *MODULES), MODULES):
         if entry not in entries:
             continue
-        shown = [entry] if before is None else [before, entry]
-        timelines = trace([get_variant(one) for one in shown])
+        compared = [entry] if before is None else [before, entry]
+        timelines = trace([get_variant(module) for module in compared])
         path = entry.lesson / "timeline.png"
-        draw(timelines, path, [f"{found.label}, {one.idea}" for one, found in zip(shown, timelines)])
-        lengths = " and ".join(found.lengths for found in timelines)
+        draw(timelines, path, [f"{timeline.label}, {module.idea}" for module, timeline in zip(compared, timelines)])
+        lengths = " and ".join(timeline.lengths for timeline in timelines)
         print(f"{path.relative_to(ROOT)} written: {lengths}")
     return 0
 

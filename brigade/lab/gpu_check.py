@@ -1,12 +1,12 @@
-"""Everything that has to be seen on a GPU, in one command: python3 -m brigade.lab.gpu_check
+"""Check everything that needs a GPU, in one command: python3 -m brigade.lab.gpu_check
 
-It needs this clone and a python3 with torch and pytest, no set-up and no network. On NCCL it runs a first all-reduce,
-the graded checks of all modules on the reference, two mutants of each module, which the checks must catch, and the
-ladder. With fewer GPUs than the checks have ranks, several ranks share one: that shows what is right, and nothing about
-time.
+It needs this clone and a python3 with torch and pytest, but no set-up and no network. On NCCL it runs a first
+all-reduce, the graded checks of all modules on the reference, two mutants of each module, which the checks must catch,
+and the ladder. With fewer GPUs than the checks have ranks, several ranks share one. Such a run shows whether results
+are correct and says nothing about time.
 
-Every stage has to be over when its part of the time is used up. What was not reached by then, and what failed, stands
-in the report, and the exit status is not zero.
+Every stage ends when its part of the time is used up. The report lists the tests that were not reached and the tests
+that failed; the exit status is then not zero.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from brigade.course.modules import MODULES, ROOT, CourseError, Module, get_module
-from brigade.lab.gpu_jobs import mutants_of
-from brigade.lab.script import ended
+from brigade.lab.gpu_jobs import import_mutants
+from brigade.lab.script import run_to_status
 
 if TYPE_CHECKING:
     from brigade.lab.ladder import Ladder, Workload
 
 MOST_RANKS = 4  # in the graded checks
-RUN_DEADLINE_S = 60  # of one run of ranks
+RUN_DEADLINE_S = 60  # for one run of ranks
 
-# By which part of the whole time each stage has to be over.
+# The checks and the mutants must end after these parts of the whole time.
 CHECKS_PART, MUTANTS_PART = 0.7, 0.85
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be run, and where. `share_gpu` puts several ranks on one GPU where there are fewer than ranks."""
+    """What to run, and on which devices. `share_gpu` allows several ranks on one GPU, if there are too few."""
 
     backend: str = "nccl"
     share_gpu: bool = False
@@ -56,8 +56,8 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Ran:
-    """A check, or a mutant, that was run; `text` says what went wrong."""
+class JobResult:
+    """The result of one check or mutant; `text` says what went wrong."""
 
     name: str
     passed: bool
@@ -67,17 +67,17 @@ class Ran:
 
 @dataclass(frozen=True)
 class Stage:
-    """What became of one stage: `missing` tests were planned and not reached, `problem` is what went wrong."""
+    """The result of one stage: `missing` counts planned tests that were not reached, `problem` says what went wrong."""
 
     title: str
     seconds: float
-    tests: tuple[Ran, ...] = ()
+    tests: tuple[JobResult, ...] = ()
     missing: int = 0
     problem: str = ""
     lines: tuple[str, ...] = ()  # of the report
 
     @property
-    def good(self) -> bool:
+    def is_good(self) -> bool:
         return not self.problem and not self.missing and all(test.passed for test in self.tests)
 
     def count(self, passed: bool) -> int:
@@ -85,30 +85,30 @@ class Stage:
 
 
 @dataclass
-class Found:
-    """All stages, as they come in."""
+class CheckReport:
+    """The results of all stages so far."""
 
     plan: Plan
     machine: list[tuple[str, str]]
     stages: list[Stage] = field(default_factory=list)
 
     @property
-    def good(self) -> bool:
-        return all(stage.good for stage in self.stages)
+    def is_good(self) -> bool:
+        return all(stage.is_good for stage in self.stages)
 
 
 # ---- the machine
 
 
-def machine(backend: str) -> list[tuple[str, str]]:
-    """What the report says of the machine: names and values, none of which identifies it."""
+def describe_machine(backend: str) -> list[tuple[str, str]]:
+    """Return what the report says about the machine, as names and values. None of them identifies the machine."""
     import torch
 
     rows = [("date", datetime.now(timezone.utc).strftime("%Y-%m-%d"))]
     if backend == "nccl":
         names = Counter(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
         rows.append(("GPU", ", ".join(f"{count} × {name}" for name, count in names.items())))
-        rows.append(("driver", driver()))
+        rows.append(("driver", read_driver_version()))
     rows.append(("torch", str(torch.__version__)))
     if backend == "nccl":
         rows.append(("CUDA", str(torch.version.cuda)))
@@ -118,21 +118,21 @@ def machine(backend: str) -> list[tuple[str, str]]:
     return rows
 
 
-def driver() -> str:
-    """The version of the NVIDIA driver, as nvidia-smi says; "unknown" where that cannot be asked."""
+def read_driver_version() -> str:
+    """Return the version of the NVIDIA driver from nvidia-smi; "unknown" if nvidia-smi does not tell."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        said = subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.split()
+        words = subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.split()
     except (OSError, subprocess.TimeoutExpired):
-        said = []
-    return said[0] if said else "unknown"
+        words = []
+    return words[0] if words else "unknown"
 
 
 # ---- the stages
 
 
-def first_launch() -> dict:
-    """Runs in the ranks: one all-reduce, then three coalesced ones, whose kernels are counted on a GPU."""
+def run_first_launch() -> dict:
+    """Run in the ranks one all-reduce, then three coalesced ones, whose kernels are counted on a GPU."""
     import torch
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _coalescing_manager
@@ -150,21 +150,21 @@ def first_launch() -> dict:
     return {"device": str(device()), "sums": sorted({value for tensor in tensors for value in tensor.tolist()})}
 
 
-def launch_stage(plan: Plan) -> Stage:
-    """Whether ranks can talk to each other at all."""
+def run_launch_stage(plan: Plan) -> Stage:
+    """Check whether ranks can communicate at all."""
     from brigade.runner.ranks import RankFailure, run_ranks
 
     started, problem, lines = time.monotonic(), "", []
     try:
         results = run_ranks(
-            first_launch,
+            run_first_launch,
             world_size=2,
             backend=plan.backend,
             share_gpu=plan.share_gpu,
             deadline=RUN_DEADLINE_S,
         )
         if any(result["sums"] != [2.0] for result in results):
-            problem = f"2 ranks of ones were all-reduced to {[result['sums'] for result in results]}"
+            problem = f"an all-reduce of ones on 2 ranks gave {[result['sums'] for result in results]}"
         lines.append(f"2 ranks, on {' and '.join(result['device'] for result in results)}")
         for event in results.events[0]:
             if event["kind"] == "kernels":
@@ -178,24 +178,29 @@ def launch_stage(plan: Plan) -> Stage:
     return Stage("A first all-reduce", time.monotonic() - started, problem=problem, lines=tuple(lines))
 
 
-def check_stages(plan: Plan, deadline: float) -> Iterator[Stage]:
-    """The graded checks of each module on the reference, `plan.jobs` modules at a time; each as it is done."""
+def run_check_stages(plan: Plan, deadline: float) -> Iterator[Stage]:
+    """Run the graded checks of each module on the reference; yield each module's stage as it ends.
+
+    `plan.jobs` modules run at a time.
+    """
 
     def run(entry: Module) -> Stage:
-        return test_stage(f"Checks of module {entry.number}", plan, {"checks": [entry.number], "mutants": []}, deadline)
+        return run_jobs_stage(
+            f"Checks of module {entry.number}", plan, {"checks": [entry.number], "mutants": []}, deadline
+        )
 
     with ThreadPoolExecutor(plan.jobs) as pool:
         yield from pool.map(run, plan.modules)
 
 
-def mutant_stage(plan: Plan, deadline: float) -> Stage:
-    """The sample of mutants, each of which the checks that it names must catch."""
-    mutants = [(entry.number, name) for entry in plan.modules for name in mutants_of(entry).SAMPLE]
-    return test_stage("Mutants", plan, {"checks": [], "mutants": mutants}, deadline)
+def run_mutant_stage(plan: Plan, deadline: float) -> Stage:
+    """Run the sample of mutants; the checks that each one names must catch it."""
+    mutants = [(entry.number, name) for entry in plan.modules for name in import_mutants(entry).SAMPLE]
+    return run_jobs_stage("Mutants", plan, {"checks": [], "mutants": mutants}, deadline)
 
 
-def test_stage(title: str, plan: Plan, jobs: dict[str, Any], deadline: float) -> Stage:
-    """Run checks and mutants (see `gpu_jobs`) in their own process, which is ended at `deadline` (time.monotonic())."""
+def run_jobs_stage(title: str, plan: Plan, jobs: dict[str, Any], deadline: float) -> Stage:
+    """Run checks and mutants (see `gpu_jobs`) in a separate process, and stop it at `deadline` (time.monotonic())."""
     started = time.monotonic()
     if deadline - started < 1:
         return Stage(title, 0.0, problem="not reached: the time was used up")
@@ -210,33 +215,33 @@ def test_stage(title: str, plan: Plan, jobs: dict[str, Any], deadline: float) ->
     )
     problem = ""
     try:
-        said, errors = process.communicate(timeout=deadline - started)
+        printed, errors = process.communicate(timeout=deadline - started)
         if process.returncode:
-            problem = f"it ended with status {process.returncode}\n{errors[-2000:].strip()}"
+            problem = f"the process ended with status {process.returncode}\n{errors[-2000:].strip()}"
     except subprocess.TimeoutExpired:
         problem = f"stopped after {time.monotonic() - started:.0f} s, when its time was used up"
-        said = end(process)
+        printed = stop_process(process)
     finally:
-        end(process)
-    tests, planned = read_lines(said)
+        stop_process(process)
+    tests, planned = read_lines(printed)
     return Stage(title, time.monotonic() - started, tests, max(0, planned - len(tests)), problem)
 
 
-def end(process: subprocess.Popen) -> str:
-    """Interrupt the process, so that it ends its ranks; kill it if it does not listen. Return all that it printed."""
-    said = ""
+def stop_process(process: subprocess.Popen) -> str:
+    """Interrupt the process, so that it ends its ranks; kill it if it does not react. Return everything it printed."""
+    printed = ""
     for number, patience_s in ((signal.SIGINT, 10), (signal.SIGKILL, None)):
         if process.poll() is None:
             process.send_signal(number)
             try:
-                said, _ = process.communicate(timeout=patience_s)
+                printed, _ = process.communicate(timeout=patience_s)
             except subprocess.TimeoutExpired:
                 continue
-    return said
+    return printed
 
 
-def ladder_stage(plan: Plan, deadline: float) -> Stage:
-    """Trains all variants on the GPUs: losses must be those of one process."""
+def run_ladder_stage(plan: Plan, deadline: float) -> Stage:
+    """Train all variants on the GPUs; their losses must equal those of one process."""
     from brigade.lab import ladder
     from brigade.runner.ranks import RankFailure
 
@@ -251,19 +256,19 @@ def ladder_stage(plan: Plan, deadline: float) -> Stage:
             world_size=plan.world_size,
             backend=plan.backend,
             share_gpu=plan.share_gpu,
-            deadline=(deadline - started) / 2,  # of the ranks, and then of one process
+            deadline=(deadline - started) / 2,  # half for the ranks, half for one process
         )
     except (RankFailure, CourseError, ValueError) as error:
         return Stage(title, time.monotonic() - started, problem=str(error))
-    problem = "\n".join(results.wrong())
-    lines = ladder_lines(results)
+    problem = "\n".join(results.list_wrong_losses())
+    lines = format_ladder(results)
     if plan.share_gpu:
-        lines += ["", "Ranks that share a GPU wait for each other: these times say nothing about NCCL."]
+        lines += ["", "Ranks that share a GPU wait for each other, so these times say nothing about NCCL."]
     return Stage(title, time.monotonic() - started, problem=problem, lines=tuple(lines))
 
 
-def ladder_lines(results: Ladder) -> list[str]:
-    """The ladder's table in Markdown."""
+def format_ladder(results: Ladder) -> list[str]:
+    """Return the ladder's table in Markdown."""
     rows = [
         "| variant | step ms | quartiles | ratio to torch DDP | collectives per step | MB sent per step | loss |",
         "|---|---|---|---|---|---|---|",
@@ -271,38 +276,39 @@ def ladder_lines(results: Ladder) -> list[str]:
     for variant in results.variants:
         lower, upper = variant.quartiles_ms
         rows.append(
-            f"| {variant.label} | {variant.median_ms:.2f} | {lower:.2f} to {upper:.2f} | {results.ratio(variant):.2f} "
-            f"| {variant.collectives:g} | {variant.sent_bytes / 1e6:.2f} | {variant.loss:.5f} |"
+            f"| {variant.label} | {variant.median_ms:.2f} | {lower:.2f} to {upper:.2f} "
+            f"| {results.compute_ratio(variant):.2f} | {variant.collectives:g} | {variant.sent_bytes / 1e6:.2f} "
+            f"| {variant.loss:.5f} |"
         )
-    rows += ["", f"The loss of one process is {results.truth:.5f}."]
+    rows += ["", f"The loss of one process is {results.expected_loss:.5f}."]
     return rows
 
 
-def run(plan: Plan, say: Callable[[str], None]) -> Found:
-    """All stages. After a first all-reduce that fails nothing else is tried, for everything else would fail too."""
+def run_stages(plan: Plan, say: Callable[[str], None]) -> CheckReport:
+    """Run all stages. If the first all-reduce fails, run no other stage, because all of them would fail too."""
     started = time.monotonic()
 
     def until(part: float) -> float:
         return started + 60 * plan.minutes * part
 
-    found = Found(plan, machine(plan.backend))
+    results = CheckReport(plan, describe_machine(plan.backend))
     for stages in (
-        lambda: [launch_stage(plan)],
-        lambda: check_stages(plan, until(CHECKS_PART)),
-        lambda: [mutant_stage(plan, until(MUTANTS_PART))],
-        lambda: [ladder_stage(plan, until(1.0))],
+        lambda: [run_launch_stage(plan)],
+        lambda: run_check_stages(plan, until(CHECKS_PART)),
+        lambda: [run_mutant_stage(plan, until(MUTANTS_PART))],
+        lambda: [run_ladder_stage(plan, until(1.0))],
     ):
         for stage in stages():
-            found.stages.append(stage)
-            say(sentence(stage))
-        if not found.stages[0].good:
-            found.stages.append(Stage("Everything else", 0.0, problem="not tried: the first all-reduce failed"))
+            results.stages.append(stage)
+            say(describe_stage(stage))
+        if not results.stages[0].is_good:
+            results.stages.append(Stage("Everything else", 0.0, problem="not tried: the first all-reduce failed"))
             break
-    return found
+    return results
 
 
-def read_lines(text: str) -> tuple[tuple[Ran, ...], int]:
-    """Return the tests that were run, and how many there were to be run. A last line may be cut off."""
+def read_lines(text: str) -> tuple[tuple[JobResult, ...], int]:
+    """Return the results that were printed, and the number of planned tests. The last line may be incomplete."""
     tests, planned = [], 0
     for line in text.splitlines():
         try:
@@ -312,16 +318,16 @@ def read_lines(text: str) -> tuple[tuple[Ran, ...], int]:
         if "jobs" in fields:
             planned = fields["jobs"]
         else:
-            tests.append(Ran(**fields))
+            tests.append(JobResult(**fields))
     return tuple(tests), planned
 
 
 # ---- the report
 
 
-def sentence(stage: Stage) -> str:
-    """One line for the terminal."""
-    verdict = "good" if stage.good else "NOT GOOD"
+def describe_stage(stage: Stage) -> str:
+    """Return one line for the terminal."""
+    verdict = "passed" if stage.is_good else "FAILED"
     named = ((True, "passed"), (False, "failed"))
     counts = [f"{stage.count(passed)} {name}" for passed, name in named if stage.count(passed)]
     counts += [f"{stage.missing} not reached"] if stage.missing else []
@@ -331,38 +337,40 @@ def sentence(stage: Stage) -> str:
     )
 
 
-def report(found: Found) -> str:
-    """The report in Markdown."""
-    plan = found.plan
+def format_report(results: CheckReport) -> str:
+    """Return the report in Markdown."""
+    plan = results.plan
     where = f"`--backend {plan.backend}`" + (", several ranks on one GPU" if plan.share_gpu else "")
     lines = [
         "# Report of `make gpu-check`",
         "",
         f"Written by `python3 -m brigade.lab.gpu_check`, {where}, {plan.minutes:g} minutes at most.",
         "",
-        "**Everything passed.**" if found.good else "**Not everything passed.** What failed stands at the end.",
+        "**Everything passed.**"
+        if results.is_good
+        else "**Not everything passed.** The end of this page lists what failed.",
         "",
         "| | |",
         "|---|---|",
-        *(f"| {name} | {value} |" for name, value in found.machine),
+        *(f"| {name} | {value} |" for name, value in results.machine),
         "",
         "| stage | passed | failed | not reached | seconds | |",
         "|---|---|---|---|---|---|",
     ]
-    for stage in found.stages:
+    for stage in results.stages:
         counts = [str(stage.count(passed)) for passed in (True, False)] if stage.tests else [""] * 2
         cells = [*counts, str(stage.missing) if stage.missing else "", f"{stage.seconds:.1f}"]
-        lines.append(f"| {stage.title} | {' | '.join(cells)} | {'good' if stage.good else '**not good**'} |")
-    for stage in found.stages:
+        lines.append(f"| {stage.title} | {' | '.join(cells)} | {'passed' if stage.is_good else '**failed**'} |")
+    for stage in results.stages:
         if stage.lines:
             lines += ["", f"## {stage.title}", "", *stage.lines]
     lines += ["", "## Checks and mutants", "", "| test | | seconds |", "|---|---|---|"]
     lines += [
         f"| `{test.name}` | {'passed' if test.passed else 'failed'} | {test.seconds:.1f} |"
-        for stage in found.stages
+        for stage in results.stages
         for test in stage.tests
     ]
-    failures = list(failed(found.stages))
+    failures = list(list_failures(results.stages))
     if failures:
         lines += ["", "## What failed"]
         for title, text in failures:
@@ -370,8 +378,8 @@ def report(found: Found) -> str:
     return "\n".join(lines) + "\n"
 
 
-def failed(stages: Iterable[Stage]) -> Iterable[tuple[str, str]]:
-    """Title and text of everything that went wrong."""
+def list_failures(stages: Iterable[Stage]) -> Iterable[tuple[str, str]]:
+    """Yield the title and the text of everything that failed."""
     for stage in stages:
         if stage.problem:
             yield stage.title, stage.problem.replace(str(ROOT), ".")
@@ -383,11 +391,13 @@ def failed(stages: Iterable[Stage]) -> Iterable[tuple[str, str]]:
 # ---- the command
 
 
-def planned(options: argparse.Namespace) -> Plan:
-    """What the options ask for on this machine. Raises CourseError where it cannot be done."""
+def make_plan(options: argparse.Namespace) -> Plan:
+    """Return what the options ask for on this machine. Raise CourseError if it is impossible."""
     for name in ("torch", "pytest"):
         if find_spec(name) is None:
-            raise CourseError(f"this Python, {sys.executable}, has no {name}: it takes one that has torch and pytest")
+            raise CourseError(
+                f"this Python, {sys.executable}, has no {name}: run this with a Python that has torch and pytest"
+            )
     entries = tuple(get_module(number) for number in options.modules or [entry.number for entry in MODULES])
     if options.minutes <= 0 or options.jobs < 1:
         raise CourseError("--minutes and --jobs must be above zero")
@@ -410,43 +420,46 @@ def planned(options: argparse.Namespace) -> Plan:
     )
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python3 -m brigade.lab.gpu_check",
-        description="Runs the graded checks on the reference, a sample of mutants and the ladder on NCCL, and writes a "
-        "report. It needs torch and pytest, nothing else.",
+        description="Run the graded checks on the reference, a sample of mutants and the ladder on NCCL, and write a "
+        "report. This needs only torch and pytest.",
         epilog="Example: python3 -m brigade.lab.gpu_check --minutes 9 --jobs 4",
     )
     parser.add_argument(
         "--share-gpu",
         action="store_true",
-        help=f"all ranks on one GPU; without it, one GPU for each rank where there are {MOST_RANKS} or more",
+        help=f"put all ranks on one GPU (default: one GPU for each rank if there are at least {MOST_RANKS} GPUs)",
     )
     parser.add_argument(
-        "--out", type=Path, help="the report (default: docs/gpu_report.md; with gloo, out/gpu_report.md)"
+        "--out", type=Path, help="where to write the report (default: docs/gpu_report.md; with gloo, out/gpu_report.md)"
     )
-    parser.add_argument("--minutes", type=float, default=30.0, help="that it may take in all (default 30)")
-    parser.add_argument("--jobs", type=int, default=1, help="how many modules are checked at a time (default 1)")
-    parser.add_argument("--modules", type=int, nargs="+", metavar="N", help="only the checks and mutants of these")
+    parser.add_argument("--minutes", type=float, default=30.0, help="the longest time for everything (default 30)")
+    parser.add_argument("--jobs", type=int, default=1, help="how many modules to check at a time (default 1)")
     parser.add_argument(
-        "--backend", choices=("nccl", "gloo"), default="nccl", help="gloo tries this command without a GPU"
+        "--modules", type=int, nargs="+", metavar="N", help="run only the checks and mutants of these modules"
+    )
+    parser.add_argument(
+        "--backend", choices=("nccl", "gloo"), default="nccl", help="gloo tests this command without a GPU"
     )
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0 everything passed, 1 something did not, 2 it cannot run here, 130 stopped."""
-    options = parse(arguments)
-    return ended("gpu-check", lambda: checked(options))
+    """Return the exit status: 0 everything passed, 1 something failed, 2 it cannot run here, 130 stopped."""
+    options = parse_arguments(arguments)
+    return run_to_status("gpu-check", lambda: run_gpu_check(options))
 
 
-def checked(options: argparse.Namespace) -> int:
+def run_gpu_check(options: argparse.Namespace) -> int:
+    """Run all stages and write the report. Return the exit status."""
     out = options.out or ROOT / ("docs" if options.backend == "nccl" else "out") / "gpu_report.md"
-    found = run(planned(options), lambda line: print(line, flush=True))
+    results = run_stages(make_plan(options), lambda line: print(line, flush=True))
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(report(found))
-    print(f"{'Everything passed' if found.good else 'NOT everything passed'}: {out}")
-    return 0 if found.good else 1
+    out.write_text(format_report(results))
+    print(f"{'Everything passed' if results.is_good else 'NOT everything passed'}: {out}")
+    return 0 if results.is_good else 1
 
 
 if __name__ == "__main__":

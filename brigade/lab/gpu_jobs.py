@@ -1,9 +1,9 @@
-"""Checks and mutants of `gpu_check`, run in a process of its own, which can be ended.
+"""Checks and mutants of `gpu_check`, run in a separate process that can be stopped.
 
     python -m brigade.lab.gpu_jobs '{"backend": "gloo", "share_gpu": false, "deadline_s": 60, "checks": [2], "mutants":
     [[2, "buckets by size"]]}'
 
-It prints a line of JSON with the number of jobs, and one for each job as it ends.
+It prints a line of JSON with the number of jobs, then one line for each job as it ends.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from brigade.checks.run import Conditions, prepare, run_check
 from brigade.course.modules import Module, get_module
 
 
-def mutants_of(entry: Module) -> Any:
+def import_mutants(entry: Module) -> Any:
     """Return the file of the module's mutants."""
     return import_from_tests(f"mutants.{entry.package}")
 
 
 def run_jobs(jobs: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Run the checks of the modules `checks` on the reference, then see that checks catch the `mutants`."""
+    """Run the checks of the modules `checks` on the reference, then test that the checks catch the `mutants`."""
     checks = collect([get_module(number) for number in jobs["checks"]])
     yield {"jobs": len(checks) + len(jobs["mutants"])}
     conditions = Conditions(backend=jobs["backend"], share_gpu=jobs["share_gpu"], deadline_s=jobs["deadline_s"])
@@ -36,7 +36,7 @@ def run_jobs(jobs: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield {"name": check.name, "passed": outcome.passed, "seconds": outcome.seconds, "text": text}
     for number, name in jobs["mutants"]:
         entry, started = get_module(number), time.monotonic()
-        known = mutants_of(entry)
+        known = import_mutants(entry)
         [mutant] = [mutant for mutant in known.MUTANTS if mutant.name == name]
         escaped = import_from_tests("mutants").escapes(entry, mutant, conditions)
         seconds = time.monotonic() - started
@@ -44,6 +44,7 @@ def run_jobs(jobs: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def main(arguments: Sequence[str]) -> int:
+    """Run the jobs in the first argument, and print their results."""
     prepare()
     for line in run_jobs(json.loads(arguments[0])):
         print(json.dumps(line), flush=True)

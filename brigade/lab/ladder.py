@@ -1,13 +1,13 @@
-"""The training ladder: the same TinyLM, trained on the same text, with every module of the course and as torch does it.
+"""The training ladder: train the same TinyLM on the same text with every module of the course and with torch.
 
     ladder = run_ladder()
-    ladder.variants[0].median_ms       a step of the first module
-    ladder.ratio(ladder.variants[0])   the same, as a multiple of torch DDP's
-    ladder.wrong()                  sentences about variants that do not train as one process does
+    ladder.variants[0].median_ms               the step time of the first module
+    ladder.compute_ratio(ladder.variants[0])   the same, as a multiple of torch DDP's
+    ladder.list_wrong_losses()                 sentences about variants that do not train as one process does
 
-All variants live in one run of ranks and take turns: in a round each takes one step on the same batch, after a
-barrier, in an order drawn anew for every round. What slows the machine down thus meets all of them, and
-a ratio is taken within a round. Times of different runs are not comparable.
+All variants run in the same ranks and alternate. In each round, every variant takes one step on the same batch, after a
+barrier, in an order that is shuffled for every round. A slow moment of the machine therefore affects all variants, and
+ratios are taken within a round. Times of different runs are not comparable.
 
 Ranks import this file, so it needs torch only; `plots.py` makes the table and the picture.
 """
@@ -33,7 +33,7 @@ from brigade.course.modules import MODULES, REFERENCE, CourseError, Module
 from brigade.course.submission import Sources, read
 from brigade.events import Event, launches
 from brigade.lab import corpus
-from brigade.lab.memory_accounting import kept_bytes, torch_bucket_bytes
+from brigade.lab.memory_accounting import count_bytes_by_kind, count_torch_bucket_bytes
 from brigade.lab.models import SIZES, Size, TinyLM, language_loss
 from brigade.rank import emulated_link, recording
 from brigade.rank.api import device, student
@@ -43,28 +43,28 @@ from brigade.runner.ranks import RankResults, run_ranks
 PHASES = ("forward", "backward", "finish", "step")  # of one training step; "step" is the optimizer's
 FP32_BYTES = 4
 DEADLINE_S = 900.0
-CALIBRATION = 9  # rounds whose backward an emulated link is made for: a busy machine's speed changes
+CALIBRATION = 9  # an emulated link follows the median backward of so many rounds: a busy machine's speed changes
 
-# Nats per token on held-out text, on any rank. SGD does not amplify rounding as Adam does: with this workload, in
-# fp32, right answers were measured to differ from one process by 3e-7 at most, and the mistakes in `tests/mutants`
-# that change the numbers of two ranks by 3e-3 at least.
+# Nats per token on held-out text, on any rank. SGD does not amplify rounding as Adam does. With this workload in fp32,
+# we measured that correct answers differ from one process by at most 3e-7, and that the mistakes in `tests/mutants`
+# which change the numbers of two ranks make a difference of at least 3e-3.
 LOSS_TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What every variant trains. `batch_size` counts sequences of all ranks together, `time` tokens in a sequence.
+    """What every variant trains: `batch_size` sequences of all ranks together, of `time` tokens each.
 
-    `bucket_mb` (MiB) is for variants that have buckets, torch DDP among them. With `link` the collectives take its time
-    (`emulated_link.py`); without, what they take on this machine. With `named` the record says which parameter a
-    launch is on, if it is on one, which takes a little time.
+    `bucket_mb` (MiB) is for variants that have buckets, including torch DDP. With a `link`, collectives take the time
+    of that emulated link (`emulated_link.py`); otherwise they take what they take on this machine. If `named` is set,
+    each recorded launch contains the name of its parameter, if it has one; this takes a little time.
     """
 
     size: Size = SIZES["tiny"]
     batch_size: int = 8
     time: int = 64
     rounds: int = 30
-    warmup: int = 5  # of the rounds: they train, and are not timed
+    warmup: int = 5  # rounds that train but are not timed
     learning_rate: float = 0.05
     bucket_mb: float = 1.0
     seed: int = 0
@@ -72,18 +72,19 @@ class Workload:
     named: bool = False
 
 
-# On emulated links, computation takes so long and gradients are so large that the real collectives underneath take a
-# small part of the emulated time. They still take processor time, in modules 6 to 8 more than in 4 and 5: gloo's
+# The workload for the emulated link. Its computation takes long enough that the real collectives take only a small
+# part of the emulated time. They still take processor time, and more in modules 6 to 8 than in 4 and 5: gloo's
 # reduce-scatter does the work of an all-reduce, and an all-gather follows.
-PACED = Workload(batch_size=24, time=128, rounds=35, link=Pace(comm_ratio=0.8, latency_ratio=0.002))
+EMULATED = Workload(batch_size=24, time=128, rounds=35, link=Pace(comm_ratio=0.8, latency_ratio=0.002))
 
 
 @dataclass(frozen=True)
 class Variant:
-    """Who averages the gradients and who steps: classes, as (package, name), of a submission's modules or of torch.
+    """The classes that average gradients and take the step: (package, name) in the submission's modules or in torch.
 
-    Without a wrapper nobody averages: for one process. Without an optimizer every rank has the plain one. `bucket_mb`
-    (MiB) is that of the workload if None; `arguments` are further ones of the wrapper.
+    Without a wrapper, as for one process, no gradients are averaged. Without an optimizer, every rank uses the plain
+    one. `bucket_mb` (MiB) replaces the workload's, unless it is None. `arguments` are additional arguments of the
+    wrapper.
     """
 
     label: str
@@ -97,17 +98,17 @@ TORCH_DDP = Variant("torch DDP", ("torch", "DistributedDataParallel"))
 TORCH_ZERO = Variant("torch DDP + ZeRO", TORCH_DDP.wrapper, ("torch", "ZeroRedundancyOptimizer"))
 TORCH = (TORCH_DDP, TORCH_ZERO)
 ONE_PROCESS = Variant("one process")
-COMPUTATION = Variant("computation alone")  # every rank for itself, in turns with the others
+COMPUTATION = Variant("computation alone")  # without communication; alternates with the others
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """One variant of a finished ladder; everything but the losses is about the rounds after the warm-up.
+    """The measurements of one variant in a finished ladder. Everything except the losses excludes the warm-up.
 
     `marks[rank][round]` are seconds: the start of the step, and the end of each of its `PHASES`. `cpu_s[rank][round]`
-    is the processor time of the step, all threads of the rank together. `collectives` and `sent_bytes`, what a rank
-    has to send with ring algorithms, are per step, the mean over ranks. Per rank are `losses`, in nats per token, and
-    `grad_bytes` and `state_bytes`: what is kept of gradients and optimizer state between steps (see
+    is the processor time of the step, for all threads of the rank together. `collectives` and `sent_bytes` are per
+    step, the mean over ranks; `sent_bytes` is what a rank has to send with ring algorithms. Per rank are `losses`, in
+    nats per token, and `grad_bytes` and `state_bytes`: the memory for gradients and optimizer state between steps (see
     `memory_accounting.py`).
     """
 
@@ -122,7 +123,7 @@ class Measurement:
 
     @property
     def step_ms(self) -> list[float]:
-        """For each round, the length of the step on the rank that took longest."""
+        """The step time of the slowest rank, for each round."""
         return [max(1e3 * (marks[-1] - marks[0]) for marks in ranks) for ranks in zip(*self.marks)]
 
     @property
@@ -131,46 +132,48 @@ class Measurement:
 
     @property
     def quartiles_ms(self) -> tuple[float, float]:
-        return quartiles(self.step_ms)
+        return compute_quartiles(self.step_ms)
 
-    def phase_ms(self, phase: str) -> float:
-        """The median length of one of `PHASES`, over rounds and ranks."""
+    def compute_phase_ms(self, phase: str) -> float:
+        """Return the median time of one of `PHASES`, over rounds and ranks."""
         end = PHASES.index(phase) + 1
         return median(1e3 * (marks[end] - marks[end - 1]) for rounds in self.marks for marks in rounds)
 
     @property
     def cpu_ms(self) -> list[float]:
-        """For each round, the processor time of the step on all ranks together."""
+        """The processor time of the step on all ranks together, for each round."""
         return [1e3 * sum(ranks) for ranks in zip(*self.cpu_s)]
 
-    def exposed_ms(self, alone: Measurement) -> list[float]:
-        """For each round, how much longer the step took than `alone`, the one without communication."""
-        return [mine - without for mine, without in zip(self.step_ms, alone.step_ms)]
+    def compute_exposed_ms(self, alone: Measurement) -> list[float]:
+        """Return, for each round, how much longer the step took than `alone`, the step without communication."""
+        return [
+            with_communication - computation for with_communication, computation in zip(self.step_ms, alone.step_ms)
+        ]
 
     @property
     def loss(self) -> float:
         return fmean(self.losses)
 
 
-def quartiles(values: Sequence[float]) -> tuple[float, float]:
-    """The lower and the upper one."""
+def compute_quartiles(values: Sequence[float]) -> tuple[float, float]:
+    """Return the lower and the upper quartile."""
     lower, _, upper = quantiles(values, n=4, method="inclusive")
     return lower, upper
 
 
 @dataclass(frozen=True)
 class Ladder:
-    """What `run_ladder` found. `truth` is the loss of one process, in nats per token; the last variants are torch's.
+    """The results of `run_ladder`. The last two of `variants` are torch's.
 
-    `computation` are the same steps without any communication; `link` is the emulated one, `backward_s` the length
-    of backward alone that it was made for, and `real_s` what an all-reduce of all gradients, `model_bytes`, really
-    takes.
+    `expected_loss` is the loss of one process, in nats per token. `computation` contains the same steps without any
+    communication. `link` is the emulated link, and `backward_s` is the time of backward alone for which it was made.
+    `real_s` is the time that a real all-reduce of all gradients, `model_bytes`, takes.
     """
 
     workload: Workload
     world_size: int
     backend: str
-    truth: float
+    expected_loss: float
     variants: list[Measurement]
     computation: Measurement
     link: Link | None
@@ -180,61 +183,69 @@ class Ladder:
 
     @property
     def link_s(self) -> float | None:
-        """What an all-reduce of all gradients takes on the emulated link; None without one."""
+        """The time of an all-reduce of all gradients on the emulated link; None without a link."""
         return self.link.seconds("all_reduce", self.model_bytes, self.world_size) if self.link else None
 
-    def variant(self, label: str) -> Measurement:
+    def get_measurement(self, label: str) -> Measurement:
         return next(variant for variant in self.variants if variant.label == label)
 
-    def ratio(self, variant: Measurement) -> float:
-        """Step time as a multiple of torch DDP's: the median over rounds of the ratio within a round."""
-        return median(self.ratios(variant))
+    def compute_ratio(self, variant: Measurement) -> float:
+        """Return the median, over rounds, of the step time as a multiple of torch DDP's in the same round."""
+        return median(self.compute_ratios(variant))
 
-    def ratios(self, variant: Measurement, base: str = TORCH_DDP.label) -> list[float]:
-        """Step time as a multiple of that of the variant with the label `base`, for each round."""
-        return [mine / theirs for mine, theirs in zip(variant.step_ms, self.variant(base).step_ms)]
-
-    def exposed_ms(self, variant: Measurement) -> list[float]:
-        """For each round, how much longer the step took than without communication."""
-        return variant.exposed_ms(self.computation)
-
-    def cpu_ratios(self, variant: Measurement, base: str = TORCH_DDP.label) -> list[float]:
-        """Processor time as a multiple of that of the variant with the label `base`, for each round."""
-        return [mine / theirs for mine, theirs in zip(variant.cpu_ms, self.variant(base).cpu_ms)]
-
-    def wrong(self) -> list[str]:
-        """A sentence for every variant of which a rank's loss is not that of one process."""
+    def compute_ratios(self, variant: Measurement, base: str = TORCH_DDP.label) -> list[float]:
+        """Return, for each round, the step time as a multiple of that of the variant with the label `base`."""
         return [
-            f"{variant.label} does not train as one process does: rank {rank} has a loss of {loss:.6f}, one process of "
-            f"{self.truth:.6f}, and they may differ by {LOSS_TOLERANCE:g}"
+            numerator / denominator
+            for numerator, denominator in zip(variant.step_ms, self.get_measurement(base).step_ms)
+        ]
+
+    def compute_exposed_ms(self, variant: Measurement) -> list[float]:
+        """Return, for each round, how much longer the step took than without communication."""
+        return variant.compute_exposed_ms(self.computation)
+
+    def compute_cpu_ratios(self, variant: Measurement, base: str = TORCH_DDP.label) -> list[float]:
+        """Return, for each round, the processor time as a multiple of that of the variant with the label `base`."""
+        return [
+            numerator / denominator for numerator, denominator in zip(variant.cpu_ms, self.get_measurement(base).cpu_ms)
+        ]
+
+    def list_wrong_losses(self) -> list[str]:
+        """Return a sentence for every rank of a variant whose loss differs from that of one process."""
+        return [
+            f"{variant.label} does not train as one process does: rank {rank} has a loss of {loss:.6f}, one process "
+            f"has {self.expected_loss:.6f}; the allowed difference is {LOSS_TOLERANCE:g}"
             for variant in self.variants
             for rank, loss in enumerate(variant.losses)
-            if not abs(loss - self.truth) <= LOSS_TOLERANCE
+            if not abs(loss - self.expected_loss) <= LOSS_TOLERANCE
         ]
 
 
 def get_variant(entry: Module) -> Variant:
-    """A module's place on the ladder: the last of its public names. An optimizer steps for the wrapper before it."""
-    wrapping = [one for one in MODULES if one.number <= entry.number and one.public[-1].endswith("DDP")][-1]
+    """Return the variant of a module: the last of its public names.
+
+    If this is an optimizer, it steps for the wrapper of the last module before it that has one.
+    """
+    wrapper_module = [one for one in MODULES if one.number <= entry.number and one.public[-1].endswith("DDP")][-1]
     return Variant(
         f"{entry.number} {entry.public[-1]}",
-        (wrapping.package, wrapping.public[-1]),
-        None if wrapping is entry else (entry.package, entry.public[-1]),
+        (wrapper_module.package, wrapper_module.public[-1]),
+        None if wrapper_module is entry else (entry.package, entry.public[-1]),
     )
 
 
 def get_course_variants() -> list[Variant]:
-    """Every module of the course."""
+    """Return the variants of all modules."""
     return [get_variant(entry) for entry in MODULES]
 
 
 def read_reference() -> Sources:
-    """The text of all solutions; in the student edition, which has none, of the student's own modules."""
+    """Return the text of all solutions; in the student edition, which has none, of the student's own modules."""
     return read(REFERENCE, MODULES[-1].number).sources
 
 
 def count_steps(workload: Workload, variants: Sequence[Variant]) -> int:
-    """How often `run_benchmark` calls `on_step`: one process and computation alone train too."""
+    """Return how often `run_benchmark` calls `on_step`: one process and computation alone train too."""
     return workload.rounds * (len(variants) + 2)
 
 
@@ -244,7 +255,7 @@ def run_ladder(
     sources: Sources | None = None,
     **how: Any,
 ) -> Ladder:
-    """`run_benchmark` with the variants (the course's, by default) and then torch's two."""
+    """Call `run_benchmark` with the variants (by default the course's), followed by torch's two."""
     return run_benchmark(
         workload or Workload(), [*(get_course_variants() if variants is None else variants), *TORCH], sources, **how
     )
@@ -262,24 +273,24 @@ def run_benchmark(
     on_step: Callable[[], None] | None = None,
     run: Callable[..., RankResults] = run_ranks,
 ) -> Ladder:
-    """Trains all variants in turns on `world_size` ranks, then one process, and compares.
+    """Train all variants alternately on `world_size` ranks, then one process, and return their measurements.
 
-    `sources` are the submission's modules, by default the solutions; `on_step` is called as each step begins; `run`
-    runs the ranks, as `run_ranks` does. Raises ValueError when the ranks cannot share a batch equally, CourseError
-    when an emulated link is to run on NCCL, and RankFailure or CourseError as `run_ranks` does.
+    `sources` are the submission's modules, by default the solutions. `on_step` is called when a step begins. `run`
+    replaces `run_ranks`. Raise ValueError if the ranks cannot share a batch equally, CourseError if an emulated link is
+    requested on NCCL, and RankFailure or CourseError as `run_ranks` does.
     """
     sources = read_reference() if sources is None else sources
     how = {"backend": backend, "share_gpu": share_gpu, "deadline": deadline, "on_step": on_step}
     together = [*variants, COMPUTATION]
     results = run_variants(workload, together, sources, world_size=world_size, run=run, **how)
-    [alone] = run_variants(replace(workload, link=None), [ONE_PROCESS], sources, world_size=1, **how)
-    *found, computation = [make_measurement(workload, together, variant, results) for variant in together]
+    [single_result] = run_variants(replace(workload, link=None), [ONE_PROCESS], sources, world_size=1, **how)
+    *measurements, computation = [make_measurement(workload, together, variant, results) for variant in together]
     return Ladder(
         workload=workload,
         world_size=world_size,
         backend=backend,
-        truth=alone["losses"][ONE_PROCESS.label],
-        variants=found,
+        expected_loss=single_result["losses"][ONE_PROCESS.label],
+        variants=measurements,
         computation=computation,
         link=Link(*results[0]["link"]) if results[0]["link"] else None,
         backward_s=results[0]["backward_s"],
@@ -289,7 +300,7 @@ def run_benchmark(
 
 
 def dry_run(workload: Workload, variants: Sequence[Variant], sources: Sources, **how: Any) -> None:
-    """Two steps of every variant, watched closely: raises RankFailure soon where a variant does not get through."""
+    """Take two steps of every variant with streamed events, so that RankFailure is raised early if a variant hangs."""
     run_variants(replace(workload, rounds=2, warmup=0, link=None), variants, sources, stream=True, **how)
 
 
@@ -306,7 +317,10 @@ def run_variants(
     run: Callable[..., RankResults] = run_ranks,
     stream: bool = False,
 ) -> RankResults:
-    """What `train` returns on each rank, with the events. Raises as `run_benchmark`. `stream`: see `run_ranks`."""
+    """Run `train` on the ranks; return its results and the events. Raise the errors of `run_benchmark`.
+
+    `stream` is passed to `run_ranks`.
+    """
     if workload.batch_size % world_size:
         raise ValueError(f"{world_size} ranks cannot share a batch of {workload.batch_size} sequences equally")
     if workload.link and backend != "gloo":
@@ -333,22 +347,22 @@ def run_variants(
 
 
 def find_step_number(variants: Sequence[Variant], variant: Variant, turn: int) -> int:
-    """The number under which the events of a variant's step in round `turn` are recorded."""
+    """Return the number under which the events of a variant's step in round `turn` are recorded."""
     return turn * len(variants) + list(variants).index(variant)
 
 
 def make_measurement(
     workload: Workload, variants: Sequence[Variant], variant: Variant, results: RankResults
 ) -> Measurement:
-    """One variant's part of what the ranks returned and recorded."""
+    """Return the measurement of one variant from what the ranks returned and recorded."""
     timed = {find_step_number(variants, variant, turn) for turn in range(workload.warmup, workload.rounds)}
-    found = [launch for events in results.events for launch in launches(events) if launch.step in timed]
+    timed_launches = [launch for events in results.events for launch in launches(events) if launch.step in timed]
     return Measurement(
         label=variant.label,
         marks=[result["marks"][variant.label][workload.warmup :] for result in results],
         cpu_s=[result["cpu_s"][variant.label][workload.warmup :] for result in results],
-        collectives=len(found) / len(results) / len(timed),
-        sent_bytes=sum(count_sent_bytes(launch.op, launch.nbytes, len(results)) for launch in found)
+        collectives=len(timed_launches) / len(results) / len(timed),
+        sent_bytes=sum(count_sent_bytes(launch.op, launch.nbytes, len(results)) for launch in timed_launches)
         / len(results)
         / len(timed),
         losses=[result["losses"][variant.label] for result in results],
@@ -362,7 +376,7 @@ def make_measurement(
 
 @dataclass
 class TrainingSetup:
-    """One variant at work: the model, its wrapper, its optimizer, and the marks of its steps."""
+    """One variant in a rank: the model, its wrapper, its optimizer, and the marks of its steps."""
 
     label: str
     model: nn.Module
@@ -373,7 +387,7 @@ class TrainingSetup:
 
 
 def build_setup(variant: dict, model: nn.Module, workload: dict) -> TrainingSetup:
-    """Wraps the model as the variant says. The one place that knows how variants are constructed."""
+    """Wrap the model as the variant says. Only this function knows how variants are constructed."""
     wrapper = model
     if variant["wrapper"]:
         wrapper_class = load_class(*variant["wrapper"])
@@ -393,12 +407,12 @@ def build_setup(variant: dict, model: nn.Module, workload: dict) -> TrainingSetu
 
 
 def load_class(package: str, name: str) -> type:
-    """A class of a submission's module, or of torch."""
+    """Return a class of a submission's module, or of torch."""
     if package != "torch":
         return student(package, name)
     if name == "DistributedDataParallel":
         return DistributedDataParallel
-    from torch.distributed.optim import ZeroRedundancyOptimizer  # importing it warns of what torch itself uses
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # imported late because the import prints a warning
 
     return ZeroRedundancyOptimizer
 
@@ -411,16 +425,16 @@ def train(workload: dict, variants: list[dict]) -> dict:
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if world_size == 1:
-        torch.set_num_threads(1)  # nobody times it, and on a busy machine a second thread makes it slower
-    # The seed differs between ranks: only replicas that are made equal start from rank 0's weights, those of the truth.
+        torch.set_num_threads(1)  # it is not timed, and a second thread makes it slower on a busy machine
+    # Seeds differ between ranks, so only a wrapper that broadcasts starts from rank 0's weights, as one process does.
     start = TinyLM(Size(**workload["size"])).to(device())
     with recording.phase("construct"):
         setups = [build_setup(variant, copy.deepcopy(start), workload) for variant in variants]
-    text = broadcast_text(corpus.text())
+    text = broadcast_text(corpus.read_text())
     generator = torch.Generator().manual_seed(workload["seed"])
 
     def next_batch() -> list[Tensor]:
-        whole = corpus.batch(text, workload["batch_size"], workload["time"], generator)
+        whole = corpus.draw_batch(text, workload["batch_size"], workload["time"], generator)
         return [tensor.chunk(world_size)[rank].to(device()) for tensor in whole]
 
     calibration = Calibration(start, workload["link"])
@@ -428,15 +442,15 @@ def train(workload: dict, variants: list[dict]) -> dict:
         batch = next_batch()
         for _ in range(CALIBRATION if turn == 0 else 1):
             calibration.measure(*batch)
-        for place in random.Random(turn).sample(range(len(setups)), len(setups)):
+        for index in random.Random(turn).sample(range(len(setups)), len(setups)):
             dist.barrier()
-            recording.note("step", step=turn * len(variants) + place, variant=variants[place]["label"])
+            recording.note("step", step=turn * len(variants) + index, variant=variants[index]["label"])
             if workload["named"]:
-                recording.name_parameters(setups[place].model)
+                recording.name_parameters(setups[index].model)
             cpu = time.process_time()
-            setups[place].marks.append(take_step(setups[place], *batch))
-            setups[place].cpu_s.append(time.process_time() - cpu)
-    tokens, targets = (tensor.to(device()) for tensor in corpus.batch(text, 64, workload["time"], generator))
+            setups[index].marks.append(take_step(setups[index], *batch))
+            setups[index].cpu_s.append(time.process_time() - cpu)
+    tokens, targets = (tensor.to(device()) for tensor in corpus.draw_batch(text, 64, workload["time"], generator))
     with torch.no_grad():
         losses = {c.label: language_loss(c.model(tokens), targets).item() for c in setups}
     return {
@@ -444,19 +458,19 @@ def train(workload: dict, variants: list[dict]) -> dict:
         "cpu_s": {c.label: c.cpu_s for c in setups},
         "losses": losses,
         "kept": {c.label: count_kept_bytes(c) for c in setups},
-        **calibration.results(),
+        **calibration.get_results(),
     }
 
 
 def count_kept_bytes(setup: TrainingSetup) -> dict[str, int]:
-    """Bytes that the variant keeps on this rank, by kind, torch DDP's flat tensors among the gradients."""
-    found = kept_bytes(setup.model, setup.wrapper, setup.optimizer)
-    found["gradients"] += torch_bucket_bytes(setup.wrapper)
-    return found
+    """Return the bytes that the variant keeps on this rank, by kind. Gradients include torch DDP's flat tensors."""
+    nbytes = count_bytes_by_kind(setup.model, setup.wrapper, setup.optimizer)
+    nbytes["gradients"] += count_torch_bucket_bytes(setup.wrapper)
+    return nbytes
 
 
 def broadcast_text(text: bytes) -> bytes:
-    """Rank 0's text, on every rank: another machine may have another Python."""
+    """Return rank 0's text on every rank, because another machine may have another Python."""
     length = torch.tensor([len(text)], device=device())
     dist.broadcast(length, 0)
     whole = bytearray(text[: length.item()].ljust(length.item()))
@@ -467,7 +481,7 @@ def broadcast_text(text: bytes) -> bytes:
 
 
 class Calibration:
-    """What backward takes alone, measured anew in every round, and the emulated link that belongs to it.
+    """Measures backward alone in every round, and sets the emulated link that follows from it.
 
     `wanted` is a workload's `link`, as a dict. The link is in use from the first `measure` on.
     """
@@ -480,11 +494,11 @@ class Calibration:
         self.real_s: list[float] = []
 
     def measure(self, tokens: Tensor, targets: Tensor) -> None:
-        """Times backward alone and one real all-reduce of all gradients, and takes the mean over ranks."""
+        """Time backward alone and one real all-reduce of all gradients; append the means over the ranks."""
         if dist.get_world_size() == 1:
             return
         emulated_link.use(None)
-        recording.note("step", step=None)  # what follows belongs to no step
+        recording.note("step", step=None)  # the following events belong to no step
         loss = language_loss(self.model(tokens), targets)
         synchronize()
         dist.barrier()
@@ -504,19 +518,19 @@ class Calibration:
         backward_s, real_s = (times / dist.get_world_size()).tolist()
         self.backward_s.append(backward_s)
         self.real_s.append(real_s)
-        emulated_link.use(self.link(self.backward_s[-CALIBRATION:]))
+        emulated_link.use(self.make_link(self.backward_s[-CALIBRATION:]))
 
-    def link(self, backward_s: list[float]) -> Link | None:
-        """The link that is wanted where backward takes the median of `backward_s`."""
+    def make_link(self, backward_s: list[float]) -> Link | None:
+        """Return the requested link for a backward that takes the median of `backward_s`; None without a link."""
         if not self.wanted or not backward_s:
             return None
         if "comm_ratio" in self.wanted:
             return Pace(**self.wanted).link(median(backward_s), self.model_bytes, dist.get_world_size())
         return Link(**self.wanted)
 
-    def results(self) -> dict[str, Any]:
-        """For `Ladder`: medians over all rounds, "backward_s" and "real_s", the "link" for these, "model_bytes"."""
-        link = self.link(self.backward_s)
+    def get_results(self) -> dict[str, Any]:
+        """Return fields of `Ladder`: the medians "backward_s" and "real_s", the "link" for them, and "model_bytes"."""
+        link = self.make_link(self.backward_s)
         return {
             "link": [link.latency_s, link.bytes_per_s] if link else None,
             "backward_s": median(self.backward_s or [0.0]),
@@ -526,13 +540,13 @@ class Calibration:
 
 
 def synchronize() -> None:
-    """Waits until the GPU, if there is one, has done what it was given."""
+    """Wait until the GPU, if there is one, has finished all queued work."""
     if device().type == "cuda":
         torch.cuda.synchronize()
 
 
 def take_step(setup: TrainingSetup, tokens: Tensor, targets: Tensor) -> list[float]:
-    """One training step, the loop that every variant shares. Returns its marks, in seconds."""
+    """Take one training step, in the loop that all variants share. Return its marks, in seconds."""
     marks = [time.perf_counter()]
     with recording.phase("forward"):
         setup.optimizer.zero_grad()
@@ -542,7 +556,7 @@ def take_step(setup: TrainingSetup, tokens: Tensor, targets: Tensor) -> list[flo
         loss.backward()
     marks.append(time.perf_counter())
     with recording.phase("finish"):
-        if hasattr(setup.wrapper, "finish_grad_sync"):  # torch DDP has finished when backward returns
+        if hasattr(setup.wrapper, "finish_grad_sync"):  # torch DDP is complete when backward returns
             setup.wrapper.finish_grad_sync()
     marks.append(time.perf_counter())
     with recording.phase("step"):

@@ -1,17 +1,17 @@
 """Links that have a name, which `brigade bench`, `trace` and `plan` emulate.
 
-A named link is meant relative to computation. On a slow machine its rate itself would say nothing: what counts is how
-long communication takes beside backward. So each stands for the two ratios of a `Pace` that it has beside one stated
-GPU set-up, and the emulated link has the same ratios beside this machine's backward.
+A named link is defined relative to computation: what counts is how long communication takes compared with backward, and
+on a slow machine the link's own rate would hide this. Each link therefore has the two ratios of a `Pace` that it
+would have in one fixed GPU set-up, and the emulated link has the same ratios to this machine's backward.
 
 The set-up: NVIDIA H100 GPUs that reach 40 % of their dense bf16 peak, and train the XL model of module 4 with fp32
 gradients on 32 768 tokens per GPU and step. Backward takes two multiplications and two additions per parameter and
-token, attention aside. With two ranks:
+token, not counting attention. With two ranks:
 
     backward    4 x 1 998 235 200 x 32 768 FLOP / (0.4 x 989.4 TFLOP/s) = 662 ms
     gradients   4 B x 1 998 235 200 = 7.99 GB
 
-Nothing here needs torch; it is imported when a link is made.
+This file does not need torch; `make_pace` imports it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from brigade.rank.emulated_link import Pace
 
-# NVIDIA H100 Tensor Core GPU datasheet, SXM: 1 979 TFLOPS in bf16 "with sparsity", half of it for dense matrices.
+# NVIDIA H100 Tensor Core GPU datasheet, SXM: 1 979 TFLOPS in bf16 "with sparsity", half of that for dense matrices.
 PEAK_FLOPS = 989.4e12
 UTILISATION = 0.4
 PARAMETERS = 1_998_235_200  # of models.SIZES["xl"]
@@ -31,31 +31,31 @@ BACKWARD_FLOP = 4 * PARAMETERS * TOKENS
 BACKWARD_S = BACKWARD_FLOP / (UTILISATION * PEAK_FLOPS)
 GRAD_BYTES = 4 * PARAMETERS
 
-LATENCY_RATIO = 0.002  # the default beside --comm-ratio
+LATENCY_RATIO = 0.002  # the default for --comm-ratio
 
 
 @dataclass(frozen=True)
 class NamedLink:
-    """A link as its maker states it: bytes per second in one direction, and seconds for each message of a ring."""
+    """A link as its manufacturer describes it: bytes per second in one direction, and seconds per message of a ring."""
 
     what: str
     bytes_per_s: float
     latency_s: float
 
-    def pace(self, world_size: int) -> Pace:
-        """What it is beside the set-up of this file's head, on so many ranks. Needs two ranks or more."""
+    def make_pace(self, world_size: int) -> Pace:
+        """Return the link's ratios in the set-up described above, for `world_size` ranks, at least two."""
         from brigade.rank.emulated_link import Link, Pace
 
         link = Link(self.latency_s, self.bytes_per_s)
         latency_s = link.seconds("all_reduce", 0, world_size)
-        carrying_s = link.seconds("all_reduce", GRAD_BYTES, world_size) - latency_s
-        return Pace(carrying_s / BACKWARD_S, latency_s / BACKWARD_S)
+        transfer_s = link.seconds("all_reduce", GRAD_BYTES, world_size) - latency_s
+        return Pace(transfer_s / BACKWARD_S, latency_s / BACKWARD_S)
 
 
 # Rates are nominal: NVLink 4 from the H100 datasheet (900 GB/s, both directions together); PCI Express 4.0 with 16
-# lanes of 16 GT/s and 128b/130b encoding; Ethernet by its name. Latencies are those that NCCL reckons with for one
+# lanes of 16 GT/s and 128b/130b encoding; Ethernet by its name. Latencies are those that NCCL assumes for one
 # message of a ring with its Simple protocol, on NVLink, PCI and network: `hwLat` in its src/graph/tuning.cc, commit
-# b6475625. What it adds once for each launch, 8.4 us, is left out.
+# b6475625. The 8.4 us that it adds once per launch are left out.
 NAMED = {
     "nvlink4": NamedLink("NVLink 4", 450e9, 3.4e-6),
     "pcie4": NamedLink("PCI Express 4.0 x16", 16e9 * 16 * (128 / 130) / 8, 5.7e-6),

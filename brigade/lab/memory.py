@@ -1,13 +1,12 @@
-"""The picture of memory: what each variant keeps on a rank between two steps, in bytes: python -m brigade.lab.memory
+"""Count the bytes that each variant keeps on a rank between two steps, and draw them: python -m brigade.lab.memory
 
-    found = measure()
-    found[0].fullest(4)     bytes by kind of the first variant, on that of 4 ranks which holds most
+    measured = measure()
+    measured[0].find_fullest(4)     bytes by kind of the first variant, on the fullest of 4 ranks
 
-Parameters, gradients and optimizer state are counted in the ranks (`memory_accounting.py` says how), after two
-steps of AdamW.
-Beside that stand the formulas of ZeRO (arXiv 1910.02054), stage 1. In fp32 they are, for P parameters on N ranks,
-4P + 4P + 8P/N bytes: only the state is divided. Gradients are not freed, neither there nor here: after the
-reduce-scatter a rank needs 1/N of them and keeps all. Stage 2 is about that.
+Parameters, gradients and optimizer state are counted in the ranks (see `memory_accounting.py`), after two steps of
+AdamW. The picture also shows the formulas of ZeRO stage 1 (arXiv 1910.02054). In fp32 with P parameters on N ranks,
+this is 4P + 4P + 8P/N bytes: only the state is divided. Gradients stay whole, both in the formula and here, although a
+rank needs only 1/N of them after the reduce-scatter. Stage 2 frees the rest.
 
 Ranks import this file, so rich and matplotlib are imported where they are used.
 """
@@ -31,9 +30,9 @@ from brigade.course.modules import MODULES, ROOT, TARGETS, Module, find_module
 from brigade.course.submission import Sources
 from brigade.lab.bench import select_written
 from brigade.lab.ladder import FP32_BYTES, TORCH_DDP, TORCH_ZERO, Variant, get_variant, load_class, read_reference
-from brigade.lab.memory_accounting import KINDS, Bytes, kept_bytes
+from brigade.lab.memory_accounting import KINDS, Bytes, count_bytes_by_kind
 from brigade.lab.models import SIZES, Size, TinyLM, language_loss
-from brigade.lab.script import ended
+from brigade.lab.script import run_to_status
 from brigade.rank import recording
 from brigade.runner.ranks import run_ranks
 
@@ -49,34 +48,34 @@ DEADLINE_S = 120.0
 
 @dataclass(frozen=True)
 class Formula:
-    """Bytes per parameter. The state may be divided by the number of ranks, the rest is on every rank."""
+    """Bytes per parameter. If `is_divided`, the state is divided by the number of ranks; the rest is on every rank."""
 
     parameters: int
     gradients: int
     state: int
-    divided: bool
+    is_divided: bool
 
     @property
     def text(self) -> str:
-        """Such as: 4P + 4P + 8P/N"""
-        return f"{self.parameters}P + {self.gradients}P + {self.state}P" + ("/N" if self.divided else "")
+        """The formula as text, such as: 4P + 4P + 8P/N"""
+        return f"{self.parameters}P + {self.gradients}P + {self.state}P" + ("/N" if self.is_divided else "")
 
-    def held(self, numel: int, world_size: int) -> Bytes:
-        """Bytes by kind on one of `world_size` ranks, for a model of `numel` parameters."""
-        state = self.state * numel / (world_size if self.divided else 1)
+    def compute_bytes(self, numel: int, world_size: int) -> Bytes:
+        """Return the bytes by kind on one of `world_size` ranks, for a model of `numel` parameters."""
+        state = self.state * numel / (world_size if self.is_divided else 1)
         return dict(zip(KINDS, (self.parameters * numel, self.gradients * numel, round(state))))
 
 
-WHOLE = Formula(4, 4, 8, divided=False)
-STAGE_1 = Formula(4, 4, 8, divided=True)
+WHOLE = Formula(4, 4, 8, is_divided=False)
+STAGE_1 = Formula(4, 4, 8, is_divided=True)
 # For bf16 parameters and fp32 gradients, from Megatron-LM, docs/user-guide/features/dist_optimizer.md at d98e8a64:
-# 6 + 12 / N. The state is an fp32 copy of the parameters, the master, and two moments.
-STAGE_1_BF16 = Formula(2, 4, 12, divided=True)
+# 6 + 12 / N. The state is the fp32 main parameters and two moments.
+STAGE_1_BF16 = Formula(2, 4, 12, is_divided=True)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A variant, the dtype of the model's parameters, and the formula for both."""
+    """A variant, the dtype of the model's parameters, and the expected formula."""
 
     variant: Variant
     formula: Formula
@@ -88,28 +87,29 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Held:
-    """What was counted for a case: `held[n][r]` are the bytes by kind on rank r of n. `numel` is the model's."""
+class CaseBytes:
+    """The bytes counted for a case: `by_world_size[n][r]` are those by kind on rank r of n. `numel` is the model's."""
 
     case: Case
     numel: int
-    held: dict[int, list[Bytes]]
+    by_world_size: dict[int, list[Bytes]]
 
-    def fullest(self, world_size: int) -> Bytes:
-        """Those of the rank that holds most."""
-        return max(self.held[world_size], key=total)
+    def find_fullest(self, world_size: int) -> Bytes:
+        """Return the bytes by kind of the rank that keeps most."""
+        return max(self.by_world_size[world_size], key=sum_bytes)
 
-    def expected(self, world_size: int) -> Bytes:
-        return self.case.formula.held(self.numel, world_size)
-
-
-def total(held: Bytes) -> int:
-    """All kinds together."""
-    return sum(held.values())
+    def compute_expected(self, world_size: int) -> Bytes:
+        """Return the bytes by kind that the formula predicts."""
+        return self.case.formula.compute_bytes(self.numel, world_size)
 
 
-def cases(entries: Sequence[Module] = MODULES) -> list[Case]:
-    """Those that keep all state on every rank, then those that divide it: of these modules, and torch's."""
+def sum_bytes(nbytes: Bytes) -> int:
+    """Return the bytes of all kinds together."""
+    return sum(nbytes.values())
+
+
+def list_cases(entries: Sequence[Module] = MODULES) -> list[Case]:
+    """Return the cases of these modules and torch's: first those that keep all state on every rank, then the others."""
     variants = [get_variant(entry) for entry in entries]
     sharded = Variant(f"{ZERO.number} ShardedOptimizer", None, (ZERO.package, "ShardedOptimizer"))
     divided = [sharded, get_variant(ZERO)] if ZERO in entries else []
@@ -127,10 +127,10 @@ def measure(
     *,
     entries: Sequence[Module] = MODULES,
     on_case: Callable[[], None] | None = None,
-) -> list[Held]:
-    """Trains every case of `entries` for two steps on each number of ranks, and counts.
+) -> list[CaseBytes]:
+    """Train every case of `entries` for two steps on each number of ranks, and count the bytes.
 
-    `sources` are the submission's modules, by default the solutions; `on_case` is called as each case begins. Raises
+    `sources` are the submission's modules, by default the solutions. `on_case` is called when a case begins. Raise
     RankFailure or CourseError as `run_ranks` does.
     """
 
@@ -138,12 +138,12 @@ def measure(
         if on_case and rank == 0 and event["kind"] == "case":
             on_case()
 
-    chosen = cases(entries)
-    found = {
+    selected = list_cases(entries)
+    results = {
         world_size: run_ranks(
-            count_all,
+            count_cases,
             asdict(size),
-            [asdict(case.variant) | {"dtype": case.dtype} for case in chosen],
+            [asdict(case.variant) | {"dtype": case.dtype} for case in selected],
             world_size=world_size,
             packages={"submission": read_reference() if sources is None else sources},
             seed=0,
@@ -155,57 +155,62 @@ def measure(
     with torch.device("meta"):
         numel = sum(parameter.numel() for parameter in TinyLM(size).parameters())
     return [
-        Held(case, numel, {n: [rank[place] for rank in ranks] for n, ranks in found.items()})
-        for place, case in enumerate(chosen)
+        CaseBytes(case, numel, {n: [rank[index] for rank in ranks] for n, ranks in results.items()})
+        for index, case in enumerate(selected)
     ]
 
 
-def memory_table(found: Sequence[Held]) -> Table:
-    """A row for each case, and for each formula a row below the cases it is for; 80 columns wide at most."""
-    from brigade.lab.plots import bench_table
+def make_memory_table(measured: Sequence[CaseBytes]) -> Table:
+    """Return a table, at most 80 columns wide: a row for each case, and each formula below the cases it applies to."""
+    from brigade.lab.plots import make_empty_table
 
-    world_sizes = list(found[0].held)
-    title = f"MB on the fullest rank after two steps of AdamW, P = {found[0].numel} parameters"
+    world_sizes = list(measured[0].by_world_size)
+    title = f"MB on the fullest rank after two steps of AdamW, P = {measured[0].numel} parameters"
     headings = [f"{kind}\nN={n}" for kind in ("state", "total") for n in world_sizes]
-    table = bench_table(title, "variant", ["para-\nmeters", "gradi-\nents", *headings])
-    for place, one in enumerate(found):
-        table.add_row(one.case.label, *cells([one.fullest(n) for n in world_sizes]))
-        if one is found[-1] or found[place + 1].case.formula != one.case.formula:
-            expected = cells([one.expected(n) for n in world_sizes])
-            table.add_row(one.case.formula.text, *expected, style="italic", end_section=True)
+    table = make_empty_table(title, "variant", ["para-\nmeters", "gradi-\nents", *headings])
+    for index, entry in enumerate(measured):
+        table.add_row(entry.case.label, *format_cells([entry.find_fullest(n) for n in world_sizes]))
+        if entry is measured[-1] or measured[index + 1].case.formula != entry.case.formula:
+            expected = format_cells([entry.compute_expected(n) for n in world_sizes])
+            table.add_row(entry.case.formula.text, *expected, style="italic", end_section=True)
     return table
 
 
-def cells(held: Sequence[Bytes]) -> list[str]:
-    """Parameters and gradients for the last number of ranks; state and total for each."""
+def format_cells(by_world_size: Sequence[Bytes]) -> list[str]:
+    """Return parameters and gradients for the last number of ranks, then state and total for each number."""
     parameters, gradients, state = KINDS
-    numbers = [held[-1][parameters], held[-1][gradients], *(one[state] for one in held), *map(total, held)]
+    numbers = [
+        by_world_size[-1][parameters],
+        by_world_size[-1][gradients],
+        *(nbytes[state] for nbytes in by_world_size),
+        *map(sum_bytes, by_world_size),
+    ]
     return [f"{number / 1e6:.2f}" for number in numbers]
 
 
-def memory_picture(found: Sequence[Held], path: Path) -> None:
-    """Draws a bar for each case, in a panel for each number of ranks, as a PNG file 900 pixels wide."""
+def draw_memory(measured: Sequence[CaseBytes], path: Path) -> None:
+    """Draw a bar for each case, in one panel per number of ranks, as a PNG file 900 pixels wide."""
     from matplotlib.figure import Figure
 
     from brigade.lab.plots import COLOURS
 
-    # Forward reads the parameters, backward makes the gradients, the step uses the state: the ladder's colours.
+    # The ladder's colours: forward reads the parameters, backward makes the gradients, the step uses the state.
     colours = dict(zip(KINDS, (COLOURS["forward"], COLOURS["backward"], COLOURS["step"])))
-    rows = found[::-1]  # matplotlib counts upwards
-    world_sizes = list(rows[0].held)
+    rows = measured[::-1]  # matplotlib counts upwards
+    world_sizes = list(rows[0].by_world_size)
     figure = Figure(figsize=(9, 1.3 + 0.36 * len(rows)), dpi=100, layout="constrained")
     panels = figure.subplots(1, len(world_sizes), sharex=True, sharey=True, squeeze=False)[0]
-    widest = max(total(one.fullest(n)) / 1e6 for one in rows for n in world_sizes)
-    places = range(len(rows))
+    widest = max(sum_bytes(entry.find_fullest(n)) / 1e6 for entry in rows for n in world_sizes)
+    positions = range(len(rows))
     for axes, n in zip(panels, world_sizes):
         starts = [0.0] * len(rows)
         for kind in KINDS:
-            lengths = [one.fullest(n)[kind] / 1e6 for one in rows]
-            axes.barh(places, lengths, 0.66, starts, color=colours[kind], edgecolor="white", label=kind)
+            lengths = [entry.find_fullest(n)[kind] / 1e6 for entry in rows]
+            axes.barh(positions, lengths, 0.66, starts, color=colours[kind], edgecolor="white", label=kind)
             starts = [start + length for start, length in zip(starts, lengths)]
         axes.scatter(
-            [total(one.expected(n)) / 1e6 for one in rows],
-            places,
+            [sum_bytes(entry.compute_expected(n)) / 1e6 for entry in rows],
+            positions,
             s=28,
             marker="D",
             color="#d55e00",
@@ -214,15 +219,15 @@ def memory_picture(found: Sequence[Held], path: Path) -> None:
             zorder=3,
             label="formula",
         )
-        for place, end in zip(places, starts):
-            axes.text(end + 0.05 * widest, place, f"{end:.1f}", va="center", fontsize=9)
+        for position, end in zip(positions, starts):
+            axes.text(end + 0.05 * widest, position, f"{end:.1f}", va="center", fontsize=9)
         axes.set_title("1 rank" if n == 1 else f"{n} ranks", loc="left", fontsize=10)
         axes.set_xlim(0, 1.22 * widest)
         axes.set_xlabel("MB on a rank")
         axes.spines[["top", "right"]].set_visible(False)
-    panels[0].set_yticks(places, [one.case.label for one in rows])
+    panels[0].set_yticks(positions, [entry.case.label for entry in rows])
     handles = dict(zip(*panels[0].get_legend_handles_labels()[::-1]))
-    formulas = dict.fromkeys(one.case.formula.text for one in found)
+    formulas = dict.fromkeys(entry.case.formula.text for entry in measured)
     figure.legend(
         [handles[name] for name in (*KINDS, "formula")],
         [*KINDS, f"formula: {' or '.join(formulas)}"],
@@ -238,18 +243,18 @@ def memory_picture(found: Sequence[Held], path: Path) -> None:
 # What follows runs in the ranks.
 
 
-def count_all(size: dict, variants: list[dict]) -> list[Bytes]:
-    """For each case the bytes by kind that this rank holds."""
-    found = []
+def count_cases(size: dict, variants: list[dict]) -> list[Bytes]:
+    """Return, for each case, the bytes by kind that this rank keeps."""
+    counts = []
     for variant in variants:
         recording.note("case")
-        torch.manual_seed(0)  # module 8's ShardedOptimizer wants weights that are equal already
-        found.append(count(variant, TinyLM(Size(**size)).to(getattr(torch, variant["dtype"]))))
-    return found
+        torch.manual_seed(0)  # module 8's ShardedOptimizer needs equal weights on all ranks
+        counts.append(count_case(variant, TinyLM(Size(**size)).to(getattr(torch, variant["dtype"]))))
+    return counts
 
 
-def count(variant: dict, model: nn.Module) -> Bytes:
-    """Trains the model for two steps as the variant says, and counts what is held then."""
+def count_case(variant: dict, model: nn.Module) -> Bytes:
+    """Train the model for two steps as the variant says, and return the bytes that are kept then."""
     wrapper, buckets = model, []
     if variant["wrapper"]:
         wrapper_class = load_class(*variant["wrapper"])
@@ -261,8 +266,8 @@ def count(variant: dict, model: nn.Module) -> Bytes:
         accepted = inspect.signature(wrapper_class).parameters
         wrapper = wrapper_class(model, **{name: value for name, value in options.items() if name in accepted})
     if isinstance(wrapper, DistributedDataParallel):
-        wrapper.register_comm_hook(buckets, see_bucket)
-    optimizer = optimizer_of(variant, model, wrapper)
+        wrapper.register_comm_hook(buckets, keep_bucket)
+    optimizer = make_optimizer(variant, model, wrapper)
     tokens = torch.randint(model.size.vocabulary, (1, 8))
     for _ in range(2):
         buckets.clear()
@@ -271,17 +276,17 @@ def count(variant: dict, model: nn.Module) -> Bytes:
         if hasattr(wrapper, "finish_grad_sync"):
             wrapper.finish_grad_sync()
         optimizer.step()
-    return kept_bytes(model, wrapper, optimizer, buckets)
+    return count_bytes_by_kind(model, wrapper, optimizer, buckets)
 
 
-def see_bucket(buckets, bucket):  # torch refuses annotations that are strings, as they are in this file
-    """A communication hook of torch DDP that does what DDP does without one, and keeps its flat tensors in sight."""
+def keep_bucket(buckets, bucket):  # no annotations: in this file they are strings, which torch refuses
+    """Do what DDP does without a communication hook, and append the bucket's flat tensor to `buckets`."""
     buckets.append(bucket.buffer())
     return allreduce_hook(None, bucket)
 
 
-def optimizer_of(variant: dict, model: nn.Module, wrapper: nn.Module) -> torch.optim.Optimizer:
-    """AdamW, whole or divided as the variant says."""
+def make_optimizer(variant: dict, model: nn.Module, wrapper: nn.Module) -> torch.optim.Optimizer:
+    """Return AdamW, whole or divided as the variant says."""
     if not variant["optimizer"]:
         return torch.optim.AdamW(model.parameters())
     divides_buckets = variant["wrapper"] and variant["optimizer"][0] != "torch"
@@ -293,16 +298,16 @@ def optimizer_of(variant: dict, model: nn.Module, wrapper: nn.Module) -> torch.o
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m brigade.lab.memory",
-        description="Counts the bytes that every variant keeps on 1, 2 and 4 ranks, prints them beside the formulas of "
-        "ZeRO and draws out/memory.png, for the solutions the reading's picture. About 20 seconds on two cores.",
+        description="Count the bytes that every variant keeps on 1, 2 and 4 ranks, print them with the formulas of "
+        "ZeRO, and draw out/memory.png (for the solutions: the reading's picture). About 20 seconds on two cores.",
         epilog="Example: python -m brigade.lab.memory",
     )
     parser.add_argument("--target", default="lessons", metavar="DIR", help=TARGETS)
     target = parser.parse_args().target
-    return ended("memory", lambda: show(target))
+    return run_to_status("memory", lambda: show_memory(target))
 
 
-def show(target: str) -> int:
+def show_memory(target: str) -> int:
     from rich.console import Console
 
     from brigade.lab.script import show_progress
@@ -311,11 +316,11 @@ def show(target: str) -> int:
     entries, sources, left_out = select_written(target, MODULES)
     for sentence in left_out:
         console.print(sentence, markup=False)
-    with show_progress("variants", len(cases(entries)) * len(WORLD_SIZES)) as advance:
-        found = measure(sources=sources, entries=entries, on_case=advance)
-    console.print(memory_table(found))
+    with show_progress("variants", len(list_cases(entries)) * len(WORLD_SIZES)) as advance:
+        measured = measure(sources=sources, entries=entries, on_case=advance)
+    console.print(make_memory_table(measured))
     picture = PICTURE if target == "solutions" else ROOT / "out" / "memory.png"
-    memory_picture(found, picture)
+    draw_memory(measured, picture)
     console.print(f"{picture.relative_to(ROOT)} written")
     return 0
 

@@ -1,7 +1,7 @@
 """What a variant keeps on a rank between two steps, in bytes: parameters, gradients and optimizer state.
 
-Each block of memory is counted once and whole, however many tensors are views of it. What a step needs only while it
-runs is not counted: activations, the flat tensors of modules 2 and 4.
+Each block of memory is counted once and whole, even if several tensors are views of it. Memory that exists only during
+a step is not counted: activations, and the flat tensors of modules 2 and 4.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ KINDS = ("parameters", "gradients", "optimizer state")
 Bytes = dict[str, int]  # by kind
 
 
-def kept_bytes(
+def count_bytes_by_kind(
     model: nn.Module, wrapper: nn.Module, optimizer: optim.Optimizer, buckets: Sequence[Tensor] = ()
 ) -> Bytes:
-    """Bytes by kind. `buckets` are gradients that neither the model nor the wrapper shows: torch DDP's flat tensors."""
+    """Return bytes by kind. `buckets` are torch DDP's flat tensors, which neither model nor wrapper shows."""
     inner = getattr(optimizer, "optim", optimizer)
     grad_buffers = getattr(wrapper, "grad_buffers", [])
     kept = {
@@ -30,18 +30,18 @@ def kept_bytes(
             *(buffer.grad_data for buffer in grad_buffers),
             *buckets,
         ],
-        # What the inner optimizer steps on is a part of the parameters, or a master.
+        # The inner optimizer steps on slices of the parameters, counted above, or on main parameters.
         "optimizer state": [
             *(value for entries in inner.state.values() for value in entries.values()),
             *(p for group in inner.param_groups for p in group["params"]),
         ],
     }
     seen: set[int] = set()
-    return {kind: new_bytes(kept[kind], seen) for kind in KINDS}
+    return {kind: count_new_bytes(kept[kind], seen) for kind in KINDS}
 
 
-def new_bytes(values: Iterable[object], seen: set[int]) -> int:
-    """The memory of the tensors among the values, but for blocks that were `seen`; those that it counts are then."""
+def count_new_bytes(values: Iterable[object], seen: set[int]) -> int:
+    """Return the memory of the tensors in `values`, except blocks in `seen`; add the counted blocks to `seen`."""
     nbytes = 0
     for value in values:
         if isinstance(value, Tensor):
@@ -52,10 +52,11 @@ def new_bytes(values: Iterable[object], seen: set[int]) -> int:
     return nbytes
 
 
-def torch_bucket_bytes(wrapper: nn.Module) -> int:
-    """The bytes of torch DDP's flat tensors, which stay between steps, as its own logging gives them; else 0.
+def count_torch_bucket_bytes(wrapper: nn.Module) -> int:
+    """Return the bytes of torch DDP's flat tensors, which it keeps between steps; 0 for other wrappers.
 
-    A communication hook would see the tensors themselves, and slow the steps down.
+    They come from DDP's own logging. A communication hook could measure the tensors themselves, but would slow down the
+    steps.
     """
     if not isinstance(wrapper, DistributedDataParallel):
         return 0

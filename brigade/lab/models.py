@@ -1,7 +1,7 @@
-"""TinyLM: a small decoder-only transformer, and the sizes it comes in.
+"""TinyLM: a small decoder-only transformer, and its sizes.
 
 The block is the usual one since LLaMA: RMSNorm, rotary attention, SwiGLU, no biases. Parameters are registered in
-the order in which forward uses them, so that their gradients become ready in the reverse order.
+the order in which forward uses them, so their gradients become ready in the reverse order.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from brigade.rank import dynamo_stub
 
-dynamo_stub.import_torch()  # without the compiler, which initial weights on the meta device would import
+dynamo_stub.import_torch()  # keeps initial weights on the meta device from importing the compiler
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Block(nn.Module):
 
 
 class TinyLM(nn.Module):
-    """Tokens of shape (batch, time) to logits of shape (batch, time, vocabulary)."""
+    """Maps tokens of shape (batch, time) to logits of shape (batch, time, vocabulary)."""
 
     def __init__(self, size: Size):
         super().__init__()
@@ -82,31 +82,31 @@ class TinyLM(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
-        cos, sin = rotations(tokens.shape[1], self.size.d_model // self.size.heads, x)
+        cos, sin = compute_rotations(tokens.shape[1], self.size.d_model // self.size.heads, x)
         for block in self.blocks:
             x = block(x, cos, sin)
         return self.head(self.norm(x))
 
 
-def tiny_lm(size: str = "tiny", device: str = "cpu") -> TinyLM:
-    """A TinyLM of a named size; device "meta" gives the shapes without the memory."""
+def make_tiny_lm(size: str = "tiny", device: str = "cpu") -> TinyLM:
+    """Return a TinyLM of a named size. With device "meta" it has shapes but takes no memory."""
     with torch.device(device):
         return TinyLM(SIZES[size])
 
 
 def language_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy per token, in nats. Logits (batch, time, vocabulary), targets (batch, time)."""
+    """Return the mean cross-entropy per token, in nats. Logits (batch, time, vocabulary), targets (batch, time)."""
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def rotations(time: int, d_head: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of rotary position embedding (arXiv 2104.09864), each (time, d_head / 2)."""
+def compute_rotations(time: int, d_head: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines of rotary position embedding (arXiv 2104.09864), each (time, d_head / 2)."""
     frequency = 10_000 ** (-torch.arange(0, d_head, 2, device=like.device) / d_head)
     angle = torch.arange(time, device=like.device)[:, None] * frequency
     return angle.cos().to(like.dtype), angle.sin().to(like.dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates each pair (x[i], x[i + d_head / 2]) by its angle."""
+    """Rotate each pair (x[i], x[i + d_head / 2]) by its angle."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)

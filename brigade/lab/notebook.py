@@ -2,7 +2,7 @@
 
     ranks.deadline_s = 5    how long a cell may take from now on
     ranks["loss"]           the variable `loss` of every rank, in a list
-    ranks.events()          for each rank, what it recorded so far (see `recording.py`)
+    ranks.read_events()          for each rank, what it recorded so far (see `recording.py`)
     ranks.stop()            ends them; so does the end of the notebook's process, in whatever way it comes
 
 A rank is an ipyparallel engine with an initialised default process group that records every collective. The
@@ -151,7 +151,7 @@ class Ranks:
         result = self._client[:].pull(name, block=False)
         return self._finish(result, range(self.world_size), self.deadline_s)
 
-    def events(self) -> list[list[Event]]:
+    def read_events(self) -> list[list[Event]]:
         """For each rank, what it recorded since it was started."""
         files = [self._directory / f"events-{rank}" for rank in range(self.world_size)]
         return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
@@ -179,7 +179,7 @@ class Ranks:
 
     def _spawn(self, part: str, *options: str, **environment: str) -> subprocess.Popen:
         own = {MARK: str(self._directory), "IPYTHONDIR": str(self._directory), "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
-        own |= {"TORCHINDUCTOR_CACHE_DIR": str(self._directory / "inductor"), "PYTHONPATH": import_path()}
+        own |= {"TORCHINDUCTOR_CACHE_DIR": str(self._directory / "inductor"), "PYTHONPATH": make_import_path()}
         with open(self._directory / "output", "ab") as output:
             return subprocess.Popen(
                 [sys.executable, "-m", f"ipyparallel.{part}", f"--profile-dir={self._directory}", *options],
@@ -246,7 +246,7 @@ class Ranks:
         if self._engines[rank].poll() is not None:
             return f"died ({describe_exit(self._engines[rank].returncode)})"
         progress = Progress(self.world_size)
-        for peer, events in enumerate(self.events()):
+        for peer, events in enumerate(self.read_events()):
             for event in events:
                 progress.add(peer, event)
         return progress.describe_activity(rank)
@@ -284,7 +284,7 @@ def become_rank(request: dict[str, Any]) -> None:
     rank.run(request | function | {"rank": number}, lambda event: record.write(json.dumps(event) + "\n"))
 
 
-def import_path() -> str:
+def make_import_path() -> str:
     """This process's PYTHONPATH, with the course's own directory: a notebook may have been started anywhere."""
     return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
@@ -298,7 +298,7 @@ def start_guard(directory: Path, lock: int) -> subprocess.Popen:
     process = subprocess.Popen(
         [sys.executable, "-c", program, str(directory)],
         stdin=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": import_path()},
+        env=os.environ | {"PYTHONPATH": make_import_path()},
         pass_fds=[lock],
         start_new_session=True,
     )
@@ -326,7 +326,7 @@ def end_everything(directory: Path) -> None:
     shutil.rmtree(directory, ignore_errors=True)
 
 
-def large_figures() -> None:
+def use_large_figures() -> None:
     """Makes matplotlib's next figures readable from the back row, and lines distinct without colour."""
     import matplotlib.pyplot as plt
 

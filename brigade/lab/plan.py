@@ -18,11 +18,11 @@ from torch import nn
 
 from brigade.lab.ladder import COMPUTATION, FP32_BYTES, TORCH_DDP, Variant
 from brigade.lab.links import PEAK_FLOPS
-from brigade.lab.memory import cases
+from brigade.lab.memory import list_cases
 from brigade.lab.memory_accounting import KINDS, Bytes
 from brigade.lab.models import SIZES, Block, Size, TinyLM
 from brigade.lab.plan_config import Machine, Setting
-from brigade.lab.schedules import program_of, rule_of, simulate, with_rules
+from brigade.lab.schedules import get_rule, make_program, select_with_rule, simulate
 from brigade.rank.emulated_link import Link, count_sent_bytes
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ DEVICE_MEMORY_GBPS = 3350  # gigabytes per second
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedStep:
     """The predicted step of one variant.
 
     `sent_bytes` is the mean over ranks. `held` is what the fullest rank keeps between two steps, by kind. `exposed_s`
@@ -60,20 +60,20 @@ class Planned:
     sent_bytes: float
     step_s: float
     exposed_s: float
-    held: Bytes
+    memory: Bytes
 
     @property
-    def held_bytes(self) -> int:
-        return sum(self.held.values())
+    def memory_bytes(self) -> int:
+        return sum(self.memory.values())
 
 
-def model_of(size: Size, dtype: str = "fp32") -> TinyLM:
+def make_model(size: Size, dtype: str = "fp32") -> TinyLM:
     """The model on the meta device."""
     with torch.device("meta"):
         return TinyLM(size).to(DTYPES[dtype])
 
 
-def backward_flops(model: TinyLM, tokens: int, time: int) -> list[int]:
+def count_backward_flops(model: TinyLM, tokens: int, time: int) -> list[int]:
     """Floating-point operations of backward up to the gradient of each parameter, in the order of registration.
 
     A matrix of n elements takes 2n for each token in forward and twice that in backward; causal attention over
@@ -88,7 +88,7 @@ def backward_flops(model: TinyLM, tokens: int, time: int) -> list[int]:
     return list(flops.values())
 
 
-def machine_of(
+def make_machine(
     flops: Sequence[int], flops_per_s: float, memory_bytes_per_s: float, backward_s: float | None = None
 ) -> Machine:
     """A rank that does `flops` in backward, half as many in forward; or takes `backward_s`, divided in proportion."""
@@ -97,31 +97,33 @@ def machine_of(
     return Machine(backward_s / 2, shares, memory_bytes_per_s, memory_bytes_per_s)
 
 
-def variants() -> list[Variant]:
+def list_variants() -> list[Variant]:
     """All that can be planned: the cases of `memory.py` that have a rule, those of the course first."""
-    found = {variant.label: variant for variant in with_rules(case.variant for case in cases())}
+    found = {variant.label: variant for variant in select_with_rule(case.variant for case in list_cases())}
     return [found[label] for label in sorted(found)]
 
 
-def plan(setting: Setting, link: Link, chosen: Sequence[Variant] | None = None) -> list[Planned]:
+def plan(setting: Setting, link: Link, chosen: Sequence[Variant] | None = None) -> list[PlannedStep]:
     """A row for each variant, all of `variants()` by default."""
-    alone_s = simulate(program_of(COMPUTATION, setting), link)
+    alone_s = simulate(make_program(COMPUTATION, setting), link)
     found = []
-    for variant in variants() if chosen is None else chosen:
-        program = program_of(variant, setting)
+    for variant in list_variants() if chosen is None else chosen:
+        program = make_program(variant, setting)
         step_s = simulate(program, link)
         sent = sum(count_sent_bytes(one.op, one.nbytes, setting.world_size) for one in program.launches)
         found.append(
-            Planned(variant.label, len(program.launches), sent, step_s, step_s - alone_s, held(variant, setting))
+            PlannedStep(
+                variant.label, len(program.launches), sent, step_s, step_s - alone_s, count_kept_bytes(variant, setting)
+            )
         )
     return found
 
 
-def held(variant: Variant, setting: Setting) -> Bytes:
+def count_kept_bytes(variant: Variant, setting: Setting) -> Bytes:
     """Bytes by kind on the fullest rank between two steps, counted as `memory.py` counts them; padding included."""
-    rule, numel, itemsize = rule_of(variant), setting.numel, setting.itemsize
+    rule, numel, itemsize = get_rule(variant), setting.numel, setting.itemsize
     needs_buffer = rule.params_in_buffer or rule.grads_in_buffer or rule.state == "shards"
-    buffer_bytes = sum(setting.by_layout.nbytes) if needs_buffer else 0  # of fp32
+    buffer_bytes = sum(setting.layout_buckets.nbytes) if needs_buffer else 0  # of fp32
     parameters = buffer_bytes * itemsize // FP32_BYTES if rule.params_in_buffer else numel * itemsize
     gradients = buffer_bytes if rule.grads_in_buffer else rule.grad_copies * numel * itemsize
     if rule.grads_in_buffer and itemsize < FP32_BYTES and rule.state != "shards":
@@ -131,11 +133,11 @@ def held(variant: Variant, setting: Setting) -> Bytes:
         masters = itemsize < FP32_BYTES
         state = buffer_bytes * (values + masters) // setting.world_size
     else:
-        state = values * (max(setting.owned) if rule.state == "parameters" else numel * itemsize)
+        state = values * (max(setting.owned_bytes) if rule.state == "parameters" else numel * itemsize)
     return dict(zip(KINDS, (parameters, gradients, state)))
 
 
-def plan_table(found: Sequence[Planned], title: str) -> Table:
+def make_plan_table(found: Sequence[PlannedStep], title: str) -> Table:
     """A row for each variant; 80 columns wide at most."""
     from rich import box
     from rich.table import Table
@@ -143,7 +145,7 @@ def plan_table(found: Sequence[Planned], title: str) -> Table:
     torch_s = next(one.step_s for one in found if one.label == TORCH_DDP.label)
     time_unit, seconds = ("s", 1.0) if torch_s >= 1 else ("ms", 1e-3)
     digits = 1 if torch_s / seconds >= 10 else 3
-    size_unit, size = ("GB", 1e9) if max(one.held_bytes for one in found) >= 1e10 else ("MB", 1e6)
+    size_unit, size = ("GB", 1e9) if max(one.memory_bytes for one in found) >= 1e10 else ("MB", 1e6)
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0, show_edge=False)
     table.add_column("variant", no_wrap=True)
     for heading in (
@@ -164,7 +166,7 @@ def plan_table(found: Sequence[Planned], title: str) -> Table:
             f"{one.exposed_s / seconds:,.{digits}f}",
             f"{one.launches:,}",
             f"{one.sent_bytes / size:,.1f}",
-            f"{one.held[KINDS[-1]] / size:,.1f}",
-            f"{one.held_bytes / size:,.1f}",
+            f"{one.memory[KINDS[-1]] / size:,.1f}",
+            f"{one.memory_bytes / size:,.1f}",
         )
     return table

@@ -81,7 +81,7 @@ class Setting:
         return [parameter.numel() * self.itemsize for parameter in self.parameters]
 
     @functools.cached_property
-    def owned(self) -> list[int]:
+    def owned_bytes(self) -> list[int]:
         """Bytes of parameters on each rank, where whole parameters are divided, the largest first, evenly."""
         loads = [(0, rank) for rank in range(self.world_size)]
         for nbytes in sorted(self.nbytes, reverse=True):
@@ -90,54 +90,54 @@ class Setting:
         return [load for load, _ in sorted(loads, key=lambda one: one[1])]
 
     @functools.cached_property
-    def by_cap(self) -> Buckets:
+    def capped_buckets(self) -> Buckets:
         """Module 4's buckets."""
         place = {parameter: i for i, parameter in enumerate(self.parameters)}
-        with planner("plan_buckets") as plan_buckets:
+        with load_planner("plan_buckets") as plan_buckets:
             planned = plan_buckets(self.parameters, int(self.bucket_mb * 2**20))
-            members = [[place[parameter] for parameter in bucket] for bucket in planned]
-        return Buckets(members, [sum(self.nbytes[i] for i in bucket) for bucket in members])
+            param_indices = [[place[parameter] for parameter in bucket] for bucket in planned]
+        return Buckets(param_indices, [sum(self.nbytes[i] for i in bucket) for bucket in param_indices])
 
     @functools.cached_property
-    def by_layout(self) -> Buckets:
+    def layout_buckets(self) -> Buckets:
         """The buckets of modules 5 to 8, padding included, in bytes of the gradients' dtype."""
         backwards = range(len(self.parameters))[::-1]
         bucket_numel = max(1, int(self.bucket_mb * 2**20 / FP32_BYTES))
         numels = [self.parameters[i].numel() for i in backwards]
-        with planner("plan_layout") as plan_layout:
+        with load_planner("plan_layout") as plan_layout:
             layout = plan_layout(numels, bucket_numel, self.world_size)
-            members: list[list[int]] = [[] for _ in layout.bucket_ranges]
+            param_indices: list[list[int]] = [[] for _ in layout.bucket_ranges]
             for i, bucket in zip(backwards, layout.bucket_of):
-                members[bucket].append(i)
-            return Buckets(members, [(end - start) * FP32_BYTES for start, end in layout.bucket_ranges])
+                param_indices[bucket].append(i)
+            return Buckets(param_indices, [(end - start) * FP32_BYTES for start, end in layout.bucket_ranges])
 
     @functools.cached_property
-    def by_torch(self) -> Buckets:
+    def torch_buckets(self) -> Buckets:
         """torch DDP's buckets from the second step on, with `bucket_cap_mb` given: each closes once it is full.
 
         torch/csrc/distributed/c10d/reducer.cpp, compute_bucket_assignment_by_size, in the order of readiness.
         """
-        members: list[list[int]] = []
+        param_indices: list[list[int]] = []
         nbytes = 0
         for i in range(len(self.parameters))[::-1]:
-            if not members or nbytes >= int(self.bucket_mb * 2**20):
-                members.append([])
+            if not param_indices or nbytes >= int(self.bucket_mb * 2**20):
+                param_indices.append([])
                 nbytes = 0
-            members[-1].append(i)
+            param_indices[-1].append(i)
             nbytes += self.nbytes[i]
-        return Buckets(members, [sum(self.nbytes[i] for i in bucket) for bucket in members])
+        return Buckets(param_indices, [sum(self.nbytes[i] for i in bucket) for bucket in param_indices])
 
 
 @dataclass(frozen=True)
 class Buckets:
     """Which parameters share a launch, by number and in the order of readiness, and how many bytes it carries."""
 
-    members: list[list[int]]
+    param_indices: list[list[int]]
     nbytes: list[int]
 
 
 @functools.cache
-def solution(name: str) -> Callable:
+def import_solution(name: str) -> Callable:
     """A public function of the solutions, imported in this process; in the student edition, of the student's own."""
     entry = find_module(name)
     install(PACKAGE, prepare_for_ranks(read(REFERENCE, entry.number).sources))
@@ -145,10 +145,10 @@ def solution(name: str) -> Callable:
 
 
 @contextlib.contextmanager
-def planner(name: str) -> Iterator[Callable]:
+def load_planner(name: str) -> Iterator[Callable]:
     """`solution(name)`. What is not written yet, or does not work in the student edition, becomes a CourseError."""
     try:
-        yield solution(name)
+        yield import_solution(name)
     except NotImplementedError as part:
         raise CourseError(f"{part} is not written yet") from None
     except Exception as error:

@@ -27,7 +27,7 @@ NAMES = {  # where a legend needs more than the key
 }
 
 
-def ladder_table(ladder: Ladder) -> Table:
+def make_ladder_table(ladder: Ladder) -> Table:
     """A row for each variant, 80 columns wide at most."""
     workload = ladder.workload
     title = f"The ladder: {ladder.world_size} ranks, {workload.rounds - workload.warmup} timed steps each, interleaved"
@@ -39,14 +39,14 @@ def ladder_table(ladder: Ladder) -> Table:
         "MB sent\nper step",
         f"loss after\n{workload.rounds} steps",
     )
-    table = bench_table(title, "variant", headings)
+    table = make_empty_table(title, "variant", headings)
     for variant in ladder.variants:
         lower, upper = variant.quartiles_ms
         table.add_row(
             variant.label,
             f"{variant.median_ms:.1f}",
             f"{lower:.1f}-{upper:.1f}",
-            f"{ladder.ratio(variant):.2f}",
+            f"{ladder.compute_ratio(variant):.2f}",
             f"{variant.collectives:g}",
             f"{variant.sent_bytes / 1e6:.2f}",
             f"{variant.loss:.5f}",
@@ -54,12 +54,12 @@ def ladder_table(ladder: Ladder) -> Table:
     return table
 
 
-def bench_tables(found: Bench) -> list[Table]:
+def make_bench_tables(found: Bench) -> list[Table]:
     """What `brigade bench` shows, in tables that are 80 columns wide at most."""
-    return [sweep_table(found)] if found.is_sweep else [time_table(found), volume_table(found)]
+    return [make_sweep_table(found)] if found.is_sweep else [make_time_table(found), make_volume_table(found)]
 
 
-def bench_title(found: Bench) -> str:
+def format_title(found: Bench) -> str:
     """Such as: 2 ranks (gloo), 30 timed steps each, interleaved"""
     ladder = found.ladder
     timed = ladder.workload.rounds - ladder.workload.warmup
@@ -67,7 +67,7 @@ def bench_title(found: Bench) -> str:
     return f"{ranks} ({ladder.backend}), {timed} timed steps each, interleaved"
 
 
-def bench_table(title: str, first: str, headings: Sequence[str]) -> Table:
+def make_empty_table(title: str, first: str, headings: Sequence[str]) -> Table:
     """An empty table with a column for names and one for each heading."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0, show_edge=False)
     table.add_column(first, no_wrap=True)
@@ -76,33 +76,35 @@ def bench_table(title: str, first: str, headings: Sequence[str]) -> Table:
     return table
 
 
-def range_of(spread: Spread, digits: int) -> str:
+def format_quartiles(spread: Spread, digits: int) -> str:
     """The quartiles, such as: 1.02-1.10"""
     return f"{spread.lower:.{digits}f}-{spread.upper:.{digits}f}"
 
 
-def time_table(found: Bench) -> Table:
+def make_time_table(found: Bench) -> Table:
     """Where the time goes: a row for each variant."""
     headings = ("step ms", "\nquartiles", "ratio to\ntorch DDP", "\nquartiles", "exposed\nms", "CPU time\nratio")
     buckets = f"buckets of {found.ladder.workload.bucket_mb:g} MiB"
-    table = bench_table(f"Step time: {bench_title(found)}; {buckets}", "variant", headings)
-    for row in found.rows():
+    table = make_empty_table(f"Step time: {format_title(found)}; {buckets}", "variant", headings)
+    for row in found.make_rows():
         table.add_row(
             row.variant,
             f"{row.step_ms.median:.1f}",
-            range_of(row.step_ms, 1),
+            format_quartiles(row.step_ms, 1),
             f"{row.ratio.median:.2f}",
-            range_of(row.ratio, 2),
+            format_quartiles(row.ratio, 2),
             f"{row.exposed_ms.median:.1f}",
             f"{row.cpu_ratio.median:.2f}",
         )
     alone = found.ladder.computation
     table.add_section()
-    table.add_row(alone.label, f"{alone.median_ms:.1f}", range_of(Spread(alone.median_ms, *alone.quartiles_ms), 1))
+    table.add_row(
+        alone.label, f"{alone.median_ms:.1f}", format_quartiles(Spread(alone.median_ms, *alone.quartiles_ms), 1)
+    )
     return table
 
 
-def volume_table(found: Bench) -> Table:
+def make_volume_table(found: Bench) -> Table:
     """What is sent in a step and kept between steps: a row for each variant."""
     rounds = found.ladder.workload.rounds
     headings = (
@@ -112,45 +114,46 @@ def volume_table(found: Bench) -> Table:
         "state\nMB",
         f"loss after\n{rounds} steps",
     )
-    table = bench_table("Sent in a step by a rank, and kept between steps on the fullest", "variant", headings)
-    for row in found.rows():
+    table = make_empty_table("Sent in a step by a rank, and kept between steps on the fullest", "variant", headings)
+    for row in found.make_rows():
         cells = (f"{row.sent_mb:.2f}", f"{row.grad_mb:.2f}", f"{row.state_mb:.2f}", f"{row.loss:.5f}")
         table.add_row(row.variant, f"{row.collectives:g}", *cells)
     return table
 
 
-def sweep_table(found: Bench) -> Table:
+def make_sweep_table(found: Bench) -> Table:
     """A row for each variant and bucket size."""
     headings = ("step ms", "\nquartiles", "ratio to\ntorch DDP", "exposed\nms", "collectives\nper step")
-    table = bench_table(f"Bucket sizes: {bench_title(found)}", "variant, buckets", headings)
-    rows = found.rows()
+    table = make_empty_table(f"Bucket sizes: {format_title(found)}", "variant, buckets", headings)
+    rows = found.make_rows()
     for row, following in zip(rows, [*rows[1:], None]):
         table.add_row(
             row.variant,
             f"{row.step_ms.median:.1f}",
-            range_of(row.step_ms, 1),
+            format_quartiles(row.step_ms, 1),
             f"{row.ratio.median:.2f}",
             f"{row.exposed_ms.median:.1f}",
             f"{row.collectives:g}",
-            end_section=following is not None and family(following.variant) != family(row.variant),
+            end_section=following is not None
+            and remove_bucket_size(following.variant) != remove_bucket_size(row.variant),
         )
     return table
 
 
-def family(label: str) -> str:
+def remove_bucket_size(label: str) -> str:
     """A sweep's variant without its bucket size."""
     return label.rpartition(", ")[0]
 
 
-def verdict(ladder: Ladder) -> str:
+def describe_losses(ladder: Ladder) -> str:
     """One sentence on the losses, for a ladder of which no variant is wrong."""
     return (
-        f"One process that trains on the whole batch has a loss of {ladder.truth:.5f} too: all losses are equal "
-        f"within {LOSS_TOLERANCE:g}."
+        f"One process that trains on the whole batch has a loss of {ladder.expected_loss:.5f} too: all losses are "
+        f"equal within {LOSS_TOLERANCE:g}."
     )
 
 
-def ladder_picture(ladder: Ladder, path: Path) -> None:
+def draw_ladder(ladder: Ladder, path: Path) -> None:
     """Draws where the time of a step goes, one bar for each variant, as a PNG file.
 
     A bar is made of each phase's median; the marker is the table's median, of the slowest rank, and lies further right.
@@ -161,7 +164,7 @@ def ladder_picture(ladder: Ladder, path: Path) -> None:
     places = range(len(variants))
     starts = [0.0] * len(variants)
     for phase in PHASES:
-        lengths = [variant.phase_ms(phase) for variant in variants]
+        lengths = [variant.compute_phase_ms(phase) for variant in variants]
         axes.barh(places, lengths, 0.62, starts, color=COLOURS[phase], edgecolor="white", label=NAMES.get(phase, phase))
         starts = [start + length for start, length in zip(starts, lengths)]
     medians = [variant.median_ms for variant in variants]
@@ -195,12 +198,12 @@ def ladder_picture(ladder: Ladder, path: Path) -> None:
     figure.savefig(path)
 
 
-def bench_picture(found: Bench, path: Path) -> None:
+def draw_bench(found: Bench, path: Path) -> None:
     """Draws bars of the ladder, or lines of the sweep, as a PNG file."""
     if found.is_sweep:
-        sweep_picture(found, path)
+        draw_sweep(found, path)
     else:
-        ladder_picture(found.ladder, path)
+        draw_ladder(found.ladder, path)
 
 
 # For lines: beside their colours, which are Okabe and Ito's too, they differ in mark and dash.
@@ -214,11 +217,11 @@ LINES = (
 TORCH_LINE = {"color": "#1a1a1a", "marker": "x", "linestyle": "-"}
 
 
-def sweep_picture(found: Bench, path: Path) -> None:
+def draw_sweep(found: Bench, path: Path) -> None:
     """Draws step time over bucket size, a line of medians for each variant; bars reach from quartile to quartile."""
     families: dict[str, list[Row]] = {}
-    for row in found.rows():
-        families.setdefault(family(row.variant), []).append(row)
+    for row in found.make_rows():
+        families.setdefault(remove_bucket_size(row.variant), []).append(row)
     figure = Figure(figsize=(9, 5), dpi=100, layout="constrained")
     axes = figure.subplots()
     for place, (name, rows) in enumerate(families.items()):
@@ -237,13 +240,13 @@ def sweep_picture(found: Bench, path: Path) -> None:
         )
     alone = found.ladder.computation.median_ms
     axes.axhline(alone, color="#777777", linewidth=1, linestyle=":", label=found.ladder.computation.label)
-    sizes = sorted({row.bucket_mb for row in found.rows()})
+    sizes = sorted({row.bucket_mb for row in found.make_rows()})
     axes.set_xscale("log")
     axes.set_xticks(sizes, [f"{size:g}" for size in sizes])
     axes.minorticks_off()
     axes.set_xlabel("size of the buckets (MiB)")
     axes.set_ylabel("time of one training step (ms)")
-    axes.set_title(f"{bench_title(found)}: medians and quartiles", loc="left")
+    axes.set_title(f"{format_title(found)}: medians and quartiles", loc="left")
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)

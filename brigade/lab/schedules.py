@@ -70,7 +70,9 @@ class Program:
 
         Returns the numbers of the launches. Without buckets there are none.
         """
-        complete = {bucket[-1]: nbytes for bucket, nbytes in zip(buckets.members, buckets.nbytes)} if buckets else {}
+        complete = (
+            {bucket[-1]: nbytes for bucket, nbytes in zip(buckets.param_indices, buckets.nbytes)} if buckets else {}
+        )
         launched = []
         for i in range(len(self.setting.parameters))[::-1]:
             self.compute(self.setting.machine.backward_s[i])
@@ -86,7 +88,7 @@ class Program:
         self.compute(nbytes / self.setting.machine.step_bytes_per_s)
 
 
-def naive(program: Program) -> None:
+def schedule_naive(program: Program) -> None:
     program.backward()
     for nbytes in program.setting.nbytes:
         program.wait(program.launch("all_reduce", nbytes))
@@ -94,7 +96,7 @@ def naive(program: Program) -> None:
     program.step()
 
 
-def flat(program: Program) -> None:
+def schedule_flat(program: Program) -> None:
     nbytes = sum(program.setting.nbytes)
     program.backward()
     program.move(2 * nbytes)  # into the flat tensor
@@ -103,7 +105,7 @@ def flat(program: Program) -> None:
     program.step()
 
 
-def overlapped(program: Program) -> None:
+def schedule_overlapped(program: Program) -> None:
     nbytes = program.setting.nbytes
     backwards = range(len(nbytes))[::-1]
     launched = program.backward("all_reduce", Buckets([[i] for i in backwards], [nbytes[i] for i in backwards]))
@@ -113,8 +115,8 @@ def overlapped(program: Program) -> None:
     program.step()
 
 
-def bucketed(program: Program) -> None:
-    average_copies(program, program.setting.by_cap, 4)  # divides, and copies back
+def schedule_bucketed(program: Program) -> None:
+    average_copies(program, program.setting.capped_buckets, 4)  # divides, and copies back
     program.step()
 
 
@@ -125,14 +127,14 @@ def average_copies(program: Program, buckets: Buckets, moves: int) -> None:
         program.move(moves * nbytes)
 
 
-def buffered(program: Program) -> None:
-    program.wait(*program.backward("all_reduce", program.setting.by_layout))
+def schedule_buffered(program: Program) -> None:
+    program.wait(*program.backward("all_reduce", program.setting.layout_buckets))
     program.step()
 
 
-def coalesced(program: Program) -> None:
+def schedule_coalesced(program: Program) -> None:
     """One bucket in each group. A group is gathered when half of the gradients of the next one are ready."""
-    buckets = program.setting.by_layout
+    buckets = program.setting.layout_buckets
     reduced: list[int] = []
     gathered: list[int] = []
 
@@ -141,10 +143,10 @@ def coalesced(program: Program) -> None:
         program.wait(reduced[place])
         gathered.append(program.launch("all_gather", buckets.nbytes[place]))
 
-    for members, nbytes in zip(buckets.members, buckets.nbytes):
-        for ready, i in enumerate(members, 1):
+    for param_indices, nbytes in zip(buckets.param_indices, buckets.nbytes):
+        for ready, i in enumerate(param_indices, 1):
             program.compute(program.setting.machine.backward_s[i])
-            if 2 * ready >= len(members) and len(gathered) < len(reduced):
+            if 2 * ready >= len(param_indices) and len(gathered) < len(reduced):
                 gather()
         reduced.append(program.launch("reduce_scatter", nbytes))
     gather()
@@ -152,38 +154,38 @@ def coalesced(program: Program) -> None:
     program.step()
 
 
-def zero(program: Program) -> None:
-    buckets = program.setting.by_layout
+def schedule_zero(program: Program) -> None:
+    buckets = program.setting.layout_buckets
     program.wait(*program.backward("reduce_scatter", buckets))
     program.step(1 / program.setting.world_size, FP32_BYTES)
     weights = [nbytes * program.setting.itemsize // FP32_BYTES for nbytes in buckets.nbytes]
     program.wait(*[program.launch("all_gather", nbytes) for nbytes in weights])
 
 
-def sharded(program: Program) -> None:
+def schedule_sharded(program: Program) -> None:
     """Module 8's other optimizer, on a plain model."""
     program.backward()
     program.wait(*[program.launch("reduce", nbytes) for nbytes in sorted(program.setting.nbytes, reverse=True)])
-    owners_step(program)
+    step_on_owners(program)
 
 
-def owners_step(program: Program) -> None:
+def step_on_owners(program: Program) -> None:
     """A step on the parameters that the fullest rank owns, and a broadcast of each parameter."""
-    program.step(max(program.setting.owned) / sum(program.setting.nbytes))
+    program.step(max(program.setting.owned_bytes) / sum(program.setting.nbytes))
     program.wait(*[program.launch("broadcast", nbytes) for nbytes in sorted(program.setting.nbytes, reverse=True)])
 
 
-def torch_ddp(program: Program) -> None:
-    average_copies(program, program.setting.by_torch, 2)  # torch divides as it copies
+def schedule_torch_ddp(program: Program) -> None:
+    average_copies(program, program.setting.torch_buckets, 2)  # torch divides as it copies
     program.step()
 
 
-def torch_zero(program: Program) -> None:
-    average_copies(program, program.setting.by_torch, 2)
-    owners_step(program)
+def schedule_torch_zero(program: Program) -> None:
+    average_copies(program, program.setting.torch_buckets, 2)
+    step_on_owners(program)
 
 
-def computation(program: Program) -> None:
+def schedule_computation(program: Program) -> None:
     program.backward()
     program.step()
 
@@ -203,39 +205,41 @@ class Rule:
 
 
 RULES = {
-    ("NaiveDDP", None): Rule(naive),
-    ("FlatDDP", None): Rule(flat),
-    ("OverlappedDDP", None): Rule(overlapped),
-    ("BucketedDDP", None): Rule(bucketed),
-    ("BufferedDDP", None): Rule(buffered, grads_in_buffer=True),
-    ("CoalescedDDP", None): Rule(coalesced, grads_in_buffer=True, params_in_buffer=True),
-    ("CachedDDP", None): Rule(coalesced, grads_in_buffer=True, params_in_buffer=True),
-    (None, "ShardedOptimizer"): Rule(sharded, state="parameters"),
-    ("CachedDDP", "ZeroOptimizer"): Rule(zero, grads_in_buffer=True, params_in_buffer=True, state="shards"),
-    ("DistributedDataParallel", None): Rule(torch_ddp, grad_copies=2),
-    ("DistributedDataParallel", "ZeroRedundancyOptimizer"): Rule(torch_zero, state="parameters", grad_copies=2),
-    (None, None): Rule(computation),
+    ("NaiveDDP", None): Rule(schedule_naive),
+    ("FlatDDP", None): Rule(schedule_flat),
+    ("OverlappedDDP", None): Rule(schedule_overlapped),
+    ("BucketedDDP", None): Rule(schedule_bucketed),
+    ("BufferedDDP", None): Rule(schedule_buffered, grads_in_buffer=True),
+    ("CoalescedDDP", None): Rule(schedule_coalesced, grads_in_buffer=True, params_in_buffer=True),
+    ("CachedDDP", None): Rule(schedule_coalesced, grads_in_buffer=True, params_in_buffer=True),
+    (None, "ShardedOptimizer"): Rule(schedule_sharded, state="parameters"),
+    ("CachedDDP", "ZeroOptimizer"): Rule(schedule_zero, grads_in_buffer=True, params_in_buffer=True, state="shards"),
+    ("DistributedDataParallel", None): Rule(schedule_torch_ddp, grad_copies=2),
+    ("DistributedDataParallel", "ZeroRedundancyOptimizer"): Rule(
+        schedule_torch_zero, state="parameters", grad_copies=2
+    ),
+    (None, None): Rule(schedule_computation),
 }
 
 
-def classes(variant: Variant) -> tuple[str | None, str | None]:
+def get_class_names(variant: Variant) -> tuple[str | None, str | None]:
     """The names by which `RULES` knows a variant."""
     return variant.wrapper and variant.wrapper[1], variant.optimizer and variant.optimizer[1]
 
 
-def rule_of(variant: Variant) -> Rule:
+def get_rule(variant: Variant) -> Rule:
     """The rule of a variant's classes. Raises KeyError for classes without one."""
-    return RULES[classes(variant)]
+    return RULES[get_class_names(variant)]
 
 
-def with_rules(variants: Iterable[Variant]) -> list[Variant]:
+def select_with_rule(variants: Iterable[Variant]) -> list[Variant]:
     """Those that have a rule: a module without one is not planned."""
-    return [variant for variant in variants if classes(variant) in RULES]
+    return [variant for variant in variants if get_class_names(variant) in RULES]
 
 
-def program_of(variant: Variant, setting: Setting) -> Program:
+def make_program(variant: Variant, setting: Setting) -> Program:
     program = Program(setting)
-    rule_of(variant).run(program)
+    get_rule(variant).run(program)
     return program
 
 

@@ -1,4 +1,4 @@
-"""What the lab's own commands, `python -m brigade.lab.NAME`, share: how they show progress, fail and end.
+"""What the lab's own commands, `python -m brigade.lab.NAME`, share: progress bars, error messages and exit statuses.
 
 Only `show_progress` needs more than the standard library.
 """
@@ -13,8 +13,11 @@ from brigade.course.modules import HAS_SOLUTIONS, CourseError
 from brigade.runner.ranks import RankFailure
 
 
-def ended(name: str, run: Callable[[], int]) -> int:
-    """What `run` returns, an exit status; with one line 2 where it cannot be done, and 130 after Ctrl-C."""
+def run_to_status(name: str, run: Callable[[], int]) -> int:
+    """Return the exit status that `run` returns, 2 after an error, or 130 after Ctrl-C.
+
+    An error prints one line that begins with `name`.
+    """
     try:
         return run()
     except (CourseError, RankFailure, OSError) as error:
@@ -26,7 +29,7 @@ def ended(name: str, run: Callable[[], int]) -> int:
 
 
 def explain_failure(failure: RankFailure, number: int) -> str:
-    """Return what a failed run tells its user: what is not written yet, or what happened on which rank."""
+    """Return a message about a failed run: which part is not written yet, or what happened on which rank."""
     part = failure.part
     if not part:
         return str(failure)
@@ -44,7 +47,7 @@ def show_progress(what: str, total: int) -> Iterator[Callable[[], None]]:
 
     console = Console(stderr=True)
     columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    # Seldom: it runs beside what is being timed.
+    # Refresh rarely, because the bar runs while steps are timed.
     with Progress(
         *columns, console=console, refresh_per_second=2, transient=True, disable=not console.is_terminal
     ) as bar:

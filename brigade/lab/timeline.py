@@ -25,7 +25,7 @@ from brigade.course.submission import Sources
 from brigade.events import Launch, launches
 from brigade.lab.ladder import (
     COMPUTATION,
-    PACED,
+    EMULATED,
     PHASES,
     Variant,
     Workload,
@@ -40,7 +40,7 @@ from brigade.rank.emulated_link import Link
 
 # Few parameters, large ones: the collectives can be told apart.
 WORKLOAD = replace(
-    PACED,
+    EMULATED,
     size=Size(d_model=192, d_ff=512, layers=2, heads=4, vocabulary=256),
     batch_size=16,
     rounds=15,
@@ -133,7 +133,7 @@ class Timeline:
     @property
     def count(self) -> str:
         """Such as: 1 collective"""
-        count = len(self.collectives(0))
+        count = len(self.get_collectives(0))
         return f"{count} collective" + ("" if count == 1 else "s")
 
     @property
@@ -142,16 +142,16 @@ class Timeline:
         return f"{self.end_ms:.0f} ms, {max(0.0, self.exposed_ms):.0f} ms exposed"
 
     @property
-    def carrier(self) -> str:
+    def link_text(self) -> str:
         """What carried the gradients, in a sentence."""
         if self.link is None:
             return "The link is this machine's own: the ranks share its cores and talk through its memory."
         return f"The link is emulated, {self.link.description}; backward alone takes {self.backward_ms:.0f} ms."
 
-    def phase(self, rank: int, kind: str) -> Span:
+    def get_span(self, rank: int, kind: str) -> Span:
         return next(span for span in self.spans if span.rank == rank and span.kind == kind)
 
-    def collectives(self, rank: int) -> list[Collective]:
+    def get_collectives(self, rank: int) -> list[Collective]:
         return [collective for collective in self.launched if collective.rank == rank]
 
 
@@ -190,16 +190,16 @@ def trace(
             for launch in mine:
                 launch.end = launch.end or times[-1]  # torch gave no future that would tell, or the run was over first
             waits = [(launch.wait_start, launch.wait_end) for launch in mine if launch.wait_end is not None]
-            spans += [Span(rank, "wait", 1e3 * (a - zero), 1e3 * (b - zero)) for a, b in joined(waits)]
-            launched += collectives(rank, mine, zero, bool(link))
-        exposed_ms = median(found.exposed_ms(alone))
+            spans += [Span(rank, "wait", 1e3 * (a - zero), 1e3 * (b - zero)) for a, b in merge_intervals(waits)]
+            launched += make_collectives(rank, mine, zero, bool(link))
+        exposed_ms = median(found.compute_exposed_ms(alone))
         timelines.append(
             Timeline(variant.label, world_size, spans, launched, exposed_ms, link, 1e3 * results[0]["backward_s"])
         )
     return timelines
 
 
-def joined(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
+def merge_intervals(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
     """The intervals in order, those together that are not further apart than `GAP_S`; shorter ones are left out."""
     merged: list[tuple[float, float]] = []
     for start, end in sorted(intervals):
@@ -210,7 +210,7 @@ def joined(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return [(start, end) for start, end in merged if end - start > GAP_S]
 
 
-def collectives(rank: int, launched: Sequence[Launch], zero: float, one_at_a_time: bool) -> list[Collective]:
+def make_collectives(rank: int, launched: Sequence[Launch], zero: float, one_at_a_time: bool) -> list[Collective]:
     """Return the launches of one rank's step. Times in seconds become milliseconds since `zero`."""
     numbers: dict[str, int] = {}
     rows: list[float] = []  # when the last collective of each row ended
@@ -244,7 +244,7 @@ def collectives(rank: int, launched: Sequence[Launch], zero: float, one_at_a_tim
     return placed
 
 
-def chrome(timelines: Sequence[Timeline]) -> dict[str, Any]:
+def make_chrome_trace(timelines: Sequence[Timeline]) -> dict[str, Any]:
     """The timelines in the Trace Event Format of Chrome, one process for each rank of each.
 
     Times are in microseconds. Arrows lead from a launch to the collective, where it did not start at once. Collectives
@@ -255,7 +255,7 @@ def chrome(timelines: Sequence[Timeline]) -> dict[str, Any]:
     for place, timeline in enumerate(timelines):
         for rank in range(timeline.world_size):
             process = place * timeline.world_size + rank
-            mine = timeline.collectives(rank)
+            mine = timeline.get_collectives(rank)
             threads = {0: "computation", 1: "communication"}
             threads |= {row + 1: f"communication {row + 1}" for row in {c.row for c in mine} if row}
             names = [("process_name", 0, {"name": f"{timeline.label}, rank {rank}"})]
@@ -265,7 +265,7 @@ def chrome(timelines: Sequence[Timeline]) -> dict[str, Any]:
             for span in timeline.spans:
                 if span.rank == rank:
                     name = NAMES.get(span.kind, span.kind)
-                    events.append(slice_of(name, "computation", process, 0, span.start_ms, span.end_ms))
+                    events.append(make_slice(name, "computation", process, 0, span.start_ms, span.end_ms))
             for collective in mine:
                 lane = process, collective.row + 1
                 args = {
@@ -277,13 +277,13 @@ def chrome(timelines: Sequence[Timeline]) -> dict[str, Any]:
                     "waited for until (ms)": None if collective.waited_ms is None else round(collective.waited_ms, 3),
                 }
                 events.append(
-                    slice_of(collective.title, collective.op, *lane, collective.start_ms, collective.end_ms, args)
+                    make_slice(collective.title, collective.op, *lane, collective.start_ms, collective.end_ms, args)
                 )
                 if collective.launched_ms < collective.start_ms:
                     arrow = {"name": "launch", "cat": collective.op, "id": len(events), "pid": process}
-                    events.append(arrow | {"ph": "s", "tid": 0, "ts": microseconds(collective.launched_ms)})
+                    events.append(arrow | {"ph": "s", "tid": 0, "ts": convert_to_us(collective.launched_ms)})
                     events.append(
-                        arrow | {"ph": "f", "bp": "e", "tid": lane[1], "ts": microseconds(collective.start_ms)}
+                        arrow | {"ph": "f", "bp": "e", "tid": lane[1], "ts": convert_to_us(collective.start_ms)}
                     )
     events.sort(key=lambda event: (event["ts"], -event.get("dur", 0)))  # what contains another slice comes first
     return {"traceEvents": named + events, "displayTimeUnit": "ms"}
@@ -292,18 +292,18 @@ def chrome(timelines: Sequence[Timeline]) -> dict[str, Any]:
 def save_chrome(timelines: Sequence[Timeline], path: Path) -> None:
     """Writes `chrome(timelines)` as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(chrome(timelines)))
+    path.write_text(json.dumps(make_chrome_trace(timelines)))
 
 
-def slice_of(
+def make_slice(
     name: str, category: str, process: int, thread: int, start_ms: float, end_ms: float, args: dict | None = None
 ) -> dict[str, Any]:
-    start, end = microseconds(start_ms), microseconds(end_ms)
+    start, end = convert_to_us(start_ms), convert_to_us(end_ms)
     length = {"ts": start, "dur": end - start}
     return {"name": name, "cat": category, "ph": "X", "pid": process, "tid": thread, **length, "args": args or {}}
 
 
-def microseconds(ms: float) -> int:
+def convert_to_us(ms: float) -> int:
     """Whole ones, so that no sum of start and length is rounded beyond the next start."""
     return round(1e3 * ms)
 
@@ -347,7 +347,7 @@ def draw_panels(figure: Figure, timelines: Sequence[Timeline], titles: Sequence[
     figure.draw_without_rendering()  # now it is known how much room there is in a block
     for axes, timeline in zip(panels, timelines):
         for rank in range(timeline.world_size):
-            label_collectives(axes, timeline.collectives(rank), LANES * rank, size - 1)
+            label_collectives(axes, timeline.get_collectives(rank), LANES * rank, size - 1)
 
 
 def draw_panel(axes: Axes, timeline: Timeline, size: float) -> None:
@@ -361,8 +361,8 @@ def draw_panel(axes: Axes, timeline: Timeline, size: float) -> None:
                 style = WAITING if span.kind == "wait" else {"facecolor": COLOURS[span.kind], "edgecolor": "white"}
                 length = span.end_ms - span.start_ms
                 axes.barh(top, length, 0.8, span.start_ms, align="edge", linewidth=0.4, **style)
-        mine = timeline.collectives(rank)
-        for collective, (place, height) in zip(mine, places(mine, top)):
+        mine = timeline.get_collectives(rank)
+        for collective, (place, height) in zip(mine, compute_blocks(mine, top)):
             length = collective.end_ms - collective.start_ms
             style = STYLES.get(collective.op, OTHER)
             axes.barh(place, length, height, collective.start_ms, align="edge", linewidth=0.7, **style)
@@ -375,7 +375,7 @@ def draw_panel(axes: Axes, timeline: Timeline, size: float) -> None:
     axes.set_axisbelow(True)
 
 
-def places(mine: Sequence[Collective], top: float) -> list[tuple[float, float]]:
+def compute_blocks(mine: Sequence[Collective], top: float) -> list[tuple[float, float]]:
     """Where the blocks of a rank's collectives are, from above, and how high; those under way at once share a lane."""
     depth = 1 + max((collective.row for collective in mine), default=0)
     return [(top + 0.95 + collective.row * 1.1 / depth, 1.1 / depth) for collective in mine]
@@ -383,7 +383,7 @@ def places(mine: Sequence[Collective], top: float) -> list[tuple[float, float]]:
 
 def label_collectives(axes: Axes, mine: Sequence[Collective], top: float, size: float) -> None:
     """Writes into each block the longest of its labels that fits, or nothing."""
-    for collective, (place, height) in zip(mine, places(mine, top)):
+    for collective, (place, height) in zip(mine, compute_blocks(mine, top)):
         middle = (collective.start_ms + collective.end_ms) / 2, place + height / 2
         (left, below), (right, above) = axes.transData.transform(
             [(collective.start_ms, place + height), (collective.end_ms, place)]

@@ -44,12 +44,12 @@ CONNECTING_S = 60.0  # gloo itself tries as long as a collective may take
 UNREACHABLE = "could not be reached; is GLOO_SOCKET_IFNAME the interface that the machines share?"
 
 
-def given() -> bool:
+def is_torchrun() -> bool:
     """Whether this process is one of the ranks that `torchrun` has started."""
     return all(os.environ.get(name) for name in VARIABLES)
 
 
-def place() -> tuple[int, int, int, int]:
+def read_rank_variables() -> tuple[int, int, int, int]:
     """This process's rank, how many ranks there are, and the same among those of this machine."""
     try:
         return tuple(int(os.environ[name]) for name in VARIABLES[:4])
@@ -57,12 +57,12 @@ def place() -> tuple[int, int, int, int]:
         raise CourseError(f"{', '.join(VARIABLES[:4])} are not all numbers: torchrun sets them") from None
 
 
-def world_size() -> int:
+def read_world_size() -> int:
     """How many ranks are given."""
-    return place()[1]
+    return read_rank_variables()[1]
 
 
-def run_given(function: Callable[..., Any], *args: Any, **options: Any) -> RankResults:
+def run_on_torchrun(function: Callable[..., Any], *args: Any, **options: Any) -> RankResults:
     """Run a function as `run_ranks` does, on the ranks that are given. Return on rank 0; other processes end here.
 
     Times in events and results are each machine's own (`time.perf_counter`). `on_event` is called on rank 0, with its
@@ -71,7 +71,7 @@ def run_given(function: Callable[..., Any], *args: Any, **options: Any) -> RankR
     and ends, with status 1. Mode "emulate" needs all ranks on one machine: ranks on several have no common clock.
     """
     how = RunOptions(**options)
-    rank, size, local_rank, local_size = place()
+    rank, size, local_rank, local_size = read_rank_variables()
     if size != how.world_size:
         raise CourseError(f"{size} ranks are given, and {how.world_size} were asked for")
     if how.mode == "emulate" and local_size != size:
@@ -109,7 +109,7 @@ def run_given(function: Callable[..., Any], *args: Any, **options: Any) -> RankR
     files = {path for path, *_ in request["packages"].get("submission", {}).values()}
     if how.mode == "emulate" and rank == 0:
         make_directory()
-    watchdog = start_timer(deadline_s, stop, deadline_s, rank, record, files)
+    watchdog = start_timer(deadline_s, stop_at_deadline, deadline_s, rank, record, files)
     timeout = timedelta(seconds=deadline_s + 2 * OTHERS_FIRST_S)  # the watchdog speaks first
     try:
         store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
@@ -120,20 +120,20 @@ def run_given(function: Callable[..., Any], *args: Any, **options: Any) -> RankR
         if how.mode == "emulate":
             request["directory"] = store.get("directory").decode()
         result = inside.perform(request, take, store, local_rank, timeout)
-        gathered = gather(result, record.events)
+        gathered = gather_results(result, record.events)
     except CourseError:
         raise
     except Exception as error:
-        raise failure(error, describe(error, request["packages"]), rank, record) from None
+        raise make_failure(error, describe(error, request["packages"]), rank, record) from None
     finally:
         remove_directory()
     watchdog.cancel()
     if rank:
-        leave(0)
+        exit_process(0)
     return RankResults([value for value, _ in gathered], [events for _, events in gathered], [""] * size)
 
 
-def gather(result: Any, events: list[Event]) -> list[tuple[Any, list[Event]]]:
+def gather_results(result: Any, events: list[Event]) -> list[tuple[Any, list[Event]]]:
     """(result, events) of every rank, on rank 0; an empty list on others."""
     import torch
     from torch import distributed as dist
@@ -158,7 +158,7 @@ def gather(result: Any, events: list[Event]) -> list[tuple[Any, list[Event]]]:
     return found
 
 
-def failure(error: Exception, description: dict[str, Any], rank: int, record: RankRecord) -> RankFailure:
+def make_failure(error: Exception, description: dict[str, Any], rank: int, record: RankRecord) -> RankFailure:
     """Return what became of this rank, in words."""
     where = f"rank {rank} on {socket.gethostname()}"
     message = description["message"].partition("\n")[0] or "(no message)"
@@ -199,20 +199,20 @@ def stop_unconnected(after_s: float, rank: int) -> None:
     from torch import distributed as dist
 
     if not dist.is_initialized():
-        end(f"stopped after {after_s:g} s: rank {rank} on {socket.gethostname()}: a peer {UNREACHABLE}")
+        exit_with_message(f"stopped after {after_s:g} s: rank {rank} on {socket.gethostname()}: a peer {UNREACHABLE}")
 
 
-def stop(deadline_s: float, rank: int, record: RankRecord, files: set[str]) -> None:
+def stop_at_deadline(deadline_s: float, rank: int, record: RankRecord, files: set[str]) -> None:
     """End this process, which has reached the deadline, and say where it is."""
     stop_unconnected(deadline_s, rank)
     who = f"rank {rank} on {socket.gethostname()}"
     frames = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])
     lines = [f", at {os.path.basename(f.filename)}:{f.lineno} in {f.name}" for f in frames if f.filename in files]
     where = lines[-1] if lines else ""
-    end(f"stopped after {deadline_s:g} s: {who} {record.describe_activity()}{where}")
+    exit_with_message(f"stopped after {deadline_s:g} s: {who} {record.describe_activity()}{where}")
 
 
-def end(message: str) -> None:
+def exit_with_message(message: str) -> None:
     """Print the message and end this process at once: nothing in it can be trusted to end by itself."""
     print(f"brigade: {message}", file=sys.stderr, flush=True)
     remove_directory()
@@ -220,7 +220,7 @@ def end(message: str) -> None:
     os._exit(1)
 
 
-def on_ranks(command: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+def report_rank_failures(command: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
     """The command, with failures of ranks in words.
 
     Where ranks are given, only rank 0 speaks, and who failed by itself. There it does not
@@ -228,7 +228,7 @@ def on_ranks(command: Callable[[argparse.Namespace], int]) -> Callable[[argparse
     """
 
     def run(options: argparse.Namespace) -> int:
-        speaks = not given() or os.environ["RANK"] == "0"
+        speaks = not is_torchrun() or os.environ["RANK"] == "0"
         if not speaks:
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         try:
@@ -237,21 +237,21 @@ def on_ranks(command: Callable[[argparse.Namespace], int]) -> Callable[[argparse
             printed = [f"[rank {r}] {line}" for r, text in enumerate(error.output) for line in text.splitlines()[-20:]]
             status, message, speaks = 1, "\n".join([str(error), *printed]), True
         except (CourseError, OSError, KeyboardInterrupt) as error:
-            if not given():
+            if not is_torchrun():
                 raise
             status, message = (130, "stopped") if isinstance(error, KeyboardInterrupt) else (2, str(error))
         if message and speaks:
             print(f"brigade: {message}", file=sys.stderr, flush=True)
-        if not given():
+        if not is_torchrun():
             return status
         if status and not speaks:
             time.sleep(OTHERS_FIRST_S)
-        leave(status)
+        exit_process(status)
 
     return run
 
 
-def leave(status: int) -> None:
+def exit_process(status: int) -> None:
     """Ends this process at once, its output written and its fork server closed."""
     sys.stdout.flush()
     sys.stderr.flush()

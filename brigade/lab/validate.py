@@ -25,11 +25,11 @@ from torch import Tensor
 
 from brigade.course.modules import CourseError
 from brigade.lab import ladder
-from brigade.lab.ladder import PACED, TORCH_DDP, TORCH_ZERO, Ladder, Workload, get_course_variants
-from brigade.lab.plan import backward_flops, model_of, plan
+from brigade.lab.ladder import EMULATED, TORCH_DDP, TORCH_ZERO, Ladder, Workload, get_course_variants
+from brigade.lab.plan import count_backward_flops, make_model, plan
 from brigade.lab.plan_config import OPTIMIZERS, Machine, Setting
-from brigade.lab.schedules import with_rules
-from brigade.lab.script import ended, show_progress
+from brigade.lab.schedules import select_with_rule
+from brigade.lab.script import run_to_status, show_progress
 from brigade.rank import emulated_link
 from brigade.rank.emulated_link import Link
 from brigade.runner.machine import count_cores
@@ -75,17 +75,17 @@ class Point:
 
 def validate(world_size: int, bucket_mb: float, on_step: Callable[[], None] | None = None) -> list[Point]:
     """A point for each variant of the ladder, all of one run. Raises as `run_ladder` does."""
-    workload = replace(PACED, bucket_mb=bucket_mb)
-    overheads = overheads_of(world_size, workload)
+    workload = replace(EMULATED, bucket_mb=bucket_mb)
+    overheads = measure_overheads(world_size, workload)
     return compare(ladder.run_ladder(workload, world_size=world_size, on_step=on_step), overheads)
 
 
 def compare(found: Ladder, overheads: Overheads) -> list[Point]:
     """What the plan says of each variant of a ladder that has been measured on an emulated link."""
     points = []
-    variants = with_rules([*get_course_variants(), TORCH_DDP, TORCH_ZERO])
-    for planned in plan(setting_of(found, overheads), found.link, variants):
-        variant = found.variant(planned.label)
+    variants = select_with_rule([*get_course_variants(), TORCH_DDP, TORCH_ZERO])
+    for planned in plan(make_setting(found, overheads), found.link, variants):
+        variant = found.get_measurement(planned.label)
         points.append(
             Point(
                 planned.label,
@@ -94,20 +94,20 @@ def compare(found: Ladder, overheads: Overheads) -> list[Point]:
                 1e3 * planned.step_s,
                 variant.median_ms,
                 1e3 * planned.exposed_s,
-                median(found.exposed_ms(variant)),
+                median(found.compute_exposed_ms(variant)),
             )
         )
     return points
 
 
-def setting_of(found: Ladder, overheads: Overheads) -> Setting:
+def make_setting(found: Ladder, overheads: Overheads) -> Setting:
     """The ladder's model and ranks, with the times of its steps without communication."""
     workload = found.workload
-    model = model_of(workload.size)
-    flops = backward_flops(model, workload.batch_size * workload.time // found.world_size, workload.time)
+    model = make_model(workload.size)
+    flops = count_backward_flops(model, workload.batch_size * workload.time // found.world_size, workload.time)
     alone = found.computation
     # Phases are medians over all ranks, a step is as long as that of the slowest.
-    phases = {phase: alone.phase_ms(phase) / 1e3 for phase in ("forward", "backward", "step")}
+    phases = {phase: alone.compute_phase_ms(phase) / 1e3 for phase in ("forward", "backward", "step")}
     slower = alone.median_ms / 1e3 / sum(phases.values())
     backward_s = tuple(slower * phases["backward"] * one / sum(flops) for one in flops)
     optimizer = OPTIMIZERS["sgd"]
@@ -126,14 +126,14 @@ def setting_of(found: Ladder, overheads: Overheads) -> Setting:
     return Setting(parameters, found.world_size, workload.bucket_mb, optimizer, machine)
 
 
-def overheads_of(world_size: int, workload: Workload) -> Overheads:
+def measure_overheads(world_size: int, workload: Workload) -> Overheads:
     """The mean over ranks of what `time_overheads` finds."""
-    numels = [parameter.numel() for parameter in model_of(workload.size).parameters()]
+    numels = [parameter.numel() for parameter in make_model(workload.size).parameters()]
     found = run_ranks(time_overheads, sum(numels), sum(numels) // len(numels), world_size=world_size, mode="emulate")
     return Overheads(*(fmean(values) for values in zip(*found)))
 
 
-def validation_table(points: Sequence[Point]) -> Table:
+def make_validation_table(points: Sequence[Point]) -> Table:
     """A row for each point, and the median error below; 80 columns wide at most."""
     from rich import box
     from rich.table import Table
@@ -173,18 +173,18 @@ def validation_table(points: Sequence[Point]) -> Table:
 def time_overheads(numel: int, small: int) -> list[float]:
     """The fields of `Overheads`, in order. All are means, since a step has many launches and some are interrupted."""
     whole = torch.ones(numel)
-    copy_s = fmean(timed(whole.clone) for _ in range(REPEATS))
+    copy_s = fmean(time_call_s(whole.clone) for _ in range(REPEATS))
     link = Link(LATENCY_S, 1e12)
     emulated_link.use(link)
     few, many = torch.zeros(small), torch.zeros(LARGE)
-    few_s, many_s = (fmean(launch_s(tensor) for _ in range(REPEATS)) for tensor in (few, many))
+    few_s, many_s = (fmean(time_launch_s(tensor) for _ in range(REPEATS)) for tensor in (few, many))
     per_byte = max(0.0, (many_s - few_s) / (many.nbytes - few.nbytes))
-    alone_s = fmean(timed(lambda: dist.all_reduce(few)) for _ in range(REPEATS))
+    alone_s = fmean(time_call_s(lambda: dist.all_reduce(few)) for _ in range(REPEATS))
     wake_s = alone_s - few_s - link.seconds("all_reduce", few.nbytes, dist.get_world_size())
     return [2 * whole.nbytes / copy_s, max(0.0, few_s - per_byte * few.nbytes), per_byte, max(0.0, wake_s)]
 
 
-def launch_s(tensor: Tensor) -> float:
+def time_launch_s(tensor: Tensor) -> float:
     """Processor time of one all-reduce, of all threads of this rank together."""
     dist.barrier()
     start = time.process_time()
@@ -194,14 +194,14 @@ def launch_s(tensor: Tensor) -> float:
     return (time.process_time() - start) / QUEUE
 
 
-def timed(call: Callable[[], object]) -> float:
+def time_call_s(call: Callable[[], object]) -> float:
     dist.barrier()
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
 
 
-def points_of(texts: Sequence[str]) -> list[tuple[int, float]]:
+def parse_points(texts: Sequence[str]) -> list[tuple[int, float]]:
     """Such as "2x0.5": two ranks, buckets of 0.5 MiB. CourseError for anything else."""
     found = []
     for text in texts:
@@ -210,8 +210,8 @@ def points_of(texts: Sequence[str]) -> list[tuple[int, float]]:
             found.append((int(ranks), float(bucket_mb)))
         except ValueError:
             raise CourseError(f"{text} is not such as 2x0.5: ranks, and the size of buckets in MiB") from None
-        if found[-1][0] < 2 or PACED.batch_size % found[-1][0] or not found[-1][1] > 0:
-            raise CourseError(f"{text}: the ranks, two or more, have to divide {PACED.batch_size} sequences equally")
+        if found[-1][0] < 2 or EMULATED.batch_size % found[-1][0] or not found[-1][1] > 0:
+            raise CourseError(f"{text}: the ranks, two or more, have to divide {EMULATED.batch_size} sequences equally")
     return found
 
 
@@ -225,7 +225,7 @@ def main() -> int:
     )
     parser.add_argument("points", nargs="*", metavar="RANKSxMB", help=f"default: {' '.join(names)}")
     asked = parser.parse_args().points or names
-    return ended("validate", lambda: show_points(points_of(asked)))
+    return run_to_status("validate", lambda: show_points(parse_points(asked)))
 
 
 def show_points(asked: Sequence[tuple[int, float]]) -> int:
@@ -235,11 +235,11 @@ def show_points(asked: Sequence[tuple[int, float]]) -> int:
     before = os.getloadavg()[0]
     points: list[Point] = []
     with show_progress(
-        "steps", len(asked) * ladder.count_steps(PACED, [*get_course_variants(), *ladder.TORCH])
+        "steps", len(asked) * ladder.count_steps(EMULATED, [*get_course_variants(), *ladder.TORCH])
     ) as advance:
         for world_size, bucket_mb in asked:
             points += validate(world_size, bucket_mb, on_step=advance)
-    console.print(validation_table(points))
+    console.print(make_validation_table(points))
     console.print(f"{count_cores()} cores, load average {before:.1f} before and {os.getloadavg()[0]:.1f} after")
     return 0
 

@@ -6,13 +6,13 @@ import time
 import torch
 import torch.distributed as dist
 
-from brigade.lab.models import tiny_lm
+from brigade.lab.models import make_tiny_lm
 from brigade.runner.ranks import run_ranks
 
 
 def measure(rounds=20):
     """Return the time of every round in ms, by case."""
-    sizes = [p.numel() for p in tiny_lm("tiny", "meta").parameters()]
+    sizes = [p.numel() for p in make_tiny_lm("tiny", "meta").parameters()]
     cases = {"one element": [1], "one flat tensor": [sum(sizes)], f"{len(sizes)} tensors": sizes}
     samples = {name: [] for name in cases}
     for _ in range(rounds):

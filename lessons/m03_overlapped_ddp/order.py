@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from brigade.lab.experiment import experiment
+from brigade.lab.experiment import run_experiment
 from brigade.rank.api import student
 from brigade.rank.recording import name_parameters
 from brigade.runner.ranks import RankFailure
@@ -47,4 +47,4 @@ def main(run):
 
 
 if __name__ == "__main__":
-    experiment(main, module=3)
+    run_experiment(main, module=3)

@@ -1,13 +1,13 @@
 """Print how many buckets `plan_buckets` makes of XL's 435 parameters, with caps of 1, 10, 100 and 1000 MiB."""
 
-from brigade.lab.experiment import experiment
-from brigade.lab.models import tiny_lm
+from brigade.lab.experiment import run_experiment
+from brigade.lab.models import make_tiny_lm
 from brigade.rank.api import student
 
 
 def count_buckets(caps_mib):
     plan_buckets = student("m04_bucketed_ddp", "plan_buckets")
-    params = list(tiny_lm("xl", "meta").parameters())
+    params = list(make_tiny_lm("xl", "meta").parameters())
     return [len(plan_buckets(params, mib * 2**20)) for mib in caps_mib]
 
 
@@ -18,4 +18,4 @@ def main(run):
 
 
 if __name__ == "__main__":
-    experiment(main, module=4)
+    run_experiment(main, module=4)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from brigade.lab.experiment import experiment
+from brigade.lab.experiment import run_experiment
 from brigade.rank.api import student
 
 CASES = [(3, 3, ["ab", "ab"]), (3, 3, ["ab", "ba"]), (3, 5, ["ab", "ba"]), (3, 5, ["ab", "b"])]
@@ -39,4 +39,4 @@ def main(run):
 
 
 if __name__ == "__main__":
-    experiment(main, module=4)
+    run_experiment(main, module=4)

@@ -4,13 +4,13 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from brigade.events import launches
-from brigade.lab.models import language_loss, tiny_lm
+from brigade.lab.models import language_loss, make_tiny_lm
 from brigade.rank import recording
 from brigade.runner.ranks import run_ranks
 
 
 def run_three_steps(find_unused_parameters):
-    ddp = DistributedDataParallel(tiny_lm(), find_unused_parameters=find_unused_parameters)
+    ddp = DistributedDataParallel(make_tiny_lm(), find_unused_parameters=find_unused_parameters)
     tokens = torch.randint(256, (2, 16))
     for step in range(3):
         recording.note("step", step=step)

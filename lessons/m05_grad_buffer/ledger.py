@@ -3,8 +3,8 @@
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from brigade.lab.experiment import experiment
-from brigade.lab.models import language_loss, tiny_lm
+from brigade.lab.experiment import run_experiment
+from brigade.lab.models import language_loss, make_tiny_lm
 from brigade.rank.api import student
 
 KINDS = {"cat": "copied", "clone": "copied", "copy_": "copied", "add_": "added", "zero_": "zeroed"}
@@ -29,7 +29,7 @@ class Ledger(TorchDispatchMode):
 
 
 def run_third_step(package, wrapper):
-    model = tiny_lm()
+    model = make_tiny_lm()
     ddp = student(package, wrapper)(model) if wrapper else model
     tokens = torch.randint(256, (4, 64))
     for _ in range(3):
@@ -54,4 +54,4 @@ def main(run):
 
 
 if __name__ == "__main__":
-    experiment(main, module=5)
+    run_experiment(main, module=5)

@@ -10,8 +10,8 @@ import time
 import torch
 import torch.distributed as dist
 
-from brigade.lab.experiment import experiment
-from brigade.lab.models import language_loss, tiny_lm
+from brigade.lab.experiment import run_experiment
+from brigade.lab.models import language_loss, make_tiny_lm
 from brigade.rank import emulated_link
 from brigade.rank.api import student
 
@@ -29,7 +29,7 @@ def backward(ddp, tokens):
 
 def measure(start, rounds=6):
     wrapper = student("m06_coalesced", "CoalescedDDP")
-    ddps = {case: wrapper(tiny_lm(), bucket_numel=32_000, buckets_per_group=case) for case in CASES}
+    ddps = {case: wrapper(make_tiny_lm(), bucket_numel=32_000, buckets_per_group=case) for case in CASES}
     tokens = torch.randint(256, (8, 128))
     ratios = {case: [] for case in CASES}
     pace = emulated_link.Pace(2 * HALF, 2 * start)  # Pace describes an all-reduce, which is two halves
@@ -60,4 +60,4 @@ def main(run):
 
 
 if __name__ == "__main__":
-    experiment(main, module=6)
+    run_experiment(main, module=6)

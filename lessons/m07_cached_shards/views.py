@@ -4,13 +4,13 @@ import timeit
 
 import torch
 
-from brigade.lab.experiment import experiment
-from brigade.lab.models import tiny_lm
+from brigade.lab.experiment import run_experiment
+from brigade.lab.models import make_tiny_lm
 from brigade.rank.api import student
 
 
 def count_xl_buckets(ranks):
-    numels = [parameter.numel() for parameter in tiny_lm("xl", "meta").parameters()][::-1]
+    numels = [parameter.numel() for parameter in make_tiny_lm("xl", "meta").parameters()][::-1]
     return len(student("m05_grad_buffer", "plan_layout")(numels, 40_000_000, ranks).bucket_ranges)
 
 
@@ -53,4 +53,4 @@ def main(run):
 
 
 if __name__ == "__main__":
-    experiment(main, module=5)
+    run_experiment(main, module=5)

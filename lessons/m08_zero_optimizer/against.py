@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from brigade.lab.experiment import experiment
-from brigade.lab.models import language_loss, tiny_lm
+from brigade.lab.experiment import run_experiment
+from brigade.lab.models import language_loss, make_tiny_lm
 from brigade.rank.api import student
 
 ADAM = torch.optim.AdamW
@@ -34,7 +34,7 @@ def sharded(model):
 
 def measure(rounds=25):
     torch.manual_seed(0)
-    start = tiny_lm()
+    start = make_tiny_lm()
     pairs = {
         "torch": torch_zero(copy.deepcopy(start), {}, {}),
         "torch, flat": torch_zero(copy.deepcopy(start), *FLAT),
@@ -67,4 +67,4 @@ def main(run):
 
 
 if __name__ == "__main__":
-    experiment(main, module=8)
+    run_experiment(main, module=8)

@@ -4,7 +4,7 @@ import inspect
 
 import torch
 
-from brigade.lab.experiment import experiment
+from brigade.lab.experiment import run_experiment
 from brigade.rank.api import student
 
 
@@ -24,4 +24,4 @@ def main(run):
 
 
 if __name__ == "__main__":
-    experiment(main, module=8)
+    run_experiment(main, module=8)

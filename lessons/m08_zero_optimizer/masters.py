@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from brigade.lab.experiment import experiment
+from brigade.lab.experiment import run_experiment
 from brigade.rank.api import student
 
 
@@ -30,4 +30,4 @@ def main(run):
 
 
 if __name__ == "__main__":
-    experiment(main, module=8)
+    run_experiment(main, module=8)

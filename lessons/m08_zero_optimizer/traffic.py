@@ -7,8 +7,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from brigade.events import launches
-from brigade.lab.experiment import experiment
-from brigade.lab.models import language_loss, tiny_lm
+from brigade.lab.experiment import run_experiment
+from brigade.lab.models import language_loss, make_tiny_lm
 from brigade.rank import recording
 from brigade.rank.api import student
 
@@ -17,7 +17,7 @@ TORCH = "torch DDP + ZeroRedundancyOptimizer"
 
 def run_three_steps(kind):
     torch.manual_seed(0)  # equal weights, for ShardedOptimizer
-    model = ddp = tiny_lm()
+    model = ddp = make_tiny_lm()
     if kind == "ShardedOptimizer":
         optimizer = student("m08_zero_optimizer", kind)(model.parameters(), torch.optim.AdamW)
     elif kind == "ZeroOptimizer":
@@ -45,4 +45,4 @@ def main(run):
 
 
 if __name__ == "__main__":
-    experiment(main, module=8)
+    run_experiment(main, module=8)

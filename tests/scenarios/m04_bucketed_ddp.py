@@ -2,7 +2,7 @@
 
 import torch
 
-from brigade.lab.models import tiny_lm
+from brigade.lab.models import make_tiny_lm
 from brigade.rank.api import student
 
 
@@ -24,5 +24,5 @@ def plan(cases: list[dict]) -> list[list[list[int]]]:
 def plan_model(size: str, caps_mb: list[int]) -> list[int]:
     """Return the number of buckets that plan_buckets makes of a TinyLM, for each cap in MiB."""
     plan_buckets = student("m04_bucketed_ddp", "plan_buckets")
-    params = list(tiny_lm(size, "meta").parameters())
+    params = list(make_tiny_lm(size, "meta").parameters())
     return [len(plan_buckets(params, cap * 2**20)) for cap in caps_mb]

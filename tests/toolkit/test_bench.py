@@ -76,7 +76,7 @@ def test_named_links_are_what_they_are_said_to_be():
     assert list(links.NAMED) == list(rates)
     for name, link in links.NAMED.items():
         for ranks in (2, 8):
-            pace = link.pace(ranks)
+            pace = link.make_pace(ranks)
             sent = 4 * 1_998_235_200 * 2 * (ranks - 1) / ranks
             assert pace.comm_ratio == pytest.approx(sent / rates[name] / backward_s, rel=1e-3)
             assert pace.latency_ratio == pytest.approx(2 * (ranks - 1) * latencies[name] / backward_s)
@@ -97,8 +97,8 @@ def test_three_ways_to_say_which_link():
     assert lab.choose_link(options("--comm-ratio", 0.8), 2) == Pace(0.8, links.LATENCY_RATIO)
     assert lab.choose_link(options("--comm-ratio", 2, "--latency-ratio", 0), 2) == Pace(2, 0)
     assert lab.choose_link(options("--bandwidth-gbps", 8, "--latency-us", 50), 2) == Link(50e-6, 1e9)
-    assert lab.choose_link(options("--link", "10gbe"), 4) == links.NAMED["10gbe"].pace(4)
-    assert ladder.PACED.link == Pace(0.8, links.LATENCY_RATIO)
+    assert lab.choose_link(options("--link", "10gbe"), 4) == links.NAMED["10gbe"].make_pace(4)
+    assert ladder.EMULATED.link == Pace(0.8, links.LATENCY_RATIO)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_wrong_input_gets_one_line(brigade, arguments, sentence):
 
 def test_a_link_is_not_emulated_on_nccl():
     with pytest.raises(CourseError, match="an emulated link needs the backend gloo"):
-        ladder.run_benchmark(ladder.PACED, [ladder.TORCH_DDP], backend="nccl")
+        ladder.run_benchmark(ladder.EMULATED, [ladder.TORCH_DDP], backend="nccl")
 
 
 def test_nccl_is_the_default_where_every_rank_has_a_gpu(monkeypatch):
@@ -166,20 +166,25 @@ def test_the_json_is_complete_and_can_be_read_again(written_files, tmp_path):
     assert content["made_with"]["torch"] == torch.__version__
     found = bench.load_json(written_files.json)
     assert found.ladder.workload == replace(
-        ladder.PACED, rounds=7, batch_size=2, time=8, link=Pace(comm_ratio=0.5, latency_ratio=0.01)
+        ladder.EMULATED, rounds=7, batch_size=2, time=8, link=Pace(comm_ratio=0.5, latency_ratio=0.01)
     )
     assert (found.ladder.world_size, found.ladder.backend) == (2, "gloo")
     again = tmp_path / "again.json"
     bench.save_json(found, again)
     assert json.loads(again.read_text()) == content
     assert bench.load_json(again) == found
-    assert [row["variant"] for row in content["rows"]] == [row.variant for row in found.rows()]
+    assert [row["variant"] for row in content["rows"]] == [row.variant for row in found.make_rows()]
 
 
 def test_the_numbers_of_a_row_are_those_of_the_run(written_files):
     found = bench.load_json(written_files.json)
-    naive, zero, ddp, sharded = found.rows()
-    assert [row.variant for row in found.rows()] == ["1 NaiveDDP", "8 ZeroOptimizer", "torch DDP", "torch DDP + ZeRO"]
+    naive, zero, ddp, sharded = found.make_rows()
+    assert [row.variant for row in found.make_rows()] == [
+        "1 NaiveDDP",
+        "8 ZeroOptimizer",
+        "torch DDP",
+        "torch DDP + ZeRO",
+    ]
     steps, torch_steps, alone = (
         variant.step_ms for variant in (*(found.ladder.variants[place] for place in (0, 2)), found.ladder.computation)
     )
@@ -200,15 +205,15 @@ def test_the_numbers_of_a_row_are_those_of_the_run(written_files):
 def test_the_link_has_the_ratio_that_was_asked_for(written_files):
     found = bench.load_json(written_files.json).ladder
     assert found.link_s == pytest.approx(0.51 * found.backward_s)
-    naive = found.variant("1 NaiveDDP")
+    naive = found.get_measurement("1 NaiveDDP")
     least_s = naive.collectives * found.link.seconds("all_reduce", 0, 2) + 0.5 * found.backward_s
-    assert all(1e3 * least_s <= step for step in found.exposed_ms(naive))
+    assert all(1e3 * least_s <= step for step in found.compute_exposed_ms(naive))
 
 
 def test_the_table_can_be_read_by_other_programs(written_files):
     with written_files.csv.open(newline="") as file:
         lines = list(csv.DictReader(file))
-    for line, row in zip(lines, bench.load_json(written_files.json).rows()):
+    for line, row in zip(lines, bench.load_json(written_files.json).make_rows()):
         assert line["variant"] == row.variant
         assert float(line["exposed_ms_upper"]) == row.exposed_ms.upper
         assert float(line["state_mb"]) == row.state_mb
@@ -230,7 +235,7 @@ def test_the_emulation_is_trusted_up_to_a_fifth(written_files):
     def remarks(share, **changes):
         return bench.Bench(
             found.variants, replace(found.ladder, real_s=share * found.ladder.link_s, **changes)
-        ).remarks()
+        ).list_remarks()
 
     assert "20 % of that." in remarks(0.199)[1] and "trust" not in remarks(0.199)[1]
     assert remarks(0.21)[1].startswith("Do not trust these times: the real one underneath takes")
@@ -255,7 +260,7 @@ def test_a_sweep_compares_sizes_in_one_run(brigade, tmp_path):
     labels = [
         f"{name}, {size} MiB" for name in ("4 BucketedDDP", "5 BufferedDDP", "torch DDP") for size in ("0.3", "4")
     ]
-    rows = found.rows()
+    rows = found.make_rows()
     assert [row.variant for row in rows] == labels
     assert [row.bucket_mb for row in rows] == [0.3, 4.0] * 3
     assert [row.ratio.median for row in rows[4:]] == [1.0, 1.0]  # torch DDP, to itself with the same buckets
@@ -348,8 +353,8 @@ def test_torchrun_gives_the_losses_of_a_local_run(written_files, tmp_path):
     assert done.returncode == 0, done.stderr
     assert losses(given) == losses(written_files.json)
     found, local = bench.load_json(given), bench.load_json(written_files.json)
-    assert found.ladder.truth == local.ladder.truth
-    assert [row.collectives for row in found.rows()] == [row.collectives for row in local.rows()]
+    assert found.ladder.expected_loss == local.ladder.expected_loss
+    assert [row.collectives for row in found.make_rows()] == [row.collectives for row in local.make_rows()]
     assert len(found.ladder.variants[0].marks) == 2, "one for each rank"
     assert done.stdout.count("Step time: 2 ranks (gloo)") == 1, "only rank 0 prints"
     assert done.stdout.count("The link is emulated") == 1
@@ -360,7 +365,7 @@ def test_under_torchrun_no_link_is_emulated_between_machines(monkeypatch):
     for name, value in zip(torchrun.VARIABLES, ("0", "2", "0", "1", "localhost", "1")):
         monkeypatch.setenv(name, value)
     with pytest.raises(CourseError, match="an emulated link needs all ranks on one machine"):
-        torchrun.run_given(ladder.train, {}, [], mode="emulate")
+        torchrun.run_on_torchrun(ladder.train, {}, [], mode="emulate")
 
 
 def test_under_torchrun_an_error_is_one_sentence(tmp_path):
@@ -431,4 +436,4 @@ def test_under_torchrun_a_peer_that_cannot_be_reached_is_named(tmp_path):
 def test_a_broken_connection_is_told_from_one_that_was_never_there(message, said, monkeypatch):
     monkeypatch.setattr(torchrun, "OTHERS_FIRST_S", 0.0)
     told = {"message": message, "type": "RuntimeError", "frames": []}
-    assert said in str(torchrun.failure(RuntimeError(message), told, 0, RankRecord()))
+    assert said in str(torchrun.make_failure(RuntimeError(message), told, 0, RankRecord()))

@@ -10,7 +10,7 @@ from brigade.course.modules import MODULES
 from brigade.lab import claimed, claims
 from brigade.lab.claim_registry import CITED, VERDICTS, CannotMeasure, Claim, Finding
 from brigade.lab.claimed import CLAIMS
-from brigade.lab.claims import Checked, check, page
+from brigade.lab.claims import CheckedClaim, check_claim, make_page
 
 BY_NAME = {claim.name: claim for claim in CLAIMS}
 CHEAP = [
@@ -54,20 +54,22 @@ def test_the_page_is_up_to_date():
         cells = [line.split(" | ") for line in text.splitlines()]
         return [row[:3] + row[4:] if len(row) == 6 and "cited" not in row[5] else row for row in cells]
 
-    new = page(check(one) if one.verdict == CITED else Checked(one, Finding("", one.verdict)) for one in CLAIMS)
+    new = make_page(
+        check_claim(one) if one.verdict == CITED else CheckedClaim(one, Finding("", one.verdict)) for one in CLAIMS
+    )
     assert fixed(claims.PAGE.read_text()) == fixed(new), "python -m brigade.lab.claims --write"
 
 
 @pytest.mark.parametrize("name", CHEAP)
 def test_a_cheap_claim_is_what_the_reading_says(name):
-    checked = check(BY_NAME[name])
+    checked = check_claim(BY_NAME[name])
     assert checked.finding and checked.finding.verdict in VERDICTS
     assert checked.holds, f"{checked.measured}: {checked.verdict}"
 
 
 def test_a_measurement_that_contradicts_the_reading_fails(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(claimed, "CLAIMS", [claim("wrong", "right")])
-    assert claims.claims([], write=tmp_path / "claims.md") == 1
+    assert claims.run_claims([], write=tmp_path / "claims.md") == 1
     assert "right, but the reading says: wrong" in capsys.readouterr().out.replace("\n", " ")
     assert not list(tmp_path.iterdir()), "such a page is not written"
 
@@ -75,7 +77,7 @@ def test_a_measurement_that_contradicts_the_reading_fails(monkeypatch, tmp_path,
 def test_good_claims_are_printed_and_written(monkeypatch, tmp_path, capsys):
     cited = replace(claim(CITED), name="other", module=2, experiment=None, rule="it takes a lake")
     monkeypatch.setattr(claimed, "CLAIMS", [claim(), cited])
-    assert claims.claims([], write=tmp_path / "claims.md") == 0
+    assert claims.run_claims([], write=tmp_path / "claims.md") == 0
     said = capsys.readouterr().out
     assert "Water is dry" in said and "4 drops" in said and "(other)" in said
     written = (tmp_path / "claims.md").read_text()
@@ -88,7 +90,7 @@ def test_what_this_machine_cannot_measure_is_said():
     def impossible():
         raise CannotMeasure("only ships can")
 
-    checked = check(replace(claim(), experiment=impossible))
+    checked = check_claim(replace(claim(), experiment=impossible))
     assert checked.measured == "not measured: only ships can" and checked.holds and checked.verdict == "wrong"
 
 
@@ -99,13 +101,13 @@ def test_an_unknown_name_gets_a_sentence(capsys, monkeypatch):
 
 
 def test_the_list_names_them_all(capsys):
-    assert claims.claims([], show_only=True) == 0
+    assert claims.run_claims([], show_only=True) == 0
     said = capsys.readouterr().out
     assert [line.split()[0] for line in said.splitlines()] == list(BY_NAME)
 
 
 def test_verdicts_of_shares():
-    assert [claimed.by_share(cases) for cases in ([True, True], [True, False], [False])] == [
+    assert [claimed.judge_cases(cases) for cases in ([True, True], [True, False], [False])] == [
         "right",
         "depends",
         "wrong",

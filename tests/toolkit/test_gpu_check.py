@@ -11,8 +11,8 @@ from mutants import Mutant, escapes
 from brigade.checks.run import Conditions
 from brigade.course.modules import MODULES, ROOT, get_module
 from brigade.lab import gpu_check, ladder
-from brigade.lab.gpu_check import Found, Plan, Ran, Stage
-from brigade.lab.gpu_jobs import mutants_of
+from brigade.lab.gpu_check import CheckReport, JobResult, Plan, Stage
+from brigade.lab.gpu_jobs import import_mutants
 from brigade.lab.models import Size
 
 TINY = ladder.Workload(
@@ -22,8 +22,8 @@ TINY = ladder.Workload(
 
 @pytest.mark.parametrize("entry", MODULES, ids=lambda entry: entry.package)
 def test_the_sample_has_two_mutants_of_each_module(entry):
-    known = {mutant.name for mutant in mutants_of(entry).MUTANTS}
-    assert len(set(mutants_of(entry).SAMPLE) & known) == 2
+    known = {mutant.name for mutant in import_mutants(entry).MUTANTS}
+    assert len(set(import_mutants(entry).SAMPLE) & known) == 2
 
 
 def test_without_rich_and_matplotlib_it_can_be_imported():
@@ -51,7 +51,7 @@ def test_a_wrong_option_gets_a_sentence(options, said, capsys):
 def test_all_stages_on_gloo(tmp_path, monkeypatch, capsys):
     """Everything but NCCL itself; module 2 has the quickest checks."""
     plan = Plan("gloo", modules=(get_module(2),), minutes=20, workload=TINY)
-    monkeypatch.setattr(gpu_check, "planned", lambda options: plan)
+    monkeypatch.setattr(gpu_check, "make_plan", lambda options: plan)
     out = tmp_path / "below" / "report.md"
     assert gpu_check.main(["--backend", "gloo", "--out", str(out)]) == 0, capsys.readouterr().out
     report = out.read_text()
@@ -59,25 +59,25 @@ def test_all_stages_on_gloo(tmp_path, monkeypatch, capsys):
     assert "| Checks of module 2 | 7 | 0 |" in report and "| Mutants | 2 | 0 |" in report
     assert f"| torch | {torch.__version__} |" in report and str(ROOT) not in report
     assert all(f"| {entry.number} {entry.public[-1]} |" in report for entry in MODULES)
-    for name in mutants_of(get_module(2)).SAMPLE:
+    for name in import_mutants(get_module(2)).SAMPLE:
         assert f"| `mutant 2: {name}` | passed |" in report
 
 
 def test_a_stage_is_ended_when_its_time_is_used_up():
     started = time.monotonic()
-    stage = gpu_check.mutant_stage(Plan("gloo"), started + 2)
+    stage = gpu_check.run_mutant_stage(Plan("gloo"), started + 2)
     assert time.monotonic() - started < 30
-    assert stage.problem.startswith("stopped after 2 s") and not stage.good
-    late = [gpu_check.mutant_stage(Plan("gloo"), started), gpu_check.ladder_stage(Plan("gloo"), started)]
-    assert all(stage.problem == "not reached: the time was used up" and not stage.good for stage in late)
+    assert stage.problem.startswith("stopped after 2 s") and not stage.is_good
+    late = [gpu_check.run_mutant_stage(Plan("gloo"), started), gpu_check.run_ladder_stage(Plan("gloo"), started)]
+    assert all(stage.problem == "not reached: the time was used up" and not stage.is_good for stage in late)
 
 
 def test_nothing_else_is_tried_when_the_first_all_reduce_fails(monkeypatch):
-    monkeypatch.setattr(gpu_check, "launch_stage", lambda plan: Stage("A first all-reduce", 1.0, problem="no NCCL"))
+    monkeypatch.setattr(gpu_check, "run_launch_stage", lambda plan: Stage("A first all-reduce", 1.0, problem="no NCCL"))
     said = []
-    found = gpu_check.run(Plan("gloo"), said.append)
-    assert said == ["A first all-reduce: NOT GOOD, 1.0 s (no NCCL)"]
-    assert not found.good and found.stages[-1].problem.startswith("not tried")
+    found = gpu_check.run_stages(Plan("gloo"), said.append)
+    assert said == ["A first all-reduce: FAILED, 1.0 s (no NCCL)"]
+    assert not found.is_good and found.stages[-1].problem.startswith("not tried")
 
 
 def test_what_the_process_told():
@@ -89,7 +89,7 @@ def test_what_the_process_told():
     ]
     tests, planned = gpu_check.read_lines("\n".join(lines))
     assert planned == 3
-    assert tests == (Ran("one", True, 1.5), Ran("two", False, 2.0, "expected"))
+    assert tests == (JobResult("one", True, 1.5), JobResult("two", False, 2.0, "expected"))
 
 
 def test_a_mutant_that_escapes_fails():
@@ -99,13 +99,13 @@ def test_a_mutant_that_escapes_fails():
 
 
 def test_the_report_has_what_failed():
-    passed, wrong = Ran("test_good", True, 1.0), Ran("test_bad", False, 2.0, f"in {ROOT}/x.py ```")
+    passed, wrong = JobResult("test_good", True, 1.0), JobResult("test_bad", False, 2.0, f"in {ROOT}/x.py ```")
     stages = [Stage("Checks of module 1", 3.0, (passed, wrong), missing=4), Stage("The ladder", 5.0, problem="stopped")]
-    found = Found(Plan(share_gpu=True), [("GPU", "1 × NVIDIA Example")], stages)
-    report = gpu_check.report(found)
-    assert not found.good and "**Not everything passed.**" in report
+    found = CheckReport(Plan(share_gpu=True), [("GPU", "1 × NVIDIA Example")], stages)
+    report = gpu_check.format_report(found)
+    assert not found.is_good and "**Not everything passed.**" in report
     assert "| GPU | 1 × NVIDIA Example |" in report and "several ranks on one GPU" in report
-    assert "| Checks of module 1 | 1 | 1 | 4 | 3.0 | **not good** |" in report
+    assert "| Checks of module 1 | 1 | 1 | 4 | 3.0 | **failed** |" in report
     failures = report.partition("## What failed")[2]
     assert "### Checks of module 1: test_bad" in failures and "in ./x.py" in failures and "stopped" in failures
     assert failures.count("```") == 4

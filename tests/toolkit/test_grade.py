@@ -773,7 +773,7 @@ def test_interrupted_it_puts_everything_away(number, grader):
 def test_an_interrupt_waits_for_the_end_of_an_import():
     reached, before = False, [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     with pytest.raises(KeyboardInterrupt):
-        with grade_command.interrupts_wait():
+        with grade_command.delay_interrupts():
             os.kill(os.getpid(), signal.SIGTERM)
             os.kill(os.getpid(), signal.SIGINT)
             reached = True

@@ -40,10 +40,10 @@ def test_every_module_and_torch_train_as_one_process_does(results):
     assert [variant.label for variant in found.variants] == [
         f"{e.number} {e.public[-1]}" for e in MODULES
     ] + torch_labels
-    assert found.wrong() == []
+    assert found.list_wrong_losses() == []
     assert steps == ladder.count_steps(WORKLOAD, [*ladder.get_course_variants(), *ladder.TORCH])
-    assert found.ratio(found.variant("torch DDP")) == 1.0
-    assert set(found.ratios(found.variant(torch_labels[1]), torch_labels[1])) == {1.0}
+    assert found.compute_ratio(found.get_measurement("torch DDP")) == 1.0
+    assert set(found.compute_ratios(found.get_measurement(torch_labels[1]), torch_labels[1])) == {1.0}
     assert all(cpu > 0 for variant in found.variants for cpu in variant.cpu_ms)
 
 
@@ -53,7 +53,7 @@ def test_collectives_and_bytes_of_a_step_are_counted(results):
     assert (naive.collectives, flat.collectives, overlapped.collectives) == (len(PARAMETERS), 1, len(PARAMETERS))
     nbytes = sum(p.numel() * p.element_size() for p in PARAMETERS)
     assert {variant.sent_bytes for variant in (naive, flat, overlapped)} == {nbytes}
-    zero, sharded_by_torch = found.variant("8 ZeroOptimizer"), found.variant("torch DDP + ZeRO")
+    zero, sharded_by_torch = found.get_measurement("8 ZeroOptimizer"), found.get_measurement("torch DDP + ZeRO")
     assert nbytes <= zero.sent_bytes <= 1.2 * nbytes  # a reduce-scatter and an all-gather, padding included
     assert zero.collectives == 2
     # An all-reduce and a broadcast of every parameter; torch DDP also broadcasts its order of buckets once.
@@ -66,7 +66,7 @@ def test_step_times_are_those_of_the_slowest_rank():
     assert variant.step_ms == [6000, 9000]
     assert variant.median_ms == 7500
     assert variant.quartiles_ms == (6750, 8250)
-    assert variant.phase_ms("backward") == 1000
+    assert variant.compute_phase_ms("backward") == 1000
     assert variant.cpu_ms == [750, 1500]
 
 
@@ -78,7 +78,7 @@ def test_a_variant_that_sums_is_wrong():
     assert count == 1
     sources[f"{entry.package}.{entry.name}"] = (path, mistake)
     found = ladder.run_ladder(WORKLOAD, [ladder.get_variant(entry)], sources)
-    sentences = found.wrong()
+    sentences = found.list_wrong_losses()
     assert len(sentences) == 2  # both ranks of module 1, and torch DDP is right
     assert sentences[1].startswith("1 NaiveDDP does not train as one process does: rank 1 has a loss of")
 
@@ -90,7 +90,7 @@ def test_ranks_that_cannot_share_a_batch_are_refused():
 
 def test_the_table_fits_a_terminal_and_a_pipe(results):
     console = Console(width=80, record=True, file=io.StringIO())
-    console.print(plots.ladder_table(results[0]))
+    console.print(plots.make_ladder_table(results[0]))
     lines = console.export_text().splitlines()
     assert max(map(len, lines)) <= 80
     for variant in results[0].variants:
@@ -100,7 +100,7 @@ def test_the_table_fits_a_terminal_and_a_pipe(results):
 
 def test_the_ladder_can_be_drawn(results, tmp_path):
     path = tmp_path / "out" / "ladder.png"
-    plots.ladder_picture(results[0], path)
+    plots.draw_ladder(results[0], path)
     assert png_size(path)[0] == 900
 
 

@@ -30,52 +30,52 @@ def counted():
 def test_a_block_of_memory_is_counted_once_and_whole():
     whole = torch.zeros(100)
     seen = set()
-    assert memory_accounting.new_bytes([whole[:10], None, whole.view(10, 10), 3], seen) == 400
-    assert memory_accounting.new_bytes([whole, torch.zeros(2)], seen) == 8
+    assert memory_accounting.count_new_bytes([whole[:10], None, whole.view(10, 10), 3], seen) == 400
+    assert memory_accounting.count_new_bytes([whole, torch.zeros(2)], seen) == 8
 
 
 def test_every_case_is_counted_on_every_number_of_ranks(counted):
     found, begun = counted
-    assert begun == 2 * len(memory.cases()) == 2 * len(found)
-    assert all([len(ranks) for ranks in one.held.values()] == [1, 2] for one in found.values())
+    assert begun == 2 * len(memory.list_cases()) == 2 * len(found)
+    assert all([len(ranks) for ranks in one.by_world_size.values()] == [1, 2] for one in found.values())
     assert all(one.numel == sum(parameter.numel() for parameter in PARAMETERS) for one in found.values())
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_without_a_shared_optimizer_a_rank_holds_sixteen_bytes_a_parameter(counted, world_size):
     for label in ("1 NaiveDDP", "4 BucketedDDP"):
-        for rank in counted[0][label].held[world_size]:
+        for rank in counted[0][label].by_world_size[world_size]:
             assert rank == {"parameters": BYTES, "gradients": BYTES, "optimizer state": 2 * BYTES + STEPS}
-    for rank in counted[0]["5 BufferedDDP"].held[world_size]:  # the parameters are where they were
+    for rank in counted[0]["5 BufferedDDP"].by_world_size[world_size]:  # the parameters are where they were
         assert rank["parameters"] == BYTES
         assert BYTES <= rank["gradients"] <= BYTES + 4 * PADDING
-    for rank in counted[0]["torch DDP"].held[world_size]:  # DDP's buckets are a second set of gradients
+    for rank in counted[0]["torch DDP"].by_world_size[world_size]:  # DDP's buckets are a second set of gradients
         assert rank == {"parameters": BYTES, "gradients": 2 * BYTES, "optimizer state": 2 * BYTES + STEPS}
 
 
 def test_a_shared_optimizer_holds_its_part_of_the_state(counted):
     for label in ("8 ShardedOptimizer", "torch DDP + ZeRO"):  # whole parameters: each state lies somewhere
-        states = [rank["optimizer state"] for rank in counted[0][label].held[2]]
+        states = [rank["optimizer state"] for rank in counted[0][label].by_world_size[2]]
         assert sum(states) == 2 * BYTES + STEPS
         assert max(states) <= BYTES + STEPS + 2 * max(parameter.nbytes for parameter in PARAMETERS)
-    for rank in counted[0]["8 ZeroOptimizer"].held[2]:
+    for rank in counted[0]["8 ZeroOptimizer"].by_world_size[2]:
         assert rank["optimizer state"] <= BYTES + 4 * PADDING + STEPS
-    for rank in counted[0]["8 ZeroOptimizer, bf16"].held[2]:  # three of fp32, of which one is the master
+    for rank in counted[0]["8 ZeroOptimizer, bf16"].by_world_size[2]:  # three of fp32, of which one is the master
         assert rank["optimizer state"] <= 3 * (BYTES + 4 * PADDING) / 2 + STEPS
 
 
 def test_what_is_held_agrees_with_the_formulas(counted):
     assert [memory.WHOLE.text, memory.STAGE_1_BF16.text] == ["4P + 4P + 8P", "2P + 4P + 12P/N"]
-    assert memory.STAGE_1.held(10, 4) == {"parameters": 40, "gradients": 40, "optimizer state": 20}
+    assert memory.STAGE_1.compute_bytes(10, 4) == {"parameters": 40, "gradients": 40, "optimizer state": 20}
     for label, one in counted[0].items():
         for world_size in (1, 2):
-            expected = memory.total(one.expected(world_size)) + ("torch" in label) * BYTES
-            assert memory.total(one.fullest(world_size)) == pytest.approx(expected, rel=0.05)
+            expected = memory.sum_bytes(one.compute_expected(world_size)) + ("torch" in label) * BYTES
+            assert memory.sum_bytes(one.find_fullest(world_size)) == pytest.approx(expected, rel=0.05)
 
 
 def test_the_table_fits_a_terminal(counted):
     console = Console(width=80, record=True, file=io.StringIO())
-    console.print(memory.memory_table([*counted[0].values()]))
+    console.print(memory.make_memory_table([*counted[0].values()]))
     lines = console.export_text().splitlines()
     assert max(map(len, lines)) <= 80
     assert [line.split("  ")[0] for line in lines if "P/N" in line] == ["4P + 4P + 8P/N", "2P + 4P + 12P/N"]
@@ -85,7 +85,7 @@ def test_the_table_fits_a_terminal(counted):
 
 def test_the_picture_can_be_drawn(counted, tmp_path):
     path = tmp_path / "out" / "memory.png"
-    memory.memory_picture([*counted[0].values()], path)
+    memory.draw_memory([*counted[0].values()], path)
     assert png_size(path)[0] == 900
 
 

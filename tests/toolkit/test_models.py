@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from brigade.lab import corpus
-from brigade.lab.models import SIZES, Size, TinyLM, language_loss, rotate, rotations, tiny_lm
+from brigade.lab.models import SIZES, Size, TinyLM, compute_rotations, language_loss, make_tiny_lm, rotate
 
 SMALL = Size(d_model=32, d_ff=48, layers=2, heads=4, vocabulary=50, context=16)
 BLOCK = ["ln1", "q", "k", "v", "o", "ln2", "w1", "w2", "w3"]
@@ -22,7 +22,7 @@ def small() -> TinyLM:
 
 def test_xl_is_the_benchmarks_to_the_parameter():
     """1 998 235 200 parameters, 7.99 GB in float32, as in Stanford CS336's systems assignment."""
-    model = tiny_lm("xl", device="meta")
+    model = make_tiny_lm("xl", device="meta")
     assert sum(parameter.numel() for parameter in model.parameters()) == 1_998_235_200
     assert all(parameter.is_meta and parameter.dtype == torch.float32 for parameter in model.parameters())
 
@@ -30,7 +30,7 @@ def test_xl_is_the_benchmarks_to_the_parameter():
 @pytest.mark.parametrize("name", SIZES)
 def test_parameters_are_what_the_size_says(name):
     size = SIZES[name]
-    model = tiny_lm(name, device="meta")
+    model = make_tiny_lm(name, device="meta")
     block = 4 * size.d_model**2 + 3 * size.d_model * size.d_ff + 2 * size.d_model
     numel = size.layers * block + 2 * size.vocabulary * size.d_model + size.d_model
     assert sum(parameter.numel() for parameter in model.parameters()) == numel
@@ -70,9 +70,9 @@ def test_the_order_of_tokens_matters(small):
 @pytest.mark.parametrize("name", ["tiny"])
 def test_the_loss_starts_where_nothing_is_known(name):
     torch.manual_seed(0)
-    model = tiny_lm(name)
+    model = make_tiny_lm(name)
     vocabulary = SIZES[name].vocabulary
-    tokens, targets = corpus.batch(corpus.text(20_000), 4, 32, torch.Generator().manual_seed(0))
+    tokens, targets = corpus.draw_batch(corpus.read_text(20_000), 4, 32, torch.Generator().manual_seed(0))
     assert language_loss(model(tokens), targets).item() == pytest.approx(math.log(vocabulary), rel=0.1)
 
 
@@ -97,7 +97,7 @@ def test_the_loss_is_a_mean_over_tokens():
 
 
 def test_rotation_keeps_lengths_and_knows_only_distances():
-    cos, sin = rotations(9, 8, torch.zeros(1, dtype=torch.float64))
+    cos, sin = compute_rotations(9, 8, torch.zeros(1, dtype=torch.float64))
     assert cos.shape == sin.shape == (9, 4) and cos.dtype == torch.float64
     q, k = torch.randn(8, dtype=torch.float64), torch.randn(8, dtype=torch.float64)
     turned_q, turned_k = rotate(q.expand(9, 8), cos, sin), rotate(k.expand(9, 8), cos, sin)

@@ -79,11 +79,11 @@ def test_a_cell_is_what_every_rank_does(two_ranks: Ranks, capsys: pytest.Capture
     printed = capsys.readouterr().out.split()
     assert " ".join(printed) == "[stdout:0] I am 0 [stdout:1] I am 1"
     assert two_ranks["value"] == [3.0, 3.0]
-    assert [[launch.op for launch in launches(events)] for events in two_ranks.events()] == [["all_reduce"]] * 2
+    assert [[launch.op for launch in launches(events)] for events in two_ranks.read_events()] == [["all_reduce"]] * 2
 
 
 def test_a_link_is_emulated_between_the_ranks_of_a_notebook(two_ranks: Ranks) -> None:
-    before = [len(launches(events)) for events in two_ranks.events()]
+    before = [len(launches(events)) for events in two_ranks.read_events()]
     two_ranks.run(
         "import time, torch, torch.distributed as dist\n"
         "from brigade.rank import emulated_link\n"
@@ -92,7 +92,7 @@ def test_a_link_is_emulated_between_the_ranks_of_a_notebook(two_ranks: Ranks) ->
         "dist.all_reduce(torch.ones(4))\n"
         "emulated_link.use(None)"
     )
-    [first], [second] = (launches(events)[count:] for count, events in zip(before, two_ranks.events()))
+    [first], [second] = (launches(events)[count:] for count, events in zip(before, two_ranks.read_events()))
     assert first.began == second.began >= max(first.start, second.start)
     assert min(first.end, second.end) >= first.began + 0.1
 

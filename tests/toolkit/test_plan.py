@@ -40,9 +40,9 @@ def planned(setting, link, label=None):
 
 
 def planned_model(name, world_size, bucket_mb, dtype="fp32"):
-    model = plan.model_of(plan.MODELS[name], dtype)
-    flops = plan.backward_flops(model, 1024, min(1024, model.size.context))
-    machine = plan.machine_of(flops, 1e14, 1e12)
+    model = plan.make_model(plan.MODELS[name], dtype)
+    flops = plan.count_backward_flops(model, 1024, min(1024, model.size.context))
+    machine = plan.make_machine(flops, 1e14, 1e12)
     return Setting(list(model.parameters()), world_size, bucket_mb, OPTIMIZERS["adamw"], machine)
 
 
@@ -123,8 +123,8 @@ def test_the_buckets_of_the_xl_table(bucket_mb, closed_before, closed_after):
 
 
 def setting_of_small(optimizer, bucket_mb=BUCKET_MB, dtype="fp32"):
-    model = plan.model_of(SIZE, dtype)
-    machine = plan.machine_of(plan.backward_flops(model, 32, 16), 1e9, 1e9)
+    model = plan.make_model(SIZE, dtype)
+    machine = plan.make_machine(plan.count_backward_flops(model, 32, 16), 1e9, 1e9)
     return Setting(list(model.parameters()), 2, bucket_mb, optimizer, machine)
 
 
@@ -150,11 +150,11 @@ def test_the_ranks_launch_and_send_what_is_planned(results):
 
 
 def test_the_sharded_optimizer_launches_what_is_planned():
-    [variant] = [one for one in plan.variants() if one.label == "8 ShardedOptimizer"]
-    program = schedules.program_of(variant, setting_of_small(OPTIMIZERS["adamw"]))
+    [variant] = [one for one in plan.list_variants() if one.label == "8 ShardedOptimizer"]
+    program = schedules.make_program(variant, setting_of_small(OPTIMIZERS["adamw"]))
     case = asdict(variant) | {"dtype": "float32"}
     results = run_ranks(
-        memory.count_all, asdict(SIZE), [case], world_size=2, packages={"submission": ladder.read_reference()}
+        memory.count_cases, asdict(SIZE), [case], world_size=2, packages={"submission": ladder.read_reference()}
     )
     found = [(one.op, one.nbytes) for one in launches(results.events[0])]
     assert found == 2 * [(one.op, one.nbytes) for one in program.launches]  # two steps
@@ -162,11 +162,11 @@ def test_the_sharded_optimizer_launches_what_is_planned():
 
 def test_what_a_rank_keeps_is_what_is_counted():
     for one in memory.measure(SIZE, (2,)):
-        if not schedules.with_rules([one.case.variant]):
+        if not schedules.select_with_rule([one.case.variant]):
             continue
         dtype = {"float32": "fp32", "bfloat16": "bf16"}[one.case.dtype]
         setting = setting_of_small(OPTIMIZERS["adamw"], memory.BUCKET_MB, dtype)
-        counted, held = one.fullest(2), plan.held(one.case.variant, setting)
+        counted, held = one.find_fullest(2), plan.count_kept_bytes(one.case.variant, setting)
         assert held["parameters"] == counted["parameters"], one.case.label
         assert held["gradients"] == counted["gradients"], one.case.label
         steps = 4 * len(setting.parameters)  # AdamW's, of which the plan says that they are left out
@@ -178,10 +178,12 @@ def test_the_formulas_of_zero_hold_for_large_models():
     setting = planned_model("gpt3-175b", 1024, 25)
     found = planned(setting, ETHERNET)
     for label, formula in (("1 NaiveDDP", memory.WHOLE), ("8 ZeroOptimizer", memory.STAGE_1)):
-        assert found[label].held_bytes == pytest.approx(memory.total(formula.held(setting.numel, 1024)), rel=1e-3)
+        assert found[label].memory_bytes == pytest.approx(
+            memory.sum_bytes(formula.compute_bytes(setting.numel, 1024)), rel=1e-3
+        )
     bf16 = planned(planned_model("gpt3-175b", 1024, 25, "bf16"), ETHERNET, "8 ZeroOptimizer")
-    expected = memory.total(memory.STAGE_1_BF16.held(setting.numel, 1024))
-    assert bf16.held_bytes == pytest.approx(expected, rel=1e-3)
+    expected = memory.sum_bytes(memory.STAGE_1_BF16.compute_bytes(setting.numel, 1024))
+    assert bf16.memory_bytes == pytest.approx(expected, rel=1e-3)
 
 
 def test_a_module_without_a_rule_is_not_planned(monkeypatch, capsys):
@@ -199,10 +201,10 @@ def test_every_model_has_its_size():
 
 
 def test_backward_is_twice_what_forward_multiplies():
-    model = plan.model_of(SIZE)
+    model = plan.make_model(SIZE)
     matrices = sum(p.numel() for p in model.parameters() if p.dim() == 2) - model.embedding.weight.numel()
     attention = 2 * 2 * SIZE.d_model * 16 * SIZE.layers
-    assert sum(plan.backward_flops(model, 100, 16)) == 100 * (4 * matrices + attention)
+    assert sum(plan.count_backward_flops(model, 100, 16)) == 100 * (4 * matrices + attention)
 
 
 def test_thousands_of_ranks_are_planned_in_seconds():
@@ -217,7 +219,7 @@ def test_the_command_prints_a_table_and_its_assumptions(capsys):
     text = capsys.readouterr().out
     table, _, assumed = text.partition("Assumed:")
     assert max(map(len, text.splitlines())) <= 80
-    assert all(variant.label in table for variant in plan.variants())
+    assert all(variant.label in table for variant in plan.list_variants())
     assumed = " ".join(assumed.split())
     assert "1024 ranks" in assumed and "12.5 GB/s" in assumed and "fp32 masters" in assumed
     assert "Data parallelism alone cannot train gpt3-175b" in assumed
@@ -271,24 +273,24 @@ def test_errors_are_one_sentence(options, sentence, capsys):
 def test_a_ladder_is_compared_with_its_plan(results):
     points = validate.compare(results, validate.Overheads(1e10, 0.0, 0.0, 0.0))
     assert {point.label for point in points} == {*BY_HAND} - {"8 ShardedOptimizer"}
-    assert all(point.measured_ms == results.variant(point.label).median_ms for point in points)
-    setting = validate.setting_of(results, validate.Overheads(1e10, 0.0, 0.0, 0.0))
-    alone_s = schedules.simulate(schedules.program_of(ladder.COMPUTATION, setting), results.link)
+    assert all(point.measured_ms == results.get_measurement(point.label).median_ms for point in points)
+    setting = validate.make_setting(results, validate.Overheads(1e10, 0.0, 0.0, 0.0))
+    alone_s = schedules.simulate(schedules.make_program(ladder.COMPUTATION, setting), results.link)
     assert 1e3 * alone_s == pytest.approx(results.computation.median_ms)
     console = Console(width=80, record=True, file=io.StringIO())
-    console.print(validate.validation_table(points))
+    console.print(validate.make_validation_table(points))
     assert max(map(len, console.export_text().splitlines())) <= 80
     assert validate.Point("a", 2, 1.0, 110.0, 100.0, 0.0, 0.0).error == pytest.approx(0.1)
 
 
 def test_overheads_are_measured_in_ranks():
-    found = validate.overheads_of(2, replace(ladder.PACED, size=SIZE))
+    found = validate.measure_overheads(2, replace(ladder.EMULATED, size=SIZE))
     assert found.copy_bytes_per_s > 0 and found.launch_s >= 0
     assert found.launch_s_per_byte >= 0 and found.wake_s >= 0
 
 
 def test_points_that_cannot_be_run_are_refused():
-    assert validate.points_of(["2x0.5", "4x1"]) == [(2, 0.5), (4, 1.0)]
+    assert validate.parse_points(["2x0.5", "4x1"]) == [(2, 0.5), (4, 1.0)]
     for text in ("2", "x", "1x1", "5x1", "2x0"):
         with pytest.raises(CourseError, match=f"^{text}"):
-            validate.points_of([text])
+            validate.parse_points([text])

@@ -28,16 +28,16 @@ def bench(**changes):
 
 def test_the_median_counts():
     row = at_most("all checks", "brigade check", 45, [44.0, 50.0, 40.0], "s")
-    assert row.held and row.aim == "at most 45 s" and row.measured == "44.00 s (40.00 to 50.00)"
-    assert not at_most("all checks", "brigade check", 45, [44.0, 45.1, 50.0], "s").held
+    assert row.is_kept and row.aim == "at most 45 s" and row.measured == "44.00 s (40.00 to 50.00)"
+    assert not at_most("all checks", "brigade check", 45, [44.0, 45.1, 50.0], "s").is_kept
     assert at_most("demo", "make demo", 90, [90.0]).measured == "90.00"
 
 
 def test_short_times_hold_and_longer_ones_do_not():
-    assert [row.held for row in ladder_promises([bench()] * 3)] == [True] * 6
+    assert [row.is_kept for row in ladder_promises([bench()] * 3)] == [True] * 6
     slow = bench(**{"5_BufferedDDP": {"step_s": 0.107}, "8_ZeroOptimizer": {"step_s": 0.09}})
     rows = ladder_promises([slow, slow, bench()])
-    assert [row.figure for row in rows if not row.held] == [
+    assert [row.figure for row in rows if not row.is_kept] == [
         "step time, 5 BufferedDDP to torch DDP",
         "step time, 8 ZeroOptimizer to torch DDP + ZeRO",
     ]
@@ -47,14 +47,14 @@ def test_short_times_hold_and_longer_ones_do_not():
 def test_too_much_state_in_any_run_is_seen():
     """The state of the fullest rank may be half of the buffers' 400 bytes."""
     full, too_full = (bench(**{"8_ZeroOptimizer": {"state": state}}) for state in (200, 201))
-    assert ladder_promises([full] * 3)[-1].held
-    assert not ladder_promises([full, full, too_full])[-1].held
+    assert ladder_promises([full] * 3)[-1].is_kept
+    assert not ladder_promises([full, full, too_full])[-1].is_kept
 
 
 def test_whatever_is_left_is_named():
-    assert left_promise("after Ctrl-C", "brigade check 5", [], []).held
+    assert left_promise("after Ctrl-C", "brigade check 5", [], []).is_kept
     row = left_promise("after Ctrl-C", "brigade check 5", ["python"], ["brigade-x"])
-    assert not row.held and row.measured == "1 and 1: python, brigade-x"
+    assert not row.is_kept and row.measured == "1 and 1: python, brigade-x"
 
 
 def test_commands_are_run_with_this_python():

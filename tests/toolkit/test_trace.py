@@ -33,22 +33,22 @@ def test_a_timeline_shows_where_the_collectives_are(traced):
     for number, count in ((1, len(PARAMETERS)), (2, 1), (3, len(PARAMETERS))):
         line = traced[number]
         for rank in range(2):
-            backward = line.phase(rank, "backward")
-            found = line.collectives(rank)
+            backward = line.get_span(rank, "backward")
+            found = line.get_collectives(rank)
             assert len(found) == count
             assert all(one.launched_ms < backward.end_ms for one in found) == (number == 3)
             assert all(one.launched_ms > backward.end_ms for one in found) == (number != 3)
-    assert traced[0].collectives(0)
+    assert traced[0].get_collectives(0)
 
 
 def test_an_emulated_link_carries_one_collective_at_a_time(traced):
     for line in traced.values():
         for rank in range(2):
-            found = line.collectives(rank)
+            found = line.get_collectives(rank)
             assert {one.row for one in found} == {0}
             assert all(one.end_ms <= other.start_ms for one, other in pairwise(found))
             carried_ms = 0.0
-            for one, other in zip(found, line.collectives(1 - rank)):
+            for one, other in zip(found, line.get_collectives(1 - rank)):
                 assert max(one.launched_ms, other.launched_ms) <= one.start_ms
                 carried_ms += 1e3 * LINK.seconds(one.op, one.nbytes, 2)
                 assert one.end_ms >= found[0].launched_ms + carried_ms
@@ -63,30 +63,30 @@ def test_communication_after_backward_is_exposed(traced):
 def test_waits_are_inside_of_the_phase_that_waits(traced):
     for number in (1, 2, 3, 6):
         for rank in range(2):
-            finish = traced[number].phase(rank, "finish")
+            finish = traced[number].get_span(rank, "finish")
             # Module 6 waits for a group in backward, half a group later.
-            start_ms = traced[number].phase(rank, "backward").start_ms if number == 6 else finish.start_ms
+            start_ms = traced[number].get_span(rank, "backward").start_ms if number == 6 else finish.start_ms
             waits = [span for span in traced[number].spans if span.rank == rank and span.kind == "wait"]
             assert waits
             assert all(start_ms <= span.start_ms < span.end_ms <= finish.end_ms for span in waits)
-            assert all(one.waited_ms >= one.end_ms - 0.1 for one in traced[number].collectives(rank))
+            assert all(one.waited_ms >= one.end_ms - 0.1 for one in traced[number].get_collectives(rank))
 
 
 def test_collectives_say_what_they_carry(traced):
-    names = {number: [one.name for one in line.collectives(0)] for number, line in traced.items()}
+    names = {number: [one.name for one in line.get_collectives(0)] for number, line in traced.items()}
     assert names[1] == list(PARAMETERS)
     assert sorted(names[3]) == sorted(PARAMETERS)
     assert names[2] == [None] and set(names[6]) == {None, "head.weight"}  # of one bucket it is the only one
-    halves = [one.title for one in traced[6].collectives(0)]
+    halves = [one.title for one in traced[6].get_collectives(0)]
     assert {"reduce-scatter head.weight", "reduce-scatter 1", "all-gather head.weight", "all-gather 1"} <= set(halves)
-    assert traced[2].collectives(1)[0].nbytes == 4 * sum(parameter.numel() for parameter in PARAMETERS.values())
+    assert traced[2].get_collectives(1)[0].nbytes == 4 * sum(parameter.numel() for parameter in PARAMETERS.values())
 
 
 def test_without_an_emulated_link_collectives_do_not_hide_each_other():
     line = timeline.trace([ladder.get_variant(get_module(3))], workload=replace(WORKLOAD, link=None))[0]
-    assert line.link is None and "this machine's own" in line.carrier
+    assert line.link is None and "this machine's own" in line.link_text
     for rank in range(2):
-        found = line.collectives(rank)
+        found = line.get_collectives(rank)
         for place, one in enumerate(found):
             assert one.start_ms == one.launched_ms
             assert all(
@@ -122,7 +122,7 @@ def expect_chrome_trace(events, ranks):
 
 
 def test_the_chrome_trace_can_be_read(traced):
-    found = json.loads(json.dumps(timeline.chrome([*traced.values()])))
+    found = json.loads(json.dumps(timeline.make_chrome_trace([*traced.values()])))
     expect_chrome_trace(found["traceEvents"], ranks=2 * len(traced))
     assert [event for event in found["traceEvents"] if event["ph"] == "s"]  # module 3 launches while the link is busy
     assert found["displayTimeUnit"] == "ms"

@@ -105,7 +105,7 @@ def test_two_hosts_train_as_one_process_does(tmp_path, nothing_left):
     assert out.count("Step time: 2 ranks (gloo)") == 1
     two_hosts = bench.load_json(path).ladder
     for variant in two_hosts.variants:
-        assert variant.losses == pytest.approx([two_hosts.truth] * 2, abs=1e-6), variant.label
+        assert variant.losses == pytest.approx([two_hosts.expected_loss] * 2, abs=1e-6), variant.label
     carried_s = 8 * two_hosts.model_bytes / (MBIT_PER_S * 1e6)  # two ranks: each sends all gradients once
     assert 0.9 * carried_s <= two_hosts.real_s  # tc lets a burst of 256 kB pass at once
 
