@@ -1,13 +1,13 @@
-"""Ranks for a notebook. After `ranks = start_ranks(2)`, what stands in a `%%px` cell is what every rank does.
+"""Ranks for a notebook. After `ranks = start_ranks(2)`, every rank runs the code of each `%%px` cell.
 
-    ranks.deadline_s = 5    how long a cell may take from now on
-    ranks["loss"]           the variable `loss` of every rank, in a list
-    ranks.read_events()          for each rank, what it recorded so far (see `recording.py`)
-    ranks.stop()            ends them; so does the end of the notebook's process, in whatever way it comes
+    ranks.deadline_s = 5      how long a cell may take from now on
+    ranks["loss"]             the variable `loss` of every rank, in a list
+    ranks.read_events()       for each rank, what it recorded so far (see `recording.py`)
+    ranks.stop()              end the ranks; they also end with the notebook's process, however that ends
 
 A rank is an ipyparallel engine with an initialised default process group that records every collective. The
-reference solutions are importable there: `from solutions.m01_naive_ddp.naive_ddp import NaiveDDP`. `%%px -t 1` is for
-rank 1 alone. When a cell misses its deadline, a sentence for each rank says what it was doing, and the ranks end.
+reference solutions are importable there: `from solutions.m01_naive_ddp.naive_ddp import NaiveDDP`. `%%px -t 1` runs a
+cell on rank 1 only. If a cell misses its deadline, a sentence for each rank says what it was doing, and the ranks end.
 For timings that need clean processes use `ladder.py` and `timeline.py`.
 """
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 MARK = "BRIGADE_NOTEBOOK"  # in the environment of every process of the ranks: their directory
 START_S = 60.0
-# An engine counts after its second heartbeat, and we notice ourselves when one dies.
+# An engine is ready after its second heartbeat. We detect ourselves if one dies.
 CONTROLLER = (
     "--nodb",
     "--IPController.use_threads=True",
@@ -53,22 +53,22 @@ CONTROLLER = (
     "--HeartMonitor.max_heartmonitor_misses=1000000",
 )
 ENGINE = ("--IPEngine.enable_nanny=False", "--IPEngine.max_heartbeat_misses=0", f"--IPEngine.timeout={START_S}")
-GRACE_S = 2.0  # after one rank has failed, the time in which the others may still finish
+GRACE_S = 2.0  # after one rank has failed, the others have this time to finish
 
 
 class RanksError(Exception):
-    """What went wrong in the ranks, in sentences. A notebook shows them without a traceback."""
+    """A failure in the ranks, described in sentences. A notebook shows them without a traceback."""
 
     def _render_traceback_(self) -> list[str]:
         return str(self).splitlines()
 
 
 def start_ranks(n: int | None = None, *, mode: str = "record", deadline_s: float = 30.0) -> Ranks:
-    """Starts `n` ranks, in place of those started before; in a notebook, `%%px` then means them.
+    """Start `n` ranks, which replace the ranks started before; in a notebook, `%%px` then means them.
 
-    `n` None is one rank for each GPU, with NCCL, where there are two GPUs or more, else two ranks on gloo. `mode` is
-    "record", "strict" (`strict.py`) or "emulate" (`emulated_link.py`); `deadline_s` holds for each cell. Raises
-    RanksError when they do not start.
+    If `n` is None, start one rank per GPU with NCCL if there are at least two GPUs, else two ranks on gloo. `mode` is
+    "record", "strict" (`strict.py`) or "emulate" (`emulated_link.py`). `deadline_s` applies to each cell. Raise
+    RanksError if the ranks do not start.
     """
     global _running
     if _running:
@@ -86,7 +86,7 @@ _running: Ranks | None = None
 
 
 class Ranks:
-    """The ranks of a notebook, made by `start_ranks`; a context manager too."""
+    """The ranks of a notebook, returned by `start_ranks`. They are also a context manager."""
 
     world_size: int
     backend: str
@@ -109,14 +109,14 @@ class Ranks:
         gpus = torch.cuda.device_count()
         self.world_size = n or (gpus if gpus >= 2 else 2)
         self.backend = "nccl" if gpus >= max(2, self.world_size) else "gloo"
-        connection = {"IPP_CONNECTION_INFO": json.dumps(self._connection("engine"))}
+        connection = {"IPP_CONNECTION_INFO": json.dumps(self._read_connection("engine"))}
         for rank in range(self.world_size):
             self._engines.append(self._spawn("engine", *ENGINE, f"--IPEngine.id={rank}", **connection, RANK=str(rank)))
-        self._client = ipyparallel.Client(self._connection("client"), profile_dir=str(self._directory))
+        self._client = ipyparallel.Client(self._read_connection("client"), profile_dir=str(self._directory))
         try:
             self._client.wait_for_engines(self.world_size, timeout=START_S, interactive=False)
         except TimeoutError:
-            raise self._did_not_start() from None
+            raise self._make_start_error() from None
         request = {
             "world_size": self.world_size,
             "backend": self.backend,
@@ -132,9 +132,9 @@ class Ranks:
         self._activate_magics()
 
     def run(self, code: str, ranks: Sequence[int] | None = None) -> None:
-        """Executes Python text on all ranks (or on `ranks`), as a `%%px` cell does, and shows what they print.
+        """Execute Python text on all ranks (or on `ranks`), as a `%%px` cell does, and show what they print.
 
-        Raises RanksError when a rank raises, dies or misses the deadline. After the latter two the ranks are ended.
+        Raise RanksError if a rank raises, dies or misses the deadline. In the last two cases the ranks are ended.
         """
         self._require_running()
         ranks = list(range(self.world_size) if ranks is None else ranks)
@@ -146,18 +146,18 @@ class Ranks:
                 result.display_outputs()
 
     def __getitem__(self, name: str) -> list[Any]:
-        """The value of a variable on every rank."""
+        """Return the value of a variable on every rank."""
         self._require_running()
         result = self._client[:].pull(name, block=False)
         return self._finish(result, range(self.world_size), self.deadline_s)
 
     def read_events(self) -> list[list[Event]]:
-        """For each rank, what it recorded since it was started."""
+        """Return, for each rank, the events that it recorded since it was started."""
         files = [self._directory / f"events-{rank}" for rank in range(self.world_size)]
         return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
 
     def stop(self) -> None:
-        """Ends all ranks, whatever they are doing. Stopping twice is allowed."""
+        """End all ranks, whatever they are doing. Stopping twice is allowed."""
         atexit.unregister(self.stop)
         if self._client:
             self._client.close()
@@ -166,7 +166,7 @@ class Ranks:
         for process in [self._controller, *self._engines]:
             if process:
                 process.wait()
-        self._guard.communicate()  # closes its input: there is nothing left for it to do
+        self._guard.communicate()  # closes its input, so that it ends
 
     def __repr__(self) -> str:
         return f"{self.world_size} ranks on {self.backend}" if self._client else "ranks that have ended"
@@ -187,20 +187,20 @@ class Ranks:
                 stdout=output,
                 stderr=output,
                 env=os.environ | own | environment,
-                start_new_session=True,  # interrupting a cell is not for them
+                start_new_session=True,  # so that interrupting a cell does not reach them
             )
 
-    def _connection(self, side: str) -> dict[str, Any]:
-        """What the controller lets "engine" or "client" know, as soon as it does."""
+    def _read_connection(self, side: str) -> dict[str, Any]:
+        """Return what the controller tells "engine" or "client", as soon as it does."""
         file = self._directory / "security" / f"ipcontroller-{side}.json"
         ends_at = time.monotonic() + START_S
         while time.monotonic() < ends_at and self._controller.poll() is None:
             with contextlib.suppress(OSError, ValueError):  # not there yet, or half written
                 return json.loads(file.read_text())
             time.sleep(0.05)
-        raise self._did_not_start()
+        raise self._make_start_error()
 
-    def _did_not_start(self) -> RanksError:
+    def _make_start_error(self) -> RanksError:
         return RanksError("the ranks did not start:\n" + (self._directory / "output").read_text()[-2000:])
 
     def _require_running(self) -> None:
@@ -208,37 +208,39 @@ class Ranks:
             raise RanksError("the ranks have ended; ranks = start_ranks() starts new ones")
 
     def _finish(self, result: AsyncResult, ranks: Sequence[int], deadline_s: float) -> Any:
-        """Waits for what the ranks return. When one fails, the others have `GRACE_S` left."""
+        """Wait for the ranks and return their values. If one fails, the others have `GRACE_S` left."""
         parts = dict(zip(ranks, result.split()))
         ends_at = time.monotonic() + deadline_s
-        why = f"stopped after {deadline_s:g} s"
+        reason = f"stopped after {deadline_s:g} s"
         failed = False
         try:
             while not result.wait(0.1):
-                if not failed and any(self._failed(rank, part) for rank, part in parts.items()):
+                if not failed and any(self._has_failed(rank, part) for rank, part in parts.items()):
                     failed, ends_at = True, min(ends_at, time.monotonic() + GRACE_S)
-                    why = "a rank failed, and the others cannot go on"
+                    reason = "a rank failed, and the others cannot continue"
                 if time.monotonic() > ends_at:
                     break
         except KeyboardInterrupt:
-            why = "interrupted"
-        stories = [f"rank {rank} {self._story(rank, part)}" for rank, part in parts.items()]
+            reason = "interrupted"
+        descriptions = [f"rank {rank} {self._describe_rank(rank, part)}" for rank, part in parts.items()]
         if not result.ready():
             for rank, part in parts.items():
                 if part.stdout:
                     print(f"[stdout:{rank}]\n{part.stdout}", end="")
             self.stop()
-            raise RanksError("\n".join([why, *stories, "All ranks were ended; ranks = start_ranks() starts new ones."]))
+            raise RanksError(
+                "\n".join([reason, *descriptions, "All ranks were ended; ranks = start_ranks() starts new ones."])
+            )
         if not result.successful():
             raised = next(part for part in parts.values() if not part.successful())
-            raise RanksError("\n".join([*stories, raised.exception().traceback]))
+            raise RanksError("\n".join([*descriptions, raised.exception().traceback]))
         return result.get()
 
-    def _failed(self, rank: int, part: AsyncResult) -> bool:
+    def _has_failed(self, rank: int, part: AsyncResult) -> bool:
         return self._engines[rank].poll() is not None or (part.ready() and not part.successful())
 
-    def _story(self, rank: int, part: AsyncResult) -> str:
-        """Such as: waits in all_reduce #3 (fc2.weight, float32, 4096 B), which rank 1 never launched"""
+    def _describe_rank(self, rank: int, part: AsyncResult) -> str:
+        """Return such as: waits in all_reduce #3 (fc2.weight, float32, 4096 B), which rank 1 never launched"""
         if part.ready() and part.successful():
             return "finished"
         if part.ready():
@@ -275,24 +277,28 @@ class Ranks:
 
 
 def become_rank(request: dict[str, Any]) -> None:
-    """Makes an engine a rank. Its events go to a file, which can be read while it hangs."""
+    """Turn an engine into a rank. Its events go to a file, which can be read while it hangs."""
     from brigade.rank import main as rank
 
     number = int(os.environ["RANK"])
     record = open(Path(request["directory"]) / f"events-{number}", "w", buffering=1)  # noqa: SIM115
-    function = {"module": "torch.distributed", "function": "get_rank", "args": []}  # the work comes later, cell by cell
+    function = {
+        "module": "torch.distributed",
+        "function": "get_rank",
+        "args": [],
+    }  # a placeholder: the work comes cell by cell
     rank.run(request | function | {"rank": number}, lambda event: record.write(json.dumps(event) + "\n"))
 
 
 def make_import_path() -> str:
-    """This process's PYTHONPATH, with the course's own directory: a notebook may have been started anywhere."""
+    """Return this process's PYTHONPATH, plus the course's directory: a notebook may have been started anywhere."""
     return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def start_guard(directory: Path, lock: int) -> subprocess.Popen:
-    """A process that outlives this one, however it ends, to end the ranks and remove their directory.
+    """Start a process that outlives this one, however this one ends, to end the ranks and remove their directory.
 
-    It holds the lock: should it be killed too, `server.sweep` removes the directory later.
+    It holds the lock. If it is killed too, `server.sweep` removes the directory later.
     """
     program = "import sys; from brigade.lab.notebook import guard; guard(sys.argv[1])"
     process = subprocess.Popen(
@@ -307,27 +313,28 @@ def start_guard(directory: Path, lock: int) -> subprocess.Popen:
 
 
 def guard(directory: str) -> None:
-    sys.stdin.read()  # until the notebook's process closes the other end, or dies
+    """Wait until the notebook's process closes its end of standard input or dies, then end everything."""
+    sys.stdin.read()
     end_everything(Path(directory))
 
 
 def end_everything(directory: Path) -> None:
-    """Kills all processes that were started for this directory, with what they started, and removes it."""
+    """Kill all processes that were started for this directory, including their children, and remove the directory."""
     give_up = time.monotonic() + 10
-    found = True
-    while found and time.monotonic() < give_up:
-        found = False
+    any_left = True
+    while any_left and time.monotonic() < give_up:
+        any_left = False
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):  # ended meanwhile, or not ours
                 if process.environ().get(MARK) == str(directory):
                     process.kill()
-                    found = True
-        time.sleep(0.05 * found)
+                    any_left = True
+        time.sleep(0.05 * any_left)
     shutil.rmtree(directory, ignore_errors=True)
 
 
 def use_large_figures() -> None:
-    """Makes matplotlib's next figures readable from the back row, and lines distinct without colour."""
+    """Make matplotlib's next figures readable from the back row, and lines distinct without colour."""
     import matplotlib.pyplot as plt
 
     lines = plt.cycler(color=["#0072b2", "#d55e00", "#1a1a1a"], marker=["o", "s", "^"], linestyle=["-", "--", ":"])
@@ -349,7 +356,7 @@ def use_large_figures() -> None:
 
 
 def show_timelines(timelines: Sequence[Timeline], titles: Sequence[str]) -> None:
-    """Draws the timelines below each other, on one time axis."""
+    """Draw the timelines below each other, on one time axis."""
     import matplotlib.pyplot as plt
 
     from brigade.lab.timeline import draw_panels
@@ -360,9 +367,9 @@ def show_timelines(timelines: Sequence[Timeline], titles: Sequence[str]) -> None
 
 
 def show(number: int, name: str) -> Code:
-    """What the reference solution of a module has in `name`, such as "NaiveDDP.finish_grad_sync", to be displayed.
+    """Return the part of a module's solution called `name`, such as "NaiveDDP.finish_grad_sync", for display.
 
-    Of a function the first line and the solution proper, without docstring and guidance.
+    For a function, this is its first line and the solution proper, without docstring and guidance.
     """
     from IPython.display import Code
 
@@ -375,5 +382,5 @@ def show(number: int, name: str) -> Code:
     begin = next(i for i in range(node.lineno, len(lines)) if BEGIN in lines[i])
     end = next(i for i in range(begin, len(lines)) if END in lines[i])
     head = next(i for i in range(node.lineno - 1, len(lines)) if lines[i].endswith(":"))
-    shown = [*lines[node.lineno - 1 : head + 1], *lines[begin + 1 : end]]
-    return Code(textwrap.dedent("\n".join(shown)), language="python")
+    selected = [*lines[node.lineno - 1 : head + 1], *lines[begin + 1 : end]]
+    return Code(textwrap.dedent("\n".join(selected)), language="python")

@@ -1,7 +1,7 @@
-"""What is planned: a model's parameters, their buckets, the optimizer, and how long a rank computes.
+"""What is planned: a model's parameters, their buckets, the optimizer, and the speed of a rank.
 
-Which gradients share a bucket is decided by the solutions' own `plan_buckets` and `plan_layout`, in the student edition
-by the student's. Gradients become ready in the reverse order of the parameters' registration, as TinyLM's do.
+The solutions' own `plan_buckets` and `plan_layout` decide which gradients share a bucket; in the student edition, the
+student's functions do. Gradients become ready in the reverse order of the parameters' registration, as in TinyLM.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ PACKAGE = "planned_solutions"
 
 @dataclass(frozen=True)
 class Machine:
-    """How long a rank computes, in seconds or bytes of memory traffic per second.
+    """How fast a rank computes: seconds, or bytes of memory traffic per second.
 
     `backward_s[i]` is the part of backward that ends with the gradient of parameter i, in the order of registration.
-    The rest is for emulated links: what the real collective underneath takes of the processor, for each launch and for
-    each byte, and `wake_s`, how long after the end of a collective a rank goes on that waits for it. A GPU does that
-    beside its computation.
+    The other three fields describe emulated links. `launch_s` and `launch_s_per_byte` are the processor time that the
+    real collective takes, per launch and per byte. `wake_s` is the time from the end of a collective until a waiting
+    rank continues. On a GPU they are zero, because communication runs beside computation.
     """
 
     forward_s: float
@@ -43,7 +43,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """How many values an optimizer keeps of each element. AdamW's number of the step is not counted."""
+    """How many values an optimizer keeps per element. AdamW's step counter is not included."""
 
     label: str
     values: int
@@ -54,10 +54,10 @@ OPTIMIZERS = {"adamw": Optimizer("AdamW", 2), "sgd": Optimizer("SGD with momentu
 
 @dataclass(frozen=True)
 class Setting:
-    """What is trained, and on what. `parameters` may be on the meta device; all have one dtype.
+    """What is trained, and on which machine. `parameters` may be on the meta device; all have one dtype.
 
-    `bucket_mb` counts MiB. Modules 5 to 8 accumulate and reduce the gradients of 16-bit parameters in fp32, and module
-    8 keeps fp32 masters of them; everything else is of the parameters' dtype.
+    `bucket_mb` is in MiB. Modules 5 to 8 accumulate and reduce the gradients of 16-bit parameters in fp32, and module 8
+    keeps fp32 main parameters. Everything else has the dtype of the parameters.
     """
 
     parameters: Sequence[nn.Parameter]
@@ -72,35 +72,35 @@ class Setting:
 
     @functools.cached_property
     def numel(self) -> int:
-        """Of all parameters together."""
+        """The number of elements of all parameters together."""
         return sum(parameter.numel() for parameter in self.parameters)
 
     @functools.cached_property
     def nbytes(self) -> list[int]:
-        """Of each parameter."""
+        """The bytes of each parameter."""
         return [parameter.numel() * self.itemsize for parameter in self.parameters]
 
     @functools.cached_property
     def owned_bytes(self) -> list[int]:
-        """Bytes of parameters on each rank, where whole parameters are divided, the largest first, evenly."""
+        """The bytes of parameters that each rank owns if whole parameters are divided, the largest first."""
         loads = [(0, rank) for rank in range(self.world_size)]
         for nbytes in sorted(self.nbytes, reverse=True):
             load, rank = loads[0]
             heapq.heapreplace(loads, (load + nbytes, rank))
-        return [load for load, _ in sorted(loads, key=lambda one: one[1])]
+        return [load for load, _ in sorted(loads, key=lambda entry: entry[1])]
 
     @functools.cached_property
     def capped_buckets(self) -> Buckets:
-        """Module 4's buckets."""
-        place = {parameter: i for i, parameter in enumerate(self.parameters)}
+        """The buckets of module 4."""
+        index_of = {parameter: i for i, parameter in enumerate(self.parameters)}
         with load_planner("plan_buckets") as plan_buckets:
             planned = plan_buckets(self.parameters, int(self.bucket_mb * 2**20))
-            param_indices = [[place[parameter] for parameter in bucket] for bucket in planned]
+            param_indices = [[index_of[parameter] for parameter in bucket] for bucket in planned]
         return Buckets(param_indices, [sum(self.nbytes[i] for i in bucket) for bucket in param_indices])
 
     @functools.cached_property
     def layout_buckets(self) -> Buckets:
-        """The buckets of modules 5 to 8, padding included, in bytes of the gradients' dtype."""
+        """The buckets of modules 5 to 8, including padding, in bytes of the gradients' dtype."""
         backwards = range(len(self.parameters))[::-1]
         bucket_numel = max(1, int(self.bucket_mb * 2**20 / FP32_BYTES))
         numels = [self.parameters[i].numel() for i in backwards]
@@ -113,9 +113,9 @@ class Setting:
 
     @functools.cached_property
     def torch_buckets(self) -> Buckets:
-        """torch DDP's buckets from the second step on, with `bucket_cap_mb` given: each closes once it is full.
+        """The buckets of torch DDP from the second step on, with `bucket_cap_mb` given: each closes once it is full.
 
-        torch/csrc/distributed/c10d/reducer.cpp, compute_bucket_assignment_by_size, in the order of readiness.
+        See compute_bucket_assignment_by_size in torch/csrc/distributed/c10d/reducer.cpp, in the order of readiness.
         """
         param_indices: list[list[int]] = []
         nbytes = 0
@@ -130,7 +130,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Buckets:
-    """Which parameters share a launch, by number and in the order of readiness, and how many bytes it carries."""
+    """The parameters that share each launch, by index and in the order of readiness, and the bytes of each launch."""
 
     param_indices: list[list[int]]
     nbytes: list[int]
@@ -138,7 +138,10 @@ class Buckets:
 
 @functools.cache
 def import_solution(name: str) -> Callable:
-    """A public function of the solutions, imported in this process; in the student edition, of the student's own."""
+    """Import a public function of the solutions into this process and return it.
+
+    In the student edition it is the student's own.
+    """
     entry = find_module(name)
     install(PACKAGE, prepare_for_ranks(read(REFERENCE, entry.number).sources))
     return getattr(importlib.import_module(f"{PACKAGE}.{entry.package}.{entry.name}"), name)
@@ -146,7 +149,7 @@ def import_solution(name: str) -> Callable:
 
 @contextlib.contextmanager
 def load_planner(name: str) -> Iterator[Callable]:
-    """`solution(name)`. What is not written yet, or does not work in the student edition, becomes a CourseError."""
+    """Yield `import_solution(name)`. Errors of unwritten or broken student code in the block become CourseError."""
     try:
         yield import_solution(name)
     except NotImplementedError as part:
@@ -155,4 +158,4 @@ def load_planner(name: str) -> Iterator[Callable]:
         if HAS_SOLUTIONS or isinstance(error, CourseError):
             raise
         number = find_module(name).number
-        raise CourseError(f"your own {name} does not work: `brigade check {number}` says more") from None
+        raise CourseError(f"your own {name} does not work: `brigade check {number}` tells you more") from None

@@ -1,4 +1,4 @@
-"""The ladder's table and its picture."""
+"""The tables and the pictures of the ladder and of `brigade bench`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.table import Table
 from brigade.lab.bench import Bench, Row, Spread
 from brigade.lab.ladder import LOSS_TOLERANCE, PHASES, TORCH_DDP, Ladder
 
-# From Okabe and Ito's colours for all kinds of colour vision; their lightness differs, so that they work in grey too.
+# Okabe and Ito's palette for all kinds of colour vision. Lightness differs too, so it works in grey.
 COLOURS = {
     "forward": "#8fcdf0",
     "backward": "#0072b2",
@@ -20,7 +20,7 @@ COLOURS = {
     "step": "#1a1a1a",
     "collective": "#e69f00",
 }
-NAMES = {  # where a legend needs more than the key
+NAMES = {  # legend labels that differ from the key
     "finish": "finish_grad_sync",
     "step": "optimizer step",
     "collective": "collective, launch to end",
@@ -28,7 +28,7 @@ NAMES = {  # where a legend needs more than the key
 
 
 def make_ladder_table(ladder: Ladder) -> Table:
-    """A row for each variant, 80 columns wide at most."""
+    """Return a table with a row for each variant, at most 80 columns wide."""
     workload = ladder.workload
     title = f"The ladder: {ladder.world_size} ranks, {workload.rounds - workload.warmup} timed steps each, interleaved"
     headings = (
@@ -54,21 +54,21 @@ def make_ladder_table(ladder: Ladder) -> Table:
     return table
 
 
-def make_bench_tables(found: Bench) -> list[Table]:
-    """What `brigade bench` shows, in tables that are 80 columns wide at most."""
-    return [make_sweep_table(found)] if found.is_sweep else [make_time_table(found), make_volume_table(found)]
+def make_bench_tables(bench: Bench) -> list[Table]:
+    """Return the tables that `brigade bench` shows, at most 80 columns wide."""
+    return [make_sweep_table(bench)] if bench.is_sweep else [make_time_table(bench), make_volume_table(bench)]
 
 
-def format_title(found: Bench) -> str:
-    """Such as: 2 ranks (gloo), 30 timed steps each, interleaved"""
-    ladder = found.ladder
+def format_title(bench: Bench) -> str:
+    """Return such as: 2 ranks (gloo), 30 timed steps each, interleaved"""
+    ladder = bench.ladder
     timed = ladder.workload.rounds - ladder.workload.warmup
     ranks = "1 rank" if ladder.world_size == 1 else f"{ladder.world_size} ranks"
     return f"{ranks} ({ladder.backend}), {timed} timed steps each, interleaved"
 
 
 def make_empty_table(title: str, first: str, headings: Sequence[str]) -> Table:
-    """An empty table with a column for names and one for each heading."""
+    """Return an empty table with a column for names and one for each heading."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0, show_edge=False)
     table.add_column(first, no_wrap=True)
     for heading in headings:
@@ -77,16 +77,16 @@ def make_empty_table(title: str, first: str, headings: Sequence[str]) -> Table:
 
 
 def format_quartiles(spread: Spread, digits: int) -> str:
-    """The quartiles, such as: 1.02-1.10"""
+    """Return the quartiles, such as: 1.02-1.10"""
     return f"{spread.lower:.{digits}f}-{spread.upper:.{digits}f}"
 
 
-def make_time_table(found: Bench) -> Table:
-    """Where the time goes: a row for each variant."""
+def make_time_table(bench: Bench) -> Table:
+    """Return a table of step times, with a row for each variant."""
     headings = ("step ms", "\nquartiles", "ratio to\ntorch DDP", "\nquartiles", "exposed\nms", "CPU time\nratio")
-    buckets = f"buckets of {found.ladder.workload.bucket_mb:g} MiB"
-    table = make_empty_table(f"Step time: {format_title(found)}; {buckets}", "variant", headings)
-    for row in found.make_rows():
+    buckets = f"buckets of {bench.ladder.workload.bucket_mb:g} MiB"
+    table = make_empty_table(f"Step time: {format_title(bench)}; {buckets}", "variant", headings)
+    for row in bench.make_rows():
         table.add_row(
             row.variant,
             f"{row.step_ms.median:.1f}",
@@ -96,7 +96,7 @@ def make_time_table(found: Bench) -> Table:
             f"{row.exposed_ms.median:.1f}",
             f"{row.cpu_ratio.median:.2f}",
         )
-    alone = found.ladder.computation
+    alone = bench.ladder.computation
     table.add_section()
     table.add_row(
         alone.label, f"{alone.median_ms:.1f}", format_quartiles(Spread(alone.median_ms, *alone.quartiles_ms), 1)
@@ -104,9 +104,9 @@ def make_time_table(found: Bench) -> Table:
     return table
 
 
-def make_volume_table(found: Bench) -> Table:
-    """What is sent in a step and kept between steps: a row for each variant."""
-    rounds = found.ladder.workload.rounds
+def make_volume_table(bench: Bench) -> Table:
+    """Return a table of what is sent in a step and kept between steps, with a row for each variant."""
+    rounds = bench.ladder.workload.rounds
     headings = (
         "collectives\nper step",
         "MB sent\nper step",
@@ -115,17 +115,17 @@ def make_volume_table(found: Bench) -> Table:
         f"loss after\n{rounds} steps",
     )
     table = make_empty_table("Sent in a step by a rank, and kept between steps on the fullest", "variant", headings)
-    for row in found.make_rows():
+    for row in bench.make_rows():
         cells = (f"{row.sent_mb:.2f}", f"{row.grad_mb:.2f}", f"{row.state_mb:.2f}", f"{row.loss:.5f}")
         table.add_row(row.variant, f"{row.collectives:g}", *cells)
     return table
 
 
-def make_sweep_table(found: Bench) -> Table:
-    """A row for each variant and bucket size."""
+def make_sweep_table(bench: Bench) -> Table:
+    """Return a table with a row for each variant and bucket size."""
     headings = ("step ms", "\nquartiles", "ratio to\ntorch DDP", "exposed\nms", "collectives\nper step")
-    table = make_empty_table(f"Bucket sizes: {format_title(found)}", "variant, buckets", headings)
-    rows = found.make_rows()
+    table = make_empty_table(f"Bucket sizes: {format_title(bench)}", "variant, buckets", headings)
+    rows = bench.make_rows()
     for row, following in zip(rows, [*rows[1:], None]):
         table.add_row(
             row.variant,
@@ -141,12 +141,12 @@ def make_sweep_table(found: Bench) -> Table:
 
 
 def remove_bucket_size(label: str) -> str:
-    """A sweep's variant without its bucket size."""
+    """Return the label of a sweep's variant without its bucket size."""
     return label.rpartition(", ")[0]
 
 
 def describe_losses(ladder: Ladder) -> str:
-    """One sentence on the losses, for a ladder of which no variant is wrong."""
+    """Return one sentence on the losses, for a ladder in which no loss is wrong."""
     return (
         f"One process that trains on the whole batch has a loss of {ladder.expected_loss:.5f} too: all losses are "
         f"equal within {LOSS_TOLERANCE:g}."
@@ -154,18 +154,21 @@ def describe_losses(ladder: Ladder) -> str:
 
 
 def draw_ladder(ladder: Ladder, path: Path) -> None:
-    """Draws where the time of a step goes, one bar for each variant, as a PNG file.
+    """Draw how long each phase of a step takes, with one bar for each variant, as a PNG file.
 
-    A bar is made of each phase's median; the marker is the table's median, of the slowest rank, and lies further right.
+    A bar consists of each phase's median over all ranks. The marker is the table's median, that of the slowest rank, so
+    it is further right.
     """
     variants = ladder.variants[::-1]  # matplotlib counts upwards
     figure = Figure(figsize=(9, 1.7 + 0.5 * len(variants)), dpi=100, layout="constrained")
     axes = figure.subplots()
-    places = range(len(variants))
+    positions = range(len(variants))
     starts = [0.0] * len(variants)
     for phase in PHASES:
         lengths = [variant.compute_phase_ms(phase) for variant in variants]
-        axes.barh(places, lengths, 0.62, starts, color=COLOURS[phase], edgecolor="white", label=NAMES.get(phase, phase))
+        axes.barh(
+            positions, lengths, 0.62, starts, color=COLOURS[phase], edgecolor="white", label=NAMES.get(phase, phase)
+        )
         starts = [start + length for start, length in zip(starts, lengths)]
     medians = [variant.median_ms for variant in variants]
     reach = [
@@ -174,7 +177,7 @@ def draw_ladder(ladder: Ladder, path: Path) -> None:
     ]
     axes.errorbar(
         medians,
-        places,
+        positions,
         xerr=reach,
         fmt="D",
         color="#d55e00",
@@ -185,10 +188,10 @@ def draw_ladder(ladder: Ladder, path: Path) -> None:
     alone = ladder.computation
     axes.axvline(alone.median_ms, color="#777777", linewidth=1, linestyle=":", zorder=0, label=alone.label)
     ends = max(variant.quartiles_ms[1] for variant in variants)
-    for place, variant in enumerate(variants):
+    for position, variant in enumerate(variants):
         plural = "collective" if variant.collectives == 1 else "collectives"
-        axes.text(ends * 1.04, place, f"{variant.collectives:g} {plural}", va="center", fontsize=10)
-    axes.set_yticks(places, [variant.label for variant in variants])
+        axes.text(ends * 1.04, position, f"{variant.collectives:g} {plural}", va="center", fontsize=10)
+    axes.set_yticks(positions, [variant.label for variant in variants])
     axes.set_xlim(0, ends * 1.25)
     axes.set_xlabel("time of one training step (ms)")
     axes.set_title(f"The ladder on {ladder.world_size} ranks: medians of {len(variants[0].step_ms)} steps", loc="left")
@@ -198,15 +201,15 @@ def draw_ladder(ladder: Ladder, path: Path) -> None:
     figure.savefig(path)
 
 
-def draw_bench(found: Bench, path: Path) -> None:
-    """Draws bars of the ladder, or lines of the sweep, as a PNG file."""
-    if found.is_sweep:
-        draw_sweep(found, path)
+def draw_bench(bench: Bench, path: Path) -> None:
+    """Draw bars of the ladder, or lines of the sweep, as a PNG file."""
+    if bench.is_sweep:
+        draw_sweep(bench, path)
     else:
-        draw_ladder(found.ladder, path)
+        draw_ladder(bench.ladder, path)
 
 
-# For lines: beside their colours, which are Okabe and Ito's too, they differ in mark and dash.
+# Lines also differ in marker and dash, not only in colour (again Okabe and Ito's).
 LINES = (
     {"color": "#0072b2", "marker": "o", "linestyle": "-"},
     {"color": "#d55e00", "marker": "s", "linestyle": "--"},
@@ -217,36 +220,39 @@ LINES = (
 TORCH_LINE = {"color": "#1a1a1a", "marker": "x", "linestyle": "-"}
 
 
-def draw_sweep(found: Bench, path: Path) -> None:
-    """Draws step time over bucket size, a line of medians for each variant; bars reach from quartile to quartile."""
+def draw_sweep(bench: Bench, path: Path) -> None:
+    """Draw step time over bucket size: a line of medians for each variant, with bars from quartile to quartile."""
     families: dict[str, list[Row]] = {}
-    for row in found.make_rows():
+    for row in bench.make_rows():
         families.setdefault(remove_bucket_size(row.variant), []).append(row)
     figure = Figure(figsize=(9, 5), dpi=100, layout="constrained")
     axes = figure.subplots()
-    for place, (name, rows) in enumerate(families.items()):
-        style = TORCH_LINE if name == TORCH_DDP.label else LINES[place % len(LINES)]
-        shift = 1.03 ** (place - (len(families) - 1) / 2)  # so that the bars can be told apart
+    for index, (name, rows) in enumerate(families.items()):
+        style = TORCH_LINE if name == TORCH_DDP.label else LINES[index % len(LINES)]
+        shift = 1.03 ** (index - (len(families) - 1) / 2)  # keeps the bars apart
         spreads = [row.step_ms for row in rows]
         axes.errorbar(
             [row.bucket_mb * shift for row in rows],
-            [one.median for one in spreads],
-            yerr=[[one.median - one.lower for one in spreads], [one.upper - one.median for one in spreads]],
+            [spread.median for spread in spreads],
+            yerr=[
+                [spread.median - spread.lower for spread in spreads],
+                [spread.upper - spread.median for spread in spreads],
+            ],
             capsize=3,
             markersize=6,
             elinewidth=1,
             label=name,
             **style,
         )
-    alone = found.ladder.computation.median_ms
-    axes.axhline(alone, color="#777777", linewidth=1, linestyle=":", label=found.ladder.computation.label)
-    sizes = sorted({row.bucket_mb for row in found.make_rows()})
+    alone = bench.ladder.computation.median_ms
+    axes.axhline(alone, color="#777777", linewidth=1, linestyle=":", label=bench.ladder.computation.label)
+    sizes = sorted({row.bucket_mb for row in bench.make_rows()})
     axes.set_xscale("log")
     axes.set_xticks(sizes, [f"{size:g}" for size in sizes])
     axes.minorticks_off()
     axes.set_xlabel("size of the buckets (MiB)")
     axes.set_ylabel("time of one training step (ms)")
-    axes.set_title(f"{format_title(found)}: medians and quartiles", loc="left")
+    axes.set_title(f"{format_title(bench)}: medians and quartiles", loc="left")
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)

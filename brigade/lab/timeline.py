@@ -1,11 +1,11 @@
-"""One training step as a timeline: what each rank computed, and when each of its collectives was under way.
+"""One training step as a timeline: what each rank computed, and when each of its collectives was running.
 
-    [timeline] = trace([get_variant(module(3))])
-    draw([timeline], path)      a picture
-    chrome([timeline])          the same for https://ui.perfetto.dev and chrome://tracing
+    [timeline] = trace([get_variant(get_module(3))])
+    draw([timeline], path)            a picture
+    make_chrome_trace([timeline])     the same for https://ui.perfetto.dev and chrome://tracing
 
-The link is the emulated one of the workload (`emulated_link.py`); with `link=None` it is the machine's own. Ranks
-compute on the CPU: of a GPU the record knows when work was queued, not when it ran.
+The workload's link is emulated (`emulated_link.py`); with `link=None` it is the machine's own. Ranks compute on the
+CPU, because for a GPU the record knows when work was queued, not when it ran.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from brigade.lab.models import Size
 from brigade.lab.plots import COLOURS, NAMES
 from brigade.rank.emulated_link import Link
 
-# Few parameters, large ones: the collectives can be told apart.
+# A model with few, large parameters, so that the collectives are visible.
 WORKLOAD = replace(
     EMULATED,
     size=Size(d_model=192, d_ff=512, layers=2, heads=4, vocabulary=256),
@@ -47,7 +47,7 @@ WORKLOAD = replace(
     warmup=3,
     named=True,
 )
-STYLES = {  # of collectives: shades of one colour, and hatches for those who see no shades
+STYLES = {  # of collectives: shades of one colour, and hatches in case the shades look alike
     "all_reduce": {"facecolor": COLOURS["collective"], "edgecolor": "#6b4a00"},
     "reduce_scatter": {"facecolor": "#f7cf7c", "edgecolor": "#6b4a00", "hatch": "////"},
     "all_gather": {"facecolor": "#fff3d6", "edgecolor": "#6b4a00", "hatch": "..."},
@@ -56,14 +56,16 @@ STYLES = {  # of collectives: shades of one colour, and hatches for those who se
 }
 OTHER = {"facecolor": "#ffffff", "edgecolor": "#6b4a00"}
 WAITING = {"facecolor": "#ffffff", "edgecolor": "#999999", "hatch": "////"}
-GAP_S = 1e-4  # a wait that is shorter is none
+GAP_S = 1e-4  # shorter waits are ignored
 LANES = 2.6  # the distance from one rank to the next
 
 
 @dataclass(frozen=True)
 class Span:
-    """What one rank did from `start_ms` to `end_ms`, counted from the start of the step: `kind` is one of
-    `ladder.PHASES`, or "wait" where it waited for a collective in one of them."""
+    """What one rank did from `start_ms` to `end_ms`, relative to the start of the step.
+
+    `kind` is one of `ladder.PHASES`, or "wait" if the rank waited for a collective in one of them.
+    """
 
     rank: int
     kind: str
@@ -73,14 +75,13 @@ class Span:
 
 @dataclass(frozen=True)
 class Collective:
-    """One launch on one rank. It was called at `launched_ms`, and under way from `start_ms` to `end_ms`.
+    """One launch on one rank. It was called at `launched_ms` and ran from `start_ms` to `end_ms`.
 
-    On an emulated link `start_ms` is later than the launch when another rank had not launched it yet, or when the link
-    was busy: it carries one collective at a time.
-    Where the record does not say when it was complete, it ends with the step.
-    The rank waited for it until `waited_ms` (None: it never did). `number` counts the launches of its `op` in the
-    step, `parts` the tensors in a coalesced one; `name` is the parameter's, where the launch is on one. `row` counts
-    from 0 the collectives that were under way at once.
+    On an emulated link `start_ms` is later than the launch if another rank launched later or if the link was busy,
+    because it carries one collective at a time. If its end was not recorded, it ends with the step. The rank waited for
+    it until `waited_ms`; None means that it never waited. `number` counts the launches of its `op` in the step, and
+    `parts` the tensors in a coalesced launch. `name` is that of the parameter, if the launch is on one. `row` separates
+    collectives that overlap, from 0.
     """
 
     rank: int
@@ -99,12 +100,12 @@ class Collective:
 
     @property
     def title(self) -> str:
-        """Such as "all-reduce 3", or with the parameter's name."""
+        """The operation and its number, such as "all-reduce 3", or the parameter's name instead of the number."""
         return f"{self.op.replace('_', '-')} {self.name or self.number}"
 
     @property
     def labels(self) -> list[str]:
-        """What could be written into its block, the longest first."""
+        """Possible labels for its block, the longest first."""
         number, size = str(self.number), f"{self.nbytes / 1e6:.2g} MB"
         short = (self.name or "").removesuffix(".weight")
         return [*([f"{short}, {size}", short] if short else []), f"{number}: {size}", number]
@@ -112,10 +113,10 @@ class Collective:
 
 @dataclass(frozen=True)
 class Timeline:
-    """One step of one variant, the one whose length is the median of all that were timed.
+    """One step of one variant: the step that has the median length of all timed steps.
 
-    `exposed_ms` is how much longer a step takes than without communication (median over the timed rounds), `link` the
-    emulated one, `backward_ms` the length of backward alone.
+    `exposed_ms` is how much longer a step takes than without communication (median over the timed rounds). `link` is
+    the emulated link, and `backward_ms` is the time of backward alone.
     """
 
     label: str
@@ -132,18 +133,18 @@ class Timeline:
 
     @property
     def count(self) -> str:
-        """Such as: 1 collective"""
+        """The number of collectives, such as: 1 collective"""
         count = len(self.get_collectives(0))
         return f"{count} collective" + ("" if count == 1 else "s")
 
     @property
     def lengths(self) -> str:
-        """Such as: 131 ms, 44 ms exposed"""
+        """The length of the step, such as: 131 ms, 44 ms exposed"""
         return f"{self.end_ms:.0f} ms, {max(0.0, self.exposed_ms):.0f} ms exposed"
 
     @property
     def link_text(self) -> str:
-        """What carried the gradients, in a sentence."""
+        """A sentence about the link that carried the gradients."""
         if self.link is None:
             return "The link is this machine's own: the ranks share its cores and talk through its memory."
         return f"The link is emulated, {self.link.description}; backward alone takes {self.backward_ms:.0f} ms."
@@ -161,38 +162,38 @@ def trace(
     *,
     workload: Workload | None = None,
     world_size: int = 2,
-    **how: Any,
+    **options: Any,
 ) -> list[Timeline]:
     """Run the variants alternately, in one run of ranks, and return a timeline of each.
 
-    `ladder.TORCH_DDP` may be one of the variants. `sources` are the solutions by default. `how` is passed to
-    `ladder.run_variants`, which also says what is raised.
+    `ladder.TORCH_DDP` may be one of the variants. `sources` are by default the solutions. `options` are passed to
+    `ladder.run_variants`. Raise the same errors.
     """
     workload = workload or WORKLOAD
     running = [*variants, COMPUTATION]
     sources = read_reference() if sources is None else sources
-    results = run_variants(workload, running, sources, world_size=world_size, **how)
+    results = run_variants(workload, running, sources, world_size=world_size, **options)
     alone = make_measurement(workload, running, COMPUTATION, results)
     link = Link(*results[0]["link"]) if results[0]["link"] else None
     timelines = []
     for variant in variants:
-        found = make_measurement(workload, running, variant, results)
-        lengths = found.step_ms
-        turn = sorted(range(len(lengths)), key=lengths.__getitem__)[(len(lengths) - 1) // 2]
-        marks = [rounds[turn] for rounds in found.marks]
+        measurement = make_measurement(workload, running, variant, results)
+        lengths = measurement.step_ms
+        round_index = sorted(range(len(lengths)), key=lengths.__getitem__)[(len(lengths) - 1) // 2]
+        marks = [rounds[round_index] for rounds in measurement.marks]
         zero = min(times[0] for times in marks)
         spans, launched = [], []
         for rank, times in enumerate(marks):
             edges = [1e3 * (time - zero) for time in times]
             spans += [Span(rank, kind, start, end) for kind, start, end in zip(PHASES, edges, edges[1:])]
             events = results.events[rank]
-            mine = launches(events, find_step_number(running, variant, workload.warmup + turn))
-            for launch in mine:
-                launch.end = launch.end or times[-1]  # torch gave no future that would tell, or the run was over first
-            waits = [(launch.wait_start, launch.wait_end) for launch in mine if launch.wait_end is not None]
+            rank_launches = launches(events, find_step_number(running, variant, workload.warmup + round_index))
+            for launch in rank_launches:
+                launch.end = launch.end or times[-1]  # torch gave no future, or the run ended first
+            waits = [(launch.wait_start, launch.wait_end) for launch in rank_launches if launch.wait_end is not None]
             spans += [Span(rank, "wait", 1e3 * (a - zero), 1e3 * (b - zero)) for a, b in merge_intervals(waits)]
-            launched += make_collectives(rank, mine, zero, bool(link))
-        exposed_ms = median(found.compute_exposed_ms(alone))
+            launched += make_collectives(rank, rank_launches, zero, bool(link))
+        exposed_ms = median(measurement.compute_exposed_ms(alone))
         timelines.append(
             Timeline(variant.label, world_size, spans, launched, exposed_ms, link, 1e3 * results[0]["backward_s"])
         )
@@ -200,7 +201,7 @@ def trace(
 
 
 def merge_intervals(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The intervals in order, those together that are not further apart than `GAP_S`; shorter ones are left out."""
+    """Return the sorted intervals. Merge those at most `GAP_S` apart; drop those that are not longer than `GAP_S`."""
     merged: list[tuple[float, float]] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1] + GAP_S:
@@ -211,20 +212,20 @@ def merge_intervals(intervals: list[tuple[float, float]]) -> list[tuple[float, f
 
 
 def make_collectives(rank: int, launched: Sequence[Launch], zero: float, one_at_a_time: bool) -> list[Collective]:
-    """Return the launches of one rank's step. Times in seconds become milliseconds since `zero`."""
+    """Return the collectives of one rank's step. Times in seconds become milliseconds since `zero`."""
     numbers: dict[str, int] = {}
     rows: list[float] = []  # when the last collective of each row ended
-    placed = []
+    collectives = []
     for launch in launched:
         start, row = launch.began or launch.start, 0
-        if one_at_a_time:  # the one before may have ended late
+        if one_at_a_time:  # the previous one may have ended late
             start = max([start, *rows])
         else:
             row = next((i for i, end in enumerate(rows) if end <= start), len(rows))
         end = max(start, launch.end)
         rows[row : row + 1] = [end]
         number = numbers[launch.op] = numbers.get(launch.op, -1) + 1
-        placed.append(
+        collectives.append(
             Collective(
                 rank,
                 launch.op,
@@ -241,32 +242,32 @@ def make_collectives(rank: int, launched: Sequence[Launch], zero: float, one_at_
                 row=row,
             )
         )
-    return placed
+    return collectives
 
 
 def make_chrome_trace(timelines: Sequence[Timeline]) -> dict[str, Any]:
-    """The timelines in the Trace Event Format of Chrome, one process for each rank of each.
+    """Return the timelines in Chrome's Trace Event Format, with one process per rank and timeline.
 
-    Times are in microseconds. Arrows lead from a launch to the collective, where it did not start at once. Collectives
-    that overlap have threads of their own, because slices of one thread must not overlap.
+    Times are in microseconds. An arrow leads from a launch to its collective if that did not start immediately.
+    Collectives that overlap have separate threads, because slices of one thread must not overlap.
     """
-    named: list[dict[str, Any]] = []
+    metadata: list[dict[str, Any]] = []
     events: list[dict[str, Any]] = []
-    for place, timeline in enumerate(timelines):
+    for index, timeline in enumerate(timelines):
         for rank in range(timeline.world_size):
-            process = place * timeline.world_size + rank
-            mine = timeline.get_collectives(rank)
+            process = index * timeline.world_size + rank
+            collectives = timeline.get_collectives(rank)
             threads = {0: "computation", 1: "communication"}
-            threads |= {row + 1: f"communication {row + 1}" for row in {c.row for c in mine} if row}
+            threads |= {row + 1: f"communication {row + 1}" for row in {c.row for c in collectives} if row}
             names = [("process_name", 0, {"name": f"{timeline.label}, rank {rank}"})]
             names += [("process_sort_index", 0, {"sort_index": process})]
             names += [("thread_name", thread, {"name": name}) for thread, name in threads.items()]
-            named += [{"name": n, "ph": "M", "pid": process, "tid": tid, "args": args} for n, tid, args in names]
+            metadata += [{"name": n, "ph": "M", "pid": process, "tid": tid, "args": args} for n, tid, args in names]
             for span in timeline.spans:
                 if span.rank == rank:
                     name = NAMES.get(span.kind, span.kind)
                     events.append(make_slice(name, "computation", process, 0, span.start_ms, span.end_ms))
-            for collective in mine:
+            for collective in collectives:
                 lane = process, collective.row + 1
                 args = {
                     "bytes": collective.nbytes,
@@ -285,12 +286,12 @@ def make_chrome_trace(timelines: Sequence[Timeline]) -> dict[str, Any]:
                     events.append(
                         arrow | {"ph": "f", "bp": "e", "tid": lane[1], "ts": convert_to_us(collective.start_ms)}
                     )
-    events.sort(key=lambda event: (event["ts"], -event.get("dur", 0)))  # what contains another slice comes first
-    return {"traceEvents": named + events, "displayTimeUnit": "ms"}
+    events.sort(key=lambda event: (event["ts"], -event.get("dur", 0)))  # an enclosing slice comes first
+    return {"traceEvents": metadata + events, "displayTimeUnit": "ms"}
 
 
 def save_chrome(timelines: Sequence[Timeline], path: Path) -> None:
-    """Writes `chrome(timelines)` as JSON."""
+    """Write `make_chrome_trace(timelines)` as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(make_chrome_trace(timelines)))
 
@@ -304,14 +305,14 @@ def make_slice(
 
 
 def convert_to_us(ms: float) -> int:
-    """Whole ones, so that no sum of start and length is rounded beyond the next start."""
+    """Return whole microseconds, so that start plus length is never rounded beyond the next start."""
     return round(1e3 * ms)
 
 
 def draw(timelines: Sequence[Timeline], path: Path, titles: Sequence[str] | None = None, *, width: int = 900) -> None:
-    """Draws the timelines below each other on one time axis, as a PNG file `width` pixels wide.
+    """Draw the timelines below each other on one time axis, as a PNG file `width` pixels wide.
 
-    `titles` stand above, by default the labels; the lengths are written beside them.
+    `titles` are above each timeline, by default its label and number of collectives; lengths are on the right.
     """
     ranks = timelines[0].world_size
     figure = Figure(figsize=(width / 100, 0.95 + (0.3 + ranks) * len(timelines)), dpi=100, layout="constrained")
@@ -321,7 +322,7 @@ def draw(timelines: Sequence[Timeline], path: Path, titles: Sequence[str] | None
 
 
 def draw_panels(figure: Figure, timelines: Sequence[Timeline], titles: Sequence[str], size: float) -> None:
-    """A panel for each timeline, with a legend below; `size` is that of the text in points."""
+    """Draw a panel for each timeline, with a legend below. `size` is the text size in points."""
     panels = figure.subplots(len(timelines), sharex=True, squeeze=False)[:, 0]
     for axes, timeline, title in zip(panels, timelines, titles):
         draw_panel(axes, timeline, size)
@@ -329,8 +330,8 @@ def draw_panels(figure: Figure, timelines: Sequence[Timeline], titles: Sequence[
         axes.set_title(timeline.lengths, loc="right", fontsize=size + 1)
     panels[-1].set_xlim(0, 1.01 * max(timeline.end_ms for timeline in timelines))
     panels[-1].set_xlabel("time since the step began (ms)")
-    found = {collective.op for timeline in timelines for collective in timeline.launched}
-    ops = [*filter(found.__contains__, STYLES), *sorted(found - STYLES.keys())]
+    present = {collective.op for timeline in timelines for collective in timeline.launched}
+    ops = [*filter(present.__contains__, STYLES), *sorted(present - STYLES.keys())]
     handles = [Patch(facecolor=COLOURS[kind], label=NAMES.get(kind, kind)) for kind in PHASES]
     handles += [Patch(**WAITING, label="waits")]
     handles += [Patch(**STYLES.get(op, OTHER), label=op.replace("_", "-")) for op in ops]
@@ -344,14 +345,14 @@ def draw_panels(figure: Figure, timelines: Sequence[Timeline], titles: Sequence[
         handletextpad=0.5,
         columnspacing=1.2,
     )
-    figure.draw_without_rendering()  # now it is known how much room there is in a block
+    figure.draw_without_rendering()  # computes the room in each block
     for axes, timeline in zip(panels, timelines):
         for rank in range(timeline.world_size):
             label_collectives(axes, timeline.get_collectives(rank), LANES * rank, size - 1)
 
 
 def draw_panel(axes: Axes, timeline: Timeline, size: float) -> None:
-    """Two lanes for each rank, from the top: computation, and the collectives under way."""
+    """Draw two lanes for each rank, from the top: computation, and running collectives."""
     ticks: dict[str, float] = {}
     for rank in range(timeline.world_size):
         top = LANES * rank
@@ -361,11 +362,11 @@ def draw_panel(axes: Axes, timeline: Timeline, size: float) -> None:
                 style = WAITING if span.kind == "wait" else {"facecolor": COLOURS[span.kind], "edgecolor": "white"}
                 length = span.end_ms - span.start_ms
                 axes.barh(top, length, 0.8, span.start_ms, align="edge", linewidth=0.4, **style)
-        mine = timeline.get_collectives(rank)
-        for collective, (place, height) in zip(mine, compute_blocks(mine, top)):
+        collectives = timeline.get_collectives(rank)
+        for collective, (block_top, height) in zip(collectives, compute_blocks(collectives, top)):
             length = collective.end_ms - collective.start_ms
             style = STYLES.get(collective.op, OTHER)
-            axes.barh(place, length, height, collective.start_ms, align="edge", linewidth=0.7, **style)
+            axes.barh(block_top, length, height, collective.start_ms, align="edge", linewidth=0.7, **style)
     axes.set_yticks([*ticks.values()], [*ticks], fontsize=size)
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(LANES * timeline.world_size - 0.5, -0.15)
@@ -375,18 +376,18 @@ def draw_panel(axes: Axes, timeline: Timeline, size: float) -> None:
     axes.set_axisbelow(True)
 
 
-def compute_blocks(mine: Sequence[Collective], top: float) -> list[tuple[float, float]]:
-    """Where the blocks of a rank's collectives are, from above, and how high; those under way at once share a lane."""
-    depth = 1 + max((collective.row for collective in mine), default=0)
-    return [(top + 0.95 + collective.row * 1.1 / depth, 1.1 / depth) for collective in mine]
+def compute_blocks(collectives: Sequence[Collective], top: float) -> list[tuple[float, float]]:
+    """Return top and height of the block of each collective. Collectives that overlap share the lane's height."""
+    depth = 1 + max((collective.row for collective in collectives), default=0)
+    return [(top + 0.95 + collective.row * 1.1 / depth, 1.1 / depth) for collective in collectives]
 
 
-def label_collectives(axes: Axes, mine: Sequence[Collective], top: float, size: float) -> None:
-    """Writes into each block the longest of its labels that fits, or nothing."""
-    for collective, (place, height) in zip(mine, compute_blocks(mine, top)):
-        middle = (collective.start_ms + collective.end_ms) / 2, place + height / 2
+def label_collectives(axes: Axes, collectives: Sequence[Collective], top: float, size: float) -> None:
+    """Write into each block the longest of its labels that fits, or nothing."""
+    for collective, (block_top, height) in zip(collectives, compute_blocks(collectives, top)):
+        middle = (collective.start_ms + collective.end_ms) / 2, block_top + height / 2
         (left, below), (right, above) = axes.transData.transform(
-            [(collective.start_ms, place + height), (collective.end_ms, place)]
+            [(collective.start_ms, block_top + height), (collective.end_ms, block_top)]
         )
         for label in collective.labels:
             ground = {"facecolor": STYLES.get(collective.op, OTHER)["facecolor"], "edgecolor": "none", "pad": 0.8}

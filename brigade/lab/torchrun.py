@@ -1,12 +1,12 @@
-"""Ranks that are given: `torchrun` (or whatever sets its variables) has started this process as one of them.
+"""Ranks that `torchrun`, or another launcher that sets the same variables, has started: this process is one of them.
 
-    given()                 whether that is so
-    run_given(function)     as `run_ranks`, with this process as a rank
-    on_ranks(command)       the command, such that ranks that are given speak with one voice, rank 0's
+    is_torchrun()                    whether that is so
+    run_on_torchrun(function)        like `run_ranks`, with this process as a rank
+    report_rank_failures(command)    wrap a command, so that only rank 0 prints
 
-`run_ranks` forks ranks on this machine and watches them from outside. Here nobody stands outside: every process runs
-the same command, becomes its rank where the command runs ranks, and sends what it found to rank 0, which alone goes on.
-The others end there. A watchdog in each process keeps the deadline.
+`run_ranks` forks ranks on this machine and watches them from outside. Here no process is outside: every process runs
+the same command, becomes a rank when the command runs ranks, and sends its result to rank 0. Only rank 0 continues;
+the other processes end there. A watchdog in each process enforces the deadline.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from brigade.runner.report import BROKEN_LINK, RankFailure
 from brigade.runner.server import SERVER, make_locked_directory
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# torchrun ends its other processes as soon as one has failed. Who has nothing of its own to tell waits for that; if
-# nothing comes, because the failure was on another machine, it ends by itself.
+# torchrun ends its other processes as soon as one has failed. A process without a message of its own waits for that.
+# If the failure was on another machine, nothing ends it, and it ends by itself.
 OTHERS_FIRST_S = 5.0
-LAST_WORDS_S = 1.0  # for the other ranks to tell where they are, when the deadline is over
-CONNECTING_S = 60.0  # gloo itself tries as long as a collective may take
-UNREACHABLE = "could not be reached; is GLOO_SOCKET_IFNAME the interface that the machines share?"
+LAST_WORDS_S = 1.0  # after the deadline, for the other ranks to print where they are
+CONNECTING_S = 60.0  # gloo itself would try as long as a collective may take
+UNREACHABLE = "could not be reached: set GLOO_SOCKET_IFNAME to the interface that the machines share"
 
 
 def is_torchrun() -> bool:
-    """Whether this process is one of the ranks that `torchrun` has started."""
+    """Return whether this process is one of the ranks that `torchrun` has started."""
     return all(os.environ.get(name) for name in VARIABLES)
 
 
 def read_rank_variables() -> tuple[int, int, int, int]:
-    """This process's rank, how many ranks there are, and the same among those of this machine."""
+    """Return this process's rank and the world size, then the local rank and the number of ranks on this machine."""
     try:
         return tuple(int(os.environ[name]) for name in VARIABLES[:4])
     except ValueError:
@@ -58,22 +58,22 @@ def read_rank_variables() -> tuple[int, int, int, int]:
 
 
 def read_world_size() -> int:
-    """How many ranks are given."""
+    """Return the number of ranks that torchrun has started."""
     return read_rank_variables()[1]
 
 
 def run_on_torchrun(function: Callable[..., Any], *args: Any, **options: Any) -> RankResults:
-    """Run a function as `run_ranks` does, on the ranks that are given. Return on rank 0; other processes end here.
+    """Run a function as `run_ranks` does, on torchrun's ranks. Return on rank 0; other processes end here.
 
-    Times in events and results are each machine's own (`time.perf_counter`). `on_event` is called on rank 0, with its
-    own events; output is not kept, and events are never streamed. Raises CourseError on every rank alike where the run
-    is impossible, and RankFailure on the rank that it concerns. When the deadline is over, the process says where it is
-    and ends, with status 1. Mode "emulate" needs all ranks on one machine: ranks on several have no common clock.
+    Times in events and results are each machine's own (`time.perf_counter`). `on_event` is called on rank 0 with its
+    own events; output is not kept, and events are never streamed. Raise CourseError on every rank if the run is
+    impossible, and RankFailure on the rank that failed. When the deadline is over, the process prints where it is and
+    ends with status 1. Mode "emulate" needs all ranks on one machine, because ranks on several have no common clock.
     """
     how = RunOptions(**options)
     rank, size, local_rank, local_size = read_rank_variables()
     if size != how.world_size:
-        raise CourseError(f"{size} ranks are given, and {how.world_size} were asked for")
+        raise CourseError(f"torchrun has started {size} ranks, but {how.world_size} are needed")
     if how.mode == "emulate" and local_size != size:
         raise CourseError(
             "an emulated link needs all ranks on one machine, because it compares their clocks: leave its options out"
@@ -103,14 +103,14 @@ def run_on_torchrun(function: Callable[..., Any], *args: Any, **options: Any) ->
         "function": function.__qualname__,
         "packages": {name: prepare_for_ranks(texts) for name, texts in {**sources, **(how.packages or {})}.items()},
         "threads": max(1, count_cores() // local_size),
-        "seed": how.seed or 0,  # the same on every rank: none can draw it for all
+        "seed": how.seed or 0,  # the same on every rank: no rank can draw it for all
         "args": args,
     }
     files = {path for path, *_ in request["packages"].get("submission", {}).values()}
     if how.mode == "emulate" and rank == 0:
         make_directory()
     watchdog = start_timer(deadline_s, stop_at_deadline, deadline_s, rank, record, files)
-    timeout = timedelta(seconds=deadline_s + 2 * OTHERS_FIRST_S)  # the watchdog speaks first
+    timeout = timedelta(seconds=deadline_s + 2 * OTHERS_FIRST_S)  # the watchdog ends the process first
     try:
         store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
         start_timer(CONNECTING_S, stop_unconnected, CONNECTING_S, rank)
@@ -134,7 +134,7 @@ def run_on_torchrun(function: Callable[..., Any], *args: Any, **options: Any) ->
 
 
 def gather_results(result: Any, events: list[Event]) -> list[tuple[Any, list[Event]]]:
-    """(result, events) of every rank, on rank 0; an empty list on others."""
+    """Return (result, events) of every rank on rank 0; an empty list on other ranks."""
     import torch
     from torch import distributed as dist
 
@@ -142,28 +142,28 @@ def gather_results(result: Any, events: list[Event]) -> list[tuple[Any, list[Eve
     from brigade.runner import wire
 
     emulated_link.use(None)
-    recorded = json.dumps(events).encode()  # before the gathering is recorded as well
+    recorded = json.dumps(events).encode()  # now, because the gather is recorded too
     packed = bytearray(zlib.compress(wire.encode([result, recorded]), level=1))
     length = torch.tensor([len(packed)])
     lengths = [torch.zeros_like(length) for _ in range(dist.get_world_size())]
-    dist.all_gather(lengths, length)  # on the CPU, by gloo, whatever carries the gradients
-    longest = max(int(one) for one in lengths)
-    mine = torch.frombuffer(packed.ljust(longest), dtype=torch.uint8)
-    all_packed = [torch.empty_like(mine) for _ in lengths] if dist.get_rank() == 0 else None
-    dist.gather(mine, all_packed)
-    found = []
-    for one, size in zip(all_packed or [], lengths):
-        value, recorded = wire.decode(zlib.decompress(ctypes.string_at(one.data_ptr(), int(size))))
-        found.append((value, json.loads(recorded)))
-    return found
+    dist.all_gather(lengths, length)  # on the CPU with gloo, on any backend
+    longest = max(int(entry) for entry in lengths)
+    local_packed = torch.frombuffer(packed.ljust(longest), dtype=torch.uint8)
+    all_packed = [torch.empty_like(local_packed) for _ in lengths] if dist.get_rank() == 0 else None
+    dist.gather(local_packed, all_packed)
+    gathered = []
+    for entry, size in zip(all_packed or [], lengths):
+        value, recorded = wire.decode(zlib.decompress(ctypes.string_at(entry.data_ptr(), int(size))))
+        gathered.append((value, json.loads(recorded)))
+    return gathered
 
 
 def make_failure(error: Exception, description: dict[str, Any], rank: int, record: RankRecord) -> RankFailure:
-    """Return what became of this rank, in words."""
+    """Return a RankFailure that describes why this rank failed."""
     where = f"rank {rank} on {socket.gethostname()}"
     message = description["message"].partition("\n")[0] or "(no message)"
     if BROKEN_LINK.search(description["message"]):
-        time.sleep(OTHERS_FIRST_S)  # the rank that failed says why
+        time.sleep(OTHERS_FIRST_S)  # the rank that failed first says why
         if "connectFullMesh" in description["message"]:  # gloo never had a connection
             return RankFailure("died", f"{where}: a peer {UNREACHABLE}", [], rank)
         return RankFailure("died", f"{where} lost a peer, and {record.describe_activity()}: {message}", [], rank)
@@ -195,7 +195,7 @@ def start_timer(after_s: float, function: Callable[..., None], *args: Any) -> th
 
 
 def stop_unconnected(after_s: float, rank: int) -> None:
-    """End this process if it is not connected to all other ranks yet, and say what is usually wrong."""
+    """End this process with the usual cause if it is not connected to all other ranks yet."""
     from torch import distributed as dist
 
     if not dist.is_initialized():
@@ -203,7 +203,7 @@ def stop_unconnected(after_s: float, rank: int) -> None:
 
 
 def stop_at_deadline(deadline_s: float, rank: int, record: RankRecord, files: set[str]) -> None:
-    """End this process, which has reached the deadline, and say where it is."""
+    """End this process, which has reached the deadline, and print where it is."""
     stop_unconnected(deadline_s, rank)
     who = f"rank {rank} on {socket.gethostname()}"
     frames = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])
@@ -213,7 +213,7 @@ def stop_at_deadline(deadline_s: float, rank: int, record: RankRecord, files: se
 
 
 def exit_with_message(message: str) -> None:
-    """Print the message and end this process at once: nothing in it can be trusted to end by itself."""
+    """Print the message and end this process at once, because it may be unable to end by itself."""
     print(f"brigade: {message}", file=sys.stderr, flush=True)
     remove_directory()
     time.sleep(LAST_WORDS_S)
@@ -221,10 +221,10 @@ def exit_with_message(message: str) -> None:
 
 
 def report_rank_failures(command: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
-    """The command, with failures of ranks in words.
+    """Return the command, with failures of ranks converted to messages.
 
-    Where ranks are given, only rank 0 speaks, and who failed by itself. There it does not
-    return: a process that has used gloo may be aborted when Python tears it down.
+    Under torchrun, only rank 0 and a rank that failed by itself print. There the wrapped command does not return,
+    because a process that has used gloo may be aborted when Python shuts down.
     """
 
     def run(options: argparse.Namespace) -> int:
@@ -252,7 +252,7 @@ def report_rank_failures(command: Callable[[argparse.Namespace], int]) -> Callab
 
 
 def exit_process(status: int) -> None:
-    """Ends this process at once, its output written and its fork server closed."""
+    """End this process at once, after flushing its output and closing its fork server."""
     sys.stdout.flush()
     sys.stderr.flush()
     SERVER.close()

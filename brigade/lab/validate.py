@@ -1,11 +1,11 @@
-"""How well `brigade plan` predicts, for all variants on emulated links: python -m brigade.lab.validate
+"""Compare `brigade plan` with measurements, for all variants on emulated links: python -m brigade.lab.validate
 
     points = validate(world_size=2, bucket_mb=1.0)
     median(point.error for point in points)
 
-Nothing in a prediction is fitted to what it predicts. It takes from the same run: the link, and how long the steps
-without communication take; and from a short run before it: how quickly this machine copies memory, and how much longer
-than the link's time a collective of a few bytes takes here, for the emulator adds some real work to each.
+No part of a prediction is fitted to the step times that it predicts. Two inputs come from the same run: the link, and
+the time of steps without communication. Three come from a short run before it: how fast this machine copies memory,
+the processor time of a launch, and how much longer than the link's time a small collective takes here.
 """
 
 from __future__ import annotations
@@ -39,15 +39,16 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 POINTS = ((2, 0.5), (2, 1.0), (2, 2.0), (4, 1.0))  # (ranks, MiB)
-REPEATS = 30  # of what is timed in the short run
-QUEUE = 8  # launches that follow each other in it
+# The short run:
+REPEATS = 30  # of each timing
+QUEUE = 8  # launches in a row
 LARGE = 2**18  # elements
-LATENCY_S = 200e-6  # of the link in it
+LATENCY_S = 200e-6  # of the link
 
 
 @dataclass(frozen=True)
 class Overheads:
-    """What is measured without any variant, in a short run; the launches' in processor time. See `Machine`."""
+    """Costs measured in a short run without any variant; launches are in processor time. See `Machine`."""
 
     copy_bytes_per_s: float
     launch_s: float
@@ -57,7 +58,7 @@ class Overheads:
 
 @dataclass(frozen=True)
 class Point:
-    """One variant, predicted and measured; the times are those of a step, in milliseconds."""
+    """The predicted and the measured step of one variant, in milliseconds."""
 
     label: str
     world_size: int
@@ -69,51 +70,51 @@ class Point:
 
     @property
     def error(self) -> float:
-        """Of the step time, relative to what was measured; positive where the prediction is too long."""
+        """The relative error of the step time; positive if the prediction is too long."""
         return self.predicted_ms / self.measured_ms - 1
 
 
 def validate(world_size: int, bucket_mb: float, on_step: Callable[[], None] | None = None) -> list[Point]:
-    """A point for each variant of the ladder, all of one run. Raises as `run_ladder` does."""
+    """Return a point for each variant of the ladder, all from one run. Raise as `run_ladder` does."""
     workload = replace(EMULATED, bucket_mb=bucket_mb)
     overheads = measure_overheads(world_size, workload)
     return compare(ladder.run_ladder(workload, world_size=world_size, on_step=on_step), overheads)
 
 
-def compare(found: Ladder, overheads: Overheads) -> list[Point]:
-    """What the plan says of each variant of a ladder that has been measured on an emulated link."""
+def compare(ladder_results: Ladder, overheads: Overheads) -> list[Point]:
+    """Return a point for each variant of a ladder that was measured on an emulated link."""
     points = []
     variants = select_with_rule([*get_course_variants(), TORCH_DDP, TORCH_ZERO])
-    for planned in plan(make_setting(found, overheads), found.link, variants):
-        variant = found.get_measurement(planned.label)
+    for step in plan(make_setting(ladder_results, overheads), ladder_results.link, variants):
+        variant = ladder_results.get_measurement(step.label)
         points.append(
             Point(
-                planned.label,
-                found.world_size,
-                found.workload.bucket_mb,
-                1e3 * planned.step_s,
+                step.label,
+                ladder_results.world_size,
+                ladder_results.workload.bucket_mb,
+                1e3 * step.step_s,
                 variant.median_ms,
-                1e3 * planned.exposed_s,
-                median(found.compute_exposed_ms(variant)),
+                1e3 * step.exposed_s,
+                median(ladder_results.compute_exposed_ms(variant)),
             )
         )
     return points
 
 
-def make_setting(found: Ladder, overheads: Overheads) -> Setting:
-    """The ladder's model and ranks, with the times of its steps without communication."""
-    workload = found.workload
+def make_setting(measured: Ladder, overheads: Overheads) -> Setting:
+    """Return the ladder's model and ranks, with the times of its steps without communication."""
+    workload = measured.workload
     model = make_model(workload.size)
-    flops = count_backward_flops(model, workload.batch_size * workload.time // found.world_size, workload.time)
-    alone = found.computation
-    # Phases are medians over all ranks, a step is as long as that of the slowest.
+    flops = count_backward_flops(model, workload.batch_size * workload.time // measured.world_size, workload.time)
+    alone = measured.computation
+    # Phases are medians over all ranks, but a step is as long as that of the slowest rank.
     phases = {phase: alone.compute_phase_ms(phase) / 1e3 for phase in ("forward", "backward", "step")}
     slower = alone.median_ms / 1e3 / sum(phases.values())
-    backward_s = tuple(slower * phases["backward"] * one / sum(flops) for one in flops)
+    backward_s = tuple(slower * phases["backward"] * part_flops / sum(flops) for part_flops in flops)
     optimizer = OPTIMIZERS["sgd"]
     parameters = list(model.parameters())
     touched = (2 + 1 + 2 * optimizer.values) * sum(parameter.nbytes for parameter in parameters)
-    shared = max(1.0, found.world_size / count_cores())  # what all ranks have to do at once takes so much longer
+    shared = max(1.0, measured.world_size / count_cores())  # ranks that share a core take this much longer
     machine = Machine(
         slower * phases["forward"],
         backward_s,
@@ -123,18 +124,18 @@ def make_setting(found: Ladder, overheads: Overheads) -> Setting:
         overheads.launch_s_per_byte * shared,
         overheads.wake_s,
     )
-    return Setting(parameters, found.world_size, workload.bucket_mb, optimizer, machine)
+    return Setting(parameters, measured.world_size, workload.bucket_mb, optimizer, machine)
 
 
 def measure_overheads(world_size: int, workload: Workload) -> Overheads:
-    """The mean over ranks of what `time_overheads` finds."""
+    """Return the mean over ranks of the results of `time_overheads`."""
     numels = [parameter.numel() for parameter in make_model(workload.size).parameters()]
-    found = run_ranks(time_overheads, sum(numels), sum(numels) // len(numels), world_size=world_size, mode="emulate")
-    return Overheads(*(fmean(values) for values in zip(*found)))
+    results = run_ranks(time_overheads, sum(numels), sum(numels) // len(numels), world_size=world_size, mode="emulate")
+    return Overheads(*(fmean(values) for values in zip(*results)))
 
 
 def make_validation_table(points: Sequence[Point]) -> Table:
-    """A row for each point, and the median error below; 80 columns wide at most."""
+    """Return a table with a row for each point and the median error below, at most 80 columns wide."""
     from rich import box
     from rich.table import Table
 
@@ -151,8 +152,8 @@ def make_validation_table(points: Sequence[Point]) -> Table:
         ("\nmeasured", ""),
     ):
         table.add_column(heading, footer, justify="right", no_wrap=True)
-    for place, point in enumerate(points):
-        last = place + 1 == len(points) or points[place + 1].bucket_mb != point.bucket_mb
+    for index, point in enumerate(points):
+        last = index + 1 == len(points) or points[index + 1].bucket_mb != point.bucket_mb
         table.add_row(
             str(point.world_size),
             f"{point.bucket_mb:g}",
@@ -171,7 +172,7 @@ def make_validation_table(points: Sequence[Point]) -> Table:
 
 
 def time_overheads(numel: int, small: int) -> list[float]:
-    """The fields of `Overheads`, in order. All are means, since a step has many launches and some are interrupted."""
+    """Return the fields of `Overheads`, in order. All are means, because some launches of a step are interrupted."""
     whole = torch.ones(numel)
     copy_s = fmean(time_call_s(whole.clone) for _ in range(REPEATS))
     link = Link(LATENCY_S, 1e12)
@@ -185,7 +186,7 @@ def time_overheads(numel: int, small: int) -> list[float]:
 
 
 def time_launch_s(tensor: Tensor) -> float:
-    """Processor time of one all-reduce, of all threads of this rank together."""
+    """Return the processor time of one all-reduce, for all threads of this rank together, in seconds."""
     dist.barrier()
     start = time.process_time()
     handles = [dist.all_reduce(tensor, async_op=True) for _ in range(QUEUE)]
@@ -195,6 +196,7 @@ def time_launch_s(tensor: Tensor) -> float:
 
 
 def time_call_s(call: Callable[[], object]) -> float:
+    """Return how long the call takes, in seconds, after a barrier."""
     dist.barrier()
     start = time.perf_counter()
     call()
@@ -202,17 +204,19 @@ def time_call_s(call: Callable[[], object]) -> float:
 
 
 def parse_points(texts: Sequence[str]) -> list[tuple[int, float]]:
-    """Such as "2x0.5": two ranks, buckets of 0.5 MiB. CourseError for anything else."""
-    found = []
+    """Return (ranks, MiB) for texts such as "2x0.5". Raise CourseError for anything else."""
+    points = []
     for text in texts:
         ranks, _, bucket_mb = text.partition("x")
         try:
-            found.append((int(ranks), float(bucket_mb)))
+            points.append((int(ranks), float(bucket_mb)))
         except ValueError:
-            raise CourseError(f"{text} is not such as 2x0.5: ranks, and the size of buckets in MiB") from None
-        if found[-1][0] < 2 or EMULATED.batch_size % found[-1][0] or not found[-1][1] > 0:
-            raise CourseError(f"{text}: the ranks, two or more, have to divide {EMULATED.batch_size} sequences equally")
-    return found
+            raise CourseError(f"{text}: write the number of ranks and the bucket size in MiB, such as 2x0.5") from None
+        if points[-1][0] < 2 or EMULATED.batch_size % points[-1][0] or not points[-1][1] > 0:
+            raise CourseError(
+                f"{text}: two or more ranks must be able to share {EMULATED.batch_size} sequences equally"
+            )
+    return points
 
 
 def main() -> int:
@@ -224,20 +228,20 @@ def main() -> int:
         epilog="Example: python -m brigade.lab.validate 2x0.5 2x1",
     )
     parser.add_argument("points", nargs="*", metavar="RANKSxMB", help=f"default: {' '.join(names)}")
-    asked = parser.parse_args().points or names
-    return run_to_status("validate", lambda: show_points(parse_points(asked)))
+    texts = parser.parse_args().points or names
+    return run_to_status("validate", lambda: show_points(parse_points(texts)))
 
 
-def show_points(asked: Sequence[tuple[int, float]]) -> int:
+def show_points(points_to_run: Sequence[tuple[int, float]]) -> int:
     from rich.console import Console
 
     console = Console(highlight=False, soft_wrap=True)
     before = os.getloadavg()[0]
     points: list[Point] = []
     with show_progress(
-        "steps", len(asked) * ladder.count_steps(EMULATED, [*get_course_variants(), *ladder.TORCH])
+        "steps", len(points_to_run) * ladder.count_steps(EMULATED, [*get_course_variants(), *ladder.TORCH])
     ) as advance:
-        for world_size, bucket_mb in asked:
+        for world_size, bucket_mb in points_to_run:
             points += validate(world_size, bucket_mb, on_step=advance)
     console.print(make_validation_table(points))
     console.print(f"{count_cores()} cores, load average {before:.1f} before and {os.getloadavg()[0]:.1f} after")
