@@ -17,6 +17,9 @@ class CourseError(Exception):
     """A request of the user cannot be fulfilled. The message is one sentence for the user."""
 
 
+WARM_UP, CORE = "warm-up", "core"  # tracks: the points of the core's modules add up to 100
+
+
 @dataclass(frozen=True)
 class Module:
     """A row of the table: one module, such as the one in `m03_overlapped_ddp/overlapped_ddp.py`."""
@@ -29,6 +32,7 @@ class Module:
     difficulty: int  # 1 (an easy start) to 5
     public: tuple[str, ...]  # the names the checks use
     idea: str  # one line for tables
+    track: str = CORE
 
     @property
     def name(self) -> str:
@@ -49,6 +53,9 @@ class Module:
 
 
 MODULES = (
+    Module(0, "m00_ring", "Inside an all-reduce", 10, 60, 2,
+           ("shard_batch", "all_reduce_via_root", "ring_reduce_scatter", "ring_all_gather", "ring_all_reduce"),
+           "2(N − 1) messages around a ring", WARM_UP),
     Module(1, "m01_naive_ddp", "Naive data parallelism", 8, 40, 1, ("broadcast_module_state", "NaiveDDP"),
            "one all-reduce per parameter, after backward"),
     Module(2, "m02_flat_ddp", "One flat all-reduce", 8, 30, 2, ("FlatDDP",),

@@ -1,0 +1,170 @@
+"""Mistakes in module 0."""
+
+from mutants import Mutant
+
+ROWS = "batch[rank * num_rows : (rank + 1) * num_rows]"
+REFUSE = "if left_over:"
+ADD_AT_ROOT = "tensor += received"
+SEND_BACK = "dist.send(tensor, group=process_group, group_dst=peer)"
+TO_ROOT = "dist.send(tensor, group=process_group, group_dst=0)"
+TURN = "outgoing, incoming = chunks[(rank - step - 1) % size], chunks[(rank - step - 2) % size]"
+ADD = "incoming += received"
+GATHER_TURN = "shift(chunks[(rank - step) % size], chunks[(rank - step - 1) % size], process_group)"
+EXCHANGE = """handle = dist.isend(outgoing, group=process_group, group_dst=(rank + 1) % size)
+    dist.recv(incoming, group=process_group, group_src=(rank - 1) % size)
+    handle.wait()"""
+BUFFER = "buffer = torch.empty_like(chunks[0])  # the first chunk is the largest"
+BOTH = "ring_reduce_scatter(tensor, process_group)\n    ring_all_gather(tensor, process_group)"
+REDUCED = ("test_ring_reduce_scatter", "test_ring_all_reduce")
+GATHERED = ("test_ring_all_gather", "test_ring_all_reduce")
+
+MUTANTS = [
+    Mutant("every N-th row", ROWS, "batch[rank::world_size]", ("test_shard_batch",), "every N-th row is taken"),
+    Mutant(
+        "the rows left over are dropped", REFUSE, "if False:", ("test_shard_batch",), "without a look at the remainder"
+    ),
+    Mutant(
+        "the root forgets its own tensor",
+        ADD_AT_ROOT,
+        "tensor.copy_(received) if peer == 1 else tensor.add_(received)",
+        ("test_sum_through_the_root",),
+        "the root's own tensor is missing",
+    ),
+    Mutant(
+        "the root averages",
+        "for peer in range(1, size):\n            dist.send",
+        "tensor //= size\n        for peer in range(1, size):\n            dist.send",
+        ("test_sum_through_the_root",),
+        "divided by the number of ranks",
+    ),
+    Mutant(
+        "the root is rank 0 of the world",
+        TO_ROOT,
+        "dist.send(tensor, 0, group=process_group)",
+        ("test_sum_through_the_root",),
+    ),
+    Mutant(
+        "the root replaces its tensor by each message",
+        ADD_AT_ROOT,
+        "tensor.copy_(received)",
+        ("test_sum_through_the_root",),
+        "The root must add it",
+    ),
+    Mutant(
+        "the sum is sent to the world's ranks",
+        SEND_BACK,
+        "dist.send(tensor, peer, group=process_group)",
+        ("test_sum_through_the_root",),
+    ),
+    Mutant(
+        "the sum ends one chunk too far",
+        TURN,
+        "outgoing, incoming = chunks[(rank - step) % size], chunks[(rank - step - 1) % size]",
+        REDUCED,
+        "rank r must end with chunk r",
+    ),
+    Mutant(
+        "one step too many",
+        "for step in range(size - 1):\n        outgoing",
+        "for step in range(size):\n        outgoing",
+        REDUCED,
+    ),
+    Mutant("chunks are replaced, not added", ADD, "incoming.copy_(received)", REDUCED, "It must be added"),
+    Mutant(
+        "the chunk before the sum is sent on",
+        BUFFER,
+        BUFFER + "\n    chunks = [chunk.clone() for chunk in chunks]",
+        REDUCED,
+    ),
+    Mutant(
+        "everybody sends first",
+        EXCHANGE,
+        "dist.send(outgoing, group=process_group, group_dst=(rank + 1) % size)\n"
+        "    dist.recv(incoming, group=process_group, group_src=(rank - 1) % size)",
+        (*REDUCED, "test_ring_all_gather"),
+        "start the send with isend",
+    ),
+    Mutant(
+        "neighbours of the world",
+        EXCHANGE,
+        EXCHANGE.replace("group_dst=(rank", "dst=(rank").replace("group_src=(rank", "src=(rank"),
+        (*REDUCED, "test_ring_all_gather"),
+    ),
+    Mutant(
+        "the ring runs the other way",
+        EXCHANGE,
+        EXCHANGE.replace("(rank + 1)", "(rank - 0.5 * 2)")
+        .replace("(rank - 1)", "(rank + 1)")
+        .replace("(rank - 0.5 * 2) % size", "int(rank - 1) % size"),
+        (*REDUCED, "test_ring_all_gather"),
+    ),
+    Mutant(
+        "the handle of isend is forgotten",
+        "    handle.wait()\n",
+        "",
+        (*REDUCED, "test_ring_all_gather"),
+        "a handle is forgotten",
+    ),
+    Mutant(
+        "the chunk that is sent is wrong in the gather",
+        GATHER_TURN,
+        GATHER_TURN.replace("rank - step)", "rank)"),
+        GATHERED,
+    ),
+    Mutant(
+        "the whole tensor goes around",
+        BOTH,
+        "whole, total = tensor.clone(), tensor.clone()\n"
+        "    for _ in range(dist.get_world_size(process_group) - 1):\n"
+        "        received = torch.empty_like(whole)\n"
+        "        shift(whole, received, process_group)\n"
+        "        whole = received\n"
+        "        total += received\n"
+        "    tensor.copy_(total)",
+        ("test_ring_all_reduce", "test_ring_memory"),
+    ),
+    Mutant(
+        "dist.all_reduce",
+        BOTH,
+        "split_into_chunks(tensor, 1)\n    dist.all_reduce(tensor, group=process_group)",
+        ("test_ring_all_reduce",),
+        "a collective does the work",
+    ),
+    Mutant(
+        "every step keeps its buffer",
+        "received = buffer[: incoming.numel()]",
+        "received = torch.empty_like(incoming)\n        kept = [*(kept if step else []), received]",
+        ("test_ring_memory",),
+        "keeps the one before",
+    ),
+    Mutant(
+        "a copy of the tensor",
+        BOTH,
+        "require_contiguous(tensor)\n    copy = tensor.clone()\n    ring_reduce_scatter(copy, process_group)\n"
+        "    ring_all_gather(copy, process_group)\n    tensor.copy_(copy)",
+        ("test_ring_memory",),
+        "a copy of the whole tensor",
+    ),
+    Mutant(
+        "the result is a copy",
+        "return chunks[rank]",
+        "return chunks[rank].clone()",
+        ("test_ring_reduce_scatter",),
+        "not a copy",
+    ),
+    Mutant(
+        "chunks of torch.chunk",
+        "tensor_split(world_size)",
+        "chunk(world_size)",
+        ("test_ring_reduce_scatter", "test_ring_all_gather"),
+    ),
+    Mutant(
+        "gaps in memory are not refused",
+        "    if not tensor.is_contiguous():\n",
+        "    if False:\n",
+        ("test_ring_all_reduce",),
+        "never asks tensor.is_contiguous()",
+    ),
+]
+
+SAMPLE = ("the sum ends one chunk too far", "chunks are replaced, not added")

@@ -1,0 +1,272 @@
+"""Graded checks of module 0: an all-reduce made of messages."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from brigade.checks.diagnose.evidence import join_names
+from brigade.checks.expectations import expect, expect_equal, format_ranks
+from brigade.events import launches, summarize
+from brigade.runner.ranks import PerRank
+from diagnosis import m00_ring as diagnosis
+from scenarios import m00_ring
+
+DTYPES = (torch.int64, torch.float64)
+SMALL = 512  # bytes of new memory that no check counts: a number, an empty tensor
+
+
+@pytest.mark.points(1)
+def test_shard_batch(submission):
+    """Rank r gets rows r·n to (r + 1)·n of the batch. A batch that does not divide raises ValueError."""
+    [world] = submission.worlds(1)
+    for shape in ((12, 3), (24,), (12, 2, 2)):
+        batch = draw(submission, shape, torch.float64)
+        [answers] = submission.run(m00_ring.shard, batch, [1, 2, 3, 4], world_size=world)
+        for rank, size in [(rank, world_size) for world_size in (1, 2, 3, 4) for rank in range(world_size)]:
+            rows, count = answers.pop(0).get("rows"), len(batch) // size
+            start, end = rank * count, (rank + 1) * count
+            expect(
+                isinstance(rows, torch.Tensor) and torch.equal(rows, batch[start:end]),
+                f"shard_batch(batch, {rank}, {size}) returns rows {start} to {end} of {len(batch)}",
+                describe_rows(rows, batch),
+                partial(diagnosis.explain_rows, rows, batch, rank, size),
+            )
+    uneven = [size for size in (2, 3, 4) if 7 % size]
+    [answers] = submission.run(m00_ring.shard, draw(submission, (7, 2), torch.float64), uneven, world_size=world)
+    for size in uneven:
+        for answer in [answers.pop(0) for _ in range(size)]:
+            expect(
+                answer.get("error") == "ValueError",
+                f"7 rows for {size} ranks raise ValueError, on every rank",
+                answer.get("error") or f"a tensor of {len(answer['rows'])} rows",
+                diagnosis.UNEVEN,
+            )
+
+
+@pytest.mark.points(2)
+def test_sum_through_the_root(submission):
+    """The sum goes through rank 0 of the group. Every other rank sends one message and receives one."""
+    for world, groups in list_worlds(submission):
+        tensors, results = run(submission, "all_reduce_via_root", world, groups, (24, 5, 1))
+        for group in groups:
+            expect_sums(results, tensors, group, "all_reduce_via_root")
+            for step, rank in ((step, rank) for step in range(len(tensors)) for rank in group):
+                peers = group[1:] if rank == group[0] else group[:1]
+                expect_messages(results, rank, step, peers, peers, diagnosis.OTHER_ROOT if group[0] else "")
+
+
+@pytest.mark.points(2)
+def test_ring_reduce_scatter(submission):
+    """Rank r ends with the sum of chunk r and gets it as a view. N − 1 messages go to the next rank of the ring."""
+    for world, groups in list_worlds(submission):
+        tensors, results = run(submission, "ring_reduce_scatter", world, groups, (24, 23, 5, 2))
+        for group in groups:
+            expect_own_chunks(results, tensors, group)
+            expect_ring(results, tensors, group, num_phases=1)
+
+
+@pytest.mark.points(2)
+def test_ring_all_gather(submission):
+    """Chunk r of rank r's tensor replaces chunk r everywhere. N − 1 messages go to the next rank of the ring."""
+    for world, groups in list_worlds(submission):
+        tensors, results = run(submission, "ring_all_gather", world, groups, (24, 23, 5, 2))
+        for group in groups:
+            for step in range(len(tensors)):
+                shards = [split(tensors[step][rank], len(group))[i] for i, rank in enumerate(group)]
+                what = f"after ring_all_gather on {format_ranks(group)} chunk r of {len(tensors[step][0])} elements "
+                what += "is that of group rank r"
+                why = partial(diagnosis.explain_gathered, [tensors[step][rank] for rank in group])
+                expect_results(what, results, group, step, torch.cat(shards), why)
+            expect_ring(results, tensors, group, num_phases=1)
+
+
+@pytest.mark.points(2)
+def test_ring_all_reduce(submission):
+    """The tensor becomes the sum, in place, with at most 2(N − 1) messages and 2(N − 1) · ceil(S/N) elements sent."""
+    for world, groups in list_worlds(submission):
+        tensors, results = run(submission, "ring_all_reduce", world, groups, (24, 23, 5, 2))
+        for group in groups:
+            expect_sums(results, tensors, group, "ring_all_reduce")
+            expect_ring(results, tensors, group, num_phases=2)
+    [world] = submission.worlds(1)
+    names = ["all_reduce_via_root", "ring_reduce_scatter", "ring_all_gather", "ring_all_reduce"]
+    [errors] = submission.run(m00_ring.refuse, {"functions": names}, world_size=world)
+    for name, error in zip(names, errors):
+        expect(
+            error == "ValueError",
+            f"{name} raises ValueError for a tensor that is not contiguous",
+            error or "no exception",
+            diagnosis.NOT_CONTIGUOUS,
+        )
+
+
+@pytest.mark.points(1)
+def test_ring_memory(submission):
+    """ring_all_reduce needs new memory for one chunk, or for two while one replaces the other."""
+    for world in submission.worlds(3, 4):
+        numel = world * submission.rng.randint(9_000, 11_000) + 1
+        tensors = [draw(submission, (numel,), torch.float64) for _ in range(world)]
+        jobs = [{"function": "ring_all_reduce", "tensor": tensor} for tensor in tensors]
+        limit = 2 * 8 * -(-numel // world) + SMALL
+        results = submission.run(m00_ring.measure, PerRank(jobs), world_size=world, mode="record")
+        for rank, most in enumerate(results):
+            expect(
+                most <= limit,
+                f"at most two chunks of new memory, {limit - SMALL} bytes, are alive at any time. The tensor has "
+                f"{8 * numel} bytes",
+                f"{most} bytes",
+                partial(diagnosis.explain_memory, most, 8 * numel),
+                rank=rank,
+            )
+
+
+# ---- what the checks use
+
+
+def list_worlds(submission):
+    """Return pairs of a world size and the groups into which its ranks are divided."""
+    pairs = [(1, [[0]]), (2, [[0, 1]]), (3, [[0, 1, 2]]), (4, [[0, 1, 2, 3]]), (4, [[1, 2, 3], [0]])]
+    return [(world, groups) for world, groups in pairs if world in submission.worlds(1, 2, 3, 4)]
+
+
+def draw(submission, shape, dtype):
+    """Return a random tensor whose entries are whole numbers, so that every order of additions gives the same sum."""
+    generator = torch.Generator().manual_seed(submission.rng.randrange(2**31))
+    return torch.randint(-(10**6), 10**6, shape, generator=generator).to(dtype)
+
+
+def run(submission, function, world, groups, numels):
+    """Call a function on tensors of these lengths. Return tensors[step][rank] as they were, and the ranks' results."""
+    tensors = [[draw(submission, (n,), DTYPES[step % 2]) for _ in range(world)] for step, n in enumerate(numels)]
+    job = {"function": function} | ({} if groups == [list(range(world))] else {"groups": groups})
+    jobs = [job | {"tensors": [own[rank] for own in tensors]} for rank in range(world)]
+    return tensors, submission.run(m00_ring.reduce, PerRank(jobs), world_size=world)
+
+
+def split(tensor, size):
+    """Return the chunks of a tensor: the first numel % size of them have one element more."""
+    short, longer = divmod(len(tensor), size)
+    return list(tensor.split([short + (i < longer) for i in range(size)]))
+
+
+def expect_sums(results, tensors, group, function):
+    """Expect every rank's tensor to be the sum over the group."""
+    for step, own in enumerate(tensors):
+        what = f"{len(own[0])} elements after {function} on {format_ranks(group)} are the sum of the ranks' tensors"
+        members = [own[rank] for rank in group]
+        why = partial(diagnosis.explain_sum, members, own)
+        expect_results(what, results, group, step, sum(members), why)
+
+
+def expect_own_chunks(results, tensors, group):
+    """Expect rank r of the group to have the sum of chunk r in its tensor, and to return that part of it."""
+    for step, own in enumerate(tensors):
+        members = [own[rank] for rank in group]
+        ends = torch.tensor([0, *(len(chunk) for chunk in split(own[0], len(group)))]).cumsum(0).tolist()
+        for place, rank in enumerate(group):
+            start, end = ends[place], ends[place + 1]
+            found = results[rank][step]
+            what = f"elements {start} to {end} of {ends[-1]} are summed on rank {place} of {format_ranks(group)}"
+            expect_equal(
+                what,
+                [{"the tensor": found["tensor"][start:end].cpu()}],
+                {"the tensor": sum(members)[start:end]},
+                ranks=[rank],
+                tolerance=0.0,
+                hypotheses=partial(diagnosis.explain_chunk, members, place, start, end),
+            )
+            expect(
+                found["view"] == [start if end > start else 0, end - start],
+                f"ring_reduce_scatter returns the view of elements {start} to {end} of the tensor",
+                diagnosis.describe_view(found["view"]),
+                diagnosis.OTHER_VIEW,
+                rank=rank,
+            )
+
+
+def expect_results(what, results, group, step, expected, hypotheses):
+    """Expect the tensor of every rank of the group to be `expected`, exactly."""
+    tensors = [{"the tensor": results[rank][step]["tensor"].cpu()} for rank in group]
+    expect_equal(what, tensors, {"the tensor": expected}, ranks=group, hypotheses=hypotheses, tolerance=0.0)
+
+
+def expect_ring(results, tensors, group, num_phases):
+    """Expect N − 1 messages per phase, to the next and from the previous rank, and no more bytes than a chunk each."""
+    size = len(group)
+    for step, place in ((step, place) for step in range(len(tensors)) for place in range(size)):
+        numel, itemsize = tensors[step][0].numel(), tensors[step][0].itemsize
+        after, before = group[(place + 1) % size], group[place - 1]
+        count = num_phases * (size - 1)
+        at = (results, group[place], step)
+        if numel >= size:
+            expect_messages(*at, [after] * count, [before] * count, diagnosis.explain_ring(num_phases))
+        sent = sum(launch.nbytes for launch in launches(results.events[group[place]], step) if launch.op == "send")
+        limit = count * itemsize * -(-numel // size)
+        expect(
+            sent <= limit,
+            f"a rank sends at most {num_phases}(N − 1) chunks, {limit} bytes for {numel} elements on {size} ranks",
+            f"{sent} bytes",
+            diagnosis.WHOLE_TENSOR,
+            rank=group[place],
+            step=step,
+        )
+
+
+def expect_messages(results, rank, step, to, source, likely_cause=""):
+    """Expect one message to each rank of `to` and one from each rank of `source`, no collective, and every wait."""
+    events = results.events[rank]
+    found = launches(events, step)
+    collectives = [launch for launch in found if launch.op not in ("send", "recv")]
+    expect(
+        not collectives and not any(event["kind"] == "launch" and event["op"] == "barrier" for event in events),
+        "only send, recv, isend, irecv and batch_isend_irecv are called",
+        summarize(collectives) if collectives else "a barrier",
+        diagnosis.COLLECTIVE,
+        rank=rank,
+        step=step,
+    )
+    for op, peers, direction in (("send", to, "sends to"), ("recv", source, "receives from")):
+        actual = [launch.peer for launch in found if launch.op == op]
+        expect(
+            sorted(actual, key=str) == sorted(peers, key=str),
+            f"rank {rank} {direction} {format_peers(peers)}",
+            f"it {direction} {format_peers(actual)}",
+            likely_cause,
+            rank=rank,
+            step=step,
+        )
+    raced, unawaited = [x for x in found if x.raced], [x for x in found if not x.waits]
+    expect(
+        not raced,
+        "a tensor is left alone while it is sent or received",
+        f"{len(raced)} of {len(found)} were changed between the call and its wait",
+        diagnosis.CHANGED,
+        rank=rank,
+        step=step,
+    )
+    expect(
+        not unawaited,
+        "wait() is called on every handle of isend and irecv",
+        f"{len(unawaited)} of {len(found)} were never waited on",
+        diagnosis.NOT_AWAITED,
+        rank=rank,
+        step=step,
+    )
+
+
+def format_peers(peers):
+    """Return ranks with their numbers of messages, such as: ranks 1 (3 messages)"""
+    counts = {peer: peers.count(peer) for peer in sorted(set(peers), key=str)}
+    words = [
+        f"{'any rank' if peer is None else f'rank {peer}'} ({count} message{'s' if count > 1 else ''})"
+        for peer, count in counts.items()
+    ]
+    return join_names(words) if words else "nobody"
+
+
+def describe_rows(rows, batch):
+    """Return what shard_batch returned, in words."""
+    if not isinstance(rows, torch.Tensor):
+        return "no tensor"
+    return f"a tensor of shape {tuple(rows.shape)}" + (" with other rows" if rows.shape[1:] == batch.shape[1:] else "")
