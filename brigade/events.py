@@ -317,6 +317,15 @@ class Progress:
         unsettled = [rank for rank in range(len(self.ranks)) if rank not in settled]
         return bool(unsettled) and all(self.find_missing_peers(rank) for rank in unsettled)
 
+    def find_unequal_message(self) -> Mismatch | None:
+        """Return the first message that has another length at its receiver, or None. Tags are not compared."""
+        for (group, rank, op, peer), sent in self._messages.items():
+            received = self._messages.get((group, peer, "recv", rank), []) if op == "send" else []
+            for send, recv in zip(sent, received):
+                if send["nbytes"] != recv["nbytes"]:
+                    return Mismatch(peer, recv, rank, send)
+        return None
+
     def find_mismatch(self, rank: int) -> Mismatch | None:
         """Return the first mismatch of this rank's last launch and the launch of the same number on a peer, or None."""
         launch = self.ranks[rank].launches[-1]

@@ -16,6 +16,7 @@ from brigade.checks.diagnose.exceptions import explain_exception
 from brigade.checks.diagnose.parts import describe_part
 from brigade.checks.verdict import CheckFailed, Location, Verdict, make_not_run
 from brigade.course.submission import Sources
+from brigade.events import OPPOSITES
 from brigade.runner import ranks
 from brigade.runner.report import OTHER_SIZE
 
@@ -25,13 +26,21 @@ EXPECTED = {
     "deadlock": "all ranks call the same collectives, so that no rank waits forever",
     "mismatch": "all ranks call the same collectives in the same order",
 }
+EXPECTED_OF_MESSAGES = EXPECTED | {
+    "deadlock": "every message that a rank sends is received, so that no rank waits forever",
+    "mismatch": "a message has the same length where it is sent and where it is received",
+}
 USUAL_CAUSES = {
     "deadline": "a loop does not end, or a rank waits for something that never arrives.",
     "deadlock": "some ranks skip a collective, because a condition differs between ranks.",
     "mismatch": "some ranks skip or add a collective, or their launch order differs.",
     "died": "the submission ended the process (os._exit or a crash). Let every rank finish.",
 }
-
+CAUSES_OF_MESSAGES = USUAL_CAUSES | {
+    "deadlock": "a rank waits for a message that its peer does not send, or does not receive.",
+    "mismatch": "the two ranks do not mean the same chunk in this step.",
+}
+ALL_SEND = "every rank waits in a send before it receives. Start the send with isend, receive, then wait for it."
 
 # Concurrent checks take turns in this process, because it has only one random number generator. While one check waits
 # for its ranks, another check has its turn.
@@ -147,13 +156,17 @@ def to_failure(failure: ranks.RankFailure, sources: Sources, note: str = "") -> 
         got = "it is still the skeleton's `raise NotImplementedError`"
         return CheckFailed(Verdict(f"{failure.part} is written", got, ending="exception", part=failure.part))
     kind = "mismatch" if is_mismatch(failure) else failure.kind
-    cause, hypothesis = USUAL_CAUSES.get(kind, ""), f"usual for {kind}"
+    is_message = bool(failure.waiting) and failure.waiting <= OPPOSITES.keys()
+    causes, expected = (CAUSES_OF_MESSAGES, EXPECTED_OF_MESSAGES) if is_message else (USUAL_CAUSES, EXPECTED)
+    cause, hypothesis = causes.get(kind, ""), f"usual for {kind}"
+    if kind == "deadlock" and failure.waiting == {"send"}:
+        cause = ALL_SEND
     if kind == "exception":
         cause, hypothesis = explain_exception(failure, sources)
         note = note or ("" if cause else describe_part(failure, sources))
     return CheckFailed(
         Verdict(
-            EXPECTED.get(kind, "every rank returns its result"),
+            expected.get(kind, "every rank returns its result"),
             "\n".join([failure.summary, *failure.lines]),
             cause,
             hypothesis if cause else "",

@@ -75,6 +75,9 @@ MODULES = (
 )  # fmt: skip
 
 
+WRAPPED = tuple(entry for entry in MODULES if entry.track == CORE)  # modules that train a model: the ladder's
+
+
 def find_module(name: str) -> Module:
     """Return the module that has this public name."""
     return next(entry for entry in MODULES if name in entry.public)

@@ -144,6 +144,8 @@ class Monitor:
                 return None
             self._listen(0.05)
             time.sleep(LISTEN_S)
+        if kind == "failed" and (unequal := self.progress.find_unequal_message()):
+            kind, self._mismatch = "mismatch", unequal  # gloo has ended the receiver's process
         if kind != "failed":
             self._request_stacks()
         return describe_failure(kind, self.states, self.progress, self._mismatch, self._deadline_s, self._packages)

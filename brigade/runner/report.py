@@ -46,6 +46,7 @@ class RankFailure(Exception):
     """
 
     events: list[list[Event]]
+    waiting: set[str] = frozenset()  # the operations in which ranks waited, or that mismatched
     own = False  # whether `lines` show the submission's own code, if a rank raised
 
     def __init__(
@@ -115,16 +116,19 @@ def describe_failure(
         failure = _describe_rank_failure(states, progress, packages)
     else:
         lines = [describe_state(state, progress, packages) for state in states]
-        rank = None
+        rank, waiting = None, {state.record.waiting["op"] for state in states if state.record.waiting}
         if kind == "mismatch":
             rank = mismatch.rank
             summary = (
                 f"rank {rank} called {describe(mismatch.launch)} where rank {mismatch.peer} called "
                 f"{describe(mismatch.peer_launch)}: "
-                "all ranks of a group must call the same collectives in the same order"
+            )
+            summary += (
+                "a message must have the same length on both ranks"
+                if mismatch.launch["op"] in OPPOSITES
+                else "all ranks of a group must call the same collectives in the same order"
             )
         elif kind == "deadlock":
-            waiting = {state.record.waiting["op"] for state in states if state.record.waiting}
             what = "send or a recv" if waiting <= OPPOSITES.keys() else "collective"
             summary = (
                 f"deadlock: every rank has stopped, and at least one waits for a {what} that a peer never launched"
@@ -132,6 +136,7 @@ def describe_failure(
         else:
             summary = f"stopped after {deadline_s:.0f} s"
         failure = RankFailure(kind, summary, lines, rank)
+        failure.waiting = {mismatch.launch["op"]} if mismatch else waiting
     failure.output = [state.read_output() for state in states]
     failure.events = [state.record.events for state in states]
     return failure

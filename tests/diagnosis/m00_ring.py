@@ -37,9 +37,10 @@ def explain_sum(members, world):
     causes = {
         "the function returns a new tensor, or works on a copy: it must change the tensor itself.": name(members),
         "the sum is divided by the number of ranks. These functions sum.": name([total // size] * size),
-        "the root's own tensor is missing from the sum.": name([total - members[0]] * size),
+        "the root's own tensor is missing from the sum. The root must add every message to it.": name(
+            [total - members[0]] * size
+        ),
         "only the root has the sum: it is not sent back.": name([total, *members[1:]]),
-        "a message that arrives replaces the tensor. The root must add it.": name([members[-1]] * size),
         "the sum is that of all ranks of the world: process_group is ignored.": name([sum(world)] * size),
     }
     return causes
@@ -79,7 +80,7 @@ def explain_ring(num_phases):
 
 def explain_memory(most, nbytes):
     """Explain why so much memory is alive at once."""
-    if most >= nbytes:
+    if most > 1.2 * nbytes:
         return "a copy of the whole tensor is made. One buffer of a chunk's length is enough for all steps."
     return "every step makes a new buffer and keeps the one before. Make one buffer and use it in all steps."
 

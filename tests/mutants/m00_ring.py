@@ -48,7 +48,7 @@ MUTANTS = [
         ADD_AT_ROOT,
         "tensor.copy_(received)",
         ("test_sum_through_the_root",),
-        "The root must add it",
+        "must add every message to it",
     ),
     Mutant(
         "the sum is sent to the world's ranks",
@@ -82,7 +82,7 @@ MUTANTS = [
         "dist.send(outgoing, group=process_group, group_dst=(rank + 1) % size)\n"
         "    dist.recv(incoming, group=process_group, group_src=(rank - 1) % size)",
         (*REDUCED, "test_ring_all_gather"),
-        "start the send with isend",
+        "Start the send with isend",
     ),
     Mutant(
         "neighbours of the world",
@@ -93,9 +93,7 @@ MUTANTS = [
     Mutant(
         "the ring runs the other way",
         EXCHANGE,
-        EXCHANGE.replace("(rank + 1)", "(rank - 0.5 * 2)")
-        .replace("(rank - 1)", "(rank + 1)")
-        .replace("(rank - 0.5 * 2) % size", "int(rank - 1) % size"),
+        EXCHANGE.replace("(rank + 1)", "(rank + size - 1)").replace("(rank - 1)", "(rank + 1)"),
         (*REDUCED, "test_ring_all_gather"),
     ),
     Mutant(

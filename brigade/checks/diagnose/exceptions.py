@@ -136,6 +136,9 @@ SYMPTOMS = [
     Symptom("called hook", "TypeError", "object is not callable", explain_called_hook),
     Symptom("global rank", "ValueError", r"Global rank \d+ is not part of", "src and dst are ranks of the world. Use "
             "group_src and group_dst for ranks of the group."),
+    Symptom("message to itself", "", "Pair is not connected|should not be the same as the rank of the current process",
+            "a rank sends a message to itself. A ring of one rank has no steps. In a group, "
+            "pass group_dst and group_src."),
     Symptom("signature", "TypeError",
             r"(missing|takes) .*argument|unexpected keyword argument|multiple values for argument", explain_signature),
     Symptom("assigned gradient", "RuntimeError", "assign a gradient|assigned grad", explain_assigned_gradient),
