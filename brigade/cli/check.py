@@ -226,6 +226,9 @@ def handle_success(entry: Module, sources: Sources, show: bool) -> None:
     remember("passed", entry.package, key)
     if not show or not news:
         return
+    if not entry.is_core:
+        console.print(f"Module {entry.number} is done. `brigade next` shows what comes now.\n", markup=False)
+        return
     from brigade.lab import comparison
     from brigade.lab.script import show_progress
 
@@ -259,6 +262,11 @@ def read_save_times(entries: Sequence[Module], options: argparse.Namespace) -> l
     return [path.stat().st_mtime if path else 0.0 for path in paths]
 
 
+def name_track(entry: Module) -> str:
+    """Return the track of a module that is not in the core, as text to append."""
+    return "" if entry.is_core else f" ({entry.track}, on top of the core's 100)"
+
+
 def run_next(options: argparse.Namespace) -> int:
     """brigade next: the first module that does not pass all its checks, and the first of those that fail."""
     options.target = str(resolve_target(options.target).resolve())
@@ -276,10 +284,10 @@ def run_next(options: argparse.Namespace) -> int:
             return 1
         if done or report and not report.failed:
             remember("passed", entry.package, key)
-            console.print(f"✓ Module {entry.number}: {entry.title}, {entry.points} points")
+            console.print(f"✓ Module {entry.number}: {entry.title}, {entry.points} points{name_track(entry)}")
             continue
         state = f"{report.earned} of {report.possible} points" if report else f"{entry.points} points to earn"
-        console.print(f"→ Module {entry.number}: {entry.title}, {state}")
+        console.print(f"→ Module {entry.number}: {entry.title}, {state}{name_track(entry)}")
         console.print(f"  read    {shorten(entry.lesson / 'README.md')}  ({entry.minutes} minutes for the module)")
         console.print(f"  edit    {shorten(find(Path(options.target), entry))}")
         console.print(f"  check   brigade check {entry.number} --watch")

@@ -12,7 +12,7 @@ from dataclasses import replace
 from brigade.checks.collect import import_from_tests
 from brigade.cli.console import console
 from brigade.cli.main import main as brigade
-from brigade.course.modules import HAS_SOLUTIONS, MODULES, REFERENCE, ROOT, get_module
+from brigade.course.modules import CORE_MODULES, HAS_SOLUTIONS, REFERENCE, ROOT, get_module
 from brigade.lab.script import run_to_status, show_progress
 from brigade.runner import ranks
 
@@ -40,7 +40,7 @@ def demo() -> int:
     from brigade.lab.bench import select_written
 
     workload = replace(ladder.EMULATED, batch_size=16, rounds=ROUNDS)
-    entries, sources, left_out = select_written(REFERENCE, MODULES)
+    entries, sources, left_out = select_written(REFERENCE, CORE_MODULES)
     variants = [ladder.get_variant(entry) for entry in entries]
     console.print(
         "Bucket Brigade: data-parallel training, built step by step.\n\n"

@@ -34,7 +34,7 @@ def add_grade_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="FILE", help="the results file; without it they go to the terminal")
     parser.add_argument("--format", choices=formats.FORMATS, help="default: gradescope; text on the terminal")
     parser.add_argument("--meta", action="append", default=[], metavar="NAME=VALUE", help="a field for classroom50")
-    parser.add_argument("--modules", default="", metavar="LIST", help="such as 1-4 or 2,5; all without it")
+    parser.add_argument("--modules", default="", metavar="LIST", help="such as 1-4 or 2,5; without it the core, 1 to 8")
     parser.add_argument("--prior", default="auto", choices=("auto", "own", "reference"), help="whose earlier modules")
     parser.add_argument("--seed", type=int, metavar="N", help="repeat a grading; the seed is in its results")
     parser.add_argument("--backend", default="gloo", choices=("gloo", "nccl"), help="default: gloo")

@@ -79,6 +79,8 @@ def bench(options: argparse.Namespace) -> int:
 
     world_size = choose_world_size(options.ranks)
     entries = select_modules(options.modules or (SWEPT if options.sweep else ""))
+    for entry in entries:
+        require_core(entry)
     link = choose_link(options, world_size)
     workload = make_workload(options, link, world_size)
     sizes = read_sweep(options.sweep, entries) if options.sweep else []
@@ -174,6 +176,12 @@ def read_sweep(text: str, entries: Sequence[Module]) -> list[float]:
     return sizes
 
 
+def require_core(entry: Module) -> None:
+    """Raise CourseError if the module trains no model, so that there is no step to measure."""
+    if not entry.is_core:
+        raise CourseError(f"module {entry.number} trains no model, so it has no training step to measure")
+
+
 def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `brigade trace`."""
     parser.description += " The ranks compute on the CPU. Without options for the link, moving all gradients takes 0.8 "
@@ -194,6 +202,7 @@ def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
 def run_trace(options: argparse.Namespace) -> int:
     """brigade trace N"""
     entry = get_module(options.number)
+    require_core(entry)
     if not 2 <= options.ranks <= MOST_RANKS:
         raise CourseError(f"--ranks {options.ranks}: a timeline takes 2 ranks or more, and {MOST_RANKS} at most")
     link = choose_link(options, options.ranks)

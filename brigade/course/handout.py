@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from brigade.course.listing import list_checks
-from brigade.course.modules import MODULES, CourseError, Module
+from brigade.course.modules import CORE_MODULES, MODULES, CourseError, Module
 
 DOCUMENTS = ("README.md", "assignments.md")
 GENERATED = re.compile(r"(<!-- made by `brigade skeletons`: (\w+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
@@ -41,10 +41,17 @@ def fill_in(text: str, root: Path) -> str:
 def make_module_table(root: Path) -> str:
     """Return the README's table of modules."""
     rows = [
-        (e.number, f"[{e.title}](lessons/{e.package}/README.md)", e.idea, e.points, e.minutes, f"{e.difficulty} of 5")
+        (
+            e.number,
+            f"[{e.title}](lessons/{e.package}/README.md)",
+            e.idea,
+            format_points(e),
+            e.minutes,
+            f"{e.difficulty} of 5",
+        )
         for e in MODULES
     ]
-    total = ("", "", "", f"**{sum(e.points for e in MODULES)}**", f"**{sum(e.minutes for e in MODULES)}**", "")
+    total = ("", "", "", f"**{count_core_points()}**", f"**{sum(e.minutes for e in MODULES)}**", "")
     return format_table(("", "module", "idea", "points", "minutes", "difficulty"), [*rows, total])
 
 
@@ -55,9 +62,19 @@ def read_student_section(root: Path) -> str:
 
 def make_deliverables_table(root: Path) -> str:
     """Return the handout's table of files and points."""
-    rows = [(f"{e.number}. {e.title}", f"`lessons/{e.path.as_posix()}`", e.points) for e in MODULES]
-    total = ("**total**", "", f"**{sum(e.points for e in MODULES)}**")
+    rows = [(f"{e.number}. {e.title}", f"`lessons/{e.path.as_posix()}`", format_points(e)) for e in MODULES]
+    total = ("**total of the core**", "", f"**{count_core_points()}**")
     return format_table(("module", "code", "points"), [*rows, total])
+
+
+def format_points(entry: Module) -> str:
+    """Return the points of a module, and its track if it is not in the core."""
+    return str(entry.points) if entry.is_core else f"{entry.points} ({entry.track})"
+
+
+def count_core_points() -> int:
+    """Return the points of all modules of the core: 100."""
+    return sum(entry.points for entry in CORE_MODULES)
 
 
 def make_assignments(root: Path) -> str:

@@ -17,7 +17,7 @@ class CourseError(Exception):
     """A request of the user cannot be fulfilled. The message is one sentence for the user."""
 
 
-WARM_UP, CORE = "warm-up", "core"  # tracks: the points of the core's modules add up to 100
+WARM_UP, CORE = "warm-up", "core"  # tracks. The points of the core add up to 100; a warm-up's are on top
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,10 @@ class Module:
     public: tuple[str, ...]  # the names the checks use
     idea: str  # one line for tables
     track: str = CORE
+
+    @property
+    def is_core(self) -> bool:
+        return self.track == CORE
 
     @property
     def name(self) -> str:
@@ -75,7 +79,7 @@ MODULES = (
 )  # fmt: skip
 
 
-WRAPPED = tuple(entry for entry in MODULES if entry.track == CORE)  # modules that train a model: the ladder's
+CORE_MODULES = tuple(entry for entry in MODULES if entry.is_core)  # they train a model, and bench compares them
 
 
 def find_module(name: str) -> Module:
@@ -103,9 +107,9 @@ def list_numbers() -> str:
 
 
 def select_modules(text: str) -> list[Module]:
-    """Return the modules in a list such as "1-4,6", or all if it is empty. Raise CourseError for anything else."""
+    """Return the modules in a list such as "1-4,6", or the core if it is empty. Raise CourseError for anything else."""
     if not text:
-        return list(MODULES)
+        return list(CORE_MODULES)
     numbers: set[int] = set()
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", part, re.ASCII)

@@ -16,7 +16,7 @@ import torch
 from rich.table import Table
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from brigade.course.modules import MODULES, Module
+from brigade.course.modules import CORE_MODULES, Module
 from brigade.course.submission import Sources
 from brigade.lab import corpus
 from brigade.lab.bench import Spread, compute_spread
@@ -62,7 +62,7 @@ def count_steps(entry: Module) -> int:
 
 def get_variants(entry: Module) -> list[Variant]:
     """Return the variants of the module before this one, if there is one, and of this module."""
-    return [get_variant(module) for module in MODULES if module.number <= entry.number][-2:]
+    return [get_variant(module) for module in CORE_MODULES if module.number <= entry.number][-2:]
 
 
 def compare_with_previous(

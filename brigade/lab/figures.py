@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from brigade.course.modules import MODULES, ROOT, get_module
+from brigade.course.modules import CORE_MODULES, ROOT, get_module
 from brigade.lab.ladder import get_variant
 from brigade.lab.script import run_to_status
 from brigade.lab.timeline import draw, trace
@@ -28,8 +28,8 @@ def main() -> int:
 
 def draw_figures(number: str | None = None) -> int:
     """Draw the timeline of one module, or of all. Raise CourseError if there is no such module."""
-    entries = [get_module(number)] if number else MODULES
-    for before, entry in zip((None, *MODULES), MODULES):
+    entries = [get_module(number)] if number else CORE_MODULES
+    for before, entry in zip((None, *CORE_MODULES), CORE_MODULES):
         if entry not in entries:
             continue
         compared = [entry] if before is None else [before, entry]

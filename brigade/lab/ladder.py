@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from brigade.course.modules import MODULES, REFERENCE, CourseError, Module
+from brigade.course.modules import CORE_MODULES, REFERENCE, CourseError, Module
 from brigade.course.submission import Sources, read
 from brigade.events import Event, launches
 from brigade.lab import corpus
@@ -226,7 +226,7 @@ def get_variant(entry: Module) -> Variant:
 
     If this is an optimizer, it steps for the wrapper of the last module before it that has one.
     """
-    wrapper_module = [one for one in MODULES if one.number <= entry.number and one.public[-1].endswith("DDP")][-1]
+    wrapper_module = [one for one in CORE_MODULES if one.number <= entry.number and one.public[-1].endswith("DDP")][-1]
     return Variant(
         f"{entry.number} {entry.public[-1]}",
         (wrapper_module.package, wrapper_module.public[-1]),
@@ -236,12 +236,12 @@ def get_variant(entry: Module) -> Variant:
 
 def get_course_variants() -> list[Variant]:
     """Return the variants of all modules."""
-    return [get_variant(entry) for entry in MODULES]
+    return [get_variant(entry) for entry in CORE_MODULES]
 
 
 def read_reference() -> Sources:
     """Return the text of all solutions; in the student edition, which has none, of the student's own modules."""
-    return read(REFERENCE, MODULES[-1].number).sources
+    return read(REFERENCE, CORE_MODULES[-1].number).sources
 
 
 def count_steps(workload: Workload, variants: Sequence[Variant]) -> int:

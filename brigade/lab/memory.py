@@ -26,7 +26,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from brigade.course.modules import MODULES, ROOT, TARGETS, Module, find_module
+from brigade.course.modules import CORE_MODULES, ROOT, TARGETS, Module, find_module
 from brigade.course.submission import Sources
 from brigade.lab.bench import select_written
 from brigade.lab.ladder import FP32_BYTES, TORCH_DDP, TORCH_ZERO, Variant, get_variant, load_class, read_reference
@@ -108,7 +108,7 @@ def sum_bytes(nbytes: Bytes) -> int:
     return sum(nbytes.values())
 
 
-def list_cases(entries: Sequence[Module] = MODULES) -> list[Case]:
+def list_cases(entries: Sequence[Module] = CORE_MODULES) -> list[Case]:
     """Return the cases of these modules and torch's: first those that keep all state on every rank, then the others."""
     variants = [get_variant(entry) for entry in entries]
     sharded = Variant(f"{ZERO.number} ShardedOptimizer", None, (ZERO.package, "ShardedOptimizer"))
@@ -125,7 +125,7 @@ def measure(
     world_sizes: Sequence[int] = WORLD_SIZES,
     sources: Sources | None = None,
     *,
-    entries: Sequence[Module] = MODULES,
+    entries: Sequence[Module] = CORE_MODULES,
     on_case: Callable[[], None] | None = None,
 ) -> list[CaseBytes]:
     """Train every case of `entries` for two steps on each number of ranks, and count the bytes.
@@ -313,7 +313,7 @@ def show_memory(target: str) -> int:
     from brigade.lab.script import show_progress
 
     console = Console(highlight=False, soft_wrap=True)
-    entries, sources, left_out = select_written(target, MODULES)
+    entries, sources, left_out = select_written(target, CORE_MODULES)
     for sentence in left_out:
         console.print(sentence, markup=False)
     with show_progress("variants", len(list_cases(entries)) * len(WORLD_SIZES)) as advance:
