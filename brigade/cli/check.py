@@ -7,6 +7,7 @@ import contextlib
 import random
 import signal
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -182,7 +183,7 @@ def run_check(options: argparse.Namespace) -> int:
 
 def check_once(entries: Sequence[Module], options: argparse.Namespace, before: Outcomes) -> int:
     """Checks the modules one after another, and updates `before`, the outcomes of the last time."""
-    earned = possible = 0
+    earned, possible = Counter(), Counter()  # points by track
     status = 0
     for entry in entries:
         started = time.monotonic()
@@ -192,7 +193,7 @@ def check_once(entries: Sequence[Module], options: argparse.Namespace, before: O
             sources = read(options.target, entry.number, options.prior).sources
         except CourseError as error:
             console.print(f"  ✗ {error}", markup=False)
-            possible += entry.points
+            possible[entry.track] += entry.points
             status = 2
             continue
         report = check_module(entry, options, before=before)
@@ -212,10 +213,12 @@ def check_once(entries: Sequence[Module], options: argparse.Namespace, before: O
         mine = Path(options.target) != ROOT / "solutions"
         if mine and report.possible == entry.points and not report.failed and not options.debug:
             handle_success(entry, sources, show=len(entries) == 1)
-        earned, possible = earned + report.earned, possible + report.possible
+        earned[entry.track] += report.earned
+        possible[entry.track] += report.possible
         status = max(status, 1 if report.failed else 0)
     if len(entries) > 1:
-        console.print(f"{earned} of {possible} points")
+        totals = [f"{earned[track]} of {possible[track]} points for the {track}" for track in possible]
+        console.print(", ".join(totals))
     return status
 
 
