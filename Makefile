@@ -10,9 +10,9 @@
 help:
 	@echo "make demo     train the ladder on real text, draw it, check one right and one wrong answer"
 	@echo "make test     everything that must hold: lint, skeletons, graded checks, mutants, toolkit, notebooks"
-	@echo "make module MODULE=3  all that the tests say about one module, for whoever changes it"
+	@echo "make module MODULE=3  run the tests of one module, after you have changed it"
 	@echo "make setup    the virtual environment in .venv; then: source .venv/bin/activate"
-	@echo "make figures  draw the readings' pictures anew from runs on this machine"
+	@echo "make figures  draw the pictures of the readings again, from runs on this machine"
 	@echo "make gradescope  the autograder for Gradescope as out/gradescope.zip"
 	@echo "make student  the course without its answers, for students, as out/student and out/student.zip"
 	@echo "make gpu-check  checks, mutants and the ladder on NCCL; needs only a python3 with torch and pytest"
@@ -35,6 +35,7 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell
+	$(BIN)/python tests/plain_words.py
 	$(BIN)/brigade skeletons --check
 
 figures: setup

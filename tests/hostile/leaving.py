@@ -94,7 +94,7 @@ for _ in range(3): daemon(work)
         checks=ONE,
     ),
     Hostile(
-        "processes that stop whoever comes to end them",
+        "processes that stop the process that ends them",
         reference("""
             if dist.get_rank() == 0:
                 for _ in range(4):
@@ -108,7 +108,7 @@ for _ in range(3): daemon(work)
         limit_s=1,
     ),
     Hostile(
-        "processes that kill whoever comes to end them",
+        "processes that kill the process that ends them",
         reference("""
             if dist.get_rank() == 0:
                 for _ in range(4):

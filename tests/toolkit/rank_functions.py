@@ -84,7 +84,7 @@ def scheduling() -> list[int]:
 
 
 def cut_off() -> None:
-    """Rank 0 is killed; rank 1 says before that what gloo says to whoever connects to a process that has gone."""
+    """Rank 0 is killed. Before that, rank 1 prints what gloo prints when it connects to a process that has gone."""
     if dist.get_rank():
         raise RuntimeError("Gloo connectFullMesh failed with [pair.cc:152] timed out connecting: Connection refused")
     time.sleep(0.1)

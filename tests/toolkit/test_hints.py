@@ -1,4 +1,4 @@
-"""The code in the hints uses the names of the skeletons: whoever follows a hint finds what it speaks of."""
+"""The code in the hints uses the names of the skeletons, so that a student finds what a hint mentions."""
 
 from __future__ import annotations
 

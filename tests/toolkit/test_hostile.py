@@ -461,7 +461,7 @@ WITHOUT_NAMESPACES = (
     "writes results wherever it may, and is right",
     "a directory 1500 deep",
     "a daemon that waits for the end, and then writes results",
-    "processes that stop whoever comes to end them",
+    "processes that stop the process that ends them",
     "files, links and pipes everywhere, and directories that nobody may enter",
 )
 

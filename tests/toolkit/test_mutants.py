@@ -24,7 +24,7 @@ def checks(entry):
 
 
 def outcome_of(check, text, backend, seed=0, **options):
-    """What becomes of a check on the reference, but for the text of its module. `options` are those of `Conditions`."""
+    """Return the outcome of a check on the reference with another text of its module. `options` are `Conditions`."""
     return run_on_text(check, text, Conditions(seed=seed, backend=backend, **options))
 
 

@@ -1,4 +1,4 @@
-"""The recording process group: it sees every collective whoever calls it, and changes nothing."""
+"""The recording process group records every collective, no matter who calls it, and changes nothing."""
 
 from __future__ import annotations
 
