@@ -276,6 +276,8 @@ def run_next(options: argparse.Namespace) -> int:
     if options.prior == "reference":
         resolve_target("solutions")
     for entry in MODULES:
+        if not entry.is_core and find(Path(options.target), entry) is None:
+            continue  # the core does not build on it
         try:
             sources = read(options.target, entry.number, options.prior).sources
             key = hash_submission(entry, sources)

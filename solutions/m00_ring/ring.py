@@ -50,6 +50,17 @@ def all_reduce_via_root(tensor: Tensor, process_group: dist.ProcessGroup | None 
     ### END SOLUTION
 
 
+def shift(outgoing: Tensor, incoming: Tensor, process_group: dist.ProcessGroup | None) -> None:
+    """Send `outgoing` to the next rank of the ring and fill `incoming` from the rank before, at the same time."""
+    rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
+    # If every rank waits in its send first, no rank ever receives. Start one of the two without waiting.
+    ### BEGIN SOLUTION part (c)
+    handle = dist.isend(outgoing, group=process_group, group_dst=(rank + 1) % size)
+    dist.recv(incoming, group=process_group, group_src=(rank - 1) % size)
+    handle.wait()
+    ### END SOLUTION
+
+
 def ring_reduce_scatter(tensor: Tensor, process_group: dist.ProcessGroup | None = None) -> Tensor:
     """Add up chunk r of all ranks' tensors on rank r, in place. Return that chunk, a view of `tensor`.
 
@@ -60,7 +71,7 @@ def ring_reduce_scatter(tensor: Tensor, process_group: dist.ProcessGroup | None 
     chunks = split_into_chunks(tensor, size)
     # A chunk travels once around the ring and grows. Which one must this rank send first, so that chunk r ends on rank
     # r? Add the chunk that arrives to your own, and send that sum on in the next step.
-    ### BEGIN SOLUTION part (c)
+    ### BEGIN SOLUTION part (d)
     buffer = torch.empty_like(chunks[0])  # the first chunk is the largest
     for step in range(size - 1):
         outgoing, incoming = chunks[(rank - step - 1) % size], chunks[(rank - step - 2) % size]
@@ -79,7 +90,7 @@ def ring_all_gather(tensor: Tensor, process_group: dist.ProcessGroup | None = No
     rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
     chunks = split_into_chunks(tensor, size)
     # Begin with your own chunk. What arrives is complete: it replaces a chunk, and is sent on in the next step.
-    ### BEGIN SOLUTION part (d)
+    ### BEGIN SOLUTION part (e)
     for step in range(size - 1):
         shift(chunks[(rank - step) % size], chunks[(rank - step - 1) % size], process_group)
     ### END SOLUTION
@@ -87,20 +98,9 @@ def ring_all_gather(tensor: Tensor, process_group: dist.ProcessGroup | None = No
 
 def ring_all_reduce(tensor: Tensor, process_group: dist.ProcessGroup | None = None) -> None:
     """Replace a contiguous tensor, on every rank of the group, by the sum of the ranks' tensors: in two phases."""
-    ### BEGIN SOLUTION part (e)
+    ### BEGIN SOLUTION part (f)
     ring_reduce_scatter(tensor, process_group)
     ring_all_gather(tensor, process_group)
-    ### END SOLUTION
-
-
-def shift(outgoing: Tensor, incoming: Tensor, process_group: dist.ProcessGroup | None) -> None:
-    """Send `outgoing` to the next rank of the ring and fill `incoming` from the rank before, at the same time."""
-    rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
-    # If every rank waits in its send first, no rank ever receives. Start one of the two without waiting.
-    ### BEGIN SOLUTION part (c)
-    handle = dist.isend(outgoing, group=process_group, group_dst=(rank + 1) % size)
-    dist.recv(incoming, group=process_group, group_src=(rank - 1) % size)
-    handle.wait()
     ### END SOLUTION
 
 

@@ -22,6 +22,8 @@ def shard(batch: torch.Tensor, world_sizes: list[int]) -> list[dict[str, Any]]:
         for rank in range(world_size):
             try:
                 answers.append({"rows": shard_batch(batch, rank, world_size)})
+            except NotImplementedError:
+                raise  # the skeleton's
             except Exception as error:
                 answers.append({"error": type(error).__name__})
     return answers
@@ -63,6 +65,8 @@ def refuse(job: dict[str, Any]) -> list[str | None]:
         try:
             student("m00_ring", name)(tensor)
             answers.append(None)
+        except NotImplementedError:
+            raise  # the skeleton's
         except Exception as error:
             answers.append(type(error).__name__)
     return answers

@@ -50,13 +50,13 @@ def lessons(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["check", "99"], "there is no module 99: the course has modules 1 to"),
+        (["check", "99"], "there is no module 99: the course has modules 0 to"),
         (["check", "three"], "there is no module three"),
         (["check", "1", "--target", "does/not/exist"], "there is no directory does/not/exist"),
         (["check", "1", "--target", __file__], "is not a directory"),
         (["check", "1", "--only", "zebra"], "no check whose name contains 'zebra'; it has parameters_start_equal, "),
         (["check", "--debug"], "say which"),
-        (["hint", "0"], "there is no module 0"),
+        (["hint", "12"], "there is no module 12"),
         (["reset", "x"], "there is no module x"),
         (["submit", "--target", "notebooks"], "there are no module files in"),
     ],
@@ -202,7 +202,7 @@ def test_submit_makes_a_zip_of_the_modules(lessons, tmp_path, monkeypatch, capsy
     [archive] = elsewhere.glob("submission-*.zip")
     assert zipfile.ZipFile(archive).namelist() == [get_module(1).path.as_posix()]
     told = capsys.readouterr().out
-    assert "holds 1 of 8 module files: 1 written, 0 known to pass all checks.\nNot known to pass: module 1." in told
+    assert "holds 1 of 9 module files: 1 written, 0 known to pass all checks.\nNot known to pass: module 1." in told
     assert "module 2 is missing" in told
 
 
@@ -224,8 +224,8 @@ def test_submit_says_what_is_written_and_passes(brigade, lessons, tmp_path_facto
         (lessons / entry.package).mkdir(exist_ok=True)
         shutil.copy(ROOT / "lessons" / entry.path, lessons / entry.path)
     assert submitted(brigade, lessons, next(places), monkeypatch) == (
-        "holds 8 of 8 module files: 0 written, 0 known to pass all checks.\n"
-        "Not written, or not completely: modules 1, 2, 3, 4, 5, 6, 7, 8.\n"
+        "holds 9 of 9 module files: 0 written, 0 known to pass all checks.\n"
+        "Not written, or not completely: modules 0, 1, 2, 3, 4, 5, 6, 7, 8.\n"
     )
     for entry in select_modules("1-2"):
         shutil.copy(ROOT / "solutions" / entry.path, lessons / entry.path)
@@ -233,9 +233,9 @@ def test_submit_says_what_is_written_and_passes(brigade, lessons, tmp_path_facto
     (lessons / get_module(3).path).write_text("def f(:\n")
     told = submitted(brigade, lessons, next(places), monkeypatch)
     assert told.startswith(
-        "holds 8 of 8 module files: 2 written, 1 known to pass all checks.\n"
+        "holds 9 of 9 module files: 2 written, 1 known to pass all checks.\n"
         "Not known to pass: module 2. `brigade check` runs all checks.\n"
-        "Not written, or not completely: modules 4, 5, 6, 7, 8.\n"
+        "Not written, or not completely: modules 0, 4, 5, 6, 7, 8.\n"
         "Note: overlapped_ddp.py, line 1: "
     )
     file = lessons / get_module(1).path

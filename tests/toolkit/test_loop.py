@@ -53,5 +53,5 @@ def test_the_option_keeps_the_tests_of_one_module():
     first, second = item(FIRST), item(SECOND)
     assert select(None, [first, second]) == ([first, second], 0)
     assert select("1", [first, second]) == ([first], 1)
-    with pytest.raises(pytest.UsageError, match="there is no module 77: the course has modules 1 to"):
+    with pytest.raises(pytest.UsageError, match="there is no module 77: the course has modules 0 to"):
         select("77", [first])
