@@ -1,0 +1,91 @@
+"""Module 0: what an all-reduce does inside.
+
+An all-reduce leaves the sum of the ranks' tensors on every rank. This module builds one from messages between two
+ranks, in two ways: through a root that adds everything up, and around a ring in which every rank does an equal part.
+
+Cost with N ranks and S bytes, if a message of b bytes takes α + b/β: the root takes 2(N−1)(α + S/β), the ring
+2(N−1)(α + S/(Nβ)). In a ring every rank sends 2(N−1)/N · S bytes, which is less than 2S for any N.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def shard_batch(batch: Tensor, rank: int, world_size: int) -> Tensor:
+    """Return this rank's rows of a batch: with n = len(batch) / world_size, rows rank·n to (rank + 1)·n.
+
+    Raises ValueError if the batch does not divide equally.
+    """
+    # TODO: part (a)
+    raise NotImplementedError("module 0, part (a)")
+
+
+def all_reduce_via_root(tensor: Tensor, process_group: dist.ProcessGroup | None = None) -> None:
+    """Replace a contiguous tensor, on every rank of the group, by the sum of the ranks' tensors.
+
+    Rank 0 of the group receives all tensors, adds them to its own and sends the sum back. Every other rank sends one
+    message and receives one. Raises ValueError if the tensor is not contiguous.
+    """
+    require_contiguous(tensor)
+    rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
+    # Ranks of the group are group_src and group_dst. A send ends only after the peer has called the matching receive.
+    # TODO: part (b)
+    raise NotImplementedError("module 0, part (b)")
+
+
+def ring_reduce_scatter(tensor: Tensor, process_group: dist.ProcessGroup | None = None) -> Tensor:
+    """Add up chunk r of all ranks' tensors on rank r, in place. Return that chunk, a view of `tensor`.
+
+    The chunks are those of `split_into_chunks`. Each of N−1 steps sends one chunk to the next rank of the group and
+    receives one from the rank before. The other chunks contain partial sums afterwards.
+    """
+    rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
+    chunks = split_into_chunks(tensor, size)
+    # A chunk travels once around the ring and grows. Which one must this rank send first, so that chunk r ends on rank
+    # r? Add the chunk that arrives to your own, and send that sum on in the next step.
+    # TODO: part (c)
+    raise NotImplementedError("module 0, part (c)")
+
+
+def ring_all_gather(tensor: Tensor, process_group: dist.ProcessGroup | None = None) -> None:
+    """Copy chunk r of rank r's tensor to all ranks, in place, for every r: what `ring_reduce_scatter` leaves to do.
+
+    Each of N−1 steps sends one chunk to the next rank of the group and receives one from the rank before.
+    """
+    rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
+    chunks = split_into_chunks(tensor, size)
+    # Begin with your own chunk. What arrives is complete: it replaces a chunk, and is sent on in the next step.
+    # TODO: part (d)
+    raise NotImplementedError("module 0, part (d)")
+
+
+def ring_all_reduce(tensor: Tensor, process_group: dist.ProcessGroup | None = None) -> None:
+    """Replace a contiguous tensor, on every rank of the group, by the sum of the ranks' tensors: in two phases."""
+    # TODO: part (e)
+    raise NotImplementedError("module 0, part (e)")
+
+
+def shift(outgoing: Tensor, incoming: Tensor, process_group: dist.ProcessGroup | None) -> None:
+    """Send `outgoing` to the next rank of the ring and fill `incoming` from the rank before, at the same time."""
+    rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
+    # If every rank waits in its send first, no rank ever receives. Start one of the two without waiting.
+    # TODO: part (c)
+    raise NotImplementedError("module 0, part (c)")
+
+
+def split_into_chunks(tensor: Tensor, world_size: int) -> list[Tensor]:
+    """Divide a contiguous tensor into flat views, one chunk per rank. The first ones may be one element longer.
+
+    Some chunks are empty if there are fewer elements than ranks. Raises ValueError if the tensor is not contiguous.
+    """
+    require_contiguous(tensor)
+    return list(tensor.view(-1).tensor_split(world_size))
+
+
+def require_contiguous(tensor: Tensor) -> None:
+    """Raise ValueError unless the tensor is one piece of memory: a message is a piece of memory."""
+    if not tensor.is_contiguous():
+        raise ValueError(f"a tensor of shape {tuple(tensor.shape)} with strides {tensor.stride()} is not contiguous")
