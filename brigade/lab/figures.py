@@ -1,5 +1,6 @@
-"""Redraw the timeline of every lesson, or of one, from real runs: python -m brigade.lab.figures 3
+"""Redraw the picture of every lesson, or of one: python -m brigade.lab.figures 3
 
+Module 0's picture shows which chunks travel around a ring. The others are timelines of real runs.
 Each figure shows the module's own step below that of the module before, both from one run on the emulated link of
 `timeline.WORKLOAD`, on which moving all gradients takes 0.8 of backward.
 """
@@ -9,8 +10,9 @@ from __future__ import annotations
 import argparse
 import sys
 
-from brigade.course.modules import CORE_MODULES, ROOT, get_module
+from brigade.course.modules import CORE_MODULES, MODULES, ROOT, get_module
 from brigade.lab.ladder import get_variant
+from brigade.lab.ring_figure import draw_ring
 from brigade.lab.script import run_to_status
 from brigade.lab.timeline import draw, trace
 
@@ -18,7 +20,7 @@ from brigade.lab.timeline import draw, trace
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m brigade.lab.figures",
-        description="Redraw lessons/mNN_*/timeline.png from real runs on two ranks, on an emulated link.",
+        description="Redraw module 0's ring.png, and the others' timeline.png from real runs on an emulated link.",
         epilog="Example: python -m brigade.lab.figures 3",
     )
     parser.add_argument("number", nargs="?", metavar="N", help="the module's number (default: all modules)")
@@ -27,8 +29,12 @@ def main() -> int:
 
 
 def draw_figures(number: str | None = None) -> int:
-    """Draw the timeline of one module, or of all. Raise CourseError if there is no such module."""
-    entries = [get_module(number)] if number else CORE_MODULES
+    """Draw the picture of one module, or of all. Raise CourseError if there is no such module."""
+    entries = [get_module(number)] if number else MODULES
+    if MODULES[0] in entries:
+        path = MODULES[0].lesson / "ring.png"
+        draw_ring(path)
+        print(f"{path.relative_to(ROOT)} written")
     for before, entry in zip((None, *CORE_MODULES), CORE_MODULES):
         if entry not in entries:
             continue

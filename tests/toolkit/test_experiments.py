@@ -1,5 +1,6 @@
 """The measuring scripts beside the readings run, and print what is said there that does not depend on the machine."""
 
+import os
 import re
 import runpy
 import subprocess
@@ -14,13 +15,20 @@ from brigade.runner import ranks
 from brigade.runner.ranks import run_ranks
 
 MODULE_FILES = {entry.path for entry in MODULES}
+LAUNCH = ROOT / "lessons/m00_ring/launch.py"  # torchrun starts it
 SCRIPTS = [
-    path for path in sorted(ROOT.glob("lessons/*/*.py")) if path.relative_to(ROOT / "lessons") not in MODULE_FILES
+    path
+    for path in sorted(ROOT.glob("lessons/*/*.py"))
+    if path.relative_to(ROOT / "lessons") not in MODULE_FILES and path != LAUNCH
 ]
 RUNS_MODULES = [path for path in SCRIPTS if "experiment(main" in path.read_text()]
 
 # Regular expressions, by directory and file, of what must stand in the output, in this order; of others, anything.
 PRINTED = {
+    "m00/measure": [
+        "α = 30 ms, β = 4 MB/s", "2 ranks", *(ways := ["root ", "ring ", "exchange ", "dist.all_reduce "]), "4 ranks",
+        *ways, r"overtakes the exchange at 960 kB \(predicted\), \d+ kB \(measured\)",
+    ],
     "m02/launches": [r"one element: [\d.]+ ms", r"one flat tensor: [\d.]+ ms", r"39 tensors: [\d.]+ ms"],
     "m03/hooks": [r"tensor hook: \[4.0, 6.0\]", r"its .grad: \[5.0, 5.0\]", r"its argument: \[3.0, 7.0\]"],
     "m03/order": [
@@ -132,3 +140,21 @@ def test_a_directory_that_is_not_there_is_one_sentence(monkeypatch, capsys):
     with pytest.raises(SystemExit, match="^there is no directory no/such/directory$"):
         runpy.run_path(str(ROOT / "lessons/m04_bucketed_ddp/buckets.py"), run_name="__main__")
     assert capsys.readouterr().out == ""
+
+
+def test_torchrun_starts_the_ranks():
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(LAUNCH)]
+    assert f"torchrun {' '.join(command[3:-1])} {LAUNCH.relative_to(ROOT)}" in LAUNCH.with_name("README.md").read_text()
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    lines = sorted(done.stdout.splitlines())
+    assert [re.sub(r" on .*:", "", line) for line in lines] == [f"rank {rank} of 2 the sum is 3" for rank in (0, 1)]
+
+
+def test_without_torchrun_one_line_says_how_to_start():
+    done = subprocess.run([sys.executable, str(LAUNCH)], capture_output=True, text=True)
+    assert done.returncode == 1 and not done.stdout
+    assert (
+        done.stderr == f"start this script with torchrun --standalone --nproc-per-node 2 {LAUNCH.relative_to(ROOT)}\n"
+    )
