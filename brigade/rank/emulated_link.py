@@ -206,7 +206,7 @@ class EmulatedLinkGroup(RecordingGroup):
         super().__init__(inner, recorder, name, ranks)
         own_name = f"{name}-{'-'.join(map(str, ranks))}"
         self._collectives = LaunchSeries(_shared, own_name, len(ranks), _shared.find_directions(ranks, ranks))
-        self._messages: dict[tuple[int, int], LaunchSeries] = {}  # by sender and receiver
+        self._message_series: dict[tuple[int, int], LaunchSeries] = {}  # by sender and receiver
 
     def call(self, method: str, args: list[Any], kwargs: dict[str, Any], index: int) -> dist.Work | None:
         op, outputs, inputs = METHODS[method]
@@ -228,12 +228,12 @@ class EmulatedLinkGroup(RecordingGroup):
     def _find_messages(self, op: str, peer: int) -> LaunchSeries:
         """Return the messages to or from a rank of the group."""
         sender, receiver = (self.rank(), peer) if op == "send" else (peer, self.rank())
-        if (sender, receiver) not in self._messages:
+        if (sender, receiver) not in self._message_series:
             ranks = self._ranks[sender], self._ranks[receiver]
             name = f"{self._name}-{ranks[0]}-to-{ranks[1]}"
             directions = _shared.find_directions(ranks[:1], ranks[1:])
-            self._messages[sender, receiver] = LaunchSeries(_shared, name, 2, directions)
-        return self._messages[sender, receiver]
+            self._message_series[sender, receiver] = LaunchSeries(_shared, name, 2, directions)
+        return self._message_series[sender, receiver]
 
 
 class EmulatedLinkWork(RecordedWork):
