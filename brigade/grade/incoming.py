@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from brigade.course.modules import MODULES, CourseError
+from brigade.course.modules import CORE_MODULES, MODULES, CourseError
 from brigade.course.submission import MAX_SOURCE_BYTES, find
 from brigade.course.submission import open_no_follow as open_no_link
 from brigade.grade.formats import make_printable
@@ -156,7 +156,7 @@ def make_notes(files: Sequence[str], place: str | None) -> list[str]:
     notes = []
     if place is None:
         what = format_names(files) if files else "nothing"
-        notes.append(f"No module file was found, such as {MODULES[0].path.name}. Found instead: {what}")
+        notes.append(f"No module file was found, such as {CORE_MODULES[0].path.name}. Found instead: {what}")
     given = [os.path.join(place or "", name) for name in ("solutions", "skeletons")]  # of a clone of the course
     others = [file for other, inside in find_places(files).items() if other not in (place, *given) for file in inside]
     if others:

@@ -19,7 +19,7 @@ from brigade.checks.verdict import ENDINGS, Outcome, Verdict
 from brigade.cli import grade as grade_command
 from brigade.cli import main as cli
 from brigade.course.listing import GradedCheck, list_checks
-from brigade.course.modules import MODULES, ROOT, CourseError, get_module, select_modules
+from brigade.course.modules import CORE_MODULES, ROOT, CourseError, get_module, select_modules
 from brigade.course.parts import Part
 from brigade.grade import formats, grading
 from brigade.grade.outcome import UNFINISHED, Grading, make_empty_grading
@@ -269,7 +269,7 @@ def scores(result):
 
 def states():
     """Yield the states of a grading from its beginning to its end."""
-    yield make_empty_grading(MODULES, 7), 0, sum(entry.points for entry in MODULES), True
+    yield make_empty_grading(CORE_MODULES, 7), 0, sum(entry.points for entry in CORE_MODULES), True
     checks = [(1, "test_one", "The first.", 3), (1, "test_two", "The second.", 5), (2, "test_three", "The third.", 8)]
     outcomes = [Outcome(GradedCheck(*check)) for check in checks]
     state = Grading(outcomes, 7, notes=["a \x1b[31mred\x1b[0m file \udcff", "another\n"])
@@ -302,7 +302,7 @@ def test_classroom50_fields_come_from_options_and_environment(monkeypatch):
     found = formats.read_classroom50_metadata({"owner": "bob", "datetime": "2026-01-31T12:00:00Z"})
     assert found["owner"] == "bob" and found["classroom"] == "parallel" and found["datetime"] == "2026-01-31T12:00:00Z"
     assert (
-        json.loads(formats.format_classroom50(make_empty_grading(MODULES, 1), found))["datetime"]
+        json.loads(formats.format_classroom50(make_empty_grading(CORE_MODULES, 1), found))["datetime"]
         == "2026-01-31T12:00:00Z"
     )
     monkeypatch.delenv("RELEASE_URL")
@@ -463,7 +463,7 @@ class Simulated:
             return Outcome(check, "passed", prior_source=prior_source)
         return Outcome(check, "failed", Verdict("", f"{ending} on {prior_source}", ending=ending))
 
-    def grade(self, prior="auto", total_s=480.0, entries=MODULES):
+    def grade(self, prior="auto", total_s=480.0, entries=CORE_MODULES):
         return grading.grade(ROOT / "solutions", entries, seed=1, prior=prior, total_s=total_s)
 
 
@@ -531,7 +531,7 @@ def test_what_can_still_be_earned_comes_before_what_is_repeated(monkeypatch):
     assert {outcome.verdict.got for outcome in state.list_outcomes(5)} == {"failed on reference"}
 
 
-COUNTS = {entry.number: len(list_checks(entry)) for entry in MODULES}
+COUNTS = {entry.number: len(list_checks(entry)) for entry in CORE_MODULES}
 HANGS = {
     "the first two": lambda module, index: index < 2,
     "the last two": lambda module, index: index >= COUNTS[module] - 2,
@@ -686,13 +686,13 @@ def test_without_out_the_results_are_printed(submit, capfd, monkeypatch):
     assert capfd.readouterr().out.startswith("<?xml")
 
 
-@pytest.mark.parametrize("text", ["", f"1-{len(MODULES)}", "1-99"])
+@pytest.mark.parametrize("text", ["", f"1-{len(CORE_MODULES)}", "1-99"])
 def test_selected_modules(text):
     if text == "1-99":
         with pytest.raises(CourseError, match="there is no module 99:"):
             select_modules(text)
     else:
-        assert [entry.number for entry in select_modules(text)] == [entry.number for entry in MODULES]
+        assert [entry.number for entry in select_modules(text)] == [entry.number for entry in CORE_MODULES]
     assert [entry.number for entry in select_modules("5, 2-3,3")] == [2, 3, 5]
 
 
