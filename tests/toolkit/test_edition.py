@@ -151,6 +151,7 @@ def test_targets_of_make_and_commands_of_the_readme_exist(edition):
         subprocess.run([*make, target], cwd=edition, capture_output=True, check=True)
     readme = (edition / "README.md").read_text()
     assert "<!--" not in readme and "(lessons/m08_zero_optimizer/README.md)" in readme
+    assert "(docs/glossary.md)" in readme and (edition / "docs" / "glossary.md").exists()
     blocks = re.findall(r"^```\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
     lines = [line.partition("#")[0].split() for block in blocks for line in block.splitlines()]
     commands = [words[1:] for words in lines if words[0] == "brigade"]
