@@ -224,7 +224,7 @@ def check_xl_buckets() -> Finding:
 
 
 @claim(
-    "xl-170-buckets", 4, "One expects 170 buckets of 10 MB; matrices larger than that double the number", XL,
+    "xl-170-buckets", 4, "XL would fill 170 buckets of 10 MB; matrices larger than that double the number", XL,
     "right if the gradients fill 170 buckets within 5 %", "wrong",
 )  # fmt: skip
 def check_xl_170_buckets() -> Finding:
