@@ -105,20 +105,20 @@ def test_three_ways_to_say_which_link():
     ("arguments", "sentence"),
     [
         (["--link", "10gbe", "--comm-ratio", 1], "--link and --comm-ratio exclude each other"),
-        (["--latency-ratio", 1], "--latency-ratio goes with --comm-ratio"),
-        (["--latency-us", 1, "--comm-ratio", 1], "--latency-us goes with --bandwidth-gbps"),
-        (["--comm-ratio", 0], "--comm-ratio 0: it takes a number above 0"),
-        (["--bandwidth-gbps", "nan"], "--bandwidth-gbps nan: it takes a number above 0"),
-        (["--comm-ratio", 1, "--latency-ratio", -1], "--latency-ratio -1: it takes a number that is not negative"),
-        (["--comm-ratio", 1, "--ranks", 1], "--comm-ratio needs two ranks or more"),
-        (["--ranks", 0], "--ranks 0: it takes at least one rank"),
-        (["--ranks", 3], "3 ranks cannot share a batch of 8 sequences equally: --batch says how many"),
-        (["--rounds", 6], "--rounds 6: it takes 7, for the first 5 are not timed"),
+        (["--latency-ratio", 1], "--latency-ratio needs --comm-ratio"),
+        (["--latency-us", 1, "--comm-ratio", 1], "--latency-us needs --bandwidth-gbps"),
+        (["--comm-ratio", 0], "--comm-ratio 0: expected a number above 0"),
+        (["--bandwidth-gbps", "nan"], "--bandwidth-gbps nan: expected a number above 0"),
+        (["--comm-ratio", 1, "--latency-ratio", -1], "--latency-ratio -1: expected a number that is not negative"),
+        (["--comm-ratio", 1, "--ranks", 1], "--comm-ratio needs at least two ranks"),
+        (["--ranks", 0], "--ranks 0: expected at least one rank"),
+        (["--ranks", 3], "3 ranks cannot share a batch of 8 sequences equally: change --batch"),
+        (["--rounds", 6], "--rounds 6: use at least 7, because the first 5 are not timed"),
         (["--time", 0], "--time 0: a sequence has at least one token"),
-        (["--bucket-mb", 0], "--bucket-mb 0: it takes a number above 0"),
-        (["--deadline", -1], "--deadline -1: it takes a number above 0"),
+        (["--bucket-mb", 0], "--bucket-mb 0: expected a number above 0"),
+        (["--deadline", -1], "--deadline -1: expected a number above 0"),
         (["--modules", "99"], "there is no module"),
-        (["--sweep", "1,x"], "--sweep 1,x: write it as 0.1,1,10, sizes in MiB"),
+        (["--sweep", "1,x"], "--sweep 1,x: write sizes in MiB, such as 0.1,1,10"),
         (["--sweep", "--modules", 3], "--sweep compares bucket sizes, and module 3 has no buckets"),
         (["--target", "does/not/exist"], "there is no directory does/not/exist"),
         (["--target", "lessons", "--modules", "1-2"], "Module 2 is left out: module 2, part (a) is not written yet."),
@@ -416,7 +416,7 @@ def test_under_torchrun_a_peer_that_cannot_be_reached_is_named(tmp_path):
         process.kill()
         process.wait()
     assert process.returncode == 1
-    assert re.search(r"^brigade: stopped after 10 s: rank 0 on .*: a peer could not be reached; is GLOO_S", err, re.M)
+    assert re.search(r"^brigade: stopped after 10 s: rank 0 on .*: a peer could not be reached: set GLOO_S", err, re.M)
 
 
 @pytest.mark.parametrize(
@@ -424,7 +424,7 @@ def test_under_torchrun_a_peer_that_cannot_be_reached_is_named(tmp_path):
     [
         (
             "Gloo connectFullMesh failed with [pair.cc:152] timed out: Connection refused",
-            "a peer could not be reached;",
+            "a peer could not be reached:",
         ),
         (
             "[pair.cc:534] Connection closed by peer [127.0.0.1]:12345",

@@ -132,7 +132,7 @@ def test_prints_of_a_check_that_passes(brigade, lessons):
     shown = brigade("check", 1, "--target", lessons, "--only", "one_all_reduce").stdout
     assert "✓ 1/1" in shown and "[rank 1] hello" in shown
     shown = brigade("check", 1, "--target", lessons).stdout
-    assert "hello" not in shown and "The ranks printed something in 7 checks that pass: --only NAME shows it." in shown
+    assert "hello" not in shown and "The ranks printed something in 7 checks that pass. --only NAME shows it." in shown
 
 
 def test_an_error_in_all_checks_is_told_once(brigade, lessons):
@@ -202,7 +202,7 @@ def test_submit_makes_a_zip_of_the_modules(lessons, tmp_path, monkeypatch, capsy
     [archive] = elsewhere.glob("submission-*.zip")
     assert zipfile.ZipFile(archive).namelist() == [get_module(1).path.as_posix()]
     told = capsys.readouterr().out
-    assert "holds 1 of 8 module files: 1 written, 0 known to pass all checks.\nNot known to pass: module 1." in told
+    assert "contains 1 of 8 module files: 1 written, 0 known to pass all checks.\nNot known to pass: module 1." in told
     assert "module 2 is missing" in told
 
 
@@ -224,7 +224,7 @@ def test_submit_says_what_is_written_and_passes(brigade, lessons, tmp_path_facto
         (lessons / entry.package).mkdir(exist_ok=True)
         shutil.copy(ROOT / "lessons" / entry.path, lessons / entry.path)
     assert submitted(brigade, lessons, next(places), monkeypatch) == (
-        "holds 8 of 8 module files: 0 written, 0 known to pass all checks.\n"
+        "contains 8 of 8 module files: 0 written, 0 known to pass all checks.\n"
         "Not written, or not completely: modules 1, 2, 3, 4, 5, 6, 7, 8.\n"
     )
     for entry in select_modules("1-2"):
@@ -233,7 +233,7 @@ def test_submit_says_what_is_written_and_passes(brigade, lessons, tmp_path_facto
     (lessons / get_module(3).path).write_text("def f(:\n")
     told = submitted(brigade, lessons, next(places), monkeypatch)
     assert told.startswith(
-        "holds 8 of 8 module files: 2 written, 1 known to pass all checks.\n"
+        "contains 8 of 8 module files: 2 written, 1 known to pass all checks.\n"
         "Not known to pass: module 2. `brigade check` runs all checks.\n"
         "Not written, or not completely: modules 4, 5, 6, 7, 8.\n"
         "Note: overlapped_ddp.py, line 1: "
@@ -266,7 +266,7 @@ def test_hints_are_on_the_first_part_that_is_not_written(tmp_path, monkeypatch, 
     assert "1. Nudge" in brigade("hint", 4, "e").stdout
     assert brigade("hint", 4, "z").stderr == "brigade: module 4 has no part z: it has a, b, c, d, e, f, g, h\n"
     file.write_text(re.sub(r"raise NotImplementedError.*", "pass", unwritten))
-    assert "all of module 4 is written: say which part" in brigade("hint", 4).stderr
+    assert "all parts of module 4 are written: name a part" in brigade("hint", 4).stderr
 
 
 @pytest.mark.parametrize("entry", MODULES, ids=lambda entry: entry.package)
@@ -344,7 +344,7 @@ def test_a_module_that_passes_on_the_reference_only_buys_nothing_yet(brigade, le
         (lessons / entry.path).write_text((ROOT / where / entry.path).read_text())
     done = brigade("check", 3, "--target", lessons)
     assert done.returncode == 0 and "12 of 12 points" in done.stdout, done.stdout
-    assert "The comparison with the module before cannot be measured: " in done.stdout
+    assert "The comparison with the previous module cannot be measured: " in done.stdout
 
 
 @pytest.fixture
@@ -360,7 +360,7 @@ def watched(lessons):
 
 
 def test_watch_runs_again_after_a_save_and_shows_what_changed(watched, lessons):
-    lines = read_until(watched, "Waiting for a file")
+    lines = read_until(watched, "Waiting until a file")
     assert any("2 of 2 points" in line for line in lines)
     file = lessons / get_module(1).path
     right = file.read_text()
@@ -378,7 +378,7 @@ def test_watch_runs_again_after_a_save_and_shows_what_changed(watched, lessons):
         file.write_text(text)
         read_until(watched, "Module 1")
         began = time.monotonic() - saved
-        shown = "".join(read_until(watched, "Waiting for a file"))
+        shown = "".join(read_until(watched, "Waiting until a file"))
         assert began < 2 and all(line in shown for line in expected) and absent not in shown, (began, shown)
     watched.send_signal(signal.SIGINT)
     assert watched.wait(timeout=20) == 130

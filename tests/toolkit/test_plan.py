@@ -257,12 +257,12 @@ def test_the_command_prints_json(capsys):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--model", "gpt4"], "--model gpt4: it takes one of tiny, small, medium,"),
+        (["--model", "gpt4"], "--model gpt4: expected one of tiny, small, medium,"),
         (["--dp", "0"], "--dp 0: it takes 1 to 4096 ranks"),
-        (["--link", "string"], "--link string: it takes one of nvlink4, pcie4, 100gbe, 10gbe"),
-        (["--bucket-mb", "nan"], "--bucket-mb nan: it takes a number above 0"),
-        (["--latency-us", "-1"], "--latency-us -1: it takes a number that is not negative"),
-        (["--mfu", "2"], "--mfu 2: it takes a number above 0, at most 1"),
+        (["--link", "string"], "--link string: expected one of nvlink4, pcie4, 100gbe, 10gbe"),
+        (["--bucket-mb", "nan"], "--bucket-mb nan: expected a number above 0"),
+        (["--latency-us", "-1"], "--latency-us -1: expected a number that is not negative"),
+        (["--mfu", "2"], "--mfu 2: expected a number above 0, at most 1"),
     ],
 )
 def test_errors_are_one_sentence(options, sentence, capsys):

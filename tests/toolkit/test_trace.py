@@ -185,16 +185,16 @@ def test_a_collective_that_nobody_waits_for_is_counted(quick, brigade, tmp_path)
     files = ("--png", tmp_path / "step.png", "--json", tmp_path / "step.json")
     status, printed, _ = brigade("trace", 3, "--target", submission(tmp_path, [forgets], (1, 2, 3)), *files)
     assert status == 0
-    assert f"{2 * len(PARAMETERS)} of {2 * len(PARAMETERS)} collectives of all ranks were never waited for" in printed
+    assert f"{2 * len(PARAMETERS)} of {2 * len(PARAMETERS)} collectives of all ranks were never waited on" in printed
 
 
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
         (["99"], "there is no module 99: the course has modules 1 to"),
-        (["2", "--ranks", "1"], "--ranks 1: a timeline takes 2 ranks or more"),
-        (["2", "--bucket-mb", "0"], "--bucket-mb 0: it takes a number above 0"),
-        (["2", "--comm-ratio", "-1"], "--comm-ratio -1: it takes a number above 0"),
+        (["2", "--ranks", "1"], "--ranks 1: a timeline needs 2 to 64 ranks"),
+        (["2", "--bucket-mb", "0"], "--bucket-mb 0: expected a number above 0"),
+        (["2", "--comm-ratio", "-1"], "--comm-ratio -1: expected a number above 0"),
         (["2", "--no-pace", "--comm-ratio", "0.8"], "--no-pace emulates no link"),
         (["2", "--png", "no/such/place.png"], "there is no directory"),
     ],
