@@ -235,7 +235,10 @@ def test_a_plan_uses_the_students_own_rules_for_buckets(edition):
     skeleton = path.read_text()
     for text, line in (
         ((ROOT / "solutions" / get_module(4).path).read_text(), "\n4 BucketedDDP "),
-        ("x = 1\n", "not planned: 4 BucketedDDP: your own plan_buckets does not work: `brigade check 4` tells you more"),
+        (
+            "x = 1\n",
+            "not planned: 4 BucketedDDP: your own plan_buckets does not work: `brigade check 4` tells you more",
+        ),
     ):
         path.write_text(text)
         assert line in re.sub(r"\n +", " ", run_command(edition, "brigade plan --model tiny"))
