@@ -174,7 +174,7 @@ def exit_on_ctrl_c() -> Iterator[None]:
 
 
 def run_check(options: argparse.Namespace) -> int:
-    """brigade check [N]"""
+    """brigade check [N]: run the graded checks of one module, or of all."""
     options.target = str(resolve_target(options.target).resolve())
     if options.prior == "reference":
         resolve_target("solutions")

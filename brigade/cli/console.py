@@ -20,6 +20,7 @@ console = Terminal(highlight=False, soft_wrap=True)
 
 
 def indent(text: str, by: int = 9) -> str:
+    """Return the text with `by` spaces before each line."""
     return "\n".join(" " * by + line for line in text.splitlines())
 
 

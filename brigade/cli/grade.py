@@ -144,7 +144,7 @@ def run_one(options: argparse.Namespace, entries: Sequence[Module], console: Con
 
 
 def run_class(options: argparse.Namespace, entries: Sequence[Module], console: Console) -> int:
-    """Grades the submissions in the directory --class into --gradebook."""
+    """Grade the submissions in the directory --class into --gradebook. Return the exit status."""
     if not options.gradebook or options.out or options.format or options.meta:
         raise CourseError("--class writes to --gradebook FILE.csv, which it needs; --out, --format, --meta are for one")
     gradebook = resolve_results_file(options.gradebook)

@@ -14,6 +14,7 @@ from brigade.cli.main import main
 
 
 def end_with_parent() -> None:
+    """Wait until standard input ends, then terminate this process."""
     os.read(0, 1)
     os.kill(os.getpid(), signal.SIGTERM)
 

@@ -23,6 +23,7 @@ def check_options(options: Sequence[str]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Build the archive. Return the exit status: 0 success, 2 the options are wrong."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -68,13 +68,13 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_bench(options: argparse.Namespace) -> int:
-    """brigade bench: run it on ranks of its own, or on those that torchrun has started."""
+    """brigade bench: run the bench on new ranks, or on the ranks that torchrun has started."""
     from brigade.lab.torchrun import report_rank_failures
 
-    return report_rank_failures(bench)(options)
+    return report_rank_failures(run_bench_on_ranks)(options)
 
 
-def bench(options: argparse.Namespace) -> int:
+def run_bench_on_ranks(options: argparse.Namespace) -> int:
     """Return the exit status: 1 if a variant trains differently from one process, else 0.
 
     Raises what `ladder.run_benchmark` raises.
@@ -198,7 +198,7 @@ def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_trace(options: argparse.Namespace) -> int:
-    """brigade trace N"""
+    """brigade trace N: draw a step of module N as a timeline."""
     entry = get_module(options.number)
     if not 2 <= options.ranks <= MOST_RANKS:
         raise CourseError(f"--ranks {options.ranks}: a timeline needs 2 to {MOST_RANKS} ranks")

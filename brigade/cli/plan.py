@@ -55,7 +55,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_plan(options: argparse.Namespace) -> int:
-    """brigade plan"""
+    """brigade plan: print the predicted step of each variant, with all assumptions."""
     from brigade.lab import plan
     from brigade.lab.ladder import get_course_variants
     from brigade.lab.plan_config import OPTIMIZERS, Setting
@@ -144,10 +144,12 @@ def name_link(options: argparse.Namespace) -> str:
 
 
 def collect_options(options: argparse.Namespace) -> dict[str, object]:
+    """Return the options that describe the plan, by name."""
     return {name: value for name, value in vars(options).items() if name not in ("run", "command", "json")}
 
 
 def format_seconds(seconds: float) -> str:
+    """Return the time with its unit, in seconds or milliseconds."""
     return f"{seconds:,.2f} s" if seconds >= 1 else f"{1e3 * seconds:,.3g} ms"
 
 

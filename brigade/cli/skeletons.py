@@ -15,7 +15,7 @@ def add_skeletons_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_skeletons(options: argparse.Namespace) -> int:
-    """brigade skeletons [--check]"""
+    """brigade skeletons [--check]: write, or check, all files that are generated from the solutions."""
     if not options.check:
         write_first_skeletons()
     validation.validate_course()
