@@ -77,7 +77,7 @@ ACCOUNTS = [
     Run(r"\.venv/bin/brigade submit --target solutions"),
     NotRun("brigade check 1 --watch", "it ends with Ctrl-C; tests/toolkit/test_cli.py does that"),
     NotRun(
-        "brigade check [1-9]( --target solutions( --only averaged)?| --prior reference)?",
+        "brigade check [1-9]( --target solutions( --only averaged)?| --only test_sharded| --prior reference)?",
         "as with `--only` and `--seed`; make test runs all checks",
     ),
     NotRun("brigade check( --target solutions)?", "as with one module; make test runs all checks"),
