@@ -36,7 +36,7 @@ class Pair:
         """The pair's virtual environment and log live here."""
         return ROOT / "out" / "matrix" / f"python{Path(self.python).name.removeprefix('python')}-torch{self.torch}"
 
-    def interpreter(self) -> str | None:
+    def find_interpreter(self) -> str | None:
         """Return a Python that starts, or None. A launcher may exist for a version that it cannot start."""
         name = f"python{self.python}" if re.fullmatch(r"3\.\d+", self.python) else self.python
         path = shutil.which(name)
@@ -45,7 +45,7 @@ class Pair:
         return None
 
 
-def pair_of(text: str) -> Pair:
+def parse_pair(text: str) -> Pair:
     """Parse PYTHON:TORCH. Raise argparse.ArgumentTypeError if it is neither a pair of versions nor a path and one."""
     python, _, torch = text.rpartition(":")
     if not python or not re.fullmatch(r"\d+\.\d+\.\d+", torch):
@@ -86,7 +86,7 @@ def run_tests(python: Path, log: Path, arguments: list[str]) -> tuple[bool, str]
 
 def try_pair(pair: Pair, arguments: list[str]) -> tuple[bool, str]:
     """Install and test one pair. Return whether it passed, and one line on what happened."""
-    interpreter = pair.interpreter()
+    interpreter = pair.find_interpreter()
     if interpreter is None:
         return False, f"there is no Python {pair.python} on this machine"
     pair.directory.mkdir(parents=True, exist_ok=True)
@@ -104,21 +104,21 @@ def main() -> int:
         description=__doc__.partition("\n\n")[0],
         epilog="Example: python tests/matrix.py 3.12:2.13.0 -- tests/test_m03_overlapped_ddp.py",
     )
-    parser.add_argument("pairs", nargs="*", type=pair_of, metavar="PYTHON:TORCH", help=f"default: {' '.join(PAIRS)}")
-    given = sys.argv[1:]
-    split = given.index("--") if "--" in given else len(given)
-    options = parser.parse_args(given[:split])
-    arguments = given[split + 1 :] or ["-n", "3", "--dist", "worksteal"]
+    parser.add_argument("pairs", nargs="*", type=parse_pair, metavar="PYTHON:TORCH", help=f"default: {' '.join(PAIRS)}")
+    words = sys.argv[1:]
+    split = words.index("--") if "--" in words else len(words)
+    options = parser.parse_args(words[:split])
+    arguments = words[split + 1 :] or ["-n", "3", "--dist", "worksteal"]
     console = Console(highlight=False, soft_wrap=True)
     passed = []
     try:
-        for pair in options.pairs or [pair_of(text) for text in PAIRS]:
+        for pair in options.pairs or [parse_pair(text) for text in PAIRS]:
             started = time.monotonic()
             with console.status(f"Python {pair.python} with torch {pair.torch}"):
-                good, line = try_pair(pair, arguments)
-            passed.append(good)
+                has_passed, line = try_pair(pair, arguments)
+            passed.append(has_passed)
             minutes = (time.monotonic() - started) / 60
-            verdict = "passed" if good else "FAILED"
+            verdict = "passed" if has_passed else "FAILED"
             console.print(f"Python {pair.python}, torch {pair.torch}: {verdict} after {minutes:.1f} min; {line}")
     except KeyboardInterrupt:
         print("\nmatrix: stopped", file=sys.stderr)

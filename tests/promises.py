@@ -1,7 +1,8 @@
-"""`make promises`: the figures that the course promises, measured on this machine.
+"""`make promises`: measure what the course promises, on this machine.
 
-Each stands below a command that prints it. Let nothing else run meanwhile: times beside other work mean nothing.
-Exit status 0 if all promises are held, 1 if one is missed, 2 if a command fails, 130 if stopped.
+Each table has a command as its title, which prints the same figures. Run nothing else meanwhile, because other work
+makes the times meaningless. The exit status is 0 if all promises are kept, 1 if one is missed, 2 if a command fails,
+and 130 if the run is stopped.
 """
 
 from __future__ import annotations
@@ -32,17 +33,17 @@ from brigade.lab.bench import Bench, load_json
 from brigade.lab.ladder import TORCH_DDP, TORCH_ZERO, get_variant
 
 MODULE_S, TWO_MODULES_S, CHECKS_S, DEMO_S = 4.5, 10.0, 25.0, 60.0
-BUCKETED = (4, 5, 6, 7)  # modules whose buckets are those of torch DDP
-ZERO = 8  # torch's ZeroRedundancyOptimizer is its rival; it is two modules in one, with 12 checks
+BUCKETED = (4, 5, 6, 7)  # modules with the same buckets as torch DDP
+ZERO = 8  # compared with torch's ZeroRedundancyOptimizer; it is two modules in one, with 12 checks
 BUCKETED_RATIO, ZERO_RATIO = 1.05, 0.85
 BENCH = "brigade bench --comm-ratio 0.8 --target solutions"
-LEFT_COMMAND = "brigade check 5 --target solutions"  # the one that is killed
-GONE_WITHIN_S = 15.0  # after the kill; the fork server has to notice it
+LEFT_COMMAND = "brigade check 5 --target solutions"  # the command that is killed
+GONE_WITHIN_S = 15.0  # after the kill; the fork server needs some time to notice it
 
 
 @dataclass(frozen=True)
 class Promise:
-    """What is promised, the command that shows it, the aim, what was measured, and whether the promise is held."""
+    """A figure, the command that prints it, the aim, the measured value, and whether the promise is kept."""
 
     figure: str
     command: str
@@ -51,8 +52,8 @@ class Promise:
     is_kept: bool
 
 
-def at_most(figure: str, command: str, limit: float, values: Sequence[float], unit: str = "") -> Promise:
-    """A figure that was measured once or several times: the median is what must not be above `limit`."""
+def make_promise(figure: str, command: str, limit: float, values: Sequence[float], unit: str = "") -> Promise:
+    """Return the promise that the median of one or several measurements is at most `limit`."""
     unit = f" {unit}" if unit else ""
     measured = f"{median(values):.2f}{unit}"
     if len(values) > 1:
@@ -60,55 +61,55 @@ def at_most(figure: str, command: str, limit: float, values: Sequence[float], un
     return Promise(figure, command, f"at most {limit:g}{unit}", measured, median(values) <= limit)
 
 
-def ladder_promises(benches: Sequence[Bench]) -> list[Promise]:
-    """Step times against torch's, each the median over the rounds of a run; the optimizer state of module 8."""
+def make_ladder_promises(benches: Sequence[Bench]) -> list[Promise]:
+    """Return the promises on step times, relative to torch's in the same rounds, and on module 8's optimizer state."""
     zero = get_variant(get_module(ZERO)).label
     wanted = [(get_variant(get_module(n)).label, TORCH_DDP.label, BUCKETED_RATIO) for n in BUCKETED]
     wanted.append((zero, TORCH_ZERO.label, ZERO_RATIO))
     rows = []
     for label, base, limit in wanted:
         values = [median(bench.ladder.compute_ratios(bench.ladder.get_measurement(label), base)) for bench in benches]
-        rows.append(at_most(f"step time, {label} to {base}", BENCH, limit, values))
+        rows.append(make_promise(f"step time, {label} to {base}", BENCH, limit, values))
     ladder = benches[0].ladder
-    # One moment in fp32 for each gradient in fp32, on 1/N of the buffer, in which padding is counted.
+    # One fp32 moment for each fp32 gradient, on 1/N of the buffer including padding.
     limit_mb = max(ladder.get_measurement(zero).grad_bytes) / ladder.world_size / 1e6
     state_mb = max(max(bench.ladder.get_measurement(zero).state_bytes) for bench in benches) / 1e6
     whole_mb = max(ladder.get_measurement(TORCH_DDP.label).state_bytes) / 1e6
     aim = f"{limit_mb:.3f} MB, 1/{ladder.world_size} of {whole_mb:.3f} and padding"
-    found = f"{state_mb:.3f} MB on the fullest rank"
-    rows.append(Promise(f"optimizer state, {zero}", BENCH, aim, found, state_mb <= limit_mb))
+    measured_mb = f"{state_mb:.3f} MB on the fullest rank"
+    rows.append(Promise(f"optimizer state, {zero}", BENCH, aim, measured_mb, state_mb <= limit_mb))
     return rows
 
 
-def left_promise(how: str, command: str, processes: Sequence[str], files: Sequence[str]) -> Promise:
-    """What is still there when a run has ended."""
+def make_left_promise(how: str, command: str, processes: Sequence[str], files: Sequence[str]) -> Promise:
+    """Return the promise that a run leaves no processes and no files."""
     measured = f"{len(processes)} and {len(files)}"
     if named := [*processes, *files]:
         measured += ": " + ", ".join(named)
     return Promise(f"left {how}: processes, files", command, "0 and 0", measured, not named)
 
 
-def arguments(command: str) -> list[str]:
-    """What to run for a command of the table, with this Python and the course of this directory."""
+def make_arguments(command: str) -> list[str]:
+    """Return the arguments that run a command of the table with this Python and the course in this directory."""
     program, *rest = shlex.split(command)
     return [sys.executable, *(["-m", "brigade.cli", *rest] if program == "brigade" else rest)]
 
 
 def run(command: str, **options: str) -> float:
-    """Runs a command of the table with further options; returns how many seconds it took. Raises CourseError."""
+    """Run a command of the table with additional options. Return the seconds it took. Raise CourseError if it fails."""
     more = [word for name, value in options.items() for word in (f"--{name}", value)]
     started = time.monotonic()
-    done = subprocess.run([*arguments(command), *more], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([*make_arguments(command), *more], cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         raise CourseError(f"`{command}` ended with status {done.returncode}:\n{done.stdout}{done.stderr}")
     return time.monotonic() - started
 
 
-def timed(figure: str, command: str, limit_s: float, repetitions: int) -> Promise:
-    return at_most(figure, command, limit_s, [run(command) for _ in range(repetitions)], "s")
+def time_command(figure: str, command: str, limit_s: float, repetitions: int) -> Promise:
+    return make_promise(figure, command, limit_s, [run(command) for _ in range(repetitions)], "s")
 
 
-def benches(repetitions: int) -> list[Bench]:
+def run_benches(repetitions: int) -> list[Bench]:
     with tempfile.TemporaryDirectory(prefix="brigade-promises-") as directory:
         paths = [Path(directory) / f"{number}.json" for number in range(repetitions)]
         for path in paths:
@@ -116,101 +117,103 @@ def benches(repetitions: int) -> list[Bench]:
         return [load_json(path) for path in paths]
 
 
-def processes_in(place: Path) -> list[psutil.Process]:
-    """All that have `place` for their temporary files, which those inherit that one of them starts."""
-    found = []
+def find_processes(directory: Path) -> list[psutil.Process]:
+    """Return all processes whose temporary directory is `directory`; child processes inherit it."""
+    processes = []
     for process in psutil.process_iter():
         try:
-            if process.environ().get("TMPDIR") == str(place):
-                found.append(process)
+            if process.environ().get("TMPDIR") == str(directory):
+                processes.append(process)
         except psutil.Error:
             continue
-    return found
+    return processes
 
 
-def left_after(how: str, end: Callable[[subprocess.Popen], None], again: bool = False) -> Promise:
-    """Starts a run of checks, has `end` end it once its ranks are there, and looks for what is left.
+def check_left_after(how: str, end: Callable[[subprocess.Popen], None], again: bool = False) -> Promise:
+    """Start a run of checks, let `end` end it once its ranks exist, and look for what is left.
 
-    With `again` another run follows first, for what only the next start can remove.
+    With `again`, another run follows first, because some things are removed only by the next start.
     """
     with tempfile.TemporaryDirectory(prefix="promises-") as directory:
-        place = Path(directory)
+        root = Path(directory)
         started = {
             "cwd": ROOT,
             "env": os.environ | {"TMPDIR": directory},
             "stdout": subprocess.DEVNULL,
             "stderr": subprocess.DEVNULL,
         }
-        command = subprocess.Popen(arguments(LEFT_COMMAND), **started, start_new_session=True)
-        while command.poll() is None and len(processes_in(place)) < 3:  # itself, the fork server, a rank
+        command = subprocess.Popen(make_arguments(LEFT_COMMAND), **started, start_new_session=True)
+        while command.poll() is None and len(find_processes(root)) < 3:  # the command, the fork server and a rank
             time.sleep(0.02)
         end(command)
         command.wait()
         if again:
-            subprocess.run(arguments(LEFT_COMMAND), **started)
+            subprocess.run(make_arguments(LEFT_COMMAND), **started)
         ends_at = time.monotonic() + GONE_WITHIN_S
-        while (processes_in(place) or any(place.iterdir())) and time.monotonic() < ends_at:
+        while (find_processes(root) or any(root.iterdir())) and time.monotonic() < ends_at:
             time.sleep(0.1)
-        left = [process.name() for process in processes_in(place)]
-        return left_promise(how, LEFT_COMMAND, left, [path.name for path in place.iterdir()])
+        left = [process.name() for process in find_processes(root)]
+        return make_left_promise(how, LEFT_COMMAND, left, [path.name for path in root.iterdir()])
 
 
 def interrupt(command: subprocess.Popen) -> None:
-    """What Ctrl-C does: the terminal's processes get SIGINT."""
+    """Send SIGINT to the process group, as Ctrl-C does in a terminal."""
     os.killpg(command.pid, signal.SIGINT)
 
 
 def kill_all(command: subprocess.Popen) -> None:
-    """The command and its fork server, which nobody survives to tidy up after."""
+    """Kill the command and its fork server, so that no process is left to clean up."""
     everyone = [command, *psutil.Process(command.pid).children()]
     for process in everyone:
         process.kill()
 
 
-def measured(repetitions: int, on_stage: Callable[[str], None]) -> list[Promise]:
-    """All rows. `on_stage` is told what is being measured."""
+def measure_all(repetitions: int, on_stage: Callable[[str], None]) -> list[Promise]:
+    """Return all promises with their measurements. Call `on_stage` with the name of each stage."""
     rows = []
     for entry in MODULES:
         on_stage(f"checks of module {entry.number}")
         command = f"brigade check {entry.number} --target solutions"
         limit_s = TWO_MODULES_S if entry.number == ZERO else MODULE_S
-        rows.append(timed(f"checks of module {entry.number}", command, limit_s, repetitions))
+        rows.append(time_command(f"checks of module {entry.number}", command, limit_s, repetitions))
     on_stage("all checks")
-    rows.append(timed("all graded checks", "brigade check --target solutions", CHECKS_S, repetitions))
+    rows.append(time_command("all graded checks", "brigade check --target solutions", CHECKS_S, repetitions))
     on_stage("the demo")
-    rows.append(timed("make demo", "python -m brigade.cli.demo", DEMO_S, 1))
+    rows.append(time_command("make demo", "python -m brigade.cli.demo", DEMO_S, 1))
     on_stage(f"{repetitions} benches")
-    rows += ladder_promises(benches(repetitions))
+    rows += make_ladder_promises(run_benches(repetitions))
     on_stage("what is left")
-    rows.append(left_after("after a run", lambda command: None))
-    rows.append(left_after("after Ctrl-C", interrupt))
-    rows.append(left_after("after SIGKILL", subprocess.Popen.kill))
-    rows.append(left_after("after SIGKILL of it and of its fork server, once another has run", kill_all, again=True))
+    rows.append(check_left_after("after a run", lambda command: None))
+    rows.append(check_left_after("after Ctrl-C", interrupt))
+    rows.append(check_left_after("after SIGKILL", subprocess.Popen.kill))
+    rows.append(
+        check_left_after("after SIGKILL of it and of its fork server, once another has run", kill_all, again=True)
+    )
     return rows
 
 
-def tables(rows: Sequence[Promise]) -> list[Table]:
-    """One for each command, which is its title; 80 columns wide at most."""
-    found = []
+def make_tables(rows: Sequence[Promise]) -> list[Table]:
+    """Return one table for each command, which is its title; at most 80 columns wide."""
+    tables_by_command = []
     for command, group in groupby(rows, lambda row: row.command):
-        found.append(
+        tables_by_command.append(
             Table(
                 title=command, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0)
             )
         )
-        for heading, width in (("figure", 30), ("aim", 18), ("measured", 22), ("held", 4)):
-            found[-1].add_column(heading, width=width, overflow="fold")
+        for heading, width in (("figure", 30), ("aim", 18), ("measured", 22), ("kept", 4)):
+            tables_by_command[-1].add_column(heading, width=width, overflow="fold")
         for row in group:
-            found[-1].add_row(row.figure, row.aim, row.measured, "yes" if row.is_kept else "NO")
-    return found
+            tables_by_command[-1].add_row(row.figure, row.aim, row.measured, "yes" if row.is_kept else "NO")
+    return tables_by_command
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        description="Measures what the course promises. Let nothing else run meanwhile.",
+        description="Measure what the course promises. Run nothing else meanwhile.",
         epilog="Example: python tests/promises.py --repetitions 1",
     )
-    parser.add_argument("--repetitions", type=int, default=3, metavar="N", help="of each time but the demo's (3)")
+    parser.add_argument("--repetitions", type=int, default=3, metavar="N", help="of each time except the demo's (3)")
     options = parser.parse_args()
     if options.repetitions < 1:
         parser.error("--repetitions takes at least 1")
@@ -220,14 +223,14 @@ def main() -> int:
     try:
         with Progress(*columns, console=Console(stderr=True), transient=True, refresh_per_second=1) as progress:
             task = progress.add_task("", total=None)
-            rows = measured(options.repetitions, lambda stage: progress.update(task, description=stage))
+            rows = measure_all(options.repetitions, lambda stage: progress.update(task, description=stage))
     except CourseError as error:
         print(f"promises: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\npromises: stopped", file=sys.stderr)
         return 130
-    for table in tables(rows):
+    for table in make_tables(rows):
         console.print(table, "")
     missed = sum(not row.is_kept for row in rows)
     console.print(

@@ -1,6 +1,6 @@
-"""`make soak`: all graded checks on the reference, many times in a row, while busy loops occupy both cores.
+"""`make soak`: run all graded checks on the reference many times, while busy loops occupy both cores.
 
-A right answer must never fail. Ends at the first failure with what pytest said.
+A correct answer must never fail. Ends at the first failure with the output of pytest.
 """
 
 from __future__ import annotations

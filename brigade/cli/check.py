@@ -1,4 +1,4 @@
-"""brigade check | next: run a module's graded checks and show what became of them."""
+"""brigade check | next: run a module's graded checks and show their results."""
 
 from __future__ import annotations
 
@@ -28,39 +28,45 @@ from brigade.course.submission import Sources, find, read, resolve_target
 from brigade.runner import machine, ranks
 
 MAX_AT_A_TIME = 4  # checks; each has up to four ranks
-Outcomes = dict[Check, Outcome]  # of the last time
+Outcomes = dict[Check, Outcome]  # of the previous run
 
 
 def add_check_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `brigade check`."""
-    parser.add_argument("number", nargs="?", metavar="N", help="the module's number; all modules without it")
+    parser.add_argument("number", nargs="?", metavar="N", help="the module's number (default: all modules)")
     add_next_arguments(parser)
-    parser.add_argument("--watch", action="store_true", help="run them again whenever the file is saved")
+    parser.add_argument("--watch", action="store_true", help="run the checks again whenever the file is saved")
 
 
 def add_next_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `brigade next`: how checks run."""
     add_target(parser)
     add_prior(parser)
-    parser.add_argument("--backend", choices=("gloo", "nccl"), help="default: nccl where there are two GPUs or more")
-    parser.add_argument("--share-gpu", action="store_true", help="several NCCL ranks on one GPU: correctness only")
-    parser.add_argument("--seed", type=int, metavar="N", help="repeat the random cases of an earlier run")
-    parser.add_argument("--only", metavar="NAME", help="the checks whose name contains this")
-    parser.add_argument("--debug", action="store_true", help="one rank, no deadline, until a failure: for breakpoint()")
+    parser.add_argument("--backend", choices=("gloo", "nccl"), help="default: nccl if there are at least two GPUs")
+    parser.add_argument(
+        "--share-gpu", action="store_true", help="put several NCCL ranks on one GPU: for correctness only"
+    )
+    parser.add_argument(
+        "--seed", type=int, metavar="N", help="repeat the random cases of an earlier run with this seed"
+    )
+    parser.add_argument("--only", metavar="NAME", help="run only the checks whose name contains this")
+    parser.add_argument(
+        "--debug", action="store_true", help="for breakpoint(): one rank, no deadline; stops at the first failure"
+    )
 
 
 @dataclass
 class Report:
     """Shows each graded check of a module as it ends, and keeps the score.
 
-    With the outcomes of the run `before` it shows what differs from them.
+    With the outcomes of the previous run in `before`, it shows only what differs.
     """
 
     before: Outcomes
     is_quiet: bool = False
     shows_prints: bool = False  # of checks that pass, too
     outcomes: list[Outcome] = field(default_factory=list)
-    told: dict[tuple, str] = field(default_factory=dict)  # the reason of a failure -> the first check that had it
+    first_checks: dict[tuple, str] = field(default_factory=dict)  # the reason of a failure: the first check with it
 
     def add(self, outcome: Outcome) -> None:
         self.outcomes.append(outcome)
@@ -72,14 +78,18 @@ class Report:
                 console.print(Text(indent(text)))
 
     def describe(self, outcome: Outcome) -> str:
-        """Return what the student reads of a check below its title."""
+        """Return the text that the student reads below a check's title."""
         if outcome.passed:
             return "\n".join(render.list_printed_lines(outcome)) if self.shows_prints else ""
         text = render.format_with_prints(outcome)
         if outcome.status != "not written":
-            first = self.told.setdefault(render.make_key(outcome.verdict), outcome.check.title)
+            first = self.first_checks.setdefault(render.make_key(outcome.verdict), outcome.check.title)
             if first != outcome.check.title and text.count("\n") > 2:
-                return "as in the first failed check" if first == next(iter(self.told.values())) else f"as in: {first}"
+                return (
+                    "as in the first failed check"
+                    if first == next(iter(self.first_checks.values()))
+                    else f"as in: {first}"
+                )
         return text
 
     def is_unchanged(self, outcome: Outcome) -> bool:
@@ -103,7 +113,7 @@ class Report:
         return sum(bool(render.list_printed_lines(outcome)) and outcome.passed for outcome in self.outcomes)
 
     def list_unchanged(self) -> str:
-        """Return one line on the checks that were not shown, because they ended as before; "" without any."""
+        """Return one line on the checks that were not shown because they ended as before; "" if there are none."""
         same = [outcome for outcome in self.outcomes if self.is_unchanged(outcome)]
         failing = [f"still fails: {outcome.check.title}" for outcome in same if not outcome.passed]
         passing = [f"{len(same) - len(failing)} pass as before"] if len(same) > len(failing) else []
@@ -113,7 +123,7 @@ class Report:
 def check_module(
     entry: Module, options: argparse.Namespace, before: Outcomes | None = None, is_quiet: bool = False
 ) -> Report:
-    """Run a module's graded checks in this process, those first that failed before. Raise CourseError if impossible."""
+    """Run a module's graded checks in this process, those that failed before first. Raise CourseError if impossible."""
     with exit_on_ctrl_c():
         prepare()
         try:
@@ -141,16 +151,19 @@ def check_module(
 def select(checks: Sequence[Check], only: str) -> list[Check]:
     """Return the checks whose name contains `only`, or one of several texts with "or" between. Raise CourseError."""
     wanted = [text.strip() for text in only.split(" or ")]
-    chosen = [check for check in checks if any(text in check.name for text in wanted)]
-    if not chosen:
+    selected = [check for check in checks if any(text in check.name for text in wanted)]
+    if not selected:
         names = ", ".join(check.name.removeprefix("test_") for check in checks)
         raise CourseError(f"module {checks[0].module} has no check whose name contains {only!r}; it has {names}")
-    return chosen
+    return selected
 
 
 @contextlib.contextmanager
 def exit_on_ctrl_c() -> Iterator[None]:
-    """Ctrl-C ends the program: Python itself would notice it when torch is imported. The ranks' server sees us gone."""
+    """Let Ctrl-C end the program at once in the block, because Python would notice it only after importing torch.
+
+    The ranks' server ends when it sees that this process is gone.
+    """
     ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if ours:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -162,27 +175,27 @@ def exit_on_ctrl_c() -> Iterator[None]:
 
 
 def run_check(options: argparse.Namespace) -> int:
-    """brigade check [N]"""
+    """brigade check [N]: run the graded checks of one module, or of all."""
     options.target = str(resolve_target(options.target).resolve())
     if options.prior == "reference":
         resolve_target("solutions")
-    start_server()  # it imports torch meanwhile
+    start_server()  # which imports torch meanwhile
     if options.backend == "nccl":
         machine.make_nccl_environments(2, options.share_gpu)
     entries = [get_module(options.number)] if options.number else list(MODULES)
     if options.debug:
         if not options.number:
-            raise CourseError("--debug runs one module's checks: say which, as in `brigade check 3 --debug`")
+            raise CourseError("--debug runs the checks of one module: name it, as in `brigade check 3 --debug`")
         console.print("One rank, no deadline. A check that needs a second rank to fail passes here.")
     if not options.watch:
         return check_once(entries, options, {})
     if options.seed is None:
-        options.seed = random.randrange(2**32)  # the same cases in every run, so that what they say can be compared
+        options.seed = random.randrange(2**32)  # the same cases in every run, so that results are comparable
     return watch(entries, options)
 
 
 def check_once(entries: Sequence[Module], options: argparse.Namespace, before: Outcomes) -> int:
-    """Checks the modules one after another, and updates `before`, the outcomes of the last time."""
+    """Check the modules one after another, and store their outcomes in `before`. Return the exit status."""
     earned, possible = Counter(), Counter()  # points by track
     status = 0
     for entry in entries:
@@ -204,14 +217,14 @@ def check_once(entries: Sequence[Module], options: argparse.Namespace, before: O
         console.print(f"  {report.earned} of {report.possible} points, {seconds:.1f} s")
         if (silent := report.count_silent_prints()) and not options.only and not options.debug:
             times = "1 check that passes" if silent == 1 else f"{silent} checks that pass"
-            console.print(f"  The ranks printed something in {times}: --only NAME shows it.", markup=False)
+            console.print(f"  The ranks printed something in {times}. --only NAME shows it.", markup=False)
         unwritten = [outcome.verdict.part for outcome in report.failed if outcome.verdict.part]
         if any(part.module < entry.number for part in unwritten):
             advice = ": --prior reference uses ours" if HAS_SOLUTIONS else ""
-            console.print(f"  It builds on an earlier module that is not written yet{advice}.")
+            console.print(f"  This module needs an earlier module that is not written yet{advice}.")
         console.print()
-        mine = Path(options.target) != ROOT / "solutions"
-        if mine and report.possible == entry.points and not report.failed and not options.debug:
+        is_own_work = Path(options.target) != ROOT / "solutions"
+        if is_own_work and report.possible == entry.points and not report.failed and not options.debug:
             handle_success(entry, sources, show=len(entries) == 1)
         earned[entry.track] += report.earned
         possible[entry.track] += report.possible
@@ -239,28 +252,30 @@ def handle_success(entry: Module, sources: Sources, show: bool) -> None:
         with show_progress("training steps", comparison.count_steps(entry)) as advance:
             rows = comparison.compare_with_previous(entry, sources, advance)
     except ranks.RankFailure as failure:
-        console.print(f"  The comparison with the module before cannot be measured: {failure.summary}\n", markup=False)
+        console.print(
+            f"  The comparison with the previous module cannot be measured: {failure.summary}\n", markup=False
+        )
         return
     console.print(comparison.make_table(rows, previous=entry.number - 1))
     console.print()
     if entry is not MODULES[-1]:
-        console.print(f"Module {entry.number} is done. `brigade next` shows what comes now.", markup=False)
+        console.print(f"Module {entry.number} is done. `brigade next` shows what comes next.", markup=False)
 
 
 def watch(entries: Sequence[Module], options: argparse.Namespace) -> int:
-    """Checks now, and whenever one of the modules' files is saved what changes by that, until Ctrl-C."""
+    """Run the checks now, and again whenever a module's file is saved, until Ctrl-C. Show only what changed."""
     outcomes: Outcomes = {}
     while True:
-        seen = read_save_times(entries, options)
+        save_times = read_save_times(entries, options)
         check_once(entries, options, outcomes)
-        console.print("Waiting for a file to be saved. Ctrl-C ends.")
-        while read_save_times(entries, options) == seen:
+        console.print("Waiting until a file is saved. Press Ctrl-C to stop.")
+        while read_save_times(entries, options) == save_times:
             time.sleep(0.2)
         console.rule(time.strftime("%H:%M:%S"))
 
 
 def read_save_times(entries: Sequence[Module], options: argparse.Namespace) -> list[float]:
-    """When each of the modules' files was last saved; 0 for one that is not there."""
+    """Return when each of the modules' files was last saved; 0 for a missing file."""
     paths = [find(Path(options.target), entry) for entry in entries]
     return [path.stat().st_mtime if path else 0.0 for path in paths]
 
@@ -271,7 +286,7 @@ def name_track(entry: Module) -> str:
 
 
 def run_next(options: argparse.Namespace) -> int:
-    """brigade next: the first module that does not pass all its checks, and the first of those that fail."""
+    """brigade next: show the first module that does not pass all its checks, and its first failed check."""
     options.target = str(resolve_target(options.target).resolve())
     if options.prior == "reference":
         resolve_target("solutions")
@@ -301,6 +316,6 @@ def run_next(options: argparse.Namespace) -> int:
             console.print(f"\n  first check that fails: {report.failed[0].check.title}")
             console.print(Text(indent(render.format_with_prints(report.failed[0]))))
         return 1
-    console.print(f"All {len(MODULES)} modules pass. `brigade submit` makes the zip to hand in;", markup=False)
-    console.print("the written questions are in assignments.md.")
+    console.print(f"All {len(MODULES)} modules pass. `brigade submit` makes the zip to hand in.", markup=False)
+    console.print("The written questions are in assignments.md.")
     return 0

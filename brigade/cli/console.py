@@ -10,7 +10,7 @@ from rich.console import Console
 
 
 class Terminal(Console):
-    """Output that nobody reads any more (`brigade check 3 | head`) ends the program without a word."""
+    """A console that ends the program silently if its output is no longer read (`brigade check 3 | head`)."""
 
     def on_broken_pipe(self) -> None:
         os._exit(1)
@@ -20,6 +20,7 @@ console = Terminal(highlight=False, soft_wrap=True)
 
 
 def indent(text: str, by: int = 9) -> str:
+    """Return the text with `by` spaces before each line."""
     return "\n".join(" " * by + line for line in text.splitlines())
 
 

@@ -1,4 +1,4 @@
-"""brigade grade: one submission, or a directory of them."""
+"""brigade grade: grade one submission, or a directory of them."""
 
 from __future__ import annotations
 
@@ -29,21 +29,27 @@ def add_grade_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--submission", metavar="PATH", help="a directory or an archive with the modules")
     what.add_argument("--class", dest="class_directory", metavar="DIR", help="a directory with one entry per student")
     parser.add_argument("--gradebook", metavar="FILE.csv", help="for --class: one row per student")
-    memory = "for --class: memory to use (4)"
+    memory = "for --class: the memory to use, in GB (4)"
     add_number(parser, "--memory-gb", ABOVE_ZERO, default=4.0, metavar="N", help=memory)
-    parser.add_argument("--out", metavar="FILE", help="the results file; without it they go to the terminal")
+    parser.add_argument("--out", metavar="FILE", help="the results file (default: print to the terminal)")
     parser.add_argument("--format", choices=formats.FORMATS, help="default: gradescope; text on the terminal")
     parser.add_argument("--meta", action="append", default=[], metavar="NAME=VALUE", help="a field for classroom50")
-    parser.add_argument("--modules", default="", metavar="LIST", help="such as 1-4 or 2,5; without it the core, 1 to 8")
-    parser.add_argument("--prior", default="auto", choices=("auto", "own", "reference"), help="whose earlier modules")
-    parser.add_argument("--seed", type=int, metavar="N", help="repeat a grading; the seed is in its results")
+    parser.add_argument("--modules", default="", metavar="LIST", help="such as 1-4 or 2,5 (default: the core, 1 to 8)")
+    parser.add_argument(
+        "--prior", default="auto", choices=("auto", "own", "reference"), help="whose earlier modules to use"
+    )
+    parser.add_argument(
+        "--seed", type=int, metavar="N", help="repeat a grading with this seed, which is in its results"
+    )
     parser.add_argument("--backend", default="gloo", choices=("gloo", "nccl"), help="default: gloo")
-    parser.add_argument("--share-gpu", action="store_true", help="several NCCL ranks on one GPU")
-    add_number(parser, "--limit", ABOVE_ZERO, default=900.0, metavar="SECONDS", help="for one submission (900)")
+    parser.add_argument("--share-gpu", action="store_true", help="put several NCCL ranks on one GPU")
+    add_number(
+        parser, "--limit", ABOVE_ZERO, default=900.0, metavar="SECONDS", help="the time limit for one submission (900)"
+    )
 
 
 def run_grade(options: argparse.Namespace) -> int:
-    """Return the exit status: 0 when everything was graded, whatever the score; 1 when a part of the class was not."""
+    """Return the exit status: 0 if everything was graded, with any score; 1 if a part of the class was not."""
     entries = select_modules(options.modules)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     if options.backend == "nccl":
@@ -54,7 +60,7 @@ def run_grade(options: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def handle_sigterm_as_ctrl_c() -> Iterator[None]:
-    """In the block SIGTERM is like Ctrl-C, so that everything is put away."""
+    """Handle SIGTERM like Ctrl-C in the block, so that everything is cleaned up."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
@@ -64,7 +70,7 @@ def handle_sigterm_as_ctrl_c() -> Iterator[None]:
 
 @contextlib.contextmanager
 def delay_interrupts() -> Iterator[None]:
-    """An interrupt in the block is raised at its end. Torch and numpy swallow one while they are imported, or break."""
+    """Raise an interrupt in the block only at its end. Importing torch or numpy would swallow it, or break."""
     arrived = []
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = [signal.signal(number, lambda *_: arrived.append(True)) for number in numbers]
@@ -78,7 +84,7 @@ def delay_interrupts() -> Iterator[None]:
 
 
 def run_one(options: argparse.Namespace, entries: Sequence[Module], console: Console) -> int:
-    """Grades --submission into --out."""
+    """Grade --submission and write the results to --out."""
     if options.gradebook:
         raise CourseError("--gradebook is for --class; the results of one submission go to --out")
     render = choose_format(options)
@@ -138,7 +144,7 @@ def run_one(options: argparse.Namespace, entries: Sequence[Module], console: Con
 
 
 def run_class(options: argparse.Namespace, entries: Sequence[Module], console: Console) -> int:
-    """Grades the submissions in the directory --class into --gradebook."""
+    """Grade the submissions in the directory --class into --gradebook. Return the exit status."""
     if not options.gradebook or options.out or options.format or options.meta:
         raise CourseError("--class writes to --gradebook FILE.csv, which it needs; --out, --format, --meta are for one")
     gradebook = resolve_results_file(options.gradebook)
@@ -179,7 +185,7 @@ def run_class(options: argparse.Namespace, entries: Sequence[Module], console: C
     kept = len(everyone) - len(waiting)
     report.print(f"{len(everyone)} submissions, {kept} of them unchanged since they were graded: {gradebook}")
     for name in others:
-        report.print(f"  neither a directory nor an archive, and not looked at: {name}")
+        report.print(f"  ignored, because it is neither a directory nor an archive: {name}")
     if watched := [line["student"] for line in table if line.get(static_look.HEADING)]:
         report.print(f"  please look: {', '.join(map(str, watched))} (names that no answer needs, see the gradebook)")
     for conflict in dict.fromkeys(student.conflict for student in everyone if student.conflict):
@@ -193,7 +199,7 @@ def run_class(options: argparse.Namespace, entries: Sequence[Module], console: C
 
 
 def choose_format(options: argparse.Namespace) -> Callable[[Grading], str]:
-    """What makes the results from the state of the grading. Raises CourseError where --meta is not as it must be."""
+    """Return the function that formats the results. Raise CourseError if --meta is malformed or misplaced."""
     if options.format == "classroom50":
         if malformed := [pair for pair in options.meta if "=" not in pair]:
             raise CourseError(f"--meta {malformed[0]}: write it as NAME=VALUE")

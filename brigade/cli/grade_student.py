@@ -1,4 +1,4 @@
-"""`brigade grade` for one student of a class: it also ends when its standard input does, and so with its parent.
+"""`brigade grade` for one student of a class. It also ends when its standard input does, and so with its parent.
 
 python -m brigade.cli.grade_student --submission DIR --out FILE [options of brigade grade]
 """
@@ -14,6 +14,7 @@ from brigade.cli.main import main
 
 
 def end_with_parent() -> None:
+    """Wait until standard input ends, then terminate this process."""
     os.read(0, 1)
     os.kill(os.getpid(), signal.SIGTERM)
 

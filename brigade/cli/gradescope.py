@@ -1,6 +1,6 @@
-"""Builds out/gradescope.zip, which an instructor uploads to Gradescope: python -m brigade.cli.gradescope
+"""Build out/gradescope.zip, which an instructor uploads to Gradescope: python -m brigade.cli.gradescope
 
-Everything that follows is an option of `brigade grade`, used for every submission.
+All other arguments are options of `brigade grade`, used for every submission.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from brigade.grade import gradescope_package
 
 
 def check_options(options: Sequence[str]) -> None:
-    """Raise CourseError, or exit as argparse does, for what `brigade grade` would refuse on Gradescope."""
+    """Raise CourseError, or exit as argparse does, for options that `brigade grade` would refuse on Gradescope."""
     chosen = parse(["grade", "--submission", "", *options])
     if chosen.submission or chosen.out or chosen.format:
-        raise CourseError("--submission, --out and --format are given by Gradescope")
+        raise CourseError("--submission, --out and --format are set by Gradescope")
     select_modules(chosen.modules)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Build the archive. Return the exit status: 0 success, 2 the options are wrong."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -36,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except CourseError as error:
         print(f"brigade: {error}", file=sys.stderr)
         return 2
-    print(f"{archive.relative_to(ROOT)} holds {count} files: upload it as the autograder")
+    print(f"{archive.relative_to(ROOT)} contains {count} files: upload it as the autograder")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""`brigade bench` and `brigade trace`. What needs torch is imported when they run."""
+"""`brigade bench` and `brigade trace`. Modules that need torch are imported when they run."""
 
 from __future__ import annotations
 
@@ -19,27 +19,33 @@ if TYPE_CHECKING:
     from brigade.rank.emulated_link import Link, Pace
 
 
-SIZES = ("tiny", "small", "medium", "large", "xl")  # of `models.py`, which imports torch
-SWEPT_MB = "0.03,0.1,0.3,1,4"  # of the 3.3 MiB of gradients that the tiny model has
+SIZES = ("tiny", "small", "medium", "large", "xl")  # as in `models.py`, which would import torch
+SWEPT_MB = "0.03,0.1,0.3,1,4"  # the tiny model has 3.3 MiB of gradients
 SWEPT = "4,5,8"
-FIRST_WITH_BUCKETS = 4  # of the modules
-MOST_RANKS = 64  # of a timeline, in which one must see something
-TRACE_S = 300.0  # a run of `brigade trace` takes some 10 s on two cores
+FIRST_WITH_BUCKETS = 4  # the first module with buckets
+MOST_RANKS = 64  # a timeline with more is unreadable
+TRACE_S = 300.0  # a run of `brigade trace` takes about 10 s on two cores
 
 
 def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `brigade bench`."""
     number = {"type": int, "metavar": "N"}
-    parser.add_argument("--modules", default="", metavar="LIST", help="such as 1-4 or 2,5; all without it")
-    add_target(parser, "; what is not written is left out")
+    parser.add_argument("--modules", default="", metavar="LIST", help="such as 1-4 or 2,5 (default: all)")
+    add_target(parser, "; modules that are not written are left out")
     ranks = Range(int, lambda value: value >= 1, "at least one rank")
-    add_number(parser, "--ranks", ranks, metavar="N", help="how many (default 2; under torchrun as many as it starts)")
-    parser.add_argument(
-        "--rounds", **number, help="steps of each variant, the first 5 not timed (default 30, emulated 35)"
+    add_number(
+        parser,
+        "--ranks",
+        ranks,
+        metavar="N",
+        help="the number of ranks (default 2; under torchrun the number that it starts)",
     )
-    parser.add_argument("--size", choices=SIZES, default="tiny", help="of the model (default tiny)")
-    parser.add_argument("--batch", **number, help="sequences in a step, of all ranks together (default 8, emulated 24)")
-    parser.add_argument("--time", **number, help="tokens in a sequence (default 64, emulated 128)")
+    parser.add_argument(
+        "--rounds", **number, help="steps of each variant; the first 5 are not timed (default 30, emulated 35)"
+    )
+    parser.add_argument("--size", choices=SIZES, default="tiny", help="the size of the model (default tiny)")
+    parser.add_argument("--batch", **number, help="sequences per step, all ranks together (default 8, emulated 24)")
+    parser.add_argument("--time", **number, help="tokens per sequence (default 64, emulated 128)")
     size = "size of the buckets in MiB (default 1)"
     add_number(parser, "--bucket-mb", ABOVE_ZERO, default=1.0, metavar="MB", help=size)
     parser.add_argument(
@@ -49,26 +55,26 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="LIST",
         help=f"compare bucket sizes instead, in MiB (default {SWEPT_MB}), of torch DDP and of modules {SWEPT}",
     )
-    parser.add_argument("--backend", choices=("gloo", "nccl"), help="default: nccl where every rank can have a GPU")
+    parser.add_argument("--backend", choices=("gloo", "nccl"), help="default: nccl if every rank can have a GPU")
     parser.add_argument(
-        "--share-gpu", action="store_true", help="several NCCL ranks on one GPU: its times mean nothing"
+        "--share-gpu", action="store_true", help="put several NCCL ranks on one GPU: times are then meaningless"
     )
-    parser.add_argument("--json", metavar="FILE", help="write everything that was measured")
+    parser.add_argument("--json", metavar="FILE", help="write all measurements")
     parser.add_argument("--csv", metavar="FILE", help="write the table")
-    parser.add_argument("--png", metavar="FILE", help="draw it")
-    deadline = "for all ranks (default 900)"
+    parser.add_argument("--png", metavar="FILE", help="draw the results")
+    deadline = "the deadline for all ranks (default 900)"
     add_number(parser, "--deadline", ABOVE_ZERO, default=900.0, metavar="SECONDS", help=deadline)
     add_link_arguments(parser)
 
 
 def run_bench(options: argparse.Namespace) -> int:
-    """brigade bench, on ranks of its own or on those that torchrun has started."""
+    """brigade bench: run the bench on new ranks, or on the ranks that torchrun has started."""
     from brigade.lab.torchrun import report_rank_failures
 
-    return report_rank_failures(bench)(options)
+    return report_rank_failures(run_bench_on_ranks)(options)
 
 
-def bench(options: argparse.Namespace) -> int:
+def run_bench_on_ranks(options: argparse.Namespace) -> int:
     """Return the exit status: 1 if a variant trains differently from one process, else 0.
 
     Raises what `ladder.run_benchmark` raises.
@@ -96,26 +102,26 @@ def bench(options: argparse.Namespace) -> int:
     how = {"world_size": world_size, "backend": backend, "share_gpu": options.share_gpu, "deadline": options.deadline}
     if torchrun.is_torchrun():
         how["run"] = torchrun.run_on_torchrun
-    elif options.target != "solutions":  # a deadlock is found within seconds here, and there at the deadline only
+    elif options.target != "solutions":  # finds a deadlock within seconds, not only at the deadline
         ladder.dry_run(workload, variants, sources, **how)
     with show_progress("training steps", ladder.count_steps(workload, variants)) as advance:
-        found = Bench(variants, ladder.run_benchmark(workload, variants, sources, on_step=advance, **how))
-    for table in plots.make_bench_tables(found):
+        results = Bench(variants, ladder.run_benchmark(workload, variants, sources, on_step=advance, **how))
+    for table in plots.make_bench_tables(results):
         console.print(table)
         console.print()
-    for sentence in found.list_remarks():
+    for sentence in results.list_remarks():
         console.print(sentence)
-    wrong = found.ladder.list_wrong_losses()
-    console.print("\n".join(wrong) if wrong else plots.describe_losses(found.ladder))
+    wrong = results.ladder.list_wrong_losses()
+    console.print("\n".join(wrong) if wrong else plots.describe_losses(results.ladder))
     for kind, write in (("json", save_json), ("csv", save_csv), ("png", plots.draw_bench)):
         if files[kind]:
-            write(found, files[kind])
+            write(results, files[kind])
             console.print(f"{getattr(options, kind)} written", markup=False)
     return 1 if wrong else 0
 
 
 def choose_world_size(wanted: int | None) -> int:
-    """As many as are given, else as many as are wanted. Raises CourseError where both are known and differ."""
+    """Return torchrun's number of ranks, or `wanted` (default 2). Raise CourseError if both are known and differ."""
     from brigade.lab import torchrun
 
     if torchrun.is_torchrun():
@@ -127,17 +133,17 @@ def choose_world_size(wanted: int | None) -> int:
 
 
 def default_backend(world_size: int) -> str:
-    """nccl where each of several ranks on this machine can have a GPU of its own, else gloo."""
+    """Return nccl if several ranks on this machine can each have a GPU, else gloo."""
     import torch
 
     from brigade.lab import torchrun
 
-    here = torchrun.read_rank_variables()[3] if torchrun.is_torchrun() else world_size
-    return "nccl" if world_size > 1 and here <= torch.cuda.device_count() else "gloo"
+    local_ranks = torchrun.read_rank_variables()[3] if torchrun.is_torchrun() else world_size
+    return "nccl" if world_size > 1 and local_ranks <= torch.cuda.device_count() else "gloo"
 
 
 def make_workload(options: argparse.Namespace, link: Link | Pace | None, world_size: int) -> Workload:
-    """What the options ask for. Raises CourseError where that cannot be trained or timed."""
+    """Return the workload that the options ask for. Raise CourseError if it cannot be trained or timed."""
     from brigade.lab import ladder
     from brigade.lab.models import SIZES
 
@@ -148,11 +154,11 @@ def make_workload(options: argparse.Namespace, link: Link | Pace | None, world_s
     if workload.rounds < workload.warmup + 2:
         least = workload.warmup + 2
         raise CourseError(
-            f"--rounds {workload.rounds}: it takes {least}, for the first {workload.warmup} are not timed"
+            f"--rounds {workload.rounds}: use at least {least}, because the first {workload.warmup} are not timed"
         )
     if workload.batch_size < 1 or workload.batch_size % world_size:
         raise CourseError(
-            f"{world_size} ranks cannot share a batch of {workload.batch_size} sequences equally: --batch says how many"
+            f"{world_size} ranks cannot share a batch of {workload.batch_size} sequences equally: change --batch"
         )
     if workload.time < 1:
         raise CourseError(f"--time {workload.time}: a sequence has at least one token")
@@ -160,16 +166,16 @@ def make_workload(options: argparse.Namespace, link: Link | Pace | None, world_s
 
 
 def read_sweep(text: str, entries: Sequence[Module]) -> list[float]:
-    """The bucket sizes that --sweep asks for, in MiB, ascending.
+    """Return the bucket sizes of --sweep, in MiB, ascending.
 
-    Raises CourseError, for modules without buckets too.
+    Raise CourseError if the text is malformed, or if a module has no buckets.
     """
     try:
         sizes = sorted({float(part) for part in text.split(",")})
     except ValueError:
         sizes = []
     if not sizes or not all(0 < size < float("inf") for size in sizes):
-        raise CourseError(f"--sweep {text}: write it as 0.1,1,10, sizes in MiB")
+        raise CourseError(f"--sweep {text}: write sizes in MiB, such as 0.1,1,10")
     for entry in entries:
         if entry.number < FIRST_WITH_BUCKETS:
             raise CourseError(f"--sweep compares bucket sizes, and module {entry.number} has no buckets")
@@ -189,25 +195,25 @@ def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("number", metavar="N", help="the module's number")
     add_target(parser)
     add_prior(parser)
-    parser.add_argument("--torch", action="store_true", help="torch DDP's step below, from the same run")
-    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="how many (default 2)")
+    parser.add_argument("--torch", action="store_true", help="also draw torch DDP's step, from the same run")
+    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="the number of ranks (default 2)")
     size = "size of a bucket in MiB (default 1)"
     add_number(parser, "--bucket-mb", ABOVE_ZERO, default=1.0, metavar="MB", help=size)
     parser.add_argument("--png", metavar="FILE", help="the picture (default out/trace-N.png)")
     parser.add_argument("--json", metavar="FILE", help="for Perfetto or chrome://tracing (default out/trace-N.json)")
     add_link_arguments(parser)
-    parser.add_argument("--no-pace", action="store_true", help="no emulated link: what the collectives take here")
+    parser.add_argument("--no-pace", action="store_true", help="emulate no link: measure collectives on this machine")
 
 
 def run_trace(options: argparse.Namespace) -> int:
-    """brigade trace N"""
+    """brigade trace N: draw a step of module N as a timeline."""
     entry = get_module(options.number)
     require_core(entry)
     if not 2 <= options.ranks <= MOST_RANKS:
-        raise CourseError(f"--ranks {options.ranks}: a timeline takes 2 ranks or more, and {MOST_RANKS} at most")
+        raise CourseError(f"--ranks {options.ranks}: a timeline needs 2 to {MOST_RANKS} ranks")
     link = choose_link(options, options.ranks)
     if link and options.no_pace:
-        raise CourseError("--no-pace emulates no link: leave it out, or what describes one")
+        raise CourseError("--no-pace emulates no link: leave it out, or leave out the options that describe a link")
 
     sources = read(options.target, entry.number, options.prior).sources
     files = {kind: resolve_results_file(getattr(options, kind)) for kind in ("png", "json")}
@@ -215,7 +221,7 @@ def run_trace(options: argparse.Namespace) -> int:
 
     from brigade.runner.ranks import SERVER, RankFailure
 
-    SERVER.start()  # it imports torch while this process does
+    SERVER.start()  # imports torch while this process does
     from brigade.lab import ladder, timeline
 
     usual = timeline.WORKLOAD
@@ -236,10 +242,10 @@ def run_trace(options: argparse.Namespace) -> int:
         raise CourseError(explain_failure(failure, entry.number)) from None
     timeline.draw(timelines, files["png"], width=1200)
     timeline.save_chrome(timelines, files["json"])
-    for found in timelines:
-        console.print(f"{found.label}: a step of {found.lengths}, {found.count}")
-        if never := sum(collective.waited_ms is None for collective in found.launched):
-            console.print(f"  {never} of {len(found.launched)} collectives of all ranks were never waited for")
+    for shown in timelines:
+        console.print(f"{shown.label}: a step of {shown.lengths}, {shown.count}")
+        if num_unwaited := sum(collective.waited_ms is None for collective in shown.launched):
+            console.print(f"  {num_unwaited} of {len(shown.launched)} collectives of all ranks were never waited on")
     console.print(timelines[0].link_text)
     console.print(f"{shorten(files['png'])}  the picture", markup=False)
     console.print(f"{shorten(files['json'])}  for https://ui.perfetto.dev or chrome://tracing", markup=False)
@@ -249,9 +255,9 @@ def run_trace(options: argparse.Namespace) -> int:
 def add_link_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that say which link is emulated; `choose_link` reads them."""
     group = parser.add_argument_group(
-        "an emulated link", "One of three ways to say which; without them the collectives take what they take here."
+        "an emulated link", "Describe it in one of three ways. Without these options no link is emulated."
     )
-    named = "the ratio of communication to computation that this link has beside an H100"
+    named = "a link with the ratio of communication to computation that it has on H100 GPUs"
     group.add_argument("--link", choices=links.NAMED, help=named)
     ratio = "an all-reduce of all gradients takes R times backward alone"
     add_number(group, "--comm-ratio", ABOVE_ZERO, metavar="R", help=ratio)
@@ -271,17 +277,17 @@ def choose_link(options: argparse.Namespace, world_size: int) -> Link | Pace | N
     }
     given = [name for name, value in ways.items() if value is not None]
     if len(given) > 1:
-        raise CourseError(f"{' and '.join(given)} exclude each other: say in one way which link it is")
-    for name, value, of in (
+        raise CourseError(f"{' and '.join(given)} exclude each other: describe the link in one way")
+    for name, value, needed in (
         ("--latency-ratio", options.latency_ratio, "--comm-ratio"),
         ("--latency-us", options.latency_us, "--bandwidth-gbps"),
     ):
-        if value is not None and given != [of]:
-            raise CourseError(f"{name} goes with {of}")
+        if value is not None and given != [needed]:
+            raise CourseError(f"{name} needs {needed}")
     if not given:
         return None
     if world_size < 2:
-        raise CourseError(f"{given[0]} needs two ranks or more: one rank has nobody to talk to")
+        raise CourseError(f"{given[0]} needs at least two ranks, because one rank does not communicate")
     from brigade.rank.emulated_link import Link, Pace
 
     if options.link:

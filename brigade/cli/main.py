@@ -16,7 +16,7 @@ from brigade.runner import ranks
 
 @dataclass(frozen=True)
 class Command:
-    """A command. The file of this folder has `run_NAME(options)` and `add_NAME_arguments(parser)` for it.
+    """A command. Its file in this folder has `run_NAME(options)` and `add_NAME_arguments(parser)`.
 
     The file is imported only when the command is used, so that each command imports only what it needs.
     """
@@ -57,7 +57,7 @@ COMMANDS = (
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Return the command's options; `run` is its function. Exit as argparse does where they are wrong."""
+    """Return the command's options; `run` is its function. Exit as argparse does if they are wrong."""
     top = argparse.ArgumentParser(
         prog="brigade",
         description="Bucket Brigade: data-parallel training, built step by step.",
@@ -99,10 +99,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def program() -> None:
-    """What the command `brigade` runs: `main`, and an end without unloading torch, which would take a second."""
+    """Run `main` as the command `brigade`, then exit without unloading torch, which would take a second."""
     status = main()
     ranks.SERVER.close()
-    with contextlib.suppress(OSError):  # nobody reads any more
+    with contextlib.suppress(OSError):  # the reader has closed the pipe
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(status)

@@ -31,10 +31,10 @@ def add_number(parser: argparse._ActionsContainer, name: str, numbers: Range, **
     def parse(text: str) -> Any:
         value = numbers.kind(text)
         if not numbers.contains(value):
-            raise CourseError(f"{name} {text}: it takes {numbers.description}")
+            raise CourseError(f"{name} {text}: expected {numbers.description}")
         return value
 
-    parse.__name__ = numbers.kind.__name__  # for argparse's own message on what is no number at all
+    parse.__name__ = numbers.kind.__name__  # for argparse's own message if the text is no number
     parser.add_argument(name, type=parse, **details)
 
 
@@ -43,4 +43,4 @@ def add_target(parser: argparse.ArgumentParser, details: str = "") -> None:
 
 
 def add_prior(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--prior", default="own", choices=("own", "reference"), help="whose earlier modules are used")
+    parser.add_argument("--prior", default="own", choices=("own", "reference"), help="whose earlier modules to use")

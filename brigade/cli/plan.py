@@ -1,4 +1,4 @@
-"""`brigade plan` prints a table with all assumptions, or JSON. What needs torch is imported when it runs."""
+"""`brigade plan`: print a table with all assumptions, or JSON. Modules that need torch are imported when it runs."""
 
 from __future__ import annotations
 
@@ -33,24 +33,29 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     add_number(parser, "--dp", RANKS, default=8, metavar="N", help=ranks)
     add_number(parser, "--tokens", TOKENS, default=4096, metavar="N", help="tokens of each rank in a step (4096)")
     add_number(parser, "--bucket-mb", ABOVE_ZERO, default=25.0, metavar="MB", help="bucket size in MiB (25)")
-    add("--dtype", default="fp32", choices=("fp32", "bf16"), help="of the parameters (fp32)")
-    add("--optimizer", default="adamw", choices=("adamw", "sgd"), help="sgd has momentum (adamw)")
-    add("--link", default="100gbe", metavar="NAME", help=f"between neighbours, one of {', '.join(NAMED)} (100gbe)")
+    add("--dtype", default="fp32", choices=("fp32", "bf16"), help="dtype of the parameters (fp32)")
+    add("--optimizer", default="adamw", choices=("adamw", "sgd"), help="sgd means SGD with momentum (adamw)")
+    add(
+        "--link",
+        default="100gbe",
+        metavar="NAME",
+        help=f"the link between neighbours, one of {', '.join(NAMED)} (100gbe)",
+    )
     rate = "the rate in each direction in Gbit/s, instead of the link's"
     add_number(parser, "--bandwidth-gbps", ABOVE_ZERO, metavar="X", help=rate)
     latency = "microseconds for each message, instead of the link's"
     add_number(parser, "--latency-us", NOT_NEGATIVE, metavar="X", help=latency)
-    peak = "peak of a rank's device (an H100's: 67 in fp32, 989.4 in bf16; 494.7 where TF32 is allowed)"
+    peak = "peak rate of a rank's device (H100: 67 in fp32, 989.4 in bf16; 494.7 with TF32)"
     add_number(parser, "--tflops", ABOVE_ZERO, metavar="X", help=peak)
-    part = f"the part of the peak that computation reaches ({UTILISATION})"
+    part = f"the fraction of the peak that computation reaches ({UTILISATION})"
     add_number(parser, "--mfu", FRACTION, default=UTILISATION, metavar="X", help=part)
-    backward = "backward as it was measured, instead of --tflops and --mfu"
+    backward = "the measured time of backward, instead of --tflops and --mfu"
     add_number(parser, "--backward-ms", ABOVE_ZERO, metavar="X", help=backward)
     add("--json", action="store_true", help="print JSON instead of a table")
 
 
 def run_plan(options: argparse.Namespace) -> int:
-    """brigade plan"""
+    """brigade plan: print the predicted step of each variant, with all assumptions."""
     from brigade.lab import plan
     from brigade.lab.ladder import get_course_variants
     from brigade.lab.plan_config import OPTIMIZERS, Setting
@@ -66,11 +71,11 @@ def run_plan(options: argparse.Namespace) -> int:
     optimizer = OPTIMIZERS[options.optimizer]
     setting = Setting(list(model.parameters()), options.dp, options.bucket_mb, optimizer, machine)
     link = make_link(options)
-    planned = plan.list_variants()
-    found, missing = [], [f"{one.label} (no rule)" for one in get_course_variants() if one not in planned]
-    for variant in planned:
+    plannable = plan.list_variants()
+    steps, missing = [], [f"{item.label} (no rule)" for item in get_course_variants() if item not in plannable]
+    for variant in plannable:
         try:
-            found += plan.plan(setting, link, [variant])
+            steps += plan.plan(setting, link, [variant])
         except CourseError as reason:  # without solutions, bucket rules are the student's own
             missing.append(f"{variant.label}: {reason}")
     if backward_s:
@@ -88,37 +93,37 @@ def run_plan(options: argparse.Namespace) -> int:
         f"at {plan.DEVICE_MEMORY_GBPS:,} GB/s",
         f"link: {name_link(options)}{link.bytes_per_s / 1e9:,.4g} GB/s in each direction and "
         f"{link.latency_s * 1e6:g} us for each message, between neighbours in a ring of all ranks; one collective "
-        "after the other",
+        "at a time",
         f"buckets of {options.bucket_mb:g} MiB; gradients become ready from the last layer to the first",
         "memory: parameters, gradients and optimizer state between two steps, on the fullest rank; no activations",
     ]
     if options.dtype == "bf16":
         assumptions.append(
-            "bf16: modules 5 to 8 accumulate and reduce gradients in fp32, and 8 ZeroOptimizer keeps fp32 masters; "
-            "everything else is in bf16, the optimizer's state too, which saves memory and loses precision"
+            "bf16: modules 5 to 8 accumulate and reduce gradients in fp32, and 8 ZeroOptimizer keeps fp32 main "
+            "parameters; everything else, also the optimizer state, is in bf16, which saves memory and loses precision"
         )
-    assumptions += [f"not planned: {one}" for one in missing]
+    assumptions += [f"not planned: {item}" for item in missing]
     if options.json:
-        variants = [asdict(one) | {"memory_bytes": one.memory_bytes} for one in found]
+        variants = [asdict(item) | {"memory_bytes": item.memory_bytes} for item in steps]
         print(
             json.dumps(
                 {"options": collect_options(options), "assumptions": assumptions, "variants": variants}, indent=2
             )
         )
         return 0
-    console.print(plan.make_plan_table(found, f"One step of {options.model} on {ranks}, as predicted"))
+    console.print(plan.make_plan_table(steps, f"One step of {options.model} on {ranks}, as predicted"))
     console.print("\nAssumed:")
-    for one in assumptions:
-        console.print(textwrap.fill(f"- {one}", WIDTH, subsequent_indent="  "), markup=False)
-    for one in collect_warnings(options, found):
-        console.print("\n" + textwrap.fill(one, WIDTH), markup=False)
+    for item in assumptions:
+        console.print(textwrap.fill(f"- {item}", WIDTH, subsequent_indent="  "), markup=False)
+    for item in collect_warnings(options, steps):
+        console.print("\n" + textwrap.fill(item, WIDTH), markup=False)
     return 0
 
 
 def check_name(option: str, name: str, known: Collection[str]) -> None:
     """Raise CourseError for a name that is not known."""
     if name not in known:
-        raise CourseError(f"{option} {name}: it takes one of {', '.join(known)}")
+        raise CourseError(f"{option} {name}: expected one of {', '.join(known)}")
 
 
 def make_link(options: argparse.Namespace) -> Link:
@@ -133,32 +138,34 @@ def make_link(options: argparse.Namespace) -> Link:
 
 
 def name_link(options: argparse.Namespace) -> str:
-    """Return what comes before the link's numbers, if those are its own."""
+    """Return the link's name if its own numbers are used."""
     own = options.latency_us is None and options.bandwidth_gbps is None
     return f"{NAMED[options.link].what}, " if own else ""
 
 
 def collect_options(options: argparse.Namespace) -> dict[str, object]:
+    """Return the options that describe the plan, by name."""
     return {name: value for name, value in vars(options).items() if name not in ("run", "command", "json")}
 
 
 def format_seconds(seconds: float) -> str:
+    """Return the time with its unit, in seconds or milliseconds."""
     return f"{seconds:,.2f} s" if seconds >= 1 else f"{1e3 * seconds:,.3g} ms"
 
 
-def collect_warnings(options: argparse.Namespace, found: list[PlannedStep]) -> list[str]:
+def collect_warnings(options: argparse.Namespace, steps: list[PlannedStep]) -> list[str]:
     """Return what a reader should know before believing the numbers."""
     from brigade.lab import plan
 
-    said = []
-    least = min(found, key=lambda one: one.memory_bytes)
+    warnings = []
+    least = min(steps, key=lambda step: step.memory_bytes)
     if least.memory_bytes > plan.DEVICE_MEMORY_GB * 1e9:
-        said.append(
-            f"A rank needs {least.memory_bytes / 1e9:,.0f} GB at the least ({least.label}); an {plan.DEVICE} has "
-            f"{plan.DEVICE_MEMORY_GB} GB. Data parallelism alone cannot train {options.model}. Real systems divide "
-            "gradients and weights too (ZeRO 2 and 3, FSDP), and the model itself (tensor and pipeline parallelism); "
-            "then each data-parallel rank has a part of these gradients to average."
+        warnings.append(
+            f"A rank needs at least {least.memory_bytes / 1e9:,.0f} GB ({least.label}); an {plan.DEVICE} has "
+            f"{plan.DEVICE_MEMORY_GB} GB. Data parallelism alone cannot train {options.model}. Real systems also "
+            "divide gradients and weights (ZeRO 2 and 3, FSDP) and the model itself (tensor and pipeline parallelism). "
+            "Each data-parallel rank then averages only a part of these gradients."
         )
     if options.link == "nvlink4" and options.dp > 8:
-        said.append("NVLink joins the 8 GPUs of a node: a ring of more ranks also crosses a slower network.")
-    return said
+        warnings.append("NVLink connects the 8 GPUs of a node. A ring of more ranks also crosses a slower network.")
+    return warnings

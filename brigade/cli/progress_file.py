@@ -1,4 +1,4 @@
-"""What the commands remember of a student: hints that were shown, and modules that passed. Losing it does no harm."""
+"""What the commands remember about a student: hints shown and modules passed. Losing it does no harm."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ PROGRESS = ROOT / ".brigade-progress.json"
 
 
 def recall(kind: str) -> dict[str, Any]:
-    """Return what is remembered of each module, by its package.
+    """Return what is remembered about each module, by its package.
 
-    Kinds are "hints" (how many were shown of each part) and "passed" (the fingerprint of what passed).
+    `kind` is "hints" (how many hints of each part were shown) or "passed" (the fingerprint of the sources that passed).
     """
     try:
         return dict(json.loads(PROGRESS.read_text())[kind])
@@ -25,7 +25,7 @@ def recall(kind: str) -> dict[str, Any]:
 
 
 def remember(kind: str, package: str, value: Any) -> None:
-    """Store what `recall` returns; a directory that cannot be written forgets."""
+    """Store what `recall` returns. Do nothing if the directory is not writable."""
     content = {name: recall(name) for name in ("hints", "passed")}
     content[kind][package] = value
     with contextlib.suppress(OSError):

@@ -15,7 +15,7 @@ def add_skeletons_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_skeletons(options: argparse.Namespace) -> int:
-    """brigade skeletons [--check]"""
+    """brigade skeletons [--check]: write, or check, all files that are generated from the solutions."""
     if not options.check:
         write_first_skeletons()
     validation.validate_course()
@@ -23,18 +23,18 @@ def run_skeletons(options: argparse.Namespace) -> int:
     if options.check:
         outdated = skeletons.find_outdated()
         for path in outdated:
-            console.print(f"{shorten(path)} is not what it is made of: run `brigade skeletons`")
+            console.print(f"{shorten(path)} is out of date: run `brigade skeletons`")
         return 1 if outdated else 0
     existing = {path for path in (ROOT / "lessons" / entry.path for entry in MODULES) if path.exists()}
     for path in skeletons.write():
         console.print(f"{shorten(path)} written")
         if path in existing:
-            console.print(f"  what was there is in {shorten(ROOT / skeletons.REPLACED / path.parent.name)}")
+            console.print(f"  the old version is in {shorten(ROOT / skeletons.REPLACED / path.parent.name)}")
     return 0
 
 
 def write_first_skeletons() -> None:
-    """Write the skeletons of new modules that still lack a reading, hints or checks: their authors need them first."""
+    """Write the skeletons of new modules that still lack a reading, hints or checks: authors need them first."""
     for entry in MODULES:
         is_new = not (ROOT / "lessons" / entry.path).exists() and (ROOT / "solutions" / entry.path).exists()
         if is_new and validation.find_missing_files(entry):

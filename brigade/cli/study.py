@@ -1,4 +1,4 @@
-"""brigade hint | reset | submit: what a student does beside running checks."""
+"""brigade hint | reset | submit: the commands for students besides running checks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def add_hint_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `brigade hint`."""
     parser.add_argument("number", metavar="N", help="the module's number")
     parser.add_argument("part", nargs="?", metavar="PART", help="such as b; by default the first that is not written")
-    parser.add_argument("--again", action="store_true", help="begin with its first hint again")
+    parser.add_argument("--again", action="store_true", help="start with the first hint again")
 
 
 def add_reset_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,14 +38,14 @@ def add_submit_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_hint(options: argparse.Namespace) -> int:
-    """brigade hint N [PART]: the next hint on a part, by default on the first that is not written."""
+    """brigade hint N [PART]: show the next hint on a part, by default on the first that is not written."""
     entry = get_module(options.number)
     steps = (entry.lesson / "hints.md").read_text().split("\n## ")[1:]
     parts = sorted({part for step in steps for label in LABEL.findall(step) for part in re.findall(r"\w", label)})
     part = (options.part or find_unwritten_part(entry)).strip("()").lower()
     if not part:
         example = f"`brigade hint {entry.number} {parts[0]}`"
-        raise CourseError(f"all of module {entry.number} is written: say which part, as in {example}")
+        raise CourseError(f"all parts of module {entry.number} are written: name a part, as in {example}")
     if part not in parts:
         raise CourseError(f"module {entry.number} has no part {part}: it has {', '.join(parts)}")
     hints = [f"{step.splitlines()[0]}\n\n{about}" for step in steps if (about := extract_part(step, part))]
@@ -61,7 +61,7 @@ def run_hint(options: argparse.Namespace) -> int:
         console.print(hints[index], markup=False)
     left = len(hints) - index - 1
     again = f"`brigade hint {entry.number} {part}`"
-    console.print(f"\n{left} more on part {part}: {again}" if left else "\nThat was the last one.", markup=False)
+    console.print(f"\n{left} more on part {part}: {again}" if left else "\nThis was the last hint.", markup=False)
     remember("hints", entry.package, shown_before | {part: index + 1})
     return 0
 
@@ -74,14 +74,14 @@ def find_unwritten_part(entry: Module) -> str:
 
 
 def extract_part(step: str, part: str) -> str:
-    """Return what a step of the hints says on a part."""
+    """Return what one step of the hints says about a part."""
     about = re.split(f"(?={LABEL.pattern})", step, flags=re.MULTILINE)[1:]
     texts = zip(about[::2], about[1::2])
     return "".join(text for label, text in texts if f"({part})" in label).rstrip()
 
 
 def run_reset(options: argparse.Namespace) -> int:
-    """brigade reset N: the skeleton again, and the student's file beside it."""
+    """brigade reset N: restore the skeleton, and keep the student's file beside it."""
     entry = get_module(options.number)
     backup = skeletons.reset(entry)
     console.print(f"{shorten(ROOT / 'lessons' / entry.path)} is the skeleton again.")
@@ -91,7 +91,7 @@ def run_reset(options: argparse.Namespace) -> int:
 
 
 def run_submit(options: argparse.Namespace) -> int:
-    """brigade submit: a zip of the module files."""
+    """brigade submit: write a zip of the module files."""
     target = resolve_target(options.target)
     archive = Path(time.strftime("submission-%Y%m%d-%H%M%S.zip"))
     files = [(path, entry) for entry in MODULES if (path := find(target, entry))]
@@ -104,7 +104,7 @@ def run_submit(options: argparse.Namespace) -> int:
     written = [number for number, state in states.items() if state not in ("not written", "broken")]
     passing = [number for number, state in states.items() if state == "passes"]
     console.print(
-        f"{archive} holds {len(files)} of {len(MODULES)} module files: {len(written)} written, "
+        f"{archive} contains {len(files)} of {len(MODULES)} module files: {len(written)} written, "
         f"{len(passing)} known to pass all checks."
     )
     unknown = [number for number in written if number not in passing]
@@ -121,7 +121,7 @@ def run_submit(options: argparse.Namespace) -> int:
 
 
 def find_state(entry: Module, target: Path) -> str:
-    """Return what is known of a module without running it: "broken", "not written", "passes" or "written"."""
+    """Return the state of a module without running it: "broken", "not written", "passes" or "written"."""
     try:
         sources = read(target, entry.number).sources
     except CourseError:

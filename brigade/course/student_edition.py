@@ -20,7 +20,7 @@ from brigade.course.modules import MODULES, ROOT, CourseError
 
 INCLUDED = (".gitignore", "LICENSE", "assignments.md", "pyproject.toml", "setup.mk")
 INCLUDED += (*editions.CORE, "brigade/lab/**/*.py", *editions.CHECKS)
-INCLUDED += ("docs/claims.md", "docs/gpus.md", "docs/plan.md")
+INCLUDED += ("docs/claims.md", "docs/glossary.md", "docs/gpus.md", "docs/plan.md")
 INCLUDED += ("lessons/*/README.md", "lessons/*/hints.md", "lessons/*/*.png", "lessons/*/*.py")
 PACKAGES = ("torch", "pytest", "numpy", "matplotlib", "rich", "psutil")  # of requirements.txt
 OUT = ROOT / "out" / "student"

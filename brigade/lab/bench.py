@@ -90,11 +90,13 @@ class Bench:
         return any(variant.bucket_mb is not None for variant in self.variants)
 
     def make_rows(self) -> list[Row]:
+        """Return the rows of the table, one for each variant."""
         return [
             self.make_row(variant, measurement) for variant, measurement in zip(self.variants, self.ladder.variants)
         ]
 
     def make_row(self, variant: Variant, measurement: Measurement) -> Row:
+        """Return the row of one variant."""
         base = set_bucket_size(TORCH_DDP, variant.bucket_mb).label
         return Row(
             variant=variant.label,

@@ -48,6 +48,7 @@ MEGATRON = "[d98e8a64](https://github.com/NVIDIA/Megatron-LM/tree/d98e8a64ddf348
 
 
 def judge(condition: bool, otherwise: str = "wrong") -> str:
+    """Return "right" if the condition holds, else the other verdict."""
     return "right" if condition else otherwise
 
 
@@ -67,6 +68,7 @@ def get_xl_parameters() -> dict[str, torch.nn.Parameter]:
 
 
 def count_xl_bytes() -> int:
+    """Return the bytes of the XL model's gradients in fp32."""
     return FP32_BYTES * sum(parameter.numel() for parameter in get_xl_parameters().values())
 
 
@@ -224,7 +226,7 @@ def check_xl_buckets() -> Finding:
 
 
 @claim(
-    "xl-170-buckets", 4, "One expects 170 buckets of 10 MB; matrices larger than that double the number", XL,
+    "xl-170-buckets", 4, "XL would fill 170 buckets of 10 MB; matrices larger than that double the number", XL,
     "right if the gradients fill 170 buckets within 5 %", "wrong",
 )  # fmt: skip
 def check_xl_170_buckets() -> Finding:
@@ -246,13 +248,13 @@ def check_xl_tensors() -> Finding:
     sizes = {name: FP32_BYTES * parameter.numel() for name, parameter in get_xl_parameters().items()}
     q, ffn, head = (sizes[name] for name in ("blocks.0.q.weight", "blocks.0.w1.weight", "head.weight"))
 
-    def near(nbytes: int, claimed_mb: int) -> bool:
+    def is_near(nbytes: int, claimed_mb: int) -> bool:
         return any(abs(nbytes / unit / claimed_mb - 1) < 0.05 for unit in (1e6, MIB))
 
     return Finding(
         f"q, k and v have {q / 1e6:.2f} MB each, FFN matrices {ffn / 1e6:.2f} MB, embedding and head "
         f"{head / MIB:.1f} MiB",
-        judge(near(q, 30) and near(ffn, 61)),
+        judge(is_near(q, 30) and is_near(ffn, 61)),
     )
 
 
@@ -424,14 +426,14 @@ def check_published_reversed() -> Finding:
     complete: list[int] = []
     num_pending = [len(bucket) for bucket in buckets]
 
-    def ready(number: int) -> None:
+    def count_ready(number: int) -> None:
         num_pending[number] -= 1
         if not num_pending[number]:
             complete.append(number)
 
     for number, bucket in enumerate(buckets):
         for parameter in bucket:
-            parameter.register_post_accumulate_grad_hook(lambda _, number=number: ready(number))
+            parameter.register_post_accumulate_grad_hook(lambda _, number=number: count_ready(number))
     model(torch.zeros(1, 8, dtype=torch.long)).sum().backward()
     first = len(buckets) - 1  # of the reversed list
     return Finding(
@@ -653,11 +655,13 @@ def check_reduce_scatter_bytes() -> Finding:
 
 @functools.cache
 def time_slice_us() -> float:
+    """Return how long one slice takes, in microseconds."""
     bucket = torch.zeros(1_000_000)
     return measure_us(lambda: bucket[100:200])
 
 
 def time_slices_us(ranks: int) -> float:
+    """Return how long slicing all shards of a bucket takes, in microseconds."""
     bucket = torch.zeros(1_000_000)
     return measure_us(lambda: slice_all(bucket, ranks))
 

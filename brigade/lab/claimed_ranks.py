@@ -159,15 +159,15 @@ def count_ring_bytes() -> list[float]:
     This needs Linux, which counts them.
     """
 
-    def written() -> int:
+    def count_written_bytes() -> int:
         return int(dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())["wchar"])
 
     tensors = [torch.ones(96_000) for _ in range(20)]
-    marks = [written()]
+    marks = [count_written_bytes()]
     for phases in (1, 2):
         for tensor in tensors:
             run_ring(tensor, phases)
-        marks.append(written())
+        marks.append(count_written_bytes())
     nbytes = sum(tensor.nbytes for tensor in tensors)
     return [(after - before) / nbytes for before, after in zip(marks, marks[1:])]
 

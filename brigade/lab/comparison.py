@@ -118,7 +118,7 @@ def make_table(rows: list[Comparison], previous: int) -> Table:
     return table
 
 
-# What follows runs in the ranks.
+# The code below runs in the ranks.
 
 
 class Ledger(TorchDispatchMode):

@@ -184,13 +184,13 @@ def run_check_stages(plan: Plan, deadline: float) -> Iterator[Stage]:
     `plan.jobs` modules run at a time.
     """
 
-    def run(entry: Module) -> Stage:
+    def run_checks(entry: Module) -> Stage:
         return run_jobs_stage(
             f"Checks of module {entry.number}", plan, {"checks": [entry.number], "mutants": []}, deadline
         )
 
     with ThreadPoolExecutor(plan.jobs) as pool:
-        yield from pool.map(run, plan.modules)
+        yield from pool.map(run_checks, plan.modules)
 
 
 def run_mutant_stage(plan: Plan, deadline: float) -> Stage:
@@ -288,15 +288,15 @@ def run_stages(plan: Plan, say: Callable[[str], None]) -> CheckReport:
     """Run all stages. If the first all-reduce fails, run no other stage, because all of them would fail too."""
     started = time.monotonic()
 
-    def until(part: float) -> float:
+    def compute_deadline(part: float) -> float:
         return started + 60 * plan.minutes * part
 
     results = CheckReport(plan, describe_machine(plan.backend))
     for stages in (
         lambda: [run_launch_stage(plan)],
-        lambda: run_check_stages(plan, until(CHECKS_PART)),
-        lambda: [run_mutant_stage(plan, until(MUTANTS_PART))],
-        lambda: [run_ladder_stage(plan, until(1.0))],
+        lambda: run_check_stages(plan, compute_deadline(CHECKS_PART)),
+        lambda: [run_mutant_stage(plan, compute_deadline(MUTANTS_PART))],
+        lambda: [run_ladder_stage(plan, compute_deadline(1.0))],
     ):
         for stage in stages():
             results.stages.append(stage)

@@ -187,6 +187,7 @@ class Ladder:
         return self.link.seconds("all_reduce", self.model_bytes, self.world_size) if self.link else None
 
     def get_measurement(self, label: str) -> Measurement:
+        """Return the measurement of the variant with this label."""
         return next(variant for variant in self.variants if variant.label == label)
 
     def compute_ratio(self, variant: Measurement) -> float:
@@ -371,7 +372,7 @@ def make_measurement(
     )
 
 
-# What follows runs in the ranks.
+# The code below runs in the ranks.
 
 
 @dataclass
@@ -433,13 +434,13 @@ def train(workload: dict, variants: list[dict]) -> dict:
     text = broadcast_text(corpus.read_text())
     generator = torch.Generator().manual_seed(workload["seed"])
 
-    def next_batch() -> list[Tensor]:
+    def draw_next_batch() -> list[Tensor]:
         whole = corpus.draw_batch(text, workload["batch_size"], workload["time"], generator)
         return [tensor.chunk(world_size)[rank].to(device()) for tensor in whole]
 
     calibration = Calibration(start, workload["link"])
     for turn in range(workload["rounds"]):
-        batch = next_batch()
+        batch = draw_next_batch()
         for _ in range(CALIBRATION if turn == 0 else 1):
             calibration.measure(*batch)
         for index in random.Random(turn).sample(range(len(setups)), len(setups)):

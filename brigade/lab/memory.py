@@ -240,7 +240,7 @@ def draw_memory(measured: Sequence[CaseBytes], path: Path) -> None:
     figure.savefig(path)
 
 
-# What follows runs in the ranks.
+# The code below runs in the ranks.
 
 
 def count_cases(size: dict, variants: list[dict]) -> list[Bytes]:
@@ -308,6 +308,7 @@ def main() -> int:
 
 
 def show_memory(target: str) -> int:
+    """Measure the target's variants, print the table and write the picture. Return the exit status."""
     from rich.console import Console
 
     from brigade.lab.script import show_progress

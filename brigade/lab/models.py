@@ -57,11 +57,15 @@ class Block(nn.Module):
         self.w3 = nn.Linear(f, d, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # (batch, time, d_model)
-        def heads(t: Tensor) -> Tensor:  # (batch, heads, time, d_head)
+        def split_heads(t: Tensor) -> Tensor:  # (batch, heads, time, d_head)
             return t.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
         h = self.ln1(x)
-        q, k, v = rotate(heads(self.q(h)), cos, sin), rotate(heads(self.k(h)), cos, sin), heads(self.v(h))
+        q, k, v = (
+            rotate(split_heads(self.q(h)), cos, sin),
+            rotate(split_heads(self.k(h)), cos, sin),
+            split_heads(self.v(h)),
+        )
         attention = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.o(attention.transpose(1, 2).flatten(-2))
         h = self.ln2(x)

@@ -238,6 +238,7 @@ def select_with_rule(variants: Iterable[Variant]) -> list[Variant]:
 
 
 def make_program(variant: Variant, setting: Setting) -> Program:
+    """Return the program of a variant's step."""
     program = Program(setting)
     get_rule(variant).run(program)
     return program

@@ -150,9 +150,11 @@ class Timeline:
         return f"The link is emulated, {self.link.description}; backward alone takes {self.backward_ms:.0f} ms."
 
     def get_span(self, rank: int, kind: str) -> Span:
+        """Return the span of a rank in one of `ladder.PHASES`."""
         return next(span for span in self.spans if span.rank == rank and span.kind == kind)
 
     def get_collectives(self, rank: int) -> list[Collective]:
+        """Return the collectives of a rank, in launch order."""
         return [collective for collective in self.launched if collective.rank == rank]
 
 
@@ -299,6 +301,7 @@ def save_chrome(timelines: Sequence[Timeline], path: Path) -> None:
 def make_slice(
     name: str, category: str, process: int, thread: int, start_ms: float, end_ms: float, args: dict | None = None
 ) -> dict[str, Any]:
+    """Return a complete event of Chrome's format. Times in ms become microseconds."""
     start, end = convert_to_us(start_ms), convert_to_us(end_ms)
     length = {"ts": start, "dur": end - start}
     return {"name": name, "cat": category, "ph": "X", "pid": process, "tid": thread, **length, "args": args or {}}

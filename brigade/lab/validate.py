@@ -168,7 +168,7 @@ def make_validation_table(points: Sequence[Point]) -> Table:
     return table
 
 
-# What follows runs in the ranks.
+# The code below runs in the ranks.
 
 
 def time_overheads(numel: int, small: int) -> list[float]:
@@ -233,6 +233,7 @@ def main() -> int:
 
 
 def show_points(points_to_run: Sequence[tuple[int, float]]) -> int:
+    """Measure the points and print the table. Return the exit status."""
     from rich.console import Console
 
     console = Console(highlight=False, soft_wrap=True)

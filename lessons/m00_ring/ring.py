@@ -36,6 +36,14 @@ def all_reduce_via_root(tensor: Tensor, process_group: dist.ProcessGroup | None 
     raise NotImplementedError("module 0, part (b)")
 
 
+def shift(outgoing: Tensor, incoming: Tensor, process_group: dist.ProcessGroup | None) -> None:
+    """Send `outgoing` to the next rank of the ring and fill `incoming` from the rank before, at the same time."""
+    rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
+    # If every rank waits in its send first, no rank ever receives. Start one of the two without waiting.
+    # TODO: part (c)
+    raise NotImplementedError("module 0, part (c)")
+
+
 def ring_reduce_scatter(tensor: Tensor, process_group: dist.ProcessGroup | None = None) -> Tensor:
     """Add up chunk r of all ranks' tensors on rank r, in place. Return that chunk, a view of `tensor`.
 
@@ -46,8 +54,8 @@ def ring_reduce_scatter(tensor: Tensor, process_group: dist.ProcessGroup | None 
     chunks = split_into_chunks(tensor, size)
     # A chunk travels once around the ring and grows. Which one must this rank send first, so that chunk r ends on rank
     # r? Add the chunk that arrives to your own, and send that sum on in the next step.
-    # TODO: part (c)
-    raise NotImplementedError("module 0, part (c)")
+    # TODO: part (d)
+    raise NotImplementedError("module 0, part (d)")
 
 
 def ring_all_gather(tensor: Tensor, process_group: dist.ProcessGroup | None = None) -> None:
@@ -58,22 +66,14 @@ def ring_all_gather(tensor: Tensor, process_group: dist.ProcessGroup | None = No
     rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
     chunks = split_into_chunks(tensor, size)
     # Begin with your own chunk. What arrives is complete: it replaces a chunk, and is sent on in the next step.
-    # TODO: part (d)
-    raise NotImplementedError("module 0, part (d)")
-
-
-def ring_all_reduce(tensor: Tensor, process_group: dist.ProcessGroup | None = None) -> None:
-    """Replace a contiguous tensor, on every rank of the group, by the sum of the ranks' tensors: in two phases."""
     # TODO: part (e)
     raise NotImplementedError("module 0, part (e)")
 
 
-def shift(outgoing: Tensor, incoming: Tensor, process_group: dist.ProcessGroup | None) -> None:
-    """Send `outgoing` to the next rank of the ring and fill `incoming` from the rank before, at the same time."""
-    rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
-    # If every rank waits in its send first, no rank ever receives. Start one of the two without waiting.
-    # TODO: part (c)
-    raise NotImplementedError("module 0, part (c)")
+def ring_all_reduce(tensor: Tensor, process_group: dist.ProcessGroup | None = None) -> None:
+    """Replace a contiguous tensor, on every rank of the group, by the sum of the ranks' tensors: in two phases."""
+    # TODO: part (f)
+    raise NotImplementedError("module 0, part (f)")
 
 
 def split_into_chunks(tensor: Tensor, world_size: int) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""The claims that the readings check: every row has its experiment, its rule can fail, and the page is up to date."""
+"""The claims that the readings check: each has an experiment, its rule can fail, and the page is up to date."""
 
 import re
 import sys
@@ -21,8 +21,8 @@ CHEAP = [
 ]  # fmt: skip
 
 
-def claim(verdict="wrong", found="wrong"):
-    """A claim whose experiment gives the verdict `found`, and whose reading says `verdict`."""
+def make_claim(verdict="wrong", found="wrong"):
+    """Return a claim whose experiment gives the verdict `found`, and whose reading gives `verdict`."""
     return Claim("example", 1, "Water is dry", "a pump", "right if dry", verdict, lambda: Finding("4 drops", found))
 
 
@@ -48,7 +48,7 @@ def test_the_box_of_a_reading_names_its_claims(entry):
 
 @pytest.mark.all_modules
 def test_the_page_is_up_to_date():
-    """In all columns but that of what was measured: names, claims, sources, rules, verdicts, and what is cited."""
+    """Compare all columns except the measurements: names, claims, sources, rules, verdicts, and cited claims."""
 
     def fixed(text):
         cells = [line.split(" | ") for line in text.splitlines()]
@@ -68,18 +68,18 @@ def test_a_cheap_claim_is_what_the_reading_says(name):
 
 
 def test_a_measurement_that_contradicts_the_reading_fails(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(claimed, "CLAIMS", [claim("wrong", "right")])
+    monkeypatch.setattr(claimed, "CLAIMS", [make_claim("wrong", "right")])
     assert claims.run_claims([], write=tmp_path / "claims.md") == 1
     assert "right, but the reading says: wrong" in capsys.readouterr().out.replace("\n", " ")
     assert not list(tmp_path.iterdir()), "such a page is not written"
 
 
 def test_good_claims_are_printed_and_written(monkeypatch, tmp_path, capsys):
-    cited = replace(claim(CITED), name="other", module=2, experiment=None, rule="it takes a lake")
-    monkeypatch.setattr(claimed, "CLAIMS", [claim(), cited])
+    cited = replace(make_claim(CITED), name="other", module=2, experiment=None, rule="it takes a lake")
+    monkeypatch.setattr(claimed, "CLAIMS", [make_claim(), cited])
     assert claims.run_claims([], write=tmp_path / "claims.md") == 0
-    said = capsys.readouterr().out
-    assert "Water is dry" in said and "4 drops" in said and "(other)" in said
+    printed = capsys.readouterr().out
+    assert "Water is dry" in printed and "4 drops" in printed and "(other)" in printed
     written = (tmp_path / "claims.md").read_text()
     assert "| `example` | Water is dry | a pump | 4 drops | right if dry | wrong |" in written
     assert "| `other` | Water is dry | a pump | not measured: it takes a lake |  | cited |" in written
@@ -90,7 +90,7 @@ def test_what_this_machine_cannot_measure_is_said():
     def impossible():
         raise CannotMeasure("only ships can")
 
-    checked = check_claim(replace(claim(), experiment=impossible))
+    checked = check_claim(replace(make_claim(), experiment=impossible))
     assert checked.measured == "not measured: only ships can" and checked.holds and checked.verdict == "wrong"
 
 
@@ -102,8 +102,8 @@ def test_an_unknown_name_gets_a_sentence(capsys, monkeypatch):
 
 def test_the_list_names_them_all(capsys):
     assert claims.run_claims([], show_only=True) == 0
-    said = capsys.readouterr().out
-    assert [line.split()[0] for line in said.splitlines()] == list(BY_NAME)
+    printed = capsys.readouterr().out
+    assert [line.split()[0] for line in printed.splitlines()] == list(BY_NAME)
 
 
 def test_verdicts_of_shares():

@@ -1,4 +1,4 @@
-"""The command line, as a student meets it: one clear line for every wrong input, and nothing of theirs lost."""
+"""The command line for students: wrong input gets one clear line, and nothing of theirs is lost."""
 
 import json
 import os
@@ -27,7 +27,7 @@ from brigade.runner import ranks
 
 @pytest.fixture(autouse=True)
 def progress(tmp_path_factory, monkeypatch):
-    """The file that remembers, new for every test."""
+    """Yield a new progress file for every test."""
     path = tmp_path_factory.mktemp("progress") / "progress.json"
     monkeypatch.setattr(progress_file, "PROGRESS", path)
     return path
@@ -40,7 +40,7 @@ def short_measurement(monkeypatch):
 
 @pytest.fixture
 def lessons(tmp_path):
-    """A directory with a right answer to module 1 only."""
+    """Return a directory with a correct answer to module 1 only."""
     entry = get_module(1)
     (tmp_path / entry.package).mkdir()
     (tmp_path / entry.path).write_text((ROOT / "solutions" / entry.path).read_text())
@@ -55,7 +55,7 @@ def lessons(tmp_path):
         (["check", "1", "--target", "does/not/exist"], "there is no directory does/not/exist"),
         (["check", "1", "--target", __file__], "is not a directory"),
         (["check", "1", "--only", "zebra"], "no check whose name contains 'zebra'; it has parameters_start_equal, "),
-        (["check", "--debug"], "say which"),
+        (["check", "--debug"], "name it"),
         (["hint", "12"], "there is no module 12"),
         (["reset", "x"], "there is no module x"),
         (["submit", "--target", "notebooks"], "there are no module files in"),
@@ -132,10 +132,10 @@ def test_prints_of_a_check_that_passes(brigade, lessons):
     shown = brigade("check", 1, "--target", lessons, "--only", "one_all_reduce").stdout
     assert "✓ 1/1" in shown and "[rank 1] hello" in shown
     shown = brigade("check", 1, "--target", lessons).stdout
-    assert "hello" not in shown and "The ranks printed something in 7 checks that pass: --only NAME shows it." in shown
+    assert "hello" not in shown and "The ranks printed something in 7 checks that pass. --only NAME shows it." in shown
 
 
-def test_an_error_in_all_checks_is_told_once(brigade, lessons):
+def test_an_error_in_all_checks_is_shown_once(brigade, lessons):
     text = (lessons / get_module(1).path).read_text()
     (lessons / get_module(1).path).write_text(text.replace("dist.get_world_size(", "dist.get_wolrd_size("))
     shown = brigade("check", 1, "--target", lessons, "--seed", 3).stdout
@@ -145,7 +145,7 @@ def test_an_error_in_all_checks_is_told_once(brigade, lessons):
 
 def test_after_two_checks_that_hang_no_other_is_waited_for(brigade, lessons, monkeypatch):
     monkeypatch.setitem(ranks.DEADLINE_S, "gloo", 4.0)
-    monkeypatch.setattr(check, "MAX_AT_A_TIME", 1)  # so that it is certain which ones are the first two
+    monkeypatch.setattr(check, "MAX_AT_A_TIME", 1)  # so that the order of the first two is known
     text = (lessons / get_module(1).path).read_text()
     hanging = text.replace(
         "        for parameter in self.module", "        while True: pass\n        for parameter in self.module"
@@ -157,7 +157,7 @@ def test_after_two_checks_that_hang_no_other_is_waited_for(brigade, lessons, mon
 
 
 def start(*arguments: str) -> subprocess.Popen:
-    """Start `brigade` in a process of its own, whose output can be read as it comes."""
+    """Start `brigade` in a separate process, whose output can be read as it comes."""
     return subprocess.Popen(
         [sys.executable, "-u", "-m", "brigade.cli", *arguments],
         cwd=ROOT,
@@ -176,16 +176,18 @@ def test_ctrl_c_ends_at_once(lessons, after, tmp_path):
     asked = time.monotonic()
     assert process.wait(timeout=20) in (130, -signal.SIGINT)
     assert time.monotonic() - asked < 4, "one second on a machine that does nothing else"
-    assert "Traceback" not in process.communicate(timeout=20)[0]  # the ranks' server ends, too: it has this pipe open
+    assert (
+        "Traceback" not in process.communicate(timeout=20)[0]
+    )  # the ranks' server, which has this pipe open, ends too
 
 
 def test_reset_keeps_the_students_file(tmp_path, monkeypatch, capsys):
     entry = get_module(1)
     monkeypatch.setattr(skeletons, "ROOT", tmp_path)
     monkeypatch.setattr(study, "ROOT", tmp_path)
-    for place, text in (("solutions", (ROOT / "solutions" / entry.path).read_text()), ("lessons", "my work\n")):
-        (tmp_path / place / entry.package).mkdir(parents=True)
-        (tmp_path / place / entry.path).write_text(text)
+    for folder, text in (("solutions", (ROOT / "solutions" / entry.path).read_text()), ("lessons", "my work\n")):
+        (tmp_path / folder / entry.package).mkdir(parents=True)
+        (tmp_path / folder / entry.path).write_text(text)
     assert cli.main(["reset", "1"]) == 0
     [backup] = (tmp_path / "lessons" / entry.package).glob("*.bak")
     assert backup.read_text() == "my work\n" and backup.name in capsys.readouterr().out
@@ -201,9 +203,11 @@ def test_submit_makes_a_zip_of_the_modules(lessons, tmp_path, monkeypatch, capsy
     assert cli.main(["submit", "--target", str(lessons)]) == 0
     [archive] = elsewhere.glob("submission-*.zip")
     assert zipfile.ZipFile(archive).namelist() == [get_module(1).path.as_posix()]
-    told = capsys.readouterr().out
-    assert "holds 1 of 9 module files: 1 written, 0 known to pass all checks.\nNot known to pass: module 1." in told
-    assert "module 2 is missing" in told
+    printed = capsys.readouterr().out
+    assert (
+        "contains 1 of 9 module files: 1 written, 0 known to pass all checks.\nNot known to pass: module 1." in printed
+    )
+    assert "module 2 is missing" in printed
 
 
 def submitted(brigade, lessons, directory, monkeypatch):
@@ -218,22 +222,22 @@ def submitted(brigade, lessons, directory, monkeypatch):
 
 
 def test_submit_says_what_is_written_and_passes(brigade, lessons, tmp_path_factory, monkeypatch):
-    """It runs nothing: it knows what `check` and `next` have found for exactly these files."""
+    """It runs nothing, because it remembers what `check` and `next` found for exactly these files."""
     places = iter(tmp_path_factory.mktemp("submitted") / str(number) for number in range(9))
     for entry in MODULES:
         (lessons / entry.package).mkdir(exist_ok=True)
         shutil.copy(ROOT / "lessons" / entry.path, lessons / entry.path)
     assert submitted(brigade, lessons, next(places), monkeypatch) == (
-        "holds 9 of 9 module files: 0 written, 0 known to pass all checks.\n"
+        "contains 9 of 9 module files: 0 written, 0 known to pass all checks.\n"
         "Not written, or not completely: modules 0, 1, 2, 3, 4, 5, 6, 7, 8.\n"
     )
     for entry in select_modules("1-2"):
         shutil.copy(ROOT / "solutions" / entry.path, lessons / entry.path)
     assert brigade("check", 1, "--target", lessons).returncode == 0
     (lessons / get_module(3).path).write_text("def f(:\n")
-    told = submitted(brigade, lessons, next(places), monkeypatch)
-    assert told.startswith(
-        "holds 9 of 9 module files: 2 written, 1 known to pass all checks.\n"
+    printed = submitted(brigade, lessons, next(places), monkeypatch)
+    assert printed.startswith(
+        "contains 9 of 9 module files: 2 written, 1 known to pass all checks.\n"
         "Not known to pass: module 2. `brigade check` runs all checks.\n"
         "Not written, or not completely: modules 0, 4, 5, 6, 7, 8.\n"
         "Note: overlapped_ddp.py, line 1: "
@@ -266,7 +270,7 @@ def test_hints_are_on_the_first_part_that_is_not_written(tmp_path, monkeypatch, 
     assert "1. Nudge" in brigade("hint", 4, "e").stdout
     assert brigade("hint", 4, "z").stderr == "brigade: module 4 has no part z: it has a, b, c, d, e, f, g, h\n"
     file.write_text(re.sub(r"raise NotImplementedError.*", "pass", unwritten))
-    assert "all of module 4 is written: say which part" in brigade("hint", 4).stderr
+    assert "all parts of module 4 are written: name a part" in brigade("hint", 4).stderr
 
 
 @pytest.mark.parametrize("entry", MODULES, ids=lambda entry: entry.package)
@@ -336,20 +340,20 @@ def test_a_finished_module_is_compared_once_with_the_one_before(brigade, lessons
     assert "brigade next" in done.stdout
 
 
-def test_a_module_that_passes_on_the_reference_only_buys_nothing_yet(brigade, lessons):
-    """The module before is a skeleton: there is nothing to compare with, and one line says so."""
+def test_a_module_that_passes_on_the_reference_only_is_not_compared(brigade, lessons):
+    """The previous module is a skeleton, so one line says that nothing can be compared."""
     for number, where in ((2, "lessons"), (3, "solutions")):
         entry = get_module(number)
         (lessons / entry.package).mkdir()
         (lessons / entry.path).write_text((ROOT / where / entry.path).read_text())
     done = brigade("check", 3, "--target", lessons)
     assert done.returncode == 0 and "12 of 12 points" in done.stdout, done.stdout
-    assert "The comparison with the module before cannot be measured: " in done.stdout
+    assert "The comparison with the previous module cannot be measured: " in done.stdout
 
 
 @pytest.fixture
 def watched(lessons):
-    """`brigade check 1 --watch` on one's own lessons."""
+    """Yield `brigade check 1 --watch` on the student's own lessons."""
     process = start("check", "1", "--watch", "--only", "start_equal", "--target", str(lessons))
     alarm = threading.Timer(60, process.kill)
     alarm.start()
@@ -360,7 +364,7 @@ def watched(lessons):
 
 
 def test_watch_runs_again_after_a_save_and_shows_what_changed(watched, lessons):
-    lines = read_until(watched, "Waiting for a file")
+    lines = read_until(watched, "Waiting until a file")
     assert any("2 of 2 points" in line for line in lines)
     file = lessons / get_module(1).path
     right = file.read_text()
@@ -378,7 +382,7 @@ def test_watch_runs_again_after_a_save_and_shows_what_changed(watched, lessons):
         file.write_text(text)
         read_until(watched, "Module 1")
         began = time.monotonic() - saved
-        shown = "".join(read_until(watched, "Waiting for a file"))
+        shown = "".join(read_until(watched, "Waiting until a file"))
         assert began < 2 and all(line in shown for line in expected) and absent not in shown, (began, shown)
     watched.send_signal(signal.SIGINT)
     assert watched.wait(timeout=20) == 130
@@ -422,13 +426,13 @@ def test_plain_pytest_refuses_wrong_options_in_one_line(options, line):
     assert line in done.stderr and "Traceback" not in done.stderr
 
 
-def run_python(program: str, place: Path = ROOT) -> None:
-    environment = os.environ | {"PYTHONPATH": str(place)}
-    subprocess.run([sys.executable, "-c", program], cwd=place, env=environment, check=True)
+def run_python(program: str, directory: Path = ROOT) -> None:
+    environment = os.environ | {"PYTHONPATH": str(directory)}
+    subprocess.run([sys.executable, "-c", program], cwd=directory, env=environment, check=True)
 
 
 def test_parsing_imports_what_the_command_needs_and_nothing_else():
-    """Neither torch, pytest and rich nor the lab and the grader: they are imported for the commands that use them."""
+    """Commands import torch, pytest, rich, the lab and the grader only if they use them."""
     run_python(
         "import sys\n"
         "from brigade.cli.main import parse\n"

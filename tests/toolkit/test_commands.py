@@ -1,7 +1,7 @@
-"""Every command that a document tells a reader to type works: most are run as written, the others are looked at.
+"""Every command that a document tells a reader to type works. Most are run as written; the others are inspected.
 
-Commands are the lines of fenced blocks without a language (those that begin with a program we know) or in sh or bash
-(all of them), and inline code that begins with such a program. `RUN` and `NOT_RUN` account for each of them.
+Commands are the lines of fenced blocks in sh or bash, the lines of blocks without a language that begin with a known
+program, and inline code that begins with such a program. `RUN` and `NOT_RUN` account for each of them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PROGRAMS = (
     "brigade", "make", "python", "python3", "pytest", "jupyter", "torchrun", "sbatch", "pip", "source", "grep", "ip",
     "bash", "git", "ruff", "codespell", "tests/two_hosts.sh",
 )  # fmt: skip
-BEFORE = r"(?:sudo )?(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?"  # what may stand before a program
+BEFORE = r"(?:sudo )?(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?"  # what may precede a program
 COMMAND = re.compile(rf"{BEFORE}(?:{'|'.join(map(re.escape, PROGRAMS))}) \S.*", re.DOTALL)
 PLACEHOLDERS = {"NAME": "xl-size", "RATE": "500mbit"}
 LIMIT_S = 120
@@ -45,9 +45,9 @@ AT_ONCE = 2  # commands that are run
 
 @dataclass(frozen=True)
 class Run:
-    """Commands, as a pattern of the whole text, that are run in a copy of the course, and must end with `status`.
+    """Commands that match `pattern` are run in a copy of the course, and must end with `status`.
 
-    In the copy `lessons` holds the solutions if `written`, else the skeletons.
+    In the copy, `lessons` contains the solutions if `written`, else the skeletons.
     """
 
     pattern: str
@@ -57,7 +57,7 @@ class Run:
 
 @dataclass(frozen=True)
 class NotRun:
-    """Commands that are only looked at, and the reason."""
+    """Commands that are only inspected, and the reason."""
 
     pattern: str
     reason: str
@@ -73,11 +73,11 @@ ACCOUNTS = [
     Run("brigade next", status=1, written=False),
     Run("brigade hint 1( c)?", written=False),
     Run("brigade reset 1", written=False),
-    Run("brigade submit", written=False),  # elsewhere than the other: archives are named by the second
+    Run("brigade submit", written=False),  # not beside the other one, because archives are named by the second
     Run(r"\.venv/bin/brigade submit --target solutions"),
     NotRun("brigade check 1 --watch", "it ends with Ctrl-C; tests/toolkit/test_cli.py does that"),
     NotRun(
-        "brigade check [1-9]( --target solutions( --only averaged)?| --prior reference)?",
+        "brigade check [1-9]( --target solutions( --only averaged)?| --only test_sharded| --prior reference)?",
         "as with `--only` and `--seed`; make test runs all checks",
     ),
     NotRun("brigade check( --target solutions)?", "as with one module; make test runs all checks"),
@@ -129,16 +129,16 @@ def documents() -> list[Path]:
     ]
 
 
-def markdown(document: Path) -> str:
-    """The document's text; of a notebook, that of its cells of prose."""
+def read_markdown(document: Path) -> str:
+    """Return the document's text; for a notebook, the text of its Markdown cells."""
     if document.suffix != ".ipynb":
         return document.read_text()
     cells = json.loads(document.read_text())["cells"]
     return "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
 
 
-def commands_in(text: str) -> list[str]:
-    """The commands in a text in Markdown, as they are written, without the comment behind them."""
+def find_commands(text: str) -> list[str]:
+    """Return the commands in a Markdown text, as they are written, without trailing comments."""
     found = []
     for language, block in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
         if language in ("", "sh", "bash"):
@@ -153,21 +153,21 @@ def commands_in(text: str) -> list[str]:
 
 @cache
 def commands() -> dict[str, str]:
-    """Each command and the first document that has it."""
+    """Return each command with the first document that contains it."""
     found: dict[str, str] = {}
     for document in documents():
-        for command in commands_in(markdown(document)):
+        for command in find_commands(read_markdown(document)):
             found.setdefault(command, document.relative_to(ROOT).as_posix())
     return found
 
 
-def account_of(command: str) -> Run | NotRun | None:
-    """The first that fits."""
+def find_account(command: str) -> Run | NotRun | None:
+    """Return the first account that matches."""
     return next((one for one in ACCOUNTS if re.fullmatch(one.pattern, command)), None)
 
 
-def filled(command: str) -> str:
-    """The command with something in the place of each placeholder."""
+def fill_placeholders(command: str) -> str:
+    """Return the command with a value for each placeholder."""
     for name, value in PLACEHOLDERS.items():
         command = re.sub(rf"(?<= ){name}\b", value, command)
     return command
@@ -179,7 +179,7 @@ def filled(command: str) -> str:
 def test_commands_are_found():
     text = "Type `brigade check 3`,\n`brigade` or `brigade/cli/main.py`.\n\n```\nmake demo   # quick\nsteps 1 2\n```\n"
     text += "```sh\nls -l\nbrigade bench \\\n    --ranks 4\n```\n```python\nmake = 1\n```\n`sudo make\ntest`\n"
-    assert commands_in(text) == [
+    assert find_commands(text) == [
         "make demo", "ls -l", "brigade bench --ranks 4", "brigade check 3", "sudo make test",
     ]  # fmt: skip
     assert len(commands()) > 80
@@ -188,23 +188,23 @@ def test_commands_are_found():
 @pytest.mark.all_modules
 @pytest.mark.parametrize("command", commands())
 def test_the_command_is_accounted_for(command):
-    assert account_of(command), f"{commands()[command]} has a command that ACCOUNTS does not have"
+    assert find_account(command), f"{commands()[command]} has a command that ACCOUNTS does not have"
 
 
-@pytest.mark.parametrize("account", ACCOUNTS, ids=lambda one: one.pattern)
+@pytest.mark.parametrize("account", ACCOUNTS, ids=lambda account: account.pattern)
 def test_the_account_is_of_a_command(account):
-    assert account in [account_of(command) for command in commands()], "no document has such a command any more"
+    assert account in [find_account(command) for command in commands()], "no document has such a command any more"
     assert isinstance(account, Run) or account.reason
 
 
-# ---- all are looked at
+# ---- all are inspected
 
 
 @pytest.mark.all_modules
 @pytest.mark.parametrize("command", commands())
 def test_the_command_exists(command):
-    """The program, its options and the files that it names."""
-    words = shlex.split(re.sub(r"^sudo ", "", filled(command)))
+    """The program, its options and the files that it names exist."""
+    words = shlex.split(re.sub(r"^sudo ", "", fill_placeholders(command)))
     variables = [words.pop(0) for _ in range(len(words)) if re.match(r"[A-Z_]+=", words[0])]
     program, arguments = words[0].removeprefix(".venv/bin/"), words[1:]
     if program == "make":
@@ -220,7 +220,7 @@ def test_the_command_exists(command):
     elif program == "torchrun":
         expect_torchrun(arguments)
     elif program == "sbatch":
-        script = next(place for place, word in enumerate(arguments) if word.endswith(".sbatch"))
+        script = next(directory for directory, word in enumerate(arguments) if word.endswith(".sbatch"))
         assert set(arguments[:script:2]) <= {"--nodes"}
         assert subprocess.run(["bash", "-n", ROOT / arguments[script]]).returncode == 0
         expect_brigade(["bench", *arguments[script + 1 :]])
@@ -232,11 +232,11 @@ def test_the_command_exists(command):
     elif program == "source":
         assert arguments == [".venv/bin/activate"]
     else:
-        assert isinstance(account_of(command), Run) or program == "ip"
+        assert isinstance(find_account(command), Run) or program == "ip"
 
 
 def expect_brigade(arguments: list[str]) -> None:
-    """Its own parser takes them. `grade` may be named without what it grades."""
+    """Expect that the parser accepts them. Documents may name `grade` without a submission."""
     if arguments[0] == "grade" and not {"--submission", "--class"} & set(arguments):
         arguments = [*arguments, "--submission", "submission.zip"]
     cli.parse(arguments)  # or SystemExit
@@ -253,25 +253,25 @@ def expect_target(arguments: list[str], variables: list[str]) -> None:
 
 
 @cache
-def help_of(run: Callable[..., object], program: str) -> str:
-    """What a program prints for --help in this process, which has imported torch already."""
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as said:
+def read_help(run: Callable[..., object], program: str) -> str:
+    """Return what a program prints for --help in this process, which has imported torch already."""
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
         patch.setattr(sys, "argv", [program, "--help"])
         with pytest.raises(SystemExit) as left:
             run(program, run_name="__main__")
     assert not left.value.code
-    return said.getvalue()
+    return printed.getvalue()
 
 
 def expect_python(arguments: list[str]) -> None:
     if arguments[0] == "-m":
-        said = help_of(runpy.run_module, arguments[1])
+        printed = read_help(runpy.run_module, arguments[1])
         options = [word for word in arguments[2:] if word.startswith("-")]
     else:
         assert (ROOT / arguments[0]).is_file()
         options = arguments[1:2]
-        said = help_of(runpy.run_path, str(ROOT / arguments[0])) if options else ""
-    assert all(re.search(rf"{option}\b", said) for option in options), said
+        printed = read_help(runpy.run_path, str(ROOT / arguments[0])) if options else ""
+    assert all(re.search(rf"{option}\b", printed) for option in options), printed
 
 
 def expect_torchrun(arguments: list[str]) -> None:
@@ -285,23 +285,23 @@ def expect_torchrun(arguments: list[str]) -> None:
 # ---- most are run
 
 
-def to_run() -> list[str]:
-    return [command for command in commands() if isinstance(account_of(command), Run)]
+def list_commands_to_run() -> list[str]:
+    return [command for command in commands() if isinstance(find_account(command), Run)]
 
 
 @pytest.fixture(scope="module")
-def ended() -> Iterator[dict[str, subprocess.CompletedProcess]]:
-    """All commands that are run, in two copies of the course: one with solutions for lessons, one with skeletons."""
+def finished() -> Iterator[dict[str, subprocess.CompletedProcess]]:
+    """Run all commands in two copies of the course, one with solutions as lessons and one with skeletons."""
     with tempfile.TemporaryDirectory(prefix="commands-") as directory:
         os.chmod(directory, 0o755)  # a grader that is root has ranks that are not
-        places = {written: copy_of_the_course(Path(directory) / str(written), written) for written in (True, False)}
+        directories = {written: copy_course(Path(directory) / str(written), written) for written in (True, False)}
 
         def run(command: str) -> subprocess.CompletedProcess:
-            place = places[account_of(command).written]
+            directory = directories[find_account(command).written]
             return subprocess.run(
-                ["bash", "-c", re.sub("^sudo ", "", filled(command))],
-                cwd=place,
-                env=environment(place),
+                ["bash", "-c", re.sub("^sudo ", "", fill_placeholders(command))],
+                cwd=directory,
+                env=make_environment(directory),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -310,53 +310,53 @@ def ended() -> Iterator[dict[str, subprocess.CompletedProcess]]:
             )
 
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            yield dict(zip(to_run(), pool.map(run, to_run())))
+            yield dict(zip(list_commands_to_run(), pool.map(run, list_commands_to_run())))
 
 
-def copy_of_the_course(place: Path, written: bool) -> Path:
-    """Beside the course, what an instructor has: a zip that was handed in, and a directory of submissions.
+def copy_course(directory: Path, written: bool) -> Path:
+    """Copy the course and add what an instructor has: a submitted zip, and a directory of submissions.
 
-    Where `lessons` is written all modules have passed before, so that nothing measures again what they bought.
+    If `written`, the progress file says that all modules passed before, so that no comparison is measured again.
     """
     ignored = shutil.ignore_patterns(".git", ".venv", "out", ".*_cache", "*.egg-info", "*.zip")
-    shutil.copytree(ROOT, place, ignore=ignored)
-    (place / ".venv").mkdir()
-    (place / ".venv" / "bin").symlink_to(Path(sys.executable).parent)
-    with zipfile.ZipFile(place / "submission.zip", "w") as bundle:
+    shutil.copytree(ROOT, directory, ignore=ignored)
+    (directory / ".venv").mkdir()
+    (directory / ".venv" / "bin").symlink_to(Path(sys.executable).parent)
+    with zipfile.ZipFile(directory / "submission.zip", "w") as bundle:
         for entry in MODULES:
             bundle.write(ROOT / "solutions" / entry.path, entry.path)
             if written:
-                shutil.copy(ROOT / "solutions" / entry.path, place / "lessons" / entry.path)
+                shutil.copy(ROOT / "solutions" / entry.path, directory / "lessons" / entry.path)
             for name in ("solutions", "lessons"):
-                (place / "submissions" / name / entry.path).parent.mkdir(parents=True)
-                shutil.copy(ROOT / name / entry.path, place / "submissions" / name / entry.path)
+                (directory / "submissions" / name / entry.path).parent.mkdir(parents=True)
+                shutil.copy(ROOT / name / entry.path, directory / "submissions" / name / entry.path)
     if written:
         passed = {
             one.package: progress_file.hash_submission(one, read("solutions", one.number).sources) for one in MODULES
         }
-        (place / progress_file.PROGRESS.name).write_text(json.dumps({"passed": passed}))
-    return place
+        (directory / progress_file.PROGRESS.name).write_text(json.dumps({"passed": passed}))
+    return directory
 
 
-def environment(place: Path) -> dict[str, str]:
-    """That of a terminal in `place`, with the virtual environment active: the copy's brigade, not the installed one."""
+def make_environment(directory: Path) -> dict[str, str]:
+    """Return the environment of a terminal in `directory`, virtual environment active, with the copy's brigade."""
     bare = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return bare | {"PATH": path, "PYTHONPATH": str(place), "PYTHONDONTWRITEBYTECODE": "1"}
+    return bare | {"PATH": path, "PYTHONPATH": str(directory), "PYTHONDONTWRITEBYTECODE": "1"}
 
 
-@pytest.mark.parametrize("command", to_run())
-def test_the_command_works(command, ended):
-    done = ended[command]
-    assert done.returncode == account_of(command).status, done.stdout
+@pytest.mark.parametrize("command", list_commands_to_run())
+def test_the_command_works(command, finished):
+    done = finished[command]
+    assert done.returncode == find_account(command).status, done.stdout
     assert "Traceback" not in done.stdout
 
 
 def test_the_copy_is_what_is_run(tmp_path):
-    """Not the course that is installed in this environment."""
+    """The commands do not use the course that is installed in this environment."""
     (tmp_path / "brigade" / "cli").mkdir(parents=True)
     for package in ("brigade", "brigade/cli"):
         (tmp_path / package / "__init__.py").write_text("")
     (tmp_path / "brigade" / "cli" / "main.py").write_text("program = lambda: print('the copy')\n")
-    done = subprocess.run(["bash", "-c", "brigade"], cwd=tmp_path, env=environment(tmp_path), capture_output=True)
+    done = subprocess.run(["bash", "-c", "brigade"], cwd=tmp_path, env=make_environment(tmp_path), capture_output=True)
     assert done.stdout == b"the copy\n"

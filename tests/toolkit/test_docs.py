@@ -68,6 +68,25 @@ def test_every_question_has_an_answer(entry):
     assert asked == numbers(text("solutions", entry.package, "answers.md")) == [str(n + 1) for n in range(len(asked))]
 
 
+def test_glossary_is_in_alphabetical_order_and_short():
+    """Each entry has one or two lines and ends with the module in which its term first matters."""
+    entries = re.findall(r"^## (.*)\n\n((?:.+\n)+)", text("docs", "glossary.md"), re.MULTILINE)
+    terms = [term for term, _ in entries]
+    assert terms == sorted(set(terms), key=str.lower) and len(terms) > 50
+    for term, body in entries:
+        [number] = re.findall(r"\(Module (\d+)\)\n$", body)
+        assert int(number) in {entry.number for entry in MODULES} and body.count("\n") <= 2, term
+
+
+@pytest.mark.parametrize("entry", MODULES, ids=lambda entry: entry.package)
+def test_reading_links_each_term_once(entry):
+    """Only the first use of a term is a link. Questions have none, because the handout contains them too."""
+    reading = text("lessons", entry.package, "README.md")
+    anchors = re.findall(r"\(\.\./\.\./docs/glossary\.md#([\w-]+)\)", reading)
+    assert len(anchors) >= 4 and len(anchors) == len(set(anchors))
+    assert "glossary.md" not in handout.read_questions(entry, ROOT)
+
+
 @pytest.mark.all_modules
 def test_made_parts_are_in_their_places():
     """`brigade skeletons --check` says whether they are up to date."""

@@ -151,6 +151,7 @@ def test_targets_of_make_and_commands_of_the_readme_exist(edition):
         subprocess.run([*make, target], cwd=edition, capture_output=True, check=True)
     readme = (edition / "README.md").read_text()
     assert "<!--" not in readme and "(lessons/m08_zero_optimizer/README.md)" in readme
+    assert "(docs/glossary.md)" in readme and (edition / "docs" / "glossary.md").exists()
     blocks = re.findall(r"^```\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
     lines = [line.partition("#")[0].split() for block in blocks for line in block.splitlines()]
     commands = [words[1:] for words in lines if words[0] == "brigade"]
@@ -234,7 +235,10 @@ def test_a_plan_uses_the_students_own_rules_for_buckets(edition):
     skeleton = path.read_text()
     for text, line in (
         ((ROOT / "solutions" / get_module(4).path).read_text(), "\n4 BucketedDDP "),
-        ("x = 1\n", "not planned: 4 BucketedDDP: your own plan_buckets does not work: `brigade check 4` says more"),
+        (
+            "x = 1\n",
+            "not planned: 4 BucketedDDP: your own plan_buckets does not work: `brigade check 4` tells you more",
+        ),
     ):
         path.write_text(text)
         assert line in re.sub(r"\n +", " ", run_command(edition, "brigade plan --model tiny"))

@@ -1,4 +1,4 @@
-"""make gpu-check, as far as it can be tried without a GPU: on gloo, with little to do, and its arithmetic."""
+"""make gpu-check, as far as it can be tested without a GPU: on gloo with few tests, and its arithmetic."""
 
 import subprocess
 import sys
@@ -49,7 +49,7 @@ def test_a_wrong_option_gets_a_sentence(options, said, capsys):
 
 
 def test_all_stages_on_gloo(tmp_path, monkeypatch, capsys):
-    """Everything but NCCL itself; module 2 has the quickest checks."""
+    """Test everything except NCCL; module 2 has the fastest checks."""
     plan = Plan("gloo", modules=(get_module(2),), minutes=20, workload=TINY)
     monkeypatch.setattr(gpu_check, "make_plan", lambda options: plan)
     out = tmp_path / "below" / "report.md"
@@ -75,9 +75,9 @@ def test_a_stage_is_ended_when_its_time_is_used_up():
 def test_nothing_else_is_tried_when_the_first_all_reduce_fails(monkeypatch):
     monkeypatch.setattr(gpu_check, "run_launch_stage", lambda plan: Stage("A first all-reduce", 1.0, problem="no NCCL"))
     said = []
-    found = gpu_check.run_stages(Plan("gloo"), said.append)
+    results = gpu_check.run_stages(Plan("gloo"), said.append)
     assert said == ["A first all-reduce: FAILED, 1.0 s (no NCCL)"]
-    assert not found.is_good and found.stages[-1].problem.startswith("not tried")
+    assert not results.is_good and results.stages[-1].problem.startswith("not tried")
 
 
 def test_what_the_process_told():
@@ -85,7 +85,7 @@ def test_what_the_process_told():
         '{"jobs": 3}',
         '{"name": "one", "passed": true, "seconds": 1.5, "text": ""}',
         '{"name": "two", "passed": false, "seconds": 2.0, "text": "expected"}',
-        '{"name": "thr',  # it was killed while it wrote
+        '{"name": "thr',  # the process was killed while it wrote
     ]
     tests, planned = gpu_check.read_lines("\n".join(lines))
     assert planned == 3
@@ -93,7 +93,7 @@ def test_what_the_process_told():
 
 
 def test_a_mutant_that_escapes_fails():
-    """Here it is a check, of the reference, that no mutant could fail."""
+    """The mutant names a check of the reference that it does not break."""
     nothing = Mutant("nothing", "import torch\n", "import torch \n", ("test_one_all_reduce_per_dtype",))
     assert escapes(get_module(2), nothing, Conditions()).startswith("test_one_all_reduce_per_dtype: passed")
 
@@ -101,9 +101,9 @@ def test_a_mutant_that_escapes_fails():
 def test_the_report_has_what_failed():
     passed, wrong = JobResult("test_good", True, 1.0), JobResult("test_bad", False, 2.0, f"in {ROOT}/x.py ```")
     stages = [Stage("Checks of module 1", 3.0, (passed, wrong), missing=4), Stage("The ladder", 5.0, problem="stopped")]
-    found = CheckReport(Plan(share_gpu=True), [("GPU", "1 × NVIDIA Example")], stages)
-    report = gpu_check.format_report(found)
-    assert not found.is_good and "**Not everything passed.**" in report
+    results = CheckReport(Plan(share_gpu=True), [("GPU", "1 × NVIDIA Example")], stages)
+    report = gpu_check.format_report(results)
+    assert not results.is_good and "**Not everything passed.**" in report
     assert "| GPU | 1 × NVIDIA Example |" in report and "several ranks on one GPU" in report
     assert "| Checks of module 1 | 1 | 1 | 4 | 3.0 | **failed** |" in report
     failures = report.partition("## What failed")[2]

@@ -1,4 +1,4 @@
-"""The ladder measures what the modules do, notices a variant that trains differently, and the pictures can be drawn."""
+"""The ladder measures what the modules do, detects a variant that trains differently, and its pictures can be drawn."""
 
 import io
 import re
@@ -21,10 +21,10 @@ PARAMETERS = list(TinyLM(SIZE).parameters())
 
 @pytest.fixture(scope="module")
 def results():
-    """A short ladder of all modules, and how often it said that a step began."""
+    """Return a short ladder of all modules, and how often it reported that a step began."""
     steps = []
-    found = ladder.run_ladder(WORKLOAD, on_step=lambda: steps.append(1))
-    return found, len(steps)
+    measured = ladder.run_ladder(WORKLOAD, on_step=lambda: steps.append(1))
+    return measured, len(steps)
 
 
 def png_size(path):
@@ -35,28 +35,28 @@ def png_size(path):
 
 @pytest.mark.all_modules
 def test_every_module_and_torch_train_as_one_process_does(results):
-    found, steps = results
+    measured, steps = results
     torch_labels = ["torch DDP", "torch DDP + ZeRO"]
-    assert [variant.label for variant in found.variants] == [
+    assert [variant.label for variant in measured.variants] == [
         f"{e.number} {e.public[-1]}" for e in MODULES
     ] + torch_labels
-    assert found.list_wrong_losses() == []
+    assert measured.list_wrong_losses() == []
     assert steps == ladder.count_steps(WORKLOAD, [*ladder.get_course_variants(), *ladder.TORCH])
-    assert found.compute_ratio(found.get_measurement("torch DDP")) == 1.0
-    assert set(found.compute_ratios(found.get_measurement(torch_labels[1]), torch_labels[1])) == {1.0}
-    assert all(cpu > 0 for variant in found.variants for cpu in variant.cpu_ms)
+    assert measured.compute_ratio(measured.get_measurement("torch DDP")) == 1.0
+    assert set(measured.compute_ratios(measured.get_measurement(torch_labels[1]), torch_labels[1])) == {1.0}
+    assert all(cpu > 0 for variant in measured.variants for cpu in variant.cpu_ms)
 
 
 def test_collectives_and_bytes_of_a_step_are_counted(results):
-    found = results[0]
-    naive, flat, overlapped = found.variants[:3]
+    measured = results[0]
+    naive, flat, overlapped = measured.variants[:3]
     assert (naive.collectives, flat.collectives, overlapped.collectives) == (len(PARAMETERS), 1, len(PARAMETERS))
     nbytes = sum(p.numel() * p.element_size() for p in PARAMETERS)
     assert {variant.sent_bytes for variant in (naive, flat, overlapped)} == {nbytes}
-    zero, sharded_by_torch = found.get_measurement("8 ZeroOptimizer"), found.get_measurement("torch DDP + ZeRO")
+    zero, sharded_by_torch = measured.get_measurement("8 ZeroOptimizer"), measured.get_measurement("torch DDP + ZeRO")
     assert nbytes <= zero.sent_bytes <= 1.2 * nbytes  # a reduce-scatter and an all-gather, padding included
     assert zero.collectives == 2
-    # An all-reduce and a broadcast of every parameter; torch DDP also broadcasts its order of buckets once.
+    # An all-reduce and a broadcast of every parameter. Once, torch DDP also broadcasts its order of buckets.
     assert 1.5 * nbytes <= sharded_by_torch.sent_bytes < 1.51 * nbytes
 
 
@@ -77,9 +77,9 @@ def test_a_variant_that_sums_is_wrong():
     mistake, count = re.subn(r"parameter\.grad /= .*", "pass", text)
     assert count == 1
     sources[f"{entry.package}.{entry.name}"] = (path, mistake)
-    found = ladder.run_ladder(WORKLOAD, [ladder.get_variant(entry)], sources)
-    sentences = found.list_wrong_losses()
-    assert len(sentences) == 2  # both ranks of module 1, and torch DDP is right
+    measured = ladder.run_ladder(WORKLOAD, [ladder.get_variant(entry)], sources)
+    sentences = measured.list_wrong_losses()
+    assert len(sentences) == 2  # both ranks of module 1; torch DDP is correct
     assert sentences[1].startswith("1 NaiveDDP does not train as one process does: rank 1 has a loss of")
 
 
@@ -105,8 +105,8 @@ def test_the_ladder_can_be_drawn(results, tmp_path):
 
 
 def test_the_demo_fails_when_a_loss_differs(results, monkeypatch, capsys):
-    found = results[0]
-    bad = replace(found, variants=[replace(found.variants[0], losses=[9.0, 9.0]), *found.variants[1:]])
+    measured = results[0]
+    bad = replace(measured, variants=[replace(measured.variants[0], losses=[9.0, 9.0]), *measured.variants[1:]])
     monkeypatch.setattr(ladder, "run_ladder", lambda *args, **kwargs: bad)
     monkeypatch.setattr(sys, "argv", ["demo"])
     assert demo.main() == 1

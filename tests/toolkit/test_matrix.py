@@ -7,7 +7,7 @@ from pathlib import Path
 
 import matrix
 import pytest
-from matrix import PAIRS, Pair, pair_of
+from matrix import PAIRS, Pair, parse_pair
 
 from brigade.course.modules import ROOT
 
@@ -18,7 +18,7 @@ def run(monkeypatch, *arguments: str) -> int:
 
 
 def test_the_default_pairs_cover_the_supported_versions():
-    pairs = [pair_of(text) for text in PAIRS]
+    pairs = [parse_pair(text) for text in PAIRS]
     assert pairs[0].python == "3.10" and pairs[-1].python == "3.14"
     pinned = f"torch=={pairs[1].torch}\n"
     assert pinned in (ROOT / "requirements.txt").read_text()
@@ -27,7 +27,7 @@ def test_the_default_pairs_cover_the_supported_versions():
 @pytest.mark.parametrize("text", ("3.12", "3.12:", ":2.13.0", "3.12:2.13", "2.13.0:new"))
 def test_a_malformed_pair_is_refused(text):
     with pytest.raises(argparse.ArgumentTypeError, match="PYTHON:TORCH"):
-        pair_of(text)
+        parse_pair(text)
 
 
 def test_a_python_that_is_missing_or_does_not_start_is_not_a_success(tmp_path, monkeypatch, capsys):

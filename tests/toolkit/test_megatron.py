@@ -29,7 +29,7 @@ NAMES = {
         overlap_grad_reduce overlap_param_gather pad_buckets_for_high_nccl_busbw""",
     f"{DISTRIBUTED}/finalize_model_grads.py": """_allreduce_non_tensor_model_parallel_grads _flatten_dense_tensors
         _unflatten_dense_tensors""",
-    f"{DISTRIBUTED}/param_and_grad_buffer.py": """_LayerwiseAllGatherHandle _ParamAndGradBucket _ParamAndGradBucketGroup
+    f"{DISTRIBUTED}/param_and_grad_buffer.py": """_ParamAndGradBucket _ParamAndGradBucketGroup
         _ParamAndGradBuffer _coalescing_manager _compute_default_per_buffer_param_layout cached_grad_buffer_shard_list
         cached_param_buffer_shard_list finish_grad_sync finish_param_sync force_single_bucket_group is_first_batch
         offload_to_cpu partition_buckets register_grad_ready reload_from_cpu shard_buffer start_grad_sync

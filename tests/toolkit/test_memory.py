@@ -1,4 +1,4 @@
-"""What the picture of memory counts, and that it agrees with the formulas."""
+"""The memory that is counted and drawn, and its agreement with the formulas."""
 
 import io
 import sys
@@ -15,16 +15,16 @@ from brigade.lab.models import Size, TinyLM
 SIZE = Size(d_model=64, d_ff=128, layers=2, heads=2, vocabulary=256)
 PARAMETERS = list(TinyLM(SIZE).parameters())
 BYTES = sum(parameter.nbytes for parameter in PARAMETERS)
-PADDING = 64 * len(PARAMETERS) + 128  # elements at most: the model fits one bucket
+PADDING = 64 * len(PARAMETERS) + 128  # elements at most, because the model fits one bucket
 STEPS = 4 * len(PARAMETERS)  # AdamW counts the steps of each parameter
 
 
 @pytest.fixture(scope="module")
 def counted():
-    """Every case on one and on two ranks, by label, and how often it was said that one begins."""
+    """Return every case on one and on two ranks, by label, and how often a case was reported to begin."""
     begun = []
-    found = memory.measure(SIZE, (1, 2), on_case=lambda: begun.append(1))
-    return {one.case.label: one for one in found}, len(begun)
+    by_label = memory.measure(SIZE, (1, 2), on_case=lambda: begun.append(1))
+    return {one.case.label: one for one in by_label}, len(begun)
 
 
 def test_a_block_of_memory_is_counted_once_and_whole():
@@ -35,10 +35,10 @@ def test_a_block_of_memory_is_counted_once_and_whole():
 
 
 def test_every_case_is_counted_on_every_number_of_ranks(counted):
-    found, begun = counted
-    assert begun == 2 * len(memory.list_cases()) == 2 * len(found)
-    assert all([len(ranks) for ranks in one.by_world_size.values()] == [1, 2] for one in found.values())
-    assert all(one.numel == sum(parameter.numel() for parameter in PARAMETERS) for one in found.values())
+    by_label, begun = counted
+    assert begun == 2 * len(memory.list_cases()) == 2 * len(by_label)
+    assert all([len(ranks) for ranks in one.by_world_size.values()] == [1, 2] for one in by_label.values())
+    assert all(one.numel == sum(parameter.numel() for parameter in PARAMETERS) for one in by_label.values())
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -46,7 +46,7 @@ def test_without_a_shared_optimizer_a_rank_holds_sixteen_bytes_a_parameter(count
     for label in ("1 NaiveDDP", "4 BucketedDDP"):
         for rank in counted[0][label].by_world_size[world_size]:
             assert rank == {"parameters": BYTES, "gradients": BYTES, "optimizer state": 2 * BYTES + STEPS}
-    for rank in counted[0]["5 BufferedDDP"].by_world_size[world_size]:  # the parameters are where they were
+    for rank in counted[0]["5 BufferedDDP"].by_world_size[world_size]:  # the parameters stay where they were
         assert rank["parameters"] == BYTES
         assert BYTES <= rank["gradients"] <= BYTES + 4 * PADDING
     for rank in counted[0]["torch DDP"].by_world_size[world_size]:  # DDP's buckets are a second set of gradients
@@ -54,13 +54,13 @@ def test_without_a_shared_optimizer_a_rank_holds_sixteen_bytes_a_parameter(count
 
 
 def test_a_shared_optimizer_holds_its_part_of_the_state(counted):
-    for label in ("8 ShardedOptimizer", "torch DDP + ZeRO"):  # whole parameters: each state lies somewhere
+    for label in ("8 ShardedOptimizer", "torch DDP + ZeRO"):  # whole parameters: each state is on some rank
         states = [rank["optimizer state"] for rank in counted[0][label].by_world_size[2]]
         assert sum(states) == 2 * BYTES + STEPS
         assert max(states) <= BYTES + STEPS + 2 * max(parameter.nbytes for parameter in PARAMETERS)
     for rank in counted[0]["8 ZeroOptimizer"].by_world_size[2]:
         assert rank["optimizer state"] <= BYTES + 4 * PADDING + STEPS
-    for rank in counted[0]["8 ZeroOptimizer, bf16"].by_world_size[2]:  # three of fp32, of which one is the master
+    for rank in counted[0]["8 ZeroOptimizer, bf16"].by_world_size[2]:  # the fp32 main parameters and two moments
         assert rank["optimizer state"] <= 3 * (BYTES + 4 * PADDING) / 2 + STEPS
 
 

@@ -1,4 +1,4 @@
-"""The notebooks run from top to bottom, show what they promise, and leave nothing behind; so do their ranks."""
+"""The notebooks and their ranks run from top to bottom, show what they promise, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -29,41 +29,41 @@ CELL_S = 120
 
 @pytest.fixture(scope="module", autouse=True)
 def temporary(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A directory for all temporary files, which also marks all processes that are started."""
-    place = tmp_path_factory.mktemp("temporary")
+    """Yield a directory for all temporary files, which also marks all processes that are started."""
+    directory = tmp_path_factory.mktemp("temporary")
     with pytest.MonkeyPatch.context() as patch:
         for name in ("JUPYTER_RUNTIME_DIR", "JUPYTER_DATA_DIR", "JUPYTER_CONFIG_DIR", "IPYTHONDIR"):
             patch.setenv(name, str(tmp_path_factory.mktemp("jupyter")))
         patch.setenv("JUPYTER_PREFER_ENV_PATH", "1")  # the kernel of this environment, not of the user's
         patch.setenv("PYDEVD_DISABLE_FILE_VALIDATION", "1")
         patch.setenv("PYTHONPATH", str(ROOT))
-        patch.setenv("TMPDIR", str(place))
-        patch.setattr(tempfile, "tempdir", str(place))
-        yield place
+        patch.setenv("TMPDIR", str(directory))
+        patch.setattr(tempfile, "tempdir", str(directory))
+        yield directory
 
 
-def left_behind(temporary: Path) -> list[str]:
-    """Processes and files that belong to what was run."""
-    found = [path.name for path in temporary.iterdir()]
+def find_left_behind(temporary: Path) -> list[str]:
+    """Return the processes and the files that belong to the run."""
+    leftovers = [path.name for path in temporary.iterdir()]
     for process in psutil.process_iter():
         try:
             if process.environ().get("TMPDIR") == str(temporary):
-                found.append(" ".join(process.cmdline()))
+                leftovers.append(" ".join(process.cmdline()))
         except psutil.Error:
             continue
-    return found
+    return leftovers
 
 
 def expect_nothing_left(temporary: Path, within_s: float) -> None:
     ends_at = time.monotonic() + within_s
-    while found := left_behind(temporary):
-        assert time.monotonic() < ends_at, f"left behind: {found}"
+    while leftovers := find_left_behind(temporary):
+        assert time.monotonic() < ends_at, f"left behind: {leftovers}"
         time.sleep(0.1)
 
 
 @pytest.fixture(scope="module")
 def two_ranks() -> Iterator[Ranks]:
-    """Two ranks between which a link can be emulated; the notebooks themselves try the other modes."""
+    """Yield two ranks between which a link can be emulated; the notebooks themselves test the other modes."""
     with start_ranks(2, mode="emulate") as ranks:
         yield ranks
 
@@ -139,7 +139,7 @@ def test_a_hang_ends_with_a_sentence_for_each_rank(
 
 
 def test_nothing_outlives_a_killed_notebook(temporary: Path) -> None:
-    """The notebook's process is killed while a rank waits for ever."""
+    """Kill the notebook's process while a rank waits for ever."""
     program = (
         "from brigade.lab.notebook import start_ranks\n"
         "ranks = start_ranks(2)\n"
@@ -149,7 +149,7 @@ def test_nothing_outlives_a_killed_notebook(temporary: Path) -> None:
     notebook = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     try:
         assert notebook.stdout.readline() == "ready\n"
-        assert len(left_behind(temporary)) > 4
+        assert len(find_left_behind(temporary)) > 4
     finally:
         os.kill(notebook.pid, signal.SIGKILL)
         notebook.communicate()
@@ -169,7 +169,7 @@ def test_notebook_is_stored_without_outputs(path: Path) -> None:
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs(path: Path, temporary: Path) -> None:
-    """An error in any cell fails, except where it is meant to go wrong: there the ranks must say what did."""
+    """An error in any cell fails, except in cells that are meant to fail: there the ranks must say what failed."""
     notebook = nbformat.read(path, as_version=4)
     for cell in notebook.cells:
         cell.source = re.sub(r"\brounds=\d+", "rounds=4", cell.source)  # enough to see that it runs
@@ -188,8 +188,8 @@ def test_notebook_runs(path: Path, temporary: Path) -> None:
     expect_nothing_left(temporary, within_s=15)
 
 
-def student_parts(entry: object) -> list[str]:
-    """Names of the functions in which the student writes something, methods as Class.method."""
+def list_student_parts(entry: object) -> list[str]:
+    """Return the names of the functions that contain a student's part, methods as Class.method."""
     text = (ROOT / "solutions" / entry.path).read_text()
     functions = []
     for node in ast.parse(text).body:
@@ -202,7 +202,7 @@ def student_parts(entry: object) -> list[str]:
 
 @pytest.mark.parametrize("entry", MODULES, ids=lambda entry: entry.package)
 def test_show_has_the_solution_without_its_marks(entry: object) -> None:
-    for name in student_parts(entry):
+    for name in list_student_parts(entry):
         text = show(entry.number, name).data
         assert re.match(rf"(@contextmanager\n)?def {name.rpartition('.')[2]}\(", text)
         assert "SOLUTION" not in text and '"""' not in text

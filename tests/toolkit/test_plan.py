@@ -1,4 +1,4 @@
-"""The plan's arithmetic on cases done by hand, and that it launches, sends and keeps what the ranks really do."""
+"""The plan's arithmetic in cases computed by hand; what it predicts is what the ranks launch, send and keep."""
 
 import io
 import json
@@ -27,86 +27,90 @@ PCIE = Link(latency_s=5e-6, bytes_per_s=3e10)
 ETHERNET = Link(latency_s=1e-5, bytes_per_s=1e10)
 
 
-def two_parameters(world_size=2, bucket_bytes=512, **overheads):
-    """1024 and 512 bytes; forward takes 1 s, backward 3 s for the second and 2 s for the first, a whole step 1 s."""
+def make_two_parameters(world_size=2, bucket_bytes=512, **overheads):
+    """Return a setting with parameters of 1024 and 512 bytes.
+
+    Forward takes 1 s, backward 3 s for the second parameter and 2 s for the first, and a whole optimizer step 1 s.
+    """
     parameters = [nn.Parameter(torch.empty(numel, device="meta")) for numel in (256, 128)]
     machine = Machine(1.0, (2.0, 3.0), step_bytes_per_s=5 * 1536, copy_bytes_per_s=math.inf, **overheads)
     return Setting(parameters, world_size, bucket_bytes / 2**20, OPTIMIZERS["sgd"], machine)
 
 
-def planned(setting, link, label=None):
-    found = {one.label: one for one in plan.plan(setting, link)}
-    return found[label] if label else found
+def plan_by_label(setting, link, label=None):
+    by_label = {one.label: one for one in plan.plan(setting, link)}
+    return by_label[label] if label else by_label
 
 
-def planned_model(name, world_size, bucket_mb, dtype="fp32"):
+def plan_model(name, world_size, bucket_mb, dtype="fp32"):
     model = plan.make_model(plan.MODELS[name], dtype)
     flops = plan.count_backward_flops(model, 1024, min(1024, model.size.context))
     machine = plan.make_machine(flops, 1e14, 1e12)
     return Setting(list(model.parameters()), world_size, bucket_mb, OPTIMIZERS["adamw"], machine)
 
 
-# An all-reduce takes 2 messages and (here) 1.00 or 0.50 s for the bytes, its halves and a broadcast one message.
+# An all-reduce takes 2 messages and here 1.00 or 0.50 s for the bytes; a reduce-scatter, an all-gather and a broadcast
+# take one message.
 BY_HAND = {
     "1 NaiveDDP": 6 + 1.02 + 0.52 + 1,
     "2 FlatDDP": 6 + 1.52 + 1,
-    "3 OverlappedDDP": 6 + 1.02 + 1,  # the second parameter's ends at 4.52, during backward
+    "3 OverlappedDDP": 6 + 1.02 + 1,  # that of the second parameter ends at 4.52, during backward
     "4 BucketedDDP": 6 + 1.02 + 1,
     "5 BufferedDDP": 6 + 1.02 + 1,
     "6 CoalescedDDP": 6 + 0.26 + 0.51 + 0.51 + 1,  # the first gather, then the second reduce-scatter and gather
     "7 CachedDDP": 6 + 0.26 + 0.51 + 0.51 + 1,
     "8 ZeroOptimizer": 6 + 0.51 + 1 / 2 + 0.26 + 0.51,
-    "8 ShardedOptimizer": 6 + 1.01 + 0.51 + 2 / 3 + 1.01 + 0.51,  # the owner of the first steps on 2/3
+    "8 ShardedOptimizer": 6 + 1.01 + 0.51 + 2 / 3 + 1.01 + 0.51,  # the owner of the first parameter steps on 2/3
     "torch DDP": 6 + 1.02 + 1,
     "torch DDP + ZeRO": 6 + 1.02 + 2 / 3 + 1.01 + 0.51,
 }
 
 
 def test_steps_that_were_computed_by_hand():
-    found = planned(two_parameters(), LINK)
-    assert {label: one.step_s for label, one in found.items()} == pytest.approx(BY_HAND)
-    assert {label: one.exposed_s for label, one in found.items()} == pytest.approx(
+    by_label = plan_by_label(make_two_parameters(), LINK)
+    assert {label: one.step_s for label, one in by_label.items()} == pytest.approx(BY_HAND)
+    assert {label: one.exposed_s for label, one in by_label.items()} == pytest.approx(
         {label: step_s - 7 for label, step_s in BY_HAND.items()}
     )
 
 
 def test_one_bucket_for_all_hides_nothing():
-    found = planned(two_parameters(bucket_bytes=2048), LINK)
+    by_label = plan_by_label(make_two_parameters(bucket_bytes=2048), LINK)
     for label in ("4 BucketedDDP", "5 BufferedDDP", "torch DDP"):
-        assert found[label].step_s == pytest.approx(BY_HAND["2 FlatDDP"])
+        assert by_label[label].step_s == pytest.approx(BY_HAND["2 FlatDDP"])
 
 
 def test_one_rank_has_nothing_to_wait_for():
-    for one in planned(two_parameters(world_size=1), LINK).values():
+    for one in plan_by_label(make_two_parameters(world_size=1), LINK).values():
         assert one.step_s == pytest.approx(7)
         assert one.sent_bytes == 0
 
 
 def test_copies_launches_and_waking_take_time():
-    by_hand = two_parameters(launch_s=0.1, launch_s_per_byte=0.1 / 1024, wake_s=0.01)
-    assert planned(by_hand, LINK, "1 NaiveDDP").step_s == pytest.approx(BY_HAND["1 NaiveDDP"] + 0.2 + 0.15 + 0.02)
-    # Launched at 4 + 0.15 and 6.15 + 0.2; only the second wait takes woken from.
-    assert planned(by_hand, LINK, "5 BufferedDDP").step_s == pytest.approx(6.35 + 1.02 + 0.01 + 1)
-    slow = two_parameters()
+    by_hand = make_two_parameters(launch_s=0.1, launch_s_per_byte=0.1 / 1024, wake_s=0.01)
+    assert plan_by_label(by_hand, LINK, "1 NaiveDDP").step_s == pytest.approx(BY_HAND["1 NaiveDDP"] + 0.2 + 0.15 + 0.02)
+    # Launched at 4 + 0.15 and 6.15 + 0.2; only the second wait takes wake_s.
+    assert plan_by_label(by_hand, LINK, "5 BufferedDDP").step_s == pytest.approx(6.35 + 1.02 + 0.01 + 1)
+    slow = make_two_parameters()
     slow = replace(slow, machine=replace(slow.machine, copy_bytes_per_s=1536))
-    # Out of the gradients, into the flat tensor; divided: read and written; out of it, back into the gradients.
-    assert planned(slow, LINK, "2 FlatDDP").step_s == pytest.approx(BY_HAND["2 FlatDDP"] + 6)
+    # Copy into the flat tensor, divide, and copy back; each reads and writes.
+    assert plan_by_label(slow, LINK, "2 FlatDDP").step_s == pytest.approx(BY_HAND["2 FlatDDP"] + 6)
 
 
 @pytest.mark.parametrize("world_size", [2, 8, 1024])
 def test_a_slower_link_never_helps(world_size):
-    setting = planned_model("small", world_size, 10)
+    setting = plan_model("small", world_size, 10)
     links = [PCIE, replace(PCIE, latency_s=1e-4), Link(latency_s=1e-4, bytes_per_s=1e9)]
     for quick, slow in zip(links, links[1:]):
-        before, after = planned(setting, quick), planned(setting, slow)
+        before, after = plan_by_label(setting, quick), plan_by_label(setting, slow)
         assert all(after[label].step_s >= before[label].step_s for label in before)
 
 
 def test_what_a_rank_sends_tends_to_twice_the_gradients():
     sent = []
     for world_size in (1, 2, 4, 64, 4096):
-        setting = planned_model("small", world_size, 25)
-        sent.append(planned(setting, ETHERNET, "2 FlatDDP").sent_bytes / (4 * setting.numel))
+        setting = plan_model("small", world_size, 25)
+        sent.append(plan_by_label(setting, ETHERNET, "2 FlatDDP").sent_bytes / (4 * setting.numel))
     assert sent == sorted(sent) == pytest.approx([2 * (n - 1) / n for n in (1, 2, 4, 64, 4096)])
 
 
@@ -114,15 +118,15 @@ def test_what_a_rank_sends_tends_to_twice_the_gradients():
     ("bucket_mb", "closed_before", "closed_after"), [(1, 435, 338), (10, 339, 242), (100, 98, 65), (1000, 8, 8)]
 )
 def test_the_buckets_of_the_xl_table(bucket_mb, closed_before, closed_after):
-    setting = planned_model("xl", 2, bucket_mb)
-    found = planned(setting, PCIE)
-    assert found["4 BucketedDDP"].launches == closed_before
-    assert found["torch DDP"].launches == closed_after
-    assert found["5 BufferedDDP"].launches == closed_after  # also closes once it is full
-    assert (found["1 NaiveDDP"].launches, found["2 FlatDDP"].launches) == (435, 1)
+    setting = plan_model("xl", 2, bucket_mb)
+    by_label = plan_by_label(setting, PCIE)
+    assert by_label["4 BucketedDDP"].launches == closed_before
+    assert by_label["torch DDP"].launches == closed_after
+    assert by_label["5 BufferedDDP"].launches == closed_after  # also closes once it is full
+    assert (by_label["1 NaiveDDP"].launches, by_label["2 FlatDDP"].launches) == (435, 1)
 
 
-def setting_of_small(optimizer, bucket_mb=BUCKET_MB, dtype="fp32"):
+def make_small_setting(optimizer, bucket_mb=BUCKET_MB, dtype="fp32"):
     model = plan.make_model(SIZE, dtype)
     machine = plan.make_machine(plan.count_backward_flops(model, 32, 16), 1e9, 1e9)
     return Setting(list(model.parameters()), 2, bucket_mb, optimizer, machine)
@@ -130,7 +134,7 @@ def setting_of_small(optimizer, bucket_mb=BUCKET_MB, dtype="fp32"):
 
 @pytest.fixture(scope="module")
 def results():
-    """A short ladder of all variants on an emulated link."""
+    """Return a short ladder of all variants on an emulated link."""
     workload = ladder.Workload(
         SIZE, batch_size=4, time=16, rounds=4, warmup=2, bucket_mb=BUCKET_MB, link=Pace(0.5, 0.01)
     )
@@ -138,26 +142,26 @@ def results():
 
 
 def test_the_ranks_launch_and_send_what_is_planned(results):
-    found = planned(setting_of_small(OPTIMIZERS["sgd"]), ETHERNET)
-    variants = [one for one in results.variants if one.label in found]
-    assert [one.label for one in variants] == [label for label in found if label != "8 ShardedOptimizer"]
-    assert found["4 BucketedDDP"].launches > 3
+    by_label = plan_by_label(make_small_setting(OPTIMIZERS["sgd"]), ETHERNET)
+    variants = [one for one in results.variants if one.label in by_label]
+    assert [one.label for one in variants] == [label for label in by_label if label != "8 ShardedOptimizer"]
+    assert by_label["4 BucketedDDP"].launches > 3
     for variant in variants:
         assert (variant.collectives, variant.sent_bytes) == (
-            found[variant.label].launches,
-            found[variant.label].sent_bytes,
+            by_label[variant.label].launches,
+            by_label[variant.label].sent_bytes,
         )
 
 
 def test_the_sharded_optimizer_launches_what_is_planned():
     [variant] = [one for one in plan.list_variants() if one.label == "8 ShardedOptimizer"]
-    program = schedules.make_program(variant, setting_of_small(OPTIMIZERS["adamw"]))
+    program = schedules.make_program(variant, make_small_setting(OPTIMIZERS["adamw"]))
     case = asdict(variant) | {"dtype": "float32"}
     results = run_ranks(
         memory.count_cases, asdict(SIZE), [case], world_size=2, packages={"submission": ladder.read_reference()}
     )
-    found = [(one.op, one.nbytes) for one in launches(results.events[0])]
-    assert found == 2 * [(one.op, one.nbytes) for one in program.launches]  # two steps
+    by_label = [(one.op, one.nbytes) for one in launches(results.events[0])]
+    assert by_label == 2 * [(one.op, one.nbytes) for one in program.launches]  # two steps
 
 
 def test_what_a_rank_keeps_is_what_is_counted():
@@ -165,36 +169,36 @@ def test_what_a_rank_keeps_is_what_is_counted():
         if not schedules.select_with_rule([one.case.variant]):
             continue
         dtype = {"float32": "fp32", "bfloat16": "bf16"}[one.case.dtype]
-        setting = setting_of_small(OPTIMIZERS["adamw"], memory.BUCKET_MB, dtype)
+        setting = make_small_setting(OPTIMIZERS["adamw"], memory.BUCKET_MB, dtype)
         counted, held = one.find_fullest(2), plan.count_kept_bytes(one.case.variant, setting)
         assert held["parameters"] == counted["parameters"], one.case.label
         assert held["gradients"] == counted["gradients"], one.case.label
-        steps = 4 * len(setting.parameters)  # AdamW's, of which the plan says that they are left out
+        steps = 4 * len(setting.parameters)  # AdamW's step counters, which the plan omits and says so
         padding = 12 * (64 * len(setting.parameters) + 128)
         assert held["optimizer state"] - padding <= counted["optimizer state"] <= held["optimizer state"] + steps
 
 
 def test_the_formulas_of_zero_hold_for_large_models():
-    setting = planned_model("gpt3-175b", 1024, 25)
-    found = planned(setting, ETHERNET)
+    setting = plan_model("gpt3-175b", 1024, 25)
+    by_label = plan_by_label(setting, ETHERNET)
     for label, formula in (("1 NaiveDDP", memory.WHOLE), ("8 ZeroOptimizer", memory.STAGE_1)):
-        assert found[label].memory_bytes == pytest.approx(
+        assert by_label[label].memory_bytes == pytest.approx(
             memory.sum_bytes(formula.compute_bytes(setting.numel, 1024)), rel=1e-3
         )
-    bf16 = planned(planned_model("gpt3-175b", 1024, 25, "bf16"), ETHERNET, "8 ZeroOptimizer")
+    bf16 = plan_by_label(plan_model("gpt3-175b", 1024, 25, "bf16"), ETHERNET, "8 ZeroOptimizer")
     expected = memory.sum_bytes(memory.STAGE_1_BF16.compute_bytes(setting.numel, 1024))
     assert bf16.memory_bytes == pytest.approx(expected, rel=1e-3)
 
 
 def test_a_module_without_a_rule_is_not_planned(monkeypatch, capsys):
     monkeypatch.delitem(schedules.RULES, ("BucketedDDP", None))
-    assert set(planned(two_parameters(), LINK)) == set(BY_HAND) - {"4 BucketedDDP"}
+    assert set(plan_by_label(make_two_parameters(), LINK)) == set(BY_HAND) - {"4 BucketedDDP"}
     assert cli.main(["plan", "--model", "tiny"]) == 0
     assert "not planned: 4 BucketedDDP (no rule)" in " ".join(capsys.readouterr().out.split())
 
 
 def test_every_model_has_its_size():
-    numels = {name: planned_model(name, 1, 25).numel for name in plan.MODELS}
+    numels = {name: plan_model(name, 1, 25).numel for name in plan.MODELS}
     assert list(numels) == [*SIZES, "gpt3-6.7b", "gpt3-175b"]
     assert numels["gpt3-175b"] == pytest.approx(175e9, rel=0.005)
     assert numels["gpt3-6.7b"] == pytest.approx(6.7e9, rel=0.03)
@@ -209,7 +213,7 @@ def test_backward_is_twice_what_forward_multiplies():
 
 def test_thousands_of_ranks_are_planned_in_seconds():
     start = time.process_time()
-    planned(planned_model("gpt3-175b", 4096, 1), ETHERNET)
+    plan_by_label(plan_model("gpt3-175b", 4096, 1), ETHERNET)
     assert time.process_time() - start < 4
 
 
@@ -221,7 +225,7 @@ def test_the_command_prints_a_table_and_its_assumptions(capsys):
     assert max(map(len, text.splitlines())) <= 80
     assert all(variant.label in table for variant in plan.list_variants())
     assumed = " ".join(assumed.split())
-    assert "1024 ranks" in assumed and "12.5 GB/s" in assumed and "fp32 masters" in assumed
+    assert "1024 ranks" in assumed and "12.5 GB/s" in assumed and "fp32 main parameters" in assumed
     assert "Data parallelism alone cannot train gpt3-175b" in assumed
 
 
@@ -246,23 +250,23 @@ def lines(text):
 def test_the_command_prints_json(capsys):
     options = ["--model", "tiny", "--dp", "2", "--latency-us", "0", "--bandwidth-gbps", "8", "--backward-ms", "40"]
     assert cli.main(["plan", *options, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    rows = {row["label"]: row for row in found["variants"]}
-    nbytes = 4 * planned_model("tiny", 2, 25).numel
+    by_label = json.loads(capsys.readouterr().out)
+    rows = {row["label"]: row for row in by_label["variants"]}
+    nbytes = 4 * plan_model("tiny", 2, 25).numel
     assert rows["2 FlatDDP"]["sent_bytes"] == nbytes
-    assert rows["2 FlatDDP"]["exposed_s"] == pytest.approx(nbytes / 1e9, rel=0.01)  # and copies at an H100's rate
-    assert found["options"]["dp"] == 2 and "as measured" in " ".join(found["assumptions"])
+    assert rows["2 FlatDDP"]["exposed_s"] == pytest.approx(nbytes / 1e9, rel=0.01)  # plus copies at an H100's rate
+    assert by_label["options"]["dp"] == 2 and "as measured" in " ".join(by_label["assumptions"])
 
 
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--model", "gpt4"], "--model gpt4: it takes one of tiny, small, medium,"),
-        (["--dp", "0"], "--dp 0: it takes 1 to 4096 ranks"),
-        (["--link", "string"], "--link string: it takes one of nvlink4, pcie4, 100gbe, 10gbe"),
-        (["--bucket-mb", "nan"], "--bucket-mb nan: it takes a number above 0"),
-        (["--latency-us", "-1"], "--latency-us -1: it takes a number that is not negative"),
-        (["--mfu", "2"], "--mfu 2: it takes a number above 0, at most 1"),
+        (["--model", "gpt4"], "--model gpt4: expected one of tiny, small, medium,"),
+        (["--dp", "0"], "--dp 0: expected 1 to 4096 ranks"),
+        (["--link", "string"], "--link string: expected one of nvlink4, pcie4, 100gbe, 10gbe"),
+        (["--bucket-mb", "nan"], "--bucket-mb nan: expected a number above 0"),
+        (["--latency-us", "-1"], "--latency-us -1: expected a number that is not negative"),
+        (["--mfu", "2"], "--mfu 2: expected a number above 0, at most 1"),
     ],
 )
 def test_errors_are_one_sentence(options, sentence, capsys):
@@ -284,9 +288,9 @@ def test_a_ladder_is_compared_with_its_plan(results):
 
 
 def test_overheads_are_measured_in_ranks():
-    found = validate.measure_overheads(2, replace(ladder.EMULATED, size=SIZE))
-    assert found.copy_bytes_per_s > 0 and found.launch_s >= 0
-    assert found.launch_s_per_byte >= 0 and found.wake_s >= 0
+    by_label = validate.measure_overheads(2, replace(ladder.EMULATED, size=SIZE))
+    assert by_label.copy_bytes_per_s > 0 and by_label.launch_s >= 0
+    assert by_label.launch_s_per_byte >= 0 and by_label.wake_s >= 0
 
 
 def test_points_that_cannot_be_run_are_refused():

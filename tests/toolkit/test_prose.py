@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_commands import documents, markdown
+from test_commands import documents, read_markdown
 
 from brigade.cli.main import parse
 from brigade.course.modules import MODULES, ROOT
@@ -34,7 +34,7 @@ every_document = pytest.mark.parametrize("document", documents(), ids=lambda pat
 
 def prose(document: Path) -> str:
     """Without blocks of code."""
-    return re.sub(r"^```.*?^```$", "", markdown(document), flags=re.MULTILINE | re.DOTALL)
+    return re.sub(r"^```.*?^```$", "", read_markdown(document), flags=re.MULTILINE | re.DOTALL)
 
 
 def code_in(document: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""A timeline shows what ranks did, its files can be read, and `brigade trace` says what stands in its way."""
+"""A timeline shows what ranks did, its files can be read, and `brigade trace` explains why it cannot run."""
 
 import json
 import sys
@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import matplotlib.image
 import pytest
-from test_bench import submission
+from test_bench import make_submission
 
 from brigade.course import modules
 from brigade.course.modules import MODULES, ROOT, get_module, select_modules
@@ -23,7 +23,7 @@ WORKLOAD = ladder.Workload(size=SIZE, batch_size=4, time=8, rounds=3, warmup=1, 
 
 @pytest.fixture(scope="module")
 def traced():
-    """By module number, a step on an emulated link; torch DDP's is 0."""
+    """Return a step of each module on an emulated link, by module number; 0 is torch DDP."""
     numbers = (1, 2, 3, 6)
     variants = [*(ladder.get_variant(get_module(number)) for number in numbers), ladder.TORCH_DDP]
     return dict(zip((*numbers, 0), timeline.trace(variants, workload=WORKLOAD)))
@@ -87,16 +87,16 @@ def test_without_an_emulated_link_collectives_do_not_hide_each_other():
     assert line.link is None and "this machine's own" in line.link_text
     for rank in range(2):
         found = line.get_collectives(rank)
-        for place, one in enumerate(found):
+        for index, one in enumerate(found):
             assert one.start_ms == one.launched_ms
             assert all(
                 one.row != other.row or one.end_ms <= other.start_ms or other.end_ms <= one.start_ms
-                for other in found[place + 1 :]
+                for other in found[index + 1 :]
             )
 
 
 def expect_chrome_trace(events, ranks):
-    """What Perfetto and chrome://tracing need: see the docstring of `timeline.chrome`."""
+    """Expect what Perfetto and chrome://tracing need: see the docstring of `timeline.make_chrome_trace`."""
     known = [event for event in events if event["ph"] == "M"]
     assert events[: len(known)] == known
     threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in known if e["name"] == "thread_name"}
@@ -108,15 +108,15 @@ def expect_chrome_trace(events, ranks):
     slices = [event for event in events if event["ph"] == "X"]
     assert all(event["dur"] >= 0 and (event["pid"], event["tid"]) in threads for event in slices)
     for (process, thread), name in threads.items():
-        mine = [event for event in slices if (event["pid"], event["tid"]) == (process, thread)]
+        thread_slices = [event for event in slices if (event["pid"], event["tid"]) == (process, thread)]
         if name == "computation":
-            assert {event["name"] for event in mine} >= {"forward", "backward", "optimizer step"}
+            assert {event["name"] for event in thread_slices} >= {"forward", "backward", "optimizer step"}
         else:
-            assert name.startswith("communication") and mine
-            # One whose end was overtaken by that of a late one before it has no length: see `collectives`.
-            mine.sort(key=lambda event: (event["ts"], event["dur"]))
-            assert all(one["ts"] + one["dur"] <= other["ts"] for one, other in pairwise(mine))
-            assert all({"bytes", "dtype", "launched at (ms)"} <= event["args"].keys() for event in mine)
+            assert name.startswith("communication") and thread_slices
+            # One whose end was overtaken by that of a late one before it has no length: see `make_collectives`.
+            thread_slices.sort(key=lambda event: (event["ts"], event["dur"]))
+            assert all(one["ts"] + one["dur"] <= other["ts"] for one, other in pairwise(thread_slices))
+            assert all({"bytes", "dtype", "launched at (ms)"} <= event["args"].keys() for event in thread_slices)
     starts, ends = ([event for event in events if event["ph"] == letter] for letter in "sf")
     assert sorted(event["id"] for event in starts) == sorted(event["id"] for event in ends)
 
@@ -128,8 +128,8 @@ def test_the_chrome_trace_can_be_read(traced):
     assert found["displayTimeUnit"] == "ms"
 
 
-def colours(path):
-    """The colours of a picture's pixels, and its width."""
+def read_colours(path):
+    """Return the colours of a picture's pixels, and its width."""
     pixels = matplotlib.image.imread(path)
     rgb = (255 * pixels[..., :3]).round().astype(int)
     return {f"#{r:02x}{g:02x}{b:02x}" for r, g, b in {tuple(pixel) for pixel in rgb.reshape(-1, 3)}}, pixels.shape[1]
@@ -138,9 +138,9 @@ def colours(path):
 def test_a_picture_has_all_that_was_traced(traced, tmp_path):
     path = tmp_path / "out" / "timeline.png"
     timeline.draw([traced[2], traced[6]], path)
-    found, width = colours(path)
+    pixels, width = read_colours(path)
     styles = [timeline.STYLES[op]["facecolor"] for op in ("all_reduce", "reduce_scatter", "all_gather")]
-    assert {timeline.COLOURS["forward"], timeline.COLOURS["backward"], *styles} <= found
+    assert {timeline.COLOURS["forward"], timeline.COLOURS["backward"], *styles} <= pixels
     assert width == 900
 
 
@@ -157,12 +157,12 @@ def test_the_command_writes_a_picture_and_a_trace(quick, brigade, tmp_path):
     assert "2 FlatDDP: a step of " in out and "torch DDP: a step of " in out and " ms exposed, 1 collective" in out
     assert "The link is emulated, 500.0 us a message and 1 Gbit/s in each direction" in out
     assert str(picture) in out and str(events) in out
-    assert timeline.COLOURS["collective"] in colours(picture)[0]
+    assert timeline.COLOURS["collective"] in read_colours(picture)[0]
     expect_chrome_trace(json.loads(events.read_text())["traceEvents"], ranks=4)
 
 
 def test_what_is_not_written_yet_is_named(quick, brigade, tmp_path):
-    submission(tmp_path)
+    make_submission(tmp_path)
     skeleton = get_module(2)
     (tmp_path / skeleton.package).mkdir()
     (tmp_path / skeleton.path).write_text((ROOT / "lessons" / skeleton.path).read_text())
@@ -175,7 +175,7 @@ def test_what_is_not_written_yet_is_named(quick, brigade, tmp_path):
 
 def test_a_deadlock_is_told_rank_by_rank(quick, brigade, tmp_path):
     only_rank_0 = (2, r"def finish_grad_sync\(self\) -> None:", r"\g<0>\n        if dist.get_rank(): return")
-    status, _, err = brigade("trace", 2, "--target", submission(tmp_path, [only_rank_0], (1, 2)))
+    status, _, err = brigade("trace", 2, "--target", make_submission(tmp_path, [only_rank_0], (1, 2)))
     assert status == 2
     assert err.startswith("brigade: ") and "rank 0" in err and "rank 1" in err
 
@@ -183,18 +183,18 @@ def test_a_deadlock_is_told_rank_by_rank(quick, brigade, tmp_path):
 def test_a_collective_that_nobody_waits_for_is_counted(quick, brigade, tmp_path):
     forgets = (3, r"handle\.wait\(\)", "pass")
     files = ("--png", tmp_path / "step.png", "--json", tmp_path / "step.json")
-    status, printed, _ = brigade("trace", 3, "--target", submission(tmp_path, [forgets], (1, 2, 3)), *files)
+    status, printed, _ = brigade("trace", 3, "--target", make_submission(tmp_path, [forgets], (1, 2, 3)), *files)
     assert status == 0
-    assert f"{2 * len(PARAMETERS)} of {2 * len(PARAMETERS)} collectives of all ranks were never waited for" in printed
+    assert f"{2 * len(PARAMETERS)} of {2 * len(PARAMETERS)} collectives of all ranks were never waited on" in printed
 
 
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
         (["99"], "there is no module 99: the course has modules 1 to"),
-        (["2", "--ranks", "1"], "--ranks 1: a timeline takes 2 ranks or more"),
-        (["2", "--bucket-mb", "0"], "--bucket-mb 0: it takes a number above 0"),
-        (["2", "--comm-ratio", "-1"], "--comm-ratio -1: it takes a number above 0"),
+        (["2", "--ranks", "1"], "--ranks 1: a timeline needs 2 to 64 ranks"),
+        (["2", "--bucket-mb", "0"], "--bucket-mb 0: expected a number above 0"),
+        (["2", "--comm-ratio", "-1"], "--comm-ratio -1: expected a number above 0"),
         (["2", "--no-pace", "--comm-ratio", "0.8"], "--no-pace emulates no link"),
         (["2", "--png", "no/such/place.png"], "there is no directory"),
     ],
@@ -213,7 +213,7 @@ def test_the_readings_have_their_pictures_redrawn(quick, monkeypatch, tmp_path, 
     assert figures.main() == 0
     assert capsys.readouterr().out.count(" ms exposed") == 3
     for entry in select_modules("1-2"):
-        assert colours(tmp_path / "lessons" / entry.package / "timeline.png")[1] == 900
+        assert read_colours(tmp_path / "lessons" / entry.package / "timeline.png")[1] == 900
 
 
 def test_one_reading_has_its_picture_redrawn(monkeypatch, capsys):

@@ -1,6 +1,6 @@
 """`brigade bench` over two hosts: network namespaces on this machine, joined by a link of a known rate.
 
-`tests/two_hosts.sh` makes them, and says why where it cannot.
+`tests/two_hosts.sh` creates them, or says why it cannot.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ MBIT_PER_S = 500
 
 
 def start(tmp_path, *arguments):
-    """The script, with a temporary directory of its own, and in a session of its own."""
+    """Start the script with its own temporary directory and in its own session."""
     (tmp_path / "tmp").mkdir(exist_ok=True)  # torchrun leaves directories there
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment |= {"TMPDIR": str(tmp_path / "tmp"), "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
@@ -39,66 +39,66 @@ def start(tmp_path, *arguments):
 
 
 def finish(process):
-    """Its exit status, output and errors. Skips the test where the machine cannot have two hosts."""
+    """Return its exit status, output and errors. Skip the test if the machine cannot have two hosts."""
     try:
         out, err = process.communicate(timeout=240)
     finally:
-        process.kill()  # its namespaces' processes go with it
+        process.kill()  # ends the processes in its namespaces too
         process.wait()
     if process.returncode == 77:
         pytest.skip(err.strip())
     return process.returncode, out, err
 
 
-def namespaces():
-    """The network namespaces that some process is in."""
-    found = set()
+def list_namespaces():
+    """Return the network namespaces that some process is in."""
+    links = set()
     for process in Path("/proc").glob("[0-9]*/ns/net"):
         try:
-            found.add(os.readlink(process))
+            links.add(os.readlink(process))
         except OSError:
             continue
-    return found
+    return links
 
 
-def left_behind(tmp_path):
-    """The processes that have the test's temporary directory in their environment."""
-    found = []
+def find_left_behind(tmp_path):
+    """Return the processes that have the test's temporary directory in their environment."""
+    processes = []
     for process in psutil.process_iter():
         try:
             if str(tmp_path) in process.environ().get("TMPDIR", ""):
-                found.append(process)
+                processes.append(process)
         except (psutil.Error, OSError):
             continue
-    return found
+    return processes
 
 
-def torchruns(tmp_path):
-    """How many of these processes are one; a process may end while it is looked at."""
-    found = 0
-    for process in left_behind(tmp_path):
+def count_torchruns(tmp_path):
+    """Count the torchrun processes among these; a process may end meanwhile."""
+    count = 0
+    for process in find_left_behind(tmp_path):
         with contextlib.suppress(psutil.Error):
-            found += "--local-addr" in process.cmdline()
-    return found
+            count += "--local-addr" in process.cmdline()
+    return count
 
 
 @pytest.fixture
 def nothing_left(tmp_path):
-    """Fails the test when a process, a namespace or a device is there afterwards that was not before."""
-    before = namespaces(), set(psutil.net_if_addrs())
+    """Fail the test if a new process, namespace or device is left afterwards."""
+    before = list_namespaces(), set(psutil.net_if_addrs())
     yield
-    psutil.wait_procs(left_behind(tmp_path), timeout=5)
-    assert left_behind(tmp_path) == []
-    left, ends_at = namespaces() - before[0], time.monotonic() + 60
-    while left and time.monotonic() < ends_at:  # other tests that run meanwhile have namespaces too, and end
+    psutil.wait_procs(find_left_behind(tmp_path), timeout=5)
+    assert find_left_behind(tmp_path) == []
+    left, ends_at = list_namespaces() - before[0], time.monotonic() + 60
+    while left and time.monotonic() < ends_at:  # other tests may have namespaces too, which end
         time.sleep(0.1)
-        left &= namespaces()
+        left &= list_namespaces()
     assert not left
     assert set(psutil.net_if_addrs()) <= before[1]
 
 
 def test_two_hosts_train_as_one_process_does(tmp_path, nothing_left):
-    """The same losses, and an all-reduce takes the time of the wire between them."""
+    """The losses are the same, and an all-reduce takes the time of the wire between the hosts."""
     path = tmp_path / "bench.json"
     status, out, err = finish(start(tmp_path, *SMALL, "--json", path))
     assert status == 0, err
@@ -106,8 +106,8 @@ def test_two_hosts_train_as_one_process_does(tmp_path, nothing_left):
     two_hosts = bench.load_json(path).ladder
     for variant in two_hosts.variants:
         assert variant.losses == pytest.approx([two_hosts.expected_loss] * 2, abs=1e-6), variant.label
-    carried_s = 8 * two_hosts.model_bytes / (MBIT_PER_S * 1e6)  # two ranks: each sends all gradients once
-    assert 0.9 * carried_s <= two_hosts.real_s  # tc lets a burst of 256 kB pass at once
+    transfer_s = 8 * two_hosts.model_bytes / (MBIT_PER_S * 1e6)  # two ranks: each sends all gradients once
+    assert 0.9 * transfer_s <= two_hosts.real_s  # tc lets a burst of 256 kB pass immediately
 
 
 def test_a_host_that_fails_leaves_nothing(tmp_path, nothing_left):
@@ -119,7 +119,7 @@ def test_a_host_that_fails_leaves_nothing(tmp_path, nothing_left):
 def test_a_run_that_is_killed_leaves_nothing(tmp_path, nothing_left):
     process = start(tmp_path, *SMALL, "--rounds", 10_000)
     try:
-        while process.poll() is None and torchruns(tmp_path) < 2:
+        while process.poll() is None and count_torchruns(tmp_path) < 2:
             time.sleep(0.05)
     finally:
         process.send_signal(signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Handout, student edition and autograder are not made from a course that contradicts itself."""
+"""The handout, the student edition and the autograder are not built from a course that contradicts itself."""
 
 from __future__ import annotations
 
@@ -145,8 +145,8 @@ def test_nothing_is_made_from_a_contradiction(contradiction, tmp_path, monkeypat
     monkeypatch.setattr("sys.argv", ["edition"])
     for make in (lambda: cli.main(["skeletons"]), lambda: gradescope.main([]), student_edition.main):
         assert make() == 2
-        told = capsys.readouterr().err
-        assert "its checks have 8 points, and brigade/course/modules.py gives module 1 9" in told
+        printed = capsys.readouterr().err
+        assert "its checks have 8 points, and brigade/course/modules.py gives module 1 9" in printed
     assert list(tmp_path.iterdir()) == []
 
 
