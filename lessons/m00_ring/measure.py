@@ -5,7 +5,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from brigade.lab.experiment import experiment
+from brigade.lab.experiment import run_experiment
 from brigade.rank import emulated_link
 from brigade.rank.api import student
 
@@ -80,4 +80,4 @@ def main(run):
 
 
 if __name__ == "__main__":
-    experiment(main, module=0)
+    run_experiment(main, module=0)
