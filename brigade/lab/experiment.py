@@ -39,6 +39,6 @@ def run_experiment(main: Callable[[Callable[..., RankResults]], Any], module: in
     except RankFailure as failure:
         from brigade.lab.script import explain_failure
 
-        sys.exit(explain_failure(failure, 1))
+        sys.exit(explain_failure(failure, 0))
     except KeyboardInterrupt:
         sys.exit(130)
