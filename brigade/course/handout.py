@@ -14,12 +14,12 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from brigade.course import written
 from brigade.course.listing import list_checks
-from brigade.course.modules import MODULES, CourseError, Module
+from brigade.course.modules import MODULES, Module
 
 DOCUMENTS = ("README.md", "assignments.md")
 GENERATED = re.compile(r"(<!-- made by `brigade skeletons`: (\w+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
-QUESTIONS = "\n## Questions\n"
 
 
 def make_documents(root: Path) -> dict[Path, str]:
@@ -54,10 +54,13 @@ def read_student_section(root: Path) -> str:
 
 
 def make_deliverables_table(root: Path) -> str:
-    """Return the handout's table of files and points."""
-    rows = [(f"{e.number}. {e.title}", f"`lessons/{e.path.as_posix()}`", e.points) for e in MODULES]
-    total = ("**total**", "", f"**{sum(e.points for e in MODULES)}**")
-    return format_table(("module", "code", "points"), [*rows, total])
+    """Return the handout's table of files and points, of the code and of the written answers."""
+    rows = [
+        (f"{e.number}. {e.title}", f"`lessons/{e.path.as_posix()}`", e.points, written.count_points([e], root))
+        for e in MODULES
+    ]
+    total = ("**total**", "", *(f"**{sum(column)}**" for column in list(zip(*rows))[2:]))
+    return format_table(("module", "code", "points", "written points"), [*rows, total])
 
 
 def make_assignments(root: Path) -> str:
@@ -75,17 +78,15 @@ def make_assignment(entry: Module, root: Path) -> str:
         f"**Hand in** `{entry.path.name}`: {listed}. [Reading](lessons/{entry.package}/README.md), {entry.minutes} "
         f"minutes, difficulty {entry.difficulty} of 5.\n\n"
         + format_table(("check", "points", "what must hold"), [*rows, ("", f"**{entry.points}**", "")])
-        + f"\n**Written questions**\n\n{read_questions(entry, root)}"
+        + f"\n**Written questions**{make_points_remark(entry, root)}\n\n{written.read_questions(entry, root)}"
     )
 
 
-def read_questions(entry: Module, root: Path) -> str:
-    """Return the list of questions at the end of a reading. Raise CourseError if there is none."""
-    reading = (root / "lessons" / entry.package / "README.md").read_text()
-    questions = reading.partition(QUESTIONS)[2].strip("\n")
-    if not questions.startswith("1. "):
-        raise CourseError(f"lessons/{entry.package}/README.md does not end with a numbered list of questions")
-    return questions + "\n"
+def make_points_remark(entry: Module, root: Path) -> str:
+    """Return the points of a module's written questions in brackets, or "" if they have none."""
+    points = written.count_points([entry], root)
+    answers = f"lessons/{entry.package}/{written.ANSWERS}"
+    return f" ({written.format_points(points)}), answered in [{written.ANSWERS}]({answers})" if points else ""
 
 
 def format_table(headings: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
