@@ -65,9 +65,7 @@ def format_heading(grading: Grading) -> str:
 def format_written_points(grading: Grading) -> str:
     """Return a sentence on the points of the graded modules' written questions, or "" if there are none."""
     points = written.count_points(get_module(number) for number, _ in grading.modules())
-    return (
-        f"Not included: {written.format_points(points)} for written answers. A person grades these." if points else ""
-    )
+    return f"Not included: {written.format_points(points)} for written answers. A person grades them." if points else ""
 
 
 def list_remarks(grading: Grading) -> list[str]:
