@@ -136,6 +136,8 @@ SYMPTOMS = [
     Symptom("called hook", "TypeError", "object is not callable", explain_called_hook),
     Symptom("global rank", "ValueError", r"Global rank \d+ is not part of", "src and dst are ranks of the world. Use "
             "group_src and group_dst for ranks of the group."),
+    Symptom("nothing to step", "ValueError", "got an empty parameter list", "this rank owns no parameter, and torch's "
+            "optimizers refuse an empty list. They accept groups without parameters: pass a list of groups."),
     Symptom("signature", "TypeError",
             r"(missing|takes) .*argument|unexpected keyword argument|multiple values for argument", explain_signature),
     Symptom("assigned gradient", "RuntimeError", "assign a gradient|assigned grad", explain_assigned_gradient),
