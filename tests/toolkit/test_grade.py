@@ -688,6 +688,12 @@ def test_results_say_that_written_points_are_not_included(modules, points):
     assert sentence in formats.format_junit(done)
 
 
+def test_terminal_says_that_written_points_are_not_included(grade, submit):
+    done = grade(submit(), "--modules", "1", only=("test_parameters_start_equal",))
+    assert "1 of 1 points in " in done.errors
+    assert done.errors.endswith("Not included: 6 points for written answers. A person grades them.\n")
+
+
 def test_without_out_the_results_are_printed(submit, capfd, monkeypatch):
     monkeypatch.setattr(grading, "collect", lambda entries: [])
     assert cli.main(["grade", "--submission", str(submit()), "--modules", "1"]) == 0
