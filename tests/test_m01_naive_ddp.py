@@ -18,8 +18,8 @@ def test_parameters_start_equal(submission):
     """After construction all parameters, including frozen ones, equal those of rank 0."""
     for world, model in zip(submission.worlds(2, 3), ("Frozen", "Tied")):
         case = submission.case(model, world)
-        for states in collect_start_states(submission, case, world):
-            expect_start(states, case, "parameters")
+        for states, events in collect_start_states(submission, case, world):
+            expect_start(states, case, "parameters", events=events)
 
 
 @pytest.mark.points(1)
@@ -27,8 +27,8 @@ def test_buffers_start_equal(submission):
     """After construction all buffers, of any dtype, persistent or not, equal those of rank 0."""
     [world] = submission.worlds(2)
     case = submission.case("Buffers", world)
-    for states in collect_start_states(submission, case, world):
-        expect_start(states, case, "buffers")
+    for states, events in collect_start_states(submission, case, world):
+        expect_start(states, case, "buffers", events=events)
 
 
 @pytest.mark.points(2)
@@ -88,7 +88,7 @@ def test_subgroups(submission):
     groups = [[1, 3], [0, 2]] if world == 4 else [[0]]
     case = submission.case("Plain", world, group=groups[0])
     results = submission.run(training.train, case.make_jobs(groups=groups, **JOB), world_size=world)
-    expect_start([result["start"] for result in results], case)
+    expect_start([result["start"] for result in results], case, events=results.events)
     expect_gradients(results, case)
 
 
@@ -96,7 +96,8 @@ def test_subgroups(submission):
 
 
 def collect_start_states(submission, case, world):
-    """Yield the state of each rank after broadcast_module_state alone, and after constructing NaiveDDP."""
-    yield submission.run(m01_naive_ddp.broadcast, case.make_jobs(**JOB), world_size=world)
+    """Yield states and records of the ranks after broadcast_module_state alone, and after constructing NaiveDDP."""
+    states = submission.run(m01_naive_ddp.broadcast, case.make_jobs(**JOB), world_size=world)
+    yield states, states.events
     results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)
-    yield [result["start"] for result in results]
+    yield [result["start"] for result in results], results.events

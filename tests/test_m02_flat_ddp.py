@@ -24,7 +24,7 @@ def test_gradients_are_averaged(submission):
     for world, model in zip(submission.worlds(1, 2, 3, 4), ("Plain", "Buffers", "Frozen", "Tied")):
         case = submission.case(model, world)
         results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)
-        expect_start([result["start"] for result in results], case)
+        expect_start([result["start"] for result in results], case, events=results.events)
         expect_gradients(results, case)
         require_flat(results, case)
 
@@ -60,12 +60,13 @@ def test_bytes_on_the_wire(submission):
         trainable = [p for p in case.parameters().values() if p.requires_grad]
         nbytes = sum(p.numel() * p.element_size() for p in trainable)
         for rank, events in enumerate(results.events):
-            sent = sum(launch.nbytes for launch in launches(events, 0))
+            launched = launches(events, 0)
+            sent = sum(launch.nbytes for launch in launched)
             expect(
                 sent == nbytes,
                 f"a step of the {model} model all-reduces {nbytes} bytes, the size of its trainable parameters",
                 f"it all-reduces {sent} bytes",
-                partial(diagnosis.explain_volume, sent, nbytes),
+                partial(diagnosis.explain_volume, launched, case),
                 rank=rank,
             )
         require_flat(results, case)
@@ -131,7 +132,7 @@ def test_steps_and_subgroups(submission):
         groups = [[1, 3], [0, 2]] if world == 4 else [list(range(world))]
         case = submission.case("Tied", world, steps=4, dtype=torch.float64, optimizer=optimizer, group=groups[0])
         results = submission.run(training.train, case.make_jobs(groups=groups, **JOB), world_size=world)
-        expect_start([result["start"] for result in results], case)
+        expect_start([result["start"] for result in results], case, events=results.events)
         expect_gradients(results, case)
         expect_weights(results, case)
         require_flat(results, case, steps=4)

@@ -29,7 +29,7 @@ def test_gradients_are_averaged(submission):
     for world, model in zip(submission.worlds(1, 2, 3, 4), ("Plain", "Buffers", "Frozen", "Tied")):
         case = submission.case(model, world)
         results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)
-        expect_start([result["start"] for result in results], case)
+        expect_start([result["start"] for result in results], case, events=results.events)
         expect_gradients(results, case)
         require_overlapped(results, case)
 
@@ -103,11 +103,12 @@ def test_launches_follow_their_gradients(submission):
                     rank=rank,
                 )
                 if index + 2 < len(order):
+                    num_ready = sum(at < launch_at for at, _ in order)
                     expect(
                         launch_at < order[index + 2][0],
                         f"the all_reduce of {name} is launched before {order[index + 2][1]} is ready",
-                        f"{sum(at < launch_at for at, _ in order)} of {len(order)} gradients were ready before",
-                        diagnosis.COLLECTED,
+                        f"{num_ready} of {len(order)} gradients were ready before the launch",
+                        partial(diagnosis.explain_late_launch, num_ready, len(order)),
                         rank=rank,
                     )
 
@@ -216,7 +217,7 @@ def test_steps_and_subgroups(submission):
         groups = [[1, 3], [0, 2]] if world == 4 else [list(range(world))]
         case = submission.case("Tied", world, steps=4, dtype=torch.float64, optimizer=optimizer, group=groups[0])
         results = submission.run(training.train, case.make_jobs(groups=groups, **JOB), world_size=world)
-        expect_start([result["start"] for result in results], case)
+        expect_start([result["start"] for result in results], case, events=results.events)
         expect_gradients(results, case)
         expect_weights(results, case)
         require_overlapped(results, case, steps=4)

@@ -62,7 +62,7 @@ def test_gradients_are_averaged(submission):
         case = submission.case(model, world)
         with diagnosis.blame_plan(submission, case, CAP_BYTES):
             results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)
-            expect_start([result["start"] for result in results], case)
+            expect_start([result["start"] for result in results], case, events=results.events)
             expect_gradients(results, case)
         require_buckets(results, case)
     # Parameters of one dtype are neighbours, so they share a bucket of the default size, wherever buckets close.
@@ -206,7 +206,7 @@ def test_steps_and_subgroups(submission):
         case = submission.case("Tied", world, steps=4, dtype=torch.float64, optimizer=optimizer, group=groups[0])
         with diagnosis.blame_plan(submission, case, CAP_BYTES):
             results = submission.run(training.train, case.make_jobs(groups=groups, **JOB), world_size=world)
-            expect_start([result["start"] for result in results], case)
+            expect_start([result["start"] for result in results], case, events=results.events)
             expect_gradients(results, case)
             expect_weights(results, case)
         require_buckets(results, case, steps=4)

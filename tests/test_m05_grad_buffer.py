@@ -76,7 +76,7 @@ def test_gradients_are_averaged(submission):
     for world, model in zip(submission.worlds(1, 2, 3, 4), ("Plain", "Buffers", "Frozen", "Tied")):
         case = submission.case(model, world)
         results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)
-        expect_start([result["start"] for result in results], case)
+        expect_start([result["start"] for result in results], case, events=results.events)
         expect_gradients(results, case)
         require_padded(results, case)
 
@@ -208,6 +208,7 @@ def test_main_grad_accumulates_in_fp32(submission):
                 not absent,
                 "with grad_dtype=float32 every bf16 parameter has a main_grad",
                 f"{len(absent)} of {len(sizes)} parameters have none",
+                diagnosis.NO_MAIN_GRAD,
                 rank=rank,
                 step=0,
             )
@@ -231,6 +232,7 @@ def test_main_grad_accumulates_in_fp32(submission):
                         grad is not None and grad.dtype == torch.bfloat16 and torch.equal(grad, main_grad.bfloat16()),
                         "after the finish p.grad is main_grad, rounded to the parameter's dtype",
                         "p.grad is None" if grad is None else f"p.grad has the dtype {grad.dtype} or other values",
+                        diagnosis.NO_ROUNDED_GRAD,
                         rank=rank,
                         step=step,
                         parameter=f"parameter {i}",

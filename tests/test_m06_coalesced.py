@@ -161,7 +161,8 @@ def test_bucket_group(submission):
         lengths = [sum(end - start for start, end in (layout["bucket_ranges"][i] for i in g)) for g in indices]
         for group in groups:
             group_results = [results[rank] for rank in group]
-            expect_averaged_shards(group_results, [own[rank]["grads"] for rank in group], layout, [0, 2, 1], group)
+            with diagnosis.explain_wrong_buckets(results.events[group[0]], lengths):
+                expect_averaged_shards(group_results, [own[rank]["grads"] for rank in group], layout, [0, 2, 1], group)
             expect_gathered_shards(group_results, [own[rank]["params"] for rank in group], layout, [0, 2, 1], group)
             for rank, result in zip(group, group_results):
                 expected = [(dtype, numel) for numel in lengths]
@@ -185,7 +186,7 @@ def test_gradients_are_averaged(submission):
     for world, model, buckets_per_group in cases:
         case = submission.case(model, world)
         results = submission.run(training.train, case.make_jobs(**make_job(buckets_per_group)), world_size=world)
-        expect_start([result["start"] for result in results], case)
+        expect_start([result["start"] for result in results], case, events=results.events)
         expect_gradients(results, case)
         require_halves(results, case)
 
@@ -276,7 +277,8 @@ def test_steps_and_subgroups(submission):
             branches=[0, 3, 1][:world] if model == "Reordered" else None,
         )
         jobs = case.make_jobs(groups=split_ranks(world), interrupted=2 if model == "Plain" else None, **make_job(2))
-        results = submission.run(training.train, jobs, world_size=world)
+        with diagnosis.explain_mixed_order():
+            results = submission.run(training.train, jobs, world_size=world)
         if model == "Plain":
             expect_silence(results.events, case.group, 4)
             expect_restored(results.events, case.group, 2)

@@ -39,9 +39,9 @@ def test_gradients_are_averaged(submission):
     models = ("Frozen", "Buffers", "MixedDtypes", "Tied")
     for world, model, buckets_per_group in zip(submission.worlds(1, 2, 3, 4), models, (1, 2, None, 2)):
         case = submission.case(model, world)
-        with diagnosis.suspect_views():
+        with diagnosis.suspect_views(world):
             results = submission.run(training.train, case.make_jobs(**make_job(buckets_per_group)), world_size=world)
-            expect_start([result["start"] for result in results], case)
+            expect_start([result["start"] for result in results], case, events=results.events)
             expect_gradients(results, case, tolerance=2**-6 if model == "MixedDtypes" else 1e-5)
         require_halves(results, case)
 
@@ -56,10 +56,11 @@ def test_steady_step_makes_no_view(submission):
             gather_grads=gather_grads, reallocate=3, **make_job(buckets_per_group, grad_dtype=grad_dtype)
         )
         results = submission.run(m07_cached_shards.count_views, jobs, world_size=world)
-        volume = sum(numel for numel, _ in list_groups(case, world, 1))
+        buckets = list_groups(case, world, 1)
+        volume, num_buckets = sum(numel for numel, _ in buckets), len(buckets)
         for rank, (events, steps) in enumerate(zip(results.events, results)):
-            expect_no_view(rank, 2, steps, gather_grads)
-            expect_no_view(rank, 4, steps, gather_grads, is_moved=True)
+            expect_no_view(rank, 2, steps, gather_grads, num_buckets)
+            expect_no_view(rank, 4, steps, gather_grads, num_buckets, is_moved=True)
             launched = launches(events, 2)
             expect(
                 all(sum(x.numel for x in launched if x.op == op) == volume for op in ("reduce_scatter", "all_gather")),
@@ -98,8 +99,8 @@ def test_views_follow_the_buffer(submission):
                     case.gradients(micro=micro),
                     scale={name: max(float(grads[name].abs().max()) for grads in own) for name in own[0]},
                 )
-        runs.append((results, gather_grads))
-    for results, gather_grads in runs:
+        runs.append((results, gather_grads, len(list_groups(case, world, 1))))
+    for results, gather_grads, num_buckets in runs:
         for rank, result in enumerate(results):
             for step, count in enumerate(result["num_alive"]):
                 expect(
@@ -110,7 +111,7 @@ def test_views_follow_the_buffer(submission):
                     rank=rank,
                     step=step,
                 )
-            expect_no_view(rank, 2, result["views"], gather_grads, is_moved=True)
+            expect_no_view(rank, 2, result["views"], gather_grads, num_buckets, is_moved=True)
 
 
 @pytest.mark.points(1)
@@ -126,7 +127,7 @@ def test_launches_are_those_of_module_6(submission):
             for step in range(2):
                 setting = f" (buckets_per_group={buckets_per_group}, gather_grads={gather_grads})"
                 expect_launches(events, {"rank": rank, "step": step}, groups, gathers, setting)
-            expect_no_view(rank, 2, results[rank], gather_grads)
+            expect_no_view(rank, 2, results[rank], gather_grads, len(list_groups(case, world, 1)))
 
 
 @pytest.mark.points(1)
@@ -144,7 +145,7 @@ def test_steps_and_subgroups(submission):
             branches=list(range(world)) if model == "Reordered" else None,
         )
         jobs = case.make_jobs(groups=groups, interrupted=2 if model == "Frozen" else None, **make_job(2))
-        with diagnosis.suspect_views():
+        with diagnosis.suspect_views(world):
             results = submission.run(training.train, jobs, world_size=world)
             if model == "Frozen":
                 expect_silence(results.events, case.group, 4)
@@ -180,7 +181,7 @@ def list_groups(case, world, buckets_per_group):
     return groups
 
 
-def expect_no_view(rank, step, steps, gather_grads, is_moved=False):
+def expect_no_view(rank, step, steps, gather_grads, num_buckets, is_moved=False):
     """Expect that a step made no view; `steps` has the views of each, and `is_moved` if buffers moved before it."""
     views = steps[step]
     if not views:
@@ -201,7 +202,7 @@ def expect_no_view(rank, step, steps, gather_grads, is_moved=False):
         f"a steady step{after} makes no view in hooks, finish_grad_sync or parameter sync, because it uses those of "
         "earlier steps",
         got,
-        partial(diagnosis.explain_views, steps, step, JOB["package"], gather_grads, is_moved),
+        partial(diagnosis.explain_views, steps, step, JOB["package"], gather_grads, is_moved, num_buckets),
         rank=rank,
         step=step,
     )

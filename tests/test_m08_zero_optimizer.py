@@ -7,7 +7,14 @@ import pytest
 import torch
 from test_m05_grad_buffer import compute_layout
 
-from brigade.checks.expectations import MANY_STEPS, expect, expect_equal, format_distinct, join_names
+from brigade.checks.expectations import (
+    MANY_STEPS,
+    expect,
+    expect_equal,
+    explain_failures,
+    format_distinct,
+    join_names,
+)
 from brigade.events import launches, summarize
 from brigade.runner.ranks import PerRank
 from diagnosis import m08_zero_optimizer as diagnosis
@@ -66,7 +73,8 @@ def test_sharded_equals_unsharded(submission):
         ),
     ):
         case = submission.case(model, world, steps=steps, dtype=torch.float64, **more)
-        results = submission.run(m08_sharded.train, case.make_jobs(start=case.start(), **job), world_size=world)
+        with diagnosis.explain_mismatch(diagnosis.find_skipped_parameter):
+            results = submission.run(m08_sharded.train, case.make_jobs(start=case.start(), **job), world_size=world)
         expect_unsharded(results, case, job)
 
 
@@ -423,7 +431,8 @@ def test_zero_clipping(submission):
         results = submission.run(m08_zero.train, make_zero_jobs(case, recipe), world_size=world)
         weights, _, norms = train_alone(case, recipe)
         rounding = get_rounding(results)
-        expect_norms([result["norms"][:1] for result in results], norms[:1], rounding)
+        num_parameters = len(case.parameters())
+        expect_norms([result["norms"][:1] for result in results], norms[:1], rounding, num_parameters)
         expect_trained(
             f"weights after {steps} steps of SGD with gradients clipped to the global norm {recipe['max_norm']:.4g}",
             results,
@@ -433,7 +442,7 @@ def test_zero_clipping(submission):
             tolerance=min(rounding, NORMS[None]),
             otherwise=diagnosis.NOT_SCALED,
         )
-        expect_norms([result["norms"] for result in results], norms, rounding)
+        expect_norms([result["norms"] for result in results], norms, rounding, num_parameters)
         require_shared_state(results, case, "SGD")
     for world, value in zip(submission.worlds(2, 3), (float("inf"), float("nan"))):
         case = submission.case("Plain", world, dtype=torch.float64)
@@ -464,7 +473,8 @@ def test_zero_checkpoints(submission):
         saving = recipe | {"gamma": 0.8}
         weights, state, _ = train_alone(case, saving, range(before), range(half))
         jobs = make_zero_jobs(case, saving, before, slice(half), save=True)
-        saved = submission.run(m08_zero.train, jobs, world_size=before)
+        with diagnosis.explain_mismatch(diagnosis.find_skipped_shard):
+            saved = submission.run(m08_zero.train, jobs, world_size=before)
         expect_trained(f"weights after {half} steps of {name}", saved, weights, case.start())
         require_shared_state(saved, case, name)
         for rank, result in enumerate(saved):
@@ -532,7 +542,7 @@ def test_zero_masters(submission):
         results,
         compute_dots_weights(recipe, masters, inputs, state, start),
         saved[0]["weights"],
-        partial(diagnosis.suspect_rounded_masters, recipe, masters, start, inputs, state),
+        partial(diagnosis.suspect_rounded_masters, recipe, masters, start, inputs, state, saved[0]["state_dict"]),
         tolerance=exact,
         otherwise=diagnosis.MASTERS_NOT_COVERED,
     )
@@ -564,7 +574,8 @@ def expect_unsharded(results, case, job, changes=diagnosis.suspect_nothing, tole
         what = f"weights after {count} of {job['optimizer']} are those of the unsharded optimizer ({case.model} model)"
         actual = [results[rank]["weights"][step] for rank in case.group]
         why = partial(diagnosis.suspect_weights, case, job, changes, actual, step, results.events[case.group[0]])
-        expect_equal(what, actual, expected[step], ranks=case.group, hypotheses=why, tolerance=tolerance)
+        with explain_failures([], partial(diagnosis.find_unawaited, results.events)):
+            expect_equal(what, actual, expected[step], ranks=case.group, hypotheses=why, tolerance=tolerance)
     require_owners(results, case.group)
 
 
@@ -697,7 +708,7 @@ def compute_padded_numel(params, world):
     return compute_layout(numels, ZERO["arguments"]["bucket_numel"], world)["numel"]
 
 
-def expect_norms(norms_by_rank, expected_norms, rounding):
+def expect_norms(norms_by_rank, expected_norms, rounding, num_parameters):
     """Expect the norms of one process on each rank, with relative errors of at most `rounding`."""
     for step, expected in enumerate(expected_norms):
         norms = [norms[step] for norms in norms_by_rank]
@@ -707,7 +718,7 @@ def expect_norms(norms_by_rank, expected_norms, rounding):
                 abs(norm - expected) <= rounding * expected,
                 f"clip_grad_norm_ returns the norm of all gradients, {exact}, on every rank",
                 f"it is {shown}",
-                partial(diagnosis.explain_norms, norms, expected),
+                partial(diagnosis.explain_norms, norms, expected, num_parameters * len(norms)),
                 rank=rank,
                 step=step,
             )

@@ -54,18 +54,25 @@ def expect(
         raise CheckFailed(Verdict(expected, got, cause, rank=rank, step=step, parameter=parameter))
 
 
-def expect_start(starts: Sequence[Tensors], case: Case, kind: str = "parameters and buffers") -> None:
+def expect_start(
+    starts: Sequence[Tensors],
+    case: Case,
+    kind: str = "parameters and buffers",
+    *,
+    events: Sequence[Sequence[Event]] | None = None,
+) -> None:
     """Expect every rank of the case's group to start with the tensors of its first rank. `starts[r]` are rank r's.
 
-    `kind` restricts the comparison to "parameters" or "buffers".
+    `kind` restricts the comparison to "parameters" or "buffers". The ranks' records, `events`, help to find the cause.
     """
     expected = case.start()
     if kind in ("parameters", "buffers"):
         expected = {name: t for name, t in expected.items() if (name in case.parameters()) == (kind == "parameters")}
-    own = f"this rank still has its own {kind}: some are not broadcast, or only copies of them are."
+    own = f"this rank still has its own {kind}: {explain_no_broadcast(events, case)}"
     world = "they are those of rank 0 of the world, not of the group: the broadcast ignores process_group."
     last = "they are those of the last rank of the group: the broadcast starts from the wrong rank."
     hypotheses = {
+        **suspect_one_kind(expected, case),
         own: [case.states[rank] for rank in case.group],
         world: [case.states[0]] * len(case.group),
         last: [case.states[case.group[-1]]] * len(case.group),
@@ -73,6 +80,40 @@ def expect_start(starts: Sequence[Tensors], case: Case, kind: str = "parameters 
     what = f"{kind} start as those of rank {case.group[0]}"
     actual = [starts[rank] for rank in case.group]
     expect_equal(what, actual, expected, ranks=case.group, hypotheses=hypotheses, tolerance=0.0)
+
+
+def explain_no_broadcast(events: Sequence[Sequence[Event]] | None, case: Case) -> str:
+    """Return why the first rank's tensors do not reach the others, as far as its record shows."""
+    if events is None:
+        return "some are not broadcast, or only copies of them are."
+    count = sum(launch.op == "broadcast" for launch in launches(events[case.group[0]]) if launch.step is None)
+    if not count:
+        return "nothing is broadcast."
+    if count >= len(case.start()):
+        return "only copies of them are broadcast, and the result is not written back."
+    return f"only {count} tensors are broadcast, but the model has {len(case.start())} parameters and buffers."
+
+
+def suspect_one_kind(expected: Tensors, case: Case) -> Hypotheses:
+    """Return what ranks have if only frozen parameters, or only buffers of integers, keep their own values."""
+    parameters = case.parameters()
+    kinds = {
+        "this rank still has its own frozen parameters. Broadcast them too.": {
+            name for name, parameter in parameters.items() if not parameter.requires_grad
+        },
+        "this rank still has its own buffers of integers or booleans. Broadcast them too.": {
+            name for name, value in expected.items() if name not in parameters and not value.is_floating_point()
+        },
+    }
+    return {
+        cause: [
+            {name: value for name, value in case.states[rank].items() if name in names}
+            | {name: torch.full_like(value, 3) for name, value in expected.items() if name not in names}
+            for rank in case.group
+        ]
+        for cause, names in kinds.items()
+        if names
+    }
 
 
 def expect_gradients(
@@ -89,9 +130,15 @@ def expect_gradients(
     def make_hypotheses() -> Hypotheses:
         local = [case.gradients([rank]) for rank in case.group]
         divided = [{name: None if g is None else g / size for name, g in grads.items()} for grads in local]
+        events = getattr(results, "events", None)
+        why = "it is not reduced, or the result is not used."
+        if events:
+            has_launches = any(launch.step is not None for rank in case.group for launch in launches(events[rank]))
+            used = "only a copy of it is reduced, or the result is not copied back."
+            why = used if has_launches else "nothing is reduced."
         unreduced = {
-            "each rank still has its own gradient: it is not reduced, or the result is not used.": local,
-            f"each rank has its own gradient, divided by {size}: it is not reduced, or only a copy of it is.": divided,
+            f"each rank still has its own gradient: {why}": local,
+            f"each rank has its own gradient, divided by {size}: {why}": divided,
         }
         return dict(evaluate(hypotheses) or {}) | (unreduced if size > 1 else {})
 

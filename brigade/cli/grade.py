@@ -138,6 +138,8 @@ def run_one(options: argparse.Namespace, entries: Sequence[Module], console: Con
             raise
     if out:
         console.print(f"{latest.score} of {latest.max_score} points in {latest.seconds:.0f} s: {out}", markup=False)
+        if sentence := formats.format_written_points(latest):
+            console.print(sentence)
     else:
         print(render(latest), end="")
     return 0

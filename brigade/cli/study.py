@@ -12,8 +12,8 @@ from pathlib import Path
 from brigade.cli.console import console, shorten
 from brigade.cli.options import add_target
 from brigade.cli.progress_file import hash_submission, recall, remember
-from brigade.course import skeletons
-from brigade.course.modules import MODULES, ROOT, CourseError, Module, get_module
+from brigade.course import skeletons, written
+from brigade.course.modules import CORE_MODULES, MODULES, ROOT, CourseError, Module, get_module
 from brigade.course.parts import find_unwritten_parts
 from brigade.course.submission import find, read, resolve_target
 
@@ -91,7 +91,7 @@ def run_reset(options: argparse.Namespace) -> int:
 
 
 def run_submit(options: argparse.Namespace) -> int:
-    """brigade submit: write a zip of the module files."""
+    """brigade submit: write a zip of the module files and the written answers."""
     target = resolve_target(options.target)
     archive = Path(time.strftime("submission-%Y%m%d-%H%M%S.zip"))
     files = [(path, entry) for entry in MODULES if (path := find(target, entry))]
@@ -100,24 +100,41 @@ def run_submit(options: argparse.Namespace) -> int:
     with zipfile.ZipFile(archive, "x", zipfile.ZIP_DEFLATED) as bundle:
         for path, entry in files:
             bundle.write(path, entry.path.as_posix())
+        answered = add_answers(bundle, target)
     states = {entry.number: find_state(entry, target) for _, entry in files}
-    written = [number for number, state in states.items() if state not in ("not written", "broken")]
+    complete = [number for number, state in states.items() if state not in ("not written", "broken")]
     passing = [number for number, state in states.items() if state == "passes"]
     console.print(
-        f"{archive} contains {len(files)} of {len(MODULES)} module files: {len(written)} written, "
+        f"{archive} contains {len(files)} of {len(MODULES)} module files: {len(complete)} written, "
         f"{len(passing)} known to pass all checks."
     )
-    unknown = [number for number in written if number not in passing]
+    unknown = [number for number in complete if number not in passing]
     if unknown:
         console.print(f"Not known to pass: {name_modules(unknown)}. `brigade check` runs all checks.", markup=False)
     if unwritten := [number for number, state in states.items() if state == "not written"]:
         console.print(f"Not written, or not completely: {name_modules(unwritten)}.")
+    if unanswered := [entry.number for entry in CORE_MODULES if entry.number not in answered]:
+        console.print(f"Without written answers: {name_modules(unanswered)}.")
     for entry in MODULES:
         try:
             read(target, entry.number)
         except CourseError as error:
             console.print(f"Note: {error}", markup=False)
     return 0
+
+
+def add_answers(bundle: zipfile.ZipFile, target: Path) -> list[int]:
+    """Add the files with written answers to the zip. Return the modules whose template is filled in."""
+    answered = []
+    for entry in MODULES:
+        name = skeletons.get_answers_path(entry)
+        path = next((path for path in (target / "lessons" / name, target / name) if path.is_file()), None)
+        if path:
+            content = path.read_bytes()
+            bundle.writestr(name.as_posix(), content)
+            if content.split() != written.make_template(entry).encode().split():
+                answered.append(entry.number)
+    return answered
 
 
 def find_state(entry: Module, target: Path) -> str:

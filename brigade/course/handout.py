@@ -14,12 +14,12 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from brigade.course import written
 from brigade.course.listing import list_checks
-from brigade.course.modules import CORE_MODULES, MODULES, CourseError, Module
+from brigade.course.modules import CORE_MODULES, MODULES, Module
 
 DOCUMENTS = ("README.md", "assignments.md")
 GENERATED = re.compile(r"(<!-- made by `brigade skeletons`: (\w+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
-QUESTIONS = "\n## Questions\n"
 
 
 def make_documents(root: Path) -> dict[Path, str]:
@@ -61,10 +61,19 @@ def read_student_section(root: Path) -> str:
 
 
 def make_deliverables_table(root: Path) -> str:
-    """Return the handout's table of files and points."""
-    rows = [(f"{e.number}. {e.title}", f"`lessons/{e.path.as_posix()}`", format_points(e)) for e in MODULES]
-    total = ("**total of the core**", "", f"**{count_core_points()}**")
-    return format_table(("module", "code", "points"), [*rows, total])
+    """Return the handout's table of files and points, of the code and of the written answers."""
+    rows = [
+        (
+            f"{e.number}. {e.title}",
+            f"`lessons/{e.path.as_posix()}`",
+            format_points(e),
+            written.count_points([e], root) or "",
+        )
+        for e in MODULES
+    ]
+    points = count_core_points(), written.count_points(CORE_MODULES, root)
+    total = ("**total of the core**", "", *(f"**{number}**" for number in points))
+    return format_table(("module", "code", "points", "written points"), [*rows, total])
 
 
 def format_points(entry: Module) -> str:
@@ -92,17 +101,15 @@ def make_assignment(entry: Module, root: Path) -> str:
         f"**Hand in** `{entry.path.name}`: {listed}. [Reading](lessons/{entry.package}/README.md), {entry.minutes} "
         f"minutes, difficulty {entry.difficulty} of 5.\n\n"
         + format_table(("check", "points", "what must hold"), [*rows, ("", f"**{entry.points}**", "")])
-        + f"\n**Written questions**\n\n{read_questions(entry, root)}"
+        + f"\n**Written questions**{make_points_remark(entry, root)}\n\n{written.read_questions(entry, root)}"
     )
 
 
-def read_questions(entry: Module, root: Path) -> str:
-    """Return the list of questions at the end of a reading. Raise CourseError if there is none."""
-    reading = (root / "lessons" / entry.package / "README.md").read_text()
-    questions = reading.partition(QUESTIONS)[2].strip("\n")
-    if not questions.startswith("1. "):
-        raise CourseError(f"lessons/{entry.package}/README.md does not end with a numbered list of questions")
-    return questions + "\n"
+def make_points_remark(entry: Module, root: Path) -> str:
+    """Return the points of a module's written questions in brackets, or "" if they have none."""
+    points = written.count_points([entry], root)
+    answers = f"lessons/{entry.package}/{written.ANSWERS}"
+    return f" ({written.format_points(points)}), answered in [{written.ANSWERS}]({answers})" if points else ""
 
 
 def format_table(headings: Iterable[object], rows: Iterable[Iterable[object]]) -> str:

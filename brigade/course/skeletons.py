@@ -1,4 +1,5 @@
-"""Generate the skeletons from the solutions, and the lists of modules in documents from the table.
+"""Generate the skeletons from the solutions, the templates for written answers from the readings' questions, and the
+lists of modules in documents from the table.
 
 A solution marks what the student writes with comments, as in nbgrader:
 
@@ -16,7 +17,7 @@ import re
 import time
 from pathlib import Path
 
-from brigade.course import handout
+from brigade.course import handout, written
 from brigade.course.modules import HAS_SOLUTIONS, MODULES, ROOT, CourseError, Module
 
 STORED_SKELETONS = "skeletons"  # their directory in the student edition, which has no solutions
@@ -42,20 +43,31 @@ def make_skeleton(entry: Module) -> str:
 
 
 def find_outdated() -> list[Path]:
-    """Return the skeletons and documents that differ from what `write` would write."""
+    """Return the skeletons, templates and documents that differ from what `write` would write."""
     files = {ROOT / "lessons" / entry.path: make_skeleton(entry) for entry in MODULES} | handout.make_documents(ROOT)
+    files |= {ROOT / "lessons" / get_answers_path(entry): written.make_template(entry, ROOT) for entry in MODULES}
     return [path for path, text in files.items() if not path.is_file() or path.read_bytes() != text.encode()]
 
 
 def write() -> list[Path]:
-    """Write all skeletons and documents. Return the files that changed. Move replaced skeletons to REPLACED."""
+    """Write all skeletons, templates and documents. Return the files that changed.
+
+    Move replaced skeletons and templates to REPLACED.
+    """
     changed = find_outdated()
     for entry in MODULES:
         if ROOT / "lessons" / entry.path in changed:
             write_skeleton(entry)
+        answers = ROOT / "lessons" / get_answers_path(entry)
+        replace_file(answers, written.make_template(entry, ROOT), ROOT / REPLACED / entry.package)
     for path, text in handout.make_documents(ROOT).items():
         path.write_text(text)
     return changed
+
+
+def get_answers_path(entry: Module) -> Path:
+    """Return the path of the file with written answers, relative to `lessons` or a submission."""
+    return Path(entry.package) / written.ANSWERS
 
 
 def write_skeleton(entry: Module) -> Path:
@@ -71,7 +83,11 @@ def reset(entry: Module) -> Path | None:
 
 def replace(entry: Module, backups: Path) -> Path | None:
     """Write the skeleton to `lessons`. Move a file that differs to `backups` and return its new path, else None."""
-    path, text = ROOT / "lessons" / entry.path, make_skeleton(entry)
+    return replace_file(ROOT / "lessons" / entry.path, make_skeleton(entry), backups)
+
+
+def replace_file(path: Path, text: str, backups: Path) -> Path | None:
+    """Write a file. Move an existing file that differs to `backups` and return its new path, else None."""
     backup = None
     if path.exists() and path.read_bytes() != text.encode():
         backups.mkdir(parents=True, exist_ok=True)

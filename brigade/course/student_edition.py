@@ -2,7 +2,8 @@
 
     python -m brigade.course.student_edition
 
-It contains the toolkit without the grader, and the other files named here, if git tracks them. Skeletons are generated.
+It contains the toolkit without the grader, and the other files named here, if git tracks them. Skeletons and
+the templates for written answers are generated.
 `student/` contains the files that differ from the course's own. All other files stay out.
 """
 
@@ -15,7 +16,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from brigade.course import editions, handout, skeletons, validation
+from brigade.course import editions, handout, skeletons, validation, written
 from brigade.course.modules import MODULES, ROOT, CourseError
 
 INCLUDED = (".gitignore", "LICENSE", "assignments.md", "pyproject.toml", "setup.mk")
@@ -44,6 +45,7 @@ def collect_files() -> dict[Path, bytes]:
     for entry in MODULES:
         for folder in ("lessons", skeletons.STORED_SKELETONS):
             contents[folder / entry.path] = skeletons.make_skeleton(entry).encode()
+        contents["lessons" / skeletons.get_answers_path(entry)] = written.make_template(entry).encode()
     for document in (Path("README.md"), Path("assignments.md")):
         text = handout.fill_in(contents[document].decode(), ROOT)
         contents[document] = re.sub(r"<!-- .* -->\n+", "", text).encode()

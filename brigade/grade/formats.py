@@ -17,6 +17,7 @@ from xml.etree import ElementTree
 
 from brigade.checks import render
 from brigade.checks.verdict import Outcome, Verdict
+from brigade.course import written
 from brigade.course.modules import CourseError, get_module
 from brigade.grade.outcome import UNFINISHED, Grading
 from brigade.grade.static_look import HEADING
@@ -56,8 +57,15 @@ def write(path: Path, text: str) -> None:
 
 
 def format_heading(grading: Grading) -> str:
-    """Return the score, the seed and the remarks, one per line."""
-    return "\n".join([f"{grading.score} of {grading.max_score} points, seed {grading.seed}", *list_remarks(grading)])
+    """Return the score, the seed, the written points that are not in it and the remarks, one per line."""
+    score = f"{grading.score} of {grading.max_score} points, seed {grading.seed}"
+    return "\n".join([score, *filter(None, [format_written_points(grading)]), *list_remarks(grading)])
+
+
+def format_written_points(grading: Grading) -> str:
+    """Return a sentence on the points of the graded modules' written questions, or "" if there are none."""
+    points = written.count_points(get_module(number) for number, _ in grading.modules())
+    return f"Not included: {written.format_points(points)} for written answers. A person grades them." if points else ""
 
 
 def list_remarks(grading: Grading) -> list[str]:

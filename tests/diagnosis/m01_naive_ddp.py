@@ -11,4 +11,6 @@ def explain_launches(launched, case):
         return "another collective than all_reduce is called."
     if sorted(launch.numel for launch in launched) == sorted(p.numel() for p in case.parameters().values()):
         return "frozen parameters are reduced, too."
-    return "a parameter is reduced twice or not at all."
+    if len(launched) > sum(p.requires_grad for p in case.parameters().values()):
+        return "a parameter is reduced twice, for example a tied one, which has two names."
+    return "a parameter is not reduced."

@@ -1,7 +1,19 @@
 """Likely causes when a check of module 2 fails."""
 
+import torch
+
+from brigade.checks.diagnose.evidence import join_names
+
 COPY = (
     "the result is written into a copy of p.grad: contiguous() and reshape() copy a gradient that is not contiguous. "
+    "Use p.grad.copy_(piece.view(p.shape))."
+)
+IN_MEMORY_ORDER = (
+    "gradients are flattened in the order of memory, but the pieces are copied back in the order of the shape. "
+    "reshape(-1) flattens in the order of the shape."
+)
+TO_MEMORY_ORDER = (
+    "the pieces are copied back in the order of memory, but gradients are flattened in the order of the shape. "
     "Use p.grad.copy_(piece.view(p.shape))."
 )
 REPLACED = "p.grad is replaced by a piece of the flat tensor. Copy the piece into p.grad instead."
@@ -18,22 +30,53 @@ def explain_launches(launched, case):
         return "every parameter is still reduced by itself."
     if len(dtypes) > 1 and [launch.numel for launch in launched] == [sum(p.numel() for p in trainable)]:
         return "torch.cat casts tensors of several dtypes to the widest. Use one flat tensor per dtype."
+    carried = {launch.dtype for launch in launched}
+    lost = sorted({str(dtype).removeprefix("torch.") for dtype in dtypes} - carried)
+    if len(carried) == len(launched) == len(dtypes) - len(lost) and lost:
+        return f"the gradients of some dtypes are not reduced: there is no launch of {join_names(lost)}."
     if len(launched) == len(dtypes) > len({launch.dtype for launch in launched}):
         return "the flat tensors do not have the dtypes of their gradients: gradients are cast to another dtype."
     return ""
 
 
 def explain_copies(case):
-    """Return the gradients if only those that are contiguous receive the average."""
+    """Return the gradients if only contiguous ones receive the average, or if memory order and shape are mixed up."""
     average, is_copied = case.gradients(), {name: not p.is_contiguous() for name, p in case.parameters().items()}
     local = [case.gradients([rank]) for rank in case.group]
-    return {COPY: [{name: own[name] if is_copied[name] else average[name] for name in average} for own in local]}
+    parameters, size = case.parameters(), len(case.group)
+    as_flattened, as_returned = (
+        {name: reorder(gradient, parameters[name].stride(), is_inverse) for name, gradient in average.items()}
+        for is_inverse in (False, True)
+    )
+    return {
+        COPY: [{name: own[name] if is_copied[name] else average[name] for name in average} for own in local],
+        IN_MEMORY_ORDER: [as_flattened] * size,
+        TO_MEMORY_ORDER: [as_returned] * size,
+    }
 
 
-def explain_volume(sent, nbytes):
-    """Explain why a step sends `sent` bytes although its gradients have `nbytes`."""
-    if sent == 2 * nbytes:
+def reorder(gradient, stride, is_inverse):
+    """Return a gradient whose entries were read, or written (is_inverse), in the order of memory with these strides."""
+    in_memory = torch.empty_strided(gradient.shape, stride, dtype=gradient.dtype)
+    in_order = in_memory.as_strided((gradient.numel(),), (1,))
+    if is_inverse:
+        in_order.copy_(gradient.flatten())
+        return in_memory.clone()
+    in_memory.copy_(gradient)
+    return in_order.view(gradient.shape).clone()
+
+
+def explain_volume(launched, case):
+    """Explain why a step does not send each trainable gradient once."""
+    every = case.parameters().values()
+    trainable = [p for p in every if p.requires_grad]
+    numel, expected = sum(launch.numel for launch in launched), sum(p.numel() for p in trainable)
+    if numel == 2 * expected:
         return "every gradient travels twice."
-    if sent > nbytes:
-        return "frozen parameters travel, a tied one travels twice, or values are cast to a wider dtype."
-    return "gradients are left out, or they are cast to a narrower dtype."
+    if numel > expected:
+        if len(trainable) < len(every) and numel == sum(p.numel() for p in every):
+            return "frozen parameters travel, too."
+        return "a parameter travels twice, for example a tied one, or padding travels."
+    if numel < expected:
+        return f"some gradients are left out: {expected - numel} elements are missing."
+    return "gradients are cast to another dtype."

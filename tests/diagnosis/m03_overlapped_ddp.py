@@ -10,7 +10,6 @@ TENSOR_HOOK = (
     "a tensor hook (register_hook) receives the incoming gradient, without what earlier backward passes accumulated. "
     "Use register_post_accumulate_grad_hook, which runs after accumulation."
 )
-COLLECTED = "launches are collected and made only at the end of backward."
 LAST_HANDLE = "finish_grad_sync does not wait on every handle. Waiting on the last one does not complete the others."
 NEVER_CLEARED = "the list of handles is never cleared."
 
@@ -37,6 +36,13 @@ def explain_launches(launched, case):
     if len(launched) == 1:
         return "all gradients travel in one launch, as in module 2."
     return ""
+
+
+def explain_late_launch(num_ready, num_gradients):
+    """Explain why a gradient is launched only when `num_ready` of all gradients are ready."""
+    if num_ready == num_gradients:
+        return "launches are collected and made only at the end of backward."
+    return "launches are collected and made several gradients later. The hook must launch its own gradient immediately."
 
 
 def explain_race(events, step):

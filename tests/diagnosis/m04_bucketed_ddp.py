@@ -56,6 +56,15 @@ def run_plan(submission, case, cap):
     return answers and [[named[i][0] if i >= 0 else "" for i in bucket] for bucket in answers[0][0]]
 
 
+def explain_plan(planned, case, cap):
+    """Explain why plan_buckets divides the case's model into these lists of names; None if it fails."""
+    sizes = {name: p.numel() * p.element_size() for name, p in case.parameters().items()}
+    for bucket in planned or []:
+        if len(bucket) > 1 and sum(sizes.get(name, 0) for name in bucket) > cap:
+            return f"{SEE_RULE} A bucket exceeds the cap: it must close before the parameter that does not fit."
+    return SEE_RULE
+
+
 @contextlib.contextmanager
 def blame_plan(submission, case, cap):
     """Blame plan_buckets for a failure in the block if it loses a parameter of the case's model."""
@@ -76,8 +85,9 @@ def explain_launches(submission, case, buckets, cap, events, step):
     parameters = {name: p.numel() for name, p in case.parameters().items() if p.requires_grad}
     launched = [launch.numel for launch in launches(events, step)]
     expected = [sum(parameters[name] for name in bucket) for bucket in buckets]
-    if run_plan(submission, case, cap) != buckets:
-        return SEE_RULE
+    planned = run_plan(submission, case, cap)
+    if planned != buckets:
+        return explain_plan(planned, case, cap)
     if cause := find_leftover(events):
         return cause
     if sorted(launched) == sorted(parameters.values()):

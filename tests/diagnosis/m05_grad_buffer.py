@@ -11,10 +11,13 @@ from brigade.events import launches, list_ready_gradients
 
 # plan_layout
 ALIGNED = "the start of a parameter is not rounded up to a multiple of 64 elements (elements, not bytes)."
-CLOSED_ELSEWHERE = (
-    "a bucket is closed at the wrong parameter. It closes once it holds bucket_numel elements, counted from its start "
-    "to the end of its last parameter, gaps included."
+RULE = (
+    "It closes once it has bucket_numel elements or more, counted from its start to the end of its last parameter, "
+    "gaps included."
 )
+CLOSED_ELSEWHERE = f"a bucket closes at the wrong parameter. {RULE}"
+NO_MAIN_GRAD = "grad_dtype is not used, or attach_views does not set parameter.main_grad to the view."
+NO_ROUNDED_GRAD = "finish_accumulation does not copy main_grad, rounded, to p.grad."
 WRONG_TOTAL = "numel is not the end of the last bucket, padding included."
 
 COPIED_GRADIENTS = (
@@ -33,12 +36,26 @@ NARROWER = (
 def explain_layout(field, answer, layout, arguments, keywords):
     """Return why `field` of a planned layout is wrong; the fields in front of it are right."""
     if field == "bucket_of":
-        return CLOSED_ELSEWHERE
+        return explain_bucket_of(answer["bucket_of"], layout, arguments)
     if field == "param_ranges":
         return explain_param_ranges(answer, layout, arguments, keywords)
     if field == "bucket_ranges":
         return explain_bucket_ranges(answer, layout, arguments, keywords)
     return WRONG_TOTAL
+
+
+def explain_bucket_of(bucket_of, layout, arguments):
+    """Return why a bucket closes at the wrong parameter, although all parameters have a bucket."""
+    wrong = next((i for i, (a, b) in enumerate(zip(bucket_of, layout["bucket_of"])) if a != b), None)
+    if wrong is None:
+        return CLOSED_ELSEWHERE
+    if bucket_of[wrong] > layout["bucket_of"][wrong]:
+        return f"a bucket closes before the parameter that fills it. It must contain that parameter. {RULE}"
+    bucket = layout["bucket_of"][wrong - 1]  # this one should have closed
+    start = layout["bucket_ranges"][bucket][0]
+    if layout["param_ranges"][wrong - 1][1] - start == arguments[1]:
+        return "a bucket that has exactly bucket_numel elements does not close. Compare with >=, not with >."
+    return f"a bucket closes too late. {RULE}"
 
 
 def explain_param_ranges(answer, layout, arguments, keywords):

@@ -1,9 +1,12 @@
 """Likely causes of failures of module 6's checks."""
 
+import contextlib
+import re
 from collections import Counter
 
 from brigade.checks.diagnose.evidence import find_leftover
-from brigade.events import list_ready_gradients
+from brigade.checks.verdict import CheckFailed
+from brigade.events import launches, list_ready_gradients
 
 # coalesce
 ONE_BY_ONE = "the calls of a block are launched one by one."
@@ -17,9 +20,14 @@ BLOCK_LEFT_OVER = "coalesce keeps something of the block that ended with an exce
 
 # groups
 WHOLE_BUFFER = "the whole buffer is divided or communicated, instead of the buckets of the group."
+OTHER_BUCKETS = "a group does not launch exactly the buckets in bucket_indices, which need not be neighbours."
 WRONG_NUMEL = "plan_layout does not follow the rule of module 5, or the buffer is not made for the size of the group."
 NOT_AWAITED = "wait() is not called on every handle, or one attribute keeps the handle of the last group only."
 RACED = "the buffer is divided or written to while a collective is in progress."
+MIXED_ORDER = (
+    "all-gathers and reduce-scatters have another order on each rank, because it depends on when gradients are ready. "
+    "Launch the all-gather of a group before the reduce-scatter of the next group, or all all-gathers in the finish."
+)
 WRONG_GROUP = "the process group is not passed on to each BucketGroup, or to coalesce and the calls in its block."
 
 
@@ -88,6 +96,20 @@ def suspect_shards(local, average, index, cut, is_subgroup):
     return {cause: [cut(flat)] for cause, flat in hypotheses.items()}
 
 
+@contextlib.contextmanager
+def explain_wrong_buckets(events, lengths):
+    """Explain shards in the block that are wrong because a rank reduces more or fewer elements than its groups have."""
+    try:
+        yield
+    except CheckFailed as failed:
+        total = sum(launch.numel for launch in launches(events, 0) if launch.op == "reduce_scatter")
+        if total > sum(lengths):
+            raise failed.with_cause(f"{OTHER_BUCKETS} Too many elements are reduced.") from None
+        if total < sum(lengths):
+            raise failed.with_cause(f"{OTHER_BUCKETS} Too few elements are reduced.") from None
+        raise
+
+
 def suspect_no_gather(local, cut):
     """Return what is in param_data if it is not gathered; `local` is that of each rank."""
     return {"each rank still has its own parameters: param_data is not gathered.": [cut(data) for data in local]}
@@ -144,6 +166,18 @@ def explain_groups(made, expected, op, events):
     if made:
         return "a group does not have buckets_per_group buckets of one buffer. Only the last group may have fewer."
     return ""
+
+
+@contextlib.contextmanager
+def explain_mixed_order():
+    """Explain all-gathers and reduce-scatters in the block that the ranks launch in another order."""
+    try:
+        yield
+    except CheckFailed as failed:
+        called = re.search(r"called (\w+) #.* where rank \d+ called (\w+) #", str(failed.verdict))
+        if called and set(called.groups()) == {"reduce_scatter", "all_gather"}:
+            raise failed.with_cause(MIXED_ORDER) from None
+        raise
 
 
 def explain_early_launch(events, step, launch, groups):

@@ -1,8 +1,11 @@
 """Likely causes of failures of module 7's checks."""
 
 import contextlib
+import re
+from collections import Counter
 
 from brigade.checks.diagnose.evidence import find_leftover, join_names
+from brigade.checks.diagnose.exceptions import UNEQUAL_SHARDS
 from brigade.checks.verdict import CheckFailed
 
 WRONG_VIEW = (
@@ -10,13 +13,17 @@ WRONG_VIEW = (
     "bucket's start, or divides the bucket by another number than the size of the group."
 )
 OLD_VIEWS = "views of the old tensor are kept in addition to those of the new one."
-OTHER_SHARD = "shard r of a bucket must belong to rank r, in grad_data and in param_data. Here it is another rank's."
+OTHER_SHARD = "a rank uses the shard of another rank. Shard r of a bucket belongs to rank r, in both flat tensors."
+COPIES = (
+    "each rank still has its own gradient: the kept tensors are copies (clone, for example) instead of views, or "
+    "nothing is reduced."
+)
 NOT_AWAITED = "wait() is not called on every handle in the step that launched it."
 RACED = "the buffer is written to while a collective is in progress."
 
 
 @contextlib.contextmanager
-def suspect_views():
+def suspect_views(world_size):
     """Blame a view where no other cause is known, because module 6 gives the right numbers."""
     try:
         yield
@@ -25,8 +32,30 @@ def suspect_views():
         is_unequal = any(word in verdict.message for word in ("hape", "size"))  # in the words of torch
         is_general = not verdict.likely_cause or verdict.hypothesis in ("ranks_disagree", "unequal shards")
         if is_general and not verdict.part and (is_unequal or not verdict.error):
-            failed = failed.with_cause(WRONG_VIEW)
+            failed = failed.with_cause(explain_unequal_shards(verdict.message, world_size) or WRONG_VIEW)
+        elif verdict.likely_cause.startswith("each rank still has its own gradient"):
+            failed = failed.with_cause(COPIES)
         raise failed from None
+
+
+def explain_unequal_shards(message, world_size):
+    """Return why the output of a reduce-scatter, times the ranks of the group, is not as long as its input."""
+    if not (match := re.search(UNEQUAL_SHARDS, message)):
+        return ""
+    total, given = map(int, match.groups())
+    if not total:
+        return "the kept shard is empty, as if there was no such rank. Use dist.get_rank(process_group)."
+    if given and total % given == 0 and total > given:
+        return (
+            "a shard is as long as its whole bucket. Either both are the same kept view, because its key does not "
+            "contain the rank, or the shard is not cut out of the bucket."
+        )
+    if total < given and world_size * total % given == 0:
+        return (
+            "the kept shard is too short: the bucket is divided by a larger number than the size of the group. Use "
+            "dist.get_world_size(process_group)."
+        )
+    return ""
 
 
 @contextlib.contextmanager
@@ -39,38 +68,53 @@ def suspect_stale_views(num_moves, gather_grads, events):
         if cause := next(filter(None, map(find_leftover, events)), ""):
             raise failed.with_cause(cause) from None
         if num_moves:
-            cause = f"it was right until reallocate(), and then the views of {flat} still show the old memory."
+            cause = (
+                f"the numbers were right until reallocate(). Since then, kept views of {flat} show other memory: that "
+                "of the old tensor, or that of another cache."
+            )
             raise failed.with_cause(cause) from None
         if not gather_grads and (not failed.verdict.likely_cause or failed.verdict.hypothesis == "ranks_disagree"):
             raise failed.with_cause(OTHER_SHARD) from None
         raise
 
 
-def explain_views(steps, step, package, gather_grads, is_moved):
-    """Return why a step makes views; `steps` has those of each step, and `is_moved` if the buffers moved before it."""
+def explain_views(steps, step, package, gather_grads, is_moved, num_buckets):
+    """Return why a step makes views; `steps` has those of each step, and `is_moved` if the buffers moved before it.
+
+    The buffers have `num_buckets` buckets.
+    """
     views, first = steps[step], sum(view["count"] for view in steps[0])
     earlier = sorted({view["file"] for view in views if not view["module"].startswith(package)})
     own = [view for view in views if view["module"].startswith(package)]
     phases = {view["phase"] for view in own}
     if not own:
         return (
-            f"{join_names(earlier)} is an earlier module. Keep the view there, or let CachedDDP do without that line."
+            f"these lines of {join_names(earlier)}, an earlier module, still run. Keep the view there, or override the "
+            "method that makes it."
         )
     if is_moved and not all(steps[:step]):
         return (
-            "an earlier step made no view. After reallocate() the cache is emptied in every step, not only when the "
-            "tensor is a new one."
+            "before reallocate() a step made no view. Since then, every step empties the cache. Empty it only when the "
+            "tensor is another one, and remember that tensor."
         )
     if not gather_grads and phases >= {"backward", "start_param_sync"}:
         return (
-            "a cache is emptied whenever it is asked for another tensor, and grad_data and param_data share one. Each "
-            "needs a cache of its own, or its tensor must be part of the key."
+            "grad_data and param_data share a cache, which is emptied whenever the tensor changes. Use one cache for "
+            "each, or make the tensor part of the key."
         )
     if all("param" in phase for phase in phases):
         return "the views of grad_data are kept, but those of param_data are not."
-    if sum(view["count"] for view in views) == first:
-        return "the step makes as many views as the first one: they are not kept, or not found again."
-    return f"the first step made {first} views. Some of them are kept, but others are made again in every step."
+    count = sum(view["count"] for view in views)
+    if count == first and gather_grads and count == 2 * num_buckets:  # a shard and a bucket for two collectives
+        return (
+            "views are kept within a step, but not until the next one: the cache is emptied, or made again, in between."
+        )
+    if count == first:
+        return (
+            "no view is kept: the step makes as many as the first one. Either the cache is not searched before a view "
+            "is made, or it is emptied every time, for example because it does not remember its tensor."
+        )
+    return f"some views are kept (the first step made {first}), but every step makes these views again."
 
 
 def explain_launches(launched, numels, gather_grads, events):
@@ -81,9 +125,21 @@ def explain_launches(launched, numels, gather_grads, events):
         return "gradients are gathered although gather_grads is False. Then only parameters are gathered."
     total = sum(launch.numel for launch in launched)
     if total > 2 * sum(numels):
-        return "some buckets are reduced or gathered twice."
+        counts = Counter(launch.op for launch in launched)
+        twice = [f"{op}s" for op in ("reduce_scatter", "all_gather") if counts[op] > len(numels)]
+        return f"some buckets are in two launches: there are too many {join_names(twice) or 'elements'}."
     if len(launched) > 2 * len(numels) and total <= 2 * sum(numels):
-        return "buckets are launched one by one. All buckets_per_group buckets of a group belong in one coalesce block."
+        counts = Counter(launch.op for launch in launched)
+        single = [op for op in ("reduce_scatter", "all_gather") if counts[op] > len(numels)]
+        if len(single) == 1:
+            return (
+                f"the {single[0]}s of a group are launched one by one. Call those of all its buckets in one coalesce "
+                "block."
+            )
+        return (
+            "every bucket is launched by itself: the groups have one bucket each, for example because a constructor "
+            "does not pass buckets_per_group on, or its calls are not in a coalesce block."
+        )
     if len(launched) < 2 * len(numels) and total == 2 * sum(numels):
         return "a launch contains more than buckets_per_group buckets."
     if total < 2 * sum(numels):

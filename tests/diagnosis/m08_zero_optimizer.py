@@ -9,7 +9,7 @@ import torch
 
 from brigade.checks.expectations import agree, expect_equal, join_names
 from brigade.checks.verdict import CheckFailed
-from brigade.events import launches
+from brigade.events import launches, list_ready_gradients
 from expected.m08_zero_optimizer import (
     compute_dots_weights,
     compute_weights,
@@ -22,11 +22,13 @@ from expected.m08_zero_optimizer import (
 # ShardedOptimizer
 ALL_REDUCED = "an all-reduce gives every rank the averages, and every rank keeps the state of all parameters."
 OTHER_ROOT = "the two roots must be the same rank of the group, the parameter's owner."
-CLIPPED_TWICE = "the owner's average is clipped, and then averaged again with gradients that are not."
+CLIPPED_TWICE = (
+    "step reduces the gradients again: it averages the owner's clipped gradient with the other ranks' unclipped ones."
+)
 NOT_REDUCED = "clip_grad_norm_ uses the gradients without reducing them first."
 SKIPPED = (
-    "clip_grad_norm_ takes the gradients for reduced, because the step before was skipped (its norm was not finite). "
-    "zero_grad must end that."
+    "clip_grad_norm_ assumes that the gradients are already reduced, because the previous step was skipped (its norm "
+    "was not finite). zero_grad must reset this (is_reduced in the skeleton)."
 )
 
 # ZeroOptimizer
@@ -35,15 +37,24 @@ NO_OPTIMIZER = "ZeroOptimizer is not a subclass of torch.optim.Optimizer."
 GATHERED = "the constructor does not set ddp.gather_grads, and finish_grad_sync gathers all gradients on all ranks."
 NO_INNER = "the inner optimizer is not the attribute `optim`."
 WHOLE_MASTERS = "each rank has fp32 main parameters of whole parameters, not only of the parts in its shards."
-NOT_ELEMENTWISE = "shards cut parameters, and for a part of a parameter such an optimizer computes other updates."
+NOT_ELEMENTWISE = (
+    "the optimizer is not elementwise: for a part of a parameter it computes other updates than for the whole, and "
+    "shards cut parameters."
+)
 NO_SENTENCE = "the exception does not say why the optimizer is refused."
 INNER_GROUPS = "param_groups contain what this rank steps on. That belongs to `optim`; param_groups are the user's."
 CLOSURE = "step must call the closure itself, once, and return its result."
 NOT_SCALED = "the shards are not all scaled by max_norm / norm, with the norm that clip_grad_norm_ returns."
-ONE_SHARD = "the value is in the shard of one rank. The others must learn of it through the sum over the ranks."
-NOT_COVERED = "a rank does not load the part of each moment that its own shards cover with the new number of ranks."
+ONE_SHARD = (
+    "only one rank's shard contains this value, and it is lost before or in the sum of the squares over the ranks."
+)
+NOT_COVERED = (
+    "a rank does not load the part of each moment that belongs to its own shards. With another number of ranks they "
+    "are other parts."
+)
 MASTERS_NOT_COVERED = (
-    "a rank does not load the part of each main parameter that its own shards cover with the new number of ranks."
+    "a rank does not load the part of each main parameter that belongs to its own shards. With another number of ranks "
+    "they are other parts."
 )
 LOST_STATE = "a rank without a part of a parameter does not get its state from the other ranks."
 
@@ -53,7 +64,51 @@ def suspect_nothing():
     return {}
 
 
+@contextlib.contextmanager
+def explain_mismatch(find):
+    """Explain collectives in the block that differ between ranks by what `find` returns for the ranks' records."""
+    try:
+        yield
+    except CheckFailed as failed:
+        cause = find(failed.events) if failed.verdict.ending in ("mismatch", "deadlock") and failed.events else ""
+        raise (failed.with_cause(cause) if cause else failed) from None
+
+
 # ---- ShardedOptimizer
+
+
+def find_skipped_parameter(events_by_rank):
+    """Return why the ranks do not reduce or broadcast the same parameters, as far as their records go."""
+    sent = [[e for e in own if e["kind"] == "launch" and e["op"] == "broadcast"] for own in events_by_rank]
+    owned = [all(e["ranks"][e["root"]] == rank for e in events) for rank, events in enumerate(sent) if events]
+    if len(owned) > 1 and all(owned):
+        return (
+            "each rank broadcasts only the parameters that it owns. All ranks must call the broadcast of every "
+            "parameter, because the others receive it."
+        )
+    used = [{name for _, name in list_ready_gradients(own, 0)} for own in events_by_rank]
+    reduced = [{x.name for x in launches(own) if x.op == "reduce"} for own in events_by_rank]
+    is_limited = all(names <= own for names, own in zip(reduced, used))  # to what each rank used
+    if is_limited and any(set.union(*reduced) - own for own in used):
+        return (
+            "a rank does not reduce a parameter that it did not use, because its gradient is None. All ranks must call "
+            "the reduce of every trainable parameter, with zeros if there is no gradient."
+        )
+    return ""
+
+
+def find_unawaited(events_by_rank):
+    """Return which launches of the first step nobody waits on; "" if there are none."""
+    for rank, own in enumerate(events_by_rank):
+        for op in ("reduce", "broadcast"):
+            launched = [launch for launch in launches(own, 0) if launch.op == op]
+            unawaited = [launch for launch in launched if not launch.waits]
+            if unawaited:
+                return (
+                    f"the handles of {len(unawaited)} of {len(launched)} {op}s are never waited on (rank {rank}). The "
+                    "result of a collective is NaN until somebody waits on its handle."
+                )
+    return ""
 
 
 def explain_gradients_left(names_by_rank):
@@ -99,9 +154,12 @@ def suspect_weights(case, job, changes, actual, step, events):
     options = {cause: train_unsharded(case, job | change)["weights"] for cause, change in changes().items()}
     if step == -1:
         if stops_reducing(events, step=1):
-            cause = "no gradient is reduced after step 0, as if all were reduced already. step must end that."
+            cause = (
+                "no gradient is reduced after step 0, as if all were already reduced. step must reset this (is_reduced "
+                "in the skeleton)."
+            )
             return {cause: actual}
-        cause = "the state is lost in every step, because the inner optimizer is made again."
+        cause = "the state is lost in every step, because each step creates a new inner optimizer."
         options[cause] = train_unsharded(case, job, forget=True)["weights"]
     hypotheses = {cause: [weights[step]] * len(actual) for cause, weights in options.items()}
     return hypotheses | (suspect_first_step(case, job, actual, events) if step == 0 else {})
@@ -127,7 +185,7 @@ def suspect_first_step(case, job, actual, events):
     hypotheses = {}
     if wrong := find_wrong_root(case, events):
         hypotheses[f"{wrong}. {OTHER_ROOT[0].upper()}{OTHER_ROOT[1:]}"] = actual
-    hypotheses["the owner steps with its own gradient: gradients are not reduced, or the result is not used."] = owners
+    hypotheses[explain_own_gradients(events)] = owners
     for factor, cause in list_factors(size, case.world_size):
         hypotheses[cause] = [{name: start[name] + factor * (one[name] - start[name]) for name in one}] * size
     if any(not torch.equal(tensors[name], start[name]) for name in frozen for tensors in actual):
@@ -137,8 +195,17 @@ def suspect_first_step(case, job, actual, events):
     hypotheses["new weights do not reach every rank. Every parameter must be broadcast from its owner."] = [
         {name: start[name] if name in stepped else one[name] for name in one}
     ] * size
-    hypotheses["no rank steps it. A rank must compare the owner with its rank in the group."] = [start] * size
+    cause = "no rank updates the parameters. Compare the owner with the rank in the group, not with that in the world."
+    hypotheses[cause] = [start] * size
     return hypotheses
+
+
+def explain_own_gradients(events):
+    """Return why owners step with their own gradients."""
+    own = "the owner steps with its own gradient"
+    if not any(launch.op in ("reduce", "all_reduce") for launch in launches(events, 0)):
+        return f"{own}: the step does not reduce the gradients."
+    return f"{own}: a copy of it is reduced, or the result of the reduce is not used."
 
 
 def list_factors(size, world_size):
@@ -207,7 +274,7 @@ def explain_state(owned, numels, problem):
     if problem["late"]:
         return "what a rank owns is forgotten when a group is added later."
     if len(problem["first"]) > 1:
-        return "sharing starts from zero in each group. A rank's load is what it owns in all groups."
+        return "balancing starts from zero in each group. Count what a rank owns in all groups."
     if idle:
         return f"rank {join_names(idle)} owns nothing: every owner is the same rank, or one of too few ranks."
     if all(indices == trainable[rank :: len(owned)] for rank, indices in enumerate(owned)):
@@ -304,6 +371,16 @@ def explain_different_norms(norms, expected):
 # ---- ZeroOptimizer
 
 
+def find_skipped_shard(events_by_rank):
+    """Return why all-reduces differ between ranks when they make a state_dict."""
+    if not all(own and launches(own)[-1].op == "all_reduce" for own in events_by_rank):
+        return ""
+    return (
+        "state_dict does not assemble the same entries on all ranks. Every rank must call all_gather_full for every "
+        "parameter, in the same order, including parameters of which it has no part."
+    )
+
+
 @contextlib.contextmanager
 def explain_weights(actual, expected, start, hypotheses, tolerance, otherwise):
     """Explain weights that are wrong; `hypotheses` gives functions that compute the weights of a mistake."""
@@ -316,7 +393,7 @@ def explain_weights(actual, expected, start, hypotheses, tolerance, otherwise):
 def find_cause(actual, expected, start, hypotheses, tolerance, otherwise):
     """Return the mistake that explains wrong weights; `otherwise` if it is none of the hypotheses."""
     if any(bool(tensor.isnan().any()) for weights in actual for tensor in weights.values()):
-        return "weights are NaN, as if they were read before the handle of their all-gather is waited on."
+        return "weights are NaN: they are read before the handle of their all-gather is waited on."
     if any(not are_close(weights, actual[0], tolerance) for weights in actual):
         return (
             "the ranks have different weights. They must be gathered from all ranks after each rank has stepped on its "
@@ -328,7 +405,7 @@ def find_cause(actual, expected, start, hypotheses, tolerance, otherwise):
     if otherwise:
         return otherwise
     if are_close(actual[0], start, 0.0):
-        return f"no weight has changed: a rank does not step on the shards that it sends. {SHARE}"
+        return f"no weight has changed: a rank does not step on the shards that it sends in the all-gather. {SHARE}"
     still = [
         name
         for name in expected
@@ -408,13 +485,16 @@ def explain_volume(inside, numel, dtype):
         return "the step does not gather the weights with ddp.start_param_sync() and ddp.finish_param_sync()."
     if others := sorted({launch.op for launch in inside} - {"all_gather"}):
         return (
-            f"the step launches {join_names(others)}. A rank sends its own shard and needs the others': an all-gather, "
-            "half the bytes of an all-reduce."
+            f"the step launches {join_names(others)}. A rank needs only the shards of the other ranks. An all-gather "
+            "moves them, with half the bytes of an all-reduce."
         )
     if {launch.dtype for launch in inside} - {dtype}:
         return "main parameters are gathered. Gather the rounded weights, which are smaller."
     if sum(launch.numel for launch in inside) > numel:
-        return "gradients are gathered too, or weights are gathered twice."
+        return (
+            "the step launches too many all-gathers: gradients are gathered too, or weights are gathered twice, for "
+            "example before and after the inner optimizer's step."
+        )
     return "only some of the weights are gathered. ddp.start_param_sync() gathers all groups."
 
 
@@ -423,7 +503,7 @@ def suspect_groups(case, recipe):
     if "late" in recipe:
         late = recipe["late"]
         changed = {
-            "the group added later is never stepped. The inner optimizer has groups of its own, and needs it too.": {
+            "the group added later is never stepped. Add it to the inner optimizer too, which has its own groups.": {
                 "late": late | {"options": {"lr": 0.0, "weight_decay": 0.0}}
             },
             "the group added later loses its own options.": {"late": late | {"options": {}}},
@@ -434,13 +514,13 @@ def suspect_groups(case, recipe):
     else:
         groups = recipe["groups"]
         changed = {
-            "a scheduler's learning rates do not reach the inner optimizer, which has groups of its own.": {
+            "the scheduler's learning rate does not reach the inner optimizer, which has its own groups.": {
                 "gamma": 1.0
             },
             "the learning rate is copied to the inner optimizer in every step, but the other options are not.": {
                 "change": {}
             },
-            "options that change do not reach the inner optimizer, which has groups of its own.": {
+            "changed options, such as the learning rate, do not reach the inner optimizer, which has its own groups.": {
                 "gamma": 1.0,
                 "change": {},
             },
@@ -473,18 +553,22 @@ def scale_to(params, max_norm):
     return norm
 
 
-def explain_norms(norms, expected):
-    """Return why the ranks have these norms in one step instead of the expected one."""
+def explain_norms(norms, expected, num_shards):
+    """Return why the ranks have these norms in one step, not the expected one, of parameters in `num_shards` shards."""
     if any(map(math.isnan, norms)):
         return "the norm is NaN: a gradient is read before the handle of its reduce-scatter is waited on."
     if not math.isclose(max(norms), min(norms), rel_tol=1e-6):
         return explain_different_norms(norms, expected)
     if math.isclose(norms[0] * len(norms) ** 0.5, expected, rel_tol=1e-6):
         return "the squares are averaged over the ranks, not summed."
-    return (
-        "the norm is not the root of the sum of the squares in all ranks' own shards. Norms are added instead of their "
-        "squares, or the rest of the buffer is counted, which does not contain averages."
-    )
+    if expected < norms[0] ** 2 < expected * math.sqrt(num_shards):  # far from every norm: gradients are large here
+        return "norms are added, and the root of their sum is taken. Add the squares of the norms."
+    if norms[0] > expected:
+        return (
+            "the norm is too large. Either the whole buffer is counted, although only a rank's own shards contain "
+            "averages, or norms are added instead of their squares."
+        )
+    return "the norm is not the root of the sum of the squares in all ranks' own shards."
 
 
 def suspect_loading(resume, weights, state, recipe):
@@ -526,7 +610,7 @@ def explain_entry(shape, expected):
         return "this entry of the inner optimizer's state is not saved."
     if math.prod(shape) == math.prod(expected):
         return "the entry does not have the parameter's shape: it must be reshaped."
-    return "the entry is only a part of the whole. The parts of all ranks must be put together."
+    return "the entry is only a part of the whole. Assemble the parts of all ranks."
 
 
 @contextlib.contextmanager
@@ -535,7 +619,10 @@ def suspect_own_parts():
     try:
         yield
     except CheckFailed as failed:
-        cause = "each rank knows only its own shards. The parts of all ranks must be put together, each in its place."
+        cause = (
+            "a rank has only its own shards of the moments. Assemble the parts of all ranks, each at its position in "
+            "the parameter."
+        )
         raise failed.with_cause(cause) from None
 
 
@@ -551,10 +638,10 @@ def suspect_no_masters(recipe, start, inputs, masters):
     }
 
 
-def suspect_rounded_masters(recipe, masters, start, inputs, state):
-    """Return main parameters that a checkpoint loses."""
-    cause = (
-        "main parameters are made from the rounded weights after loading. state_dict must contain them as "
-        '"masters", and load_state_dict must load them.'
-    )
+def suspect_rounded_masters(recipe, masters, start, inputs, state, saved):
+    """Return main parameters that a checkpoint loses; `saved` is the state_dict."""
+    cause = "main parameters are made from the rounded weights after loading. load_state_dict must load them from "
+    cause += '"masters".'
+    if not saved["masters"]:
+        cause = 'state_dict does not contain the main parameters: "masters" is empty.'
     return {cause: partial(compute_dots_weights, recipe, widen(round_like(masters, start)), inputs, state, start)}

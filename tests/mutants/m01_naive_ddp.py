@@ -29,14 +29,14 @@ MUTANTS = [
         STATE,
         "[*(p for p in module.parameters() if p.requires_grad), *module.buffers()]",
         ("test_parameters_start_equal",),
-        "still has its own parameters",
+        "still has its own frozen parameters",
     ),
     Mutant(
         "buffers that are not floats not broadcast",
         STATE,
         "[*module.parameters(), *(b for b in module.buffers() if b.is_floating_point())]",
         ("test_buffers_start_equal",),
-        "still has its own buffers",
+        "own buffers of integers or booleans",
     ),
     Mutant(
         "state_dict broadcast: buffers that are not persistent left out",
@@ -64,7 +64,7 @@ MUTANTS = [
         BROADCAST,
         BROADCAST.replace("whole", "whole.clone()"),
         ("test_parameters_start_equal", "test_buffers_start_equal"),
-        "only copies of them",
+        "only copies of them are broadcast",
     ),
     Mutant("summed, not averaged", DIVIDE, "pass", ("test_gradients_are_averaged", "test_subgroups"), "summed"),
     Mutant(
@@ -130,7 +130,7 @@ MUTANTS = [
         REDUCE,
         REDUCE.replace("parameter.grad", "parameter.grad.clone()"),
         ("test_gradients_are_averaged", "test_several_steps"),
-        "or only a copy of it is",
+        "only a copy of it is reduced",
     ),
     Mutant(
         "zeros of torch's own dtype",
@@ -164,7 +164,7 @@ MUTANTS = [
         LOOP,
         "for _, parameter in self.module.named_parameters(remove_duplicate=False):",
         ("test_one_all_reduce_per_parameter",),
-        "reduced twice",
+        "a tied one, which has two names",
     ),
     Mutant(
         "asynchronous without a wait",

@@ -62,7 +62,7 @@ MUTANTS = [
         COPY_BACK,
         "pass",
         ("test_gradients_are_averaged", "test_mixed_dtypes"),
-        "the result is not used",
+        "the result is not copied back",
     ),
     Mutant(
         "all dtypes in one flat float32 tensor",
@@ -112,19 +112,21 @@ MUTANTS = [
         "for parameters in self.parameters_by_dtype.values():",
         "for parameters in list(self.parameters_by_dtype.values())[:1]:",
         ("test_one_all_reduce_per_dtype", "test_mixed_dtypes", "test_bytes_on_the_wire"),
+        "the gradients of some dtypes are not reduced",
     ),
     Mutant(
         "frozen parameters travel",
         TRAINABLE,
         "if True:",
         ("test_bytes_on_the_wire",),
-        "frozen parameters travel",
+        "frozen parameters travel, too",
     ),
     Mutant(
         "the largest half of the parameters only",
         TRAINABLE,
         "if parameter.requires_grad and parameter.dim() > 1:",
         ("test_bytes_on_the_wire", "test_gradients_are_averaged", "test_steps_and_subgroups"),
+        "some gradients are left out",
     ),
     Mutant(
         "padded to a round size",
@@ -170,6 +172,7 @@ MUTANTS = [
         FLATTEN,
         FLATTEN.replace("reshape(-1)", "as_strided((parameter.numel(),), (1,))"),
         ("test_gradients_keep_shape_and_stride",),
+        "flattened in the order of memory",
     ),
     Mutant(
         "divided by the size of the world",

@@ -50,7 +50,7 @@ MUTANTS = [
         LAUNCH,
         LAUNCH.replace("parameter.grad", "parameter.grad.clone()"),
         ("test_gradients_are_averaged",),
-        "or only a copy of it is",
+        "only a copy of it is reduced",
     ),
     Mutant(
         "weights reduced instead of gradients",
@@ -96,7 +96,7 @@ MUTANTS = [
         "                handle = dist.all_reduce(parameter.grad, group=self.process_group, async_op=True)\n"
         "                self.in_flight.append((handle, parameter))",
         ("test_launches_follow_their_gradients",),
-        "launches are collected",
+        "several gradients later",
     ),
     Mutant(
         "last handle never waited on",

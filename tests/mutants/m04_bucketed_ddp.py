@@ -49,7 +49,7 @@ MUTANTS = [
         RULE,
         RULE.replace("nbytes + size > bucket_cap_bytes", "nbytes > bucket_cap_bytes"),
         ("test_no_sync_accumulates", "test_unused_parameters"),
-        "See test_bucket_rule",
+        "A bucket exceeds the cap",
     ),
     Mutant("an exact fit closes", RULE, RULE.replace("> bucket", ">= bucket"), ("test_bucket_rule",), "fits exactly"),
     Mutant(
@@ -123,7 +123,13 @@ MUTANTS = [
     ),
     Mutant("summed, not averaged", DIVIDE, "pass\n", ("test_gradients_are_averaged",), "summed"),
     Mutant("divided by a literal 2", DIVIDE, "self.flat /= 2\n", ("test_gradients_are_averaged",), "divided by 2"),
-    Mutant("the result not copied back", COPY_BACK, "pass", ("test_gradients_are_averaged",), "the result is not used"),
+    Mutant(
+        "the result not copied back",
+        COPY_BACK,
+        "pass",
+        ("test_gradients_are_averaged",),
+        "the result is not copied back",
+    ),
     Mutant("no wait", WAIT, "pass\n", ("test_gradients_are_averaged",), "waited on"),
     Mutant(
         "buckets of one parameter never waited on",

@@ -78,14 +78,14 @@ MUTANTS = [
         ("test_layout_rule",),
         "does not contain exactly its own elements",
     ),
-    Mutant("closed only when exceeded", FULL, FULL.replace(">=", ">"), ("test_layout_rule",), "once it holds"),
+    Mutant("closed only when exceeded", FULL, FULL.replace(">=", ">"), ("test_layout_rule",), "Compare with >="),
     Mutant(
         "closed before the parameter that fills it",
         FULL,
         "is_full = bucket_numel is not None and i + 1 < len(numels)"
         " and end + numels[i + 1] - bucket_start > bucket_numel",
         ("test_layout_rule",),
-        "once it holds",
+        "closes before the parameter that fills it",
     ),
     Mutant(
         "no padding at the end",
@@ -287,7 +287,7 @@ MUTANTS = [
         HAS_MAIN,
         "self.has_main_grad = False",
         ("test_main_grad_accumulates_in_fp32",),
-        "parameters have none",
+        "grad_dtype is not used",
     ),
     Mutant(
         "main_grads in a narrower grad_dtype too",
@@ -308,6 +308,7 @@ MUTANTS = [
         ROUNDED,
         "pass",
         ("test_main_grad_accumulates_in_fp32",),
+        "finish_accumulation does not copy main_grad",
     ),
     Mutant(
         "one buffer for all dtypes",

@@ -145,7 +145,7 @@ MUTANTS = [
         "ranges = [(self.buffer.layout.bucket_ranges[self.bucket_indices[0]][0],"
         " self.buffer.layout.bucket_ranges[self.bucket_indices[-1]][1])]\n",
         ("test_bucket_group",),
-        "to shard r of each bucket",
+        "exactly the buckets in bucket_indices",
     ),
     Mutant(
         "summed, not averaged",
@@ -284,6 +284,7 @@ MUTANTS = [
         BEFORE,
         "",
         ("test_steps_and_subgroups",),
+        "Launch the all-gather of a group before",
     ),
     Mutant(
         "gathered before it is reduced",

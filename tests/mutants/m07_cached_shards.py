@@ -57,21 +57,21 @@ MUTANTS = [
         ("test_views_follow_the_buffer",),
         "kept in addition to those of the new one",
     ),
-    Mutant("views made again every time", KEPT, "if True:", STEADY, "they are not kept, or not found again"),
-    Mutant("views made again every time, and moved", KEPT, "if True:", FOLLOW, "they are not kept, or not found again"),
+    Mutant("views made again every time", KEPT, "if True:", STEADY, "no view is kept"),
+    Mutant("views made again every time, and moved", KEPT, "if True:", FOLLOW, "no view is kept"),
     Mutant(
         "module 6's groups",
         GROUP_CLASS,
         "group_class = BucketGroup",
         STEADY + FOLLOW + LAUNCHES,
-        "coalesced.py is an earlier module.",
+        "coalesced.py, an earlier module",
     ),
     Mutant(
         "one cache for gradients and parameters",
         CACHE,
         "cache = self.grad_cache",
         STEADY,
-        "grad_data and param_data share one",
+        "grad_data and param_data share a cache",
     ),
     Mutant(
         "views of parameters not kept",
@@ -85,7 +85,7 @@ MUTANTS = [
         KEPT,
         "if rank is None or (bucket, rank) not in self.views:",
         STEADY,
-        "Some of them are kept",
+        "some views are kept",
     ),
     Mutant(
         "emptied at every finish, for safety",
@@ -97,21 +97,21 @@ MUTANTS = [
             "            group.grad_cache.views.clear()\n"
         ),
         STEADY,
-        "they are not kept, or not found again",
+        "not until the next one",
     ),
     Mutant(
         "the tensor of the views not remembered",
         REMEMBER,
         "self.views.clear()\n",
         STEADY,
-        "they are not kept, or not found again",
+        "does not remember its tensor",
     ),
     Mutant(
         "the first tensor remembered for ever",
         REMEMBER,
         REMEMBER.replace("self.data = data", "self.data = data if self.data is None else self.data"),
         STEADY,
-        "an earlier step made no view",
+        "every step empties the cache",
     ),
     Mutant(
         "a slice in the hook",
@@ -124,7 +124,7 @@ MUTANTS = [
             "            super().mark_ready(index, i)\n"
         ),
         STEADY,
-        "others are made again in every step",
+        "every step makes these views again",
     ),
     Mutant(
         "padding zeroed at every finish",
@@ -136,7 +136,7 @@ MUTANTS = [
             "            buffer.grad_data[buffer.layout.param_ranges[-1][1] :] = 0\n"
         ),
         STEADY,
-        "__setitem__",
+        "every step makes these views again",
     ),
     Mutant(
         "gradients flattened by view at the finish",
@@ -162,14 +162,14 @@ MUTANTS = [
         "in start_param_sync: torch.split(buffer.param_data, 128)",
     ),
     Mutant(
-        "views kept when the buffer moves", IF_NEW, "if self.data is None:", FOLLOW, "it was right until reallocate()"
+        "views kept when the buffer moves", IF_NEW, "if self.data is None:", FOLLOW, "were right until reallocate()"
     ),
     Mutant(
         "renewed only for a tensor of another size",
         IF_NEW,
         "if self.data is None or self.data.numel() != data.numel():",
         FOLLOW,
-        "it was right until reallocate()",
+        "were right until reallocate()",
     ),
     Mutant(
         "views of parameters kept when the buffer moves",
@@ -183,7 +183,7 @@ MUTANTS = [
         VIEW,
         VIEW + ".clone()",
         AVERAGED,
-        "each rank still has its own gradient",
+        "the kept tensors are copies",
     ),
     Mutant(
         "a shard without its bucket's start",
@@ -197,21 +197,21 @@ MUTANTS = [
         OFFSET,
         "start += (rank + 1) % self.dp_size * length",
         FOLLOW,
-        "Here it is another rank's",
+        "uses the shard of another rank",
     ),
     Mutant(
         "found by bucket alone",
         LOOK_UP,
         LOOK_UP.replace("(bucket, rank) not", "bucket not").replace("[bucket, rank]", "[bucket]"),
         AVERAGED,
-        "is not the right bucket or shard",
+        "its key does not contain the rank",
     ),
     Mutant(
         "a default argument that all caches share",
         INIT,
         INIT.replace("dp_size: int", "dp_size: int, views={}").replace("] = {}", "] = views"),
         FOLLOW,
-        "it was right until reallocate()",
+        "that of another cache",
     ),
     Mutant(
         "a constructor that loses buckets_per_group",
@@ -222,7 +222,7 @@ MUTANTS = [
             "        super().__init__(module, bucket_numel, grad_dtype=grad_dtype, process_group=process_group)\n"
         ),
         LAUNCHES,
-        "buckets are launched one by one",
+        "does not pass buckets_per_group on",
     ),
     Mutant(
         "each bucket launched by itself",
@@ -237,7 +237,7 @@ MUTANTS = [
             "        self.grad_handle = type('Handles', (), {'wait': lambda _: [work.wait() for work in works]})()\n"
         ),
         LAUNCHES,
-        "belong in one coalesce block",
+        "reduce_scatters of a group are launched one by one",
     ),
     Mutant(
         "waits in backward",
@@ -267,7 +267,7 @@ MUTANTS = [
             "        super().start_param_sync()\n"
         ),
         LAUNCHES,
-        "some buckets are reduced or gathered twice",
+        "there are too many all_gathers",
     ),
     Mutant(
         "parameters not waited for",
@@ -319,13 +319,13 @@ MUTANTS = [
         STEPS,
         "the hook ignores the flag of no_sync",
     ),
-    Mutant("the rank in the world", RANK, "self.rank = dist.get_rank()", STEPS, "another buffer, bucket or rank"),
+    Mutant("the rank in the world", RANK, "self.rank = dist.get_rank()", STEPS, "Use dist.get_rank(process_group)"),
     Mutant(
         "the size of the world",
         SIZE,
         "size = dist.get_world_size()",
         STEPS,
-        "than the size of the group",
+        "Use dist.get_world_size(process_group)",
     ),
 ]
 

@@ -41,14 +41,14 @@ SHARDED = [
         TRAINABLE,
         "trainable = []\n",
         ("test_sharded_equals_unsharded", "test_sharded_launches"),
-        "the owner steps with its own gradient",
+        "the step does not reduce the gradients",
     ),
     Mutant(
         "copies of the gradients reduced",
         TO_OWNER,
         TO_OWNER.replace("p.grad", "p.grad.clone()"),
         ("test_sharded_equals_unsharded",),
-        "the result is not used",
+        "a copy of it is reduced",
     ),
     Mutant(
         "gradients summed",
@@ -105,7 +105,7 @@ SHARDED = [
         OWNED,
         OWNED.replace("self.process_group", ""),
         ("test_sharded_equals_unsharded",),
-        "its rank in the group",
+        "Compare the owner with the rank in the group",
     ),
     Mutant(
         "weights not broadcast",
@@ -157,14 +157,14 @@ SHARDED = [
         SENT,
         SENT.replace("p.requires_grad", "p.requires_grad and p in self.local"),
         ("test_sharded_equals_unsharded",),
-        "some ranks skip or add",
+        "each rank broadcasts only the parameters that it owns",
     ),
     Mutant(
         "a parameter without a gradient skipped",
         TRAINABLE + "        for p in trainable:\n            " + NONE,
         TRAINABLE.replace("p.requires_grad", "p.grad is not None"),
         ("test_sharded_equals_unsharded",),
-        "some ranks skip or add",
+        "does not reduce a parameter that it did not use",
     ),
     Mutant(
         "frozen parameters reduced",
@@ -185,14 +185,14 @@ SHARDED = [
         WAIT_REDUCED,
         WAIT_REDUCED.replace("handle.wait()", "pass"),
         ("test_sharded_equals_unsharded",),
-        "never waited on",
+        "reduces are never waited on",
     ),
     Mutant(
         "the last gradient only waited for",
         WAIT_REDUCED,
         WAIT_REDUCED.replace("for handle in handles", "for handle in handles[-1:]"),
         ("test_sharded_equals_unsharded",),
-        "never waited on",
+        "reduces are never waited on",
     ),
     Mutant(
         "the owner of a parameter does not wait until it is sent",
@@ -215,7 +215,7 @@ SHARDED = [
         INNER,
         "list(self.local.values())",
         ("test_sharded_equals_unsharded",),
-        "empty parameter list",
+        "pass a list of groups",
     ),
     Mutant("all state on every rank", OWNED, "for p in parameters}", ("test_sharded_state_is_shared",), "state of all"),
     Mutant(
@@ -252,7 +252,7 @@ SHARDED = [
         SHARE,
         "self.owned_bytes = [0] * len(self.owned_bytes)\n        " + SHARE,
         ("test_sharded_state_is_shared",),
-        "sharing starts from zero in each group",
+        "balancing starts from zero in each group",
     ),
     Mutant(
         "what the scheduler sets ignored",
@@ -372,21 +372,21 @@ SHARDED = [
         TRAINABLE,
         TRAINABLE.replace(" and not self.is_reduced", ""),
         ("test_sharded_clipping",),
-        "averaged again with gradients that are not",
+        "step reduces the gradients again",
     ),
     Mutant(
         "taken for reduced until the optimizer's own zero_grad",
         NEXT_STEP,
         NEXT_STEP.replace("self.is_reduced = False", "pass"),
         ("test_sharded_equals_unsharded",),
-        "step must end that",
+        "step must reset this",
     ),
     Mutant(
         "taken for reduced after a step that was skipped",
         ZEROED,
         "super().zero_grad(set_to_none)",
         ("test_sharded_clipping",),
-        "zero_grad must end that",
+        "zero_grad must reset this",
     ),
 ]
 
@@ -546,7 +546,7 @@ ZERO = [
         OPTIONS,
         "pass\n",
         ("test_zero_groups_and_schedulers",),
-        "options that change do not reach the inner optimizer",
+        "do not reach the inner optimizer",
     ),
     Mutant(
         "only the learning rate taken over",
@@ -560,7 +560,7 @@ ZERO = [
         OPTIONS,
         OPTIONS.replace("(group)", "(group) | {'lr': inner_group['lr']}"),
         ("test_zero_groups_and_schedulers",),
-        "learning rates do not reach the inner optimizer",
+        "learning rate does not reach the inner optimizer",
     ),
     Mutant(
         "one group for all",
@@ -595,7 +595,7 @@ ZERO = [
         "squares += torch.linalg.vector_norm(grad, dtype=torch.float64).square()",
         "squares += torch.linalg.vector_norm(grad, dtype=torch.float64)",
         ("test_zero_clipping",),
-        "the norm is not the root of the sum of the squares",
+        "the root of their sum is taken",
     ),
     Mutant(
         "squares averaged",
@@ -609,7 +609,7 @@ ZERO = [
         LOCAL_GRADS,
         "        return [buffer.grad_data for buffer in self.ddp.grad_buffers]\n",
         ("test_zero_clipping",),
-        "which does not contain averages",
+        "the whole buffer is counted",
     ),
     Mutant(
         "a copy is clipped",
@@ -637,14 +637,14 @@ ZERO = [
         ADD_PARTS,
         "pass\n",
         ("test_zero_checkpoints",),
-        "The parts of all ranks must be put together",
+        "Assemble the parts of all ranks",
     ),
     Mutant(
         "parts put at the beginning",
         PUT,
         "full[: part.numel()] = part",
         ("test_zero_checkpoints",),
-        "each in its place",
+        "each at its position in the parameter",
     ),
     Mutant(
         "only parameters of which this rank has a part",
@@ -653,7 +653,7 @@ ZERO = [
             "            if", "            if not part.shard.numel():\n                continue\n            if"
         ),
         ("test_zero_checkpoints",),
-        "some ranks skip",
+        "state_dict does not assemble the same entries",
     ),
     Mutant(
         "a state_dict on rank 0 only",
@@ -668,7 +668,7 @@ ZERO = [
         LOAD_STATE,
         LOAD_STATE.replace("part.cut", "lambda full, n=part.shard.numel(): full.flatten()[:n].clone()"),
         ("test_zero_checkpoints",),
-        "that its own shards cover",
+        "part of each moment that belongs to its own shards",
     ),
     Mutant("the state not loaded", LOAD_STATE, "{}\n", ("test_zero_checkpoints",), "moments start from zero"),
     Mutant(
@@ -699,20 +699,20 @@ ZERO = [
         ("test_zero_masters",),
         "rounding takes a small step back",
     ),
-    Mutant("masters not saved", SAVED_MASTERS, "pass", ("test_zero_masters",), "state_dict must contain them"),
+    Mutant("masters not saved", SAVED_MASTERS, "pass", ("test_zero_masters",), "does not contain the main parameters"),
     Mutant(
         "masters not loaded",
         LOAD_MASTERS,
         LOAD_MASTERS.replace("masters.get(index, part.param)", "part.param"),
         ("test_zero_masters",),
-        "state_dict must contain them",
+        "load_state_dict must load them",
     ),
     Mutant(
         "masters cut where another rank's shard is",
         LOAD_MASTERS,
         "part.shard.copy_(masters.get(index, part.param).flatten()[: part.shard.numel()])",
         ("test_zero_masters",),
-        "the part of each main parameter that its own shards cover",
+        "part of each main parameter that belongs to its own shards",
     ),
 ]
 

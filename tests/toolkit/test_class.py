@@ -101,7 +101,10 @@ def test_a_class_from_beginning_to_end(tmp_path):
     command = [sys.executable, "-m", "brigade.cli", "grade", "--class", str(directory), "--gradebook", str(gradebook)]
     done = subprocess.run([*command, "--modules", "1"], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert "5 submissions, 0 of them unchanged" in done.stdout and "looked at: essay.pdf" in done.stdout
+    assert (
+        "5 submissions, 0 of them unchanged" in done.stdout
+        and "neither a directory nor an archive: essay.pdf" in done.stdout
+    )
     assert "  Possibly one student: ada, ada.zip. Each is graded: decide which one counts\n" in done.stdout
     assert "3 of 5 fail 1.buffers_start_equal" in done.stdout
     [copy] = [line for line in done.stdout.splitlines() if "near-identical" in line]

@@ -19,7 +19,7 @@ import torch
 
 from brigade.cli import check, progress_file, study
 from brigade.cli import main as cli
-from brigade.course import skeletons
+from brigade.course import skeletons, written
 from brigade.course.modules import MODULES, ROOT, get_module, select_modules
 from brigade.lab import comparison
 from brigade.runner import ranks
@@ -210,6 +210,23 @@ def test_submit_makes_a_zip_of_the_modules(lessons, tmp_path, monkeypatch, capsy
     assert "module 2 is missing" in printed
 
 
+def test_submit_adds_written_answers(lessons, tmp_path, monkeypatch, capsys):
+    """A template that is not filled in is added too, but counts as no answer."""
+    entries = select_modules("1-3")
+    templates = {f"{entry.package}/answers.md": written.make_template(entry) for entry in entries}
+    for entry, (name, template) in zip(entries, templates.items()):
+        (lessons / entry.package).mkdir(exist_ok=True)
+        (lessons / name).write_text(template if entry.number == 2 else template + "\nMy answer: β.\n")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert cli.main(["submit", "--target", str(lessons)]) == 0
+    [archive] = Path().glob("submission-*.zip")
+    with zipfile.ZipFile(archive) as bundle:
+        assert {*bundle.namelist()} == {get_module(1).path.as_posix(), *templates}
+        assert "My answer: β.\n" in bundle.read(f"{get_module(3).package}/answers.md").decode()
+    assert "Without written answers: modules 2, 4, 5, 6, 7, 8.\n" in capsys.readouterr().out
+
+
 def submitted(brigade, lessons, directory, monkeypatch):
     """Return what `brigade submit` says after the name of the zip; no check may run."""
     directory.mkdir()
@@ -230,6 +247,7 @@ def test_submit_says_what_is_written_and_passes(brigade, lessons, tmp_path_facto
     assert submitted(brigade, lessons, next(places), monkeypatch) == (
         "contains 9 of 9 module files: 0 written, 0 known to pass all checks.\n"
         "Not written, or not completely: modules 0, 1, 2, 3, 4, 5, 6, 7, 8.\n"
+        "Without written answers: modules 1, 2, 3, 4, 5, 6, 7, 8.\n"
     )
     for entry in select_modules("1-2"):
         shutil.copy(ROOT / "solutions" / entry.path, lessons / entry.path)
@@ -240,6 +258,7 @@ def test_submit_says_what_is_written_and_passes(brigade, lessons, tmp_path_facto
         "contains 9 of 9 module files: 2 written, 1 known to pass all checks.\n"
         "Not known to pass: module 2. `brigade check` runs all checks.\n"
         "Not written, or not completely: modules 0, 4, 5, 6, 7, 8.\n"
+        "Without written answers: modules 1, 2, 3, 4, 5, 6, 7, 8.\n"
         "Note: overlapped_ddp.py, line 1: "
     )
     file = lessons / get_module(1).path

@@ -6,8 +6,8 @@ import re
 import pytest
 
 from brigade.checks.collect import collect, import_from_tests
-from brigade.course import handout
-from brigade.course.modules import MODULES, ROOT
+from brigade.course import handout, written
+from brigade.course.modules import MODULES, ROOT, CourseError
 
 
 def text(*parts):
@@ -64,8 +64,43 @@ def test_the_list_of_checks_is_what_the_file_defines(entry):
 
 @pytest.mark.parametrize("entry", MODULES, ids=lambda entry: entry.package)
 def test_every_question_has_an_answer(entry):
-    asked = numbers(handout.read_questions(entry, ROOT))
+    asked = numbers(written.read_questions(entry))
     assert asked == numbers(text("solutions", entry.package, "answers.md")) == [str(n + 1) for n in range(len(asked))]
+
+
+@pytest.mark.parametrize("entry", MODULES, ids=lambda entry: entry.package)
+def test_every_rubric_divides_the_points_of_its_question(entry):
+    answers = text("solutions", entry.package, "answers.md")
+    rubrics = re.findall(r"\*\*Rubric, (\d+) points?:\*\*((?:.+\n)+?)(?=\d+\. |\Z)", answers)
+    questions = written.list_questions(entry)
+    assert [int(points) for points, _ in rubrics] == [question.points for question in questions]
+    for points, rubric in rubrics:
+        assert sum(map(int, re.findall(r"(?:^|; )(\d) (?=for |if )", " ".join(rubric.split())))) == int(points)
+
+
+def test_written_questions_of_the_core_count_50_points():
+    core = [entry for entry in MODULES if 1 <= entry.number <= 8]
+    assert written.count_points(core) == 50
+    kinds = {word for entry in core for question in written.list_questions(entry) for word in question.kind.split()}
+    assert {kind.lower() for kind in kinds} == {"derive", "measure", "explain", "design", "and"}
+    assert "| **total** |  | **100** | **50** |" in text("assignments.md")
+
+
+def test_questions_are_read_with_their_points(tmp_path):
+    reading = tmp_path / "lessons" / MODULES[0].package / "README.md"
+    reading.parent.mkdir(parents=True)
+    beginning = "# A\n\n## Questions\n\n"
+    reading.write_text(beginning + "1. **Derive · 1 point.** How\n   many?\n2. **Design · 12 points.** What?\n")
+    first, second = written.list_questions(MODULES[0], tmp_path)
+    assert first == written.Question(1, "Derive", 1, "How many?") and second.points == 12
+    template = written.make_template(MODULES[0], tmp_path)
+    assert "## Question 1 (derive, 1 point)\n\n> How many?\n" in template
+    reading.write_text(beginning + "1. How many?\n2. What?\n")
+    assert written.count_points(MODULES[:1], tmp_path) == 0
+    assert "## Question 1\n\n> How many?\n" in written.make_template(MODULES[0], tmp_path)
+    reading.write_text(beginning + "1. **Derive · 1 point.** How many?\n2. What?\n")
+    with pytest.raises(CourseError, match="gives points to some of its questions only"):
+        written.list_questions(MODULES[0], tmp_path)
 
 
 def test_glossary_is_in_alphabetical_order_and_short():
@@ -84,7 +119,7 @@ def test_reading_links_each_term_once(entry):
     reading = text("lessons", entry.package, "README.md")
     anchors = re.findall(r"\(\.\./\.\./docs/glossary\.md#([\w-]+)\)", reading)
     assert len(anchors) >= 4 and len(anchors) == len(set(anchors))
-    assert "glossary.md" not in handout.read_questions(entry, ROOT)
+    assert "glossary.md" not in written.read_questions(entry)
 
 
 @pytest.mark.all_modules

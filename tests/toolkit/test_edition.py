@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from test_skeletons import PARTS
 
+from brigade.course import written as written_questions
 from brigade.course.modules import MODULES, ROOT, get_module
 from brigade.grade.grading import grade
 
@@ -45,6 +46,7 @@ def edition(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("brigade/secret.py", f"{lesson}/secret.py", "student/secret.md"):
         (clone / name).write_text("a secret of the maintainer's own\n")
     (clone / "lessons" / FIRST.path).write_text("# a secret, half-written\n")
+    (clone / lesson / "answers.md").write_text("a secret, half-written\n")
     assert run_command(clone, "brigade.course.student_edition").startswith("out/student and out/student.zip contain ")
     made = clone / "out" / "student"
     with zipfile.ZipFile(made.with_suffix(".zip")) as bundle:
@@ -98,6 +100,14 @@ def test_no_secret_is_in_it(edition):
     assert not [name for name, text in found.items() if "secret" in name or "a secret" in text]
     assert not [name for name, text in found.items() if "Mutant(" in text]
     assert {name for name, text in found.items() if "### BEGIN SOLUTION" in text} == {"brigade/course/skeletons.py"}
+
+
+@pytest.mark.all_modules
+def test_templates_for_written_answers_are_in_it(edition):
+    for entry in MODULES:
+        assert (edition / "lessons" / entry.package / "answers.md").read_text() == written_questions.make_template(
+            entry
+        )
 
 
 @pytest.mark.all_modules

@@ -102,11 +102,11 @@ def test_nan_is_a_result_nobody_waited_for():
 
 
 @pytest.mark.parametrize(
-    ("num_unawaited", "message"), [(2, "A handle was never waited on"), (0, "the result was read too early")]
+    ("num_unawaited", "message"), [(2, "2 of 3 handles were never waited on"), (0, "the result was read too early")]
 )
 def test_nan_where_the_record_knows_of_the_handles(num_unawaited, message):
     wrong = expected_tensors() | {"bias": torch.full((3,), float("nan"))}
-    cause = verdict([wrong], evidence=Evidence(num_unawaited=num_unawaited)).likely_cause
+    cause = verdict([wrong], evidence=Evidence(num_unawaited=num_unawaited, num_handles=3)).likely_cause
     assert message in cause and ("never" in cause) == bool(num_unawaited)
 
 

@@ -678,6 +678,22 @@ def test_what_cannot_be_graded_says_so_in_its_results(grade, tmp_path):
     assert "mine.zip cannot be unpacked: File is not a zip file" in done.result["output"]
 
 
+@pytest.mark.parametrize("modules, points", [("", 50), ("1", 6), ("1-2", 12)])
+def test_results_say_that_written_points_are_not_included(modules, points):
+    done = make_empty_grading(select_modules(modules), 7)
+    sentence = f"Not included: {points} points for written answers. A person grades them."
+    assert formats.format_written_points(done) == sentence
+    assert formats.format_text(done).splitlines()[1] == sentence
+    assert json.loads(formats.format_gradescope(done))["output"].splitlines()[1] == sentence
+    assert sentence in formats.format_junit(done)
+
+
+def test_terminal_says_that_written_points_are_not_included(grade, submit):
+    done = grade(submit(), "--modules", "1", only=("test_parameters_start_equal",))
+    assert "1 of 1 points in " in done.errors
+    assert done.errors.endswith("Not included: 6 points for written answers. A person grades them.\n")
+
+
 def test_without_out_the_results_are_printed(submit, capfd, monkeypatch):
     monkeypatch.setattr(grading, "collect", lambda entries: [])
     assert cli.main(["grade", "--submission", str(submit()), "--modules", "1"]) == 0

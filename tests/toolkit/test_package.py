@@ -119,14 +119,17 @@ def solution(number):
 
 def test_the_zip_holds_what_grading_needs_and_nothing_else(archive):
     names = zipfile.ZipFile(archive).namelist()
-    top = {"run_autograder", "setup.sh", "options", "LICENSE", "requirements.txt", "brigade", "solutions", "tests"}
+    top = {"run_autograder", "setup.sh", "options", "LICENSE", "requirements.txt", "brigade", "lessons"}
+    top |= {"solutions", "tests"}
     assert {name.split("/")[0] for name in names} == top
     assert {entry.checks.relative_to(ROOT).as_posix() for entry in MODULES} <= set(names)
     assert {f"solutions/{entry.path.as_posix()}" for entry in MODULES} <= set(names)
     unwanted = re.compile(
         r"mutants|alternatives|hostile|toolkit|notebook|/lab/(?!__init__|models)|package|\.(md|png|ipynb|pyc)$"
     )
-    assert not [name for name in names if unwanted.search(name)]
+    readings = {f"lessons/{entry.package}/README.md" for entry in MODULES}  # for the points of the written questions
+    assert {name for name in names if name.startswith("lessons/")} == readings
+    assert not [name for name in names if unwanted.search(name) and name not in readings]
 
 
 def test_only_its_owner_may_read_it(archive, tmp_path):

@@ -25,6 +25,7 @@ class Evidence:
     uses_avg: bool = False  # whether a collective's reduce op is AVG
     has_sync_launch: bool = False  # whether a collective was called without async_op=True, and so returned None
     num_unawaited: int | None = None  # handles that nobody waited on in their step; None: unknown
+    num_handles: int = 0  # of asynchronous launches
     world_size: int | None = None  # of the run; the compared ranks may be only a part of it
 
 
@@ -40,6 +41,7 @@ def collect_evidence(events: Sequence[Sequence[Event]] | None, case: Case, step:
         any(launch.reduce_op == "AVG" for launch in launched),
         any(launch.sync and launch.phase != "construct" for launch in launched),
         sum(step not in launch.wait_steps for launch in launched if not launch.sync),
+        sum(not launch.sync for launch in launched),
         case.world_size,
     )
 

@@ -139,6 +139,8 @@ SYMPTOMS = [
     Symptom("message to itself", "", "Pair is not connected|should not be the same as the rank of the current process",
             "a rank sends a message to itself. A ring of one rank has no steps. In a group, "
             "pass group_dst and group_src."),
+    Symptom("nothing to step", "ValueError", "got an empty parameter list", "this rank owns no parameter, and torch's "
+            "optimizers refuse an empty list. They accept groups without parameters: pass a list of groups."),
     Symptom("signature", "TypeError",
             r"(missing|takes) .*argument|unexpected keyword argument|multiple values for argument", explain_signature),
     Symptom("assigned gradient", "RuntimeError", "assign a gradient|assigned grad", explain_assigned_gradient),

@@ -1,0 +1,72 @@
+"""The written questions at the end of each reading: their points, and the template for the student's answers.
+
+A question that counts begins with its kind and points: `1. **Derive · 2 points.** Two ranks ...`. A person grades
+the answers, with the rubrics in `solutions/mNN_*/answers.md`. A reading without points is a warm-up.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from brigade.course.modules import ROOT, CourseError, Module
+
+HEADING = "\n## Questions\n"
+ANSWERS = "answers.md"  # in lessons and in what students hand in, beside the module
+LABEL = re.compile(r"\*\*([A-Z][a-z ]*) · (\d+) points?\.\*\* ")
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question without its label. If the reading gives no points, `kind` is "" and `points` is 0."""
+
+    number: int
+    kind: str
+    points: int
+    text: str
+
+
+def read_questions(entry: Module, root: Path = ROOT) -> str:
+    """Return the list of questions at the end of a reading. Raise CourseError if there is none."""
+    reading = (root / "lessons" / entry.package / "README.md").read_text()
+    questions = reading.partition(HEADING)[2].strip("\n")
+    if not questions.startswith("1. "):
+        raise CourseError(f"lessons/{entry.package}/README.md does not end with a numbered list of questions")
+    return questions + "\n"
+
+
+def list_questions(entry: Module, root: Path = ROOT) -> list[Question]:
+    """Return a reading's questions. Raise CourseError if there is none, or if only some of them have points."""
+    found = []
+    for item in re.split(r"^(?=\d+\. )", read_questions(entry, root), flags=re.MULTILINE)[1:]:
+        number, _, text = " ".join(item.split()).partition(". ")
+        label = LABEL.match(text)
+        kind, points = (label[1], int(label[2])) if label else ("", 0)
+        found.append(Question(int(number), kind, points, text[label.end() :] if label else text))
+    if len({question.points > 0 for question in found}) > 1:
+        raise CourseError(f"lessons/{entry.package}/README.md gives points to some of its questions only")
+    return found
+
+
+def count_points(entries: Iterable[Module], root: Path = ROOT) -> int:
+    """Return the points of the written questions of these modules."""
+    return sum(question.points for entry in entries for question in list_questions(entry, root))
+
+
+def format_points(points: int) -> str:
+    """Return such as "1 point" or "2 points"."""
+    return f"{points} point{'' if points == 1 else 's'}"
+
+
+def make_template(entry: Module, root: Path = ROOT) -> str:
+    """Return the file into which students write their answers to a module's questions."""
+    lines = [
+        f"# Module {entry.number}: written answers\n",
+        "Write each answer below its question. `brigade submit` hands in this file with the module.",
+    ]
+    for question in list_questions(entry, root):
+        label = f" ({question.kind.lower()}, {format_points(question.points)})" if question.points else ""
+        lines.append(f"\n## Question {question.number}{label}\n\n> {question.text}\n")
+    return "\n".join(lines)
