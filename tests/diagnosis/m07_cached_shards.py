@@ -122,7 +122,7 @@ def explain_launches(launched, numels, gather_grads, events):
     if cause := find_leftover(events):
         return cause
     if not gather_grads and any(x.op == "all_gather" and x.phase != "start_param_sync" for x in launched):
-        return "gradients are gathered although gather_grads is False. Then only parameters are gathered."
+        return "gradients are gathered, although gather_grads is False. Gather only parameters then."
     total = sum(launch.numel for launch in launched)
     if total > 2 * sum(numels):
         counts = Counter(launch.op for launch in launched)
