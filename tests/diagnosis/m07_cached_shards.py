@@ -44,7 +44,7 @@ def explain_unequal_shards(message, world_size):
         return ""
     total, given = map(int, match.groups())
     if not total:
-        return "the kept shard is empty, as if there was no such rank. Use dist.get_rank(process_group)."
+        return "the kept shard is empty, as if there were no such rank. Use dist.get_rank(process_group)."
     if given and total % given == 0 and total > given:
         return (
             "a shard is as long as its whole bucket. Either both are the same kept view, because its key does not "
