@@ -90,7 +90,7 @@ def explain_no_broadcast(events: Sequence[Sequence[Event]] | None, case: Case) -
     if not count:
         return "nothing is broadcast."
     if count >= len(case.start()):
-        return "only copies of them are broadcast, and the result is not written back."
+        return "copies of them are broadcast and not written back, or later code overwrites the result."
     return f"only {count} tensors are broadcast, but the model has {len(case.start())} parameters and buffers."
 
 

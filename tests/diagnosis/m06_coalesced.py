@@ -186,7 +186,7 @@ def explain_early_launch(events, step, launch, groups):
     for _, numel, names in groups:
         if numel == launch.numel and all(ready_at.get(name, -1) <= launch.place for name in names):
             return "a group is launched as soon as it is complete, not in the order of the buckets."
-    return "a group is launched before it is complete. It counts the gradients of all its buckets, not of one bucket."
+    return "a group is launched before it is complete. A group must count the gradients of all its buckets."
 
 
 def suspect_lost_micro_batches(case):

@@ -44,7 +44,7 @@ def explain_unequal_shards(message, world_size):
         return ""
     total, given = map(int, match.groups())
     if not total:
-        return "the kept shard is empty, as if there was no such rank. Use dist.get_rank(process_group)."
+        return "the kept shard is empty, as if there were no such rank. Use dist.get_rank(process_group)."
     if given and total % given == 0 and total > given:
         return (
             "a shard is as long as its whole bucket. Either both are the same kept view, because its key does not "
@@ -122,7 +122,7 @@ def explain_launches(launched, numels, gather_grads, events):
     if cause := find_leftover(events):
         return cause
     if not gather_grads and any(x.op == "all_gather" and x.phase != "start_param_sync" for x in launched):
-        return "gradients are gathered although gather_grads is False. Then only parameters are gathered."
+        return "gradients are gathered, although gather_grads is False. Gather only parameters then."
     total = sum(launch.numel for launch in launched)
     if total > 2 * sum(numels):
         counts = Counter(launch.op for launch in launched)

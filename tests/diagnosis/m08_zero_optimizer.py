@@ -42,7 +42,7 @@ NOT_ELEMENTWISE = (
     "shards cut parameters."
 )
 NO_SENTENCE = "the exception does not say why the optimizer is refused."
-INNER_GROUPS = "param_groups contain what this rank steps on. That belongs to `optim`; param_groups are the user's."
+INNER_GROUPS = "param_groups contain this rank's shards. Only `optim` has those; param_groups have whole parameters."
 CLOSURE = "step must call the closure itself, once, and return its result."
 NOT_SCALED = "the shards are not all scaled by max_norm / norm, with the norm that clip_grad_norm_ returns."
 ONE_SHARD = (
@@ -135,7 +135,7 @@ def explain_sizes(sizes_by_rank, expected):
     if not all(sums):
         return "the parameters come from a generator, which can be read only once."
     if sums == expected and len(sizes_by_rank) > 1:
-        return "param_groups contain only the parameters that this rank owns. That belongs to `optim`."
+        return "param_groups contain only the parameters that this rank owns. Only the groups of `optim` may."
     return ""
 
 

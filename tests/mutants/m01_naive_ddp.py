@@ -64,7 +64,7 @@ MUTANTS = [
         BROADCAST,
         BROADCAST.replace("whole", "whole.clone()"),
         ("test_parameters_start_equal", "test_buffers_start_equal"),
-        "only copies of them are broadcast",
+        "copies of them are broadcast",
     ),
     Mutant("summed, not averaged", DIVIDE, "pass", ("test_gradients_are_averaged", "test_subgroups"), "summed"),
     Mutant(

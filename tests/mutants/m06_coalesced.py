@@ -138,7 +138,13 @@ MUTANTS = [
         ("test_bucket_group",),
         "Write the result of rank r to shard r",
     ),
-    Mutant("the rank in the world", OWN, "bucket.chunk(size)[dist.get_rank()]", ("test_bucket_group",)),
+    Mutant(
+        "the rank in the world",
+        OWN,
+        "bucket.chunk(size)[dist.get_rank()]",
+        ("test_bucket_group",),
+        "Use dist.get_rank(process_group)",
+    ),
     Mutant(
         "one range from the first bucket to the last",
         RANGES,
@@ -291,7 +297,7 @@ MUTANTS = [
         REDUCED,
         "        self.gathers",
         ("test_gradients_are_averaged",),
-        "waited on",
+        "were never waited on (reduce_scatter)",
     ),
     Mutant(
         "the handles of the last step kept",
@@ -378,7 +384,13 @@ MUTANTS = [
         ("test_shards_without_gather",),
         "does not read gather_grads every time",
     ),
-    Mutant("gathers not waited for", WAIT_GATHERS, "", ("test_gradients_are_averaged",), "waited on"),
+    Mutant(
+        "gathers not waited for",
+        WAIT_GATHERS,
+        "",
+        ("test_gradients_are_averaged",),
+        "were never waited on (all_gather)",
+    ),
     Mutant(
         "only the last gather waited for",
         WAIT_GATHERS,

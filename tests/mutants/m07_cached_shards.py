@@ -297,7 +297,7 @@ MUTANTS = [
             "        self.gather_grads = before\n"
         ),
         LAUNCHES,
-        "gradients are gathered although gather_grads is False",
+        "gradients are gathered, although gather_grads is False",
     ),
     Mutant(
         "no_sync not restored after an exception",

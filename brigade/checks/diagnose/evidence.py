@@ -26,6 +26,7 @@ class Evidence:
     has_sync_launch: bool = False  # whether a collective was called without async_op=True, and so returned None
     num_unawaited: int | None = None  # handles that nobody waited on in their step; None: unknown
     num_handles: int = 0  # of asynchronous launches
+    unawaited_ops: tuple[str, ...] = ()  # the operations of the handles that nobody waited on
     world_size: int | None = None  # of the run; the compared ranks may be only a part of it
 
 
@@ -35,13 +36,15 @@ def collect_evidence(events: Sequence[Sequence[Event]] | None, case: Case, step:
         return Evidence(world_size=case.world_size)
     records = [events[rank] for rank in case.group]
     launched = [launch for record in records for launch in launches(record, step)]
+    unawaited = [launch for launch in launched if not launch.sync and step not in launch.wait_steps]
     mistakes = (find_wrong_group(events, case.group), *(find_wrong_launch(record, case, step) for record in records))
     return Evidence(
         next(filter(None, mistakes), ""),
         any(launch.reduce_op == "AVG" for launch in launched),
         any(launch.sync and launch.phase != "construct" for launch in launched),
-        sum(step not in launch.wait_steps for launch in launched if not launch.sync),
+        len(unawaited),
         sum(not launch.sync for launch in launched),
+        tuple(sorted({launch.op for launch in unawaited})),
         case.world_size,
     )
 

@@ -74,6 +74,12 @@ def explain_last_bucket(failure: RankFailure, sources: Sources) -> str:
     return cause if "bucket_ranges[" in last else ""
 
 
+def explain_world_rank(failure: RankFailure, sources: Sources) -> str:
+    last = failure.frames[-1][-1] if failure.frames else ""
+    cause = "dist.get_rank() returns the rank in the world. Use dist.get_rank(process_group)."
+    return cause if re.search(r"get_rank\(\)", last) else ""
+
+
 def explain_assigned_gradient(failure: RankFailure, sources: Sources) -> str:
     last = failure.frames[-1][-1] if failure.frames else ""
     if re.search(r"zeros|ones|empty", last):
@@ -110,9 +116,10 @@ def explain_no_handle(failure: RankFailure, sources: Sources) -> str:
     if any(launch.sync for launch in launched):
         return "a launch without async_op=True returns no handle."
     if all(steps[-1] in launch.wait_steps for launch in launched):
+        count = f"only {len(launched)} launches, and waited for each" if launched else "no launch"
         return (
-            f"this step made only {len(launched)} launches, and waited for each. finish_grad_sync must launch the "
-            "buckets that never became complete before it waits."
+            f"this step made {count}. finish_grad_sync must launch the buckets that never became complete before it "
+            "waits."
         )
     return ""
 
@@ -152,6 +159,7 @@ SYMPTOMS = [
     Symptom("no return", "", "NoneType", explain_no_return),
     Symptom("unequal shards", "", UNEQUAL_SHARDS, explain_unequal_shards),
     Symptom("no gradient", "", NO_ATTRIBUTE, explain_no_gradient),
+    Symptom("world rank", "IndexError", "", explain_world_rank),
     Symptom("last bucket", "IndexError", "", explain_last_bucket),
     Symptom("left over", "", "", explain_leftover),
     Symptom("no handle", "", "'wait'", explain_no_handle),

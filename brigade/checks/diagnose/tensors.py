@@ -80,7 +80,8 @@ def early_read(compared: Comparison) -> str:
     meaning = "the result of a collective is NaN until somebody waits on its handle. "
     if compared.evidence.num_unawaited:
         count, total = compared.evidence.num_unawaited, compared.evidence.num_handles
-        return meaning + f"{count} of {total} handles were never waited on."
+        ops = "".join(f", {op}" for op in compared.evidence.unawaited_ops)
+        return meaning + f"{count} of {total} handles were never waited on{ops and f' ({ops[2:]})'}."
     if compared.evidence.num_unawaited == 0:
         return meaning + "Every handle was waited on, so the result was read too early or copied to another tensor."
     return meaning + "A handle was never waited on, or the result was read too early."
