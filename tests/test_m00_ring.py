@@ -198,9 +198,10 @@ def expect_ring(results, tensors, group, num_phases):
         numel, itemsize = tensors[step][0].numel(), tensors[step][0].itemsize
         after, before = group[(place + 1) % size], group[place - 1]
         count = num_phases * (size - 1)
-        at = (results, group[place], step)
         if numel >= size:
-            expect_messages(*at, [after] * count, [before] * count, diagnosis.explain_ring(num_phases))
+            launched = launches(results.events[group[place]], step)
+            why = partial(diagnosis.explain_ring, num_phases, launched, itemsize * -(-numel // size))
+            expect_messages(results, group[place], step, [after] * count, [before] * count, why)
         sent = sum(launch.nbytes for launch in launches(results.events[group[place]], step) if launch.op == "send")
         limit = count * itemsize * -(-numel // size)
         expect(

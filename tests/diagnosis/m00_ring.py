@@ -9,7 +9,7 @@ CHANGED = "a tensor is written while isend still reads it, or read before irecv 
 NOT_AWAITED = "a handle is forgotten. Until its wait() returns, the message may still be on its way."
 OTHER_ROOT = "dst and src name ranks of the world. Use group_dst and group_src for ranks of the group."
 OTHER_VIEW = "return the chunk itself, which is a slice of the tensor: not a copy, and not another chunk."
-WHOLE_TENSOR = "more than one chunk travels in a step: send only the chunk whose turn it is."
+WHOLE_TENSOR = "a message carries more than one chunk. Send only the chunk whose turn it is."
 
 
 def explain_rows(rows, batch, rank, size):
@@ -71,8 +71,10 @@ def explain_gathered(members):
     }
 
 
-def explain_ring(num_phases):
+def explain_ring(num_phases, launched, chunk_bytes):
     """Explain messages to other ranks, or another number of them."""
+    if any(launch.nbytes > chunk_bytes for launch in launched):
+        return WHOLE_TENSOR
     phases = "each of the two phases" if num_phases == 2 else "the phase"
     return (
         f"{phases} has N − 1 steps, and in each a rank sends to group rank r + 1 and receives from group rank r − 1, "

@@ -120,6 +120,7 @@ MUTANTS = [
         "        total += received\n"
         "    tensor.copy_(total)",
         ("test_ring_all_reduce", "test_ring_memory"),
+        "carries more than one chunk",
     ),
     Mutant(
         "dist.all_reduce",
