@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from brigade.rank.emulated_link import Link, Pace
 
 
-SIZES = ("tiny", "small", "medium", "large", "xl")  # as in `models.py`, which would import torch
+SIZES = ("tiny", "small", "medium", "large", "xl")  # as in `tiny_lm.py`, which would import torch
 SWEPT_MB = "0.03,0.1,0.3,1,4"  # the tiny model has 3.3 MiB of gradients
 SWEPT = "4,5,8"
 FIRST_WITH_BUCKETS = 4  # the first module with buckets
@@ -144,8 +144,8 @@ def default_backend(world_size: int) -> str:
 
 def make_workload(options: argparse.Namespace, link: Link | Pace | None, world_size: int) -> Workload:
     """Return the workload that the options ask for. Raise CourseError if it cannot be trained or timed."""
+    from brigade.checks.tiny_lm import SIZES
     from brigade.lab import ladder
-    from brigade.lab.models import SIZES
 
     base = replace(ladder.EMULATED, link=link) if link else ladder.Workload()
     wanted = {"batch_size": options.batch, "time": options.time, "rounds": options.rounds}

@@ -14,7 +14,6 @@ from brigade.course.modules import ROOT
 SCRIPTS = Path(__file__).parent / "gradescope"
 NEEDED = ("LICENSE", *editions.CORE, "brigade/grade/**/*.py", "solutions/*/*.py", *editions.CHECKS)
 NEEDED += ("lessons/*/README.md",)  # the points of the written questions
-NEEDED += ("brigade/lab/__init__.py", "brigade/lab/models.py")  # module 4 plans the buckets of these models
 NEEDED_PACKAGES = ("torch", "pytest", "rich", "numpy")  # of requirements.txt; grading needs no notebooks and figures
 
 

@@ -22,6 +22,7 @@ from statistics import median
 
 import torch
 
+from brigade.checks.tiny_lm import Size
 from brigade.course.modules import HAS_SOLUTIONS, MODULES, CourseError, Module, find_module
 from brigade.course.parts import find_unwritten_parts
 from brigade.course.submission import Sources, find, read_source, resolve_target
@@ -35,7 +36,6 @@ from brigade.lab.ladder import (
     compute_quartiles,
     get_variant,
 )
-from brigade.lab.models import Size
 from brigade.rank.emulated_link import Link, Pace
 
 FORMAT = 2  # of the JSON

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from brigade.checks.tiny_lm import make_tiny_lm
 from brigade.events import launches
 from brigade.lab import claimed_ranks, memory
 from brigade.lab.claim_registry import CLAIMS as CLAIMS
@@ -23,7 +24,6 @@ from brigade.lab.claim_registry import CannotMeasure, Finding, cite, claim
 from brigade.lab.claimed_ranks import summarize
 from brigade.lab.ladder import FP32_BYTES, read_reference
 from brigade.lab.links import NAMED
-from brigade.lab.models import make_tiny_lm
 from brigade.lab.plan import DEVICE_MEMORY_GBPS, MODELS, make_model
 from brigade.lab.plan_config import import_solution
 from brigade.rank.emulated_link import Link, count_sent_bytes

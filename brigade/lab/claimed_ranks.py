@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from brigade.lab.models import language_loss, make_tiny_lm
+from brigade.checks.tiny_lm import language_loss, make_tiny_lm
 from brigade.rank import recording
 from brigade.rank.api import student
 

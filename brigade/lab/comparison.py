@@ -16,6 +16,7 @@ import torch
 from rich.table import Table
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from brigade.checks.tiny_lm import Size, TinyLM
 from brigade.course.modules import CORE_MODULES, Module
 from brigade.course.submission import Sources
 from brigade.lab import corpus
@@ -31,7 +32,6 @@ from brigade.lab.ladder import (
     run_variants,
     take_step,
 )
-from brigade.lab.models import Size, TinyLM
 from brigade.lab.plots import make_empty_table
 from brigade.rank.recording import is_self_copy, list_tensors
 from brigade.runner.ranks import run_ranks

@@ -29,12 +29,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from brigade.checks.tiny_lm import SIZES, Size, TinyLM, language_loss
 from brigade.course.modules import CORE_MODULES, REFERENCE, CourseError, Module
 from brigade.course.submission import Sources, read
 from brigade.events import Event, launches
 from brigade.lab import corpus
 from brigade.lab.memory_accounting import count_bytes_by_kind, count_torch_bucket_bytes
-from brigade.lab.models import SIZES, Size, TinyLM, language_loss
 from brigade.rank import emulated_link, recording
 from brigade.rank.api import device, student
 from brigade.rank.emulated_link import Link, Pace, count_sent_bytes

@@ -26,12 +26,12 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from brigade.checks.tiny_lm import SIZES, Size, TinyLM, language_loss
 from brigade.course.modules import CORE_MODULES, ROOT, TARGETS, Module, find_module
 from brigade.course.submission import Sources
 from brigade.lab.bench import select_written
 from brigade.lab.ladder import FP32_BYTES, TORCH_DDP, TORCH_ZERO, Variant, get_variant, load_class, read_reference
 from brigade.lab.memory_accounting import KINDS, Bytes, count_bytes_by_kind
-from brigade.lab.models import SIZES, Size, TinyLM, language_loss
 from brigade.lab.script import run_to_status
 from brigade.rank import recording
 from brigade.runner.ranks import run_ranks

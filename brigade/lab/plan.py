@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from brigade.checks.tiny_lm import SIZES, Block, Size, TinyLM
 from brigade.lab.ladder import COMPUTATION, FP32_BYTES, TORCH_DDP, Variant
 from brigade.lab.links import PEAK_FLOPS
 from brigade.lab.memory import list_cases
 from brigade.lab.memory_accounting import KINDS, Bytes
-from brigade.lab.models import SIZES, Block, Size, TinyLM
 from brigade.lab.plan_config import Machine, Setting
 from brigade.lab.schedules import get_rule, make_program, select_with_rule, simulate
 from brigade.rank.emulated_link import Link, count_sent_bytes

@@ -21,6 +21,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from brigade.checks.tiny_lm import Size
 from brigade.course.submission import Sources
 from brigade.events import Launch, launches
 from brigade.lab.ladder import (
@@ -34,7 +35,6 @@ from brigade.lab.ladder import (
     read_reference,
     run_variants,
 )
-from brigade.lab.models import Size
 from brigade.lab.plots import COLOURS, NAMES
 from brigade.rank.emulated_link import Link
 

@@ -6,7 +6,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from brigade.lab.models import make_tiny_lm
+from brigade.checks.tiny_lm import make_tiny_lm
 from brigade.runner.ranks import run_ranks
 
 

@@ -1,7 +1,7 @@
 """Print how many buckets `plan_buckets` makes of XL's 435 parameters, with caps of 1, 10, 100 and 1000 MiB."""
 
+from brigade.checks.tiny_lm import make_tiny_lm
 from brigade.lab.experiment import run_experiment
-from brigade.lab.models import make_tiny_lm
 from brigade.rank.api import student
 
 

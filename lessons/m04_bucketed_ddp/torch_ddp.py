@@ -3,8 +3,8 @@
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from brigade.checks.tiny_lm import language_loss, make_tiny_lm
 from brigade.events import launches
-from brigade.lab.models import language_loss, make_tiny_lm
 from brigade.rank import recording
 from brigade.runner.ranks import run_ranks
 

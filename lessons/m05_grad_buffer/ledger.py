@@ -3,8 +3,8 @@
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from brigade.checks.tiny_lm import language_loss, make_tiny_lm
 from brigade.lab.experiment import run_experiment
-from brigade.lab.models import language_loss, make_tiny_lm
 from brigade.rank.api import student
 
 KINDS = {"cat": "copied", "clone": "copied", "copy_": "copied", "add_": "added", "zero_": "zeroed"}

@@ -10,8 +10,8 @@ import time
 import torch
 import torch.distributed as dist
 
+from brigade.checks.tiny_lm import language_loss, make_tiny_lm
 from brigade.lab.experiment import run_experiment
-from brigade.lab.models import language_loss, make_tiny_lm
 from brigade.rank import emulated_link
 from brigade.rank.api import student
 

@@ -4,8 +4,8 @@ import timeit
 
 import torch
 
+from brigade.checks.tiny_lm import make_tiny_lm
 from brigade.lab.experiment import run_experiment
-from brigade.lab.models import make_tiny_lm
 from brigade.rank.api import student
 
 

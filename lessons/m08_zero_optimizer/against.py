@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
+from brigade.checks.tiny_lm import language_loss, make_tiny_lm
 from brigade.lab.experiment import run_experiment
-from brigade.lab.models import language_loss, make_tiny_lm
 from brigade.rank.api import student
 
 ADAM = torch.optim.AdamW

@@ -6,9 +6,9 @@ import torch
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
+from brigade.checks.tiny_lm import language_loss, make_tiny_lm
 from brigade.events import launches
 from brigade.lab.experiment import run_experiment
-from brigade.lab.models import language_loss, make_tiny_lm
 from brigade.rank import recording
 from brigade.rank.api import student
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from brigade.lab.models import make_tiny_lm
+from brigade.checks.tiny_lm import make_tiny_lm
 from brigade.rank.api import student
 
 

@@ -20,12 +20,12 @@ import psutil
 import pytest
 import torch
 
+from brigade.checks.tiny_lm import SIZES
 from brigade.cli import lab
 from brigade.cli import main as cli
 from brigade.course.modules import MODULES, ROOT, CourseError, get_module
 from brigade.events import RankRecord
 from brigade.lab import bench, ladder, links, torchrun
-from brigade.lab.models import SIZES
 from brigade.rank.emulated_link import Link, Pace
 
 SMALL = ("--rounds", 7, "--batch", 2, "--time", 8)  # of the tiny model

@@ -7,7 +7,7 @@ import pytest
 
 from brigade.checks.collect import collect, import_from_tests
 from brigade.course import handout, written
-from brigade.course.modules import MODULES, ROOT, CourseError
+from brigade.course.modules import CORE_MODULES, MODULES, ROOT, CourseError
 
 
 def text(*parts):
@@ -68,7 +68,7 @@ def test_every_question_has_an_answer(entry):
     assert asked == numbers(text("solutions", entry.package, "answers.md")) == [str(n + 1) for n in range(len(asked))]
 
 
-@pytest.mark.parametrize("entry", MODULES, ids=lambda entry: entry.package)
+@pytest.mark.parametrize("entry", CORE_MODULES, ids=lambda entry: entry.package)
 def test_every_rubric_divides_the_points_of_its_question(entry):
     answers = text("solutions", entry.package, "answers.md")
     rubrics = re.findall(r"\*\*Rubric, (\d+) points?:\*\*((?:.+\n)+?)(?=\d+\. |\Z)", answers)
@@ -79,11 +79,12 @@ def test_every_rubric_divides_the_points_of_its_question(entry):
 
 
 def test_written_questions_of_the_core_count_50_points():
-    core = [entry for entry in MODULES if 1 <= entry.number <= 8]
-    assert written.count_points(core) == 50
-    kinds = {word for entry in core for question in written.list_questions(entry) for word in question.kind.split()}
+    assert written.count_points(CORE_MODULES) == 50
+    kinds = {
+        word for entry in CORE_MODULES for question in written.list_questions(entry) for word in question.kind.split()
+    }
     assert {kind.lower() for kind in kinds} == {"derive", "measure", "explain", "design", "and"}
-    assert "| **total** |  | **100** | **50** |" in text("assignments.md")
+    assert "| **total of the core** |  | **100** | **50** |" in text("assignments.md")
 
 
 def test_questions_are_read_with_their_points(tmp_path):

@@ -9,11 +9,11 @@ import torch
 from mutants import Mutant, escapes
 
 from brigade.checks.run import Conditions
+from brigade.checks.tiny_lm import Size
 from brigade.course.modules import MODULES, ROOT, get_module
 from brigade.lab import gpu_check, ladder
 from brigade.lab.gpu_check import CheckReport, JobResult, Plan, Stage
 from brigade.lab.gpu_jobs import import_mutants
-from brigade.lab.models import Size
 
 TINY = ladder.Workload(
     size=Size(d_model=16, d_ff=32, layers=1, heads=2, vocabulary=256), batch_size=4, time=8, rounds=2, warmup=0

@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from brigade.checks.tiny_lm import Size, TinyLM
 from brigade.cli import demo
 from brigade.course.modules import MODULES, get_module
 from brigade.lab import ladder, plots
-from brigade.lab.models import Size, TinyLM
 
 SIZE = Size(d_model=16, d_ff=32, layers=1, heads=2, vocabulary=256)
 WORKLOAD = ladder.Workload(size=SIZE, batch_size=4, time=8, rounds=2, warmup=0)

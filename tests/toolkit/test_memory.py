@@ -8,9 +8,9 @@ import torch
 from rich.console import Console
 from test_lab import png_size
 
+from brigade.checks.tiny_lm import Size, TinyLM
 from brigade.course.modules import CourseError
 from brigade.lab import memory, memory_accounting
-from brigade.lab.models import Size, TinyLM
 
 SIZE = Size(d_model=64, d_ff=128, layers=2, heads=2, vocabulary=256)
 PARAMETERS = list(TinyLM(SIZE).parameters())

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
+from brigade.checks.tiny_lm import SIZES, Size, TinyLM, compute_rotations, language_loss, make_tiny_lm, rotate
 from brigade.lab import corpus
-from brigade.lab.models import SIZES, Size, TinyLM, compute_rotations, language_loss, make_tiny_lm, rotate
 
 SMALL = Size(d_model=32, d_ff=48, layers=2, heads=4, vocabulary=50, context=16)
 BLOCK = ["ln1", "q", "k", "v", "o", "ln2", "w1", "w2", "w3"]

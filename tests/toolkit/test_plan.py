@@ -11,11 +11,11 @@ import torch
 from rich.console import Console
 from torch import nn
 
+from brigade.checks.tiny_lm import SIZES, Size
 from brigade.cli import main as cli
 from brigade.course.modules import ROOT, CourseError
 from brigade.events import launches
 from brigade.lab import ladder, memory, plan, schedules, validate
-from brigade.lab.models import SIZES, Size
 from brigade.lab.plan_config import OPTIMIZERS, Machine, Setting
 from brigade.rank.emulated_link import Link, Pace
 from brigade.runner.ranks import run_ranks

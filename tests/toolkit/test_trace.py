@@ -9,10 +9,10 @@ import matplotlib.image
 import pytest
 from test_bench import make_submission
 
+from brigade.checks.tiny_lm import Size, TinyLM
 from brigade.course import modules
 from brigade.course.modules import MODULES, ROOT, get_module, select_modules
 from brigade.lab import figures, ladder, timeline
-from brigade.lab.models import Size, TinyLM
 from brigade.rank.emulated_link import Link
 
 SIZE = Size(d_model=16, d_ff=32, layers=1, heads=2, vocabulary=256)
