@@ -179,7 +179,7 @@ def expect_own_chunks(results, tensors, group):
             expect(
                 found["view"] == [start if end > start else 0, end - start],
                 f"ring_reduce_scatter returns the view of elements {start} to {end} of the tensor",
-                diagnosis.describe_view(found["view"]),
+                describe_view(found["view"]),
                 diagnosis.OTHER_VIEW,
                 rank=rank,
             )
@@ -271,3 +271,8 @@ def describe_rows(rows, batch):
     if not isinstance(rows, torch.Tensor):
         return "no tensor"
     return f"a tensor of shape {tuple(rows.shape)}" + (" with other rows" if rows.shape[1:] == batch.shape[1:] else "")
+
+
+def describe_view(view):
+    """Return what ring_reduce_scatter returned, in words."""
+    return f"elements {view[0]} to {view[0] + view[1]}" if view else "nothing that shares the tensor's memory"

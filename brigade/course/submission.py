@@ -26,7 +26,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from brigade.course.modules import HAS_SOLUTIONS, MODULES, ROOT, CourseError, Module, get_module
+from brigade.course.modules import HAS_SOLUTIONS, ROOT, CourseError, Module, get_module
 
 PACKAGE = "submission"
 MAX_SOURCE_BYTES = 250_000
@@ -88,7 +88,7 @@ def read(target: str | Path, number: int, prior: str = "own") -> Submission:
     text = read_source(path, target)
     earlier: Sources = {}
     prior_target = resolve_target("solutions") if prior == "reference" else target
-    for other in MODULES[: MODULES.index(entry)]:
+    for other in [other for other in CORE_MODULES if other.number < entry.number]:
         other_path = find(prior_target, other)
         try:
             if other_path is not None:

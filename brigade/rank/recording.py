@@ -332,7 +332,7 @@ class RecordingGroup(dist.ProcessGroup, metaclass=make_sealed_metaclass(dist.Pro
         self._recorder = recorder
         self._name = name
         self._ranks = ranks
-        self._messages = []  # with their handles: gloo loses a message whose handle is gone, and its peer waits forever
+        self._messages = []  # handles: gloo loses a message whose handle is gone, and its peer waits forever
 
     @private
     def call(self, method: str, args: list[Any], kwargs: dict[str, Any], index: int) -> dist.Work | None:
@@ -345,7 +345,7 @@ class RecordingGroup(dist.ProcessGroup, metaclass=make_sealed_metaclass(dist.Pro
     def _perform(self, method: str, args: list[Any], kwargs: dict[str, Any]) -> dist.Work:
         work = getattr(self._inner, method)(*args, **kwargs)
         if METHODS[method][0] in OPPOSITES:
-            self._messages.append((work, args[0]))
+            self._messages.append(work)
         return Finished() if work is None else work
 
     @private

@@ -87,8 +87,3 @@ def explain_memory(most, nbytes):
     if most > 1.2 * nbytes:
         return "a copy of the whole tensor is made. One buffer of a chunk's length is enough for all steps."
     return "every step makes a new buffer and keeps the one before. Make one buffer and use it in all steps."
-
-
-def describe_view(view):
-    """Return what ring_reduce_scatter returned, in words."""
-    return f"elements {view[0]} to {view[0] + view[1]}" if view else "nothing that shares the tensor's memory"

@@ -23,7 +23,7 @@ import torch
 from brigade.checks.tiny_lm import SIZES
 from brigade.cli import lab
 from brigade.cli import main as cli
-from brigade.course.modules import MODULES, ROOT, CourseError, get_module
+from brigade.course.modules import CORE_MODULES, ROOT, CourseError, get_module
 from brigade.events import RankRecord
 from brigade.lab import bench, ladder, links, torchrun
 from brigade.rank.emulated_link import Link, Pace
@@ -277,7 +277,7 @@ def test_a_sweep_compares_sizes_in_one_run(brigade, tmp_path):
 def test_what_is_not_written_is_left_out(tmp_path):
     make_submission(tmp_path, [(5, r"\Z", '\nraise NotImplementedError("module 5, part (b)")\n')], modules=range(1, 7))
     (tmp_path / get_module(2).path).write_text("def (\n")
-    chosen, sources, sentences = bench.select_written(str(tmp_path), MODULES)
+    chosen, sources, sentences = bench.select_written(str(tmp_path), CORE_MODULES)
     assert [entry.number for entry in chosen] == [1, 3, 4]
     assert len(sources) == 5
     assert sentences == [
@@ -290,8 +290,8 @@ def test_what_is_not_written_is_left_out(tmp_path):
 
 
 def test_all_of_the_solutions_are_written():
-    chosen, sources, sentences = bench.select_written("solutions", MODULES)
-    assert (chosen, len(sources), sentences) == (list(MODULES), len(MODULES), [])
+    chosen, sources, sentences = bench.select_written("solutions", CORE_MODULES)
+    assert (chosen, len(sources), sentences) == (list(CORE_MODULES), len(CORE_MODULES), [])
 
 
 def test_a_submission_that_trains_otherwise_fails(brigade, tmp_path):

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from brigade.checks.tiny_lm import Size, TinyLM
 from brigade.cli import demo
-from brigade.course.modules import MODULES, get_module
+from brigade.course.modules import CORE_MODULES, get_module
 from brigade.lab import ladder, plots
 
 SIZE = Size(d_model=16, d_ff=32, layers=1, heads=2, vocabulary=256)
@@ -38,7 +38,7 @@ def test_every_module_and_torch_train_as_one_process_does(results):
     measured, steps = results
     torch_labels = ["torch DDP", "torch DDP + ZeRO"]
     assert [variant.label for variant in measured.variants] == [
-        f"{e.number} {e.public[-1]}" for e in MODULES
+        f"{e.number} {e.public[-1]}" for e in CORE_MODULES
     ] + torch_labels
     assert measured.list_wrong_losses() == []
     assert steps == ladder.count_steps(WORKLOAD, [*ladder.get_course_variants(), *ladder.TORCH])

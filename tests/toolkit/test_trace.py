@@ -191,7 +191,7 @@ def test_a_collective_that_nobody_waits_for_is_counted(quick, brigade, tmp_path)
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["99"], "there is no module 99: the course has modules 1 to"),
+        (["99"], "there is no module 99: the course has modules 0 to"),
         (["2", "--ranks", "1"], "--ranks 1: a timeline needs 2 to 64 ranks"),
         (["2", "--bucket-mb", "0"], "--bucket-mb 0: expected a number above 0"),
         (["2", "--comm-ratio", "-1"], "--comm-ratio -1: expected a number above 0"),
@@ -206,12 +206,14 @@ def test_wrong_input_gets_one_line(quick, brigade, arguments, line):
 
 
 def test_the_readings_have_their_pictures_redrawn(quick, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(figures, "MODULES", MODULES[:2])
+    monkeypatch.setattr(figures, "MODULES", MODULES[:3])
+    monkeypatch.setattr(figures, "CORE_MODULES", MODULES[1:3])
     monkeypatch.setattr(figures, "ROOT", tmp_path)
     monkeypatch.setattr(modules, "ROOT", tmp_path)
     monkeypatch.setattr(sys, "argv", ["figures"])
     assert figures.main() == 0
     assert capsys.readouterr().out.count(" ms exposed") == 3
+    assert (tmp_path / "lessons" / "m00_ring" / "ring.png").is_file()
     for entry in select_modules("1-2"):
         assert read_colours(tmp_path / "lessons" / entry.package / "timeline.png")[1] == 900
 
