@@ -26,7 +26,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from brigade.course.modules import HAS_SOLUTIONS, ROOT, CourseError, Module, get_module
+from brigade.course.modules import CORE_MODULES, HAS_SOLUTIONS, ROOT, CourseError, Module, get_module
 
 PACKAGE = "submission"
 MAX_SOURCE_BYTES = 250_000
