@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from brigade.events import OPPOSITES
 from brigade.rank import locks
 from brigade.rank.locks import hidden_attribute, make_sealed_metaclass, private
 
@@ -323,8 +322,7 @@ class RecordingGroup(dist.ProcessGroup, metaclass=make_sealed_metaclass(dist.Pro
     Subclasses override `call` to handle the tensors in another way.
     """
 
-    _inner, _recorder, _name = hidden_attribute(), hidden_attribute(), hidden_attribute()
-    _ranks, _messages = hidden_attribute(), hidden_attribute()
+    _inner, _recorder, _name, _ranks = hidden_attribute(), hidden_attribute(), hidden_attribute(), hidden_attribute()
 
     def __init__(self, inner: dist.ProcessGroup, recorder: Recorder, name: str, ranks: list[int]):
         super().__init__(inner.rank(), inner.size())
@@ -332,7 +330,6 @@ class RecordingGroup(dist.ProcessGroup, metaclass=make_sealed_metaclass(dist.Pro
         self._recorder = recorder
         self._name = name
         self._ranks = ranks
-        self._messages = []  # handles: gloo loses a message whose handle is gone, and its peer waits forever
 
     @private
     def call(self, method: str, args: list[Any], kwargs: dict[str, Any], index: int) -> dist.Work | None:
@@ -344,8 +341,6 @@ class RecordingGroup(dist.ProcessGroup, metaclass=make_sealed_metaclass(dist.Pro
     @private
     def _perform(self, method: str, args: list[Any], kwargs: dict[str, Any]) -> dist.Work:
         work = getattr(self._inner, method)(*args, **kwargs)
-        if METHODS[method][0] in OPPOSITES:
-            self._messages.append(work)
         return Finished() if work is None else work
 
     @private

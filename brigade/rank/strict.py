@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from brigade.events import OPPOSITES
 from brigade.rank import locks
 from brigade.rank.locks import hidden_attribute, private
 from brigade.rank.recording import METHODS, RecordedWork, Recorder, RecordingGroup, find_options, list_tensors
@@ -29,6 +30,12 @@ locks.trust(globals())
 
 class StrictGroup(RecordingGroup):
     """Run each collective on copies. `StrictWork` delivers the results."""
+
+    _messages = hidden_attribute()
+
+    def __init__(self, inner: dist.ProcessGroup, recorder: Recorder, name: str, ranks: list[int]):
+        super().__init__(inner, recorder, name, ranks)
+        self._messages = []  # their handles: gloo loses a message whose handle is gone, and the peer waits forever
 
     @private
     def call(self, method: str, args: list[Any], kwargs: dict[str, Any], index: int) -> dist.Work | None:
@@ -55,6 +62,8 @@ class StrictGroup(RecordingGroup):
         for target in targets:
             target.data.fill_(get_filler(target.dtype))
         work = self._perform(method, args, kwargs)
+        if op in OPPOSITES:
+            self._messages.append(work)
         self._note_end(work, index)
         given_tensors = [tensor for position in positions for tensor in list_tensors(given[position])]
         results = list_tensors(copies[outputs]) if targets else []
