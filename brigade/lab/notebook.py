@@ -31,7 +31,7 @@ import psutil
 
 from brigade.course.modules import MODULES, ROOT, get_module
 from brigade.course.skeletons import BEGIN, END
-from brigade.course.submission import read
+from brigade.course.submission import Sources, read
 from brigade.events import Event, Progress
 from brigade.runner.machine import count_cores, make_gloo_environment
 from brigade.runner.report import describe_exit
@@ -123,7 +123,7 @@ class Ranks:
             "mode": mode,
             "directory": str(self._directory),
             "environment": make_gloo_environment(),
-            "packages": {"solutions": read("solutions", MODULES[-1].number).sources},
+            "packages": {"solutions": read_solutions()},
             "threads": max(1, count_cores() // self.world_size),
             "seed": 0,
         }
@@ -274,6 +274,11 @@ class Ranks:
             view = self._client[:]
             view.block = True
             shell.register_magics(Magics(shell, view))
+
+
+def read_solutions() -> Sources:
+    """Return the texts of all solutions."""
+    return {name: text for entry in MODULES for name, text in read("solutions", entry.number).sources.items()}
 
 
 def become_rank(request: dict[str, Any]) -> None:

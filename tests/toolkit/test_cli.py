@@ -471,7 +471,7 @@ def test_parsing_imports_what_the_command_needs_and_nothing_else():
 
 def test_checks_run_and_are_graded_without_the_lab(tmp_path):
     """The Gradescope package has no lab."""
-    for name in ("brigade", "solutions", "tests"):
+    for name in ("brigade", "lessons", "solutions", "tests"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "lab", "toolkit"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     commands = [
