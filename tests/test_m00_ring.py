@@ -74,10 +74,11 @@ def test_ring_all_gather(submission):
         for group in groups:
             for step in range(len(tensors)):
                 shards = [split(tensors[step][rank], len(group))[i] for i, rank in enumerate(group)]
-                what = f"after ring_all_gather on {format_ranks(group)} chunk r of {len(tensors[step][0])} elements "
+                what = f"after ring_all_gather on {format_ranks(group)} chunk r of {tensors[step][0].numel()} elements "
                 what += "is that of group rank r"
                 why = partial(diagnosis.explain_gathered, [tensors[step][rank] for rank in group])
-                expect_results(what, results, group, step, torch.cat(shards), why)
+                gathered = torch.cat(shards).view_as(tensors[step][0])
+                expect_results(what, results, group, step, gathered, why)
             expect_ring(results, tensors, group, num_phases=1)
 
 
@@ -137,8 +138,12 @@ def draw(submission, shape, dtype):
 
 
 def run(submission, function, world, groups, numels):
-    """Call a function on tensors of these lengths. Return tensors[step][rank] as they were, and the ranks' results."""
-    tensors = [[draw(submission, (n,), DTYPES[step % 2]) for _ in range(world)] for step, n in enumerate(numels)]
+    """Call a function on tensors of these lengths. Return tensors[step][rank] as they were, and the ranks' results.
+
+    The first tensors have two dimensions.
+    """
+    shapes = [(n,) if step else (4, n // 4) for step, n in enumerate(numels)]
+    tensors = [[draw(submission, s, DTYPES[step % 2]) for _ in range(world)] for step, s in enumerate(shapes)]
     job = {"function": function} | ({} if groups == [list(range(world))] else {"groups": groups})
     jobs = [job | {"tensors": [own[rank] for own in tensors]} for rank in range(world)]
     return tensors, submission.run(m00_ring.reduce, PerRank(jobs), world_size=world)
@@ -146,14 +151,14 @@ def run(submission, function, world, groups, numels):
 
 def split(tensor, size):
     """Return the chunks of a tensor: the first numel % size of them have one element more."""
-    short, longer = divmod(len(tensor), size)
-    return list(tensor.split([short + (i < longer) for i in range(size)]))
+    short, longer = divmod(tensor.numel(), size)
+    return list(tensor.flatten().split([short + (i < longer) for i in range(size)]))
 
 
 def expect_sums(results, tensors, group, function):
     """Expect every rank's tensor to be the sum over the group."""
     for step, own in enumerate(tensors):
-        what = f"{len(own[0])} elements after {function} on {format_ranks(group)} are the sum of the ranks' tensors"
+        what = f"{own[0].numel()} elements after {function} on {format_ranks(group)} are the sum of the ranks' tensors"
         members = [own[rank] for rank in group]
         why = partial(diagnosis.explain_sum, members, own)
         expect_results(what, results, group, step, sum(members), why)
@@ -170,8 +175,8 @@ def expect_own_chunks(results, tensors, group):
             what = f"elements {start} to {end} of {ends[-1]} are summed on rank {place} of {format_ranks(group)}"
             expect_equal(
                 what,
-                [{"the tensor": found["tensor"][start:end].cpu()}],
-                {"the tensor": sum(members)[start:end]},
+                [{"the tensor": found["tensor"].flatten()[start:end].cpu()}],
+                {"the tensor": sum(members).flatten()[start:end]},
                 ranks=[rank],
                 tolerance=0.0,
                 hypotheses=partial(diagnosis.explain_chunk, members, place, start, end),

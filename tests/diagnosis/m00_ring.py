@@ -51,12 +51,12 @@ def explain_chunk(members, place, start, end):
     before = members[place - 1] + members[place]
     return {
         "this chunk has not been touched. The sum probably ends in another chunk: rank r must end with chunk r, so it "
-        "sends chunk r − 1 first.": [{"the tensor": members[place][start:end]}],
+        "sends chunk r − 1 first.": [{"the tensor": members[place].flatten()[start:end]}],
         "a chunk that arrives replaces the chunk of this rank. It must be added.": [
-            {"the tensor": members[place - 1][start:end]}
+            {"the tensor": members[place - 1].flatten()[start:end]}
         ],
         "only the tensors of two neighbours are added: what is sent on must be the sum so far.": [
-            {"the tensor": before[start:end]}
+            {"the tensor": before.flatten()[start:end]}
         ],
     }
 

@@ -158,6 +158,12 @@ MUTANTS = [
         ("test_ring_reduce_scatter", "test_ring_all_gather"),
     ),
     Mutant(
+        "chunks are rows",
+        "tensor.view(-1).tensor_split(world_size)",
+        "tensor.tensor_split(world_size)",
+        ("test_ring_reduce_scatter", "test_ring_all_gather"),
+    ),
+    Mutant(
         "gaps in memory are not refused",
         "    if not tensor.is_contiguous():\n",
         "    if False:\n",
