@@ -47,49 +47,41 @@ def test_shard_batch(submission):
 @pytest.mark.points(2)
 def test_sum_through_the_root(submission):
     """The sum goes through rank 0 of the group. Every other rank sends one message and receives one."""
-    for world, groups in list_worlds(submission):
-        tensors, results = run(submission, "all_reduce_via_root", world, groups, (24, 5, 1))
-        for group in groups:
-            expect_sums(results, tensors, group, "all_reduce_via_root")
-            for step, rank in ((step, rank) for step in range(len(tensors)) for rank in group):
-                peers = group[1:] if rank == group[0] else group[:1]
-                expect_messages(results, rank, step, peers, peers, diagnosis.OTHER_ROOT if group[0] else "")
+    for group, tensors, results in run(submission, "all_reduce_via_root", (24, 5, 1)):
+        expect_sums(results, tensors, group, "all_reduce_via_root")
+        for step, rank in ((step, rank) for step in range(len(tensors)) for rank in group):
+            peers = group[1:] if rank == group[0] else group[:1]
+            expect_messages(results, rank, step, peers, peers, diagnosis.OTHER_ROOT if group[0] else "")
 
 
 @pytest.mark.points(2)
 def test_ring_reduce_scatter(submission):
     """Rank r ends with the sum of chunk r and gets it as a view. N − 1 messages go to the next rank of the ring."""
-    for world, groups in list_worlds(submission):
-        tensors, results = run(submission, "ring_reduce_scatter", world, groups, (24, 23, 5, 2))
-        for group in groups:
-            expect_own_chunks(results, tensors, group)
-            expect_ring(results, tensors, group, num_phases=1)
+    for group, tensors, results in run(submission, "ring_reduce_scatter"):
+        expect_own_chunks(results, tensors, group)
+        expect_ring(results, tensors, group, num_phases=1)
 
 
 @pytest.mark.points(2)
 def test_ring_all_gather(submission):
     """Chunk r of rank r's tensor replaces chunk r everywhere. N − 1 messages go to the next rank of the ring."""
-    for world, groups in list_worlds(submission):
-        tensors, results = run(submission, "ring_all_gather", world, groups, (24, 23, 5, 2))
-        for group in groups:
-            for step in range(len(tensors)):
-                shards = [split(tensors[step][rank], len(group))[i] for i, rank in enumerate(group)]
-                what = f"after ring_all_gather on {format_ranks(group)} chunk r of {tensors[step][0].numel()} elements "
-                what += "is that of group rank r"
-                why = partial(diagnosis.explain_gathered, [tensors[step][rank] for rank in group])
-                gathered = torch.cat(shards).view_as(tensors[step][0])
-                expect_results(what, results, group, step, gathered, why)
-            expect_ring(results, tensors, group, num_phases=1)
+    for group, tensors, results in run(submission, "ring_all_gather"):
+        for step in range(len(tensors)):
+            shards = [split(tensors[step][rank], len(group))[i] for i, rank in enumerate(group)]
+            what = f"after ring_all_gather on {format_ranks(group)} chunk r of {tensors[step][0].numel()} elements "
+            what += "is that of group rank r"
+            why = partial(diagnosis.explain_gathered, [tensors[step][rank] for rank in group])
+            gathered = torch.cat(shards).view_as(tensors[step][0])
+            expect_results(what, results, group, step, gathered, why)
+        expect_ring(results, tensors, group, num_phases=1)
 
 
 @pytest.mark.points(2)
 def test_ring_all_reduce(submission):
     """The tensor becomes the sum, in place, with at most 2(N − 1) messages and 2(N − 1) · ceil(S/N) elements sent."""
-    for world, groups in list_worlds(submission):
-        tensors, results = run(submission, "ring_all_reduce", world, groups, (24, 23, 5, 2))
-        for group in groups:
-            expect_sums(results, tensors, group, "ring_all_reduce")
-            expect_ring(results, tensors, group, num_phases=2)
+    for group, tensors, results in run(submission, "ring_all_reduce"):
+        expect_sums(results, tensors, group, "ring_all_reduce")
+        expect_ring(results, tensors, group, num_phases=2)
     [world] = submission.worlds(1)
     names = ["all_reduce_via_root", "ring_reduce_scatter", "ring_all_gather", "ring_all_reduce"]
     [errors] = submission.run(m00_ring.refuse, {"functions": names}, world_size=world)
@@ -137,16 +129,20 @@ def draw(submission, shape, dtype):
     return torch.randint(-(10**6), 10**6, shape, generator=generator).to(dtype)
 
 
-def run(submission, function, world, groups, numels):
-    """Call a function on tensors of these lengths. Return tensors[step][rank] as they were, and the ranks' results.
+def run(submission, function, numels=(24, 23, 5, 2)):
+    """Call a function on tensors of these lengths at each world size.
 
-    The first tensors have two dimensions.
+    Yield each group, with tensors[step][rank] as they were and the ranks' results. The first tensors have two
+    dimensions.
     """
     shapes = [(n,) if step else (4, n // 4) for step, n in enumerate(numels)]
-    tensors = [[draw(submission, s, DTYPES[step % 2]) for _ in range(world)] for step, s in enumerate(shapes)]
-    job = {"function": function} | ({} if groups == [list(range(world))] else {"groups": groups})
-    jobs = [job | {"tensors": [own[rank] for own in tensors]} for rank in range(world)]
-    return tensors, submission.run(m00_ring.reduce, PerRank(jobs), world_size=world)
+    for world, groups in list_worlds(submission):
+        tensors = [[draw(submission, s, DTYPES[step % 2]) for _ in range(world)] for step, s in enumerate(shapes)]
+        job = {"function": function} | ({} if groups == [list(range(world))] else {"groups": groups})
+        jobs = [job | {"tensors": [own[rank] for own in tensors]} for rank in range(world)]
+        results = submission.run(m00_ring.reduce, PerRank(jobs), world_size=world)
+        for group in groups:
+            yield group, tensors, results
 
 
 def split(tensor, size):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from brigade.course.modules import HAS_SOLUTIONS, REFERENCE, CourseError, find_module
-from brigade.course.submission import install, prepare_for_ranks, read
+from brigade.course.submission import install, read
 from brigade.lab.ladder import FP32_BYTES
 
 PACKAGE = "planned_solutions"
@@ -143,7 +143,7 @@ def import_solution(name: str) -> Callable:
     In the student edition it is the student's own.
     """
     entry = find_module(name)
-    install(PACKAGE, prepare_for_ranks(read(REFERENCE, entry.number).sources))
+    install(PACKAGE, read(REFERENCE, entry.number).sources)
     return getattr(importlib.import_module(f"{PACKAGE}.{entry.package}.{entry.name}"), name)
 
 

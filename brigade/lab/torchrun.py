@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 from brigade.course.modules import CourseError
-from brigade.course.submission import prepare_for_ranks
 from brigade.events import Event, RankRecord
 from brigade.runner import sandbox
 from brigade.runner.machine import count_cores, make_nccl_environments
@@ -101,12 +100,12 @@ def run_on_torchrun(function: Callable[..., Any], *args: Any, **options: Any) ->
         "mode": how.mode,
         "module": module,
         "function": function.__qualname__,
-        "packages": {name: prepare_for_ranks(texts) for name, texts in {**sources, **(how.packages or {})}.items()},
+        "packages": {**sources, **(how.packages or {})},
         "threads": max(1, count_cores() // local_size),
         "seed": how.seed or 0,  # the same on every rank: no rank can draw it for all
         "args": args,
     }
-    files = {path for path, *_ in request["packages"].get("submission", {}).values()}
+    files = {path for path, _ in request["packages"].get("submission", {}).values()}
     if how.mode == "emulate" and rank == 0:
         make_directory()
     watchdog = start_timer(deadline_s, stop_at_deadline, deadline_s, rank, record, files)

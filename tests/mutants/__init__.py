@@ -46,6 +46,23 @@ class Mutant(Change):
     cause: str = ""
 
 
+BROADCAST = "broadcast_module_state(module, process_group)\n"  # in the constructors of modules 2 to 5
+UNEQUAL_REPLICAS = Mutant(
+    "replicas not made equal",
+    BROADCAST,
+    "pass\n",
+    ("test_gradients_are_averaged",),
+    "still has its own parameters and buffers",
+)
+GROUP_IGNORED_AT_START = Mutant(
+    "process_group ignored by the broadcast",
+    BROADCAST,
+    "broadcast_module_state(module)\n",
+    ("test_steps_and_subgroups",),
+    "they are those of rank 0 of the world, not of the group",
+)
+
+
 @dataclass(frozen=True)
 class Variant(Change):
     """Another correct solution. The checks in `passes` must accept it; careless checks would fail it."""

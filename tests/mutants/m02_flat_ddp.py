@@ -1,8 +1,7 @@
 """Mistakes in module 2."""
 
-from mutants import Mutant
+from mutants import GROUP_IGNORED_AT_START, UNEQUAL_REPLICAS, Mutant
 
-BROADCAST = "broadcast_module_state(module, process_group)\n"
 TRAINABLE = "if parameter.requires_grad:"
 BY_DTYPE = "self.parameters_by_dtype[parameter.dtype].append(parameter)"
 ZEROS = "parameter.grad = torch.zeros_like(parameter)"
@@ -13,20 +12,8 @@ SPLIT = "flat.split([parameter.numel() for parameter in parameters])"
 COPY_BACK = "parameter.grad.copy_(piece.view(parameter.shape))"
 
 MUTANTS = [
-    Mutant(
-        "replicas not made equal",
-        BROADCAST,
-        "pass\n",
-        ("test_gradients_are_averaged",),
-        "still has its own parameters and buffers",
-    ),
-    Mutant(
-        "process_group ignored by the broadcast",
-        BROADCAST,
-        "broadcast_module_state(module)\n",
-        ("test_steps_and_subgroups",),
-        "they are those of rank 0 of the world, not of the group",
-    ),
+    UNEQUAL_REPLICAS,
+    GROUP_IGNORED_AT_START,
     Mutant(
         "the flat tensor reduced twice",
         REDUCE,

@@ -1,8 +1,7 @@
 """Mistakes in module 3."""
 
-from mutants import Mutant
+from mutants import GROUP_IGNORED_AT_START, UNEQUAL_REPLICAS, Mutant
 
-BROADCAST = "broadcast_module_state(module, process_group)\n"
 HOOK = "parameter.register_post_accumulate_grad_hook(self.launch)"
 LAUNCH = "handle = dist.all_reduce(parameter.grad, group=self.process_group, async_op=True)"
 REMEMBER = "self.in_flight.append((handle, parameter))"
@@ -22,20 +21,8 @@ NOT_OVERLAPPED = (
 )
 
 MUTANTS = [
-    Mutant(
-        "replicas not made equal",
-        BROADCAST,
-        "pass\n",
-        ("test_gradients_are_averaged",),
-        "still has its own parameters and buffers",
-    ),
-    Mutant(
-        "process_group ignored by the broadcast",
-        BROADCAST,
-        "broadcast_module_state(module)\n",
-        ("test_steps_and_subgroups",),
-        "they are those of rank 0 of the world, not of the group",
-    ),
+    UNEQUAL_REPLICAS,
+    GROUP_IGNORED_AT_START,
     Mutant(
         "the hook registered twice",
         HOOK,

@@ -1,12 +1,11 @@
 """Mistakes in module 4."""
 
-from mutants import Mutant
+from mutants import GROUP_IGNORED_AT_START, UNEQUAL_REPLICAS, Mutant
 
 REVERSE = "for parameter in reversed(list(params)):"
 RULE = "if not buckets or nbytes + size > bucket_cap_bytes or parameter.dtype != buckets[-1][0].dtype:"
 CLOSE = "            buckets.append([])\n            nbytes = 0\n"
 SIZE = "size = parameter.numel() * parameter.element_size()"
-BROADCAST = "broadcast_module_state(module, process_group)\n"
 ZEROS = "if parameter.grad is None:\n                parameter.grad = torch.zeros_like(parameter)"
 REDUCE = "self.handle = dist.all_reduce(self.flat, group=self.process_group, async_op=True)"
 WAIT = "self.handle.wait()\n"
@@ -100,20 +99,8 @@ MUTANTS = [
         ("test_gradients_are_averaged",),
         "does not use the buckets of plan_buckets",
     ),
-    Mutant(
-        "replicas not made equal",
-        BROADCAST,
-        "pass\n",
-        ("test_gradients_are_averaged",),
-        "still has its own parameters and buffers",
-    ),
-    Mutant(
-        "process_group ignored by the broadcast",
-        BROADCAST,
-        "broadcast_module_state(module)\n",
-        ("test_steps_and_subgroups",),
-        "they are those of rank 0 of the world, not of the group",
-    ),
+    UNEQUAL_REPLICAS,
+    GROUP_IGNORED_AT_START,
     Mutant(
         "the pieces are one entry too long",
         "pieces = self.flat.split([parameter.numel() for",

@@ -1,6 +1,6 @@
 """Mistakes in module 5."""
 
-from mutants import Mutant
+from mutants import UNEQUAL_REPLICAS, Mutant
 
 MULTIPLE = "multiple = math.lcm(dp_size, 128, 2**16 if pad_for_busbw else 1)"
 START = "start = round_up(end, 64)"
@@ -15,7 +15,6 @@ IS_VIEW = "if parameter.grad is not view:\n"
 ATTACH = "parameter.grad = view.zero_() if parameter.grad is None else view.copy_(parameter.grad)"
 ADD = "view.add_(parameter.grad)\n"
 MOVED = "                parameter.grad = None\n"
-BROADCAST = "broadcast_module_state(module, process_group)\n"
 REVERSED = "for parameter in reversed([p for p in module.parameters() if p.requires_grad]):"
 BY_DTYPE = "by_dtype[parameter.dtype].append(parameter)"
 FORWARD = "if torch.is_grad_enabled():"
@@ -97,13 +96,7 @@ MUTANTS = [
     Mutant("the last bucket lost", LAST, "if is_full:", ("test_layout_rule",), "the last bucket is missing"),
     Mutant("bucket_numel None crashes", FULL, "is_full = end - bucket_start >= bucket_numel", ("test_layout_rule",)),
     Mutant("a layout that can be changed", FROZEN, "@dataclass", ("test_layout_rule",), "frozen=True"),
-    Mutant(
-        "replicas not made equal",
-        BROADCAST,
-        "pass\n",
-        ("test_gradients_are_averaged",),
-        "still has its own parameters and buffers",
-    ),
+    UNEQUAL_REPLICAS,
     Mutant(
         "summed, not averaged",
         REDUCE,

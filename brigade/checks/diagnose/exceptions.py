@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from brigade.checks.diagnose.evidence import find_leftover, join_names
+from brigade.checks.diagnose.parts import parse
 from brigade.events import Event, launches
 
 if TYPE_CHECKING:
@@ -182,10 +183,7 @@ def explain_exception(failure: RankFailure, sources: Sources) -> tuple[str, str]
 def find_used_results(sources: Sources) -> Iterable[tuple[str, str]]:
     """Yield (file and line, name) of each collective without async_op=True in these texts whose result is used."""
     for path, text in sources.values():
-        try:
-            tree = ast.parse(text)
-        except (SyntaxError, ValueError, RecursionError):
-            continue
+        tree = parse(text)
         alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
         for node in ast.walk(tree):
             if not isinstance(node, ast.Call) or id(node) in alone or len(node.args) > 3:
@@ -199,12 +197,9 @@ def find_used_results(sources: Sources) -> Iterable[tuple[str, str]]:
 def find_optimizer_calls(sources: Sources) -> Iterable[str]:
     """Yield file and line of each `super().__init__(...)` in a subclass of torch's Optimizer."""
     for path, text in sources.values():
-        try:
-            classes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)]
-        except (SyntaxError, ValueError, RecursionError):
-            continue
-        for node in classes:
-            if any(getattr(base, "attr", getattr(base, "id", "")) == "Optimizer" for base in node.bases):
+        for node in ast.walk(parse(text)):
+            bases = node.bases if isinstance(node, ast.ClassDef) else []
+            if any(getattr(base, "attr", getattr(base, "id", "")) == "Optimizer" for base in bases):
                 calls = [call for call in ast.walk(node) if isinstance(call, ast.Call)]
                 inits = [call for call in calls if getattr(call.func, "attr", "") == "__init__"]
                 yield from (f"{Path(path).name}, line {call.lineno}" for call in inits)
@@ -218,7 +213,7 @@ def find_missing_returns(texts: Iterable[str]) -> list[str]:
     """Return the functions of these texts that declare a result but never return one."""
     names = []
     for text in texts:
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(parse(text)):
             if not isinstance(node, ast.FunctionDef) or node.returns is None:
                 continue
             nothing = isinstance(node.returns, ast.Constant) and node.returns.value is None

@@ -57,11 +57,16 @@ def find_tasks(skeleton: str) -> dict[str, list[tuple[str, str]]]:
 
 def find_function(text: str, line: int) -> str:
     """Return the outermost function or method that contains a line, such as "Bucket.launch"; "" if there is none."""
+    functions = walk_functions(parse(text))
+    return next((name for name, node in functions if node.lineno <= line <= node.end_lineno), "")
+
+
+def parse(text: str) -> ast.Module:
+    """Return the syntax tree of a student's text; an empty one if it is not Python."""
     try:
-        tree = ast.parse(text)
+        return ast.parse(text)
     except (SyntaxError, ValueError, RecursionError):
-        return ""
-    return next((name for name, node in walk_functions(tree) if node.lineno <= line <= node.end_lineno), "")
+        return ast.Module([], [])
 
 
 def walk_functions(tree: ast.Module | ast.ClassDef, prefix: str = "") -> Iterator[tuple[str, ast.FunctionDef]]:
