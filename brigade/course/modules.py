@@ -17,7 +17,7 @@ class CourseError(Exception):
     """A request of the user cannot be fulfilled. The message is one sentence for the user."""
 
 
-WARM_UP, CORE = "warm-up", "core"  # tracks. The points of the core add up to 100; a warm-up's are on top
+WARM_UP, CORE, ADVANCED = "warm-up", "core", "advanced"  # tracks. The core has 100 points; the others have their own
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ On a fast machine a forgotten `wait()` is almost never noticed, because the coll
 result is read. Here it is noticed every time. A launch works on copies of its inputs and fills its outputs with NaN.
 Waiting on the handle of *that* launch (or asking for its future, its result, or whether it is complete) writes its
 result to the outputs. If a tensor is changed between launch and wait, which is a race on a GPU, an event of kind "race"
-is recorded.
+is recorded. If its memory is freed, which corrupts memory on a GPU, the wait raises RuntimeError.
 
 With gloo, as with NCCL, the wait for a send ends only after the peer has posted the matching receive, whatever the size
 of the message. Ranks that all send first and receive afterwards therefore deadlock every time.
@@ -14,6 +14,7 @@ torch DDP is not run in this mode: its C++ reducer may wait in places that Pytho
 
 from __future__ import annotations
 
+import weakref
 from datetime import timedelta
 from typing import Any
 
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from brigade.events import OPPOSITES
 from brigade.rank import locks
 from brigade.rank.locks import hidden_attribute, private
+from brigade.rank.memory import uncounted
 from brigade.rank.recording import METHODS, RecordedWork, Recorder, RecordingGroup, find_options, list_tensors
 
 locks.trust(globals())
@@ -38,6 +40,7 @@ class StrictGroup(RecordingGroup):
         self._messages = []  # their handles: gloo loses a message whose handle is gone, and the peer waits forever
 
     @private
+    @uncounted()
     def call(self, method: str, args: list[Any], kwargs: dict[str, Any], index: int) -> dist.Work | None:
         op, outputs, inputs = METHODS[method]
         if op == "barrier":
@@ -76,7 +79,8 @@ class StrictGroup(RecordingGroup):
 class StrictWork(RecordedWork):
     """The handle of a launch. The first wait copies the results into the caller's tensors."""
 
-    _given, _at_launch, _targets, _results, _delivered = (
+    _given, _at_launch, _targets, _results, _delivered, _delivered_to = (
+        hidden_attribute(),
         hidden_attribute(),
         hidden_attribute(),
         hidden_attribute(),
@@ -99,16 +103,21 @@ class StrictWork(RecordedWork):
         self._targets = targets
         self._results = results
         self._delivered = False
+        self._delivered_to = []
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         super().wait(timeout)
         if not self._delivered:
             self._delivered = True
+            if any(is_freed(tensor) for tensor in self._given):
+                raise RuntimeError("a tensor of this launch was freed between the launch and its wait()")
             if any(has_changed(now, *then) for now, then in zip(self._given, self._at_launch)):
                 self._recorder.note("race", index=self._index)
             for target, result in zip(self._targets, self._results):
                 target.data.copy_(result)
-            self._given, self._at_launch, self._results = [], [], []
+            # Like NCCL, a handle does not keep the memory of its tensors after the wait.
+            self._delivered_to = [weakref.ref(target) for target in self._targets]
+            self._given, self._at_launch, self._targets, self._results = [], [], [], []
         return True
 
     @private
@@ -122,13 +131,13 @@ class StrictWork(RecordedWork):
         return self.wait()
 
     def result(self) -> list[torch.Tensor]:
+        targets = self._targets or [target for reference in self._delivered_to if (target := reference()) is not None]
         self.wait()
-        return self._targets
+        return targets
 
     def get_future(self) -> torch.futures.Future:
-        self.wait()
         future: torch.futures.Future = torch.futures.Future()
-        future.set_result(self._targets)
+        future.set_result(self.result())
         return future
 
 
@@ -144,6 +153,13 @@ def get_filler(dtype: torch.dtype) -> Any:
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
     return True if dtype == torch.bool else torch.iinfo(dtype).min
+
+
+def is_freed(tensor: torch.Tensor) -> bool:
+    """Return whether the storage of a tensor has become too small for it."""
+    span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())) + 1
+    needed = (tensor.storage_offset() + span) * tensor.element_size() if tensor.numel() else 0
+    return tensor.untyped_storage().nbytes() < needed
 
 
 def read_version(tensor: torch.Tensor) -> int:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from brigade.rank import recording
 from brigade.rank.api import device, student
-from brigade.rank.recording import list_tensors
+from brigade.rank.memory import LiveMemory
 from scenarios.training import create_group
 
 
@@ -76,36 +74,7 @@ def measure(job: dict[str, Any]) -> int:
     """Return the most bytes of new tensors that are alive at once during one call of the submission's function."""
     function = student("m00_ring", job["function"])
     tensor = job["tensor"].to(device())
-    with LiveBytes() as live:
+    with LiveMemory([tensor]) as memory:
+        before = memory.total()
         function(tensor)
-    return live.most
-
-
-class LiveBytes(TorchDispatchMode):
-    """Add up the storages that operations in the block make, as long as a tensor of Python's uses them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.most = self.now = 0
-        self._users: dict[int, int] = {}  # tensors by the address of their storage
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        given = {tensor.untyped_storage().data_ptr() for tensor in list_tensors([*args, *(kwargs or {}).values()])}
-        for tensor in list_tensors(result):
-            storage = tensor.untyped_storage()
-            address, nbytes = storage.data_ptr(), storage.nbytes()
-            if address in self._users or (nbytes and address not in given):
-                if address not in self._users:
-                    self._users[address] = 0
-                    self.now += nbytes
-                    self.most = max(self.most, self.now)
-                self._users[address] += 1
-                weakref.finalize(tensor, self._release, address, nbytes)
-        return result
-
-    def _release(self, address: int, nbytes: int) -> None:
-        self._users[address] -= 1
-        if not self._users[address]:
-            del self._users[address]
-            self.now -= nbytes
+    return memory.peak - before

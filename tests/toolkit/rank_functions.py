@@ -29,6 +29,7 @@ from torch.distributed.distributed_c10d import _coalescing_manager as coalescing
 
 from brigade.rank import emulated_link, recording
 from brigade.rank.api import student
+from brigade.rank.memory import LiveMemory
 from brigade.rank.recording import phase
 
 # ---- how a run ends: test_ranks.py
@@ -676,6 +677,28 @@ def change(where: str) -> dict[str, Any]:
     x += 1  # afterwards it is nobody's business
     handle.wait()
     return {"input": x, "output": output}
+
+
+def count_around_an_all_gather(numel: int) -> dict[str, int]:
+    """Return the bytes alive after the launch of an all-gather, after its wait, and after its output is dropped."""
+    shard = torch.ones(numel)
+    with LiveMemory([shard]) as memory:
+        full = torch.empty(numel * dist.get_world_size())
+        handle = dist.all_gather_into_tensor(full, shard, async_op=True)
+        launched = memory.total()
+        handle.wait()
+        waited = memory.total()
+        assert torch.equal(handle.result()[0], full)
+        del full
+        return {"launched": launched, "waited": waited, "dropped": memory.total()}
+
+
+def free_in_flight(which: str) -> None:
+    """Free a tensor of an all-gather before its wait."""
+    shard, full = torch.ones(4), torch.empty(4 * dist.get_world_size())
+    handle = dist.all_gather_into_tensor(full, shard, async_op=True)
+    {"input": shard, "output": full}[which].untyped_storage().resize_(0)
+    handle.wait()
 
 
 def hold(dtype: torch.dtype) -> dict[str, Any]:

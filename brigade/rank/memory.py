@@ -1,0 +1,87 @@
+"""Count the bytes of the tensors that are alive in a rank, whoever refers to them.
+
+    with LiveMemory(model.parameters()) as memory:
+        loss = FullyShardedDDP(model, ...)(x)
+        memory.count(weights=model.parameters())  # {"weights": bytes, "other": bytes}
+
+The count comes from storages, at the time of the call: views of one block count once, a storage that was resized to
+nothing counts as nothing, and a block to which only autograd, a closure or a second name refers still counts. What
+no given tensor uses is "other". What the course's own process groups copy does not count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from brigade.rank.recording import list_tensors
+
+_counting = True
+
+
+@contextlib.contextmanager
+def uncounted() -> Iterator[None]:
+    """Do not count the tensors that are made in the block."""
+    global _counting
+    before, _counting = _counting, False
+    try:
+        yield
+    finally:
+        _counting = before
+
+
+class LiveMemory(TorchDispatchMode):
+    """Follow the storages of `tensors`, and of every tensor that an operation in the block returns.
+
+    `peak` is the largest number of bytes that were alive at once.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor] = ()):
+        super().__init__()
+        self.peak = 0
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # by id
+        self._follow(tensors)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if _counting:
+            self._follow(list_tensors(result))
+        return result
+
+    def _follow(self, tensors: Iterable[torch.Tensor]) -> None:
+        before = len(self._storages)
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            key = id(storage)  # torch keeps the Python object of a storage as long as the storage itself
+            if key not in self._storages:
+                self._storages[key] = weakref.ref(storage, lambda _, key=key: self._storages.pop(key, None))
+        if len(self._storages) > before:
+            self.peak = max(self.peak, self.total())
+
+    def _list_live(self) -> dict[int, torch.UntypedStorage]:
+        live = {key: reference() for key, reference in list(self._storages.items())}
+        return {key: storage for key, storage in live.items() if storage is not None}
+
+    def total(self) -> int:
+        """Return the bytes that are alive."""
+        return sum(storage.nbytes() for storage in self._list_live().values())
+
+    def count(self, **kinds: Iterable[Any]) -> dict[str, int]:
+        """Return the bytes that are alive, by kind: those of the tensors given for each, and "other" for the rest.
+
+        A block belongs to the first kind that has a tensor in it. Entries that are no tensors, such as a gradient that
+        is None, are ignored.
+        """
+        live = self._list_live()
+        self.peak = max(self.peak, sum(storage.nbytes() for storage in live.values()))
+        nbytes, counted = {}, set()
+        for kind, tensors in kinds.items():
+            blocks = {id(t.untyped_storage()): t.untyped_storage() for t in list_tensors(list(tensors))}
+            nbytes[kind] = sum(storage.nbytes() for key, storage in blocks.items() if key not in counted)
+            counted |= blocks.keys()
+        return nbytes | {"other": sum(storage.nbytes() for key, storage in live.items() if key not in counted)}

@@ -1,0 +1,77 @@
+"""The bytes that are alive are counted from storages, whoever refers to them."""
+
+from __future__ import annotations
+
+import pytest
+import rank_functions as functions
+import torch
+from torch import nn
+
+from brigade.rank.memory import LiveMemory, uncounted
+from brigade.runner.ranks import RankFailure, run_ranks
+
+NUMEL, NBYTES = 1000, 4000
+
+
+def make() -> torch.Tensor:
+    return torch.ones(NUMEL)
+
+
+@pytest.mark.parametrize("keep", [lambda t: t, lambda t: t[3:5], lambda t: t.detach(), lambda t: t.untyped_storage()])
+def test_a_block_counts_as_long_as_anything_refers_to_it(keep):
+    with LiveMemory() as memory:
+        tensor = make()
+        assert memory.total() == NBYTES
+        second = keep(tensor)
+        del tensor
+        assert memory.total() == NBYTES
+        del second
+        assert memory.total() == 0 and memory.peak == NBYTES
+
+
+def test_what_only_autograd_keeps_counts_too():
+    with LiveMemory() as memory:
+        x = make().requires_grad_()
+        y = x.exp().sin().sum()  # sin keeps its input
+        assert memory.count(leaf=[x], result=[y]) == {"leaf": NBYTES, "result": 4, "other": NBYTES}
+        y.backward()
+        assert memory.count(leaf=[x], grad=[x.grad]) == {"leaf": NBYTES, "grad": NBYTES, "other": 4}
+
+
+def test_a_storage_counts_with_its_present_size():
+    weight = nn.Parameter(make())
+    with LiveMemory([weight]) as memory:
+        second = weight.detach()
+        weight.untyped_storage().resize_(0)
+        assert memory.total() == 0
+        second.untyped_storage().resize_(2 * NBYTES)
+        assert memory.count(weights=[weight]) == {"weights": 2 * NBYTES, "other": 0}
+        swapped = torch.empty(0).set_(torch.UntypedStorage(NBYTES))
+        assert memory.count(weights=[weight, swapped[:1]]) == {"weights": 3 * NBYTES, "other": 0}
+
+
+def test_a_block_has_one_kind():
+    flat = make()
+    with LiveMemory() as memory:
+        parts = flat.chunk(2)
+        hidden = make()
+        counted = memory.count(parameters=parts, gradients=[None, flat, "text"])
+        assert counted == {"parameters": NBYTES, "gradients": 0, "other": hidden.nbytes}
+
+
+def test_copies_of_the_course_do_not_count():
+    with LiveMemory() as memory:
+        with uncounted():
+            copy = make()
+        assert copy.numel() == NUMEL and memory.total() == 0
+
+
+def test_a_strict_group_keeps_no_memory_after_the_wait():
+    for counted in run_ranks(functions.count_around_an_all_gather, NUMEL, mode="strict"):
+        assert counted == {"launched": 3 * NBYTES, "waited": 3 * NBYTES, "dropped": NBYTES}
+
+
+@pytest.mark.parametrize("which", ["input", "output"])
+def test_a_wait_refuses_a_tensor_that_was_freed(which):
+    with pytest.raises(RankFailure, match="was freed between the launch and its wait"):
+        run_ranks(functions.free_in_flight, which, mode="strict")
