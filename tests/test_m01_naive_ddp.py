@@ -15,11 +15,14 @@ JOB = {"package": "m01_naive_ddp", "wrapper": "NaiveDDP"}
 
 @pytest.mark.points(1)
 def test_parameters_start_equal(submission):
-    """After construction all parameters, including frozen ones, equal those of rank 0."""
+    """After construction all parameters, including frozen and transposed ones, equal those of rank 0."""
     for world, model in zip(submission.worlds(2, 3), ("Frozen", "Tied")):
         case = submission.case(model, world)
         for states, events in collect_start_states(submission, case, world):
             expect_start(states, case, "parameters", events=events)
+    case = submission.case("Transposed", world)
+    states = submission.run(m01_naive_ddp.broadcast, case.make_jobs(**JOB), world_size=world)
+    expect_start(states, case, "parameters", events=states.events)
 
 
 @pytest.mark.points(1)

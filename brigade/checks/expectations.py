@@ -95,11 +95,14 @@ def explain_no_broadcast(events: Sequence[Sequence[Event]] | None, case: Case) -
 
 
 def suspect_one_kind(expected: Tensors, case: Case) -> Hypotheses:
-    """Return what ranks have if only frozen parameters, or only buffers of integers, keep their own values."""
+    """Return what ranks have if only frozen or transposed parameters, or buffers of integers, keep their own values."""
     parameters = case.parameters()
     kinds = {
         "this rank still has its own frozen parameters. Broadcast them too.": {
             name for name, parameter in parameters.items() if not parameter.requires_grad
+        },
+        "this rank still has its own transposed parameters. Copy the broadcast tensor back into them.": {
+            name for name, parameter in parameters.items() if not parameter.is_contiguous()
         },
         "this rank still has its own buffers of integers or booleans. Broadcast them too.": {
             name for name, value in expected.items() if name not in parameters and not value.is_floating_point()

@@ -9,6 +9,9 @@ is recorded. If its memory is freed, which corrupts memory on a GPU, the wait ra
 With gloo, as with NCCL, the wait for a send ends only after the peer has posted the matching receive, whatever the size
 of the message. Ranks that all send first and receive afterwards therefore deadlock every time.
 
+Tensors must be contiguous, as on NCCL, because gloo accepts some others: it takes a transposed tensor as memory in
+another order, and reads the gaps of a slice.
+
 torch DDP is not run in this mode: its C++ reducer may wait in places that Python cannot see.
 """
 
@@ -48,11 +51,11 @@ class StrictGroup(RecordingGroup):
         positions = {outputs, inputs} - {None}
         given = {position: args[position] for position in positions}
         copies = {position: copy_tensors(value) for position, value in given.items()}
-        for tensor, copy in zip(list_tensors(list(given.values())), list_tensors(list(copies.values()))):
-            if tensor.stride() != copy.stride():
-                # gloo would use the memory that follows the first entry, including the gaps.
+        for tensor in list_tensors(list(given.values())):
+            if not is_contiguous(tensor):
                 raise ValueError(
-                    f"{op} needs a tensor without gaps in memory, but this one has strides {tensor.stride()}"
+                    f"{op} needs a contiguous tensor, as on NCCL, but one of shape {tuple(tensor.shape)} has strides "
+                    f"{tensor.stride()}. Pass a contiguous copy, then copy the result back."
                 )
         for position, copy in copies.items():
             args[position] = copy
@@ -139,6 +142,16 @@ class StrictWork(RecordedWork):
         future: torch.futures.Future = torch.futures.Future()
         future.set_result(self.result())
         return future
+
+
+def is_contiguous(tensor: torch.Tensor) -> bool:
+    """Return whether torch's NCCL backend accepts the tensor: it is contiguous, or contiguous as channels_last.
+
+    See check_gpu_single_tensor in torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp. For a send or a receive NCCL's
+    backend only warns, but gloo raises.
+    """
+    channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim(), torch.contiguous_format)
+    return tensor.is_contiguous() or tensor.is_contiguous(memory_format=channels_last)
 
 
 def copy_tensors(value: Any) -> Any:

@@ -9,12 +9,12 @@ from torch import nn
 def broadcast_module_state(module, process_group=None):
     root = 0 if process_group is None else dist.get_process_group_ranks(process_group)[0]
     with torch.no_grad():
-        handles = [
-            dist.broadcast(tensor, root, group=process_group, async_op=True)
-            for tensor in list(module.buffers()) + list(module.parameters())
-        ]
-    for handle in handles:
-        handle.wait()
+        tensors = list(module.buffers()) + list(module.parameters())
+        sent = [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
+        handles = [dist.broadcast(copy, root, group=process_group, async_op=True) for copy in sent]
+        for handle, tensor, copy in zip(handles, tensors, sent):
+            handle.wait()
+            tensor.copy_(copy)
 
 
 class NaiveDDP(nn.Module):

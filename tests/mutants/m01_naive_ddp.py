@@ -3,6 +3,8 @@
 from mutants import Mutant
 
 STATE = "[*module.parameters(), *module.buffers()]"
+WHOLE = "whole = tensor.detach().contiguous()"
+COPY_BACK = "tensor.detach().copy_(whole)"
 BROADCAST = "dist.broadcast(whole, group=process_group, group_src=0)"
 REDUCE = "dist.all_reduce(parameter.grad, group=self.process_group)"
 DIVIDE = "parameter.grad /= dist.get_world_size(self.process_group)"
@@ -65,6 +67,20 @@ MUTANTS = [
         BROADCAST.replace("whole", "whole.clone()"),
         ("test_parameters_start_equal", "test_buffers_start_equal"),
         "copies of them are broadcast",
+    ),
+    Mutant(
+        "transposed parameters broadcast as they are",
+        WHOLE,
+        "whole = tensor.detach()",
+        ("test_parameters_start_equal",),
+        "broadcast needs a contiguous tensor, as on NCCL",
+    ),
+    Mutant(
+        "transposed parameters not copied back",
+        COPY_BACK,
+        "pass",
+        ("test_parameters_start_equal",),
+        "still has its own transposed parameters",
     ),
     Mutant("summed, not averaged", DIVIDE, "pass", ("test_gradients_are_averaged", "test_subgroups"), "summed"),
     Mutant(

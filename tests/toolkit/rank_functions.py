@@ -523,10 +523,6 @@ def collectives(dtype: torch.dtype) -> dict[str, Callable[..., tuple[Any, list[T
         x = values(dtype, 3, 5)
         return dist.all_reduce(x, op=op, group=group, async_op=async_op), [x]
 
-    def all_reduce_transposed(async_op: bool) -> tuple[Any, list[Tensor]]:
-        x = values(dtype, 3, 5).T
-        return dist.all_reduce(x, async_op=async_op), [x]
-
     def all_reduce_view(async_op: bool) -> tuple[Any, list[Tensor]]:
         x = values(dtype, 12)
         return dist.all_reduce(x[3:7], async_op=async_op), [x[3:7]]
@@ -611,7 +607,7 @@ def collectives(dtype: torch.dtype) -> dict[str, Callable[..., tuple[Any, list[T
         return all_reduce(async_op, group=subgroup) if rank < 2 else (None, [])
 
     every = [
-        all_reduce, all_reduce_max, all_reduce_transposed, all_reduce_view, all_reduce_in_a_subgroup, reduce, broadcast,
+        all_reduce, all_reduce_max, all_reduce_view, all_reduce_in_a_subgroup, reduce, broadcast,
         all_gather, all_gather_into_tensor, all_gather_in_place, reduce_scatter, reduce_scatter_tensor,
         reduce_scatter_in_place, gather, scatter, all_to_all_single, coalesced, coalesced_reduce_scatter,
         coalesced_all_gather,
@@ -752,9 +748,27 @@ def coalesce_on_a_device() -> None:
         dist.all_reduce(torch.ones(2))
 
 
-def all_reduce_with_gaps() -> None:
-    """Reduces every second column, which gloo would take for consecutive memory."""
-    dist.all_reduce(torch.ones(4, 6)[:, ::2])
+def send_strided(op: str, kind: str) -> None:
+    """Calls a collective or a send with a transposed tensor, or with every second column."""
+    tensor = torch.ones(4, 6).T if kind == "transposed" else torch.ones(4, 6)[:, ::2]
+    if op == "all_reduce":
+        dist.all_reduce(tensor)
+    elif op == "broadcast":
+        dist.broadcast(tensor, 0)
+    elif op == "all_gather":
+        dist.all_gather([torch.empty(tensor.shape) for _ in range(dist.get_world_size())], tensor)
+    else:
+        dist.send(tensor, 1 - dist.get_rank())
+
+
+def reduce_channels_last() -> list[float]:
+    """All-reduces a batch of images and one of videos, each with the channels last in memory."""
+    images = torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    videos = torch.ones(2, 3, 4, 5, 6).to(memory_format=torch.channels_last_3d)
+    for tensor in (images, videos):
+        assert not tensor.is_contiguous()
+        dist.all_reduce(tensor)
+    return [images.mean().item(), videos.mean().item()]
 
 
 # ---- what takes how long: test_emulated_link.py
