@@ -32,6 +32,7 @@ JOB = {"package": "m05_grad_buffer", "wrapper": "BufferedDDP", "arguments": {"bu
 ZEROED = {"zero": "optimizer, to None", "late": False}
 
 
+@pytest.mark.parts("Part (a): plan the buffer")
 @pytest.mark.points(3)
 def test_layout_rule(submission):
     """plan_layout follows the rule: starts are multiples of 64, full buckets close, and their ends are padded."""
@@ -70,6 +71,44 @@ def test_layout_rule(submission):
     expect(frozen, "a BufferLayout cannot be changed: it is a dataclass with frozen=True", "its numel could be set")
 
 
+@pytest.mark.parts("Part (b): views of the buffer")
+@pytest.mark.points(1)
+def test_buffer_memory(submission):
+    """Parameters and main_grads are views of the flat tensors at the layout's offsets, also after reallocate()."""
+    rng = submission.rng
+    for dtype, grad_dtype in ((torch.float32, torch.float64), (torch.bfloat16, torch.float32)):
+        generator = torch.Generator().manual_seed(rng.randrange(2**31))
+        shapes = [(rng.randint(1, 20), rng.randint(2, 30)) for _ in range(rng.randint(4, 7))]
+        values = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+        job = {"values": values, "bucket_numel": BUCKET_NUMEL, "grad_dtype": grad_dtype}
+        [states] = submission.run(m05_grad_buffer.move_buffer, job, world_size=1)
+        starts = [start for start, _ in compute_layout([v.numel() for v in values], BUCKET_NUMEL, 1)["param_ranges"]]
+        for when, state in states.items():
+            for i, start in enumerate(starts):
+                for name, flat in (("data", "param_data"), ("main_grad", "grad_data")):
+                    offset, value = state[name][i]
+                    expect(
+                        offset == start,
+                        f"{when} p.{name} is a view of {flat} that begins at element {start}",
+                        "it is not a view of it" if offset is None else f"it begins at element {offset}",
+                        diagnosis.explain_place(name, when),
+                        parameter=f"parameter {i}",
+                    )
+                    # The scenario fills main_grad before it moves the buffer.
+                    main_grad = torch.full_like(
+                        values[i], i + 1 if when == "after reallocate()" else 0, dtype=grad_dtype
+                    )
+                    expected = values[i] if name == "data" else main_grad
+                    expect(
+                        value.shape == expected.shape and torch.equal(value, expected),
+                        f"{when} p.{name} has the parameter's shape and the values that it had before",
+                        f"it has the shape {tuple(value.shape)} of {tuple(expected.shape)}, or other values",
+                        diagnosis.LOST_VALUES,
+                        parameter=f"parameter {i}",
+                    )
+
+
+@pytest.mark.parts("Parts (c) to (g): gradients in place")
 @pytest.mark.points(1)
 def test_gradients_are_averaged(submission):
     """Replicas start equal, buffers included. One all-reduce per padded bucket averages every gradient."""
@@ -81,7 +120,7 @@ def test_gradients_are_averaged(submission):
         require_padded(results, case)
 
 
-@pytest.mark.points(3)
+@pytest.mark.points(2)
 def test_gradients_are_views(submission):
     """Gradients are views of the buffer at the layout's offsets. A step copies no more than the bare model's."""
     for world, form in zip(submission.worlds(2, 3), ("optimizer, to None", "optimizer, to zeros")):
@@ -185,6 +224,44 @@ def test_buckets_overlap_with_backward(submission):
                 )
 
 
+@pytest.mark.points(1)
+def test_steps_and_subgroups(submission):
+    """Several steps are right with (interrupted) no_sync, in different ready orders, and on ranks 1 and 3 of four."""
+    for world, model in zip(submission.worlds(2, 3, 4), ("Plain", "Reordered", "Tied")):
+        groups = [[1, 3], [0, 2]] if world == 4 else [list(range(world))]
+        case = submission.case(
+            model,
+            world,
+            steps=4 if model == "Plain" else 3,
+            micro_batches=3 if model == "Plain" else 1,
+            dtype=torch.float64,
+            group=groups[0],
+            branches=list(range(world)) if model == "Reordered" else None,
+        )
+        jobs = case.make_jobs(groups=groups, interrupted=2 if model == "Plain" else None, **JOB)
+        results = submission.run(training.train, jobs, world_size=world)
+        if model == "Plain":
+            expect_silence(results.events, case.group, 4)
+            expect_restored(results.events, case.group, 2)
+        elif model == "Reordered":
+            for rank in case.group:
+                expect_bucket_order(results.events[rank], *lay_out(case, world), rank)
+        expect_gradients(results, case)
+        expect_weights(results, case)
+        if model == "Plain":
+            count, expected = len(launches(results.events[0], 0)), len(lay_out(case, world)[1]["bucket_ranges"])
+            expect(
+                count == expected,
+                f"a step of 3 micro-batches launches {expected} collectives, one per bucket",
+                f"{count} launches",
+                partial(find_leftover, results.events[0]),
+                rank=0,
+                step=0,
+            )
+        require_padded(results, case, steps=3)
+
+
+@pytest.mark.parts("Parts (h) and (i): accumulate in fp32")
 @pytest.mark.points(2)
 def test_main_grad_accumulates_in_fp32(submission):
     """With grad_dtype=float32, many small bf16 gradients accumulate in fp32, and each step starts from zero."""
@@ -299,43 +376,6 @@ def test_one_buffer_per_dtype(submission):
             )
         results = submission.run(training.train, case.make_jobs(**job), world_size=world)
         expect_gradients(results, case, tolerance=2**-6)
-
-
-@pytest.mark.points(1)
-def test_steps_and_subgroups(submission):
-    """Several steps are right with (interrupted) no_sync, in different ready orders, and on ranks 1 and 3 of four."""
-    for world, model in zip(submission.worlds(2, 3, 4), ("Plain", "Reordered", "Tied")):
-        groups = [[1, 3], [0, 2]] if world == 4 else [list(range(world))]
-        case = submission.case(
-            model,
-            world,
-            steps=4 if model == "Plain" else 3,
-            micro_batches=3 if model == "Plain" else 1,
-            dtype=torch.float64,
-            group=groups[0],
-            branches=list(range(world)) if model == "Reordered" else None,
-        )
-        jobs = case.make_jobs(groups=groups, interrupted=2 if model == "Plain" else None, **JOB)
-        results = submission.run(training.train, jobs, world_size=world)
-        if model == "Plain":
-            expect_silence(results.events, case.group, 4)
-            expect_restored(results.events, case.group, 2)
-        elif model == "Reordered":
-            for rank in case.group:
-                expect_bucket_order(results.events[rank], *lay_out(case, world), rank)
-        expect_gradients(results, case)
-        expect_weights(results, case)
-        if model == "Plain":
-            count, expected = len(launches(results.events[0], 0)), len(lay_out(case, world)[1]["bucket_ranges"])
-            expect(
-                count == expected,
-                f"a step of 3 micro-batches launches {expected} collectives, one per bucket",
-                f"{count} launches",
-                partial(find_leftover, results.events[0]),
-                rank=0,
-                step=0,
-            )
-        require_padded(results, case, steps=3)
 
 
 # ---- what the checks use

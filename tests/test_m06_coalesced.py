@@ -54,6 +54,7 @@ def split_ranks(world):
     return SUBGROUPS if world == 4 else [list(range(world))]
 
 
+@pytest.mark.parts("Part (a): coalesce")
 @pytest.mark.points(1)
 def test_coalesce_is_one_launch(submission):
     """Collectives called inside coalesce are one launch when the block ends. handle.wait() completes it."""
@@ -135,6 +136,7 @@ def test_coalesce_refuses_mixtures(submission):
         expect_working([result[number] for result in results], [entry["input"] for entry in after], label)
 
 
+@pytest.mark.parts("Parts (b) to (d): the two halves of an all-reduce")
 @pytest.mark.points(2)
 def test_bucket_group(submission):
     """A BucketGroup averages this rank's shards of its buckets in one launch, and gathers parameters in another."""
@@ -179,6 +181,42 @@ def test_bucket_group(submission):
                     )
 
 
+@pytest.mark.parts("Parts (e) and (f): groups of buckets")
+@pytest.mark.points(1)
+def test_shards_without_gather(submission):
+    """With gather_grads=False this rank's shards are averaged, and parameters are gathered instead of gradients."""
+    for world, buckets_per_group in zip(submission.worlds(2, 4), (2, 1)):
+        case = submission.case("Plain", world, steps=3, dtype=F64, group=split_ranks(world)[0])
+        jobs = case.make_jobs(groups=split_ranks(world), **make_job(buckets_per_group))
+        results = submission.run(m06_coalesced.train_on_shards, jobs, world_size=world)
+        names = list(reversed(case.parameters()))
+        layout = compute_layout(
+            [p.numel() for p in reversed(case.parameters().values())], BUCKET_NUMEL, len(case.group)
+        )
+        groups = list_groups(case, len(case.group), buckets_per_group)
+        for rank in case.group:
+            expect_ranks(results.events[rank], case.group, rank)
+            for step in range(3):
+                launched, at = launches(results.events[rank], step), {"rank": rank, "step": step}
+                gradients = [launch for launch in launched if launch.phase != "start"]
+                setting = " before start_param_sync, with gather_grads = False"
+                expect_ops(gradients, ("reduce_scatter",), at, setting, is_gather_off=True)
+                expect_launches(gradients, groups, "reduce_scatter", at, events=results.events[rank])
+                parameters = [launch for launch in launched if launch.phase == "start"]
+                expect_started(parameters, groups, "all_gather", "param_sync", rank, step)
+                expect_waited(launched, at)
+        gradients = [case.gradients([rank]) for rank in case.group]
+        expect_averaged_shards(
+            [{"grad_data": results[rank]["grad_data"]} for rank in case.group],
+            [[own[name] for name in names] for own in gradients],
+            layout,
+            range(len(layout["bucket_ranges"])),
+            case.group,
+        )
+        expect_weights(results, case)
+
+
+@pytest.mark.parts("Part (g): gather gradients during backward")
 @pytest.mark.points(1)
 def test_gradients_are_averaged(submission):
     """Replicas start equal, buffers included. A reduce-scatter and an all-gather per group average gradients."""
@@ -227,40 +265,6 @@ def test_groups_overlap_with_backward(submission):
                 expect_complete(events, step, groups, rank)
                 why_late = partial(explain_late_launches, submission, jobs, events, step, "group")
                 expect_group_overlap(events, step, [names for _, _, names in groups], rank, setting, why_late)
-
-
-@pytest.mark.points(1)
-def test_shards_without_gather(submission):
-    """With gather_grads=False this rank's shards are averaged, and parameters are gathered instead of gradients."""
-    for world, buckets_per_group in zip(submission.worlds(2, 4), (2, 1)):
-        case = submission.case("Plain", world, steps=3, dtype=F64, group=split_ranks(world)[0])
-        jobs = case.make_jobs(groups=split_ranks(world), **make_job(buckets_per_group))
-        results = submission.run(m06_coalesced.train_on_shards, jobs, world_size=world)
-        names = list(reversed(case.parameters()))
-        layout = compute_layout(
-            [p.numel() for p in reversed(case.parameters().values())], BUCKET_NUMEL, len(case.group)
-        )
-        groups = list_groups(case, len(case.group), buckets_per_group)
-        for rank in case.group:
-            expect_ranks(results.events[rank], case.group, rank)
-            for step in range(3):
-                launched, at = launches(results.events[rank], step), {"rank": rank, "step": step}
-                gradients = [launch for launch in launched if launch.phase != "start"]
-                setting = " before start_param_sync, with gather_grads = False"
-                expect_ops(gradients, ("reduce_scatter",), at, setting, is_gather_off=True)
-                expect_launches(gradients, groups, "reduce_scatter", at, events=results.events[rank])
-                parameters = [launch for launch in launched if launch.phase == "start"]
-                expect_started(parameters, groups, "all_gather", "param_sync", rank, step)
-                expect_waited(launched, at)
-        gradients = [case.gradients([rank]) for rank in case.group]
-        expect_averaged_shards(
-            [{"grad_data": results[rank]["grad_data"]} for rank in case.group],
-            [[own[name] for name in names] for own in gradients],
-            layout,
-            range(len(layout["bucket_ranges"])),
-            case.group,
-        )
-        expect_weights(results, case)
 
 
 @pytest.mark.points(1)

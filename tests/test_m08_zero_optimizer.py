@@ -48,9 +48,10 @@ MOMENTS = {"SGD": 1, "Adam": 2, "AdamW": 2}
 GAP = 1 / 128  # between bfloat16 numbers from 1 to 2
 
 
-# ---- ShardedOptimizer
+# ---- 8a: ShardedOptimizer
 
 
+@pytest.mark.parts("8a, parts (a) to (d): whole parameters")
 @pytest.mark.points(3)
 def test_sharded_equals_unsharded(submission):
     """Over 20 steps weights equal those of the unsharded optimizer, also in sub-groups and if a rank owns nothing."""
@@ -211,6 +212,7 @@ def test_sharded_groups_and_schedulers(submission):
         expect_unsharded(results, case, job, partial(diagnosis.suspect_scheduling, kind, job, names))
 
 
+@pytest.mark.parts("8a, part (e): clipping")
 @pytest.mark.points(1)
 def test_sharded_clipping(submission):
     """clip_grad_norm_ returns the global norm and clips by it. Then step does not reduce again."""
@@ -252,9 +254,10 @@ def test_sharded_clipping(submission):
             expect_norm(norms, expected["norms"], step, case, job, results.events[groups[0][0]], rounding)
 
 
-# ---- ZeroOptimizer
+# ---- 8b: ZeroOptimizer
 
 
+@pytest.mark.parts("8b, parts (f) to (h): shards of buckets")
 @pytest.mark.points(3)
 def test_zero_equals_unsharded(submission):
     """Over 20 steps weights equal those of the plain optimizer. Optimizers that are not elementwise are refused."""
@@ -460,6 +463,7 @@ def test_zero_clipping(submission):
             )
 
 
+@pytest.mark.parts("8b, parts (i) and (j): checkpoints")
 @pytest.mark.points(2)
 def test_zero_checkpoints(submission):
     """A state_dict is the plain optimizer's, on every rank. Training resumes from it with any number of ranks."""

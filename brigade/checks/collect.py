@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from brigade.checks.context import CheckContext
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Check(GradedCheck):
     """A graded check that can be run."""
 

@@ -63,13 +63,18 @@ class Report:
     """
 
     before: Outcomes
+    headings: Sequence[str] = ()  # of the checks, in order: parts of the module
     is_quiet: bool = False
     shows_prints: bool = False  # of checks that pass, too
     outcomes: list[Outcome] = field(default_factory=list)
     first_checks: dict[tuple, str] = field(default_factory=dict)  # the reason of a failure: the first check with it
 
     def add(self, outcome: Outcome) -> None:
+        heading = outcome.check.parts
+        is_new = all(other.check.parts != heading for other in self.outcomes)
         self.outcomes.append(outcome)
+        if heading and is_new and not self.is_quiet and not self.before:
+            console.print(f"  {heading}", markup=False)
         if not self.is_quiet and not self.is_unchanged(outcome):
             sign, colour = ("✓", "green") if outcome.passed else ("✗", "red")
             points = f"{outcome.score}/{outcome.check.points}"
@@ -112,6 +117,15 @@ class Report:
         """Return how many checks pass whose ranks printed something."""
         return sum(bool(render.list_printed_lines(outcome)) and outcome.passed for outcome in self.outcomes)
 
+    def list_tallies(self) -> list[str]:
+        """Return how many checks pass under each heading, such as "Part (a): 1 of 1 passed"."""
+        tallies = []
+        for heading in filter(None, self.headings):
+            passed = [outcome.passed for outcome in self.outcomes if outcome.check.parts == heading]
+            if passed:
+                tallies.append(f"{heading.partition(':')[0]}: {sum(passed)} of {len(passed)} passed")
+        return tallies
+
     def list_unchanged(self) -> str:
         """Return one line on the checks that were not shown because they ended as before; "" if there are none."""
         same = [outcome for outcome in self.outcomes if self.is_unchanged(outcome)]
@@ -138,7 +152,8 @@ def check_module(
         share_gpu=options.share_gpu,
         is_debugged=options.debug,
     )
-    report = Report(before or {}, is_quiet, shows_prints=bool(options.only))
+    headings = list(dict.fromkeys(check.parts for check in checks))
+    report = Report(before or {}, headings, is_quiet, shows_prints=bool(options.only))
     checks.sort(key=lambda check: check in report.before and report.before[check].passed)
     at_a_time = 1 if options.debug or conditions.backend == "nccl" else min(MAX_AT_A_TIME, machine.count_cores())
     for outcome in run_checks(checks, options.target, conditions, options.prior, at_a_time):
@@ -214,6 +229,8 @@ def check_once(entries: Sequence[Module], options: argparse.Namespace, before: O
         if unchanged := report.list_unchanged():
             console.print(f"  {unchanged}", markup=False)
         before.update({outcome.check: outcome for outcome in report.outcomes})
+        for tally in report.list_tallies():
+            console.print(f"  {tally}", markup=False)
         console.print(f"  {report.earned} of {report.possible} points, {seconds:.1f} s")
         if (silent := report.count_silent_prints()) and not options.only and not options.debug:
             times = "1 check that passes" if silent == 1 else f"{silent} checks that pass"

@@ -75,6 +75,7 @@ def find_unwritten_part(entry: Module) -> str:
 
 def extract_part(step: str, part: str) -> str:
     """Return what one step of the hints says about a part."""
+    step = re.sub(r"^### .*\n", "", step, flags=re.MULTILINE)
     about = re.split(f"(?={LABEL.pattern})", step, flags=re.MULTILINE)[1:]
     texts = zip(about[::2], about[1::2])
     return "".join(text for label, text in texts if f"({part})" in label).rstrip()

@@ -95,7 +95,7 @@ def make_assignment(entry: Module, root: Path) -> str:
     """Return the handout's section on one module."""
     names = [f"`{name}`" for name in entry.public]
     listed = " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
-    rows = [(f"`{check.name}`", check.points, check.title.rstrip(".")) for check in list_checks(entry, root)]
+    rows = make_check_rows(entry, root)
     return (
         f"## Module {entry.number}: {entry.title}\n\n"
         f"**Hand in** `{entry.path.name}`: {listed}. [Reading](lessons/{entry.package}/README.md), {entry.minutes} "
@@ -103,6 +103,18 @@ def make_assignment(entry: Module, root: Path) -> str:
         + format_table(("check", "points", "what must hold"), [*rows, ("", f"**{entry.points}**", "")])
         + f"\n**Written questions**{make_points_remark(entry, root)}\n\n{written.read_questions(entry, root)}"
     )
+
+
+def make_check_rows(entry: Module, root: Path) -> list[tuple[str, object, str]]:
+    """Return a module's checks with their points and titles, each heading of its parts in a row of its own."""
+    rows: list[tuple[str, object, str]] = []
+    parts = ""
+    for check in list_checks(entry, root):
+        if check.parts != parts:
+            parts = check.parts
+            rows.append((f"**{parts}**", "", ""))
+        rows.append((f"`{check.name}`", check.points, check.title.rstrip(".")))
+    return rows
 
 
 def make_points_remark(entry: Module, root: Path) -> str:

@@ -5,27 +5,34 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from brigade.course.modules import ROOT, Module
 
 
 @dataclass(frozen=True)
 class GradedCheck:
-    """One graded check. Students read `title`, the first line of its docstring."""
+    """One graded check. Students read `title`, the first line of its docstring.
+
+    `parts` is the heading of the parts that students have written when the check passes: "Parts (b) to (d): shards". It
+    is "" in a module whose checks have no headings.
+    """
 
     module: int
     name: str
     title: str
     points: int
+    parts: str = ""
 
 
 def list_checks(entry: Module, root: Path = ROOT) -> list[GradedCheck]:
     """Return the graded checks of a module of the course in `root`, in order."""
-    tree = ast.parse((root / "tests" / entry.checks.name).read_text())
-    return [
-        GradedCheck(entry.number, node.name, (ast.get_docstring(node) or node.name).splitlines()[0], read_points(node))
-        for node in list_check_functions(tree)
-    ]
+    checks, parts = [], ""
+    for node in list_check_functions(ast.parse((root / "tests" / entry.checks.name).read_text())):
+        parts = read_mark(node, "parts") or parts  # a heading holds until the next one
+        title = (ast.get_docstring(node) or node.name).splitlines()[0]
+        checks.append(GradedCheck(entry.number, node.name, title, read_mark(node, "points") or 0, parts))
+    return checks
 
 
 def list_check_functions(tree: ast.Module) -> list[ast.FunctionDef]:
@@ -33,7 +40,7 @@ def list_check_functions(tree: ast.Module) -> list[ast.FunctionDef]:
     return [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
 
 
-def read_points(check: ast.FunctionDef) -> int:
-    """Return the points in the decorator `pytest.mark.points`, or 0 without one."""
+def read_mark(check: ast.FunctionDef, name: str) -> Any:
+    """Return the argument of the decorator `pytest.mark.NAME`, or None without one."""
     calls = [mark for mark in check.decorator_list if isinstance(mark, ast.Call)]
-    return next((mark.args[0].value for mark in calls if ast.unparse(mark.func) == "pytest.mark.points"), 0)
+    return next((mark.args[0].value for mark in calls if ast.unparse(mark.func) == f"pytest.mark.{name}"), None)

@@ -27,5 +27,5 @@ def find_part(message: str) -> Part | None:
 
 
 def find_unwritten_parts(text: str) -> list[Part]:
-    """Return the parts that are not written yet in the text of a module, in order."""
-    return [Part(int(module), letter) for module, letter in RAISED.findall(text)]
+    """Return the parts that are not written yet in the text of a module, in the order in which students write them."""
+    return [Part(int(module), letter) for module, letter in sorted(RAISED.findall(text))]

@@ -8,7 +8,13 @@ A solution marks what the student writes with comments, as in nbgrader:
     ### END SOLUTION
 
 The skeleton has a TODO and `raise NotImplementedError("module 3, part (b)")` instead. The comment above the marker
-stays. It says what the part has to do.
+stays. It says what the part has to do. Letters give the order in which students write the parts.
+
+If students repair a part instead of writing it, comments at its end contain the code that the skeleton gives them:
+
+    ### GIVEN
+    # ...
+    ### END SOLUTION
 """
 
 from __future__ import annotations
@@ -22,8 +28,9 @@ from brigade.course.modules import HAS_SOLUTIONS, MODULES, ROOT, CourseError, Mo
 
 STORED_SKELETONS = "skeletons"  # their directory in the student edition, which has no solutions
 REPLACED = Path("out") / "replaced"  # `write` moves the files that it replaces here
-BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
-BLOCK = re.compile(rf"^( *){BEGIN} (part \(\w\))\n(?:(?! *{BEGIN}).*\n)*? *{END}\n", re.MULTILINE)
+BEGIN, GIVEN, END = "### BEGIN SOLUTION", "### GIVEN", "### END SOLUTION"
+BLOCK = re.compile(rf"^( *){BEGIN} (part \(\w\))\n((?:(?! *{BEGIN}).*\n)*?) *{END}\n", re.MULTILINE)
+REPAIR = "  # delete this line, then repair the code below"
 
 
 def make_skeleton(entry: Module) -> str:
@@ -31,15 +38,18 @@ def make_skeleton(entry: Module) -> str:
     if not HAS_SOLUTIONS:
         return (ROOT / STORED_SKELETONS / entry.path).read_text()
     solution = (ROOT / "solutions" / entry.path).read_text()
-
-    def make_todo(block: re.Match[str]) -> str:
-        indent, part = block.groups()
-        return f'{indent}# TODO: {part}\n{indent}raise NotImplementedError("module {entry.number}, {part}")\n'
-
-    text = BLOCK.sub(make_todo, solution)
+    text = BLOCK.sub(lambda block: make_todo(entry, block), solution)
     if "SOLUTION" in text or text == solution:
         raise CourseError(f"{entry.path}: {BEGIN} and {END} do not form pairs")
     return text
+
+
+def make_todo(entry: Module, block: re.Match[str]) -> str:
+    """Return what the skeleton of a module has in place of a match of BLOCK."""
+    indent, part, body = block.groups()
+    given = body.partition(f"{indent}{GIVEN}\n")[2]
+    todo = f'{indent}# TODO: {part}\n{indent}raise NotImplementedError("module {entry.number}, {part}")'
+    return f"{todo}{REPAIR if given else ''}\n{given.replace(f'{indent}# ', indent)}"
 
 
 def find_outdated() -> list[Path]:

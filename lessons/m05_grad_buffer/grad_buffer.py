@@ -101,13 +101,14 @@ class GradBuffer:
             raise NotImplementedError("module 5, part (c)")
         else:
             # The gradient *accumulates* in main_grad, from zero in each step. Move parameter.grad there.
-            # TODO: part (d)
-            raise NotImplementedError("module 5, part (d)")
+            # TODO: part (h)
+            raise NotImplementedError("module 5, part (h)")
 
     def finish_accumulation(self, set_grads: bool = True) -> None:
-        """Let the next step start from zero. With `set_grads`, copy main_grad, rounded, to `parameter.grad`."""
-        # TODO: part (e)
-        raise NotImplementedError("module 5, part (e)")
+        """Let main_grad start from zero in the next step. With `set_grads`, copy it, rounded, to `parameter.grad`."""
+        if self.has_main_grad:
+            # TODO: part (i)
+            raise NotImplementedError("module 5, part (i)")
 
 
 class Bucket:
@@ -122,8 +123,8 @@ class Bucket:
 
     def start_grad_sync(self) -> None:
         """Start the all-reduce of the slice, in place and without waiting."""
-        # TODO: part (f)
-        raise NotImplementedError("module 5, part (f)")
+        # TODO: part (d)
+        raise NotImplementedError("module 5, part (d)")
 
     def finish_grad_sync(self) -> None:
         """Wait for the all-reduce."""
@@ -169,15 +170,15 @@ class BufferedDDP(GradSyncMixin, nn.Module):
 
     def forward(self, *args, **kwargs):
         # Autograd adds in place to an existing gradient. So attach the views that zero_grad has removed.
-        # TODO: part (g)
-        raise NotImplementedError("module 5, part (g)")
+        # TODO: part (e)
+        raise NotImplementedError("module 5, part (e)")
         return self.module(*args, **kwargs)
 
     def mark_ready(self, index: int, i: int) -> None:
         """Accumulate the gradient of parameter i, which belongs to unit `index`. The backward hook calls this."""
         # Always accumulate it. Count it only outside no_sync.
-        # TODO: part (h)
-        raise NotImplementedError("module 5, part (h)")
+        # TODO: part (f)
+        raise NotImplementedError("module 5, part (f)")
 
     def launch(self, index: int) -> None:
         """Start the communication of a unit. The queue calls this method."""
@@ -186,5 +187,5 @@ class BufferedDDP(GradSyncMixin, nn.Module):
     def finish_grad_sync(self) -> None:
         """Launch the remaining units and wait for all. Afterwards each gradient is the average."""
         # A gradient that never arrived must be in the buffer too.
-        # TODO: part (i)
-        raise NotImplementedError("module 5, part (i)")
+        # TODO: part (g)
+        raise NotImplementedError("module 5, part (g)")

@@ -70,8 +70,8 @@ class OuterOptimizer(Optimizer):
         """Scale the averaged gradients to a global 2-norm of at most `max_norm`. Return the old norm, in fp64."""
         grads = self.prepare_grads()
         # Use the factor of torch.nn.utils.clip_grad_norm_: max_norm / (norm + 1e-6), but at most 1.
-        # TODO: part (b)
-        raise NotImplementedError("module 8, part (b)")
+        # TODO: part (e)
+        raise NotImplementedError("module 8, part (e)")
 
 
 # ---- ShardedOptimizer: whole parameters, each with one owner
@@ -89,22 +89,22 @@ class ShardedOptimizer(OuterOptimizer):
     def divide(self, parameters: list[nn.Parameter]) -> None:
         """Choose an owner for each parameter, the same on every rank."""
         # Balance the bytes. A frozen parameter adds none, because it has no state.
-        # TODO: part (c)
-        raise NotImplementedError("module 8, part (c)")
+        # TODO: part (b)
+        raise NotImplementedError("module 8, part (b)")
         self.local |= {p: p for p in parameters if self.owner[p] == dist.get_rank(self.process_group)}
 
     def prepare_grads(self) -> list[Tensor]:
         """Average trainable gradients on their owners, once per step. Return those that this rank owns."""
         # A gradient that is None counts as zero. dist.reduce takes the root as group_dst, a rank in the group.
-        # TODO: part (d)
-        raise NotImplementedError("module 8, part (d)")
+        # TODO: part (c)
+        raise NotImplementedError("module 8, part (c)")
         return [p.grad for p in self.local if p.grad is not None]
 
     def share_weights(self) -> None:
         """Broadcast every trainable parameter from its owner."""
         self.is_reduced = False
-        # TODO: part (e)
-        raise NotImplementedError("module 8, part (e)")
+        # TODO: part (d)
+        raise NotImplementedError("module 8, part (d)")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, and forget a reduction whose step was skipped."""

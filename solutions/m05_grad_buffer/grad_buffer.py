@@ -127,7 +127,7 @@ class GradBuffer:
             ### END SOLUTION
         else:
             # The gradient *accumulates* in main_grad, from zero in each step. Move parameter.grad there.
-            ### BEGIN SOLUTION part (d)
+            ### BEGIN SOLUTION part (h)
             if not self.has_accumulated[i]:
                 view.zero_()
                 self.has_accumulated[i] = True
@@ -137,13 +137,14 @@ class GradBuffer:
             ### END SOLUTION
 
     def finish_accumulation(self, set_grads: bool = True) -> None:
-        """Let the next step start from zero. With `set_grads`, copy main_grad, rounded, to `parameter.grad`."""
-        ### BEGIN SOLUTION part (e)
-        self.has_accumulated = [False] * len(self.params)
-        if self.has_main_grad and set_grads:
-            for parameter in self.params:
-                parameter.grad = parameter.main_grad.to(parameter.dtype)
-        ### END SOLUTION
+        """Let main_grad start from zero in the next step. With `set_grads`, copy it, rounded, to `parameter.grad`."""
+        if self.has_main_grad:
+            ### BEGIN SOLUTION part (i)
+            self.has_accumulated = [False] * len(self.params)
+            if set_grads:
+                for parameter in self.params:
+                    parameter.grad = parameter.main_grad.to(parameter.dtype)
+            ### END SOLUTION
 
 
 class Bucket:
@@ -158,7 +159,7 @@ class Bucket:
 
     def start_grad_sync(self) -> None:
         """Start the all-reduce of the slice, in place and without waiting."""
-        ### BEGIN SOLUTION part (f)
+        ### BEGIN SOLUTION part (d)
         data = self.buffer.grad_data[self.start : self.end]  # (end - start,), padding included
         self.handle = dist.all_reduce(data, dist.ReduceOp.AVG, self.process_group, async_op=True)
         ### END SOLUTION
@@ -207,7 +208,7 @@ class BufferedDDP(GradSyncMixin, nn.Module):
 
     def forward(self, *args, **kwargs):
         # Autograd adds in place to an existing gradient. So attach the views that zero_grad has removed.
-        ### BEGIN SOLUTION part (g)
+        ### BEGIN SOLUTION part (e)
         if torch.is_grad_enabled():
             for buffer in self.grad_buffers:
                 for i, parameter in enumerate(buffer.params):
@@ -219,7 +220,7 @@ class BufferedDDP(GradSyncMixin, nn.Module):
     def mark_ready(self, index: int, i: int) -> None:
         """Accumulate the gradient of parameter i, which belongs to unit `index`. The backward hook calls this."""
         # Always accumulate it. Count it only outside no_sync.
-        ### BEGIN SOLUTION part (h)
+        ### BEGIN SOLUTION part (f)
         self.units[index].buffer.accumulate_into_buffer(i)
         if self.require_grad_sync:
             self.queue.mark_ready(index)
@@ -232,7 +233,7 @@ class BufferedDDP(GradSyncMixin, nn.Module):
     def finish_grad_sync(self) -> None:
         """Launch the remaining units and wait for all. Afterwards each gradient is the average."""
         # A gradient that never arrived must be in the buffer too.
-        ### BEGIN SOLUTION part (i)
+        ### BEGIN SOLUTION part (g)
         for unit in self.units[self.queue.next_to_launch :]:
             for i in unit.param_indices:
                 unit.buffer.accumulate_into_buffer(i)

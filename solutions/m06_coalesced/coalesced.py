@@ -181,21 +181,22 @@ class CoalescedDDP(BufferedDDP):
     def mark_ready(self, index: int, i: int) -> None:
         """Accumulate the gradient of parameter i, which belongs to group `index`. The backward hook calls this."""
         super().mark_ready(index, i)
-        # All complete groups are launched by now. With `gather_grads`: when half of the next group's gradients are
-        # ready, the reduce-scatter of the group before it has had time to finish. Then launch its all-gather.
-        ### BEGIN SOLUTION part (f)
-        next_group = self.queue.next_to_launch
-        if self.gather_grads and len(self.gathers) < next_group < len(self.groups):
-            num_grads = len(self.groups[next_group].param_indices)
-            if 2 * self.queue.num_pending[next_group] <= num_grads:
-                self.launch_next_all_gather()
-        ### END SOLUTION
+        if self.gather_grads:
+            # All complete groups are launched by now. When half of the next group's gradients are ready, the
+            # reduce-scatter of the group before it has had time to finish. Then launch its all-gather.
+            ### BEGIN SOLUTION part (g)
+            next_group = self.queue.next_to_launch
+            if len(self.gathers) < next_group < len(self.groups):
+                num_grads = len(self.groups[next_group].param_indices)
+                if 2 * self.queue.num_pending[next_group] <= num_grads:
+                    self.launch_next_all_gather()
+            ### END SOLUTION
 
     def finish_grad_sync(self) -> None:
         """Launch the remaining groups and wait for all. With `gather_grads`, all-gather the averages."""
         # A gradient that never arrived must be in the buffer too. The last group is not gathered yet. Keep no state of
         # this step at the end.
-        ### BEGIN SOLUTION part (g)
+        ### BEGIN SOLUTION part (f)
         for group in self.groups[self.queue.next_to_launch :]:
             for i in group.param_indices:
                 group.buffer.accumulate_into_buffer(i)

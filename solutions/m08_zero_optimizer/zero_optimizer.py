@@ -75,7 +75,7 @@ class OuterOptimizer(Optimizer):
         """Scale the averaged gradients to a global 2-norm of at most `max_norm`. Return the old norm, in fp64."""
         grads = self.prepare_grads()
         # Use the factor of torch.nn.utils.clip_grad_norm_: max_norm / (norm + 1e-6), but at most 1.
-        ### BEGIN SOLUTION part (b)
+        ### BEGIN SOLUTION part (e)
         squares = torch.zeros((), dtype=torch.float64, device=self.param_groups[0]["params"][0].device)
         for grad in grads:
             squares += torch.linalg.vector_norm(grad, dtype=torch.float64).square()
@@ -103,7 +103,7 @@ class ShardedOptimizer(OuterOptimizer):
     def divide(self, parameters: list[nn.Parameter]) -> None:
         """Choose an owner for each parameter, the same on every rank."""
         # Balance the bytes. A frozen parameter adds none, because it has no state.
-        ### BEGIN SOLUTION part (c)
+        ### BEGIN SOLUTION part (b)
         for parameter in sorted(parameters, key=lambda p: p.nbytes, reverse=True):
             owner = self.owned_bytes.index(min(self.owned_bytes))
             self.owner[parameter] = owner
@@ -114,7 +114,7 @@ class ShardedOptimizer(OuterOptimizer):
     def prepare_grads(self) -> list[Tensor]:
         """Average trainable gradients on their owners, once per step. Return those that this rank owns."""
         # A gradient that is None counts as zero. dist.reduce takes the root as group_dst, a rank in the group.
-        ### BEGIN SOLUTION part (d)
+        ### BEGIN SOLUTION part (c)
         trainable = [p for p in self.owner if p.requires_grad and not self.is_reduced]
         for p in trainable:
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
@@ -129,7 +129,7 @@ class ShardedOptimizer(OuterOptimizer):
     def share_weights(self) -> None:
         """Broadcast every trainable parameter from its owner."""
         self.is_reduced = False
-        ### BEGIN SOLUTION part (e)
+        ### BEGIN SOLUTION part (d)
         trainable = [p for p in self.owner if p.requires_grad]
         options = {"group": self.process_group, "async_op": True}
         handles = [dist.broadcast(p.detach(), group_src=self.owner[p], **options) for p in trainable]

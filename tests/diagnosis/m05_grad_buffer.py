@@ -20,6 +20,8 @@ NO_MAIN_GRAD = "grad_dtype is not used, or attach_views does not set parameter.m
 NO_ROUNDED_GRAD = "finish_accumulation does not copy main_grad, rounded, to p.grad."
 WRONG_TOTAL = "numel is not the end of the last bucket, padding included."
 
+LOST_VALUES = "attach_views does not copy the values of a parameter into its view before parameter.data points there."
+
 COPIED_GRADIENTS = (
     "gradients are copied into the buffer or out of it. p.grad must already be the view when backward adds to it."
 )
@@ -31,6 +33,13 @@ SHARED_BUFFER = "the buffer has another dtype than the parameter. Parameters of 
 NARROWER = (
     "a grad_dtype that is not wider than the parameters' dtype must be ignored, but it is used for these parameters."
 )
+
+
+def explain_place(name, when):
+    """Return why p.main_grad or p.data is not at its place in a GradBuffer of its own."""
+    if when == "after reallocate()":
+        return f"attach_views does not set parameter.{name} again when reallocate calls it."
+    return f"attach_views does not set parameter.{name} to the parameter's own range of the flat tensor."
 
 
 def explain_layout(field, answer, layout, arguments, keywords):

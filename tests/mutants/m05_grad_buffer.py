@@ -8,6 +8,7 @@ FULL = "is_full = bucket_numel is not None and end - bucket_start >= bucket_nume
 LAST = "if is_full or i == len(numels) - 1:"
 PAD = "end = round_up(end, multiple)"
 FROZEN = "@dataclass(frozen=True)"
+PARAM_VIEW = "self.param_data[start:end].view(parameter.shape)"
 ZEROS = "self.grad_data = first.new_zeros("
 WIDE = "grad_dtype if self.has_main_grad else first.dtype"
 HAS_MAIN = "self.has_main_grad = grad_dtype is not None and grad_dtype.itemsize > first.itemsize"
@@ -27,7 +28,7 @@ NEVER_CAME = "            for i in unit.param_indices:\n                unit.buf
 LEFT_OVER = "self.queue.launch_remaining()\n"
 WAIT = "self.handle.wait()\n"
 RESET = "self.queue.reset()\n"
-CLEAR = "self.has_accumulated = [False] * len(self.params)\n        if"
+CLEAR = "self.has_accumulated = [False] * len(self.params)\n            if"
 FINISH_BUFFER = "buffer.finish_accumulation()\n"
 ROUNDED = "parameter.grad = parameter.main_grad.to(parameter.dtype)"
 FORWARD_METHOD = "    def forward(self, *args, **kwargs):\n"
@@ -96,6 +97,27 @@ MUTANTS = [
     Mutant("the last bucket lost", LAST, "if is_full:", ("test_layout_rule",), "the last bucket is missing"),
     Mutant("bucket_numel None crashes", FULL, "is_full = end - bucket_start >= bucket_numel", ("test_layout_rule",)),
     Mutant("a layout that can be changed", FROZEN, "@dataclass", ("test_layout_rule",), "frozen=True"),
+    Mutant(
+        "parameters moved without their values",
+        PARAM_VIEW + ".copy_(parameter.data)",
+        PARAM_VIEW,
+        ("test_buffer_memory",),
+        "does not copy the values",
+    ),
+    Mutant(
+        "parameters copied into the buffer and left where they were",
+        "parameter.data = " + PARAM_VIEW,
+        PARAM_VIEW,
+        ("test_buffer_memory",),
+        "does not set parameter.data to",
+    ),
+    Mutant(
+        "main_grad not moved with the buffer",
+        "parameter.main_grad = view",
+        "parameter.main_grad = getattr(parameter, 'main_grad', view)",
+        ("test_buffer_memory",),
+        "does not set parameter.main_grad again",
+    ),
     UNEQUAL_REPLICAS,
     Mutant(
         "summed, not averaged",

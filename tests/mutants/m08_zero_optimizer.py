@@ -21,7 +21,7 @@ FIRST_OPTIONS = OPTIONS.replace("(group)", "(self.param_groups[0]) | {'params': 
 STEP = "self.optim.step()\n"
 FROM_OWNER = "dist.broadcast(p.detach(), group_src=self.owner[p], **options) for p in trainable]\n"
 SENT = "trainable = [p for p in self.owner if p.requires_grad]\n"
-NEXT_STEP = "self.is_reduced = False\n        ### BEGIN SOLUTION part (e)"
+NEXT_STEP = "self.is_reduced = False\n        ### BEGIN SOLUTION part (d)"
 LOSS = "        return loss\n"
 SQUARES = "dist.all_reduce(squares, group=self.process_group)\n"
 CLAMPED = ".clamp(max=1.0)"

@@ -42,6 +42,40 @@ def is_frozen() -> bool:
     return False
 
 
+def move_buffer(job: dict) -> dict:
+    """Make a GradBuffer with parameters, fill each main_grad with a number, and move the buffer.
+
+    Return, by moment, the offset in elements and the values of each p.data in param_data and p.main_grad in grad_data.
+    The offset of a tensor outside its flat tensor is None.
+    """
+    params = [nn.Parameter(value.to(device())) for value in job["values"]]
+    buffer = student("m05_grad_buffer", "GradBuffer")(
+        params, job["bucket_numel"], 1, grad_dtype=job["grad_dtype"], with_params=True
+    )
+
+    def describe() -> dict:
+        return {
+            "data": [(find_offset(p.data, buffer.param_data), clone(p.data)) for p in params],
+            "main_grad": [(find_offset(p.main_grad, buffer.grad_data), clone(p.main_grad)) for p in params],
+        }
+
+    states = {"after construction": describe()}
+    for i, parameter in enumerate(params):
+        parameter.main_grad.fill_(i + 1)
+    old = buffer.grad_data, buffer.param_data  # alive, so that the new tensors get other memory
+    buffer.reallocate()
+    states["after reallocate()"] = describe()
+    del old
+    return states
+
+
+def find_offset(tensor: torch.Tensor, data: torch.Tensor) -> int | None:
+    """Return where a contiguous tensor begins in a flat tensor, in elements; None if it is not inside."""
+    nbytes = tensor.data_ptr() - data.data_ptr()
+    inside = 0 <= nbytes <= data.nbytes - tensor.nbytes and tensor.dtype == data.dtype and tensor.is_contiguous()
+    return nbytes // data.element_size() if inside else None
+
+
 def describe_buffers(ddp: nn.Module, model: nn.Module) -> list[dict]:
     """Return, for each grad buffer, its dtype, its length and the offset in elements of each parameter's gradient.
 
@@ -54,12 +88,7 @@ def describe_buffers(ddp: nn.Module, model: nn.Module) -> list[dict]:
         offsets, absent = {}, []
         for parameter in buffer.params:
             grad = parameter.main_grad if hasattr(parameter, "main_grad") else parameter.grad
-            offset = None
-            if grad is not None and grad.is_contiguous():
-                nbytes = grad.data_ptr() - data.data_ptr()
-                inside = 0 <= nbytes <= data.nbytes - grad.nbytes and grad.dtype == data.dtype
-                offset = nbytes // data.element_size() if inside else None
-            offsets[names[id(parameter)]] = offset
+            offsets[names[id(parameter)]] = None if grad is None else find_offset(grad, data)
             absent += [names[id(parameter)]] if grad is None else []
         padding = torch.ones(data.numel(), dtype=torch.bool, device=data.device)
         for start, end in buffer.layout.param_ranges:

@@ -39,8 +39,9 @@ def test_reading_agrees_with_the_course(entry):
     header = f"**Minutes:** {entry.minutes} · **Difficulty:** {entry.difficulty} of 5 · **Points:** {entry.points} · "
     assert header + f"**File:** [`{entry.path.name}`]({entry.path.name})" in reading
     assert f"brigade check {entry.number}" in reading and f"pytest tests/{entry.checks.name}" in reading
-    named = dict(re.findall(r"^\| `(test_\w+)` \| (\d+) \|", reading, re.MULTILINE))
-    assert named == {check.name: str(check.points) for check in collect([entry])}
+    table = reading.partition("\n## The checks\n")[2].partition("\n## ")[0]
+    listed = re.findall(r"^\| (\*\*.+\*\*|`test_\w+`) \| (\d*)", table, re.MULTILINE)
+    assert listed == [(name, str(points)) for name, points, _ in handout.make_check_rows(entry, ROOT)]
     parts = set(re.findall(r"part (\(\w\))", text("lessons", entry.path)))
     assert parts and all(f"**{part}**" in reading for part in parts)
 
@@ -54,10 +55,12 @@ def test_hints_have_three_steps(entry):
 @pytest.mark.parametrize("entry", MODULES, ids=lambda entry: entry.package)
 def test_the_list_of_checks_is_what_the_file_defines(entry):
     """It is read from the file's text, without importing it."""
-    found = []
+    found, parts = [], ""
     for check in collect([entry]):
-        [points] = [mark.args[0] for mark in check.function.pytestmark if mark.name == "points"]
-        assert check.points == points and check.title == inspect.getdoc(check.function).splitlines()[0]
+        marks = {mark.name: mark.args[0] for mark in check.function.pytestmark}
+        parts = marks.get("parts", parts)
+        assert (check.points, check.parts) == (marks["points"], parts)
+        assert check.title == inspect.getdoc(check.function).splitlines()[0]
         found.append(check.name)
     assert found == [name for name in vars(import_from_tests(entry.checks.stem)) if name.startswith("test_")]
 

@@ -394,7 +394,7 @@ def test_missing_modules_and_broken_checks_count(grade, submit, monkeypatch):
     def falls_over(submission):
         raise ZeroDivisionError("in the check")
 
-    checks = [Check(number, f"test_{number}", "A check.", 5, falls_over) for number in (1, 2, 3)]
+    checks = [Check(number, f"test_{number}", "A check.", 5, function=falls_over) for number in (1, 2, 3)]
     monkeypatch.setattr(grading, "collect", lambda entries: checks)
     done = grade(submit({1: None, 2: "def f(:\n"}, upto=3), "--modules", "1-3")
     assert read_validated(json.dumps(done.result), "gradescope") == (0, 15, False)
