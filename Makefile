@@ -3,6 +3,7 @@
 #   MODULE=3                       for make module: which; for make figures: that module's timeline alone
 #   GRADE_OPTIONS="--modules 1-4"  for make gradescope: options of `brigade grade`, used for every submission
 #   MATRIX="3.12:2.13.0"           for make matrix: its pairs of Python and torch
+#   HINTS=3                        for make student: also the third hints, which are almost the code
 #   GPU_OPTIONS="--minutes 9"      for make gpu-check: its options
 
 .PHONY: help demo test module figures gradescope student gpu-check claims promises soak matrix lint
@@ -47,7 +48,7 @@ gradescope: setup
 	$(BIN)/python -m brigade.cli.gradescope $(GRADE_OPTIONS)
 
 student: setup
-	$(BIN)/python -m brigade.course.student_edition
+	$(BIN)/python -m brigade.course.student_edition $(if $(HINTS),--hints $(HINTS))
 
 gpu-check:
 	$(PYTHON) -m brigade.lab.gpu_check $(GPU_OPTIONS)

@@ -17,6 +17,8 @@ from brigade.course.modules import CORE_MODULES, MODULES, ROOT, CourseError, Mod
 from brigade.course.parts import find_unwritten_parts
 from brigade.course.submission import find, read, resolve_target
 
+LEVELS = 3  # of hints: Nudge, Approach, Almost the code
+LEFT_OUT = "This was the last hint: your instructor has left out the third one, which is almost the code."
 LABEL = re.compile(r"^\*\*(\(\w\)(?:, \(\w\))*)\*\*", re.MULTILINE)  # in hints: **(b)**, or **(b), (c)**
 
 
@@ -60,8 +62,9 @@ def run_hint(options: argparse.Namespace) -> int:
     else:
         console.print(hints[index], markup=False)
     left = len(hints) - index - 1
-    again = f"`brigade hint {entry.number} {part}`"
-    console.print(f"\n{left} more on part {part}: {again}" if left else "\nThis was the last hint.", markup=False)
+    last = "This was the last hint." if len(steps) == LEVELS else LEFT_OUT
+    more = f"{left} more on part {part}: `brigade hint {entry.number} {part}`"
+    console.print(f"\n{more if left else last}", markup=False)
     remember("hints", entry.package, shown_before | {part: index + 1})
     return 0
 

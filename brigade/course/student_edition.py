@@ -1,10 +1,11 @@
 """Make the student edition, the course without its answers, in out/student and out/student.zip:
 
-    python -m brigade.course.student_edition
+    python -m brigade.course.student_edition [--hints 3]
 
 It contains the toolkit without the grader, and the other files named here, if git tracks them. Skeletons and
 the templates for written answers are generated.
-`student/` contains the files that differ from the course's own. All other files stay out.
+`student/` contains the files that differ from the course's own. All other files stay out. So do the third hints, which
+are almost the code, unless `--hints 3` asks for them.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ INCLUDED += (*editions.CORE, "brigade/lab/**/*.py", *editions.CHECKS)
 INCLUDED += ("docs/claims.md", "docs/glossary.md", "docs/gpus.md", "docs/plan.md")
 INCLUDED += ("lessons/*/README.md", "lessons/*/hints.md", "lessons/*/*.png", "lessons/*/*.py")
 PACKAGES = ("torch", "pytest", "numpy", "matplotlib", "rich", "psutil")  # of requirements.txt
+HINT_LEVELS = 2  # of three
 OUT = ROOT / "out" / "student"
 
 
@@ -36,7 +38,7 @@ def list_tracked_files() -> set[Path]:
     return {ROOT / name for name in listed.split("\0") if name}
 
 
-def collect_files() -> dict[Path, bytes]:
+def collect_files(hint_levels: int = HINT_LEVELS) -> dict[Path, bytes]:
     """Return the contents of the edition's files by relative path. Raise CourseError outside of a clone."""
     tracked = list_tracked_files() - {Path(__file__).resolve()}
     paths = [path for pattern in INCLUDED for path in ROOT.glob(pattern) if path in tracked]
@@ -46,19 +48,26 @@ def collect_files() -> dict[Path, bytes]:
         for folder in ("lessons", skeletons.STORED_SKELETONS):
             contents[folder / entry.path] = skeletons.make_skeleton(entry).encode()
         contents["lessons" / skeletons.get_answers_path(entry)] = written.make_template(entry).encode()
+        hints = Path("lessons", entry.package, "hints.md")
+        contents[hints] = cut_hints(contents[hints].decode(), hint_levels).encode()
     for document in (Path("README.md"), Path("assignments.md")):
         text = handout.fill_in(contents[document].decode(), ROOT)
         contents[document] = re.sub(r"<!-- .* -->\n+", "", text).encode()
     return contents | {Path("requirements.txt"): editions.select_requirements(PACKAGES).encode()}
 
 
-def build(target: Path) -> int:
+def cut_hints(text: str, levels: int) -> str:
+    """Return a module's hints without the levels after the first `levels`."""
+    return "\n## ".join(text.split("\n## ")[: levels + 1]).rstrip("\n") + "\n"
+
+
+def build(target: Path, hint_levels: int = HINT_LEVELS) -> int:
     """Make the edition in `target` and return the number of its files.
 
     Raise CourseError outside of a clone, or if the course contradicts itself or a check cannot be imported.
     """
     validation.validate_course()
-    files = collect_files()
+    files = collect_files(hint_levels)
     shutil.rmtree(target, ignore_errors=True)
     for path, content in files.items():
         (target / path).parent.mkdir(parents=True, exist_ok=True)
@@ -68,14 +77,16 @@ def build(target: Path) -> int:
 
 
 def main() -> int:
-    argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="python -m brigade.course.student_edition",
         description="Make the student edition, without solutions, mutants and answers, in out/student and "
         "out/student.zip. Delete the previous contents of out/student.",
-        epilog="Example: python -m brigade.course.student_edition",
-    ).parse_args()
+        epilog="Example: python -m brigade.course.student_edition --hints 3",
+    )
+    parser.add_argument("--hints", type=int, choices=(2, 3), default=HINT_LEVELS, help="3: also those almost the code")
+    options = parser.parse_args()
     try:
-        count = build(OUT)
+        count = build(OUT, options.hints)
         archive = Path(shutil.make_archive(str(OUT), "zip", OUT.parent, OUT.name))
     except (CourseError, OSError) as error:
         print(f"edition: {error}", file=sys.stderr)

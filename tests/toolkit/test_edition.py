@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from test_skeletons import PARTS
 
+from brigade.cli import study
+from brigade.course import student_edition
 from brigade.course import written as written_questions
 from brigade.course.modules import MODULES, ROOT, get_module
 from brigade.grade.grading import grade
@@ -112,7 +114,7 @@ def test_templates_for_written_answers_are_in_it(edition):
 
 @pytest.mark.all_modules
 def test_no_answer_is_in_it(edition):
-    """Not a telling line of what the student has to write, the last hints aside, and of what a full answer contains."""
+    """Not a telling line of what the student has to write, and of what a full answer contains."""
     secret, shown = set(), set()
     for entry in MODULES:
         solution = (ROOT / "solutions" / entry.path).read_text()
@@ -124,7 +126,19 @@ def test_no_answer_is_in_it(edition):
     assert len(secret) > 100
     for name, text in texts(edition).items():
         told = secret & {line.strip() for line in text.splitlines()}
-        assert not told or name.endswith("/hints.md"), f"{name}: {told}"
+        assert not told, f"{name}: {told}"
+
+
+@pytest.mark.all_modules
+def test_third_hints_are_left_out_unless_asked_for(edition):
+    for entry in MODULES:
+        name = Path("lessons", entry.package, "hints.md")
+        kept, full = (edition / name).read_text(), (ROOT / name).read_text()
+        assert full.startswith(kept.rstrip("\n")) and re.findall(r"^## (\d)", kept, re.MULTILINE) == ["1", "2"]
+        assert student_edition.cut_hints(full, levels=3) == full
+    shown = [run_command(edition, "brigade hint 1 c") for _ in range(3)]
+    assert "1 more on part c: `brigade hint 1 c`" in shown[0]
+    assert shown[1] == shown[2] and shown[1].endswith(f"\n{study.LEFT_OUT}\n")
 
 
 @pytest.mark.all_modules
