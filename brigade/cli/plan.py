@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from brigade.cli.console import console
 from brigade.cli.options import ABOVE_ZERO, FRACTION, NOT_NEGATIVE, Range, add_number
-from brigade.course.modules import CourseError
+from brigade.course.modules import CourseError, find_module
 from brigade.lab.links import NAMED, UTILISATION
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def run_plan(options: argparse.Namespace) -> int:
     console.print("\nAssumed:")
     for item in assumptions:
         console.print(textwrap.fill(f"- {item}", WIDTH, subsequent_indent="  "), markup=False)
-    for item in collect_warnings(options, steps):
+    for item in collect_warnings(options, steps, link):
         console.print("\n" + textwrap.fill(item, WIDTH), markup=False)
     return 0
 
@@ -153,11 +153,11 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds:,.2f} s" if seconds >= 1 else f"{1e3 * seconds:,.3g} ms"
 
 
-def collect_warnings(options: argparse.Namespace, steps: list[PlannedStep]) -> list[str]:
+def collect_warnings(options: argparse.Namespace, steps: list[PlannedStep], link: Link) -> list[str]:
     """Return what a reader should know before believing the numbers."""
     from brigade.lab import plan
 
-    warnings = []
+    warnings = explain_flat_lead(steps, link, options.dp)
     least = min(steps, key=lambda step: step.memory_bytes)
     if least.memory_bytes > plan.DEVICE_MEMORY_GB * 1e9:
         warnings.append(
@@ -169,3 +169,20 @@ def collect_warnings(options: argparse.Namespace, steps: list[PlannedStep]) -> l
     if options.link == "nvlink4" and options.dp > 8:
         warnings.append("NVLink connects the 8 GPUs of a node. A ring of more ranks also crosses a slower network.")
     return warnings
+
+
+def explain_flat_lead(steps: list[PlannedStep], link: Link, world_size: int) -> list[str]:
+    """Return one sentence or two on why one flat all-reduce is faster than buckets, if it is."""
+    from brigade.lab.ladder import get_variant
+
+    labels = [get_variant(find_module(name)).label for name in ("FlatDDP", "BucketedDDP")]
+    flat, bucketed = (next((step for step in steps if step.label == label), None) for label in labels)
+    if not flat or not bucketed or flat.step_s >= bucketed.step_s or flat.launches >= bucketed.launches:
+        return []
+    latency_s, more = link.seconds("all_reduce", 0, world_size), bucketed.launches - flat.launches
+    return [
+        f"{flat.label} is ahead of {bucketed.label}: on {world_size} ranks, the latency of one launch is "
+        f"{format_seconds(latency_s)}. {bucketed.label} has {more} launches more, which add "
+        f"{format_seconds(more * latency_s)} of latency. Overlap saves less than that. Larger buckets (--bucket-mb) "
+        "need fewer launches."
+    ]

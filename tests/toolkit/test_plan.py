@@ -243,6 +243,18 @@ def test_fp32_is_planned_without_tf32_which_torch_does_not_use_by_default(capsys
     assert "40% of 67 TFLOPS (H100, fp32 without TF32)" in " ".join(capsys.readouterr().out.split())
 
 
+def test_a_lead_of_the_flat_all_reduce_is_explained(capsys):
+    assert cli.main(["plan", "--dp", "64", "--tflops", "494.7"]) == 0
+    latency_ms = 1e3 * 2 * 63 * 14e-6
+    assert (
+        f"2 FlatDDP is ahead of 4 BucketedDDP: on 64 ranks, the latency of one launch is {latency_ms:.2f} ms. "
+        f"4 BucketedDDP has 242 launches more, which add {242 * latency_ms:.0f} ms of latency."
+    ) in " ".join(capsys.readouterr().out.split())
+    for options in (["--dp", "64"], ["--dp", "64", "--model", "tiny"], ["--dp", "1"]):  # behind, equal, equal
+        assert cli.main(["plan", *options]) == 0
+        assert "ahead" not in capsys.readouterr().out
+
+
 def lines(text):
     return "\n".join(line.rstrip() for line in text.splitlines())
 
