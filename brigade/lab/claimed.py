@@ -95,8 +95,8 @@ def check_xl_size() -> Finding:
 def check_xl_all_reduce_time() -> Finding:
     sent = count_sent_bytes("all_reduce", count_xl_bytes(), 2)
     return Finding(
-        f"computed: {1e3 * sent / 450e9:.1f} ms at 450 GB/s, {1e3 * sent / 370e9:.1f} ms at the 370 GB/s that were "
-        "measured on 8 H100 (nccl-tests; cited)",
+        f"computed: {1e3 * sent / 450e9:.1f} ms at 450 GB/s, and {1e3 * sent / 370e9:.1f} ms at 370 GB/s, which "
+        "nccl-tests reached on 8 H100 GPUs (cited)",
         judge(sent / 450e9 <= 1.9e-3),
     )
 
@@ -106,7 +106,7 @@ def check_xl_all_reduce_time() -> Finding:
     "right if this is less than the article's time for a whole naive step, which includes backward", "wrong",
 )  # fmt: skip
 def check_xl_backward() -> Finding:
-    return Finding("by the article's own table, a whole naive step takes 808.66 ms", judge(950 < 808.66))
+    return Finding("in the article's own table, a whole naive step takes 808.66 ms", judge(950 < 808.66))
 
 
 # ---- module 2
@@ -114,8 +114,9 @@ def check_xl_backward() -> Finding:
 
 @claim(
     "latency", 2, "With one all-reduce per parameter, latency dominates", BUCKETS,
-    "right if all-reducing one by one takes more than twice as long as one flat all-reduce, measured for TinyLM tiny "
-    "and computed for XL on two ranks with each link of `brigade plan`; wrong if in none of these cases", "depends",
+    "right if one all-reduce per parameter takes more than twice as long as one flat all-reduce in all of these cases: "
+    "measured for TinyLM tiny, and computed for XL on two ranks with each link of `brigade plan`; wrong if in none",
+    "depends",
 )  # fmt: skip
 def check_latency() -> Finding:
     _, together, single = run_with_solutions(launch_times.measure, 20, stream=False)[0].values()
@@ -128,9 +129,9 @@ def check_latency() -> Finding:
         computed[link.what] = one_by_one_s / pace.seconds("all_reduce", sum(sizes), 2)
     words = join_words([f"{ratio:.2f} ({what})" for what, ratio in computed.items()])
     return Finding(
-        f"TinyLM tiny on gloo, including the recorder's time: 39 all-reduces take {summarize(single)} ms and one with "
-        f"the same bytes {summarize(together)} ms, a ratio of {summarize(ratios)}. XL, computed with α from NCCL's "
-        f"table: a ratio of {words}",
+        f"TinyLM tiny on gloo, including the recorder's time: 39 all-reduces take {summarize(single)} ms, and a single "
+        f"one with the same bytes takes {summarize(together)} ms, a ratio of {summarize(ratios)}. For XL, computed "
+        f"with α from NCCL's table, the ratio is {words}",
         judge_cases([median(ratios) > 2, *(ratio > 2 for ratio in computed.values())]),
     )
 
@@ -143,8 +144,8 @@ def check_flatten() -> Finding:
     overhead = ledger.measure_overhead(run_with_solutions, "m02_flat_ddp", "FlatDDP")
     times = run_with_solutions(claimed_ranks.time_copies, 100)[0]
     return Finding(
-        f"TinyLM tiny copies {overhead['copied'] / 1e6:.2f} MB (in and out) in {summarize(times, 2)} ms, and allocates "
-        f"{overhead['allocated'] / 1e6:.2f} MB",
+        f"for TinyLM tiny, this copies {overhead['copied'] / 1e6:.2f} MB (in and out) in {summarize(times, 2)} ms, and "
+        f"allocates {overhead['allocated'] / 1e6:.2f} MB",
         judge(overhead["copied"] == 0 and overhead["allocated"] == 0),
     )
 
@@ -187,7 +188,7 @@ def check_hook_argument() -> Finding:
     (3 * weight).backward()
     what = "the parameter" if given[0] is weight else "another tensor"
     return Finding(
-        f"it is called with {what}, {given[0].item():g}; the weight is 1 and the gradient 3",
+        f"its argument is {what}, with the value {given[0].item():g}; the parameter is 1 and the gradient 3",
         judge(given[0] is weight.grad),
     )
 
@@ -195,7 +196,7 @@ def check_hook_argument() -> Finding:
 @claim(
     "last-handle", 3, "Waiting on the last handle is enough",
     "a wrong answer that passed the tests of CS336's assignment in 15 of 16 runs",
-    "right if an earlier, larger all-reduce is complete in all of 50 attempts", "wrong",
+    "right if an earlier, larger all-reduce is complete in all 50 attempts", "wrong",
 )  # fmt: skip
 def check_last_handle() -> Finding:
     counts = run_with_solutions(claimed_ranks.count_unfinished, 50)
@@ -227,21 +228,21 @@ def check_xl_buckets() -> Finding:
 
 @claim(
     "xl-170-buckets", 4, "XL would fill 170 buckets of 10 MB; matrices larger than that double the number", XL,
-    "right if the gradients fill 170 buckets within 5 %", "wrong",
+    "right if the gradients would fill 170 buckets, within 5 %", "wrong",
 )  # fmt: skip
 def check_xl_170_buckets() -> Finding:
     sizes = [FP32_BYTES * parameter.numel() for parameter in get_xl_parameters().values()]
     large = [size for size in sizes if size > 10 * MIB]
     full = sum(sizes) / (10 * MIB)
     return Finding(
-        f"{full:.0f} full buckets of 10 MiB; {len(large)} tensors above the cap contain {sum(large) / 1e9:.2f} of "
-        f"{sum(sizes) / 1e9:.2f} GB and so lower the number",
+        f"the gradients would fill {full:.0f} buckets of 10 MiB. {len(large)} tensors are larger than the cap. They "
+        f"contain {sum(large) / 1e9:.2f} of {sum(sizes) / 1e9:.2f} GB, so they reduce the number of buckets",
         judge(abs(full / 170 - 1) < 0.05),
     )
 
 
 @claim(
-    "xl-tensors", 4, "The QKV projections have 30 MB each, the largest FFN matrices 61 MB", XL,
+    "xl-tensors", 4, "The QKV projections have 30 MB each, and the largest FFN matrices have 61 MB", XL,
     "right within 5 %, in MB or in MiB", "wrong",
 )  # fmt: skip
 def check_xl_tensors() -> Finding:
@@ -252,8 +253,8 @@ def check_xl_tensors() -> Finding:
         return any(abs(nbytes / unit / claimed_mb - 1) < 0.05 for unit in (1e6, MIB))
 
     return Finding(
-        f"q, k and v have {q / 1e6:.2f} MB each, FFN matrices {ffn / 1e6:.2f} MB, embedding and head "
-        f"{head / MIB:.1f} MiB",
+        f"q, k and v have {q / 1e6:.2f} MB each, the FFN matrices have {ffn / 1e6:.2f} MB each, and the embedding and "
+        f"the head have {head / MIB:.1f} MiB each",
         judge(is_near(q, 30) and is_near(ffn, 61)),
     )
 
@@ -266,7 +267,8 @@ def check_xl_step_times() -> Finding:
     published_ms = [1003.69, 1092.64, 993.28, 980.18]
     spread = max(published_ms) / min(published_ms) - 1
     return Finding(
-        f"by the article's own table {100 * spread:.1f} %, not monotone: 10 MB is the slowest", judge(spread <= 0.03)
+        f"in the article's own table, it varies by {100 * spread:.1f} %, and not monotonically: 10 MB is the slowest",
+        judge(spread <= 0.03),
     )
 
 
@@ -281,10 +283,10 @@ def check_xl_headline() -> Finding:
     copies_ms = 1e3 * 4 * nbytes / (DEVICE_MEMORY_GBPS * 1e9)  # read and written, into the buckets and back
     carried_ms = 1e3 * count_sent_bytes("all_reduce", nbytes, 2) / 370e9
     return Finding(
-        f"by the article's own tables, {slower_ms:.0f} ms more at best, and {1003.69 - 799.28:.0f} ms more with 435 "
-        f"buckets than with 435 single all-reduces. Computed for an H100: {copies_ms:.1f} ms for the copies and "
-        f"{carried_ms:.1f} ms for an all-reduce without overlap. Two runs of ten steps on unnamed machines decide "
-        "nothing; time both variants alternately in one run",
+        f"in the article's own tables, the best bucketed step takes {slower_ms:.0f} ms longer than the naive one, and "
+        f"435 buckets take {1003.69 - 799.28:.0f} ms longer than 435 single all-reduces. Computed for an H100, the "
+        f"copies take {copies_ms:.1f} ms and an all-reduce without overlap takes {carried_ms:.1f} ms. Two runs of ten "
+        "steps on unnamed machines prove nothing; one run should time both variants alternately",
         "wrong" if copies_ms + carried_ms >= slower_ms else "depends",
     )
 
@@ -297,8 +299,8 @@ def check_xl_inverse() -> Finding:
     parameters, caps = list(get_xl_parameters().values()), [1, 10, 100, 1000]
     products = [cap * len(import_solution("plan_buckets")(parameters, cap * MIB)) for cap in caps]
     return Finding(
-        f"number times size is {join_words(products)} MiB at {join_words(caps)} MiB: a bucket contains at least one "
-        "parameter",
+        f"number times size is {join_words(products)} MiB for sizes of {join_words(caps)} MiB, because a bucket "
+        "contains at least one parameter",
         judge(max(products) <= 2 * min(products)),
     )
 
@@ -331,30 +333,31 @@ def check_layer_parameters() -> Finding:
 def check_ring_length() -> Finding:
     odd, divisible = run_with_solutions(claimed_ranks.try_lengths, [65_537, 65_538], world_size=3)[0]
     return Finding(
-        f"on 3 ranks, 65 537 elements can be all-reduced: {format_yes_no(odd['reduced'])}; reduce-scattered: "
-        f"{format_yes_no(odd['scattered'])}. 65 538 elements, divisible by 3: {format_yes_no(divisible['reduced'])} "
-        f"and {format_yes_no(divisible['scattered'])} (on gloo; NCCL also accepts any count)",
+        f"on 3 ranks with gloo, 65 537 elements {say_can(odd['reduced'])} be all-reduced and "
+        f"{say_can(odd['scattered'])} be reduce-scattered. 65 538 elements, a number divisible by 3, "
+        f"{say_can(divisible['reduced'])} be all-reduced and {say_can(divisible['scattered'])} be reduce-scattered. "
+        "NCCL also accepts any count",
         judge(not (odd["reduced"] and divisible["reduced"] and divisible["scattered"])),
     )
 
 
 @claim(
     "alignment", 5, "Buffers are aligned to 128 bytes", PADDING,
-    "right if parameters of one fp32 element are 128 bytes apart, or buckets of one such parameter", "wrong",
+    "right if two parameters, or two buckets, of one fp32 element each start 128 bytes apart", "wrong",
 )  # fmt: skip
 def check_alignment() -> Finding:
     plan_layout = import_solution("plan_layout")
     apart = FP32_BYTES * plan_layout([1, 1], None, 2).param_ranges[1][0]
     long = FP32_BYTES * plan_layout([1, 1], 1, 2).bucket_ranges[1][0]
     return Finding(
-        f"by Megatron-LM's rule, parameters start at multiples of 64 elements, {apart} bytes in fp32, and a bucket has "
-        f"at least 128 elements, {long} bytes",
+        f"by Megatron-LM's rule, parameters start at multiples of 64 elements ({apart} bytes in fp32), and a bucket "
+        f"has at least 128 elements ({long} bytes)",
         judge(128 in (apart, long)),
     )
 
 
 cite(
-    "padding-always", 5, "Padding happens always", PADDING,
+    "padding-always", 5, "Padding always happens", PADDING,
     "Megatron-LM pads only with the distributed optimizer; for all other cases, "
     f"`_compute_default_per_buffer_param_layout` does not pad ({MEGATRON})",
 )  # fmt: skip
@@ -376,7 +379,7 @@ def check_bucket_size() -> Finding:
 
 @claim(
     "padding-overhead", 5, "The overhead of padding is under 1 %", PADDING,
-    "right if this is so in all cases, wrong if in none", "depends",
+    "right if true in all of these cases, wrong if in none", "depends",
 )  # fmt: skip
 def check_padding_overhead() -> Finding:
     plan_layout, growth = import_solution("plan_layout"), {}
@@ -387,17 +390,18 @@ def check_padding_overhead() -> Finding:
                 grown = plan_layout([numel], None, ranks, pad_for_busbw).numel / numel - 1
                 growth[numel, ranks, pad_for_busbw] = 100 * (most / numel if numel > 10**6 else grown)
     return Finding(
-        f"padded to 2^16, a bucket of 40 million grows by at most {growth[40_000_000, 8, True]:.2f} % for 8 ranks and "
-        f"{growth[40_000_000, 96, True]:.2f} % for 96, and one of 100 000 by {growth[100_000, 8, True]:.0f} % and "
-        f"{growth[100_000, 96, True]:.0f} %. Without 2^16, the latter grows by {growth[100_000, 8, False]:.1f} % and "
-        f"{growth[100_000, 96, False]:.1f} %",
+        f"for 8 and 96 ranks, padding with 2^16 adds at most {growth[40_000_000, 8, True]:.2f} % and "
+        f"{growth[40_000_000, 96, True]:.2f} % to a bucket of 40 million elements, but "
+        f"{growth[100_000, 8, True]:.0f} % and {growth[100_000, 96, True]:.0f} % to one of 100 000. "
+        f"Padding without 2^16 adds {growth[100_000, 8, False]:.1f} % and {growth[100_000, 96, False]:.1f} % to the "
+        "latter",
         judge_cases([percent < 1 for percent in growth.values()]),
     )
 
 
 @claim(
-    "published-layout", 5, "Megatron-LM's code, as published there, lays out a buffer", PADDING,
-    "right if it runs, and every bucket of an example gets all of its elements", "wrong",
+    "published-layout", 5, "The article's version of Megatron-LM's code lays out a buffer", PADDING,
+    "right if it runs and gives every bucket of an example all of its elements", "wrong",
 )  # fmt: skip
 def check_published_layout() -> Finding:
     try:
@@ -410,15 +414,15 @@ def check_published_layout() -> Finding:
     last = [buffer[start : start + 3136] for start in range(0, 21 * 3136, 3136)][-1]
     return Finding(
         f"`dtype.itemsize()` raises {raised}. 21 buckets need {21 * 3136} elements in a buffer of {buffer.numel()}, so "
-        f"the last one silently gets {last.numel()} for 3105 gradients",
+        f"the last bucket silently gets {last.numel()} elements for 3105 gradients",
         judge(raised == "nothing" and last.numel() >= 3105),
     )
 
 
 @claim(
     "published-reversed", 5, "Reversing the list of buckets at the end puts the first gradients first", PADDING,
-    "right if, with buckets made in reverse order as the article's comment says, the first of the reversed list is "
-    "complete first in backward", "wrong",
+    "right if the first bucket of the reversed list is the first to become complete in backward, with buckets made in "
+    "reverse order as in the article's comment", "wrong",
 )  # fmt: skip
 def check_published_reversed() -> Finding:
     model = make_tiny_lm("tiny")
@@ -437,8 +441,9 @@ def check_published_reversed() -> Finding:
     model(torch.zeros(1, 8, dtype=torch.long)).sum().backward()
     first = len(buckets) - 1  # of the reversed list
     return Finding(
-        f"of {len(buckets)} buckets of TinyLM tiny, the first in the reversed list is complete as number "
-        f"{complete.index(first) + 1}; without the reversal, the first is complete as number {complete.index(0) + 1}",
+        f"of {len(buckets)} buckets of TinyLM tiny, the first one in the reversed list is number "
+        f"{complete.index(first) + 1} to become complete; without the reversal, the first one is number "
+        f"{complete.index(0) + 1}",
         judge(complete[0] == first),
     )
 
@@ -475,7 +480,7 @@ def check_bucket_view() -> Finding:
 
 
 cite(
-    "nvls", 5, "120 becomes 320 GB/s, since alignment enables NVLS", PADDING,
+    "nvls", 5, "Bandwidth rises from 120 to 320 GB/s, because alignment enables NVLS", PADDING,
     "this needs NVLink switches; in NCCL 2.28.9 (`nvls.cc`) NVLS depends on hardware, operation and dtype",
 )  # fmt: skip
 
@@ -491,8 +496,8 @@ def count_ready_at_launches(wrapper: str, buckets_per_group: int | None) -> list
 
 
 @claim(
-    "coalesce-all", 6, "20 buckets become one launch; no downside", COALESCING,
-    "right if the one launch comes no later in backward than the first launch with one bucket per group", "wrong",
+    "coalesce-all", 6, "Coalescing 20 buckets into one launch has no downside", COALESCING,
+    "right if the single launch starts no later in backward than the first launch with one bucket per group", "wrong",
 )  # fmt: skip
 def check_coalesce_all() -> Finding:
     ready = {}
@@ -500,8 +505,8 @@ def check_coalesce_all() -> Finding:
         ready[buckets_per_group] = count_ready_at_launches("CoalescedDDP", buckets_per_group)
     single, together = ready[1], ready[None]
     return Finding(
-        f"{len(single)} buckets of TinyLM tiny, one per group: the first of {len(single)} launches comes with "
-        f"{single[0]} of 39 gradients ready. All in one group: {len(together)} launch, with {together[0]} ready",
+        f"of 39 gradients of TinyLM tiny, {single[0]} is ready at the first of {len(single)} launches with one bucket "
+        f"per group, and {together[0]} are ready at the single launch with all buckets in one group",
         judge(len(together) == 1 and together[0] <= single[0]),
     )
 
@@ -514,7 +519,7 @@ def check_coalesce_175b() -> Finding:
     numels = [parameter.numel() for parameter in make_model(MODELS["gpt3-175b"]).parameters()]
     count = len(import_solution("plan_layout")(numels[::-1], 40_000_000, 8).bucket_ranges)
     return Finding(
-        f"{count} for a model of GPT-3's shape, with {sum(numels) / 1e9:.0f} billion elements, on 8 ranks",
+        f"{count} buckets for a model of GPT-3's shape, with {sum(numels) / 1e9:.0f} billion parameters, on 8 ranks",
         judge(10 <= count <= 40),
     )
 
@@ -534,21 +539,21 @@ cite(
 def check_epoch_saving() -> Finding:
     saved_s = 19 * 50e-6 * 1000
     return Finding(
-        f"computed: {saved_s:.2f} s, if every launch delays the step; that is {100 * saved_s / (1000 * 0.452):.1f} % "
-        "of an epoch with the article's own steps of 452 ms",
+        f"computed: {saved_s:.2f} s if every launch delays the step. This is {100 * saved_s / (1000 * 0.452):.1f} % of "
+        "an epoch, because the article's own steps take 452 ms",
         judge(abs(saved_s / 0.95 - 1) < 0.05),
     )
 
 
 @claim(
-    "published-param-sync", 6, "Megatron-LM's parameter sync, as published there, completes the parameters", COALESCING,
-    "right if, on two ranks with two buckets, every bucket has its own parameters afterwards", "wrong",
+    "published-param-sync", 6, "The article's version of Megatron-LM's parameter sync completes the parameters",
+    COALESCING, "right if, on two ranks with two buckets, every bucket has its own parameters afterwards", "wrong",
 )  # fmt: skip
 def check_published_param_sync() -> Finding:
     buckets = run_with_solutions(claimed_ranks.gather_one_shard)[0]
     return Finding(
         f"it passes the same shard for every bucket: instead of [0, 1] and [2, 3] the buckets contain "
-        f"{buckets['first']} and {buckets['second']}; it also keeps no handle, so nobody can wait for the all-gathers",
+        f"{buckets['first']} and {buckets['second']}; it also keeps no handle, so no code can wait for the all-gathers",
         judge(buckets["second"] == [2, 3]),
     )
 
@@ -562,7 +567,7 @@ cite(
 
 
 cite(
-    "coalesced-for-nothing", 6, "Coalesced, more and smaller buckets cost nothing", COALESCING,
+    "coalesced-for-nothing", 6, "With coalescing, more and smaller buckets cost nothing", COALESCING,
     "this needs GPUs; pull request [98793](https://github.com/pytorch/pytorch/pull/98793) reports, for 64 all-reduces "
     "with NCCL, 22.19 ms one by one, 16.93 ms coalesced and 16.38 ms as one flat tensor",
 )  # fmt: skip
@@ -577,8 +582,8 @@ def check_manager_device() -> Finding:
         run_with_solutions(manager.attempt, f"device={given}")[0] for given in ("'cuda'", "torch.device('cpu')")
     )
     return Finding(
-        f"this raises {name_exception(text)} and, with a `torch.device`, {name_exception(device)} (gloo); "
-        f"an all-reduce of 1 and 2 afterwards gives {text[2]:g} and {device[2]:g}",
+        f"this raises {name_exception(text)}; with a `torch.device`, it raises {name_exception(device)} (gloo). After "
+        f"these exceptions, all-reduces of 1 and 2 give {text[2]:g} and {device[2]:g}; 3 would be correct",
         judge(text == ([3.0, 3.0], "", 3.0)),
     )
 
@@ -598,15 +603,15 @@ def check_manager_mixtures() -> Finding:
     names = ("MAX, then SUM", "all-reduce, then all-gather", "an exception after the first")
     ops, kinds, interrupted = (run_with_solutions(manager.attempt, name)[0] for name in names)
     return Finding(
-        f"the maximum and the sum of 1 and 2 become {join_words([f'{value:g}' for value in ops[0]])}; an all-reduce "
-        f"with an all-gather raises {name_exception(kinds)}; after an exception in a block, the next sum is "
-        f"{interrupted[2]:g}",
+        f"in one block, the maximum and the sum of 1 and 2 become {join_words([f'{value:g}' for value in ops[0]])}, "
+        f"and an all-reduce with an all-gather raises {name_exception(kinds)}. After an exception in a block, the next "
+        f"sum of 1 and 2 is {interrupted[2]:g}",
         judge(ops[0] == [2.0, 3.0] and interrupted[2] == 3),
     )
 
 
 @claim(
-    "manager-public", 6, "Coalescing is public since torch 1.10", COALESCING,
+    "manager-public", 6, "Coalescing has been public since torch 1.10", COALESCING,
     "right if torch.distributed has a coalescing manager without an underscore", "wrong",
 )  # fmt: skip
 def check_manager_public() -> Finding:
@@ -618,13 +623,15 @@ def check_manager_public() -> Finding:
 
 
 @claim(
-    "benchmark-loop", 6, "Its benchmark, 20 all-reduces of one tensor, times the same work twice", COALESCING,
+    "benchmark-loop", 6,
+    "The article's benchmark, 20 all-reduces of one tensor, does the same work with and without coalescing", COALESCING,
     "right if both ways give the same number", "wrong",
 )  # fmt: skip
 def check_benchmark_loop() -> Finding:
     results = run_with_solutions(claimed_ranks.reduce_twenty_times)[0]
     return Finding(
-        f"1 becomes {results['one by one']:.0f} one by one and {results['coalesced']:.0f} coalesced",
+        f"20 single all-reduces turn 1 into {results['one by one']:.0f}, and 20 coalesced ones turn it into "
+        f"{results['coalesced']:.0f}",
         judge(results["one by one"] == results["coalesced"]),
     )
 
@@ -632,7 +639,7 @@ def check_benchmark_loop() -> Finding:
 @claim(
     "reduce-scatter-bytes", 6, "A reduce-scatter sends half of what an all-reduce sends",
     "nccl-tests, PERFORMANCE.md: (n−1)/n and 2(n−1)/n of the buffer",
-    "right if true within 10 % on gloo and with a ring, by the kernel's count of a rank's bytes; wrong if with neither",
+    "right if true within 10 % both on gloo and with a ring, wrong if with neither; the kernel counts a rank's bytes",
     "depends",
 )  # fmt: skip
 def check_reduce_scatter_bytes() -> Finding:
@@ -667,33 +674,35 @@ def time_slices_us(ranks: int) -> float:
 
 
 @claim(
-    "slice", 7, "A slice costs 10 to 50 µs of CPU time", SHARDS, "right if the fastest of 1000 takes 10 µs or more",
-    "wrong",
+    "slice", 7, "A slice costs 10 to 50 µs of CPU time", SHARDS,
+    "right if the fastest of 1000 slices takes 10 µs or more", "wrong",
 )  # fmt: skip
 def check_slice() -> Finding:
     times = {ranks: time_slices_us(ranks) for ranks in (8, 32)}
     return Finding(
-        f"{time_slice_us():.1f} µs; all shards of a bucket take {times[8]:.1f} µs for 8 ranks, {times[32]:.0f} µs for "
-        "32",
+        f"one slice takes {time_slice_us():.1f} µs; slicing all shards of a bucket takes {times[8]:.1f} µs for 8 ranks "
+        f"and {times[32]:.0f} µs for 32",
         judge(time_slice_us() >= 10),
     )
 
 
 @claim(
-    "40k-slices", 7, "40 slices a step are 1.2 ms, and 40 000 in 1000 steps 40 s", SHARDS,
+    "40k-slices", 7, "40 slices per step take 1.2 ms, and the 40 000 slices of 1000 steps take 40 s", SHARDS,
     "right if 40 000 slices take 20 s or more", "wrong",
 )  # fmt: skip
 def check_many_slices() -> Finding:
     seconds = 40_000 * time_slice_us() * 1e-6
     return Finding(
-        f"{seconds:.2f} s; even at the article's own 30 µs per slice, {40_000 * 30e-6:.1f} s", judge(seconds >= 20)
+        f"40 000 slices take {seconds:.2f} s; at the article's own 30 µs per slice, they would take "
+        f"{40_000 * 30e-6:.1f} s",
+        judge(seconds >= 20),
     )
 
 
 @claim(
-    "caching", 7, "Caching saves about 1 ms a step, with 20 buckets", SHARDS,
-    "right if making all shards of a bucket 40 times takes 0.5 to 2 ms longer than reading a cache, for 8, 32 and 128 "
-    "ranks; wrong if for none", "depends",
+    "caching", 7, "With 20 buckets, caching saves about 1 ms per step", SHARDS,
+    "right if, for 8, 32 and 128 ranks, slicing all shards of a bucket 40 times takes 0.5 to 2 ms longer than reading "
+    "them from a cache; wrong if for none of them", "depends",
 )  # fmt: skip
 def check_caching() -> Finding:
     cache = {(0, 3): torch.zeros(1)}
@@ -701,28 +710,28 @@ def check_caching() -> Finding:
     saved = {ranks: 0.04 * (time_slices_us(ranks) - cached) for ranks in (8, 32, 128)}
     words = join_words([f"{ms:.1f} ms for {ranks}" for ranks, ms in saved.items()])
     return Finding(
-        f"{words} ranks; slicing only the rank's own shard, without a cache, saves all but "
-        f"{0.04 * time_slice_us():.2f} ms of it",
+        f"it saves {words} ranks; slicing only the rank's own shard, without a cache, saves all but "
+        f"{0.04 * time_slice_us():.2f} ms of this",
         judge_cases([0.5 <= ms <= 2 for ms in saved.values()]),
     )
 
 
 @claim(
     "cached-overlap", 7, "Caching views enables better overlap of computation and communication", SHARDS,
-    "right if some launch of a step comes when fewer gradients are ready than without the cache", "wrong",
+    "right if a launch of a step starts with fewer gradients ready than without the cache", "wrong",
 )  # fmt: skip
 def check_cached_overlap() -> Finding:
     without, cached = (count_ready_at_launches(wrapper, 1) for wrapper in ("CoalescedDDP", "CachedDDP"))
-    same = "the same" if cached == without else "another"
+    same = "the same" if cached == without else "a different"
     return Finding(
-        f"each of {len(cached)} launches of TinyLM tiny comes at {same} gradient as without the cache; the row "
-        "above says how much CPU time it saves",
+        f"each of {len(cached)} launches of TinyLM tiny starts with {same} number of ready gradients, with and without "
+        "the cache; the row above says how much CPU time the cache saves",
         judge(any(one < other for one, other in zip(cached, without))),
     )
 
 
 cite(
-    "eager-views", 7, "Megatron-LM makes the views in the constructor", SHARDS,
+    "eager-views", 7, "Megatron-LM creates the views in the constructor", SHARDS,
     "the constructor fills its lists with None; `start_grad_sync` and `start_param_sync` put views there at their "
     f"first use ({MEGATRON})",
 )  # fmt: skip
@@ -759,7 +768,7 @@ def check_adam_16_bytes() -> Finding:
 
 @claim(
     "optimizer-8-to-2", 8, "On 4 GPUs the optimizer's 8 GB become 2", BUCKETS,
-    "right if the state on the fullest of 4 ranks is a quarter, within 1 %", "right",
+    "right if the state on the fullest of 4 ranks is a quarter of that on one rank, within 1 %", "right",
 )  # fmt: skip
 def check_optimizer_8_to_2() -> Finding:
     whole, part = (count_bytes_per_parameter("8 ZeroOptimizer", n, "optimizer state") for n in (1, 4))
@@ -773,7 +782,8 @@ def check_optimizer_8_to_2() -> Finding:
 
 @claim(
     "memory-proportional", 8, "Optimizer memory per process becomes roughly proportional to the world size", BUCKETS,
-    "right if the state on the fullest of 4 ranks is four times that on one, within 10 %; wrong if it is not", "wrong",
+    "right if the state on the fullest of 4 ranks is four times that on one rank, within 10 %; otherwise wrong",
+    "wrong",
 )  # fmt: skip
 def check_memory_proportional() -> Finding:
     nbytes = [count_bytes_per_parameter("8 ZeroOptimizer", n, "optimizer state") for n in (1, 2, 4)]
@@ -786,15 +796,15 @@ def check_memory_proportional() -> Finding:
 
 @claim(
     "billions-fit", 8, "So billion-parameter models train without running out of memory", BUCKETS,
-    "right if XL's memory per rank falls below any limit with enough ranks, wrong if it does not fall at all",
+    "right if, with enough ranks, XL's memory per rank falls below any limit; wrong if it does not fall at all",
     "depends",
 )  # fmt: skip
 def check_billions_fit() -> Finding:
     numel = count_xl_bytes() // FP32_BYTES
     gb = {n: memory.sum_bytes(memory.STAGE_1.compute_bytes(numel, n)) / 1e9 for n in (1, 2, 8, 64, 10**9)}
     return Finding(
-        f"by ZeRO's formula, XL takes {gb[1]:.2f} GB on one rank, {gb[2]:.2f} on each of 2, {gb[8]:.2f} of 8, "
-        f"{gb[64]:.2f} of 64, never less than {gb[10**9]:.2f}, plus activations",
+        f"by ZeRO's formula, XL takes {gb[1]:.2f} GB on one rank, and on each of 2, 8 and 64 ranks {gb[2]:.2f}, "
+        f"{gb[8]:.2f} and {gb[64]:.2f} GB. It never takes less than {gb[10**9]:.2f} GB, plus activations",
         judge(gb[10**9] < 0.1, "depends" if gb[64] < 0.9 * gb[1] else "wrong"),
     )
 
@@ -815,16 +825,16 @@ def check_equal_shares() -> Finding:
         whole[ranks] = max(owned_numels) / mean
         shards[ranks] = import_solution("plan_layout")(numels[::-1], 40_000_000, ranks).numel / sum(numels)
     return Finding(
-        f"whole parameters of XL, assigned greedily: {join_words([f'{r:.3f}' for r in whole.values()])} times the mean "
-        f"on the fullest of {join_words(list(whole))} ranks; shards of buckets: at most "
-        f"{max(shards.values()):.4f} times",
+        f"if whole parameters of XL are assigned greedily, the fullest of {join_words(list(whole))} ranks has "
+        f"{join_words([f'{r:.3f}' for r in whole.values()])} times the mean; with shards of buckets, it has at most "
+        f"{max(shards.values()):.4f} times the mean",
         judge_cases([share <= 1.01 for share in [*whole.values(), *shards.values()]]),
     )
 
 
 @claim(
-    "sharding-traffic", 8, "Sharing costs additional communication", BUCKETS,
-    "right if all three ways send more than one all-reduce of the gradients, by 2 % or more; wrong if none does",
+    "sharding-traffic", 8, "Sharding costs additional communication", BUCKETS,
+    "right if all three ways send at least 2 % more bytes than one all-reduce of the gradients; wrong if none does",
     "half right",
 )  # fmt: skip
 def check_sharding_traffic() -> Finding:
@@ -846,8 +856,8 @@ def check_sharding_traffic() -> Finding:
 
 cite(
     "all-gather-parameters", 8, '"All-gather the updated parameters"', BUCKETS,
-    "the published code broadcasts each parameter from its owner, and skips the reduce if `grad is None`: ranks "
-    "that use different layers then wait for each other for ever",
+    "the published code does not all-gather: it broadcasts each parameter from its owner. It also skips the reduce if "
+    "`grad is None`, so ranks that use different layers wait for each other forever",
 )  # fmt: skip
 
 
@@ -870,5 +880,5 @@ def join_words(values: Sequence[object]) -> str:
     return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else words[0]
 
 
-def format_yes_no(condition: bool) -> str:
-    return "yes" if condition else "no"
+def say_can(condition: bool) -> str:
+    return "can" if condition else "cannot"

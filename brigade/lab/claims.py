@@ -91,14 +91,15 @@ def make_page(results: Iterable[CheckedClaim]) -> str:
     lines = [
         "# Claims, checked",
         "",
-        "This page lists claims about data parallelism from articles, papers and documentation, with our measurement "
-        "and a verdict for each. `make claims` repeats all experiments, and `python -m brigade.lab.claims NAME` "
-        "repeats one. The command fails if, by the rule in the table, a measurement gives another verdict than the "
-        "reading. `python -m brigade.lab.claims --write` writes this page.",
+        "This page lists claims about data parallelism from articles, papers and documentation. For each claim, it "
+        "gives our measurement and a verdict. `make claims` repeats all experiments, and "
+        "`python -m brigade.lab.claims NAME` repeats one. The command applies the rule in the table to the "
+        "measurement, and fails if the verdict differs from the one in the table. "
+        "`python -m brigade.lab.claims --write` writes this page.",
         "",
-        "Unless a row says otherwise, we measured on two CPU cores that also ran other programs, with gloo over "
-        "loopback and two ranks. Brackets contain quartiles. *Cited* claims cannot be measured without GPUs, or are "
-        "about somebody's source code.",
+        "Unless a row says otherwise, we measured two ranks with gloo over loopback, on two CPU cores that also ran "
+        "other programs. Brackets contain quartiles. The experiments cannot measure *cited* claims, most of which "
+        "need GPUs or are about the source code of other projects.",
     ]
     number = 0
     for checked in results:

@@ -228,7 +228,7 @@ FIGURES = {
     r"until `--deadline` \((\d+) s\)": default("bench", "deadline"),
     r"stopped after (\d+) s: rank 3 on node2": default("bench", "deadline"),
     r"package sets `--limit` to (\d+) s": LIMIT,
-    r"fit into `--memory-gb` \((\d+)\)": default("grade", "memory_gb"),
+    r"fit into `--memory-gb` \(default: (\d+)\)": default("grade", "memory_gb"),
     r"groups that share (\d+) % or more": 100 * similarity.ALIKE,
     r"over after (\d+) % of `--minutes`": 100 * gpu_check.CHECKS_PART,
     r"mutants after (\d+) %": 100 * gpu_check.MUTANTS_PART,
