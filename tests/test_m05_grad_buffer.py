@@ -330,16 +330,6 @@ def test_main_grad_accumulates_in_fp32(submission):
                 rank=rank,
                 step=1,
             )
-            for i, (main_grad, grad) in enumerate(results[rank]["without_grads"]):
-                expect(
-                    torch.equal(main_grad, torch.ones_like(main_grad)) and grad is None,
-                    "after finish_accumulation(set_grads=False) main_grad starts from zero, and p.grad stays None",
-                    f"a gradient of ones makes main_grad {main_grad.max():g}, and p.grad is "
-                    + ("None" if grad is None else "a tensor"),
-                    diagnosis.CLEARED_WITH_GRADS if grad is None else diagnosis.SET_ANYWAY,
-                    rank=rank,
-                    parameter=f"parameter {i}",
-                )
 
 
 @pytest.mark.points(1)

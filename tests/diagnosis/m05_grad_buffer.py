@@ -18,10 +18,6 @@ RULE = (
 CLOSED_ELSEWHERE = f"a bucket closes at the wrong parameter. {RULE}"
 NO_MAIN_GRAD = "grad_dtype is not used, or attach_views does not set parameter.main_grad to the view."
 NO_ROUNDED_GRAD = "finish_accumulation does not copy main_grad, rounded, to p.grad."
-CLEARED_WITH_GRADS = (
-    "finish_accumulation resets has_accumulated only if set_grads is True. Module 6 calls it with set_grads=False."
-)
-SET_ANYWAY = "finish_accumulation ignores set_grads. With set_grads=False it must not set p.grad."
 WRONG_TOTAL = "numel is not the end of the last bucket, padding included."
 
 LOST_VALUES = "attach_views does not copy the values of a parameter into its view before parameter.data points there."

@@ -256,20 +256,6 @@ MUTANTS = [
         "still contains the gradients of the step before",
     ),
     Mutant(
-        "main_grad cleared only with set_grads",
-        CLEAR,
-        "if set_grads:\n                self.has_accumulated = [False] * len(self.params)\n            if",
-        ("test_main_grad_accumulates_in_fp32",),
-        "resets has_accumulated only if set_grads is True",
-    ),
-    Mutant(
-        "set_grads ignored",
-        "            if set_grads:\n                for parameter in self.params:",
-        "            if True:\n                for parameter in self.params:",
-        ("test_main_grad_accumulates_in_fp32",),
-        "ignores set_grads",
-    ),
-    Mutant(
         "accumulated in the parameter's dtype until the finish",
         ACCUMULATE,
         f"if self.require_grad_sync:\n            {ACCUMULATE}",
