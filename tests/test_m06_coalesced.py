@@ -644,15 +644,23 @@ def expect_ranks(events, group, rank):
 
 
 def expect_fp32_gradients(submission):
-    """Expect that gradients of bf16 parameters accumulate and are reduced in fp32, and each step starts from zero."""
-    [world] = submission.worlds(2)
+    """Expect that gradients of bf16 parameters accumulate and are reduced in fp32, and each step starts from zero.
+
+    Without gathered gradients, one rank has all averages.
+    """
+    for gather_grads, world in zip((True, False), submission.worlds(2, 1)):
+        expect_fp32_steps(submission, world, gather_grads)
+
+
+def expect_fp32_steps(submission, world, gather_grads):
+    """Expect fp32 gradients in two steps, gathered or not."""
     generator = torch.Generator().manual_seed(submission.rng.randrange(2**31))
     sizes = submission.rng.sample(range(3, 200), 4)
     batches = [  # of each rank: two steps of three micro-batches
         [[[torch.rand(size, generator=generator).to(BF16) for size in sizes] for _ in range(3)] for _ in range(2)]
         for _ in range(world)
     ]
-    common = make_job(2, grad_dtype=F32) | {"sizes": sizes, "set_to_none": True}
+    common = make_job(2, grad_dtype=F32) | {"sizes": sizes, "set_to_none": True, "gather_grads": gather_grads}
     jobs = PerRank(common | {"batches": own} for own in batches)
     results = submission.run(m05_grad_buffer.accumulate, jobs, world_size=world)
     for rank, events in enumerate(results.events):
@@ -668,13 +676,14 @@ def expect_fp32_gradients(submission):
         {str(i): sum(x[i].float() for own in batches for x in own[step]) / world for i in range(len(sizes))}
         for step in range(2)
     ]
+    where = "" if gather_grads else " and gather_grads=False"
     for step, expected in enumerate(sums):
-        for key, what, dtype in (("main_grad", "main_grad", F32), ("grad", "p.grad", BF16)):
+        for key, what, dtype in (("main_grad", "main_grad", F32), ("grad", "p.grad", BF16))[: 1 + gather_grads]:
             expect_equal(
-                f"with grad_dtype=float32, {what} is the average of the accumulated gradients (step {step})",
+                f"with grad_dtype=float32{where}, {what} is the average of the accumulated gradients (step {step})",
                 [name_tensors(result["steps"][step][key], dtype) for result in results],
                 name_tensors(expected, dtype),
-                hypotheses=partial(diagnosis.suspect_kept_gradients, expected, sums[0], dtype, world),
+                hypotheses=partial(diagnosis.suspect_kept_gradients, expected, sums[0], dtype, world, gather_grads),
             )
 
 

@@ -199,9 +199,11 @@ def suspect_lost_micro_batches(case):
     }
 
 
-def suspect_kept_gradients(expected, before, dtype, world):
+def suspect_kept_gradients(expected, before, dtype, world, gather_grads):
     """Return what a rank has in this dtype if the gradients of the step before are still in it."""
     cause = "the gradients of the step before are still in it: accumulation does not start from zero."
+    if not gather_grads:
+        cause += " finish_accumulation(set_grads=False) must reset has_accumulated too."
     kept = {f"parameter {i}": (value + before[i]).to(dtype) for i, value in expected.items()}
     return {cause: [kept] * world}
 

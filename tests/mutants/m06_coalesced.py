@@ -399,6 +399,13 @@ MUTANTS = [
         "the handle of the last group only",
     ),
     Mutant(
+        "main_grad started from zero only with gathered gradients",
+        FINISH_BUFFER,
+        "            if self.gather_grads:\n                buffer.finish_accumulation()\n",
+        ("test_steps_and_subgroups",),
+        "finish_accumulation(set_grads=False) must reset",
+    ),
+    Mutant(
         "main_grad not started from zero",
         FINISH_BUFFER,
         "            if buffer.has_main_grad and self.gather_grads:\n"

@@ -194,10 +194,15 @@ def clone(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def accumulate(job: dict) -> dict:
-    """Take two steps of many micro-batches on bf16 parameters. Return main_grad, grad and the buffers."""
+    """Take two steps of many micro-batches on bf16 parameters. Return main_grad, grad and the buffers.
+
+    With job["gather_grads"] False, module 6's wrapper leaves the averages in this rank's shards.
+    """
     model = Dots(job["sizes"], torch.bfloat16).to(device())
     with phase("construct"):
         ddp = student(job["package"], job["wrapper"])(model, process_group=create_group(job), **job["arguments"])
+    if "gather_grads" in job:
+        ddp.gather_grads = job["gather_grads"]
     steps = []
     for step, micro_batches in enumerate(job["batches"]):
         recording.note("step", step=step)
