@@ -35,14 +35,19 @@ def make_job(buckets_per_group=1, **arguments):
 
 @pytest.mark.points(1)
 def test_gradients_are_averaged(submission):
-    """Replicas start equal, buffers included. A reduce-scatter and an all-gather per group average gradients."""
+    """Replicas start equal. A reduce-scatter and an all-gather per group average gradients, also after reallocate()."""
     models = ("Frozen", "Buffers", "MixedDtypes", "Tied")
     for world, model, buckets_per_group in zip(submission.worlds(1, 2, 3, 4), models, (1, 2, None, 2)):
-        case = submission.case(model, world)
+        is_mixed = model == "MixedDtypes"
+        case = submission.case(model, world, steps=2, dtype=None if is_mixed else torch.float64)
+        jobs = case.make_jobs(reallocate=1, **make_job(buckets_per_group))
         with diagnosis.suspect_views(world):
-            results = submission.run(training.train, case.make_jobs(**make_job(buckets_per_group)), world_size=world)
+            results = submission.run(training.train, jobs, world_size=world)
             expect_start([result["start"] for result in results], case, events=results.events)
-            expect_gradients(results, case, tolerance=2**-6 if model == "MixedDtypes" else 1e-5)
+            expect_gradients(results, case, tolerance=2**-6 if is_mixed else 1e-5)
+            if not is_mixed:
+                with diagnosis.suspect_move():
+                    expect_weights(results, case)
         require_halves(results, case)
 
 
@@ -132,7 +137,7 @@ def test_launches_are_those_of_module_6(submission):
 
 @pytest.mark.points(1)
 def test_steps_and_subgroups(submission):
-    """Several steps are right with no_sync (also interrupted), other ready orders, subgroups, unused parameters."""
+    """Steps are right with (interrupted) no_sync, reallocate(), other ready orders, subgroups, unused parameters."""
     for world, model in zip(submission.worlds(2, 3, 4), ("Frozen", "Reordered", "Tied")):
         groups = [[1, 3], [0, 2]] if world == 4 else [list(range(world))]
         case = submission.case(
@@ -144,14 +149,16 @@ def test_steps_and_subgroups(submission):
             group=groups[0],
             branches=list(range(world)) if model == "Reordered" else None,
         )
-        jobs = case.make_jobs(groups=groups, interrupted=2 if model == "Frozen" else None, **make_job(2))
+        interrupted = 2 if model == "Frozen" else None
+        jobs = case.make_jobs(groups=groups, interrupted=interrupted, reallocate=1, **make_job(2))
         with diagnosis.suspect_views(world):
             results = submission.run(training.train, jobs, world_size=world)
             if model == "Frozen":
                 expect_silence(results.events, case.group, 4)
                 expect_restored(results.events, case.group, 2)
             expect_gradients(results, case)
-            expect_weights(results, case)
+            with diagnosis.suspect_move():
+                expect_weights(results, case)
         require_halves(results, case, steps=3)
     [world] = submission.worlds(2)
     case = submission.case("Branches", world, steps=3, dtype=torch.float64, branches=[1, -1][:world])

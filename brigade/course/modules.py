@@ -72,7 +72,7 @@ MODULES = (
            "one all-reduce per bucket, during backward, without copies"),
     Module(6, "m06_coalesced", "Coalesced collectives", 12, 90, 4, ("coalesce", "BucketGroup", "CoalescedDDP"),
            "one reduce-scatter and one all-gather per group of buckets"),
-    Module(7, "m07_cached_shards", "Cached shards", 8, 30, 2, ("ShardCache", "CachedDDP"),
+    Module(7, "m07_cached_shards", "Cached shards", 8, 25, 2, ("ShardCache", "CachedDDP"),
            "one reduce-scatter and one all-gather per group, no new views"),
     Module(8, "m08_zero_optimizer", "A ZeRO optimizer", 22, 150, 5, ("ShardedOptimizer", "ZeroOptimizer"),
            "reduce-scatter, step on each rank's shard, all-gather of weights"),

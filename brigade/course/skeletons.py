@@ -10,11 +10,8 @@ A solution marks what the student writes with comments, as in nbgrader:
 The skeleton has a TODO and `raise NotImplementedError("module 3, part (b)")` instead. The comment above the marker
 stays. It says what the part has to do. Letters give the order in which students write the parts.
 
-If students repair a part instead of writing it, comments at its end contain the code that the skeleton gives them:
-
-    ### GIVEN
-    # ...
-    ### END SOLUTION
+If students repair a part instead of writing it, `given.py` beside the solution has a block with the same marks. The
+skeleton contains that code below its `raise`.
 """
 
 from __future__ import annotations
@@ -28,8 +25,9 @@ from brigade.course.modules import HAS_SOLUTIONS, MODULES, ROOT, CourseError, Mo
 
 STORED_SKELETONS = "skeletons"  # their directory in the student edition, which has no solutions
 REPLACED = Path("out") / "replaced"  # `write` moves the files that it replaces here
-BEGIN, GIVEN, END = "### BEGIN SOLUTION", "### GIVEN", "### END SOLUTION"
+BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
 BLOCK = re.compile(rf"^( *){BEGIN} (part \(\w\))\n((?:(?! *{BEGIN}).*\n)*?) *{END}\n", re.MULTILINE)
+GIVEN = "given.py"
 REPAIR = "  # delete this line, then repair the code below"
 
 
@@ -46,10 +44,16 @@ def make_skeleton(entry: Module) -> str:
 
 def make_todo(entry: Module, block: re.Match[str]) -> str:
     """Return what the skeleton of a module has in place of a match of BLOCK."""
-    indent, part, body = block.groups()
-    given = body.partition(f"{indent}{GIVEN}\n")[2]
+    indent, part, _ = block.groups()
+    given = read_given(entry).get(part, "")
     todo = f'{indent}# TODO: {part}\n{indent}raise NotImplementedError("module {entry.number}, {part}")'
-    return f"{todo}{REPAIR if given else ''}\n{given.replace(f'{indent}# ', indent)}"
+    return f"{todo}{REPAIR if given else ''}\n{given}"
+
+
+def read_given(entry: Module) -> dict[str, str]:
+    """Return the code that students repair, by part; {} if they write the whole module."""
+    path = ROOT / "solutions" / entry.package / GIVEN
+    return {part: code for _, part, code in BLOCK.findall(path.read_text())} if path.is_file() else {}
 
 
 def find_outdated() -> list[Path]:

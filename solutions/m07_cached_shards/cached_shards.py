@@ -58,7 +58,7 @@ class CachedBucketGroup(BucketGroup):
         self.param_cache = ShardCache(buffer.layout, size)
 
     def shards(self, data: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return the same pairs as module 6, for `buffer.grad_data` or `buffer.param_data`. Each has its own cache."""
+        """Return the same pairs as module 6, for `buffer.grad_data` or `buffer.param_data`."""
         ### BEGIN SOLUTION part (b)
         cache = self.grad_cache if data is self.buffer.grad_data else self.param_cache
         return [(cache.view(data, bucket, self.rank), cache.view(data, bucket)) for bucket in self.bucket_indices]

@@ -6,6 +6,7 @@ from collections import Counter
 
 from brigade.checks.diagnose.evidence import find_leftover, join_names
 from brigade.checks.diagnose.exceptions import UNEQUAL_SHARDS
+from brigade.checks.diagnose.tensors import GENERAL
 from brigade.checks.verdict import CheckFailed
 
 WRONG_VIEW = (
@@ -59,6 +60,26 @@ def explain_unequal_shards(message, world_size):
 
 
 @contextlib.contextmanager
+def suspect_move():
+    """Blame views of the old memory for wrong weights after a step before which the buffers moved."""
+    try:
+        yield
+    except CheckFailed as failed:
+        verdict = failed.verdict
+        if verdict.likely_cause and verdict.hypothesis not in GENERAL:
+            raise
+        raise failed.with_cause(describe_stale("grad_data")) from None
+
+
+def describe_stale(flat):
+    """Return what kept views of these flat tensors do after a move."""
+    return (
+        f"the numbers were right until reallocate(). Since then, kept views of {flat} show other memory: that of the "
+        "old tensor, or that of another cache."
+    )
+
+
+@contextlib.contextmanager
 def suspect_stale_views(num_moves, gather_grads, events):
     """Blame views of the old memory for what is right until the buffers move, and wrong afterwards."""
     flat = "grad_data" if gather_grads else "grad_data, or only those of param_data,"
@@ -68,11 +89,7 @@ def suspect_stale_views(num_moves, gather_grads, events):
         if cause := next(filter(None, map(find_leftover, events)), ""):
             raise failed.with_cause(cause) from None
         if num_moves:
-            cause = (
-                f"the numbers were right until reallocate(). Since then, kept views of {flat} show other memory: that "
-                "of the old tensor, or that of another cache."
-            )
-            raise failed.with_cause(cause) from None
+            raise failed.with_cause(describe_stale(flat)) from None
         if not gather_grads and (not failed.verdict.likely_cause or failed.verdict.hypothesis == "ranks_disagree"):
             raise failed.with_cause(OTHER_SHARD) from None
         raise

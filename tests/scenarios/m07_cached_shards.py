@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from brigade.checks.reference import compute_loss, copy_gradients
 from brigade.rank import locks, recording
 from brigade.rank.recording import list_tensors
-from scenarios.training import build, move_to_device, wrap
+from scenarios.training import build, move_to_device, reallocate_buffers, wrap
 
 # These return the whole tensor under another name. They cut nothing out, and code needs them to write without autograd.
 WHOLE = ("data", "detach", "_base")
@@ -147,8 +147,7 @@ def count_views(job: dict) -> list[list[dict]]:
     for step, [batch] in enumerate(job["batches"]):
         recording.note("step", step=step)
         if step == job["reallocate"]:
-            for buffer in ddp.grad_buffers:
-                buffer.reallocate()
+            reallocate_buffers(ddp)
         model.zero_grad()
         with recording.phase("forward"):
             loss = compute_loss(ddp, move_to_device(batch))

@@ -13,7 +13,7 @@ from brigade.rank import recording
 from brigade.rank.api import device, student
 from brigade.rank.recording import phase
 from scenarios.m08_sharded import count_state_bytes
-from scenarios.training import move_to_device, wrap
+from scenarios.training import move_to_device, reallocate_buffers, wrap
 
 
 class LARS(torch.optim.Optimizer):
@@ -130,8 +130,7 @@ def train(job: dict) -> dict:
 
     def gradients(step: int) -> float:
         if job.get("reallocate"):
-            for buffer in ddp.grad_buffers:
-                buffer.reallocate()
+            reallocate_buffers(ddp)
         *before, last = job["batches"][step]
         for batch in before:
             with ddp.no_sync():

@@ -50,6 +50,12 @@ def move_to_device(batch: dict) -> dict:
     return {key: value.to(device()) if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
 
 
+def reallocate_buffers(ddp: torch.nn.Module) -> None:
+    """Move the flat tensors of all buffers to new memory."""
+    for buffer in ddp.grad_buffers:
+        buffer.reallocate()
+
+
 def forward_backward(ddp: torch.nn.Module, batch: dict) -> None:
     """Run forward and backward on one batch."""
     with phase("forward"):
@@ -80,7 +86,8 @@ def accumulate(ddp: torch.nn.Module, batches: list[dict], interrupted: bool) -> 
 def train(job: dict) -> dict:
     """Construct the wrapper and take all steps. All micro-batches of a step except the last run inside no_sync.
 
-    In step job["interrupted"], if it is set, exceptions end the no_sync blocks.
+    In step job["interrupted"], if it is set, exceptions end the no_sync blocks. Before step job["reallocate"], if it is
+    set, the buffers move.
     """
     model = build(job)
     ddp = wrap(job, model)
@@ -89,6 +96,8 @@ def train(job: dict) -> dict:
     gradients, strides = [], []
     for step, batches in enumerate(job["batches"]):
         recording.note("step", step=step)
+        if step == job.get("reallocate"):
+            reallocate_buffers(ddp)
         optimizer.zero_grad()
         accumulate(ddp, batches[:-1], step == job.get("interrupted"))
         forward_backward(ddp, batches[-1])

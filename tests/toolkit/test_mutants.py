@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import re
 
 import pytest
 from alternatives.variants import VARIANTS
@@ -13,6 +14,7 @@ from brigade.checks.context import CheckContext
 from brigade.checks.run import Conditions, run_check
 from brigade.course import validation
 from brigade.course.modules import MODULES, ROOT, get_module
+from brigade.course.skeletons import read_given
 from brigade.course.submission import read
 
 WRAPPERS = [entry for entry in MODULES if entry.public[-1].endswith("DDP")]
@@ -99,6 +101,15 @@ def test_skeleton_scores_nothing(entry, backend):
     for check in collect([entry]):
         outcome = outcome_of(check, (ROOT / "lessons" / entry.path).read_text(), backend)
         assert outcome.status == "not written" and outcome.verdict.part.module == entry.number, outcome.verdict
+
+
+@pytest.mark.parametrize("entry", [entry for entry in MODULES if read_given(entry)], ids=lambda entry: entry.package)
+def test_code_to_repair_scores_nothing(entry, backend):
+    """The code that students repair fails every check, for a reason that they are told."""
+    text = re.sub(r" *raise NotImplementedError.*\n", "", (ROOT / "lessons" / entry.path).read_text())
+    for check in collect([entry]):
+        outcome = outcome_of(check, text, backend)
+        assert outcome.status == "failed" and outcome.verdict.likely_cause, f"{check.name}: {outcome.verdict}"
 
 
 WRONG = {

@@ -65,7 +65,8 @@ def test_a_skeleton_has_the_names_and_docstrings_of_its_solution(entry):
 @every_module
 def test_a_skeleton_gives_nothing_away(entry):
     text = solution(entry)
-    outside = {line.strip() for line in PARTS.sub("", text).splitlines()}
+    given = "".join(skeletons.read_given(entry).values())  # to repair; it shares lines with the solution
+    outside = {line.strip() for line in (PARTS.sub("", text) + given).splitlines()}
     secret = {line.strip() for _, part in PARTS.findall(text) for line in part.splitlines()} - outside
     shown = {line.strip() for line in skeletons.make_skeleton(entry).splitlines()}
     assert secret and not secret & shown
