@@ -1,4 +1,4 @@
-"""Count the bytes of the tensors that are alive in a rank, whoever refers to them.
+"""Count the bytes of the tensors that are alive in a rank, whatever refers to them.
 
     with LiveMemory(model.parameters()) as memory:
         loss = FullyShardedDDP(model, ...)(x)

@@ -1,4 +1,4 @@
-"""The bytes that are alive are counted from storages, whoever refers to them."""
+"""The bytes that are alive are counted from storages, whatever refers to them."""
 
 from __future__ import annotations
 
