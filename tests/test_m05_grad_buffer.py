@@ -91,7 +91,7 @@ def test_buffer_memory(submission):
                         offset == start,
                         f"{when} p.{name} is a view of {flat} that begins at element {start}",
                         "it is not a view of it" if offset is None else f"it begins at element {offset}",
-                        diagnosis.explain_place(name, when),
+                        partial(diagnosis.explain_place, name, when),
                         parameter=f"parameter {i}",
                     )
                     # The scenario fills main_grad before it moves the buffer.

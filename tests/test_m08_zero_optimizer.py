@@ -492,7 +492,8 @@ def test_zero_checkpoints(submission):
         for source, (start, load) in checkpoints.items():
             jobs = make_zero_jobs(case, recipe, after, slice(half, None), load=load)
             jobs = PerRank(job | {"state": job["state"] if rank else start} for rank, job in enumerate(jobs))
-            results = submission.run(m08_zero.train, jobs, world_size=after)
+            with diagnosis.suspect_misfitting_moments():
+                results = submission.run(m08_zero.train, jobs, world_size=after)
             expect_trained(
                 f"after loading {source}, {half} steps of {name} on {after} ranks give the plain optimizer's weights",
                 results,

@@ -6,6 +6,7 @@ import math
 import torch
 
 from brigade.checks.diagnose.evidence import find_leftover, join_names
+from brigade.checks.diagnose.exceptions import MAIN_GRAD_AS_GRAD
 from brigade.checks.verdict import CheckFailed
 from brigade.events import launches, list_ready_gradients
 
@@ -225,5 +226,7 @@ def suspect_buffer_dtype(wide):
         yield
     except CheckFailed as failed:
         if failed.verdict.hypothesis == "assigned gradient":
+            if wide and "'BFloat16'" in failed.verdict.message:
+                raise failed.with_cause(MAIN_GRAD_AS_GRAD) from None
             raise failed.with_cause(NARROWER if wide else SHARED_BUFFER) from None
         raise

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import re
 from collections import Counter
 from functools import partial
 
@@ -51,6 +52,10 @@ ONE_SHARD = (
 NOT_COVERED = (
     "a rank does not load the part of each moment that belongs to its own shards. With another number of ranks they "
     "are other parts."
+)
+MISFITTING_MOMENTS = (
+    "the loaded moments do not have the shapes of the shards. load_state_dict must cut each moment with "
+    "ParamShard.cut, and param_slice must have as many elements as the shard, which may be empty."
 )
 MASTERS_NOT_COVERED = (
     "a rank does not load the part of each main parameter that belongs to its own shards. With another number of ranks "
@@ -614,6 +619,17 @@ def explain_entry(shape, expected):
 
 
 @contextlib.contextmanager
+def suspect_misfitting_moments():
+    """Blame load_state_dict for moments that do not fit the shards on which the inner optimizer steps."""
+    try:
+        yield
+    except CheckFailed as failed:
+        if re.search("size of tensor .* must match", failed.verdict.message):
+            raise failed.with_cause(MISFITTING_MOMENTS) from None
+        raise
+
+
+@contextlib.contextmanager
 def suspect_own_parts():
     """Blame a state_dict that has only this rank's parts for wrong moments."""
     try:
@@ -628,12 +644,16 @@ def suspect_own_parts():
 
 def suspect_no_masters(recipe, start, inputs, masters):
     """Return mistakes with 16-bit weights."""
+    bf16 = torch.empty(0, dtype=torch.bfloat16)
     return {
         "16-bit weights are stepped on, and rounding takes a small step back. They need fp32 main parameters.": partial(
             compute_dots_weights, recipe, start, inputs
         ),
         "main parameters are stepped on, but not copied back into the weights.": partial(
             dict, {name: weight if weight.itemsize == 2 else masters[name] for name, weight in start.items()}
+        ),
+        "fp16 weights are rounded to bf16. Round each main parameter to the dtype of its weight.": partial(
+            dict, round_like(masters, {name: bf16 if w.itemsize == 2 else w for name, w in start.items()})
         ),
     }
 

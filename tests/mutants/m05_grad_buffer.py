@@ -142,6 +142,15 @@ MUTANTS = [
         "gradients are copied into the buffer",
     ),
     Mutant(
+        "main_grad attached in forward",
+        "if parameter.grad is None and not buffer.has_main_grad:",
+        "if parameter.grad is None and buffer.has_main_grad:\n"
+        "                        parameter.grad = parameter.main_grad\n"
+        "                    elif parameter.grad is None:",
+        ("test_one_buffer_per_dtype", "test_main_grad_accumulates_in_fp32"),
+        "main_grad has another dtype than its parameter",
+    ),
+    Mutant(
         "gradients copied out of the buffer at the finish",
         FINISH_BUFFER,
         FINISH_BUFFER

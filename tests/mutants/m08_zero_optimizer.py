@@ -462,6 +462,13 @@ ZERO = [
         ("test_zero_equals_unsharded",),
         "wherever they cut a parameter",
     ),
+    Mutant(
+        "the slices of an empty overlap not empty",
+        OVERLAP,
+        OVERLAP.replace("max(start, min(param_end, shard_start + length))", "min(param_end, shard_start + length)"),
+        ("test_zero_checkpoints",),
+        "do not have the shapes of the shards",
+    ),
     Mutant("weights not gathered", GATHER, "", ("test_zero_equals_unsharded",), "the ranks have different weights"),
     Mutant(
         "weights gathered before the step",
@@ -670,6 +677,13 @@ ZERO = [
         ("test_zero_checkpoints",),
         "part of each moment that belongs to its own shards",
     ),
+    Mutant(
+        "whole moments loaded",
+        LOAD_STATE,
+        LOAD_STATE.replace("part.cut", "torch.clone"),
+        ("test_zero_checkpoints",),
+        "do not have the shapes of the shards",
+    ),
     Mutant("the state not loaded", LOAD_STATE, "{}\n", ("test_zero_checkpoints",), "moments start from zero"),
     Mutant(
         "scalars not loaded",
@@ -698,6 +712,13 @@ ZERO = [
         TAKE_GRAD + "\n            part.shard.data = part.buffer.param_data[part.buffer_slice].float()",
         ("test_zero_masters",),
         "rounding takes a small step back",
+    ),
+    Mutant(
+        "fp16 weights rounded to bf16",
+        COPY_BACK,
+        COPY_BACK.replace("part.shard", "part.shard.bfloat16()"),
+        ("test_zero_masters",),
+        "fp16 weights are rounded to bf16",
     ),
     Mutant("masters not saved", SAVED_MASTERS, "pass", ("test_zero_masters",), "does not contain the main parameters"),
     Mutant(

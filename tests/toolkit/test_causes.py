@@ -77,8 +77,18 @@ def test_a_new_gradient_of_another_dtype_or_shape():
     dtype = "attempting to assign a gradient with dtype 'double' to a tensor with grad_dtype 'Float'."
     shape = "attempting to assign a gradient of size '[340]' to a tensor of size '[20, 17]'."
     assert "torch.zeros_like" in cause("RuntimeError", dtype, ["p.grad = torch.zeros(p.shape)"])
-    assert "torch.cat promotes" in cause("RuntimeError", dtype, ["p.grad = piece"])
+    assert "torch.cat promotes" in cause("RuntimeError", dtype, ["p.grad = piece"], text="flat = torch.cat(grads)")
+    assert "main_grad has another dtype" in cause("RuntimeError", dtype, ["p.grad = view"], text="p.main_grad = view")
+    assert ".to(parameter.dtype)" in cause("RuntimeError", dtype, ["shard.grad = grad"])
     assert "must have its parameter's shape" in cause("RuntimeError", shape, ["p.grad = piece"])
+
+
+def test_an_empty_overlap_whose_slice_is_not_empty():
+    message = "The expanded size of the tensor (220) must match the existing size (0) at non-singleton dimension 0."
+    frames = [("f.py", 1, "all_gather_full", "full[self.param_slice] = part")]
+    failure = RankFailure("exception", "", [], 0, "RuntimeError", message=message, frames=frames)
+    failure.own = True
+    assert "counts from the end" in explain_exception(failure, {})[0]
 
 
 def test_an_outer_optimizer_without_defaults():

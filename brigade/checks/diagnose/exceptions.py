@@ -21,6 +21,14 @@ if TYPE_CHECKING:
     from brigade.runner.ranks import RankFailure
 
 IN_PLACE = ("all_reduce", "broadcast", "reduce_scatter_tensor", "all_gather_into_tensor", "all_gather")
+MAIN_GRAD_AS_GRAD = (
+    "main_grad has another dtype than its parameter, so it cannot be p.grad. Only finish_accumulation sets p.grad, to "
+    "a rounded copy, and forward attaches no views."
+)
+EMPTY_OVERLAP = (
+    "a shard without elements of a parameter has a param_slice with elements. If the two ranges do not overlap, both "
+    "slices must be empty. A stop below 0 counts from the end."
+)
 CALLED_HOOK = "a hook is called where it is registered. Pass the function itself, without (...)."
 
 
@@ -86,13 +94,24 @@ def explain_assigned_gradient(failure: RankFailure, sources: Sources) -> str:
     if re.search(r"zeros|ones|empty", last):
         return "the new gradient must have its parameter's dtype and shape. Use torch.zeros_like(parameter)."
     if re.search("dtype|different type", failure.message):
-        return (
-            "p.grad must have its parameter's dtype. torch.cat promotes several dtypes to the widest: use one flat "
-            "tensor per dtype, and copy the pieces into p.grad."
-        )
+        file = failure.frames[-1][0] if failure.frames else ""
+        text = next((text for path, text in sources.values() if Path(path).name == file), "")
+        if "torch.cat(" in text:
+            return (
+                "p.grad must have its parameter's dtype. torch.cat promotes several dtypes to the widest: use one flat "
+                "tensor per dtype, and copy the pieces into p.grad."
+            )
+        if "main_grad" in text:
+            return MAIN_GRAD_AS_GRAD
+        return "p.grad must have its parameter's dtype. Convert the gradient with .to(parameter.dtype)."
     if "device" in failure.message:
         return "p.grad must be on the device of its parameter."
     return "p.grad must have its parameter's shape. Copy the piece of the flat tensor into p.grad instead."
+
+
+def explain_empty_overlap(failure: RankFailure, sources: Sources) -> str:
+    function = failure.frames[-1][2] if failure.frames else ""
+    return EMPTY_OVERLAP if function == "all_gather_full" else ""
 
 
 def explain_missing_option(failure: RankFailure, sources: Sources) -> str:
@@ -160,6 +179,7 @@ SYMPTOMS = [
     Symptom("no return", "", "NoneType", explain_no_return),
     Symptom("unequal shards", "", UNEQUAL_SHARDS, explain_unequal_shards),
     Symptom("no gradient", "", NO_ATTRIBUTE, explain_no_gradient),
+    Symptom("empty overlap", "RuntimeError", r"must match the existing size \(0\)", explain_empty_overlap),
     Symptom("world rank", "IndexError", "", explain_world_rank),
     Symptom("last bucket", "IndexError", "", explain_last_bucket),
     Symptom("left over", "", "", explain_leftover),
