@@ -120,7 +120,8 @@ def test_branches_and_unused_parameters(submission):
     """In the single all-reduce, a parameter counts as zero on every rank that does not use it, even if no rank does."""
     for world, dtype in zip(submission.worlds(2, 3), (torch.float32, torch.float64)):
         case = submission.case("Branches", world, branches=[1, -1, 0][:world], dtype=dtype)
-        results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)
+        with diagnosis.suspect_left_out_gradients():
+            results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)
         expect_gradients(results, case, "gradients are the average when ranks use different layers")
         require_flat(results, case)
 

@@ -1,8 +1,12 @@
 """Likely causes when a check of module 2 fails."""
 
+import contextlib
+
 import torch
 
 from brigade.checks.diagnose.evidence import join_names
+from brigade.checks.verdict import CheckFailed
+from brigade.events import launches
 
 COPY = (
     "the result is written into a copy of p.grad: contiguous() and reshape() copy a gradient that is not contiguous. "
@@ -16,7 +20,23 @@ TO_MEMORY_ORDER = (
     "the pieces are copied back in the order of memory, but gradients are flattened in the order of the shape. "
     "Use p.grad.copy_(piece.view(p.shape))."
 )
+LEFT_OUT = (
+    "a rank leaves gradients that are None out of its flat tensor. They must be in it as zeros, so that it has the "
+    "same length on all ranks."
+)
 REPLACED = "p.grad is replaced by a piece of the flat tensor. Copy the piece into p.grad instead."
+
+
+@contextlib.contextmanager
+def suspect_left_out_gradients():
+    """Explain a mismatch between the single launches of ranks that use different layers."""
+    try:
+        yield
+    except CheckFailed as failed:
+        counts = {len(launches(events, 0)) for events in failed.events or []}
+        if failed.verdict.ending == "mismatch" and counts == {1}:
+            raise failed.with_cause(LEFT_OUT) from None
+        raise
 
 
 def explain_launches(launched, case):

@@ -85,9 +85,8 @@ def suspect_shards(local, average, index, cut, is_subgroup):
         return {}
     or_by_world = ", or by the size of the world" * is_subgroup
     hypotheses = {
-        "the shard contains this rank's own gradients. Write the result of rank r to shard r of each bucket.": local[
-            index
-        ],
+        "the shard contains this rank's own gradients. The result of rank r belongs in shard r of each bucket, and "
+        "`shards` must return views, not copies.": local[index],
         f"the shard is exactly {size}× too large: gradients are summed over the ranks, not averaged.": average * size,
         f"the shard is exactly {size}× too small: gradients are divided twice{or_by_world}.": average / size,
         "the shard is divided inside the block, before the end of the block reduces it. Divide the bucket before it is "

@@ -139,7 +139,7 @@ MUTANTS = [
         "parameters in self.parameters_by_dtype.values():",
         "parameters in [[p for p in group if p.grad is not None] for group in self.parameters_by_dtype.values()]:",
         ("test_branches_and_unused_parameters",),
-        "some ranks skip",
+        "out of its flat tensor",
     ),
     Mutant(
         "gradient replaced by a piece of the flat tensor",

@@ -26,6 +26,7 @@ READY = "        super().mark_ready(index, i)\n"
 NEXT = "    def launch(self, index: int) -> None:\n"
 START = "        super().launch(index)\n"
 BEFORE = "        if self.gather_grads and len(self.gathers) < index:\n            self.launch_next_all_gather()\n"
+NEXT_GROUP = "next_group = self.queue.next_to_launch\n            if"
 HALF = "if 2 * self.queue.num_pending[next_group] <= num_grads:"
 REDUCED = "        group.finish_grad_sync()\n        self.gathers"
 NEVER_CAME = "            for i in group.param_indices:\n                group.buffer.accumulate_into_buffer(i)\n"
@@ -277,6 +278,13 @@ MUTANTS = [
         START + "        self.groups[index].finish_grad_sync()\n",
         ("test_groups_overlap_with_backward",),
         "Wait in finish_grad_sync",
+    ),
+    Mutant(
+        "gathered when the group after it is half ready, launched or not",
+        NEXT_GROUP,
+        "next_group = index\n            if",
+        ("test_launches_and_volume", "test_steps_and_subgroups"),
+        "before its reduce-scatter is launched",
     ),
     Mutant(
         "gathered as soon as it is launched",

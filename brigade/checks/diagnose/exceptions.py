@@ -29,6 +29,10 @@ EMPTY_OVERLAP = (
     "a shard without elements of a parameter has a param_slice with elements. If the two ranges do not overlap, both "
     "slices must be empty. A stop below 0 counts from the end."
 )
+GATHERED_EARLY = (
+    "a group is gathered before its reduce-scatter is launched. If gradients become ready in another order, half of "
+    "the next group can be ready earlier. Only groups before queue.next_to_launch are launched."
+)
 CALLED_HOOK = "a hook is called where it is registered. Pass the function itself, without (...)."
 
 
@@ -128,6 +132,8 @@ def explain_leftover(failure: RankFailure, sources: Sources) -> str:
 
 
 def explain_no_handle(failure: RankFailure, sources: Sources) -> str:
+    if any(function == "launch_next_all_gather" for _, _, function, _ in failure.frames[:-1]):
+        return GATHERED_EARLY
     events = get_events(failure)
     steps = [event["step"] for event in events if event.get("kind") == "step"]
     if not steps or events[-1].get("phase") not in ("finish", "finish_grad_sync"):
