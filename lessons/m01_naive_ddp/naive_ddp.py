@@ -20,8 +20,6 @@ def broadcast_module_state(module: nn.Module, process_group: dist.ProcessGroup |
     This includes frozen parameters, and buffers of any dtype. Every rank of the group must call this function.
     `process_group=None` means the default group.
     """
-    # Broadcast each parameter and each buffer from rank 0 *of the group*. Autograd must not see this write, so pass
-    # tensor.detach(). NCCL accepts contiguous tensors only.
     # TODO: part (a)
     raise NotImplementedError("module 1, part (a)")
 
@@ -50,7 +48,5 @@ class NaiveDDP(nn.Module):
         All ranks must call the same collectives in the same order. If this rank did not use a parameter, its gradient
         is None and counts as zeros.
         """
-        # For every trainable parameter, in the same order on all ranks: give it a gradient of zeros if it has none, sum
-        # the gradient over the group, and divide by the size of the group.
         # TODO: part (c)
         raise NotImplementedError("module 1, part (c)")

@@ -27,7 +27,7 @@ class FlatDDP(nn.Module):
         self.module = module
         self.process_group = process_group
         broadcast_module_state(module, process_group)
-        # Group the trainable parameters by dtype, in the same order on all ranks.
+        # Decide which gradients share an all-reduce.
         # TODO: part (a)
         raise NotImplementedError("module 2, part (a)")
 
@@ -39,7 +39,5 @@ class FlatDDP(nn.Module):
 
         A gradient that is None counts as zeros, so that the flat tensor has the same length on all ranks.
         """
-        # For each dtype, copy the gradients into one flat tensor, average it over the group with a single all-reduce,
-        # and copy its pieces back into the gradients. A gradient may be non-contiguous.
         # TODO: part (b)
         raise NotImplementedError("module 2, part (b)")

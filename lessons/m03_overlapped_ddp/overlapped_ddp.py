@@ -31,7 +31,6 @@ class GradSyncMixin:
 
         Blocks may be nested. The end of a block restores the previous state, even after an exception.
         """
-        # Switch self.require_grad_sync off for the duration of the block.
         # TODO: part (a)
         raise NotImplementedError("module 3, part (a)")
 
@@ -44,8 +43,7 @@ class OverlappedDDP(GradSyncMixin, nn.Module):
         self.module = module
         self.process_group = process_group
         broadcast_module_state(module, process_group)
-        # Register a hook that calls `launch` for each trainable parameter as soon as its gradient is accumulated in
-        # parameter.grad. Create a list for the running all-reduces.
+        # Make backward call `launch` for each trainable parameter.
         # TODO: part (b)
         raise NotImplementedError("module 3, part (b)")
 
@@ -54,13 +52,10 @@ class OverlappedDDP(GradSyncMixin, nn.Module):
 
     def launch(self, parameter: nn.Parameter) -> None:
         """Start the all-reduce of `parameter.grad` without waiting. The backward hook calls this method."""
-        # Unless inside no_sync, start the all-reduce with async_op=True and remember its handle.
         # TODO: part (c)
         raise NotImplementedError("module 3, part (c)")
 
     def finish_grad_sync(self) -> None:
         """Wait for every all-reduce of this step. Afterwards each gradient is the average over the group."""
-        # Wait for every handle, then divide its gradient by the size of the group. The next step starts with an empty
-        # list.
         # TODO: part (d)
         raise NotImplementedError("module 3, part (d)")

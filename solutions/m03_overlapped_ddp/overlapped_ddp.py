@@ -31,7 +31,6 @@ class GradSyncMixin:
 
         Blocks may be nested. The end of a block restores the previous state, even after an exception.
         """
-        # Switch self.require_grad_sync off for the duration of the block.
         ### BEGIN SOLUTION part (a)
         before, self.require_grad_sync = self.require_grad_sync, False
         try:
@@ -49,8 +48,7 @@ class OverlappedDDP(GradSyncMixin, nn.Module):
         self.module = module
         self.process_group = process_group
         broadcast_module_state(module, process_group)
-        # Register a hook that calls `launch` for each trainable parameter as soon as its gradient is accumulated in
-        # parameter.grad. Create a list for the running all-reduces.
+        # Make backward call `launch` for each trainable parameter.
         ### BEGIN SOLUTION part (b)
         self.in_flight: list[tuple[dist.Work, nn.Parameter]] = []
         for parameter in module.parameters():
@@ -63,7 +61,6 @@ class OverlappedDDP(GradSyncMixin, nn.Module):
 
     def launch(self, parameter: nn.Parameter) -> None:
         """Start the all-reduce of `parameter.grad` without waiting. The backward hook calls this method."""
-        # Unless inside no_sync, start the all-reduce with async_op=True and remember its handle.
         ### BEGIN SOLUTION part (c)
         if self.require_grad_sync:
             handle = dist.all_reduce(parameter.grad, group=self.process_group, async_op=True)
@@ -72,8 +69,6 @@ class OverlappedDDP(GradSyncMixin, nn.Module):
 
     def finish_grad_sync(self) -> None:
         """Wait for every all-reduce of this step. Afterwards each gradient is the average over the group."""
-        # Wait for every handle, then divide its gradient by the size of the group. The next step starts with an empty
-        # list.
         ### BEGIN SOLUTION part (d)
         for handle, parameter in self.in_flight:
             handle.wait()

@@ -27,7 +27,6 @@ def plan_buckets(params: Iterable[nn.Parameter], bucket_cap_bytes: int) -> list[
     parameter larger than the cap has its own bucket. All parameters of a bucket have the same dtype. The function reads
     shapes and dtypes only, so it works on the meta device.
     """
-    # Go through the parameters from the last to the first, and open a new bucket where the rule asks for one.
     ### BEGIN SOLUTION part (a)
     buckets: list[list[nn.Parameter]] = []
     nbytes = 0  # in the open bucket
@@ -53,7 +52,6 @@ class Bucket:
 
     def launch(self) -> None:
         """Copy the gradients into one flat tensor and start its all-reduce without waiting. None counts as zeros."""
-        # Do this as in module 2, but asynchronously.
         ### BEGIN SOLUTION part (b)
         for parameter in self.parameters:
             if parameter.grad is None:
@@ -64,7 +62,6 @@ class Bucket:
 
     def finish(self) -> None:
         """Wait for the all-reduce and copy the averages back into the gradients."""
-        # Wait before anything else. Drop the handle and the flat tensor at the end.
         ### BEGIN SOLUTION part (c)
         self.handle.wait()
         self.flat /= dist.get_world_size(self.process_group)
@@ -118,11 +115,11 @@ class BucketedDDP(GradSyncMixin, nn.Module):
         super().__init__()
         self.module = module
         broadcast_module_state(module, process_group)
+        # Plan the buckets, and let backward call `mark_ready` for each gradient.
+        ### BEGIN SOLUTION part (f)
         trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self.buckets = [Bucket(params, process_group) for params in plan_buckets(trainable, int(bucket_cap_mb * 2**20))]
         self.queue = LaunchQueue([len(b.parameters) for b in self.buckets], lambda index: self.buckets[index].launch())
-        # Register a hook on each parameter that calls `mark_ready` with the index of its bucket.
-        ### BEGIN SOLUTION part (f)
         for index, bucket in enumerate(self.buckets):
             for parameter in bucket.parameters:
                 parameter.register_post_accumulate_grad_hook(lambda _, index=index: self.mark_ready(index))
@@ -133,7 +130,6 @@ class BucketedDDP(GradSyncMixin, nn.Module):
 
     def mark_ready(self, index: int) -> None:
         """Tell the queue that a gradient of bucket `index` is ready. The backward hook calls this method."""
-        # Inside no_sync, neither count nor launch.
         ### BEGIN SOLUTION part (g)
         if self.require_grad_sync:
             self.queue.mark_ready(index)
@@ -141,7 +137,6 @@ class BucketedDDP(GradSyncMixin, nn.Module):
 
     def finish_grad_sync(self) -> None:
         """Launch the remaining buckets and wait for all. Afterwards each gradient is the average."""
-        # At the end, prepare the queue for the next step.
         ### BEGIN SOLUTION part (h)
         self.queue.launch_remaining()
         for bucket in self.buckets:

@@ -107,7 +107,7 @@ def test_an_exception_without_a_known_cause_is_placed_in_a_part():
     failure = RankFailure("exception", "rank 0 raised ZeroDivisionError", [], 0, "ZeroDivisionError", frames=frames)
     sources = {"m04_bucketed_ddp.bucketed_ddp": ("/somewhere/bucketed_ddp.py", text)}
     note = describe_part(failure, sources)
-    assert note.startswith("The line is in Bucket.finish, module 4, part (c): Wait before anything else.")
+    assert note.startswith("The line is in Bucket.finish, module 4, part (c): Wait for the all-reduce and copy")
     assert note.endswith("`brigade hint 4 c` helps.")
     assert to_failure(failure, sources).verdict.note == note
     failure.frames = [("bucketed_ddp.py", 7, "help", "1 / 0")]
