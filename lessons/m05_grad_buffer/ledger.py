@@ -6,6 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from brigade.checks.tiny_lm import language_loss, make_tiny_lm
 from brigade.lab.experiment import run_experiment
 from brigade.rank.api import student
+from brigade.rank.recording import is_self_copy
 
 KINDS = {"cat": "copied", "clone": "copied", "copy_": "copied", "add_": "added", "zero_": "zeroed"}
 
@@ -20,7 +21,8 @@ class Ledger(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         if isinstance(result, torch.Tensor):
-            if kind := KINDS.get(function.overloadpacket.__name__):
+            kind = KINDS.get(function.overloadpacket.__name__)
+            if kind and not (kind == "copied" and is_self_copy(args)):  # `data[a:b] /= n` ends with such a copy
                 self.nbytes[kind] += result.nbytes
             memory = result.untyped_storage().data_ptr()
             if memory not in [arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, torch.Tensor)]:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from brigade.course.modules import MODULES, ROOT
 from brigade.course.skeletons import make_skeleton
@@ -127,6 +128,17 @@ def test_a_skeleton_is_one_sentence(path, tmp_path, monkeypatch, capsys):
     assert re.fullmatch(
         r"module \d+, part \(\w\) is not written yet: `brigade check \d+` says what to do", left.value.code
     )
+
+
+def test_the_ledger_counts_no_copy_of_a_slice_onto_itself():
+    ledger = runpy.run_path(str(ROOT / "lessons/m05_grad_buffer/ledger.py"))["Ledger"]()
+    data = torch.ones(8)
+    with ledger:
+        data[2:4] /= 2  # Python assigns the slice to itself
+        data[2:4] = data[4:6]
+        data.add_(data)
+    assert ledger.nbytes["added"] == data.nbytes
+    assert ledger.nbytes["copied"] == data[2:4].nbytes
 
 
 def test_a_script_runs_from_the_command_line():
