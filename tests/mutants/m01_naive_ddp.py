@@ -96,7 +96,7 @@ MUTANTS = [
         REDUCE,
         "parameter.grad = " + REDUCE,
         ("test_gradients_are_averaged",),
-        "line 66: without async_op=True all_reduce works in place and returns None",
+        "line 62: without async_op=True all_reduce works in place and returns None",
     ),
     Mutant(
         "the gradient replaced by what all_reduce returns, divided before",

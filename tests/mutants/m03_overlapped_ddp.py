@@ -184,7 +184,7 @@ MUTANTS = [
         LAUNCH,
         LAUNCH.replace(", async_op=True", ""),
         ("test_launches_are_asynchronous",),
-        "line 69: without async_op=True all_reduce works in place and returns None",
+        "line 66: without async_op=True all_reduce works in place and returns None",
     ),
     Mutant(
         "the hook returns the handle",
