@@ -101,8 +101,10 @@ class CheckFailed(AssertionError):
         self.verdict, self.events = verdict, events
 
     def with_cause(self, likely_cause: str, hypothesis: str = "") -> CheckFailed:
-        """Return the same failure with another likely cause."""
-        return CheckFailed(replace(self.verdict, likely_cause=likely_cause, hypothesis=hypothesis), self.events)
+        """Return the same failure with another likely cause. Drop the note on an exception that had none."""
+        note = "" if self.verdict.ending == "exception" else self.verdict.note
+        verdict = replace(self.verdict, likely_cause=likely_cause, hypothesis=hypothesis, note=note)
+        return CheckFailed(verdict, self.events)
 
 
 @dataclass

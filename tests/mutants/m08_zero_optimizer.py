@@ -678,6 +678,13 @@ ZERO = [
         "part of each moment that belongs to its own shards",
     ),
     Mutant(
+        "whole moments of main parameters loaded",
+        LOAD_STATE,
+        LOAD_STATE.replace("part.cut", "torch.clone"),
+        ("test_zero_masters",),
+        "do not have the shapes of the shards",
+    ),
+    Mutant(
         "whole moments loaded",
         LOAD_STATE,
         LOAD_STATE.replace("part.cut", "torch.clone"),
