@@ -12,7 +12,9 @@ class FlatDDP(nn.Module):
         self.module = module
         self.group = process_group
         for tensor in [*module.buffers(), *module.parameters()]:
-            dist.broadcast(tensor.data, group=process_group, group_src=0)
+            whole = tensor.data.contiguous()
+            dist.broadcast(whole, group=process_group, group_src=0)
+            tensor.data.copy_(whole)
         self.flats, self.pieces = [], {}
         trainable = [p for p in module.parameters() if p.requires_grad]
         for dtype in sorted({p.dtype for p in trainable}, key=str):
