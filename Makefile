@@ -1,12 +1,13 @@
 # make demo and make test are all that a newcomer needs: each does its own set-up first.
 #   PYTHON, TORCH_INDEX            see setup.mk
-#   MODULE=3                       for make module: which; for make figures: that module's timeline alone
+#   MODULE=3                       for make module and make unlock: which; for make figures: that module's timeline alone
 #   GRADE_OPTIONS="--modules 1-4"  for make gradescope: options of `brigade grade`, used for every submission
 #   MATRIX="3.12:2.13.0"           for make matrix: its pairs of Python and torch
 #   HINTS=3                        for make student: also the third hints, which are almost the code
+#   ANSWERS=1                      for make student: also the model answers to the written questions
 #   GPU_OPTIONS="--minutes 9"      for make gpu-check: its options
 
-.PHONY: help demo test module figures gradescope student gpu-check claims promises soak matrix lint
+.PHONY: help demo test module figures gradescope student unlock gpu-check claims promises soak matrix lint
 
 help:
 	@echo "make demo     train the ladder on real text, draw it, check one right and one wrong answer"
@@ -16,6 +17,7 @@ help:
 	@echo "make figures  draw the pictures of the readings again, from runs on this machine"
 	@echo "make gradescope  the autograder for Gradescope as out/gradescope.zip"
 	@echo "make student  the course without its answers, for students, as out/student and out/student.zip"
+	@echo "make unlock MODULE=5  the reference of one module, for students who are stuck on it, as out/unlock-5.zip"
 	@echo "make gpu-check  checks, mutants and the ladder on NCCL; needs only a python3 with torch and pytest"
 	@echo "make claims   the experiments behind the readings' claims, in a minute"
 	@echo "make promises  measure what the course promises, on a machine that does nothing else"
@@ -48,7 +50,11 @@ gradescope: setup
 	$(BIN)/python -m brigade.cli.gradescope $(GRADE_OPTIONS)
 
 student: setup
-	$(BIN)/python -m brigade.course.student_edition $(if $(HINTS),--hints $(HINTS))
+	$(BIN)/python -m brigade.course.student_edition $(if $(HINTS),--hints $(HINTS)) $(if $(ANSWERS),--answers)
+
+unlock: setup
+	$(if $(MODULE),,$(error say which module, as in `make unlock MODULE=5`))
+	$(BIN)/python -m brigade.course.student_edition --unlock $(MODULE)
 
 gpu-check:
 	$(PYTHON) -m brigade.lab.gpu_check $(GPU_OPTIONS)

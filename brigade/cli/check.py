@@ -21,11 +21,12 @@ from brigade.checks.server import start_server
 from brigade.checks.verdict import Outcome
 from brigade.cli.console import console, indent, shorten
 from brigade.cli.options import add_prior, add_target
-from brigade.cli.progress_file import hash_submission, recall, remember
+from brigade.cli.progress_file import find_state, hash_submission, recall, remember
+from brigade.cli.success import handle_success
 from brigade.course import skeletons
-from brigade.course.modules import HAS_SOLUTIONS, MODULES, ROOT, CourseError, Module, get_module
-from brigade.course.submission import Sources, find, read, resolve_target
-from brigade.runner import machine, ranks
+from brigade.course.modules import MODULES, ROOT, CourseError, Module, get_module
+from brigade.course.submission import find, read, resolve_target, select_used
+from brigade.runner import machine
 
 MAX_AT_A_TIME = 4  # checks; each has up to four ranks
 Outcomes = dict[Check, Outcome]  # of the previous run
@@ -235,14 +236,15 @@ def check_once(entries: Sequence[Module], options: argparse.Namespace, before: O
         if (silent := report.count_silent_prints()) and not options.only and not options.debug:
             times = "1 check that passes" if silent == 1 else f"{silent} checks that pass"
             console.print(f"  The ranks printed something in {times}. --only NAME shows it.", markup=False)
-        unwritten = [outcome.verdict.part for outcome in report.failed if outcome.verdict.part]
-        if any(part.module < entry.number for part in unwritten):
-            advice = ": --prior reference uses ours" if HAS_SOLUTIONS else ""
-            console.print(f"  This module needs an earlier module that is not written yet{advice}.")
+        if obstacle := find_obstacle(entry, report, options):
+            console.print(f"  {obstacle}", markup=False)
         console.print()
         is_own_work = Path(options.target) != ROOT / "solutions"
-        if is_own_work and report.possible == entry.points and not report.failed and not options.debug:
-            handle_success(entry, sources, show=len(entries) == 1)
+        if is_own_work and report.possible == entry.points and not options.debug:
+            if report.failed:
+                remember("failed", entry.package, hash_submission(entry, sources))
+            else:
+                handle_success(entry, sources, Path(options.target), show=len(entries) == 1)
         earned[entry.track] += report.earned
         possible[entry.track] += report.possible
         status = max(status, 1 if report.failed else 0)
@@ -252,31 +254,37 @@ def check_once(entries: Sequence[Module], options: argparse.Namespace, before: O
     return status
 
 
-def handle_success(entry: Module, sources: Sources, show: bool) -> None:
-    """Remember that these sources pass. The first time, compare with the module before and name the next step."""
-    key = hash_submission(entry, sources)
-    news = key != recall("passed").get(entry.package)
-    remember("passed", entry.package, key)
-    if not show or not news:
-        return
-    if not entry.is_core:
-        console.print(f"Module {entry.number} is done. `brigade next` shows what comes now.\n", markup=False)
-        return
-    from brigade.lab import comparison
-    from brigade.lab.script import show_progress
+def find_obstacle(entry: Module, report: Report, options: argparse.Namespace) -> str:
+    """Return a sentence on the first module before a failing one that it uses and that does not pass; "" for none.
 
-    try:
-        with show_progress("training steps", comparison.count_steps(entry)) as advance:
-            rows = comparison.compare_with_previous(entry, sources, advance)
-    except ranks.RankFailure as failure:
-        console.print(
-            f"  The comparison with the previous module cannot be measured: {failure.summary}\n", markup=False
-        )
-        return
-    console.print(comparison.make_table(rows, previous=entry.number - 1))
-    console.print()
-    if entry is not MODULES[-1]:
-        console.print(f"Module {entry.number} is done. `brigade next` shows what comes next.", markup=False)
+    If it is not known whether a module passes, run its checks. A module that is not written counts only if it raised.
+    """
+    parts = [outcome.verdict.part for outcome in report.failed]
+    others = {part.module for part in parts if part and part.module != entry.number}
+    if options.prior != "own" or options.debug or not (others or None in parts):
+        return ""
+    target = Path(options.target)
+    sources = read(target, entry.number).sources
+    text = sources.pop(f"{entry.package}.{entry.name}")[1]
+    used = {name.partition(".")[0] for name in select_used(entry, text, sources)}
+    for other in MODULES[: MODULES.index(entry)]:
+        if other.package not in used and other.package not in text:
+            continue
+        state = find_state(other, target)
+        if state == "written":
+            everything = argparse.Namespace(**vars(options) | {"only": None})
+            key = hash_submission(other, read(target, other.number).sources)
+            state = "fails" if check_module(other, everything, is_quiet=True).failed else "passes"
+            remember("passed" if state == "passes" else "failed", other.package, key)
+        if state in ("fails", "broken") or other.number in others:
+            reasons = {"fails": "does not pass all its checks", "broken": "is missing or broken"}
+            advice = f"ask your instructor to unlock module {other.number}."
+            if find(ROOT / "solutions", other):
+                advice = "--prior reference uses the reference's module instead."
+            command = f"brigade check {other.number}"
+            what = reasons.get(state, "is not written yet")
+            return f"Module {other.number} {what}; start there: `{command}`. If you are stuck on it, {advice}"
+    return ""
 
 
 def watch(entries: Sequence[Module], options: argparse.Namespace) -> int:

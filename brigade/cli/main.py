@@ -1,4 +1,4 @@
-"""The command line: brigade check | next | hint | reset | submit | grade | bench | trace | plan | skeletons."""
+"""The command line: check | next | hint | answers | reset | submit | grade | bench | trace | plan | skeletons."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ COMMANDS = (
     Command("check", "check", "Run the checks of a module, or of all.", "brigade check 3 --watch"),
     Command("next", "check", "Show what to do next.", "brigade next"),
     Command("hint", "study", "Show the next hint on a part of a module.", "brigade hint 3"),
+    Command("answers", "study", "Show the model answers to a passed module's questions.", "brigade answers 3"),
     Command("reset", "study", "Restore a module's skeleton; your file is kept beside it.", "brigade reset 3"),
     Command("submit", "study", "Make the zip file to hand in, in this directory.", "brigade submit"),
     Command(

@@ -1,14 +1,16 @@
-"""What the commands remember about a student: hints shown and modules passed. Losing it does no harm."""
+"""What the commands remember about a student: hints shown, modules passed and failed. Losing it does no harm."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import json
+from pathlib import Path
 from typing import Any
 
-from brigade.course.modules import ROOT, Module
-from brigade.course.submission import Sources
+from brigade.course.modules import ROOT, CourseError, Module
+from brigade.course.parts import find_unwritten_parts
+from brigade.course.submission import Sources, read
 
 PROGRESS = ROOT / ".brigade-progress.json"
 
@@ -16,7 +18,8 @@ PROGRESS = ROOT / ".brigade-progress.json"
 def recall(kind: str) -> dict[str, Any]:
     """Return what is remembered about each module, by its package.
 
-    `kind` is "hints" (how many hints of each part were shown) or "passed" (the fingerprint of the sources that passed).
+    `kind` is "hints" (how many hints of each part were shown), or "passed" or "failed" (the fingerprint of the sources
+    that last did).
     """
     try:
         return dict(json.loads(PROGRESS.read_text())[kind])
@@ -26,7 +29,7 @@ def recall(kind: str) -> dict[str, Any]:
 
 def remember(kind: str, package: str, value: Any) -> None:
     """Store what `recall` returns. Do nothing if the directory is not writable."""
-    content = {name: recall(name) for name in ("hints", "passed")}
+    content = {name: recall(name) for name in ("hints", "passed", "failed")}
     content[kind][package] = value
     with contextlib.suppress(OSError):
         PROGRESS.write_text(json.dumps(content))
@@ -36,3 +39,18 @@ def hash_submission(entry: Module, sources: Sources) -> str:
     """Return a fingerprint of the module's checks and of everything that they examine."""
     texts = [entry.checks.read_text(), *(text for _, (_, text) in sorted(sources.items()))]
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()
+
+
+def find_state(entry: Module, target: Path) -> str:
+    """Return the state of a module without running it: "broken", "not written", "passes", "fails" or "written"."""
+    try:
+        sources = read(target, entry.number).sources
+    except CourseError:
+        return "broken"
+    text = sources[f"{entry.package}.{entry.name}"][1]
+    if find_unwritten_parts(text):
+        return "not written"
+    key = hash_submission(entry, sources)
+    if recall("passed").get(entry.package) == key:
+        return "passes"
+    return "fails" if recall("failed").get(entry.package) == key else "written"

@@ -1,4 +1,4 @@
-"""brigade hint | reset | submit: the commands for students besides running checks."""
+"""brigade hint | answers | reset | submit: the commands for students besides running checks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from brigade.cli.console import console, shorten
 from brigade.cli.options import add_target
-from brigade.cli.progress_file import hash_submission, recall, remember
+from brigade.cli.progress_file import find_state, recall, remember
 from brigade.course import skeletons, written
 from brigade.course.modules import CORE_MODULES, MODULES, ROOT, CourseError, Module, get_module
 from brigade.course.parts import find_unwritten_parts
@@ -27,6 +27,11 @@ def add_hint_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("number", metavar="N", help="the module's number")
     parser.add_argument("part", nargs="?", metavar="PART", help="such as b; by default the first that is not written")
     parser.add_argument("--again", action="store_true", help="start with the first hint again")
+
+
+def add_answers_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `brigade answers`."""
+    parser.add_argument("number", metavar="N", help="the module's number")
 
 
 def add_reset_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,18 +60,23 @@ def run_hint(options: argparse.Namespace) -> int:
     shown_before = shown_before if isinstance(shown_before, dict) else {}
     before = shown_before.get(part, 0)
     index = 0 if options.again or not isinstance(before, int) else min(before, len(hints) - 1)
-    if console.is_terminal:
-        from rich.markdown import Markdown
-
-        console.print(Markdown("## " + hints[index]))
-    else:
-        console.print(hints[index], markup=False)
+    print_markdown("## " + hints[index])
     left = len(hints) - index - 1
     last = "This was the last hint." if len(steps) == LEVELS else LEFT_OUT
     more = f"{left} more on part {part}: `brigade hint {entry.number} {part}`"
     console.print(f"\n{more if left else last}", markup=False)
     remember("hints", entry.package, shown_before | {part: index + 1})
     return 0
+
+
+def print_markdown(text: str) -> None:
+    """Print Markdown, formatted if the output is a terminal."""
+    if console.is_terminal:
+        from rich.markdown import Markdown
+
+        console.print(Markdown(text))
+    else:
+        console.print(text, markup=False)
 
 
 def find_unwritten_part(entry: Module) -> str:
@@ -82,6 +92,23 @@ def extract_part(step: str, part: str) -> str:
     about = re.split(f"(?={LABEL.pattern})", step, flags=re.MULTILINE)[1:]
     texts = zip(about[::2], about[1::2])
     return "".join(text for label, text in texts if f"({part})" in label).rstrip()
+
+
+def run_answers(options: argparse.Namespace) -> int:
+    """brigade answers N: show the model answers to a module's written questions, after the module has passed."""
+    entry = get_module(options.number)
+    path = ROOT / "solutions" / entry.package / written.ANSWERS
+    if not path.is_file():
+        raise CourseError(f"this edition has no model answers to the questions of module {entry.number}")
+    if find_state(entry, ROOT / "lessons") != "passes":
+        raise CourseError(
+            f"module {entry.number} is not known to pass all its checks, and the model answers come after that: "
+            f"`brigade check {entry.number}`"
+        )
+    print_markdown(path.read_text())
+    if find(ROOT / "solutions", entry):
+        console.print(f"\nThe reference solution is {shorten(ROOT / 'solutions' / entry.path)}.", markup=False)
+    return 0
 
 
 def run_reset(options: argparse.Namespace) -> int:
@@ -139,18 +166,6 @@ def add_answers(bundle: zipfile.ZipFile, target: Path) -> list[int]:
             if content.split() != written.make_template(entry).encode().split():
                 answered.append(entry.number)
     return answered
-
-
-def find_state(entry: Module, target: Path) -> str:
-    """Return the state of a module without running it: "broken", "not written", "passes" or "written"."""
-    try:
-        sources = read(target, entry.number).sources
-    except CourseError:
-        return "broken"
-    text = sources[f"{entry.package}.{entry.name}"][1]
-    if find_unwritten_parts(text):
-        return "not written"
-    return "passes" if recall("passed").get(entry.package) == hash_submission(entry, sources) else "written"
 
 
 def name_modules(numbers: Sequence[int]) -> str:

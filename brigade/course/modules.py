@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]  # the course's own files: lessons, solutions, tests
-HAS_SOLUTIONS = (ROOT / "solutions").is_dir()  # False in the student edition
+HAS_SOLUTIONS = not (ROOT / "skeletons").is_dir()  # False in the student edition, which may have a few: `make unlock`
 REFERENCE = "solutions" if HAS_SOLUTIONS else "lessons"  # the modules that the lab uses by default
 TARGETS = "lessons (default), solutions, or a directory" if HAS_SOLUTIONS else "lessons (default), or a directory"
 

@@ -1,11 +1,17 @@
 """Make the student edition, the course without its answers, in out/student and out/student.zip:
 
-    python -m brigade.course.student_edition [--hints 3]
+    python -m brigade.course.student_edition [--hints 3] [--answers]
 
-It contains the toolkit without the grader, and the other files named here, if git tracks them. Skeletons and
+or, for students who are stuck on a module, the zip out/unlock-5.zip with its reference. They unpack it in the directory
+of their edition. Then `--prior reference` uses this module instead of theirs:
+
+    python -m brigade.course.student_edition --unlock 5
+
+The edition contains the toolkit without the grader, and the other files named here, if git tracks them. Skeletons and
 the templates for written answers are generated.
 `student/` contains the files that differ from the course's own. All other files stay out. So do the third hints, which
-are almost the code, unless `--hints 3` asks for them.
+are almost the code, unless `--hints 3` asks for them, and the model answers to the written questions, unless
+`--answers` does.
 """
 
 from __future__ import annotations
@@ -15,10 +21,11 @@ import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 from brigade.course import editions, handout, skeletons, validation, written
-from brigade.course.modules import MODULES, ROOT, CourseError
+from brigade.course.modules import MODULES, ROOT, CourseError, get_module
 
 INCLUDED = (".gitignore", "LICENSE", "assignments.md", "pyproject.toml", "setup.mk")
 INCLUDED += (*editions.CORE, "brigade/lab/**/*.py", *editions.CHECKS)
@@ -38,7 +45,7 @@ def list_tracked_files() -> set[Path]:
     return {ROOT / name for name in listed.split("\0") if name}
 
 
-def collect_files(hint_levels: int = HINT_LEVELS) -> dict[Path, bytes]:
+def collect_files(hint_levels: int = HINT_LEVELS, with_answers: bool = False) -> dict[Path, bytes]:
     """Return the contents of the edition's files by relative path. Raise CourseError outside of a clone."""
     tracked = list_tracked_files() - {Path(__file__).resolve()}
     paths = [path for pattern in INCLUDED for path in ROOT.glob(pattern) if path in tracked]
@@ -50,6 +57,9 @@ def collect_files(hint_levels: int = HINT_LEVELS) -> dict[Path, bytes]:
         contents["lessons" / skeletons.get_answers_path(entry)] = written.make_template(entry).encode()
         hints = Path("lessons", entry.package, "hints.md")
         contents[hints] = cut_hints(contents[hints].decode(), hint_levels).encode()
+        answers = Path("solutions", entry.package, written.ANSWERS)
+        if with_answers:
+            contents[answers] = (ROOT / answers).read_bytes()
     for document in (Path("README.md"), Path("assignments.md")):
         text = handout.fill_in(contents[document].decode(), ROOT)
         contents[document] = re.sub(r"<!-- .* -->\n+", "", text).encode()
@@ -61,19 +71,30 @@ def cut_hints(text: str, levels: int) -> str:
     return "\n## ".join(text.split("\n## ")[: levels + 1]).rstrip("\n") + "\n"
 
 
-def build(target: Path, hint_levels: int = HINT_LEVELS) -> int:
+def build(target: Path, hint_levels: int = HINT_LEVELS, with_answers: bool = False) -> int:
     """Make the edition in `target` and return the number of its files.
 
     Raise CourseError outside of a clone, or if the course contradicts itself or a check cannot be imported.
     """
     validation.validate_course()
-    files = collect_files(hint_levels)
+    files = collect_files(hint_levels, with_answers)
     shutil.rmtree(target, ignore_errors=True)
     for path, content in files.items():
         (target / path).parent.mkdir(parents=True, exist_ok=True)
         (target / path).write_bytes(content)
     validation.import_checks(target)
     return len(files)
+
+
+def write_unlock(number: str, out: Path) -> Path:
+    """Write the zip with the reference of a module to `out`, and return its path. Raise CourseError without one."""
+    entry = get_module(number)
+    path = Path("solutions") / entry.path
+    archive = out / f"unlock-{entry.number}.zip"
+    out.mkdir(exist_ok=True)
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as bundle:
+        bundle.write(ROOT / path, path.as_posix())
+    return archive
 
 
 def main() -> int:
@@ -84,9 +105,16 @@ def main() -> int:
         epilog="Example: python -m brigade.course.student_edition --hints 3",
     )
     parser.add_argument("--hints", type=int, choices=(2, 3), default=HINT_LEVELS, help="3: also those almost the code")
+    parser.add_argument("--answers", action="store_true", help="also the model answers to the written questions")
+    parser.add_argument("--unlock", metavar="N", help="instead, write out/unlock-N.zip with the reference of module N")
     options = parser.parse_args()
     try:
-        count = build(OUT, options.hints)
+        if options.unlock:
+            archive = write_unlock(options.unlock, OUT.parent)
+            unpack = f"`python -m zipfile -e {archive.name} .` in the course's directory unpacks it"
+            print(f"{archive.relative_to(ROOT)}: {unpack}")
+            return 0
+        count = build(OUT, options.hints, options.answers)
         archive = Path(shutil.make_archive(str(OUT), "zip", OUT.parent, OUT.name))
     except (CourseError, OSError) as error:
         print(f"edition: {error}", file=sys.stderr)

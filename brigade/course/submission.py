@@ -26,7 +26,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from brigade.course.modules import CORE_MODULES, HAS_SOLUTIONS, ROOT, CourseError, Module, get_module
+from brigade.course.modules import CORE_MODULES, HAS_SOLUTIONS, MODULES, ROOT, CourseError, Module, get_module
 
 PACKAGE = "submission"
 MAX_SOURCE_BYTES = 250_000
@@ -58,8 +58,11 @@ def find(target: Path, entry: Module) -> Path | None:
 
 def resolve_target(target: str | Path) -> Path:
     """Return the directory that "lessons", "solutions" or a path names. Raise CourseError if it does not exist."""
-    if str(target) == "solutions" and not HAS_SOLUTIONS:
-        raise CourseError("this edition has no solutions; use --target lessons or a directory, and --prior own")
+    if str(target) == "solutions" and not any(find(ROOT / "solutions", entry) for entry in MODULES):
+        raise CourseError(
+            "this edition has no solutions: use --target lessons or a directory, and --prior own, or ask your "
+            "instructor to unlock a module"
+        )
     try:
         path = ROOT / target if str(target) in ("lessons", "solutions") else Path(target).expanduser()
         exists = path.exists()
@@ -76,8 +79,9 @@ def read(target: str | Path, number: int, prior: str = "own") -> Submission:
     """Return module `number` in `target`, with the earlier modules that it may import.
 
     If `prior` is "own", these are the submission's earlier modules. If it is "reference", they are those modules of the
-    reference that the module or its checks name, and the modules that these name in turn. An earlier module that is
-    missing or broken is left out, because it may not be needed. Raise CourseError, with a message of one line, if the
+    reference that the module or its checks name, and the modules that these name in turn. In the student edition, the
+    submission's own modules replace those that are not unlocked. An earlier module that is missing or broken is left
+    out, because it may not be needed. Raise CourseError, with a message of one line, if the
     module itself is missing, unreadable, outside of `target` or not Python.
     """
     target = resolve_target(target)
@@ -87,18 +91,25 @@ def read(target: str | Path, number: int, prior: str = "own") -> Submission:
         raise CourseError(f"module {number} is missing: {target} has no {entry.path}")
     text = read_source(path, target)
     earlier: Sources = {}
-    prior_target = resolve_target("solutions") if prior == "reference" else target
+    places = [target]
+    if prior == "reference":
+        places = [resolve_target("solutions"), *([] if HAS_SOLUTIONS else places)]
     for other in [other for other in CORE_MODULES if other.number < entry.number]:
-        other_path = find(prior_target, other)
+        place, other_path = next(((place, path) for place in places if (path := find(place, other))), (target, None))
         try:
             if other_path is not None:
-                earlier[f"{other.package}.{other.name}"] = (str(other_path), read_source(other_path, prior_target))
+                earlier[f"{other.package}.{other.name}"] = (str(other_path), read_source(other_path, place))
         except CourseError:
             continue
     if prior == "reference":
-        checks = [entry.checks, *(ROOT / "tests" / "scenarios").glob(f"m{number:02}_*.py")]
-        earlier = select_named([text, *(path.read_text() for path in checks)], earlier)
+        earlier = select_used(entry, text, earlier)
     return Submission(target, {f"{entry.package}.{entry.name}": (str(path), text), **earlier})
+
+
+def select_used(entry: Module, text: str, earlier: Sources) -> Sources:
+    """Return those of the `earlier` modules that the module or its checks name, and those that these name in turn."""
+    checks = [entry.checks, *(ROOT / "tests" / "scenarios").glob(f"m{entry.number:02}_*.py")]
+    return select_named([text, *(path.read_text() for path in checks)], earlier)
 
 
 def select_named(texts: list[str], sources: Sources) -> Sources:

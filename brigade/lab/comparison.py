@@ -118,6 +118,24 @@ def make_table(rows: list[Comparison], previous: int) -> Table:
     return table
 
 
+def describe_doubts(rows: list[Comparison]) -> str:
+    """Return sentences on exposed times that are not significant; "" if there are none.
+
+    A time is not if its quartiles reach below 0, and a difference is not if the quartiles overlap. On a busy machine
+    chance changes a step's time more than communication does.
+    """
+    doubts = [
+        f"The exposed time of {row.measurement.label} is not significant: its quartiles reach below 0."
+        for row in rows
+        if row.exposed_ms.lower < 0
+    ]
+    spreads = [row.exposed_ms for row in rows]
+    if len(rows) > 1 and max(s.lower for s in spreads) <= min(s.upper for s in spreads):
+        doubts.append("The difference of the exposed times is not significant: their quartiles overlap.")
+    longer = "`brigade bench --comm-ratio 0.8` measures for longer, about two minutes."
+    return " ".join([*doubts, longer] if doubts else [])
+
+
 # The code below runs in the ranks.
 
 

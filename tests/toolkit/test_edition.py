@@ -273,3 +273,39 @@ def test_a_plan_uses_the_students_own_rules_for_buckets(edition):
 def test_claims_are_measured_as_far_as_the_modules_go(edition):
     said = " ".join(run_command(edition, "brigade.lab.claims xl-size xl-buckets").split())
     assert "7.99 GB in fp32" in said and "not measured: module 4, part (a) is" in said
+
+
+def test_an_unlocked_module_replaces_the_students(edition, written):
+    """The instructor's zip, unpacked in the edition, lets a student who is stuck on module 1 check module 2."""
+    second = get_module(2)
+    answer, skeleton = edition / "lessons" / second.path, (edition / "lessons" / second.path).read_text()
+    answer.write_text((ROOT / "solutions" / second.path).read_text())
+    written.write_text(written.read_text().replace("tensor.detach().copy_(whole)", "tensor.detach().mul_(1)"))
+    said = run_command(edition, "brigade check 2", status=1)
+    assert "Module 1 does not pass all its checks" in said and "ask your instructor to unlock module 1" in said
+    archive = student_edition.write_unlock("1", edition.parent)
+    with zipfile.ZipFile(archive) as bundle:
+        assert bundle.namelist() == [f"solutions/{FIRST.path.as_posix()}"]
+        bundle.extractall(edition)
+    said = run_command(edition, "brigade check 2 --prior reference")
+    assert f"{second.points} of {second.points} points" in said
+    assert "brigade: this edition has no solutions" in run_command(edition, "brigade skeletons", status=2)
+    shutil.rmtree(edition / "solutions")
+    answer.write_text(skeleton)
+
+
+def test_unlocking_no_module_gets_one_sentence(edition):
+    clone = edition.parents[1]
+    said = run_command(clone, "brigade.course.student_edition --unlock 99", status=2)
+    assert said.startswith("edition: there is no module 99") and said.count("\n") == 1
+
+
+def test_model_answers_are_in_it_only_if_asked_for(edition, tmp_path):
+    said = run_command(edition, "brigade answers 1", status=2)
+    assert said == "brigade: this edition has no model answers to the questions of module 1\n"
+    clone = edition.parents[1]
+    program = "from pathlib import Path; from brigade.course import student_edition\n"
+    program += f"student_edition.build(Path({str(tmp_path / 'made')!r}), with_answers=True)"
+    subprocess.run([sys.executable, "-c", program], cwd=clone, env=at_home(clone), check=True)
+    made = {path.relative_to(tmp_path / "made") for path in tmp_path.rglob("solutions/*/*")}
+    assert made == {Path("solutions", entry.package, "answers.md") for entry in MODULES}

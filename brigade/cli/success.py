@@ -1,0 +1,60 @@
+"""What `brigade check` does when a module passes: remember it, compare it with the module before, name next steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from brigade.cli.console import console
+from brigade.cli.progress_file import find_state, hash_submission, recall, remember
+from brigade.course.modules import CORE_MODULES, ROOT, Module
+from brigade.course.submission import Sources
+from brigade.course.written import ANSWERS
+from brigade.runner.ranks import RankFailure
+
+
+def handle_success(entry: Module, sources: Sources, target: Path, show: bool) -> None:
+    """Remember that these sources pass. The first time, compare with the module before and name the next step."""
+    key = hash_submission(entry, sources)
+    news = key != recall("passed").get(entry.package)
+    remember("passed", entry.package, key)
+    if not show or not news:
+        return
+    if entry.is_core:
+        compare(entry, sources)
+    for sentence in list_next_steps(entry, target):
+        console.print(sentence, markup=False)
+
+
+def compare(entry: Module, sources: Sources) -> None:
+    """Print the comparison with the module before, or why it cannot be measured."""
+    from brigade.lab import comparison
+    from brigade.lab.script import show_progress
+
+    try:
+        with show_progress("training steps", comparison.count_steps(entry)) as advance:
+            rows = comparison.compare_with_previous(entry, sources, advance)
+    except RankFailure as failure:
+        console.print(
+            f"  The comparison with the previous module cannot be measured: {failure.summary}\n", markup=False
+        )
+        return
+    console.print(comparison.make_table(rows, previous=entry.number - 1))
+    console.print()
+    if doubts := comparison.describe_doubts(rows):
+        console.print(doubts + "\n", markup=False)
+
+
+def list_next_steps(entry: Module, target: Path) -> list[str]:
+    """Return sentences on what a student can do after passing a module. Those after the last one close the course."""
+    sentences = []
+    if entry.is_core and all(find_state(other, target) == "passes" for other in CORE_MODULES):
+        sentences += [
+            f"Module {entry.number} is done, and with it the core: all {len(CORE_MODULES)} modules pass. Well done!",
+            "`brigade bench --comm-ratio 0.8 --save` compares them with torch, the written questions are in "
+            "assignments.md, and `brigade submit` makes the zip to hand in.",
+        ]
+    else:
+        sentences.append(f"Module {entry.number} is done. `brigade next` shows what comes next.")
+    if (ROOT / "solutions" / entry.package / ANSWERS).is_file():
+        sentences.append(f"`brigade answers {entry.number}` shows the model answers to its questions.")
+    return sentences

@@ -1,0 +1,132 @@
+"""What a student is told when a module passes, or when an earlier one is to blame that it does not."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from brigade.checks.collect import collect
+from brigade.cli import check, progress_file, success
+from brigade.course import written
+from brigade.course.modules import CORE_MODULES, ROOT, get_module
+from brigade.course.submission import read
+from brigade.lab.bench import Spread
+from brigade.lab.comparison import describe_doubts
+
+FIRST, SECOND = get_module(1), get_module(2)
+
+
+@pytest.fixture(autouse=True)
+def progress(tmp_path_factory, monkeypatch):
+    """Use a new progress file, and compare no module with the one before."""
+    monkeypatch.setattr(progress_file, "PROGRESS", tmp_path_factory.mktemp("progress") / "progress.json")
+    monkeypatch.setattr(success, "compare", lambda *_: None)
+
+
+@pytest.fixture
+def lessons(tmp_path):
+    """Return a directory with correct answers to modules 1 and 2."""
+    for entry in (FIRST, SECOND):
+        (tmp_path / entry.package).mkdir()
+        (tmp_path / entry.path).write_text((ROOT / "solutions" / entry.path).read_text())
+    return tmp_path
+
+
+def change(lessons, entry, old, new):
+    file = lessons / entry.path
+    assert file.read_text().count(old) == 1
+    file.write_text(file.read_text().replace(old, new))
+
+
+def find_sentence(done):
+    """Return the line about an earlier module; "" if there is none."""
+    return next((line.strip() for line in done.stdout.splitlines() if "start there" in line), "")
+
+
+def test_an_earlier_module_that_fails_is_named(brigade, lessons, monkeypatch):
+    change(lessons, FIRST, "tensor.detach().copy_(whole)", "tensor.detach().mul_(1)")  # transposed tensors only
+    done = brigade("check", 2, "--target", lessons)
+    assert done.returncode == 1 and find_sentence(done) == (
+        "Module 1 does not pass all its checks; start there: `brigade check 1`. If you are stuck on it, --prior "
+        "reference uses the reference's module instead."
+    )
+    ran = []
+    usual = check.check_module
+    monkeypatch.setattr(check, "check_module", lambda entry, *a, **k: ran.append(entry) or usual(entry, *a, **k))
+    assert find_sentence(brigade("check", 2, "--target", lessons)) == find_sentence(done)
+    assert ran == [SECOND], "the outcome of module 1 is known"
+    assert brigade("check", 2, "--target", lessons, "--prior", "reference").returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [("x = (\n", "is missing or broken"), (None, "is missing or broken"), ("skeleton", "is not written")],
+)
+def test_an_earlier_module_that_cannot_be_used_is_named(brigade, lessons, text, what):
+    file = lessons / FIRST.path
+    if text is None:
+        file.unlink()
+    else:
+        file.write_text((ROOT / "lessons" / FIRST.path).read_text() if text == "skeleton" else text)
+    assert f"Module 1 {what}" in find_sentence(brigade("check", 2, "--target", lessons))
+
+
+def test_no_earlier_module_is_blamed_without_reason(brigade, lessons):
+    change(lessons, SECOND, "group=self.process_group", "group=None")
+    done = brigade("check", 2, "--target", lessons, "--only", "subgroups")
+    assert done.returncode == 1 and not find_sentence(done)
+    (lessons / SECOND.path).write_text((ROOT / "lessons" / SECOND.path).read_text())
+    change(lessons, FIRST, "tensor.detach().copy_(whole)", "tensor.detach().mul_(1)")
+    done = brigade("check", 2, "--target", lessons)
+    assert done.returncode == 1 and not find_sentence(done), "module 2 itself is not written"
+
+
+def test_only_selects_by_the_names_of_checks():
+    checks = collect([get_module(8)])
+    selected = check.select(checks, "zero_")
+    assert 1 < len(selected) < len(checks) and all("zero_" in one.name for one in selected)
+
+
+@pytest.mark.parametrize(
+    ("spreads", "sentence"),
+    [
+        ([(5, 4, 6), (2, 1, 3)], ""),
+        ([(5, 4, 6), (3, 2, 4)], "The difference of the exposed times is not significant: their quartiles overlap."),
+        ([(5, 4, 6), (-2, -31, 16)], "The exposed time of 1 B is not significant: its quartiles reach below 0."),
+        ([(1, 0, 6)], ""),
+    ],
+)
+def test_exposed_times_that_are_noise_are_called_not_significant(spreads, sentence):
+    rows = [
+        SimpleNamespace(measurement=SimpleNamespace(label=f"{index} {name}"), exposed_ms=Spread(*spread))
+        for index, (name, spread) in enumerate(zip("AB", spreads))
+    ]
+    text = describe_doubts(rows)
+    assert text.startswith(sentence) and bool(text) == bool(sentence)
+    assert not text or "`brigade bench --comm-ratio 0.8` measures for longer" in text
+
+
+@pytest.mark.all_modules
+def test_the_last_module_of_the_core_closes_it():
+    target = ROOT / "solutions"
+    for entry in CORE_MODULES[:-1]:
+        key = progress_file.hash_submission(entry, read(target, entry.number).sources)
+        progress_file.remember("passed", entry.package, key)
+    last = CORE_MODULES[-1]
+    assert "`brigade next` shows what comes next." in success.list_next_steps(CORE_MODULES[0], target)[0]
+    progress_file.remember(
+        "passed", last.package, progress_file.hash_submission(last, read(target, last.number).sources)
+    )
+    text = " ".join(success.list_next_steps(last, target))
+    assert f"all {len(CORE_MODULES)} modules pass" in text and "`brigade submit`" in text
+    assert f"`brigade answers {last.number}`" in text
+
+
+def test_model_answers_are_shown_when_the_module_passes(brigade, monkeypatch):
+    text = (ROOT / "solutions" / FIRST.package / written.ANSWERS).read_text()
+    refused = brigade("answers", 1)
+    assert refused.returncode == 2 and "not known to pass all its checks" in refused.stderr
+    monkeypatch.setattr("brigade.cli.study.find_state", lambda *_: "passes")
+    done = brigade("answers", 1)
+    assert done.returncode == 0 and done.stdout.startswith(text) and str(FIRST.path) in done.stdout
