@@ -266,7 +266,8 @@ def expect_equal(
         got = f"entry {at} is {entry}, expected {wanted}"
     if len(wrong) > 1:
         names = sorted({entry.name for entry in wrong}, key=list(expected).index)
-        got += f"\n{len(wrong)} of {len(actual) * len(expected)} tensors are wrong: {join_names(names)}"
+        counts = f": {len(names)} of {len(expected)} tensors ({join_names(names)})" if len(expected) > 1 else ""
+        got += f"\nwrong on {format_ranks(sorted({ranks[entry.index] for entry in wrong}))}{counts}"
     compared = Comparison(actual, expected, wrong, evaluate(hypotheses) or {}, evaluate(evidence) or Evidence())
     cause, hypothesis = explain_tensors(compared)
     raise CheckFailed(Verdict(what, got, cause, hypothesis, rank=ranks[first.index], parameter=first.name))
@@ -423,7 +424,7 @@ def require_launches(
         for step in range(steps):
             launched = launches(events[rank], step)
             idle = sum(not overlaps(launch) for launch in launched if launch.op != "all_gather")
-            overlap = f"; {idle} of them do not overlap with backward" if in_backward else ""
+            overlap = f"; without overlap with backward: {idle}" if in_backward else ""
             expect(
                 accepts(launched),
                 f"correct numbers earn points only with the launches of this module: {kind}",

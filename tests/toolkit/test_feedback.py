@@ -184,7 +184,7 @@ def test_the_first_wrong_entry_is_shown_and_the_others_counted():
     assert failed.expected == "gradients are the average"
     first, second = failed.described.splitlines()
     assert first == f"rank 1, weight: entry 6 is {want + 1:.6g}, expected {want:.6g}"
-    assert second == "2 of 6 tensors are wrong: weight"
+    assert second == "wrong on ranks 1, 2: 1 of 2 tensors (weight)"
     assert [line[:14].strip() for line in str(failed).splitlines()] == ["Expected:", "Got:", "", "Likely cause:"]
 
 
