@@ -114,6 +114,7 @@ def format_json(grading: Grading) -> str:
         "started": grading.started.strftime(INSTANT),
         "seconds": round(grading.seconds, 3),
         "finished": grading.finished,
+        "not_included": format_written_points(grading),
         "notes": list_remarks(grading),
         "findings": [make_printable(str(finding)) for finding in grading.findings],
         "checks": [
@@ -211,9 +212,13 @@ def format_classroom50(grading: Grading, metadata: Mapping[str, Any]) -> str:
             for outcome in grading.outcomes
         ],
     }
-    if findings := format_findings(grading):  # no field of this format is hidden from the student
-        test = {"test-name": HEADING, "passed": True, "score": 0, "max-score": 0, "output": findings}
-        result["tests"].append(test)
+    remarks = {  # no field of this format is hidden from the student
+        "Written answers": format_written_points(grading),
+        HEADING: format_findings(grading),
+    }
+    for name, text in remarks.items():
+        if text:
+            result["tests"].append({"test-name": name, "passed": True, "score": 0, "max-score": 0, "output": text})
     return json.dumps(result, indent=2) + "\n"
 
 

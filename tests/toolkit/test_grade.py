@@ -77,6 +77,7 @@ OWN = make_object_schema(
     started=INSTANT,
     seconds=NUMBER,
     finished={"type": "boolean"},
+    not_included=LINE,
     notes={"type": "array", "items": TEXT},
     findings={"type": "array", "items": TEXT},
     checks=some(
@@ -129,7 +130,9 @@ CLASSROOM50 = make_object_schema(
         "max-score": INTEGER,
         "tests": some(
             make_object_schema(
-                **{"test-name": LINE, "passed": {"type": "boolean"}, "score": INTEGER, "max-score": INTEGER}
+                "output",
+                **{"test-name": LINE, "passed": {"type": "boolean"}, "score": INTEGER, "max-score": INTEGER},
+                output=LINE,
             )
         ),
         "graded_at": INSTANT,
@@ -686,6 +689,9 @@ def test_results_say_that_written_points_are_not_included(modules, points):
     assert formats.format_text(done).splitlines()[1] == sentence
     assert json.loads(formats.format_gradescope(done))["output"].splitlines()[1] == sentence
     assert sentence in formats.format_junit(done)
+    assert json.loads(formats.format_json(done))["not_included"] == sentence
+    last = json.loads(formats.format_classroom50(done, {}))["tests"][-1]
+    assert (last["test-name"], last["output"], last["score"], last["max-score"]) == ("Written answers", sentence, 0, 0)
 
 
 def test_terminal_says_that_written_points_are_not_included(grade, submit):
