@@ -173,14 +173,14 @@ def summarize(launched: Sequence[Launch], limit: int = 8) -> str:
     words = [f"{launch.op} of {launch.numel} {launch.dtype}" for launch in launched[:limit]]
     if len(launched) > limit:
         words.append(f"and {len(launched) - limit} more")
-    count = f"{len(launched)} launch{'' if len(launched) == 1 else 'es'}"
+    count = f"{len(launched) or 'no'} launch{'' if len(launched) == 1 else 'es'}"
     return f"{count} ({', '.join(words)})" if words else count
 
 
 def describe(launch: Event) -> str:
     """Return a launch in words.
 
-    Such as: all_reduce #3 (fc2.weight, float32, 4096 B), or: send #0 to rank 1 (float32, 12 B)
+    For example: all_reduce #3 (fc2.weight, float32, 4096 B), or: send #0 to rank 1 (float32, 12 B)
     """
     if launch["op"] == "barrier":
         return f"barrier #{launch['index']}"
@@ -275,7 +275,7 @@ class Progress:
     def describe_activity(self, rank: int) -> str:
         """Return what a rank is doing, in words: see `RankRecord.describe_activity`.
 
-        If it waits for a message, also what the peer waits for instead.
+        If it waits for a message, the text also says what the peer waits for instead.
         """
         missing = self.find_missing_peers(rank)
         text = self.ranks[rank].describe_activity(missing)
@@ -318,7 +318,7 @@ class Progress:
         return bool(unsettled) and all(self.find_missing_peers(rank) for rank in unsettled)
 
     def find_unequal_message(self) -> Mismatch | None:
-        """Return the first message that has another length at its receiver, or None. Tags are not compared."""
+        """Return the first message for which the receiver expects another length, or None. Tags are not compared."""
         for (group, rank, op, peer), sent in self._messages.items():
             received = self._messages.get((group, peer, "recv", rank), []) if op == "send" else []
             for send, recv in zip(sent, received):
@@ -327,7 +327,7 @@ class Progress:
         return None
 
     def find_mismatch(self, rank: int) -> Mismatch | None:
-        """Return the first mismatch of this rank's last launch and the launch of the same number on a peer, or None."""
+        """Return the first mismatch of this rank's last launch with a peer's launch of the same number, or None."""
         launch = self.ranks[rank].launches[-1]
         if launch["op"] in OPPOSITES:
             return None

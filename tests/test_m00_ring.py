@@ -28,7 +28,7 @@ def test_shard_batch(submission):
             start, end = rank * count, (rank + 1) * count
             expect(
                 isinstance(rows, torch.Tensor) and torch.equal(rows, batch[start:end]),
-                f"shard_batch(batch, {rank}, {size}) returns rows {start} to {end} of {len(batch)}",
+                f"shard_batch(batch, {rank}, {size}) returns batch[{start}:{end}] (the batch has {len(batch)} rows)",
                 describe_rows(rows, batch),
                 partial(diagnosis.explain_rows, rows, batch, rank, size),
             )
@@ -38,8 +38,10 @@ def test_shard_batch(submission):
         for answer in [answers.pop(0) for _ in range(size)]:
             expect(
                 answer.get("error") == "ValueError",
-                f"7 rows for {size} ranks raise ValueError, on every rank",
-                answer.get("error") or f"a tensor of {len(answer['rows'])} rows",
+                f"shard_batch raises ValueError on every rank for 7 rows and {size} ranks",
+                f"it raised {answer['error']}"
+                if "error" in answer
+                else f"it returned a tensor of shape {tuple(answer['rows'].shape)}",
                 diagnosis.UNEVEN,
             )
 
@@ -68,8 +70,8 @@ def test_ring_all_gather(submission):
     for group, tensors, results in run(submission, "ring_all_gather"):
         for step in range(len(tensors)):
             shards = [split(tensors[step][rank], len(group))[i] for i, rank in enumerate(group)]
-            what = f"after ring_all_gather on {format_ranks(group)} chunk r of {tensors[step][0].numel()} elements "
-            what += "is that of group rank r"
+            what = f"after ring_all_gather of {tensors[step][0].numel()} elements on {format_ranks(group)}, every rank "
+            what += "has chunk r of rank r of the group"
             why = partial(diagnosis.explain_gathered, [tensors[step][rank] for rank in group])
             gathered = torch.cat(shards).view_as(tensors[step][0])
             expect_results(what, results, group, step, gathered, why)
@@ -89,7 +91,7 @@ def test_ring_all_reduce(submission):
         expect(
             error == "ValueError",
             f"{name} raises ValueError for a tensor that is not contiguous",
-            error or "no exception",
+            f"it raised {error or 'no exception'}",
             diagnosis.NOT_CONTIGUOUS,
         )
 
@@ -106,9 +108,9 @@ def test_ring_memory(submission):
         for rank, most in enumerate(results):
             expect(
                 most <= limit,
-                f"at most two chunks of new memory, {limit - SMALL} bytes, are alive at any time. The tensor has "
+                f"at any time, at most {limit - SMALL} bytes of new memory (two chunks) are alive. The tensor has "
                 f"{8 * numel} bytes",
-                f"{most} bytes",
+                f"{most} bytes were alive at the same time",
                 partial(diagnosis.explain_memory, most, 8 * numel),
                 rank=rank,
             )
@@ -154,7 +156,10 @@ def split(tensor, size):
 def expect_sums(results, tensors, group, function):
     """Expect every rank's tensor to be the sum over the group."""
     for step, own in enumerate(tensors):
-        what = f"{own[0].numel()} elements after {function} on {format_ranks(group)} are the sum of the ranks' tensors"
+        what = (
+            f"after {function} of {own[0].numel()} elements on {format_ranks(group)}, every rank has the sum of their "
+            "tensors"
+        )
         members = [own[rank] for rank in group]
         why = partial(diagnosis.explain_sum, members, own)
         expect_results(what, results, group, step, sum(members), why)
@@ -168,7 +173,10 @@ def expect_own_chunks(results, tensors, group):
         for place, rank in enumerate(group):
             start, end = ends[place], ends[place + 1]
             found = results[rank][step]
-            what = f"elements {start} to {end} of {ends[-1]} are summed on rank {place} of {format_ranks(group)}"
+            what = (
+                f"after ring_reduce_scatter on {format_ranks(group)}, rank {place} of the group has the sum of "
+                f"elements {start}:{end} of {ends[-1]}"
+            )
             expect_equal(
                 what,
                 [{"the tensor": found["tensor"].flatten()[start:end].cpu()}],
@@ -179,7 +187,7 @@ def expect_own_chunks(results, tensors, group):
             )
             expect(
                 found["view"] == [start if end > start else 0, end - start],
-                f"ring_reduce_scatter returns the view of elements {start} to {end} of the tensor",
+                f"ring_reduce_scatter returns a view of elements {start}:{end} of the tensor",
                 describe_view(found["view"]),
                 diagnosis.OTHER_VIEW,
                 rank=rank,
@@ -207,8 +215,9 @@ def expect_ring(results, tensors, group, num_phases):
         limit = count * itemsize * -(-numel // size)
         expect(
             sent <= limit,
-            f"a rank sends at most {num_phases}(N − 1) chunks, {limit} bytes for {numel} elements on {size} ranks",
-            f"{sent} bytes",
+            f"a rank sends at most {'2' * (num_phases == 2)}(N − 1) chunks: {limit} bytes for {numel} elements on "
+            f"{size} ranks",
+            f"it sent {sent} bytes",
             diagnosis.WHOLE_TENSOR,
             rank=group[place],
             step=step,
@@ -222,18 +231,21 @@ def expect_messages(results, rank, step, to, source, likely_cause=""):
     collectives = [launch for launch in found if launch.op not in ("send", "recv")]
     expect(
         not collectives and not any(event["kind"] == "launch" and event["op"] == "barrier" for event in events),
-        "only send, recv, isend, irecv and batch_isend_irecv are called",
-        summarize(collectives) if collectives else "a barrier",
+        "the function calls only send, recv, isend, irecv and batch_isend_irecv",
+        f"it also made {summarize(collectives)}" if collectives else "it also called a barrier",
         diagnosis.COLLECTIVE,
         rank=rank,
         step=step,
     )
-    for op, peers, direction in (("send", to, "sends to"), ("recv", source, "receives from")):
+    for op, peers, (verb, past, side) in (
+        ("send", to, ("sends", "sent", "to")),
+        ("recv", source, ("receives", "received", "from")),
+    ):
         actual = [launch.peer for launch in found if launch.op == op]
         expect(
             sorted(actual, key=str) == sorted(peers, key=str),
-            f"rank {rank} {direction} {format_peers(peers)}",
-            f"it {direction} {format_peers(actual)}",
+            f"rank {rank} {verb} {format_messages(peers, side)}",
+            f"it {past} {format_messages(actual, side)}",
             likely_cause,
             rank=rank,
             step=step,
@@ -241,39 +253,41 @@ def expect_messages(results, rank, step, to, source, likely_cause=""):
     raced, unawaited = [x for x in found if x.raced], [x for x in found if not x.waits]
     expect(
         not raced,
-        "a tensor is left alone while it is sent or received",
-        f"{len(raced)} of {len(found)} were changed between the call and its wait",
+        "no tensor changes between the call that sends or receives it and its wait()",
+        f"the tensors of {len(raced)} of {len(found)} messages changed",
         diagnosis.CHANGED,
         rank=rank,
         step=step,
     )
     expect(
         not unawaited,
-        "wait() is called on every handle of isend and irecv",
-        f"{len(unawaited)} of {len(found)} were never waited on",
+        "the function calls wait() on every handle of isend and irecv",
+        f"it never called wait() on {len(unawaited)} of {len(found)} handles",
         diagnosis.NOT_AWAITED,
         rank=rank,
         step=step,
     )
 
 
-def format_peers(peers):
-    """Return ranks with their numbers of messages, such as: ranks 1 (3 messages)"""
+def format_messages(peers, side):
+    """Return the numbers of messages, such as "3 messages to rank 1". `side` is "to" or "from"."""
     counts = {peer: peers.count(peer) for peer in sorted(set(peers), key=str)}
     words = [
-        f"{'any rank' if peer is None else f'rank {peer}'} ({count} message{'s' if count > 1 else ''})"
+        f"{count} message{'s' if count > 1 else ''} {side} {'any rank' if peer is None else f'rank {peer}'}"
         for peer, count in counts.items()
     ]
-    return join_names(words) if words else "nobody"
+    return join_names(words) if words else "no message"
 
 
 def describe_rows(rows, batch):
     """Return what shard_batch returned, in words."""
     if not isinstance(rows, torch.Tensor):
-        return "no tensor"
-    return f"a tensor of shape {tuple(rows.shape)}" + (" with other rows" if rows.shape[1:] == batch.shape[1:] else "")
+        return "it returned no tensor"
+    return f"it returned a tensor of shape {tuple(rows.shape)}" + (
+        " with other rows" if rows.shape[1:] == batch.shape[1:] else ""
+    )
 
 
 def describe_view(view):
     """Return what ring_reduce_scatter returned, in words."""
-    return f"elements {view[0]} to {view[0] + view[1]}" if view else "nothing that shares the tensor's memory"
+    return f"it returned elements {view[0]}:{view[0] + view[1]}" if view else "it returned no view of the tensor"

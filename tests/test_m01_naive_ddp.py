@@ -15,7 +15,7 @@ JOB = {"package": "m01_naive_ddp", "wrapper": "NaiveDDP"}
 
 @pytest.mark.points(1)
 def test_parameters_start_equal(submission):
-    """After construction all parameters, including frozen and transposed ones, equal those of rank 0."""
+    """After construction, all parameters, including frozen and transposed ones, equal rank 0's."""
     for world, model in zip(submission.worlds(2, 3), ("Frozen", "Tied")):
         case = submission.case(model, world)
         for states, events in collect_start_states(submission, case, world):
@@ -27,7 +27,7 @@ def test_parameters_start_equal(submission):
 
 @pytest.mark.points(1)
 def test_buffers_start_equal(submission):
-    """After construction all buffers, of any dtype, persistent or not, equal those of rank 0."""
+    """After construction, all buffers, of any dtype, persistent or not, equal those of rank 0."""
     [world] = submission.worlds(2)
     case = submission.case("Buffers", world)
     for states, events in collect_start_states(submission, case, world):
@@ -36,7 +36,7 @@ def test_buffers_start_equal(submission):
 
 @pytest.mark.points(2)
 def test_gradients_are_averaged(submission):
-    """After finish_grad_sync every gradient is the average over the ranks, for world sizes 1 to 4."""
+    """After finish_grad_sync, every gradient is the average over the ranks, for world sizes 1 to 4."""
     for world in submission.worlds(1, 2, 3, 4):
         case = submission.case("Plain", world)
         results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)
@@ -45,7 +45,7 @@ def test_gradients_are_averaged(submission):
 
 @pytest.mark.points(1)
 def test_several_steps(submission):
-    """After four optimizer steps the weights are those that one process computes from the whole batch."""
+    """After four optimizer steps, the weights equal those that one process computes from the whole batch."""
     for world, optimizer in zip(submission.worlds(2, 3), ("sgd", "adam")):
         case = submission.case("Tied", world, steps=4, dtype=torch.float64, optimizer=optimizer)
         results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)
@@ -58,7 +58,7 @@ def test_branches_and_unused_parameters(submission):
     for world, dtype in zip(submission.worlds(2, 3), (torch.float32, torch.float64)):
         case = submission.case("Branches", world, branches=[1, -1, 0][:world], dtype=dtype)
         results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)
-        expect_gradients(results, case, "gradients are the average when ranks use different layers")
+        expect_gradients(results, case, "every gradient is the average, even if the ranks use different layers")
 
 
 @pytest.mark.points(1)
@@ -75,8 +75,8 @@ def test_one_all_reduce_per_parameter(submission):
                 expect(
                     sorted((launch.op, launch.numel) for launch in launched)
                     == sorted(("all_reduce", p.numel()) for p in trainable),
-                    f"a step launches one all_reduce for each of the {len(trainable)} trainable parameters "
-                    f"({model} model), with the size of the parameter",
+                    f"a step of the {model} model launches one all_reduce for each of its {len(trainable)} trainable "
+                    "parameters, with the size of the parameter",
                     summarize(launched),
                     partial(diagnosis.explain_launches, launched, case),
                     rank=rank,

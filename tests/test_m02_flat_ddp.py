@@ -42,7 +42,7 @@ def test_one_all_reduce_per_dtype(submission):
                 kinds = [(launch.op, launch.dtype) for launch in launched]
                 expect(
                     len(kinds) == dtypes == len(set(kinds)) and all(op == "all_reduce" for op, _ in kinds),
-                    f"a step of the {model} model launches {dtypes} all_reduce, one for each dtype",
+                    f"a step of the {model} model launches one all_reduce per dtype, {dtypes} in total",
                     summarize(launched),
                     partial(diagnosis.explain_launches, launched, case),
                     rank=rank,
@@ -65,7 +65,7 @@ def test_bytes_on_the_wire(submission):
             expect(
                 sent == nbytes,
                 f"a step of the {model} model all-reduces {nbytes} bytes, the size of its trainable parameters",
-                f"it all-reduces {sent} bytes",
+                f"it all-reduced {sent} bytes",
                 partial(diagnosis.explain_volume, launched, case),
                 rank=rank,
             )
@@ -102,13 +102,13 @@ def test_gradients_keep_shape_and_stride(submission):
         case = submission.case("Transposed", world)
         results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)
         hypotheses = partial(diagnosis.explain_copies, case)
-        expect_gradients(results, case, "gradients of transposed weights are the average", hypotheses=hypotheses)
+        expect_gradients(results, case, "the gradients of transposed weights are the averages", hypotheses=hypotheses)
         for rank, result in enumerate(results):
             for name, parameter in case.parameters().items():
                 expect(
                     result["strides"][0][name] == list(parameter.stride()),
-                    f"after finish_grad_sync the strides of the gradient of {name} are {parameter.stride()}",
-                    f"its strides are {result['strides'][0][name]}",
+                    f"after finish_grad_sync, the gradient of {name} has the strides {parameter.stride()}",
+                    f"its strides are {tuple(result['strides'][0][name])}",
                     diagnosis.REPLACED,
                     rank=rank,
                 )
@@ -122,7 +122,7 @@ def test_branches_and_unused_parameters(submission):
         case = submission.case("Branches", world, branches=[1, -1, 0][:world], dtype=dtype)
         with diagnosis.suspect_left_out_gradients():
             results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)
-        expect_gradients(results, case, "gradients are the average when ranks use different layers")
+        expect_gradients(results, case, "every gradient is the average, even if the ranks use different layers")
         require_flat(results, case)
 
 

@@ -48,7 +48,8 @@ def test_launches_are_asynchronous(submission):
                 expect(
                     sorted((launch.op, launch.numel) for launch in launched)
                     == sorted(("all_reduce", p.numel()) for p in trainable),
-                    f"a step launches one all_reduce for each of {len(trainable)} trainable parameters ({model} model)",
+                    f"a step of the {model} model launches one all_reduce for each of its {len(trainable)} trainable "
+                    "parameters",
                     summarize(launched),
                     partial(diagnosis.explain_launches, launched, case),
                     rank=rank,
@@ -57,8 +58,8 @@ def test_launches_are_asynchronous(submission):
                 late = [launch for launch in launched if launch.phase != "backward"]
                 expect(
                     not late,
-                    "every all_reduce is launched while backward runs",
-                    f"{len(late)} of {len(launched)} were launched in {late and late[0].phase}",
+                    "every all_reduce is launched during backward",
+                    f"{len(late)} of {len(launched)} all-reduces were not launched during backward",
                     diagnosis.IN_THE_FINISH,
                     rank=rank,
                     step=step,
@@ -94,7 +95,12 @@ def test_launches_follow_their_gradients(submission):
             launched_at = {launch.numel: launch.place for launch in launches(events, 0)}
             for index, (ready_at, name) in enumerate(order):
                 launch_at = launched_at.get(sizes[name])
-                expect(launch_at is not None, f"{name} has its own all_reduce", "no launch has its size", rank=rank)
+                expect(
+                    launch_at is not None,
+                    f"{name} has its own all_reduce",
+                    f"no launch has the size of {name}",
+                    rank=rank,
+                )
                 expect(
                     ready_at < launch_at,
                     f"the all_reduce of {name} is launched after its gradient is in .grad",
@@ -126,7 +132,7 @@ def test_every_handle_is_waited_on(submission):
                 expect(
                     bool(launched) and not unawaited,
                     "finish_grad_sync waits on the handle of every all_reduce of the step",
-                    f"{len(unawaited)} of {len(launched)} handles were never waited on",
+                    f"it never waited on {len(unawaited)} of {len(launched)} handles",
                     diagnosis.LAST_HANDLE,
                     rank=rank,
                     step=step,
@@ -135,7 +141,7 @@ def test_every_handle_is_waited_on(submission):
                 expect(
                     not stale,
                     "a step waits only on its own handles",
-                    f"{len(stale)} handles of step {step} were waited on again in a later step",
+                    f"a later step waited again on {len(stale)} of {len(launched)} handles of step {step}",
                     diagnosis.NEVER_CLEARED,
                     rank=rank,
                 )
@@ -143,7 +149,7 @@ def test_every_handle_is_waited_on(submission):
                 expect(
                     not raced,
                     "a gradient does not change between its launch and its wait",
-                    f"{len(raced)} of {len(launched)} changed in between",
+                    f"the gradients of {len(raced)} of {len(launched)} launches changed in between",
                     partial(diagnosis.explain_race, events, step),
                     rank=rank,
                     step=step,
@@ -161,7 +167,7 @@ def test_no_sync_accumulates(submission):
         expect_gradients(
             results,
             case,
-            "gradients are the average of the gradients that 3 micro-batches accumulated",
+            "every gradient is the average over the ranks of the sum over 3 micro-batches",
             hypotheses=partial(diagnosis.lost_micro_batches, case),
         )
         for rank, events in enumerate(results.events):
@@ -170,7 +176,7 @@ def test_no_sync_accumulates(submission):
             expect(
                 count == expected,
                 f"a step of 3 micro-batches has {expected} launches: one per parameter, in the last backward",
-                f"it has {count} launches",
+                f"it made {count} launches",
                 rank=rank,
             )
         require_overlapped(results, case, steps=2)
@@ -190,7 +196,7 @@ def test_no_sync_restores_its_state(submission):
         expect(
             not inside,
             "backward passes inside no_sync launch nothing, even after an inner no_sync has ended",
-            f"{nested} launches inside the inner no_sync, {len(inside) - nested} after its end",
+            f"launches inside the inner no_sync: {nested}; launches after its end: {len(inside) - nested}",
             partial(diagnosis.explain_noise, nested),
             rank=rank,
         )
@@ -198,12 +204,12 @@ def test_no_sync_restores_its_state(submission):
         expect(
             len(outside) == len(case.parameters()),
             "after an exception inside no_sync, the next backward launches all its all-reduces",
-            f"it makes {len(outside)} launches for {len(case.parameters())} parameters",
+            f"it made {len(outside)} launches for {len(case.parameters())} parameters",
             partial(diagnosis.explain_silence, events),
             rank=rank,
         )
     expect_equal(
-        "gradients are the average of all three micro-batches",
+        "every gradient is the average over the ranks of the sum over all three micro-batches",
         [result[0] for result in results],
         case.gradients(),
         evidence=collect_evidence(results.events, case, step=None),
@@ -212,7 +218,7 @@ def test_no_sync_restores_its_state(submission):
 
 @pytest.mark.points(1)
 def test_steps_and_subgroups(submission):
-    """After four overlapped steps the weights equal those of one process, also in a group of ranks 1 and 3."""
+    """After four overlapped steps, the weights equal those of one process, also in a group of ranks 1 and 3."""
     for world, optimizer in zip(submission.worlds(2, 4), ("adam", "sgd")):
         groups = [[1, 3], [0, 2]] if world == 4 else [list(range(world))]
         case = submission.case("Tied", world, steps=4, dtype=torch.float64, optimizer=optimizer, group=groups[0])

@@ -89,7 +89,8 @@ def test_buckets_overlap_with_backward(submission):
                 launched = launches(events, step)
                 expect(
                     [launch.numel for launch in launched] == expected and all(x.op == "all_reduce" for x in launched),
-                    f"one all_reduce for each of the {len(expected)} buckets, in order, with {join(expected)} elements",
+                    f"a step launches one all_reduce for each of the {len(expected)} buckets, in order, with "
+                    f"{join(expected)} elements",
                     summarize(launched),
                     partial(diagnosis.explain_launches, submission, case, buckets, CAP_BYTES, events, step),
                     rank=rank,
@@ -146,7 +147,7 @@ def test_unused_parameters(submission):
         with diagnosis.blame_plan(submission, case, CAP_BYTES):
             with diagnosis.blame_ready_order(plan_by_rule(case)):
                 results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)
-            expect_gradients(results, case, "gradients are the average when ranks use different layers")
+            expect_gradients(results, case, "every gradient is the average, even if the ranks use different layers")
         counts = [[len(launches(events, step)) for step in range(3)] for events in results.events]
         buckets = plan_by_rule(case)
         expected = len(buckets)
@@ -155,7 +156,7 @@ def test_unused_parameters(submission):
                 expect(
                     counts[rank][step] == expected,
                     f"every step has {expected} launches, one per bucket",
-                    f"launches by rank and step: {counts}",
+                    f"the numbers of launches, by rank and step, are {counts}",
                     partial(diagnosis.explain_launches, submission, case, buckets, CAP_BYTES, events, step),
                 )
         expect_weights(results, case)
@@ -170,7 +171,7 @@ def test_no_sync_accumulates(submission):
         jobs = case.make_jobs(interrupted=1, **JOB)
         results = submission.run(training.train, jobs, world_size=world)
         expect_silence(results.events, range(world), steps=2)
-        expect_gradients(results, case, "gradients are the average of the gradients that 3 micro-batches accumulated")
+        expect_gradients(results, case, "every gradient is the average over the ranks of the sum over 3 micro-batches")
     buckets = plan_by_rule(case)
     expected = len(buckets)
     for step in range(2):
@@ -182,7 +183,7 @@ def test_no_sync_accumulates(submission):
             expect(
                 len(launched) == expected,
                 f"a step of 3 micro-batches has {expected} launches, one per bucket",
-                f"it has {len(launched)} launches",
+                f"it made {len(launched)} launches",
                 partial(diagnosis.explain_launches, submission, case, buckets, CAP_BYTES, events, step),
                 rank=rank,
                 step=step,
@@ -190,7 +191,7 @@ def test_no_sync_accumulates(submission):
             expect(
                 not late,
                 f"all {expected} launches of a step of 3 micro-batches are in the last backward",
-                f"{late} of them are after backward",
+                f"{late} of them came after backward",
                 partial(explain_late_launches, submission, jobs, events, step),
                 rank=rank,
                 step=step,
@@ -200,7 +201,7 @@ def test_no_sync_accumulates(submission):
 
 @pytest.mark.points(1)
 def test_steps_and_subgroups(submission):
-    """After four overlapped steps the weights equal those of one process, also in a group of ranks 1 and 3."""
+    """After four overlapped steps, the weights equal those of one process, also in a group of ranks 1 and 3."""
     for world, optimizer in zip(submission.worlds(2, 4), ("adam", "sgd")):
         groups = [[1, 3], [0, 2]] if world == 4 else [list(range(world))]
         case = submission.case("Tied", world, steps=4, dtype=torch.float64, optimizer=optimizer, group=groups[0])
@@ -264,8 +265,8 @@ def expect_buckets(case, buckets):
     """Expect buckets that follow the rule, for one list of parameters."""
     sizes = [numel * dtype.itemsize for numel, dtype in zip(case["numels"], case["dtypes"])]
     dtypes = join(sorted({str(dtype).removeprefix("torch.") for dtype in case["dtypes"]}))
-    given = f"parameters of {join(sizes)} bytes ({dtypes}), cap {case['cap_bytes']} bytes"
-    got = f"{given}: the buckets are {[[f'#{i}' for i in bucket] for bucket in buckets]}".replace("'", "")
+    given = f"for parameters of {join(sizes)} bytes ({dtypes}) and a cap of {case['cap_bytes']} bytes"
+    got = f"{given}, the buckets are {[[f'#{i}' for i in bucket] for bucket in buckets]}".replace("'", "")
     flat = [i for bucket in buckets for i in bucket]
     expect(
         sorted(flat) == list(range(len(sizes))) and all(buckets),
@@ -292,7 +293,7 @@ def expect_buckets(case, buckets):
         expect(
             total <= case["cap_bytes"] or len(bucket) == 1,
             f"a bucket of several parameters contains at most {case['cap_bytes']} bytes",
-            f"{got}; one contains {total} bytes",
+            f"{got}; one of them contains {total} bytes",
             partial(diagnosis.explain_large_bucket, apply_rule, case, sizes, buckets),
         )
     for bucket, after in zip(buckets, buckets[1:]):
@@ -300,8 +301,9 @@ def expect_buckets(case, buckets):
             total = sum(sizes[i] for i in bucket)
             expect(
                 total + sizes[after[0]] > case["cap_bytes"],
-                "a bucket closes only if the next parameter does not fit; an exact fit belongs to the bucket",
-                f"{got}; #{after[0]} would still fit",
+                "a bucket closes only if the next parameter does not fit. A parameter that fits exactly belongs to "
+                "the bucket",
+                f"{got}; parameter #{after[0]} would still fit",
                 partial(diagnosis.explain_small_bucket, total + sizes[after[0]] == case["cap_bytes"]),
             )
 
@@ -322,7 +324,7 @@ def expect_dtypes(events, case):
             carried[launch.dtype] += launch.numel
         expect(
             carried == expected or len(events) == 1,
-            "a bucket contains gradients of one dtype and travels in that dtype; a step carries "
+            "each bucket contains gradients of one dtype and is all-reduced in that dtype. A step all-reduces "
             + join(f"{numel} elements of {dtype}" for dtype, numel in expected.items()),
             summarize(launches(own, 0)),
             diagnosis.MIXED_BUCKETS,

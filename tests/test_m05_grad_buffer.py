@@ -8,6 +8,7 @@ import torch
 
 from brigade.checks.diagnose.evidence import find_leftover, join_names
 from brigade.checks.expectations import (
+    describe_gradients,
     expect,
     expect_equal,
     expect_gradients,
@@ -56,7 +57,7 @@ def test_layout_rule(submission):
         call = f"plan_layout({', '.join(map(str, case['arguments']))}{', pad_for_busbw=True' * bool(case['keywords'])})"
         expect(
             all(start % 64 == 0 for start, _ in answer["param_ranges"]),
-            f"in the layout of {call} every parameter starts at a multiple of 64 elements",
+            f"in the layout of {call}, every parameter starts at a multiple of 64 elements",
             f"param_ranges = {answer['param_ranges']}",
             diagnosis.ALIGNED,
         )
@@ -123,7 +124,7 @@ def test_gradients_are_averaged(submission):
 
 @pytest.mark.points(2)
 def test_gradients_are_views(submission):
-    """Gradients are views of the buffer at the layout's offsets. A step copies no more than the bare model's."""
+    """Gradients are views of the buffer at the layout's offsets. A step copies no more than one of the bare model."""
     for world, form in zip(submission.worlds(2, 3), ("optimizer, to None", "optimizer, to zeros")):
         case = submission.case("Plain", world, steps=3)
         names, layout = lay_out(case, world)
@@ -133,7 +134,7 @@ def test_gradients_are_views(submission):
                 expect(
                     len(buffers) == 1 and buffers[0]["numel"] == layout["numel"],
                     f"there is one grad buffer, with {layout['numel']} elements",
-                    f"grad buffers of {join_names([buffer['numel'] for buffer in buffers])} elements",
+                    f"the grad buffers have {join_names([buffer['numel'] for buffer in buffers])} elements",
                     partial(diagnosis.explain_buffers, buffers, names),
                     rank=rank,
                     step=step,
@@ -142,8 +143,8 @@ def test_gradients_are_views(submission):
                     offset = buffers[0]["offsets"].get(name)
                     expect(
                         offset == start,
-                        f"after the finish the gradient is a view of the buffer that begins at element {start}",
-                        "it is not in the buffer" if offset is None else f"it begins at element {offset}",
+                        f"after finish_grad_sync, the gradient is a view of the buffer that begins at element {start}",
+                        "the gradient is not in the buffer" if offset is None else f"it begins at element {offset}",
                         partial(diagnosis.explain_offset, results, buffers, names, name),
                         rank=rank,
                         step=step,
@@ -159,8 +160,9 @@ def test_gradients_are_views(submission):
         bare, ddp = ([n for n in result[key]["copied"] if n >= min(numels)] for key in ("bare", "ddp"))
         expect(
             sum(ddp) <= sum(bare),
-            f"a step copies no more than a step of the bare model, {sum(bare)} elements",
-            f"{sum(ddp)} elements in {len(ddp)} copies, of {sorted(ddp, reverse=True)[:6]} elements",
+            f"a step copies at most as many elements as a step of the bare model: {sum(bare)}",
+            f"it copied {sum(ddp)} elements in {len(ddp)} copies; the largest copies have "
+            f"{join_names(sorted(ddp, reverse=True)[:4])} elements",
             partial(diagnosis.explain_copies, ddp, numels),
             rank=rank,
         )
@@ -168,7 +170,7 @@ def test_gradients_are_views(submission):
         expect(
             extra < 0.05 * gradient_bytes,
             "a step allocates no more memory than forward and backward of the bare model",
-            f"{extra} bytes more. All gradients together have {gradient_bytes} bytes",
+            f"it allocated {extra} bytes more. All gradients together take {gradient_bytes} bytes",
             diagnosis.ALLOCATES,
             rank=rank,
         )
@@ -176,7 +178,7 @@ def test_gradients_are_views(submission):
 
 @pytest.mark.points(2)
 def test_zero_grad_in_any_form(submission):
-    """With every form of zero_grad, called before or after forward, the weights are those of one process."""
+    """With every form of zero_grad, called before or after forward, the weights equal those of one process."""
     forms = ("optimizer, to None", "optimizer, to zeros", "model, to None", "model, to zeros")
     [world] = submission.worlds(2)
     for form in forms:
@@ -186,7 +188,7 @@ def test_zero_grad_in_any_form(submission):
             results = submission.run(m05_grad_buffer.train, jobs, world_size=world)
             when = "between forward and backward" if late else "before forward"
             with explain_failures(results.events, partial(diagnosis.explain_lost_view, results)):
-                what = f"weights after 3 steps with zero_grad ({form}) {when}"
+                what = f"after 3 steps with zero_grad ({form}) {when}, the weights equal those of one process"
                 expect_trained(what, [result["weights"] for result in results], case)
 
 
@@ -205,7 +207,7 @@ def test_buckets_overlap_with_backward(submission):
                 buffers = results[rank]["buffers"][step]
                 expect(
                     [launch.numel for launch in launched] == expected and all(x.op == "all_reduce" for x in launched),
-                    f"one all_reduce for each of the {len(expected)} buckets, in their order, of "
+                    f"a step launches one all_reduce for each of the {len(expected)} buckets, in order, with "
                     f"{join_names(expected, 8)} elements",
                     summarize(launched),
                     partial(diagnosis.explain_launches, buffers, names, layout, events, step),
@@ -218,7 +220,7 @@ def test_buckets_overlap_with_backward(submission):
                 expect(
                     not buffers[0]["padding"],
                     "the padding is zero after every step",
-                    f"the sum of its absolute entries is {buffers[0]['padding']:g}",
+                    f"its absolute values add up to {buffers[0]['padding']:g}",
                     diagnosis.LEAKS,
                     rank=rank,
                     step=step,
@@ -227,7 +229,7 @@ def test_buckets_overlap_with_backward(submission):
 
 @pytest.mark.points(1)
 def test_steps_and_subgroups(submission):
-    """Several steps are right with (interrupted) no_sync, in different ready orders, and on ranks 1 and 3 of four."""
+    """Several steps are correct with no_sync, even interrupted, with different ready orders, and in a sub-group."""
     for world, model in zip(submission.worlds(2, 3, 4), ("Plain", "Reordered", "Tied")):
         groups = [[1, 3], [0, 2]] if world == 4 else [list(range(world))]
         case = submission.case(
@@ -254,7 +256,7 @@ def test_steps_and_subgroups(submission):
             expect(
                 count == expected,
                 f"a step of 3 micro-batches launches {expected} collectives, one per bucket",
-                f"{count} launches",
+                f"it made {count} launches",
                 partial(find_leftover, results.events[0]),
                 rank=0,
                 step=0,
@@ -284,8 +286,8 @@ def test_main_grad_accumulates_in_fp32(submission):
             absent = [i for i, main_grad in result["steps"][0]["main_grad"].items() if main_grad is None]
             expect(
                 not absent,
-                "with grad_dtype=float32 every bf16 parameter has a main_grad",
-                f"{len(absent)} of {len(sizes)} parameters have none",
+                "with grad_dtype=float32, every bf16 parameter has a main_grad",
+                f"main_grad is missing on {len(absent)} of {len(sizes)} parameters",
                 diagnosis.NO_MAIN_GRAD,
                 rank=rank,
                 step=0,
@@ -297,7 +299,7 @@ def test_main_grad_accumulates_in_fp32(submission):
             }
             with explain_failures(results.events):
                 expect_equal(
-                    f"main_grad is the fp32 average of the sums of 41 micro-batches (step {step})",
+                    f"in step {step}, main_grad is the average over the ranks of the fp32 sum over 41 micro-batches",
                     [dict(zip(average, result["steps"][step]["main_grad"].values())) for result in results],
                     average,
                     tolerance=1e-5,
@@ -308,8 +310,8 @@ def test_main_grad_accumulates_in_fp32(submission):
                     grad = result["steps"][step]["grad"][i]
                     expect(
                         grad is not None and grad.dtype == torch.bfloat16 and torch.equal(grad, main_grad.bfloat16()),
-                        "after the finish p.grad is main_grad, rounded to the parameter's dtype",
-                        "p.grad is None" if grad is None else f"p.grad has the dtype {grad.dtype} or other values",
+                        "after finish_grad_sync, p.grad equals main_grad rounded to the parameter's dtype",
+                        describe_grad(grad),
                         diagnosis.NO_ROUNDED_GRAD,
                         rank=rank,
                         step=step,
@@ -327,7 +329,7 @@ def test_main_grad_accumulates_in_fp32(submission):
             expect(
                 None not in offsets.values(),
                 "each main_grad is a view of the buffer",
-                f"{sum(offset is None for offset in offsets.values())} of {len(offsets)} are not",
+                f"{sum(offset is None for offset in offsets.values())} of {len(offsets)} are not views of it",
                 rank=rank,
                 step=1,
             )
@@ -351,9 +353,10 @@ def test_one_buffer_per_dtype(submission):
             parameter_sets = [set(buffer["offsets"]) for buffer in buffers]
             expect(
                 len(buffers) == len(expected) and all(names in parameter_sets for names in expected.values()),
-                f"there are {len(expected)} grad buffers, one for all parameters of each dtype: "
+                f"there are {len(expected)} grad buffers, one for the parameters of each dtype: "
                 f"{join_names(sorted(map(str, expected)))}",
-                f"{len(buffers)} buffers, of {join_names(sorted(str(buffer['dtype']) for buffer in buffers), 8)}",
+                "the dtypes of the grad buffers are "
+                f"{join_names(sorted(str(buffer['dtype']) for buffer in buffers), 8)}",
                 rank=rank,
             )
             for buffer in buffers:
@@ -361,8 +364,8 @@ def test_one_buffer_per_dtype(submission):
                 own = case.parameters()[name].dtype
                 expect(
                     buffer["dtype"] == dtypes[name],
-                    f"with grad_dtype={grad_dtype} the gradients of {own} parameters are in a {dtypes[name]} buffer",
-                    f"it is a {buffer['dtype']} buffer",
+                    f"with grad_dtype={grad_dtype}, the gradients of {own} parameters are in a {dtypes[name]} buffer",
+                    f"they are in a {buffer['dtype']} buffer",
                     diagnosis.NARROWER if own in wide else "",
                     rank=rank,
                 )
@@ -370,7 +373,7 @@ def test_one_buffer_per_dtype(submission):
             expect(
                 not lost,
                 "every gradient is a view of its buffer",
-                f"the gradients of {join_names(lost)} are not",
+                f".grad is not a view for {join_names(lost)}",
                 partial(diagnosis.explain_lost_view, results),
                 rank=rank,
                 step=0,
@@ -418,10 +421,17 @@ def require_padded(results, case, steps=1):
         return all(map(overlaps, launched)) and sum(launch.numel for launch in launched) > total
 
     kind = (
-        "an asynchronous all_reduce for each bucket of the buffer, padding included, launched while backward runs and "
-        "awaited in the finish"
+        "one asynchronous all_reduce for each bucket of the buffer, padding included, launched in backward and waited "
+        "for in finish_grad_sync"
     )
     require_launches(results.events, case.group, kind, accepts, steps)
+
+
+def describe_grad(grad):
+    """Return how p.grad, which should be main_grad in bf16, differs from it."""
+    if grad is None:
+        return "p.grad is None"
+    return "p.grad has other values" if grad.dtype == torch.bfloat16 else f"p.grad has the dtype {grad.dtype}"
 
 
 def list_buckets(names, layout):
@@ -439,8 +449,8 @@ def expect_bucket_order(events, names, layout, rank):
         missing = [name for name in bucket if ready_at.get(name, -1) > launch.place]
         expect(
             not missing,
-            "buckets are launched in their order, each when all its gradients are ready",
-            f"launch {number} came when {join_names(missing)} of bucket {number} were not ready",
+            "buckets are launched in order, each when all its gradients are ready",
+            f"launch {number} came before {describe_gradients(missing)} ready, in bucket {number}",
             partial(diagnosis.explain_early_launch, events, 0, launch, buckets, lengths),
             rank=rank,
             step=0,

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from test_m05_grad_buffer import BUCKET_NUMEL, compute_layout
 
 from brigade.checks.expectations import (
+    describe_gradients,
     expect,
     expect_equal,
     expect_gradients,
@@ -57,7 +58,7 @@ def split_ranks(world):
 @pytest.mark.parts("Part (a): coalesce")
 @pytest.mark.points(1)
 def test_coalesce_is_one_launch(submission):
-    """Collectives called inside coalesce are one launch when the block ends. handle.wait() completes it."""
+    """Collectives in a coalesce block become one launch when the block ends. handle.wait() completes it."""
     kinds = [("all_reduce", "SUM", F32), ("all_reduce", "MAX", F64), ("reduce_scatter", "AVG", F32)]
     kinds.append(("all_gather", None, BF16))
     for world in submission.worlds(2, 4):
@@ -76,7 +77,7 @@ def test_coalesce_is_one_launch(submission):
                     what = f"{count} calls of {name} in the group of ranks {join_names(group)}"
                     expect_one_launch(launches(results.events[rank], number), op, count, what, rank)
                     expect_equal(
-                        f"after handle.wait() each of {count} coalesced calls of {name} has the right result",
+                        f"after handle.wait(), each of {count} coalesced calls of {name} has the right result",
                         [{f"call {i}": tensor for i, tensor in enumerate(results[rank][number])}],
                         {f"call {i}": compute_result([calls[r][i] for r in group], index) for i in range(count)},
                         ranks=[rank],
@@ -86,7 +87,7 @@ def test_coalesce_is_one_launch(submission):
 
 @pytest.mark.points(2)
 def test_coalesce_refuses_mixtures(submission):
-    """Mixed kinds, reduce ops or dtypes, and nested blocks raise and launch nothing. Later collectives work."""
+    """Mixed kinds, reduce operations or dtypes and nested blocks raise and launch nothing. Later collectives work."""
     rng = submission.rng
     [world] = submission.worlds(2)
     blocks = [  # what raises, what must be compared for that, the calls
@@ -113,7 +114,7 @@ def test_coalesce_refuses_mixtures(submission):
             if compared:
                 expect(
                     raised is not None,
-                    f"a block of coalesce raises an exception if it contains {label}",
+                    f"a coalesce block raises an exception if it contains {label}",
                     f"nothing was raised, and the block made {summarize(launched)}",
                     partial(diagnosis.explain_no_error, compared),
                     rank=rank,
@@ -121,14 +122,14 @@ def test_coalesce_refuses_mixtures(submission):
             else:
                 expect(
                     result[number]["unchanged"],
-                    "an exception raised inside a block of coalesce comes out of the block unchanged",
-                    f"the block raised {f'another one, {raised}' if raised else 'nothing'}",
+                    "an exception that is raised inside a coalesce block leaves the block unchanged",
+                    f"the block raised {f'{raised} instead' if raised else 'nothing'}",
                     diagnosis.SWALLOWED,
                     rank=rank,
                 )
             expect(
                 not launched,
-                f"a block of coalesce that ends with an exception launches nothing ({label})",
+                f"a coalesce block that ends with an exception launches nothing ({label})",
                 summarize(launched),
                 partial(diagnosis.explain_launch_after_error, compared),
                 rank=rank,
@@ -175,7 +176,8 @@ def test_bucket_group(submission):
                     expect(
                         torch.equal(result[kind][unused], result["before"][kind][unused]),
                         "a BucketGroup does not change buckets that are not in its bucket_indices",
-                        f"bucket_indices were {indices[0]} and {indices[1]}, but bucket 3 of {kind} has changed",
+                        f"bucket_indices of the two groups are {indices[0]} and {indices[1]}, but bucket 3 of {kind} "
+                        "has changed",
                         diagnosis.WHOLE_BUFFER,
                         rank=rank,
                     )
@@ -184,7 +186,7 @@ def test_bucket_group(submission):
 @pytest.mark.parts("Parts (e) and (f): groups of buckets")
 @pytest.mark.points(1)
 def test_shards_without_gather(submission):
-    """With gather_grads=False this rank's shards are averaged, and parameters are gathered instead of gradients."""
+    """With gather_grads=False, this rank's shards are averaged, and parameters are gathered instead of gradients."""
     for world, buckets_per_group in zip(submission.worlds(2, 4), (2, 1)):
         case = submission.case("Plain", world, steps=3, dtype=F64, group=split_ranks(world)[0])
         jobs = case.make_jobs(groups=split_ranks(world), **make_job(buckets_per_group))
@@ -199,7 +201,7 @@ def test_shards_without_gather(submission):
             for step in range(3):
                 launched, at = launches(results.events[rank], step), {"rank": rank, "step": step}
                 gradients = [launch for launch in launched if launch.phase != "start"]
-                setting = " before start_param_sync, with gather_grads = False"
+                setting = " before start_param_sync if gather_grads is False"
                 expect_ops(gradients, ("reduce_scatter",), at, setting, is_gather_off=True)
                 expect_launches(gradients, groups, "reduce_scatter", at, events=results.events[rank])
                 parameters = [launch for launch in launched if launch.phase == "start"]
@@ -269,7 +271,7 @@ def test_groups_overlap_with_backward(submission):
 
 @pytest.mark.points(1)
 def test_steps_and_subgroups(submission):
-    """Steps are right with (interrupted) no_sync, other ready orders, subgroups, unused parameters and fp32."""
+    """Several steps are correct with no_sync, other ready orders, sub-groups, unused parameters and fp32 gradients."""
     for world, model in zip(submission.worlds(2, 3, 4), ("Plain", "Reordered", "Tied")):
         case = submission.case(
             model,
@@ -310,7 +312,8 @@ def test_steps_and_subgroups(submission):
         results = submission.run(m05_grad_buffer.train, jobs, world_size=world)
         with explain_failures(results.events, partial(explain_lost_view, results)):
             expect_trained(
-                f"weights after 3 steps with unused parameters and zero_grad ({form}) {when} forward",
+                f"after 3 steps with unused parameters and zero_grad ({form}) {when} forward, the weights equal those "
+                "of one process",
                 [result["weights"] for result in results],
                 case,
             )
@@ -362,7 +365,7 @@ def expect_kernels(events, blocks, rank):
             counts = event["counts"]
             expect(
                 sum(counts.values()) == blocks,
-                f"on the GPU {blocks} blocks of coalesced calls are {blocks} kernels of NCCL",
+                f"on the GPU, {blocks} coalesce blocks run {blocks} NCCL kernels",
                 join_names([f"{count} {name}" for name, count in counts.items()], 8) or "no kernel",
                 partial(diagnosis.explain_kernels, counts, blocks),
                 rank=rank,
@@ -373,29 +376,29 @@ def expect_one_launch(launched, op, count, what, rank):
     """Expect that a block of `count` calls made one launch when it ended, and that only handle.wait() waited for it."""
     expect(
         [(launch.op, launch.parts) for launch in launched] == [(op, count)],
-        f"{what}, inside one block of coalesce, are one launch of {count} tensors",
-        summarize(launched) + (f", with {launched[0].parts} tensors" if len(launched) == 1 else ""),
+        f"{what}, inside one coalesce block, become one launch of {count} tensors",
+        summarize(launched) + (f", which contains {launched[0].parts} of the tensors" if len(launched) == 1 else ""),
         partial(diagnosis.explain_calls, launched, count),
         rank=rank,
     )
     [launch] = launched
     expect(
         not launch.sync and "block" not in launch.wait_phases,
-        f"the end of a block of coalesce launches without waiting ({what})",
+        f"a coalesce block launches when it ends, without waiting ({what})",
         "it waited for the result",
         partial(diagnosis.explain_early_wait, launch),
         rank=rank,
     )
     expect(
         launch.phase == "block",
-        f"the launch is made when the block of coalesce ends ({what})",
-        "it was made by handle.wait()",
+        f"a coalesce block launches when it ends ({what})",
+        "handle.wait() made the launch",
         diagnosis.MADE_BY_WAIT,
         rank=rank,
     )
     expect(
         bool(launch.waits),
-        f"handle.wait() waits for the launch of the block ({what})",
+        f"handle.wait() waits for the block's launch ({what})",
         "it did not wait for this launch",
         diagnosis.OTHER_HANDLE,
         rank=rank,
@@ -406,23 +409,23 @@ def expect_working(answers, inputs, label):
     """Expect that an all_reduce and the next block work after a block that ended with an exception."""
     total = sum(inputs)
     expect_equal(
-        f"after a block of coalesce that ended with an exception ({label}), the next all_reduce works",
-        [{"its result": answer["alone"]} for answer in answers],
-        {"its result": total},
+        f"after a coalesce block has ended with an exception ({label}), the next all_reduce works",
+        [{"the result": answer["alone"]} for answer in answers],
+        {"the result": total},
         hypotheses=partial(diagnosis.suspect_capturing, inputs),
     )
     for rank, answer in enumerate(answers):
         expect(
             answer["failure"] is None,
-            f"after a block of coalesce that ended with an exception ({label}), the next block works",
+            f"after a coalesce block has ended with an exception ({label}), the next block works",
             f"it raised {answer['failure']}",
             diagnosis.BLOCK_LEFT_OVER,
             rank=rank,
         )
     expect_equal(
-        f"after a block of coalesce that ended with an exception ({label}), the next block works",
-        [{"its result": answer["again"]} for answer in answers],
-        {"its result": total},
+        f"after a coalesce block has ended with an exception ({label}), the next block works",
+        [{"the result": answer["again"]} for answer in answers],
+        {"the result": total},
     )
 
 
@@ -451,7 +454,7 @@ def expect_averaged_shards(results, grads, layout, buckets, group):
         expect(
             actual.numel() == layout["numel"],
             f"the grad buffer has {layout['numel']} elements",
-            f"it has {actual.numel()}",
+            f"it has {actual.numel()} elements",
             diagnosis.WRONG_NUMEL,
             rank=rank,
         )
@@ -461,8 +464,7 @@ def expect_averaged_shards(results, grads, layout, buckets, group):
 
         is_subgroup = list(group) != list(range(size))
         expect_equal(
-            f"after finish_grad_sync rank r of a group has the averages in shard r of each bucket, the r-th of {size} "
-            "equal parts",
+            f"after finish_grad_sync, rank r of a group has the averages in shard r (of {size}) of each bucket",
             [cut(actual)],
             cut(average),
             ranks=[rank],
@@ -483,7 +485,7 @@ def expect_gathered_shards(results, params, layout, buckets, group):
         return {f"bucket {b} of param_data": data[slice(*layout["bucket_ranges"][b])] for b in buckets}
 
     expect_equal(
-        "after finish_param_sync each bucket is complete: its shard r comes from rank r of the group",
+        "after finish_param_sync, each bucket is complete: its shard r comes from rank r of the group",
         [cut(result["param_data"]) for result in results],
         cut(whole),
         ranks=group,
@@ -492,7 +494,7 @@ def expect_gathered_shards(results, params, layout, buckets, group):
     )
     indices = [i for i, bucket in enumerate(layout["bucket_of"]) if bucket in buckets]
     expect_equal(
-        "after finish_param_sync the parameters have the values in param_data",
+        "after finish_param_sync, the parameters have the values in param_data",
         [{f"parameter {i}": result["params"][i].flatten() for i in indices} for result in results],
         {f"parameter {i}": whole[slice(*layout["param_ranges"][i])] for i in indices},
         ranks=group,
@@ -511,8 +513,8 @@ def expect_started(launched, groups, op, what, rank, step=None):
     expect(
         not early and not late,
         f"start_{what} launches without waiting, and finish_{what} waits",
-        f"start_{what} waited for {len(early)} of {len(launched)} launches, and {len(late)} were launched later or not "
-        f"awaited in finish_{what}",
+        f"start_{what} waited for {len(early)} of {len(launched)} launches; {len(late)} were launched later, or "
+        f"finish_{what} did not wait for them",
         partial(diagnosis.explain_waits, launched, what),
         **at,
     )
@@ -524,7 +526,7 @@ def expect_ops(launched, ops, at, setting="", is_gather_off=False):
     expect(
         not others,
         f"only {' and '.join(ops)} {'is' if len(ops) == 1 else 'are'} launched{setting}",
-        f"also {summarize(others)}",
+        f"there were also {summarize(others)}",
         partial(diagnosis.explain_other_kinds, others, is_gather_off),
         **at,
     )
@@ -540,8 +542,8 @@ def expect_launches(launched, groups, op, at, setting="", ordered=True, events=(
     expected = sort_by_dtype((str(dtype).removeprefix("torch."), numel) for dtype, numel, *_ in groups)
     expect(
         made == expected if ordered else sorted(made) == sorted(expected),
-        f"one {op} for each of {len(expected)} groups{setting}, of "
-        f"{join_names([f'{numel} {dtype}' for dtype, numel in expected], 8)}",
+        f"one {op} for each of {len(expected)} groups is launched{setting}, with "
+        f"{join_names([f'{numel} {dtype}' for dtype, numel in expected], 8)} elements",
         summarize(of_kind),
         partial(diagnosis.explain_groups, made, expected, op, events),
         **at,
@@ -557,15 +559,15 @@ def expect_waited(launched, at):
     forgotten = [launch for launch in launched if at["step"] not in launch.wait_steps]
     expect(
         not forgotten,
-        "every launch of a step is awaited in that step",
-        f"not awaited: {summarize(forgotten)}",
+        "every handle is waited on in the step that launched it",
+        f"the step never waited for {summarize(forgotten)}",
         diagnosis.NOT_AWAITED,
         **at,
     )
     raced = [launch for launch in launched if launch.raced]
     expect(
         not raced,
-        "the tensors of a launch do not change until its handle was waited on",
+        "the tensors of a launch do not change before its handle is waited on",
         f"the tensors of {summarize(raced)} changed",
         diagnosis.RACED,
         **at,
@@ -595,7 +597,7 @@ def require_halves(results, case, steps=1):
             overlaps(launch) for launch in launched if launch.op == "reduce_scatter"
         )
 
-    kind = "asynchronous reduce_scatters, launched while backward runs, and all_gathers"
+    kind = "asynchronous reduce_scatters, launched during backward, and all_gathers"
     require_launches(results.events, case.group, kind, accepts, steps)
 
 
@@ -608,7 +610,7 @@ def expect_complete(events, step, groups, rank):
         expect(
             not missing,
             "a group is launched when all gradients of all its buckets are ready",
-            f"launch {number} came when {join_names(missing)} of group {number} were not ready",
+            f"launch {number} came before {describe_gradients(missing)} ready, in group {number}",
             partial(diagnosis.explain_early_launch, events, step, launch, groups),
             rank=rank,
             step=step,
@@ -636,8 +638,8 @@ def expect_ranks(events, group, rank):
     others = [ranks for ranks in used if ranks != group]
     expect(
         not others,
-        f"collectives are on the process group that CoalescedDDP was given, that of ranks {join_names(group)}",
-        f"{len(others)} of {len(used)} are on the group of ranks {join_names(others[0] if others else [])}",
+        f"every collective uses the process group that CoalescedDDP received (ranks {join_names(group)})",
+        f"{len(others)} of {len(used)} collectives use the group of ranks {join_names(others[0] if others else [])}",
         diagnosis.WRONG_GROUP,
         rank=rank,
     )
@@ -680,7 +682,7 @@ def expect_fp32_steps(submission, world, gather_grads):
     for step, expected in enumerate(sums):
         for key, what, dtype in (("main_grad", "main_grad", F32), ("grad", "p.grad", BF16))[: 1 + gather_grads]:
             expect_equal(
-                f"with grad_dtype=float32{where}, {what} is the average of the accumulated gradients (step {step})",
+                f"in step {step}, with grad_dtype=float32{where}, {what} is the average of the accumulated gradients",
                 [name_tensors(result["steps"][step][key], dtype) for result in results],
                 name_tensors(expected, dtype),
                 hypotheses=partial(diagnosis.suspect_kept_gradients, expected, sums[0], dtype, world, gather_grads),

@@ -1,4 +1,4 @@
-"""Graded checks of module 7: views of buckets and shards that are made once and kept."""
+"""Graded checks of module 7: views of buckets and shards that are created once and cached."""
 
 from collections import Counter
 from functools import partial
@@ -11,6 +11,8 @@ from test_m06_coalesced import require_halves
 from brigade.checks.diagnose.evidence import find_leftover
 from brigade.checks.expectations import (
     blocks_backward,
+    describe_gradients,
+    describe_phase,
     expect,
     expect_equal,
     expect_gradients,
@@ -53,7 +55,7 @@ def test_gradients_are_averaged(submission):
 
 @pytest.mark.points(3)
 def test_steady_step_makes_no_view(submission):
-    """Hooks, finish_grad_sync and parameter sync make no view in the third step, and in the second after a move."""
+    """Hooks, finish_grad_sync and the parameter sync create no view in the third step or the second after a move."""
     cases = zip(submission.worlds(2, 3), (True, False), (2, 1), (None, torch.float32))
     for world, gather_grads, buckets_per_group, grad_dtype in cases:
         case = submission.case("MixedDtypes", world, steps=5)
@@ -79,7 +81,7 @@ def test_steady_step_makes_no_view(submission):
 
 @pytest.mark.points(2)
 def test_views_follow_the_buffer(submission):
-    """After buffer.reallocate() gradients are averaged and parameters gathered in the new memory, with kept views."""
+    """After buffer.reallocate(), gradients are averaged and parameters gathered in new memory, with cached views."""
     moves = [0, 1, 0, 2]  # calls of reallocate() before each step
     cases = zip(submission.worlds(2, 3, 2), (True, True, False), (torch.float64, torch.float32, torch.float64))
     runs = []
@@ -92,14 +94,14 @@ def test_views_follow_the_buffer(submission):
             micro = slice(step, step + 1)
             own = [case.gradients([rank], micro) for rank in range(world)]
             what = (
-                "after finish_grad_sync gradients are the average"
+                "after finish_grad_sync, every gradient is the average"
                 if gather_grads
-                else "averaged shards that were copied into param_data are gathered after finish_param_sync"
+                else "after finish_param_sync, param_data contains the averaged shards of all ranks"
             )
             num_moves = sum(moves[: step + 1])
             with diagnosis.suspect_stale_views(num_moves, gather_grads, results.events):
                 expect_equal(
-                    f"{what} (step {step}, number of reallocate() calls before: {num_moves})",
+                    f"{what} (step {step}; reallocate() was called {num_moves} times before)",
                     [result["tensors"][step] for result in results],
                     case.gradients(micro=micro),
                     scale={name: max(float(grads[name].abs().max()) for grads in own) for name in own[0]},
@@ -110,8 +112,8 @@ def test_views_follow_the_buffer(submission):
             for step, count in enumerate(result["num_alive"]):
                 expect(
                     not count,
-                    "at the end of the step after reallocate() nothing keeps the old memory alive",
-                    f"{count} old flat tensors are still alive",
+                    "at the end of the step after reallocate(), nothing keeps the old memory alive",
+                    f"{count} old flat tensor{' is' if count == 1 else 's are'} still alive",
                     diagnosis.OLD_VIEWS,
                     rank=rank,
                     step=step,
@@ -121,7 +123,7 @@ def test_views_follow_the_buffer(submission):
 
 @pytest.mark.points(1)
 def test_launches_are_those_of_module_6(submission):
-    """Each group has one reduce-scatter in backward and one all-gather, of gradients or parameters, on kept views."""
+    """Each group has one reduce-scatter in backward and one all-gather of gradients or parameters. Views are cached."""
     for world, buckets_per_group, gather_grads in zip(submission.worlds(2, 3), (2, 1), (True, False)):
         case = submission.case("Plain", world, hidden_layers=6, steps=3)
         jobs = case.make_jobs(gather_grads=gather_grads, reallocate=None, **make_job(buckets_per_group))
@@ -137,7 +139,7 @@ def test_launches_are_those_of_module_6(submission):
 
 @pytest.mark.points(1)
 def test_steps_and_subgroups(submission):
-    """Steps are right with (interrupted) no_sync, reallocate(), other ready orders, subgroups, unused parameters."""
+    """Several steps are correct with no_sync, reallocate(), other ready orders, sub-groups and unused parameters."""
     for world, model in zip(submission.worlds(2, 3, 4), ("Frozen", "Reordered", "Tied")):
         groups = [[1, 3], [0, 2]] if world == 4 else [list(range(world))]
         case = submission.case(
@@ -200,14 +202,14 @@ def expect_no_view(rank, step, steps, gather_grads, num_buckets, is_moved=False)
         lines[line] += view["count"]
         calls.setdefault(line, set()).add(view["call"])
     by_phase = join_names([f"{n} in {name}" for name, n in phases.items()])
-    got = f"{phases.total()} view{'s' * (phases.total() != 1)}, {by_phase}"
+    got = f"it created {phases.total()} view{'s' * (phases.total() != 1)}: {by_phase}"
     for line, count in lines.most_common(3):
         got += f"\n{line}  ({count} by {join_names(sorted(calls[line]))})"
-    after = ", here the second one after reallocate()," * is_moved
+    after = " (the second one after reallocate())" * is_moved
     expect(
         False,
-        f"a steady step{after} makes no view in hooks, finish_grad_sync or parameter sync, because it uses those of "
-        "earlier steps",
+        f"a steady step{after} creates no view in hooks, finish_grad_sync or the parameter sync, because it reuses "
+        "the views of earlier steps",
         got,
         partial(diagnosis.explain_views, steps, step, JOB["package"], gather_grads, is_moved, num_buckets),
         rank=rank,
@@ -227,8 +229,8 @@ def expect_launches(events, at, groups, gathers, setting):
         [launch.numel for launch in scatters] == numels
         and sorted(launch.numel for launch in all_gathers) == sorted(numels)
         and len(launched) == 2 * len(numels),
-        f"one reduce_scatter and one all_gather for each of {len(numels)} groups, of {join_names(numels)} elements"
-        f"{setting}",
+        f"a step launches one reduce_scatter and one all_gather for each of {len(numels)} groups, with "
+        f"{join_names(numels)} elements{setting}",
         summarize(launched),
         partial(diagnosis.explain_launches, launched, numels, "backward" in gathers, events),
         **at,
@@ -238,7 +240,7 @@ def expect_launches(events, at, groups, gathers, setting):
         expect(
             launch.place < max(ready_at.get(name, -1) for name in names),
             f"the reduce_scatter of group {number} is launched before the next group is complete{setting}",
-            f"it was launched in {launch.phase}, when {join_names(names)} were ready",
+            f"it was launched {describe_phase(launch)}, when {describe_gradients(names)} ready",
             partial(diagnosis.explain_late_launch, launch, events),
             **at,
         )
@@ -247,7 +249,7 @@ def expect_launches(events, at, groups, gathers, setting):
         expect(
             not others,
             f"each {op} is launched in {' or '.join(phases)}{setting}",
-            f"{len(others)} were launched in {join_names(sorted(set(others)))}",
+            f"launches in {join_names(sorted(set(others)))}: {len(others)}",
             partial(find_leftover, events),
             **at,
         )
@@ -256,16 +258,16 @@ def expect_launches(events, at, groups, gathers, setting):
     blocking += [x for x in all_gathers if x.sync or {"backward", "start_param_sync"} & set(x.wait_phases)]
     expect(
         not blocking,
-        f"no launch waits, and backward awaits none before a gradient of the next group is ready{setting}",
-        f"awaited too early: {summarize(blocking)}",
+        f"no launch blocks, and backward waits for none before a gradient of the next group is ready{setting}",
+        f"it waited too early for {summarize(blocking)}",
         partial(diagnosis.explain_blocking, blocking),
         **at,
     )
     wrong = [launch for launch in launched if at["step"] not in launch.wait_steps or launch.raced]
     expect(
         not wrong,
-        f"every handle of the step is waited on before anything is read or written{setting}",
-        f"{len(wrong)} of {len(launched)} were never waited on, or their tensors changed before that",
+        f"the step waits on every handle before it reads or writes the tensors{setting}",
+        f"it never waited for {len(wrong)} of {len(launched)} launches, or their tensors changed before the wait",
         partial(diagnosis.explain_unwaited, wrong),
         **at,
     )

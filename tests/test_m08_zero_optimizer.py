@@ -13,6 +13,7 @@ from brigade.checks.expectations import (
     expect_equal,
     explain_failures,
     format_distinct,
+    format_ranks,
     join_names,
 )
 from brigade.events import launches, summarize
@@ -54,7 +55,7 @@ GAP = 1 / 128  # between bfloat16 numbers from 1 to 2
 @pytest.mark.parts("8a, parts (a) to (d): whole parameters")
 @pytest.mark.points(3)
 def test_sharded_equals_unsharded(submission):
-    """Over 20 steps weights equal those of the unsharded optimizer, also in sub-groups and if a rank owns nothing."""
+    """Over 20 steps, weights equal those of the unsharded optimizer, in sub-groups and if a rank owns nothing too."""
     groups = [[1, 2, 3], [0]]
     adam = {"optimizer": "Adam", "options": {"lr": 0.01}, "params": "list"}
     adamw = {"optimizer": "AdamW", "options": {"lr": 0.01, "weight_decay": 0.1}, "params": "generator"}
@@ -81,7 +82,7 @@ def test_sharded_equals_unsharded(submission):
 
 @pytest.mark.points(2)
 def test_sharded_state_is_shared(submission):
-    """A rank's state is at most the mean plus the largest parameter's. All ranks together have it once."""
+    """A rank keeps at most the mean state plus the largest parameter's. All ranks together keep the state once."""
     for world in submission.worlds(2, 3, 4):
         problems = draw_sharing_problems(submission.rng, world)
         common = {"optimizer": "Adam", "options": {"lr": 0.01}}
@@ -101,23 +102,23 @@ def test_sharded_state_is_shared(submission):
             for rank in range(world):
                 expect(
                     bytes_by_rank[rank] <= bound,
-                    f"each of {world} ranks has at most the mean state plus that of the largest parameter, "
+                    f"each of {world} ranks keeps at most the mean state plus the largest parameter's state: "
                     f"{bound:.0f} of {whole} bytes ({name})",
-                    f"it has {bytes_by_rank[rank]} bytes. All ranks have {join_names(bytes_by_rank)} bytes",
+                    f"it keeps {bytes_by_rank[rank]} bytes. The ranks keep {join_names(bytes_by_rank)} bytes",
                     partial(diagnosis.explain_state, owned, numels, problem),
                     rank=rank,
                 )
             expect(
                 sum(bytes_by_rank) == whole,
-                f"{world} ranks together have the state of the unsharded optimizer, {whole} bytes ({name})",
-                f"they have {join_names(bytes_by_rank)} bytes, together {sum(bytes_by_rank)}",
+                f"{world} ranks together keep the state of the unsharded optimizer once: {whole} bytes ({name})",
+                f"they keep {join_names(bytes_by_rank)} bytes, {sum(bytes_by_rank)} bytes in total",
                 partial(diagnosis.explain_sum_of_states, owned, bytes_by_rank, whole, problem),
             )
 
 
 @pytest.mark.points(1)
 def test_sharded_launches(submission):
-    """A step launches one reduce and one broadcast per trainable parameter, with one root, and waits on all."""
+    """A step launches one reduce and one broadcast per trainable parameter, with the same root, and waits on all."""
     for world, model in zip(submission.worlds(2, 3), ("Tied", "Frozen")):
         case = submission.case(model, world, steps=3, dtype=torch.float64)
         results = submission.run(m08_sharded.train, case.make_jobs(start=case.start(), **SGD), world_size=world)
@@ -130,7 +131,8 @@ def test_sharded_launches(submission):
                 expect(
                     sorted((launch.op, launch.numel) for launch in launched)
                     == sorted((op, numel) for op in ("reduce", "broadcast") for numel in numels[True]),
-                    f"one reduce and one broadcast per trainable parameter, {len(numels[True])} each ({model} model)",
+                    f"a step of the {model} model launches one reduce and one broadcast for each of its "
+                    f"{len(numels[True])} trainable parameters",
                     summarize(launched, 20),
                     partial(diagnosis.explain_launches, launched, numels[True], numels[False]),
                     rank=rank,
@@ -140,15 +142,15 @@ def test_sharded_launches(submission):
                 expect(
                     not raced,
                     "gradients and weights do not change while they are reduced or broadcast",
-                    f"{len(raced)} of {len(launched)} changed between launch and wait",
+                    f"{len(raced)} of {len(launched)} tensors changed between the launch and the wait",
                     rank=rank,
                     step=step,
                 )
                 forgotten = [launch for launch in launched if not launch.waits and step < 2]
                 expect(
                     not forgotten,
-                    "the handle of every launch is waited on before the next step is over, on the root too",
-                    f"{len(forgotten)} of {len(launched)} were never waited on",
+                    "every rank, the root included, waits on the handle of every launch before the next step ends",
+                    f"it never waited on {len(forgotten)} of {len(launched)} handles",
                     partial(diagnosis.explain_forgotten, forgotten, events, rank),
                     rank=rank,
                     step=step,
@@ -190,22 +192,24 @@ def test_sharded_groups_and_schedulers(submission):
         for rank, result in enumerate(results):
             expect(
                 result["sizes"] == expected["sizes"],
-                f"param_groups contain all parameters on every rank, in groups of {join_names(expected['sizes'])}",
-                f"groups of {join_names(result['sizes'])} parameters",
+                f"param_groups contain all parameters on every rank, in groups of {join_names(expected['sizes'])} "
+                "parameters",
+                f"the groups have {join_names(result['sizes'])} parameters",
                 partial(diagnosis.explain_sizes, [result["sizes"] for result in results], expected["sizes"]),
                 rank=rank,
             )
             expect(
                 len(result["losses"]) == 6,
-                "step calls the closure once",
-                f"{len(result['losses'])} calls in 6 steps",
+                "each call of step calls the closure once",
+                f"6 steps called the closure {len(result['losses'])} times",
                 partial(diagnosis.explain_calls, len(result["losses"]), 6),
                 rank=rank,
             )
             expect(
                 result["returned"] == (result["losses"] if "closure" in job else []),
                 "step(closure) returns the result of the closure",
-                f"it returned {join_names(result['returned'][:3])}, but the closure {join_names(result['losses'][:3])}",
+                f"it returned {join_names(result['returned'][:3])}, but the closure returned "
+                f"{join_names(result['losses'][:3])}",
                 diagnosis.CLOSURE,
                 rank=rank,
             )
@@ -241,7 +245,7 @@ def test_sharded_clipping(submission):
                 expect(
                     "step" not in phases,
                     "after clip_grad_norm_, which reduces the gradients, step does not reduce them again",
-                    f"step launched {phases.count('step')} reduces",
+                    f"step launched {phases.count('step')} reduce{'s' * (phases.count('step') != 1)}",
                     diagnosis.CLIPPED_TWICE,
                     rank=rank,
                     step=step,
@@ -260,7 +264,7 @@ def test_sharded_clipping(submission):
 @pytest.mark.parts("8b, parts (f) to (h): shards of buckets")
 @pytest.mark.points(3)
 def test_zero_equals_unsharded(submission):
-    """Over 20 steps weights equal those of the plain optimizer. Optimizers that are not elementwise are refused."""
+    """Over 20 steps, weights equal those of the plain optimizer. Optimizers that are not elementwise are refused."""
     names = ["AdamW", *submission.rng.sample(list(OPTIMIZERS), 3)]
     for world, model, name in zip(submission.worlds(1, 2, 3, 4), ("Plain", "Tied", "Reordered", "Frozen"), names):
         groups = [[1, 3], [0, 2]] if world == 4 else [list(range(world))]
@@ -277,7 +281,7 @@ def test_zero_equals_unsharded(submission):
         arguments = ZERO["arguments"] | {"buckets_per_group": {1: None, 2: 1}.get(world, 2)}
         jobs = make_zero_jobs(case, recipe, groups=groups, arguments=arguments, reallocate=is_moving)
         results = submission.run(m08_zero.train, jobs, world_size=world)
-        what = f"weights after 20 steps of {name} on ranks {join_names(case.group)} are those of the plain optimizer"
+        what = f"after 20 steps of {name} on {format_ranks(case.group)}, the weights equal those of the plain optimizer"
         if is_moving:
             what += ", although buffer.reallocate() moves the buffers before every step"
         why = partial(diagnosis.suspect_scaling, case, recipe, is_moving)
@@ -291,7 +295,7 @@ def test_zero_equals_unsharded(submission):
         for optimizer, answer in zip(("torch.optim.Adafactor", "a layer-wise LARS", "torch.optim.LBFGS"), answers):
             expect(
                 answer is not None and len(answer.split()) > 2,
-                f"ZeroOptimizer refuses {optimizer}, which is not elementwise, with an exception that says why",
+                f"ZeroOptimizer rejects {optimizer}, which is not elementwise, with an exception that says why",
                 "it was accepted" if answer is None else f"the exception says {answer!r}",
                 partial(diagnosis.explain_refusal, answer),
                 rank=rank,
@@ -319,9 +323,9 @@ def test_zero_state_is_shared(submission):
             )
             expect(
                 result["state_bytes"] <= MOMENTS[name] * bound,
-                f"each of {world} ranks has at most {bound} bytes of state for each moment of {name} (number of "
-                f"moments: {MOMENTS[name]}), 1/{world} of the buckets, which have {bound * world} bytes in fp32",
-                f"{result['state_bytes']} bytes. The unsharded optimizer has {whole}",
+                f"each of {world} ranks keeps at most {MOMENTS[name] * bound} bytes of state: for each moment of "
+                f"{name}, 1/{world} of the size of the buckets in fp32",
+                f"it keeps {result['state_bytes']} bytes. The unsharded optimizer keeps {whole} bytes",
                 partial(diagnosis.explain_state_bytes, result["state_bytes"], whole),
                 rank=rank,
             )
@@ -329,15 +333,15 @@ def test_zero_state_is_shared(submission):
             expect(
                 dtype != torch.bfloat16 or masters <= bound,
                 f"the fp32 main parameters take at most {bound} bytes on each of {world} ranks",
-                f"optimizer.optim steps on {masters} bytes of fp32",
+                f"optimizer.optim has {masters} bytes of fp32 parameters",
                 diagnosis.WHOLE_MASTERS,
                 rank=rank,
             )
         total = sum(result["state_bytes"] for result in results)
         expect(
             total >= 0.9 * whole,
-            f"the ranks' optimizer.optim together have the state of the plain {name}, in fp32",
-            f"{total} bytes together, expected {whole} and padding",
+            f"in optimizer.optim, the ranks together keep the state of the plain {name} in fp32",
+            f"together they keep {total} bytes, expected {whole} bytes plus padding",
             partial(diagnosis.explain_missing_state, total, whole),
         )
 
@@ -358,8 +362,8 @@ def test_zero_volume(submission):
                 inside = [launch for launch in launched if launch.phase == "step"]
                 expect(
                     {launch.op for launch in before} <= {"reduce_scatter"} and sum(x.numel for x in before) == numel,
-                    f"before the optimizer's step, reduce-scatters send all {numel} elements of the buckets once, and "
-                    "nothing else is launched",
+                    f"before the optimizer's step, reduce-scatters cover all {numel} elements of the buckets once, "
+                    "and nothing else is launched",
                     summarize(before),
                     partial(diagnosis.explain_gradient_launches, before, results[rank]["gather_grads"]),
                     rank=rank,
@@ -370,7 +374,7 @@ def test_zero_volume(submission):
                     {launch.op for launch in inside} == {"all_gather"}
                     and sum(launch.nbytes for launch in inside) == numel * dtype.itemsize,
                     f"the optimizer's step all-gathers the weights, {numel} elements in {name}, and launches nothing "
-                    "else. With the reduce-scatters this is the volume of one all-reduce",
+                    "else. Together with the reduce-scatters, this is the volume of one all-reduce",
                     summarize(inside),
                     partial(diagnosis.explain_volume, inside, numel, name),
                     rank=rank,
@@ -380,7 +384,7 @@ def test_zero_volume(submission):
 
 @pytest.mark.points(2)
 def test_zero_groups_and_schedulers(submission):
-    """Groups keep their options, schedulers and changes take effect, groups can be added late, closures work."""
+    """Groups keep their options, schedulers and changes take effect, groups can be added late, and closures work."""
     steps = 12
     for world, late in zip(submission.worlds(2, 3), (False, True)):
         case = submission.case("Plain", world, steps=steps, dtype=torch.float64)
@@ -396,7 +400,7 @@ def test_zero_groups_and_schedulers(submission):
         for rank, result in enumerate(results):
             expect(
                 result["groups"] == [first["names"], second["names"]],
-                "param_groups contain the model's own parameters, whole, as the user gave them",
+                "param_groups contain the model's whole parameters, in the groups that the user passed",
                 f"they contain {join_names([len(group) for group in result['groups']])} parameters, of which "
                 f"{sum(name == '' for group in result['groups'] for name in group)} are not the model's",
                 diagnosis.INNER_GROUPS,
@@ -405,13 +409,14 @@ def test_zero_groups_and_schedulers(submission):
             expect(
                 result["returned"],
                 "step(closure) calls the closure once and returns its result, the loss",
-                "it returned something else, or did not call the closure once",
+                "step returned something else, or it did not call the closure exactly once",
                 diagnosis.CLOSURE,
                 rank=rank,
             )
         expect_trained(
-            f"weights after {steps} steps of AdamW with two groups, "
-            + (f"one of them added before step {steps // 2}, and closures" if late else "whose options change"),
+            f"after {steps} steps of AdamW with two groups ("
+            + (f"one of them added before step {steps // 2}, with closures" if late else "whose options change")
+            + "), the weights equal those of the plain optimizer",
             results,
             compute_weights(case, recipe),
             case.start(),
@@ -422,7 +427,7 @@ def test_zero_groups_and_schedulers(submission):
 
 @pytest.mark.points(2)
 def test_zero_clipping(submission):
-    """clip_grad_norm_ returns the norm of all gradients and clips by it. NaN and infinity show on every rank."""
+    """clip_grad_norm_ returns the norm of all gradients and clips by it. NaN and infinity reach every rank."""
     steps = 10
     for world, model in zip(submission.worlds(2, 3), ("Frozen", "Tied")):
         # Gradients are large, so that the 1e-6 that torch adds to a norm does not matter.
@@ -437,7 +442,8 @@ def test_zero_clipping(submission):
         num_parameters = len(case.parameters())
         expect_norms([result["norms"][:1] for result in results], norms[:1], rounding, num_parameters)
         expect_trained(
-            f"weights after {steps} steps of SGD with gradients clipped to the global norm {recipe['max_norm']:.4g}",
+            f"after {steps} steps of SGD with gradients clipped to the global norm {recipe['max_norm']:.4g}, the "
+            "weights equal those of the plain optimizer",
             results,
             weights,
             case.start(),
@@ -456,8 +462,8 @@ def test_zero_clipping(submission):
         for rank, result in enumerate(results):
             expect(
                 not math.isfinite(result["norms"][0]),
-                f"if one gradient has a single {value}, the norm is not finite on any rank",
-                f"it is {result['norms'][0]:.6g}",
+                f"if one gradient contains a single {value}, the norm is not finite on any rank",
+                f"the norm is {result['norms'][0]:.6g}",
                 diagnosis.ONE_SHARD,
                 rank=rank,
             )
@@ -466,7 +472,7 @@ def test_zero_clipping(submission):
 @pytest.mark.parts("8b, parts (i) and (j): checkpoints")
 @pytest.mark.points(2)
 def test_zero_checkpoints(submission):
-    """A state_dict is the plain optimizer's, on every rank. Training resumes from it with any number of ranks."""
+    """state_dict equals the plain optimizer's on every rank. Training resumes from it with any number of ranks."""
     half = 4
     names = submission.rng.sample(list(OPTIMIZERS), 3)
     for before, after, name in zip(submission.worlds(4, 2, 1), submission.worlds(2, 3, 4), names):
@@ -479,14 +485,19 @@ def test_zero_checkpoints(submission):
         jobs = make_zero_jobs(case, saving, before, slice(half), save=True)
         with diagnosis.explain_mismatch(diagnosis.find_skipped_shard):
             saved = submission.run(m08_zero.train, jobs, world_size=before)
-        expect_trained(f"weights after {half} steps of {name}", saved, weights, case.start())
+        expect_trained(
+            f"after {half} steps of {name}, the weights equal those of the plain optimizer",
+            saved,
+            weights,
+            case.start(),
+        )
         require_shared_state(saved, case, name)
         for rank, result in enumerate(saved):
             expect_state_dict(result["state_dict"], state, params, rank, before)
         checkpoint = (saved[0]["weights"], saved[0]["state_dict"])
         resumed = partial(compute_weights, case, recipe, range(after), range(half, 2 * half))
         expect_plain_loads(partial(resumed, *checkpoint))
-        checkpoints = {f"the state_dict of {before} ranks": checkpoint}
+        checkpoints = {f"the state_dict of {before} rank{'s' * (before > 1)}": checkpoint}
         if after == 3:
             checkpoints["a plain optimizer's state_dict"] = (weights, state)
         for source, (start, load) in checkpoints.items():
@@ -506,7 +517,7 @@ def test_zero_checkpoints(submission):
 
 @pytest.mark.points(1)
 def test_zero_masters(submission):
-    """16-bit weights are rounded fp32 main parameters, however small the steps are. Checkpoints keep the latter."""
+    """16-bit weights equal rounded fp32 main parameters, however small the steps are. Checkpoints keep the latter."""
     generator = torch.Generator().manual_seed(submission.rng.randrange(2**31))
     dtypes = (torch.bfloat16, torch.float16, torch.float32, torch.bfloat16)
     sizes = submission.rng.sample(range(60, 400), 4)
@@ -521,7 +532,7 @@ def test_zero_masters(submission):
     results = submission.run(m08_zero.train_dots, make_dots_jobs(recipe, start, inputs), world_size=world)
     masters, _ = train_dots_alone(recipe, widen(start), inputs)
     expect_trained(
-        "weights after 20 small steps of SGD are the rounded fp32 main parameters",
+        "after 20 small steps of SGD, the weights equal the rounded fp32 main parameters",
         results,
         round_like(masters, start),
         start,
@@ -536,7 +547,7 @@ def test_zero_masters(submission):
     saved = submission.run(m08_zero.train_dots, jobs, world_size=before)
     masters, state = train_dots_alone(recipe, widen(start), inputs)
     exact = {torch.bfloat16: GAP / 8, torch.float16: GAP / 64, torch.float32: 1e-5}
-    what = "weights after 5 small steps of Adam are the rounded fp32 main parameters"
+    what = "after 5 small steps of Adam, the weights equal the rounded fp32 main parameters"
     expect_trained(what, saved, round_like(masters, start), start, tolerance=exact)
     jobs = make_dots_jobs(
         recipe, saved[0]["weights"], inputs[:after], grad_dtype=torch.float32, load=saved[0]["state_dict"]
@@ -570,14 +581,17 @@ def expect_unsharded(results, case, job, changes=diagnosis.suspect_nothing, tole
     for rank in case.group:
         expect(
             not results[rank]["left"],
-            "after optimizer.zero_grad() no parameter has a gradient, whichever rank owns it",
-            f"gradients are left of {join_names(results[rank]['left'])}",
+            "after optimizer.zero_grad(), no parameter has a gradient, whichever rank owns it",
+            f"these parameters still have gradients: {join_names(results[rank]['left'])}",
             partial(diagnosis.explain_gradients_left, [results[rank]["left"] for rank in case.group]),
             rank=rank,
         )
     expected = train_unsharded(case, job)["weights"]
     for step, count in ((0, "one step"), (-1, f"{len(expected)} steps")):
-        what = f"weights after {count} of {job['optimizer']} are those of the unsharded optimizer ({case.model} model)"
+        what = (
+            f"after {count} of {job['optimizer']} on the {case.model} model, the weights equal those of the unsharded "
+            "optimizer"
+        )
         actual = [results[rank]["weights"][step] for rank in case.group]
         why = partial(diagnosis.suspect_weights, case, job, changes, actual, step, results.events[case.group[0]])
         with explain_failures([], partial(diagnosis.find_unawaited, results.events)):
@@ -626,7 +640,7 @@ def expect_norm(norms, expected_norms, step, case, job, events, rounding):
             expect(
                 not math.isfinite(norm),
                 "if one rank's gradients contain infinity, the norm that clip_grad_norm_ returns is not finite",
-                f"it is {norm:.6g}",
+                f"it returned {norm:.6g}",
                 rank=rank,
                 step=step,
             )
@@ -635,7 +649,7 @@ def expect_norm(norms, expected_norms, step, case, job, events, rounding):
         expect(
             abs(norm - expected) <= rounding * expected,
             f"clip_grad_norm_ returns the norm of all averaged gradients, {exact}, on every rank",
-            f"it is {shown}. The ranks have {join_names(format_distinct(*actual))}",
+            f"it returned {shown}. The ranks returned {join_names(format_distinct(*actual))}",
             "" if step else partial(diagnosis.explain_norm, case, job, actual, expected, events),
             rank=rank,
             step=step,
@@ -700,9 +714,9 @@ def require_shared_state(results, case, name):
         actual = result["state_bytes"]
         expect(
             actual is not None and actual <= bound,
-            f"right weights earn points only if each of {size} ranks has at most {bound} bytes of state in "
+            f"right weights earn points only if each of {size} ranks keeps at most {bound} bytes of state in "
             "optimizer.optim, for its own shards",
-            "it has no optimizer.optim" if actual is None else f"it has {actual} bytes",
+            "it has no optimizer.optim" if actual is None else f"it keeps {actual} bytes",
             partial(diagnosis.explain_state_bytes, actual, whole),
             rank=case.group[index] if len(case.group) == size else index,
         )
@@ -723,7 +737,7 @@ def expect_norms(norms_by_rank, expected_norms, rounding, num_parameters):
             expect(
                 abs(norm - expected) <= rounding * expected,
                 f"clip_grad_norm_ returns the norm of all gradients, {exact}, on every rank",
-                f"it is {shown}",
+                f"it returned {shown}",
                 partial(diagnosis.explain_norms, norms, expected, num_parameters * len(norms)),
                 rank=rank,
                 step=step,
@@ -747,12 +761,14 @@ def expect_state_dict(actual, expected, params, rank, size):
 
     `params` are the names of its parameters in their order.
     """
-    what = f"on each of {size} ranks state_dict() returns the plain optimizer's, plus masters: "
+    what = f"on every rank (of {size}), state_dict() returns the plain optimizer's state_dict plus masters: "
     kinds = {key: type(value).__name__ for key, value in actual.items()} if isinstance(actual, dict) else {}
     expect(
         {"state": "dict", "param_groups": "list"}.items() <= kinds.items() and "masters" in kinds,
-        what + "a dict with state, a dict, param_groups, a list, and masters",
-        f"a dict with {join_names([f'{key}, a {kind}' for key, kind in kinds.items()])}" if kinds else repr(actual),
+        what + "a dict with the keys state (a dict), param_groups (a list) and masters",
+        f"it returned a dict with {join_names([f'{key} (a {kind})' for key, kind in kinds.items()])}"
+        if kinds
+        else f"it returned {actual!r}",
         partial(diagnosis.explain_keys, kinds),
         rank=rank,
     )
@@ -769,8 +785,8 @@ def expect_state_dict(actual, expected, params, rank, size):
     missing = [params[number] for number in expected["state"] if not isinstance(actual["state"].get(number), dict)]
     expect(
         not missing,
-        what + "it contains the state of every parameter that has been stepped, by its number",
-        f"there is no state of {join_names(missing)}",
+        what + "it contains the state of every parameter that was updated, under its number",
+        f"there is no state for {join_names(missing)}",
         diagnosis.LOST_STATE,
         rank=rank,
     )
@@ -791,7 +807,9 @@ def expect_state_dict(actual, expected, params, rank, size):
                 )
                 actual_moments[name] = entry.double()
     with diagnosis.suspect_own_parts():
-        expect_equal(what + "its moments", [actual_moments], expected_moments, ranks=[rank], tolerance=MANY_STEPS)
+        expect_equal(
+            what + "the moments are equal", [actual_moments], expected_moments, ranks=[rank], tolerance=MANY_STEPS
+        )
 
 
 def draw_descent(weights, generator=None):

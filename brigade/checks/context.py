@@ -23,12 +23,12 @@ from brigade.runner.report import OTHER_SIZE
 EXPECTED = {
     "exception": "every rank finishes without an exception",
     "deadline": "every rank finishes within the time limit",
-    "deadlock": "all ranks call the same collectives, so that no rank waits forever",
+    "deadlock": "all ranks call the same collectives, so no rank waits forever",
     "mismatch": "all ranks call the same collectives in the same order",
 }
 EXPECTED_OF_MESSAGES = EXPECTED | {
-    "deadlock": "every message that a rank sends is received, so that no rank waits forever",
-    "mismatch": "a message has the same length where it is sent and where it is received",
+    "deadlock": "every message that a rank sends is received, so no rank waits forever",
+    "mismatch": "a message has the same length on the rank that sends it and on the rank that receives it",
 }
 USUAL_CAUSES = {
     "deadline": "a loop does not end, or a rank waits for something that never arrives.",
@@ -37,10 +37,12 @@ USUAL_CAUSES = {
     "died": "the submission ended the process (os._exit or a crash). Let every rank finish.",
 }
 CAUSES_OF_MESSAGES = USUAL_CAUSES | {
-    "deadlock": "a rank waits for a message that its peer does not send, or does not receive.",
-    "mismatch": "the two ranks do not mean the same chunk in this step.",
+    "deadlock": "a rank waits for its peer to send or receive a message, and the peer never does.",
+    "mismatch": "the two ranks use different chunks in this step.",
 }
-ALL_SEND = "every rank waits in a send before it receives. Start the send with isend, receive, then wait for it."
+ALL_SEND = (
+    "every rank waits in a send before it receives. Start the send with isend, receive, and then wait for the send."
+)
 
 # Concurrent checks take turns in this process, because it has only one random number generator. While one check waits
 # for its ranks, another check has its turn.

@@ -69,15 +69,17 @@ def expect_start(
     if kind in ("parameters", "buffers"):
         expected = {name: t for name, t in expected.items() if (name in case.parameters()) == (kind == "parameters")}
     own = f"this rank still has its own {kind}: {explain_no_broadcast(events, case)}"
-    world = "they are those of rank 0 of the world, not of the group: the broadcast ignores process_group."
-    last = "they are those of the last rank of the group: the broadcast starts from the wrong rank."
+    world = (
+        f"this rank has the {kind} of rank 0 of the world, not of its own group: the broadcast ignores process_group."
+    )
+    last = f"this rank has the {kind} of the last rank of the group: the broadcast starts from the wrong rank."
     hypotheses = {
         **suspect_one_kind(expected, case),
         own: [case.states[rank] for rank in case.group],
         world: [case.states[0]] * len(case.group),
         last: [case.states[case.group[-1]]] * len(case.group),
     }
-    what = f"{kind} start as those of rank {case.group[0]}"
+    what = f"every rank starts with the {kind} of rank {case.group[0]}"
     actual = [starts[rank] for rank in case.group]
     expect_equal(what, actual, expected, ranks=case.group, hypotheses=hypotheses, tolerance=0.0)
 
@@ -85,13 +87,13 @@ def expect_start(
 def explain_no_broadcast(events: Sequence[Sequence[Event]] | None, case: Case) -> str:
     """Return why the first rank's tensors do not reach the others, as far as its record shows."""
     if events is None:
-        return "some are not broadcast, or only copies of them are."
+        return "some tensors are not broadcast, or only copies of them are."
     count = sum(launch.op == "broadcast" for launch in launches(events[case.group[0]]) if launch.step is None)
     if not count:
         return "nothing is broadcast."
     if count >= len(case.start()):
-        return "copies of them are broadcast and not written back, or later code overwrites the result."
-    return f"only {count} tensors are broadcast, but the model has {len(case.start())} parameters and buffers."
+        return "copies are broadcast but not written back, or later code overwrites the result."
+    return f"the broadcast sends only {count} of the model's {len(case.start())} parameters and buffers."
 
 
 def suspect_one_kind(expected: Tensors, case: Case) -> Hypotheses:
@@ -146,7 +148,7 @@ def expect_gradients(
         return dict(evaluate(hypotheses) or {}) | (unreduced if size > 1 else {})
 
     expect_equal(
-        what or f"after finish_grad_sync gradients are the average over {format_ranks(case.group)}",
+        what or f"after finish_grad_sync, every gradient is the average over {format_ranks(case.group)}",
         [results[rank]["gradients"][0] for rank in case.group],
         case.gradients(),
         ranks=case.group,
@@ -159,7 +161,7 @@ def expect_gradients(
 
 @contextmanager
 def explain_failures(events: Sequence[Sequence[Event]], *causes: Callable[[], str]) -> Iterator[None]:
-    """Replace a missing or general cause of a failure in the block by the first that `causes` or the records give."""
+    """Give a failure in the block without a specific cause the first cause that `causes` or the records provide."""
     try:
         yield
     except CheckFailed as failed:
@@ -173,20 +175,26 @@ def explain_failures(events: Sequence[Sequence[Event]], *causes: Callable[[], st
 
 
 def find_wrong_start(results: Sequence[Mapping[str, Any]], case: Case) -> str:
-    """Explain why the weights of a rank, results[r]["start"], are not those of the group's first rank."""
+    """Explain why the weights of a rank, results[r]["start"], differ from those of the group's first rank."""
     first = case.group[0]
     for rank in case.group:
         start = results[rank].get("start", {})
         wrong = [name for name, expected in case.start().items() if name in start and not agree(start[name], expected)]
         if wrong and first and all(agree(start[name], case.states[0][name]) for name in wrong):
             return (
-                f"rank {rank} starts with the weights of rank 0 of the world, not of rank {first}, the first of its "
-                "group: the broadcast in the constructor ignores process_group."
+                f"rank {rank} starts with the weights of rank 0 of the world instead of rank {first}, the first rank "
+                "of its group: the broadcast in the constructor ignores process_group."
             )
         if wrong and rank != first:
-            return f"rank {rank} starts with other weights than rank {first}: the constructor does not broadcast them."
+            return (
+                f"rank {rank} and rank {first} start with different weights: the constructor does not broadcast the "
+                "weights."
+            )
         if wrong:
-            return f"rank {rank} starts with other weights than it was given: the broadcast starts from the wrong rank."
+            return (
+                f"rank {rank} does not start with the weights that it was given: the broadcast starts from the wrong "
+                "rank."
+            )
     return ""
 
 
@@ -198,24 +206,24 @@ def gather_evidence(results: Sequence[Mapping[str, Any]], case: Case) -> Evidenc
 
 def expect_weights(results: Sequence[Mapping[str, Any]], case: Case) -> None:
     """Expect every rank of the case's group to have, after all steps, the weights that one process gets."""
-    what = f"weights after {len(case.batches[0])} steps of {case.optimizer} on {format_ranks(case.group)} "
+    what = f"after {len(case.batches[0])} steps of {case.optimizer} on {format_ranks(case.group)}, the weights "
     try:
         with explain_failures(getattr(results, "events", [])):
-            expect_trained(what + "are those of one process", [results[rank]["weights"] for rank in case.group], case)
+            expect_trained(what + "equal those of one process", [results[rank]["weights"] for rank in case.group], case)
     except CheckFailed as failed:
         first = find_first_step_failure(results, case)
         raise failed.with_cause(first.likely_cause, first.hypothesis) if first else failed from None
 
 
 def expect_trained(what: str, trained: Sequence[Tensors], case: Case) -> None:
-    """Expect the weights `trained` of each of the case's ranks to be those of one process."""
+    """Expect the weights `trained` of each of the case's ranks to equal those of one process."""
 
     def make_hypotheses() -> Hypotheses:
         accumulated, _ = case.train(zero=False)
         cause = (
-            "gradients of earlier steps are still included, as if they were never zeroed. Where zero_grad leaves None, "
+            "the gradients still include those of earlier steps, as if they were never zeroed. If zero_grad sets "
+            "p.grad to None, a wrapper with a buffer must zero the old gradient there."
         )
-        cause += "the old gradient in the buffer must be zeroed."
         return {cause: [accumulated] * len(trained)}
 
     weights, _ = case.train()
@@ -258,7 +266,7 @@ def expect_equal(
         return
     first = wrong[0]
     if first.actual is None:
-        got = "it is None"
+        got = "the tensor is None"
     else:
         errors = absolute_difference(first.actual, first.expected)
         at = int(torch.nan_to_num(errors, nan=float("inf")).argmax())
@@ -266,11 +274,22 @@ def expect_equal(
         got = f"entry {at} is {entry}, expected {wanted}"
     if len(wrong) > 1:
         names = sorted({entry.name for entry in wrong}, key=list(expected).index)
-        counts = f": {len(names)} of {len(expected)} tensors ({join_names(names)})" if len(expected) > 1 else ""
-        got += f"\nwrong on {format_ranks(sorted({ranks[entry.index] for entry in wrong}))}{counts}"
+        got += f"\n{describe_extent(wrong, names, ranks, len(expected))}"
     compared = Comparison(actual, expected, wrong, evaluate(hypotheses) or {}, evaluate(evidence) or Evidence())
     cause, hypothesis = explain_tensors(compared)
     raise CheckFailed(Verdict(what, got, cause, hypothesis, rank=ranks[first.index], parameter=first.name))
+
+
+def describe_extent(wrong: Sequence[Difference], names: Sequence[str], ranks: Sequence[int], total: int) -> str:
+    """Return how many of the `total` tensors of a rank are wrong, and on which ranks. `names` are those of `wrong`."""
+    indices = sorted({entry.index for entry in wrong})
+    where = format_ranks([ranks[index] for index in indices])
+    if total == 1:
+        return f"the tensor is wrong on {where}"
+    where = where if len(wrong) == len(names) * len(indices) else f"at least one of {where}"
+    return (
+        f"on {where}, {len(names)} of {total} tensors {'is' if len(names) == 1 else 'are'} wrong: {join_names(names)}"
+    )
 
 
 def find_differences(
@@ -293,8 +312,8 @@ def find_differences(
             wanted = torch.zeros_like(tensor) if wanted is None else wanted
             if tensor is not None and tensor.shape != wanted.shape:
                 got = f"its shape is {tuple(tensor.shape)}"
-                cause = "a piece of the flat tensor was not reshaped to the shape of its parameter."
-                shape = f"{what}: the shape of {name} is {tuple(wanted.shape)}"
+                cause = "a piece of the flat tensor does not get the shape of its parameter."
+                shape = f"{what}. The shape of {name} is {tuple(wanted.shape)}"
                 raise CheckFailed(Verdict(shape, got, cause, "wrong_shape", rank=ranks[index], parameter=name))
             is_zero = tensor is None and not wanted.any()
             error = torch.zeros_like(wanted) if is_zero else absolute_difference(tensor, wanted)
@@ -332,7 +351,7 @@ def expect_overlap(
     must be waited for in the finish. `buckets` contains the parameter names of each bucket, and `unit` is the student's
     word for a bucket. With `gathered`, a launch may be waited for in backward once a gradient of the next bucket is
     ready, because its second half can start then. `why_late` is the cause of late launches. `events` are those of
-    `rank`. The messages end what they expect with `setting`, such as " (buckets_per_group=2)".
+    `rank`. The expected text ends with `setting`, such as " (buckets_per_group=2)".
     """
     at = {"rank": rank, "step": step}
     launched = launches(events, step)
@@ -342,16 +361,15 @@ def expect_overlap(
         expect(
             not missing,
             f"{unit} {number} is launched after all its gradients are ready{setting}",
-            f"it was launched before {join_names(missing)} {'was' if len(missing) == 1 else 'were'} ready",
+            f"it was launched before {describe_gradients(missing)} ready",
             partial(explain_early_launch, missing, names, unit),
             **at,
         )
     for number, (launch, after) in enumerate(zip(launched, buckets[1:])):
-        has = "was" if len(after) == 1 else "were"
         expect(
             launch.place < max(ready_at.get(name, -1) for name in after),
             f"{unit} {number} is launched before {unit} {number + 1} is complete{setting}",
-            f"it was launched in {launch.phase}, after {join_names(after)} {has} ready",
+            f"it was launched {describe_phase(launch)}, when {describe_gradients(after)} ready",
             why_late,
             **at,
         )
@@ -365,10 +383,10 @@ def expect_overlap(
         )
     expect(
         not blocking and not late,
-        f"all {unit}s are launched in backward, and backward waits for none of them"
+        f"backward launches all {unit}s and waits for none of them"
         + (f" before a gradient of the next {unit} is ready" if gathered else "")
         + setting,
-        f"backward waited for {len(blocking)} of {len(launched)}; {len(late)} were launched after backward",
+        f"backward waited for {len(blocking)} of {len(launched)} launches, and {len(late)} came after backward",
         cause if blocking else "",
         **at,
     )
@@ -376,30 +394,41 @@ def expect_overlap(
     raced = [launch for launch in launched if launch.raced]
     expect(
         not unawaited and not raced,
-        f"finish_grad_sync waits on every handle of the step before it reads or writes the tensor{setting}",
-        f"of {len(launched)}, {len(unawaited)} were never waited for; {len(raced)} changed before the wait",
+        f"finish_grad_sync waits on every handle of the step before it reads or writes the tensors{setting}",
+        f"of {len(launched)} launches, it never waited for {len(unawaited)}, and the tensors of {len(raced)} changed "
+        "before the wait",
         lambda: find_leftover(events) or explain_unawaited(unawaited, unit),
         **at,
     )
 
 
+def describe_gradients(names: Sequence[str]) -> str:
+    """Return the gradients of these parameters as the subject of a sentence, with its verb."""
+    return f"the gradient{'s' * (len(names) != 1)} of {join_names(names)} {'was' if len(names) == 1 else 'were'}"
+
+
+def describe_phase(launch: Launch) -> str:
+    """Return in words whether a launch was made in or after backward."""
+    return "in backward" if launch.phase == "backward" else "after backward"
+
+
 def explain_early_launch(missing: Sequence[str], names: Sequence[str], unit: str) -> str:
     """Return why a launch came when the gradients `missing`, of all `names`, were not ready."""
     if len(missing) > 1:
-        return f"a {unit} does not wait for its last gradient. It must count the ready ones."
+        return f"a {unit} does not wait for its last gradient. It must count the gradients that are ready."
     before = "the hook runs before accumulation. Use register_post_accumulate_grad_hook."
-    return before if len(names) == 1 else f"the {unit} counts one gradient too few, or {before}"
+    return before if len(names) == 1 else f"the {unit} waits for one gradient too few, or {before}"
 
 
 def explain_unawaited(unawaited: Sequence[Launch], unit: str) -> str:
     """Return why some launches are not awaited or, if there are none, why tensors change before the wait."""
     if unawaited:
         return f"finish_grad_sync does not call wait() on the handle of every {unit}."
-    return f"a {unit} is read or written before wait() on its handle."
+    return f"a {unit} is read or written before wait() is called on its handle."
 
 
 def blocks_backward(launch: Launch, after: Sequence[str], ready_at: Mapping[str, int]) -> bool:
-    """Return whether backward waited for the launch before any gradient of `after` was ready (see `ready`)."""
+    """Return whether backward waited for the launch before any gradient of `after` was ready, by `ready_at`."""
     first = min((ready_at[name] for name in after if name in ready_at), default=float("inf"))
     waits = [place for place, phase in zip(launch.waits, launch.wait_phases) if phase == "backward"]
     return launch.sync or any(place < first for place in waits)
@@ -424,19 +453,22 @@ def require_launches(
         for step in range(steps):
             launched = launches(events[rank], step)
             idle = sum(not overlaps(launch) for launch in launched if launch.op != "all_gather")
-            overlap = f"; without overlap with backward: {idle}" if in_backward else ""
+            overlap = (
+                f"; {idle} {'does' if idle == 1 else 'do'} not overlap with backward" if in_backward and idle else ""
+            )
             expect(
                 accepts(launched),
-                f"correct numbers earn points only with the launches of this module: {kind}",
+                f"correct numbers earn points only with this module's launches: {kind}",
                 f"{summarize(launched)}{overlap}",
-                "the launches are those of an earlier module, or another check of this module names the mistake.",
+                "the wrapper launches collectives as in an earlier module, or it has a mistake that another check of "
+                "this module names.",
                 rank=rank,
                 step=step,
             )
 
 
 def overlaps(launch: Launch) -> bool:
-    """Return whether backward launched it asynchronously and did not wait for it. It may wait for a reduce-scatter."""
+    """Return whether backward made the launch and did not wait for it. It may wait for a reduce-scatter."""
     is_awaited = "backward" in launch.wait_phases and launch.op != "reduce_scatter"
     return launch.phase == "backward" and not launch.sync and not is_awaited
 
@@ -449,7 +481,7 @@ def expect_restored(events: Sequence[Sequence[Event]], ranks: Iterable[int], ste
         expect(
             any(launch.phase == "backward" and launch.place > begin for launch in launched),
             "after an exception inside no_sync, the next backward communicates again",
-            f"that backward launched nothing; {summarize(launched)}",
+            f"that backward launched nothing; the step made {summarize(launched)}",
             partial(explain_silence, events[rank], step),
             rank=rank,
             step=step,
@@ -464,7 +496,7 @@ def explain_silence(events: Sequence[Event], step: int) -> str:
 
 
 def expect_silence(events: Sequence[Sequence[Event]], ranks: Iterable[int], steps: int = 1) -> None:
-    """Expect the backward passes inside no_sync, all but the last one of a step, to launch nothing."""
+    """Expect the backward passes inside no_sync (all of a step except the last one) to launch nothing."""
     for rank in ranks:
         for step in range(steps):
             early = find_no_sync_launches(events[rank], step)
@@ -472,8 +504,8 @@ def expect_silence(events: Sequence[Sequence[Event]], ranks: Iterable[int], step
             expect(
                 not early,
                 "backward passes inside no_sync launch nothing",
-                f"they made {len(early)} of the {len(launches(events[rank], step))} launches",
-                "the hook ignores the flag of no_sync. Test the flag before anything is counted or launched."
+                f"they made {len(early)} of the step's {len(launches(events[rank], step))} launches",
+                "the hook ignores the flag of no_sync. Test the flag before you count or launch anything."
                 if first
                 else "an inner no_sync switches synchronisation on when it ends. It must restore the previous state.",
                 rank=rank,
@@ -497,5 +529,5 @@ def absolute_difference(actual: Tensor | None, expected: Tensor) -> Tensor:
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """Return text such as "rank 0" or "ranks 1, 3"."""
+    """Return text such as "rank 0" or "ranks 1 and 3"."""
     return f"rank{'s' * (len(ranks) > 1)} {join_names(ranks)}"

@@ -165,7 +165,7 @@ def check_module(
 
 
 def select(checks: Sequence[Check], only: str) -> list[Check]:
-    """Return the checks whose name contains `only`, or one of several texts with "or" between. Raise CourseError."""
+    """Return the checks whose name contains `only`, which may be several texts joined by "or". Raise CourseError."""
     wanted = [text.strip() for text in only.split(" or ")]
     selected = [check for check in checks if any(text in check.name for text in wanted)]
     if not selected:

@@ -80,7 +80,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command. Return its exit status: 0 good, 1 checks failed, 2 the command cannot be done."""
+    """Run one command. Return its exit status: 0 success, 1 checks failed, 2 the command cannot be done."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if not HAS_SOLUTIONS and any(command.needs_solutions for command in COMMANDS if command.name in arguments[:1]):
         print(f"brigade: this edition has no solutions, which `brigade {arguments[0]}` needs", file=sys.stderr)

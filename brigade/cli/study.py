@@ -169,5 +169,5 @@ def add_answers(bundle: zipfile.ZipFile, target: Path) -> list[int]:
 
 
 def name_modules(numbers: Sequence[int]) -> str:
-    """Return such as "module 3", or "modules 2, 5"."""
+    """Return text such as "module 3", or "modules 2, 5"."""
     return ("modules " if len(numbers) > 1 else "module ") + ", ".join(map(str, numbers))

@@ -56,7 +56,7 @@ def count_points(entries: Iterable[Module], root: Path = ROOT) -> int:
 
 
 def format_points(points: int) -> str:
-    """Return such as "1 point" or "2 points"."""
+    """Return text such as "1 point" or "2 points"."""
     return f"{points} point{'' if points == 1 else 's'}"
 
 

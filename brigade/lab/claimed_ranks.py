@@ -96,7 +96,7 @@ def reduce_twenty_times() -> dict[str, float]:
 
 
 def gather_one_shard() -> dict[str, list[int]]:
-    """Gather two buckets of one element per rank as an article does: with the first one's shard for both."""
+    """Gather two buckets of one element per rank as an article does: with the first bucket's shard for both."""
     rank = dist.get_rank()
     first, second = torch.zeros(2), torch.zeros(2)
     first[rank], second[rank] = rank, 2 + rank

@@ -1,4 +1,4 @@
-"""Compare a step of a module with a step of the module before it, both from the same submission.
+"""Compare a step of a module with a step of the previous module, both from the same submission.
 
 The timed steps alternate on the emulated link of `ladder.EMULATED`. One more step, which is not timed, counts on rank 0
 what the submission's own lines copy and allocate, and how many views they make.
@@ -61,7 +61,7 @@ def count_steps(entry: Module) -> int:
 
 
 def get_variants(entry: Module) -> list[Variant]:
-    """Return the variants of the module before this one, if there is one, and of this module."""
+    """Return the variants of the previous module, if there is one, and of this module."""
     return [get_variant(module) for module in CORE_MODULES if module.number <= entry.number][-2:]
 
 
@@ -70,7 +70,7 @@ def compare_with_previous(
 ) -> list[Comparison]:
     """Measure both variants on two ranks, which takes some seconds.
 
-    Raise RankFailure if the module before this one does not run.
+    Raise RankFailure if the previous module does not run.
     """
     variants = get_variants(entry)
     together = [*variants, COMPUTATION]

@@ -1,7 +1,7 @@
 """Redraw the picture of every lesson, or of one: python -m brigade.lab.figures 3
 
 Module 0's picture shows which chunks travel around a ring. The others are timelines of real runs.
-Each figure shows the module's own step below that of the module before, both from one run on the emulated link of
+Each figure shows a step of the module below a step of the previous module, both from one run on the emulated link of
 `timeline.WORKLOAD`, on which moving all gradients takes 0.8 of backward.
 """
 

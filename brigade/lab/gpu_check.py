@@ -119,7 +119,7 @@ def describe_machine(backend: str) -> list[tuple[str, str]]:
 
 
 def read_driver_version() -> str:
-    """Return the version of the NVIDIA driver from nvidia-smi; "unknown" if nvidia-smi does not tell."""
+    """Return the version of the NVIDIA driver from nvidia-smi; "unknown" if nvidia-smi does not report it."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         words = subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.split()

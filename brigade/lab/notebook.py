@@ -240,7 +240,7 @@ class Ranks:
         return self._engines[rank].poll() is not None or (part.ready() and not part.successful())
 
     def _describe_rank(self, rank: int, part: AsyncResult) -> str:
-        """Return such as: waits in all_reduce #3 (fc2.weight, float32, 4096 B), which rank 1 never launched"""
+        """Return text such as: waits in all_reduce #3 (fc2.weight, float32, 4096 B), which rank 1 never launched"""
         if part.ready() and part.successful():
             return "finished"
         if part.ready():
@@ -260,7 +260,7 @@ class Ranks:
         run = self.run
 
         class Magics(ParallelMagics):
-            """ipyparallel's, with a deadline."""
+            """ipyparallel's magics, with a deadline."""
 
             def parallel_execute(self, cell: str, block: bool | None = None, **options: Any) -> Any:
                 if block is False:

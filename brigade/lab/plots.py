@@ -60,7 +60,7 @@ def make_bench_tables(bench: Bench) -> list[Table]:
 
 
 def format_title(bench: Bench) -> str:
-    """Return such as: 2 ranks (gloo), 30 timed steps each, interleaved"""
+    """Return text such as: 2 ranks (gloo), 30 timed steps each, interleaved"""
     ladder = bench.ladder
     timed = ladder.workload.rounds - ladder.workload.warmup
     ranks = "1 rank" if ladder.world_size == 1 else f"{ladder.world_size} ranks"

@@ -105,7 +105,7 @@ class GradBuffer:
             raise NotImplementedError("module 5, part (h)")
 
     def finish_accumulation(self, set_grads: bool = True) -> None:
-        """Let main_grad start from zero in the next step. With `set_grads`, copy it, rounded, to `parameter.grad`."""
+        """Let main_grad start from zero in the next step. With `set_grads`, store it rounded in `parameter.grad`."""
         if self.has_main_grad:
             # TODO: part (i)
             raise NotImplementedError("module 5, part (i)")

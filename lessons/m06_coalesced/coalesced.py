@@ -135,7 +135,7 @@ class CoalescedDDP(BufferedDDP):
         return self.units
 
     def launch(self, index: int) -> None:
-        """Start the reduce-scatter of a group, after the all-gather of the group before it."""
+        """Start the reduce-scatter of a group, after the all-gather of the previous group."""
         if self.gather_grads and len(self.gathers) < index:
             self.launch_next_all_gather()
         super().launch(index)

@@ -51,7 +51,7 @@ def all_reduce_via_root(tensor: Tensor, process_group: dist.ProcessGroup | None 
 
 
 def shift(outgoing: Tensor, incoming: Tensor, process_group: dist.ProcessGroup | None) -> None:
-    """Send `outgoing` to the next rank of the ring and fill `incoming` from the rank before, at the same time."""
+    """Send `outgoing` to the next rank of the ring and fill `incoming` from the previous rank, at the same time."""
     rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
     # If every rank waits in its send first, no rank ever receives. Start one of the two without waiting.
     ### BEGIN SOLUTION part (c)
@@ -64,8 +64,8 @@ def shift(outgoing: Tensor, incoming: Tensor, process_group: dist.ProcessGroup |
 def ring_reduce_scatter(tensor: Tensor, process_group: dist.ProcessGroup | None = None) -> Tensor:
     """Add up chunk r of all ranks' tensors on rank r, in place. Return that chunk, a view of `tensor`.
 
-    The chunks are those of `split_into_chunks`. Each of N−1 steps sends one chunk to the next rank of the group and
-    receives one from the rank before. The other chunks contain partial sums afterwards.
+    `split_into_chunks` defines the chunks. Each of N−1 steps sends one chunk to the next rank of the group and
+    receives one from the previous rank. The other chunks contain partial sums afterwards.
     """
     rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
     chunks = split_into_chunks(tensor, size)
@@ -83,9 +83,9 @@ def ring_reduce_scatter(tensor: Tensor, process_group: dist.ProcessGroup | None 
 
 
 def ring_all_gather(tensor: Tensor, process_group: dist.ProcessGroup | None = None) -> None:
-    """Copy chunk r of rank r's tensor to all ranks, in place, for every r: what `ring_reduce_scatter` leaves to do.
+    """Copy chunk r of rank r's tensor to all ranks, in place, for every r. This completes `ring_reduce_scatter`.
 
-    Each of N−1 steps sends one chunk to the next rank of the group and receives one from the rank before.
+    Each of N−1 steps sends one chunk to the next rank of the group and receives one from the previous rank.
     """
     rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
     chunks = split_into_chunks(tensor, size)
@@ -97,7 +97,7 @@ def ring_all_gather(tensor: Tensor, process_group: dist.ProcessGroup | None = No
 
 
 def ring_all_reduce(tensor: Tensor, process_group: dist.ProcessGroup | None = None) -> None:
-    """Replace a contiguous tensor, on every rank of the group, by the sum of the ranks' tensors: in two phases."""
+    """Replace a contiguous tensor, on every rank of the group, by the sum of the ranks' tensors, in two phases."""
     ### BEGIN SOLUTION part (f)
     ring_reduce_scatter(tensor, process_group)
     ring_all_gather(tensor, process_group)
@@ -114,6 +114,6 @@ def split_into_chunks(tensor: Tensor, world_size: int) -> list[Tensor]:
 
 
 def require_contiguous(tensor: Tensor) -> None:
-    """Raise ValueError unless the tensor is one piece of memory: a message is a piece of memory."""
+    """Raise ValueError unless the tensor is contiguous, because a message is one piece of memory."""
     if not tensor.is_contiguous():
         raise ValueError(f"a tensor of shape {tuple(tensor.shape)} with strides {tensor.stride()} is not contiguous")

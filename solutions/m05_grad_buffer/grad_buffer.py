@@ -137,7 +137,7 @@ class GradBuffer:
             ### END SOLUTION
 
     def finish_accumulation(self, set_grads: bool = True) -> None:
-        """Let main_grad start from zero in the next step. With `set_grads`, copy it, rounded, to `parameter.grad`."""
+        """Let main_grad start from zero in the next step. With `set_grads`, store it rounded in `parameter.grad`."""
         if self.has_main_grad:
             ### BEGIN SOLUTION part (i)
             self.has_accumulated = [False] * len(self.params)

@@ -2,27 +2,27 @@
 
 import torch
 
-UNEVEN = "the batch is divided without a look at the remainder: compare len(batch) % world_size with 0."
-NOT_CONTIGUOUS = "the function never asks tensor.is_contiguous(). A message is one piece of memory."
-COLLECTIVE = "a collective does the work that this module asks you to write with messages."
+UNEVEN = "the function does not check the remainder. Compare len(batch) % world_size with 0."
+NOT_CONTIGUOUS = "the function never calls tensor.is_contiguous(). A message must be one piece of memory."
+COLLECTIVE = "the code calls a collective. This module asks you to send messages instead."
 CHANGED = "a tensor is written while isend still reads it, or read before irecv has filled it."
-NOT_AWAITED = "a handle is forgotten. Until its wait() returns, the message may still be on its way."
+NOT_AWAITED = "the code never waits on a handle. Until wait() returns, the message may still be in transit."
 OTHER_ROOT = "dst and src name ranks of the world. Use group_dst and group_src for ranks of the group."
-OTHER_VIEW = "return the chunk itself, which is a slice of the tensor: not a copy, and not another chunk."
-WHOLE_TENSOR = "a message carries more than one chunk. Send only the chunk whose turn it is."
+OTHER_VIEW = "the function returns a copy or another chunk. Return chunk r itself, as a slice of the tensor."
+WHOLE_TENSOR = "a message carries more than one chunk. Send one chunk per step."
 
 
 def explain_rows(rows, batch, rank, size):
     """Explain which rows shard_batch returned instead of those of the rank."""
     count = len(batch) // size
     if not isinstance(rows, torch.Tensor):
-        return "it raises an exception or returns something else than a tensor."
+        return "the function raises an exception, or it does not return a tensor."
     if torch.equal(rows, batch[rank::size]):
-        return "every N-th row is taken. Take n rows that follow each other."
+        return "the function returns every N-th row. Return n consecutive rows."
     if rank + 1 < size and torch.equal(rows, batch[(rank + 1) * count : (rank + 2) * count]):
-        return "these are the rows of the next rank: ranks count from 0."
+        return "these rows belong to the next rank. Ranks are numbered from 0."
     if rows.shape == batch.shape:
-        return "the whole batch is returned."
+        return "the function returns the whole batch."
     return ""
 
 
@@ -35,13 +35,15 @@ def explain_sum(members, world):
         return [{"the tensor": tensor} for tensor in tensors]
 
     causes = {
-        "the function returns a new tensor, or works on a copy: it must change the tensor itself.": name(members),
-        "the sum is divided by the number of ranks. These functions sum.": name([total // size] * size),
-        "the root's own tensor is missing from the sum. The root must add every message to it.": name(
+        "the function returns a new tensor or works on a copy. It must change the tensor itself.": name(members),
+        "the sum is divided by the number of ranks. This function must not average.": name([total // size] * size),
+        "the root's own tensor is missing from the sum. The root must add every message to its own tensor.": name(
             [total - members[0]] * size
         ),
-        "only the root has the sum: it is not sent back.": name([total, *members[1:]]),
-        "the sum is that of all ranks of the world: process_group is ignored.": name([sum(world)] * size),
+        "only the root has the sum, because it does not send the sum back.": name([total, *members[1:]]),
+        "the sum includes all ranks of the world, because the function ignores process_group.": name(
+            [sum(world)] * size
+        ),
     }
     return causes
 
@@ -50,12 +52,12 @@ def explain_chunk(members, place, start, end):
     """Return, by cause, what rank `place` of the group would have instead of the sum of its chunk."""
     before = members[place - 1] + members[place]
     return {
-        "this chunk has not been touched. The sum probably ends in another chunk: rank r must end with chunk r, so it "
-        "sends chunk r − 1 first.": [{"the tensor": members[place].flatten()[start:end]}],
-        "a chunk that arrives replaces the chunk of this rank. It must be added.": [
+        "this chunk has not changed, so the sum is probably in another chunk. To end with chunk r, rank r must send "
+        "chunk r − 1 first.": [{"the tensor": members[place].flatten()[start:end]}],
+        "the received chunk replaces this rank's chunk. Add the two chunks instead.": [
             {"the tensor": members[place - 1].flatten()[start:end]}
         ],
-        "only the tensors of two neighbours are added: what is sent on must be the sum so far.": [
+        "only the tensors of two neighbours are added. Every step must send on the sum so far.": [
             {"the tensor": before.flatten()[start:end]}
         ],
     }
@@ -64,10 +66,12 @@ def explain_chunk(members, place, start, end):
 def explain_gathered(members):
     """Return, by cause, what the ranks would have instead of all chunks."""
     return {
-        "no chunk has been replaced: a received chunk must be written into the tensor.": [
+        "no chunk was replaced. Write each received chunk into the tensor.": [
             {"the tensor": tensor} for tensor in members
         ],
-        "chunks are added where they should be replaced.": [{"the tensor": sum(members)} for _ in members],
+        "received chunks are added to this rank's chunks. They must replace them.": [
+            {"the tensor": sum(members)} for _ in members
+        ],
     }
 
 
@@ -77,13 +81,13 @@ def explain_ring(num_phases, launched, chunk_bytes):
         return WHOLE_TENSOR
     phases = "each of the two phases" if num_phases == 2 else "the phase"
     return (
-        f"{phases} has N − 1 steps, and in each a rank sends to group rank r + 1 and receives from group rank r − 1, "
-        "modulo N. group_dst and group_src take ranks of the group."
+        f"the messages do not form a ring. In each of the N − 1 steps of {phases}, rank r of the group sends to rank r "
+        "+ 1 and receives from rank r − 1, modulo N. Pass ranks of the group as group_dst and group_src."
     )
 
 
 def explain_memory(most, nbytes):
     """Explain why so much memory is alive at once."""
     if most > 1.2 * nbytes:
-        return "a copy of the whole tensor is made. One buffer of a chunk's length is enough for all steps."
-    return "every step makes a new buffer and keeps the one before. Make one buffer and use it in all steps."
+        return "the function copies the whole tensor. One buffer of the length of a chunk is enough for all steps."
+    return "every step creates a new buffer and keeps the previous one. Create one buffer and use it in all steps."

@@ -6,11 +6,11 @@ def explain_launches(launched, case):
     if not launched:
         return "finish_grad_sync launches nothing."
     if len(launched) == 1:
-        return "all gradients travel in one launch, which is the task of module 2."
+        return "all gradients are in one launch, which is the task of module 2."
     if any(launch.op != "all_reduce" for launch in launched):
-        return "another collective than all_reduce is called."
+        return "the code calls a collective other than all_reduce."
     if sorted(launch.numel for launch in launched) == sorted(p.numel() for p in case.parameters().values()):
-        return "frozen parameters are reduced, too."
+        return "the gradients of frozen parameters are all-reduced too."
     if len(launched) > sum(p.requires_grad for p in case.parameters().values()):
-        return "a parameter is reduced twice, for example a tied one, which has two names."
-    return "a parameter is not reduced."
+        return "a gradient is all-reduced twice, for example that of a tied parameter, which has two names."
+    return "the gradient of a parameter is not all-reduced."

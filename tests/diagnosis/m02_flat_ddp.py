@@ -13,12 +13,12 @@ COPY = (
     "Use p.grad.copy_(piece.view(p.shape))."
 )
 IN_MEMORY_ORDER = (
-    "gradients are flattened in the order of memory, but the pieces are copied back in the order of the shape. "
-    "reshape(-1) flattens in the order of the shape."
+    "gradients are flattened in memory order, but the pieces are copied back in row-major order. reshape(-1) flattens "
+    "in row-major order."
 )
 TO_MEMORY_ORDER = (
-    "the pieces are copied back in the order of memory, but gradients are flattened in the order of the shape. "
-    "Use p.grad.copy_(piece.view(p.shape))."
+    "the pieces are copied back in memory order, but gradients are flattened in row-major order. Use "
+    "p.grad.copy_(piece.view(p.shape))."
 )
 LEFT_OUT = (
     "a rank leaves gradients that are None out of its flat tensor. They must be in it as zeros, so that it has the "
@@ -47,13 +47,13 @@ def explain_launches(launched, case):
     if len(kinds) == 2 * len(dtypes) == 2 * len(set(kinds)):
         return "the same flat tensor is all-reduced twice."
     if len(launched) > 3:
-        return "every parameter is still reduced by itself."
+        return "every gradient still has its own all_reduce."
     if len(dtypes) > 1 and [launch.numel for launch in launched] == [sum(p.numel() for p in trainable)]:
-        return "torch.cat casts tensors of several dtypes to the widest. Use one flat tensor per dtype."
+        return "torch.cat casts tensors of several dtypes to the widest one. Use one flat tensor per dtype."
     carried = {launch.dtype for launch in launched}
     lost = sorted({str(dtype).removeprefix("torch.") for dtype in dtypes} - carried)
     if len(carried) == len(launched) == len(dtypes) - len(lost) and lost:
-        return f"the gradients of some dtypes are not reduced: there is no launch of {join_names(lost)}."
+        return f"the gradients of some dtypes are not reduced: there is no all_reduce of {join_names(lost)}."
     if len(launched) == len(dtypes) > len({launch.dtype for launch in launched}):
         return "the flat tensors do not have the dtypes of their gradients: gradients are cast to another dtype."
     return ""
@@ -92,11 +92,11 @@ def explain_volume(launched, case):
     trainable = [p for p in every if p.requires_grad]
     numel, expected = sum(launch.numel for launch in launched), sum(p.numel() for p in trainable)
     if numel == 2 * expected:
-        return "every gradient travels twice."
+        return "every gradient is all-reduced twice."
     if numel > expected:
         if len(trainable) < len(every) and numel == sum(p.numel() for p in every):
-            return "frozen parameters travel, too."
-        return "a parameter travels twice, for example a tied one, or padding travels."
+            return "the gradients of frozen parameters are all-reduced too."
+        return "a gradient is all-reduced twice, for example that of a tied parameter, or padding is all-reduced."
     if numel < expected:
-        return f"some gradients are left out: {expected - numel} elements are missing."
+        return f"some gradients are not all-reduced: {expected - numel} of {expected} elements are missing."
     return "gradients are cast to another dtype."

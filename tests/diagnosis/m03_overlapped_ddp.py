@@ -19,7 +19,8 @@ def lost_micro_batches(case):
     last = case.gradients(micro=slice(2, 3))
     local = [case.gradients([rank], slice(0, 2)) for rank in case.group]
     return {
-        "only the last micro-batch counts: the gradients that no_sync accumulated are lost.": [last] * len(case.group),
+        "only the last micro-batch counts: the gradients accumulated inside no_sync are lost.": [last]
+        * len(case.group),
         "only the last micro-batch is averaged: the hook reduces the incoming gradient, not the accumulated one.": [
             {name: own[name] + last[name] for name in last} for own in local
         ],
@@ -32,17 +33,26 @@ def explain_launches(launched, case):
     if not launched:
         return "no all_reduce is launched. The hook is not registered, or it launches nothing."
     if sorted(launch.numel for launch in launched) == sorted(numels * 2):
-        return "every gradient is launched twice: the hook is registered twice, or finish_grad_sync launches again."
+        return (
+            "every gradient is all-reduced twice: the hook is registered twice, or finish_grad_sync launches the "
+            "all-reduces again."
+        )
     if len(launched) == 1:
-        return "all gradients travel in one launch, as in module 2."
+        return "all gradients are in one launch, as in module 2."
     return ""
 
 
 def explain_late_launch(num_ready, num_gradients):
     """Explain why a gradient is launched only when `num_ready` of all gradients are ready."""
     if num_ready == num_gradients:
-        return "launches are collected and made only at the end of backward."
-    return "launches are collected and made several gradients later. The hook must launch its own gradient immediately."
+        return (
+            "the wrapper delays its launches until the end of backward. Each hook must launch its all-reduce "
+            "immediately."
+        )
+    return (
+        "the wrapper delays its launches until several more gradients are ready. The hook must launch its own gradient "
+        "immediately."
+    )
 
 
 def explain_race(events, step):

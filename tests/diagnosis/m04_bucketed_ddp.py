@@ -11,21 +11,25 @@ from scenarios import m04_bucketed_ddp
 
 # plan_buckets
 NOT_REVERSED = "the parameters are not reversed. Reverse the parameters, not the list of buckets."
-SEE_RULE = "these are the buckets of plan_buckets, which does not follow its rule. See test_bucket_rule."
+SEE_RULE = (
+    "the wrapper uses the buckets of plan_buckets, and plan_buckets does not follow the rule. See test_bucket_rule."
+)
 MIXED_DTYPES = "a change of dtype does not close the bucket."
 CLOSED_TOO_LATE = {1: 338, 10: 242, 100: 65}  # buckets of the XL model, by cap in MiB, if closed above the cap
 
-READY_ORDER = "a complete bucket is launched before the buckets in front of it. It must wait until they are launched."
+READY_ORDER = (
+    "a complete bucket is launched before an earlier bucket. It must wait until all earlier buckets are launched."
+)
 MIXED_BUCKETS = (
-    "the wrapper does not use the buckets of plan_buckets. torch.cat casts tensors of several dtypes to the widest."
+    "the wrapper does not use the buckets of plan_buckets. torch.cat casts tensors of several dtypes to the widest one."
 )
 
 
 def explain_count(cap, count):
     """Explain why the XL model has `count` buckets at a cap in MiB."""
     if count == CLOSED_TOO_LATE.get(cap):
-        return "a bucket closes after it exceeds the cap. It must close before."
-    return "the cap is compared in the wrong unit. bucket_cap_bytes counts bytes."
+        return "a bucket closes after the parameter that exceeds the cap. It must close before that parameter."
+    return "the cap is compared with sizes in another unit. bucket_cap_bytes is in bytes."
 
 
 def explain_missing(buckets, count):
@@ -37,8 +41,8 @@ def explain_large_bucket(rule, case, sizes, buckets):
     """Explain why a bucket exceeds the cap. `rule` makes buckets of sizes, and `sizes` are in bytes."""
     by_bytes, by_elements = (rule(lengths, case["dtypes"], case["cap_bytes"]) for lengths in (sizes, case["numels"]))
     if buckets == by_elements != by_bytes:
-        return "elements are compared with the cap, which is in bytes."
-    return "the bucket closes after it exceeds the cap. It must close before."
+        return "the number of elements is compared with the cap, which is in bytes."
+    return "a bucket closes after the parameter that exceeds the cap. It must close before that parameter."
 
 
 def explain_small_bucket(is_exact_fit):
@@ -91,15 +95,21 @@ def explain_launches(submission, case, buckets, cap, events, step):
     if cause := find_leftover(events):
         return cause
     if sorted(launched) == sorted(parameters.values()):
-        return "every parameter is launched by itself: bucket_cap_mb, in MiB, is compared with bytes."
+        return (
+            "every parameter has its own launch: the cap that plan_buckets receives is too small. Convert "
+            "bucket_cap_mb from MiB to bytes."
+        )
     if launched == [sum(expected)]:
-        return "everything is in one launch: bucket_cap_mb, in MiB, is compared with a number of bytes."
+        return (
+            "all parameters are in one launch: the cap that plan_buckets receives is too large. Convert bucket_cap_mb "
+            "from MiB to bytes."
+        )
     if sorted(launched) == sorted(expected):
         return READY_ORDER
     if not Counter(launched) - Counter(expected):
         return "finish_grad_sync does not launch the buckets that never became complete."
     if set(launched) == set(expected):
-        return "finish_grad_sync launches buckets again that backward has already launched, so they are launched twice."
+        return "finish_grad_sync launches buckets that backward has already launched."
     return ""
 
 
@@ -127,5 +137,5 @@ def launches_ahead(events, buckets):
 
 def explain_delay(submission, jobs, events, step):
     """Explain why a bucket is not launched as soon as it and all buckets before it are complete."""
-    several = "only one bucket is launched at a time. When a bucket completes, several can be due at once."
+    several = "the hook launches only one bucket. When a bucket becomes complete, several buckets may be due at once."
     return explain_late_launches(submission, jobs, events, step) or several

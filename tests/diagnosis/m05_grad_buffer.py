@@ -11,29 +11,27 @@ from brigade.checks.verdict import CheckFailed
 from brigade.events import launches, list_ready_gradients
 
 # plan_layout
-ALIGNED = "the start of a parameter is not rounded up to a multiple of 64 elements (elements, not bytes)."
+ALIGNED = "the start of a parameter is not rounded up to a multiple of 64 elements. Count elements, not bytes."
 RULE = (
-    "It closes once it has bucket_numel elements or more, counted from its start to the end of its last parameter, "
-    "gaps included."
+    "A bucket closes once it has bucket_numel elements or more, counted from its start to the end of its last "
+    "parameter, gaps included."
 )
 CLOSED_ELSEWHERE = f"a bucket closes at the wrong parameter. {RULE}"
 NO_MAIN_GRAD = "grad_dtype is not used, or attach_views does not set parameter.main_grad to the view."
-NO_ROUNDED_GRAD = "finish_accumulation does not copy main_grad, rounded, to p.grad."
-WRONG_TOTAL = "numel is not the end of the last bucket, padding included."
+NO_ROUNDED_GRAD = "finish_accumulation does not round main_grad and store it in p.grad."
+WRONG_TOTAL = "numel must be the end of the last bucket, padding included."
 
-LOST_VALUES = "attach_views does not copy the values of a parameter into its view before parameter.data points there."
+LOST_VALUES = "attach_views does not copy a parameter into the buffer before it sets parameter.data to the view."
 
 COPIED_GRADIENTS = (
     "gradients are copied into the buffer or out of it. p.grad must already be the view when backward adds to it."
 )
 COPIED_BUCKETS = "whole buckets are copied. The collective must work on a slice of the buffer, in place."
 ALLOCATES = "every step allocates new memory, for example for a flat copy of the gradients."
-LEAKS = "the buffer was allocated without zeros, or something is written past the end of a parameter."
-IN_READY_ORDER = "a bucket is launched as soon as it is complete, before those in front of it."
-SHARED_BUFFER = "the buffer has another dtype than the parameter. Parameters of each dtype need a buffer of their own."
-NARROWER = (
-    "a grad_dtype that is not wider than the parameters' dtype must be ignored, but it is used for these parameters."
-)
+LEAKS = "the buffer is not allocated with zeros, or some code writes past the end of a parameter."
+IN_READY_ORDER = "a bucket is launched as soon as it is complete, although an earlier bucket has not been launched."
+SHARED_BUFFER = "the buffer and the parameter have different dtypes. Parameters of each dtype need their own buffer."
+NARROWER = "grad_dtype is used for these parameters, although it is not wider than their dtype. Ignore it in this case."
 
 
 def explain_place(name, when):
@@ -79,7 +77,7 @@ def explain_param_ranges(answer, layout, arguments, keywords):
         if answer["param_ranges"][wrong][0] in ends:
             return explain_bucket_ranges(answer, layout, arguments, keywords)
         return "the first parameter after a closed bucket does not start where that bucket's padding ends."
-    return "inside a bucket, a parameter does not start at the first multiple of 64 after the parameter before it."
+    return "inside a bucket, a parameter does not start at the first multiple of 64 after the previous parameter."
 
 
 def explain_bucket_ranges(answer, layout, arguments, keywords):
@@ -87,22 +85,22 @@ def explain_bucket_ranges(answer, layout, arguments, keywords):
     numbers = f"lcm(dp_size, 128{', 2^16' * bool(keywords)})"
     multiple = math.lcm(arguments[2], 128, 2**16 if keywords else 1)
     if len(answer["bucket_ranges"]) < len(layout["bucket_ranges"]):
-        return "the last bucket is missing. It must also be closed if it is not full."
+        return "the last bucket is missing. It must be closed even if it is not full."
     if any(end % multiple for _, end in answer["bucket_ranges"]):
         return f"the end of a bucket is not padded to a multiple of {numbers} elements."
     starts, right = ([start for start, _ in ranges] for ranges in (answer["bucket_ranges"], layout["bucket_ranges"]))
     if starts != right:
-        return "a bucket does not start where the padding of the bucket before it ends."
-    return f"a bucket has more padding than it takes to reach the next multiple of {numbers} elements."
+        return "a bucket does not start where the padding of the previous bucket ends."
+    return f"a bucket has more padding than it needs to reach the next multiple of {numbers} elements."
 
 
 def explain_buffers(buffers, names):
     """Return why buffers are not laid out as the rule says: one buffer for the parameters `names`, in this order."""
     if len(buffers) != 1:
-        return "buffers are not made one per dtype. All parameters of this model have the same dtype."
+        return "there must be one buffer per dtype, and all parameters of this model have the same dtype."
     order = list(buffers[0]["offsets"])
     if order == names:
-        return "plan_layout does not follow its rule (see test_layout_rule), or it is called with other numbers."
+        return "plan_layout does not follow its rule (see test_layout_rule), or it is called with the wrong numbers."
     if order == names[::-1]:
         return "parameters are laid out from the first to the last. The list must be reversed."
     if set(order) != set(names):
@@ -130,18 +128,21 @@ def explain_lost_view(results):
             for buffer, before in zip(buffers, result["offsets_before_finish"][step]):
                 lost = [name for name, offset in buffer["offsets"].items() if offset is None]
                 others = [name for name in lost if name not in buffer["absent"]]
-                when = f"after the finish, on rank {rank} in step {step}"
                 if others:
-                    what = f"the gradient of {join_names(others)} is not a view {when}"
+                    what = (
+                        f"after finish_grad_sync on rank {rank} in step {step}, .grad is not a view of the buffer for "
+                        f"{join_names(others)}"
+                    )
                     if all(before.get(name) is not None for name in others):
-                        return what + ", but it was one before the finish. finish_grad_sync must change it in place."
+                        return what + ", although it was a view before. finish_grad_sync must change it in place."
                     return (
-                        what + ". zero_grad removed the view, and the wrapper did not put it back, or put back a copy."
+                        what
+                        + ". zero_grad removed the view, and the wrapper did not restore it, or it attached a copy."
                     )
                 if lost:
                     return (
-                        f"the gradient of {join_names(lost)} is None {when}. finish_grad_sync must also attach the "
-                        "views of gradients that never became ready."
+                        f"after finish_grad_sync on rank {rank} in step {step}, .grad is None for {join_names(lost)}. "
+                        "finish_grad_sync must also attach the views of gradients that never became ready."
                     )
     return ""
 
@@ -158,7 +159,7 @@ def explain_launches(buffers, names, layout, events, step):
         return cause
     numels = [launch.numel for launch in launched]
     if sorted(numels) == sorted(expected):
-        return "the buckets are launched in another order than that of the buffer."
+        return "the buckets are not launched in the order of the buffer."
     if len(numels) == len(expected) and all(numel <= most for numel, most in zip(numels, expected)):
         return "the padding of a bucket is not reduced with it."
     if len(expected) > 1 and layout["numel"] in numels:
@@ -175,7 +176,7 @@ def explain_early_launch(events, step, launch, buckets, lengths):
         is_complete = all(ready_at.get(name, -1) <= launch.place for name in names)
         if is_complete and numel == launch.numel:
             return IN_READY_ORDER
-    return "a bucket is launched before all its gradients are ready. Count the gradients of every parameter in it."
+    return "a bucket is launched before all its gradients are ready. Count the ready gradients of all its parameters."
 
 
 def suspect_main_grads(batches, step, results):
@@ -189,16 +190,15 @@ def suspect_main_grads(batches, step, results):
 
     before = results[0]["steps"][0]["main_grad"]
     hypotheses = {
-        "the micro-batches are accumulated in bf16, where 1 + 0.002 is 1.": average(
+        "the micro-batches are accumulated in bf16, in which 1 + 0.002 is rounded to 1.": average(
             lambda micro, i: add_up(micro, i)[-1]
         ),
-        "main_grad still contains the gradients of the step before. zero_grad does not reach it.": average(
+        "main_grad still contains the gradients of the previous step. zero_grad does not clear it.": average(
             lambda micro, i: sum(x[i].float() for x in micro) + (before[str(i)] if step else 0)
         ),
-        "p.grad keeps growing, and all of it is added to main_grad each time. Set it to None once it has been added.": (
-            average(lambda micro, i: sum(add_up(micro, i)))
-        ),
-        "main_grad contains only the last micro-batch. Gradients are copied into it instead of added.": average(
+        "p.grad keeps growing, and the whole sum is added to main_grad each time. Set p.grad to None after you add "
+        "it.": (average(lambda micro, i: sum(add_up(micro, i)))),
+        "main_grad contains only the last micro-batch. Gradients are copied into main_grad instead of added.": average(
             lambda micro, i: micro[-1][i].float()
         ),
     }

@@ -10,23 +10,28 @@ from brigade.events import launches, list_ready_gradients
 
 # coalesce
 ONE_BY_ONE = "the calls of a block are launched one by one."
-MADE_BY_WAIT = "the block collects the calls, and handle.wait() launches them. The end of the block must launch."
-OTHER_HANDLE = "coalesce yields another handle than that of the launch."
+MADE_BY_WAIT = (
+    "the block only collects the calls, and handle.wait() launches them. They must be launched when the block ends."
+)
+OTHER_HANDLE = "coalesce does not yield the handle of the launch."
 NESTED = (
     "blocks of one group are nested. The inner block must raise an exception if the group is already capturing calls."
 )
 SWALLOWED = "coalesce swallows or replaces the exception, in an `except` or with a `return` in `finally`."
-BLOCK_LEFT_OVER = "coalesce keeps something of the block that ended with an exception."
+BLOCK_LEFT_OVER = "coalesce keeps state from the block that ended with an exception."
 
 # groups
 WHOLE_BUFFER = "the whole buffer is divided or communicated, instead of the buckets of the group."
 OTHER_BUCKETS = "a group does not launch exactly the buckets in bucket_indices, which need not be neighbours."
-WRONG_NUMEL = "plan_layout does not follow the rule of module 5, or the buffer is not made for the size of the group."
-NOT_AWAITED = "wait() is not called on every handle, or one attribute keeps the handle of the last group only."
+WRONG_NUMEL = (
+    "plan_layout does not follow the rule of module 5, or the layout is not planned for the size of the group."
+)
+NOT_AWAITED = "the code does not call wait() on every handle, or it keeps only the handle of the last group."
 RACED = "the buffer is divided or written to while a collective is in progress."
 MIXED_ORDER = (
-    "all-gathers and reduce-scatters have another order on each rank, because it depends on when gradients are ready. "
-    "Launch the all-gather of a group before the reduce-scatter of the next group, or all all-gathers in the finish."
+    "the order of all-gathers and reduce-scatters differs between ranks, because it depends on when gradients become "
+    "ready. Launch the all-gather of a group before the reduce-scatter of the next group, or launch every all-gather "
+    "in finish_grad_sync."
 )
 WRONG_GROUP = "the process group is not passed on to each BucketGroup, or to coalesce and the calls in its block."
 
@@ -44,14 +49,17 @@ def explain_calls(launched, count):
 
 def explain_early_wait(launch):
     """Return why a block waits for its launch."""
-    return "async_ops=True is missing." if launch.sync else "the block itself calls wait() on the handle."
+    return "coalesce does not pass async_ops=True." if launch.sync else "coalesce calls wait() on the handle itself."
 
 
 def explain_no_error(compared):
     """Return why a block raises nothing, where `compared` is what tells its calls apart."""
     if compared == "nested":
         return NESTED
-    return f"the manager treats all calls like the first one. Compare the {compared} of the calls before it launches."
+    return (
+        f"the manager treats all calls like the first one. Compare the {compared} of the calls before the manager "
+        "launches them."
+    )
 
 
 def explain_launch_after_error(compared):
@@ -60,19 +68,22 @@ def explain_launch_after_error(compared):
         return NESTED
     if compared:
         return (
-            f"the {compared} are compared too late or not at all. Compare them before the manager ends, and end the "
-            "manager with the exception, because otherwise it launches."
+            f"the {compared} are compared too late or not at all. Compare them and raise the exception inside the "
+            "manager's block. If that block ends without an exception, the manager launches the calls."
         )
-    return "the manager ends without the exception, for example in a `finally`, and therefore launches."
+    return (
+        "the exception does not reach the manager, for example because a `finally` ends the manager's block. The "
+        "manager therefore launches the calls."
+    )
 
 
 def suspect_capturing(inputs):
     """Return what an all_reduce after a block gives if the group is still capturing calls."""
     cause = (
         "the all_reduce did nothing, because the group is still capturing calls. The exception ended the block before "
-        "the manager removed the group's state. Remove it in try ... finally."
+        "the manager removed the group's state. Remove this state in try ... finally."
     )
-    return {cause: [{"its result": value} for value in inputs]}
+    return {cause: [{"the result": value} for value in inputs]}
 
 
 def suspect_shards(local, average, index, cut, is_subgroup):
@@ -89,8 +100,10 @@ def suspect_shards(local, average, index, cut, is_subgroup):
         "`shards` must return views, not copies.": local[index],
         f"the shard is exactly {size}× too large: gradients are summed over the ranks, not averaged.": average * size,
         f"the shard is exactly {size}× too small: gradients are divided twice{or_by_world}.": average / size,
-        "the shard is divided inside the block, before the end of the block reduces it. Divide the bucket before it is "
-        "launched, or the shard after the wait.": average * size - local[index] + local[index] / size,
+        "the shard is divided inside the coalesce block, but the reduction starts only when the block ends. Divide "
+        "the bucket before the launch, or the shard after the wait.": average * size
+        - local[index]
+        + local[index] / size,
     }
     return {cause: [cut(flat)] for cause, flat in hypotheses.items()}
 
@@ -116,7 +129,7 @@ def suspect_no_gather(local, cut):
 
 def suspect_no_param_views(params, indices):
     """Return what parameters contain if they are not views of param_data."""
-    cause = "p.data is not a view of param_data, as with_params=True of module 5 makes it."
+    cause = "p.data is not a view of param_data. With with_params=True, module 5's GradBuffer must make it one."
     return {cause: [{f"parameter {i}": tensors[i].flatten() for i in indices} for tensors in params]}
 
 
@@ -135,9 +148,15 @@ def explain_other_kinds(others, is_gather_off):
     """Return why there are launches of other kinds; with `is_gather_off`, `ddp.gather_grads` is False."""
     ops = {launch.op for launch in others}
     if "all_reduce" in ops:
-        return "all_reduce is used. A reduce_scatter and an all_gather together do the same and move the same bytes."
+        return (
+            "the code calls all_reduce. Call reduce_scatter and all_gather instead, which together give the same "
+            "result and send the same bytes."
+        )
     if is_gather_off and ops == {"all_gather"}:
-        return "finish_grad_sync does not read gather_grads every time. If it is False, there is no all-gather."
+        return (
+            "finish_grad_sync does not read gather_grads in every step. If gather_grads is False, do not launch an "
+            "all-gather."
+        )
     return ""
 
 
@@ -150,11 +169,11 @@ def explain_groups(made, expected, op, events):
         return "the groups are not launched in the order of the buckets."
     if len(made) > len(expected) and total <= expected_total:
         return (
-            "buckets are launched one by one instead of one group at a time. The calls must be inside coalesce and on "
-            "its process group, and buckets_per_group=None means all buckets of a buffer."
+            "buckets are launched one by one instead of one group at a time. Make the calls inside coalesce, on its "
+            "process group. buckets_per_group=None means all buckets of a buffer."
         )
     if total > expected_total:
-        return "some elements are launched twice, or buckets have more padding than the rule of module 5 gives them."
+        return "some elements are launched twice, or the buckets have more padding than module 5's rule gives them."
     if op == "all_gather" and not Counter(made) - Counter(expected):
         return "some groups are never gathered. finish_grad_sync must gather the last one."
     if made and total < expected_total:
@@ -200,7 +219,7 @@ def suspect_lost_micro_batches(case):
 
 def suspect_kept_gradients(expected, before, dtype, world, gather_grads):
     """Return what a rank has in this dtype if the gradients of the step before are still in it."""
-    cause = "the gradients of the step before are still in it: accumulation does not start from zero."
+    cause = "the tensor still contains the gradients of the previous step: accumulation does not start from zero."
     if not gather_grads:
         cause += " finish_accumulation(set_grads=False) must reset has_accumulated too."
     kept = {f"parameter {i}": (value + before[i]).to(dtype) for i, value in expected.items()}

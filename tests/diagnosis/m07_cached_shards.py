@@ -10,16 +10,15 @@ from brigade.checks.diagnose.tensors import GENERAL
 from brigade.checks.verdict import CheckFailed
 
 WRONG_VIEW = (
-    "a kept view is not the right bucket or shard: it belongs to another buffer, bucket or rank, does not begin at its "
-    "bucket's start, or divides the bucket by another number than the size of the group."
+    "a cached view does not show the right bucket or shard. It belongs to another buffer, bucket or rank, or its start "
+    "or length is wrong."
 )
-OLD_VIEWS = "views of the old tensor are kept in addition to those of the new one."
-OTHER_SHARD = "a rank uses the shard of another rank. Shard r of a bucket belongs to rank r, in both flat tensors."
-COPIES = (
-    "each rank still has its own gradient: the kept tensors are copies (clone, for example) instead of views, or "
-    "nothing is reduced."
+OLD_VIEWS = "the cache keeps views of the old tensor in addition to views of the new one."
+OTHER_SHARD = (
+    "a rank uses the shard of another rank. Shard r of a bucket belongs to rank r, in grad_data and in param_data."
 )
-NOT_AWAITED = "wait() is not called on every handle in the step that launched it."
+COPIES = "each rank still has its own gradient: the cached tensors are copies instead of views, or nothing is reduced."
+NOT_AWAITED = "the code does not call wait() on every handle in the step that launched it."
 RACED = "the buffer is written to while a collective is in progress."
 
 
@@ -45,15 +44,18 @@ def explain_unequal_shards(message, world_size):
         return ""
     total, given = map(int, match.groups())
     if not total:
-        return "the kept shard is empty, as if there were no such rank. Use dist.get_rank(process_group)."
+        return (
+            "the cached shard is empty, because it was computed for a rank outside the group. Use "
+            "dist.get_rank(process_group)."
+        )
     if given and total % given == 0 and total > given:
         return (
-            "a shard is as long as its whole bucket. Either both are the same kept view, because its key does not "
-            "contain the rank, or the shard is not cut out of the bucket."
+            "a shard is as long as its whole bucket. Either both use the same cached view, because its key does not "
+            "contain the rank, or the shard is not sliced from the bucket."
         )
     if total < given and world_size * total % given == 0:
         return (
-            "the kept shard is too short: the bucket is divided by a larger number than the size of the group. Use "
+            "the cached shard is too short: the bucket is divided by a larger number than the size of the group. Use "
             "dist.get_world_size(process_group)."
         )
     return ""
@@ -74,15 +76,15 @@ def suspect_move():
 def describe_stale(flat):
     """Return what kept views of these flat tensors do after a move."""
     return (
-        f"the numbers were right until reallocate(). Since then, kept views of {flat} show other memory: that of the "
-        "old tensor, or that of another cache."
+        f"the values were correct before reallocate() was called. Since then, cached views of {flat} point to the "
+        "wrong memory: to the old tensor, or to the tensor of another cache."
     )
 
 
 @contextlib.contextmanager
 def suspect_stale_views(num_moves, gather_grads, events):
     """Blame views of the old memory for what is right until the buffers move, and wrong afterwards."""
-    flat = "grad_data" if gather_grads else "grad_data, or only those of param_data,"
+    flat = "grad_data" if gather_grads else "grad_data or param_data"
     try:
         yield
     except CheckFailed as failed:
@@ -106,13 +108,13 @@ def explain_views(steps, step, package, gather_grads, is_moved, num_buckets):
     phases = {view["phase"] for view in own}
     if not own:
         return (
-            f"these lines of {join_names(earlier)}, an earlier module, still run. Keep the view there, or override the "
-            "method that makes it."
+            f"these lines of an earlier module ({join_names(earlier)}) still create views. Cache the view there, or "
+            "override the method that creates it."
         )
     if is_moved and not all(steps[:step]):
         return (
-            "before reallocate() a step made no view. Since then, every step empties the cache. Empty it only when the "
-            "tensor is another one, and remember that tensor."
+            "before reallocate(), a step created no views. Since then, every step empties the cache. Empty it only "
+            "when the tensor has changed, and remember the new tensor."
         )
     if not gather_grads and phases >= {"backward", "start_param_sync"}:
         return (
@@ -120,18 +122,17 @@ def explain_views(steps, step, package, gather_grads, is_moved, num_buckets):
             "each, or make the tensor part of the key."
         )
     if all("param" in phase for phase in phases):
-        return "the views of grad_data are kept, but those of param_data are not."
+        return "the views of grad_data are cached, but the views of param_data are not."
     count = sum(view["count"] for view in views)
     if count == first and gather_grads and count == 2 * num_buckets:  # a shard and a bucket for two collectives
-        return (
-            "views are kept within a step, but not until the next one: the cache is emptied, or made again, in between."
-        )
+        return "views are cached only within a step: the cache is emptied or created again before the next step."
     if count == first:
         return (
-            "no view is kept: the step makes as many as the first one. Either the cache is not searched before a view "
-            "is made, or it is emptied every time, for example because it does not remember its tensor."
+            "no view is cached: the step creates as many views as the first step. Either the code does not look in the "
+            "cache before it creates a view, or the cache is emptied every time, for example because it does not "
+            "remember its tensor."
         )
-    return f"some views are kept (the first step made {first}), but every step makes these views again."
+    return f"some views are cached (the first step created {first}), but every step creates these views again."
 
 
 def explain_launches(launched, numels, gather_grads, events):
@@ -139,23 +140,23 @@ def explain_launches(launched, numels, gather_grads, events):
     if cause := find_leftover(events):
         return cause
     if not gather_grads and any(x.op == "all_gather" and x.phase != "start_param_sync" for x in launched):
-        return "gradients are gathered, although gather_grads is False. Gather only parameters then."
+        return "gradients are gathered, although gather_grads is False. In this case, gather only parameters."
     total = sum(launch.numel for launch in launched)
     if total > 2 * sum(numels):
         counts = Counter(launch.op for launch in launched)
         twice = [f"{op}s" for op in ("reduce_scatter", "all_gather") if counts[op] > len(numels)]
-        return f"some buckets are in two launches: there are too many {join_names(twice) or 'elements'}."
+        return f"some buckets are launched twice: there are too many {join_names(twice) or 'elements'}."
     if len(launched) > 2 * len(numels) and total <= 2 * sum(numels):
         counts = Counter(launch.op for launch in launched)
         single = [op for op in ("reduce_scatter", "all_gather") if counts[op] > len(numels)]
         if len(single) == 1:
             return (
-                f"the {single[0]}s of a group are launched one by one. Call those of all its buckets in one coalesce "
+                f"the {single[0]}s of a group are launched one by one. Call them for all its buckets in one coalesce "
                 "block."
             )
         return (
-            "every bucket is launched by itself: the groups have one bucket each, for example because a constructor "
-            "does not pass buckets_per_group on, or its calls are not in a coalesce block."
+            "every bucket is launched by itself. Either each group has one bucket, for example because a constructor "
+            "does not pass on buckets_per_group, or the calls are not inside a coalesce block."
         )
     if len(launched) < 2 * len(numels) and total == 2 * sum(numels):
         return "a launch contains more than buckets_per_group buckets."
@@ -169,15 +170,18 @@ def explain_late_launch(launch, events):
     if cause := find_leftover(events):
         return cause
     if launch.phase == "backward":
-        return "a group is launched after it is complete, with a gradient of a later group."
-    return "groups are launched only when backward is over."
+        return "a group is launched too late, when a gradient of a later group becomes ready."
+    return "groups are launched only after backward."
 
 
 def explain_blocking(blocking):
     """Return why these launches are awaited too early."""
     if any(launch.sync for launch in blocking):
-        return "the launch is synchronous. It must be asynchronous, and its handle must be kept for the finish."
-    return "wait() is called too early. The handle must be kept for the finish."
+        return (
+            "the launch is synchronous. Make it asynchronous, and keep its handle for finish_grad_sync or "
+            "finish_param_sync."
+        )
+    return "wait() is called too early. Keep the handle for finish_grad_sync or finish_param_sync."
 
 
 def explain_unwaited(wrong):

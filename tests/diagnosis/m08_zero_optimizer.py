@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from brigade.checks.expectations import agree, expect_equal, join_names
+from brigade.checks.expectations import agree, expect_equal, format_ranks, join_names
 from brigade.checks.verdict import CheckFailed
 from brigade.events import launches, list_ready_gradients
 from expected.m08_zero_optimizer import (
@@ -21,47 +21,53 @@ from expected.m08_zero_optimizer import (
 )
 
 # ShardedOptimizer
-ALL_REDUCED = "an all-reduce gives every rank the averages, and every rank keeps the state of all parameters."
-OTHER_ROOT = "the two roots must be the same rank of the group, the parameter's owner."
+ALL_REDUCED = "the gradients are all-reduced, so every rank has all averages and keeps the state of all parameters."
+OTHER_ROOT = "the reduce and the broadcast of a parameter must have the same root, the parameter's owner."
 CLIPPED_TWICE = (
     "step reduces the gradients again: it averages the owner's clipped gradient with the other ranks' unclipped ones."
 )
 NOT_REDUCED = "clip_grad_norm_ uses the gradients without reducing them first."
 SKIPPED = (
-    "clip_grad_norm_ assumes that the gradients are already reduced, because the previous step was skipped (its norm "
-    "was not finite). zero_grad must reset this (is_reduced in the skeleton)."
+    "clip_grad_norm_ assumes that the gradients are already reduced, because the loop skipped the previous step after "
+    "clipping. zero_grad must reset this state (is_reduced in the skeleton)."
 )
 
 # ZeroOptimizer
 SHARE = "Rank r of the group has the r-th of the N equal parts of each bucket."
 NO_OPTIMIZER = "ZeroOptimizer is not a subclass of torch.optim.Optimizer."
-GATHERED = "the constructor does not set ddp.gather_grads, and finish_grad_sync gathers all gradients on all ranks."
+GATHERED = (
+    "the constructor does not set ddp.gather_grads to False, so finish_grad_sync gathers all gradients on all ranks."
+)
 NO_INNER = "the inner optimizer is not the attribute `optim`."
-WHOLE_MASTERS = "each rank has fp32 main parameters of whole parameters, not only of the parts in its shards."
+WHOLE_MASTERS = "each rank keeps fp32 copies of whole parameters, not only of the parts in its shards."
 NOT_ELEMENTWISE = (
-    "the optimizer is not elementwise: for a part of a parameter it computes other updates than for the whole, and "
-    "shards cut parameters."
+    "the optimizer is not elementwise: its update of a part of a parameter differs from the same part of the whole "
+    "update. Shards cut parameters into parts."
 )
 NO_SENTENCE = "the exception does not say why the optimizer is refused."
-INNER_GROUPS = "param_groups contain this rank's shards. Only `optim` has those; param_groups have whole parameters."
+INNER_GROUPS = (
+    "the outer param_groups contain this rank's shards. They must contain whole parameters. Only the param_groups of "
+    "`optim` contain shards."
+)
 CLOSURE = "step must call the closure itself, once, and return its result."
 NOT_SCALED = "the shards are not all scaled by max_norm / norm, with the norm that clip_grad_norm_ returns."
 ONE_SHARD = (
-    "only one rank's shard contains this value, and it is lost before or in the sum of the squares over the ranks."
+    "only one rank's shard contains this value, and the value is lost before or while the ranks add their sums of "
+    "squares."
 )
 NOT_COVERED = (
-    "a rank does not load the part of each moment that belongs to its own shards. With another number of ranks they "
-    "are other parts."
+    "a rank does not load the part of each moment that belongs to its own shards. These parts change with the number "
+    "of ranks."
 )
 MISFITTING_MOMENTS = (
     "the loaded moments do not have the shapes of the shards. load_state_dict must cut each moment with "
     "ParamShard.cut, and param_slice must have as many elements as the shard, which may be empty."
 )
 MASTERS_NOT_COVERED = (
-    "a rank does not load the part of each main parameter that belongs to its own shards. With another number of ranks "
-    "they are other parts."
+    "a rank does not load the part of each main parameter that belongs to its own shards. These parts change with the "
+    "number of ranks."
 )
-LOST_STATE = "a rank without a part of a parameter does not get its state from the other ranks."
+LOST_STATE = "a rank that has no part of a parameter does not receive the parameter's state from the other ranks."
 
 
 def suspect_nothing():
@@ -88,8 +94,8 @@ def find_skipped_parameter(events_by_rank):
     owned = [all(e["ranks"][e["root"]] == rank for e in events) for rank, events in enumerate(sent) if events]
     if len(owned) > 1 and all(owned):
         return (
-            "each rank broadcasts only the parameters that it owns. All ranks must call the broadcast of every "
-            "parameter, because the others receive it."
+            "each rank broadcasts only the parameters that it owns. All ranks must call broadcast for every parameter: "
+            "the owner sends it, and the others receive it."
         )
     used = [{name for _, name in list_ready_gradients(own, 0)} for own in events_by_rank]
     reduced = [{x.name for x in launches(own) if x.op == "reduce"} for own in events_by_rank]
@@ -97,7 +103,7 @@ def find_skipped_parameter(events_by_rank):
     if is_limited and any(set.union(*reduced) - own for own in used):
         return (
             "a rank does not reduce a parameter that it did not use, because its gradient is None. All ranks must call "
-            "the reduce of every trainable parameter, with zeros if there is no gradient."
+            "reduce for every trainable parameter, with zeros if it has no gradient."
         )
     return ""
 
@@ -110,8 +116,8 @@ def find_unawaited(events_by_rank):
             unawaited = [launch for launch in launched if not launch.waits]
             if unawaited:
                 return (
-                    f"the handles of {len(unawaited)} of {len(launched)} {op}s are never waited on (rank {rank}). The "
-                    "result of a collective is NaN until somebody waits on its handle."
+                    f"rank {rank} never waits on {len(unawaited)} of {len(launched)} handles of {op}. The result of a "
+                    "collective is NaN until you wait on its handle."
                 )
     return ""
 
@@ -120,7 +126,7 @@ def explain_gradients_left(names_by_rank):
     """Return why gradients are left after zero_grad: their names on each rank of the group."""
     if set.intersection(*map(set, names_by_rank)):
         return "zero_grad does not clear the gradients."
-    return "zero_grad of the inner optimizer clears only the parameters that this rank owns."
+    return "the inner optimizer's zero_grad clears only the gradients of the parameters that this rank owns."
 
 
 def explain_exchange(ops):
@@ -136,11 +142,14 @@ def explain_sizes(sizes_by_rank, expected):
     """Return why param_groups of these sizes do not contain all parameters."""
     sums = [sum(sizes) for sizes in zip(*sizes_by_rank)]
     if len(sums) < len(expected):
-        return "a group is missing in param_groups."
+        return "a group is missing from param_groups."
     if not all(sums):
         return "the parameters come from a generator, which can be read only once."
     if sums == expected and len(sizes_by_rank) > 1:
-        return "param_groups contain only the parameters that this rank owns. Only the groups of `optim` may."
+        return (
+            "param_groups contain only the parameters that this rank owns. They must contain all parameters; only the "
+            "param_groups of `optim` are divided."
+        )
     return ""
 
 
@@ -148,7 +157,7 @@ def explain_calls(count, steps):
     """Return why `count` calls of the closure are too many or too few."""
     if count < steps:
         return "step does not call the closure in every step."
-    return "the inner optimizer calls the closure again, and computes this rank's own gradients after the reduction."
+    return "the inner optimizer calls the closure again, so this rank computes its own gradients after the reduction."
 
 
 def suspect_weights(case, job, changes, actual, step, events):
@@ -160,11 +169,11 @@ def suspect_weights(case, job, changes, actual, step, events):
     if step == -1:
         if stops_reducing(events, step=1):
             cause = (
-                "no gradient is reduced after step 0, as if all were already reduced. step must reset this (is_reduced "
-                "in the skeleton)."
+                "no gradient is reduced after step 0, as if all gradients were already reduced. step must reset this "
+                "state (is_reduced in the skeleton)."
             )
             return {cause: actual}
-        cause = "the state is lost in every step, because each step creates a new inner optimizer."
+        cause = "the optimizer state is lost in every step, because each step creates a new inner optimizer."
         options[cause] = train_unsharded(case, job, forget=True)["weights"]
     hypotheses = {cause: [weights[step]] * len(actual) for cause, weights in options.items()}
     return hypotheses | (suspect_first_step(case, job, actual, events) if step == 0 else {})
@@ -200,7 +209,9 @@ def suspect_first_step(case, job, actual, events):
     hypotheses["new weights do not reach every rank. Every parameter must be broadcast from its owner."] = [
         {name: start[name] if name in stepped else one[name] for name in one}
     ] * size
-    cause = "no rank updates the parameters. Compare the owner with the rank in the group, not with that in the world."
+    cause = (
+        "no rank updates the parameters. Compare the owner with the rank in the group, not with the rank in the world."
+    )
     hypotheses[cause] = [start] * size
     return hypotheses
 
@@ -229,8 +240,8 @@ def suspect_scheduling(kind, job, names):
     if kind == "lambda":
         first = job["params"][0]["options"]
         return {
-            "the learning rate that the scheduler set is ignored. Inner groups are copies and must be updated before "
-            "every step.": {"scheduler": "none"},
+            "the inner optimizer ignores the learning rate that the scheduler set. Its groups are copies, so update "
+            "them before every step.": {"scheduler": "none"},
             "each group has its own options, but the first group's options are used for all groups.": {
                 "params": [{"names": names, "options": first}]
             },
@@ -238,20 +249,22 @@ def suspect_scheduling(kind, job, names):
         }
     if kind == "one cycle":
         return {
-            "options that the scheduler set are ignored. Inner groups are copies and must be updated before every "
-            "step.": {"scheduler": "none"},
-            "only the learning rate is updated. A scheduler may change any option, here the betas too.": {
+            "the inner optimizer ignores the options that the scheduler set. Its groups are copies, so update them "
+            "before every step.": {"scheduler": "none"},
+            "only the learning rate is updated. A scheduler may change any option; this one also changes the betas.": {
                 "scheduler": "one cycle of lr"
             },
         }
-    return {"the group added later is never stepped.": {"late": job["late"] | {"options": {"lr": 0.0}}}}
+    return {
+        "the parameters of the group added later are never updated.": {"late": job["late"] | {"options": {"lr": 0.0}}}
+    }
 
 
 def suspect_clipping():
     """Return mistakes of ShardedOptimizer's clip_grad_norm_, as changes of a job of 5 steps."""
     return {
-        "nothing is clipped.": {"max_norms": [1e9] * 5},
-        "gradients are multiplied by max_norm / norm even if that is above 1.": {"grow": True},
+        "the gradients are not clipped.": {"max_norms": [1e9] * 5},
+        "gradients are multiplied by max_norm / norm even if this factor is above 1.": {"grow": True},
     }
 
 
@@ -262,11 +275,15 @@ def explain_sum_of_states(owned, bytes_by_rank, whole, problem):
     """
     counts = Counter(index for indices in owned for index in indices if index >= 0)
     if set(counts) & set(problem["frozen"]):
-        return "frozen parameters have state."
+        return "the optimizer keeps state for frozen parameters."
     if any(count > 1 for count in counts.values()):
         return "a parameter has more than one owner."
     if sum(bytes_by_rank) < whole:
-        return "the group added late is never stepped." if problem["late"] else "some parameters have no owner."
+        return (
+            "the parameters of the group added later are never updated."
+            if problem["late"]
+            else "some parameters have no owner."
+        )
     return ""
 
 
@@ -275,16 +292,21 @@ def explain_state(owned, numels, problem):
     trainable = [index for index in range(len(numels)) if index not in problem["frozen"]]
     idle = [rank for rank, indices in enumerate(owned) if not indices]
     if all(indices == trainable for indices in owned):
-        return "every rank keeps the state of all parameters. Give the inner optimizer only those that the rank owns."
+        return (
+            "every rank keeps the state of all parameters. Give the inner optimizer only the parameters that the rank "
+            "owns."
+        )
     if problem["late"]:
-        return "what a rank owns is forgotten when a group is added later."
+        return "when a group is added later, the code forgets how much each rank already owns."
     if len(problem["first"]) > 1:
-        return "balancing starts from zero in each group. Count what a rank owns in all groups."
+        return "each group is balanced on its own. Count what a rank owns in all groups."
     if idle:
-        return f"rank {join_names(idle)} owns nothing: every owner is the same rank, or one of too few ranks."
+        return f"the owners are chosen from too few ranks: no parameter belongs to {format_ranks(idle)}."
     if all(indices == trainable[rank :: len(owned)] for rank, indices in enumerate(owned)):
-        return "parameter i belongs to rank i % world_size, so that one rank gets the weights and another the biases."
-    return "owners do not balance elements. Give a parameter to the rank that owns the fewest elements so far."
+        return (
+            "parameter i belongs to rank i % world_size, so one rank gets the weights and another rank gets the biases."
+        )
+    return "the owners are not balanced. Give each parameter to the rank that owns the fewest bytes so far."
 
 
 def explain_launches(launched, trainable, frozen):
@@ -313,7 +335,7 @@ def explain_numels(op, numels, expected, frozen):
     if all_elements == expected_elements and numels.total() < expected.total():
         return (
             f"one {op} contains several parameters, for example a flat tensor for each owner. This check expects one "
-            "per parameter."
+            f"{op} per parameter."
         )
     if all_elements == expected_elements and numels.total() > expected.total():
         return f"a parameter is divided into several {op}s."
@@ -330,8 +352,11 @@ def explain_forgotten(forgotten, events, rank):
     """Return why handles are not waited on; `rank` is that in the group."""
     roots = {event["index"]: event["root"] for event in events if event["kind"] == "launch"}
     if all(launch.op == "broadcast" and roots[launch.index] == rank for launch in forgotten):
-        return "the owner does not wait for its own broadcasts. It may write to a tensor only when it has been sent."
-    return "wait() is not called on every handle. If one launch is complete, the others need not be."
+        return (
+            "the owner does not wait for its own broadcasts. It may write to a tensor only after the tensor has been "
+            "sent."
+        )
+    return "the code does not call wait() on every handle. If one launch is complete, the others may still be running."
 
 
 def explain_norm(case, job, norms, expected, events):
@@ -351,7 +376,7 @@ def explain_norm(case, job, norms, expected, events):
     rest = [rank for rank in range(case.world_size) if rank not in case.group]
     whole = [train_unsharded(case, job, ranks, steps=1)["norms"][0] for ranks in (case.group, rest) if ranks]
     if rest and math.isclose(norms[0], math.hypot(*whole), rel_tol=1e-4):
-        return "this is the norm over all ranks of the world, not of the group."
+        return "this is the norm over all ranks of the world, not only over the group."
     if not math.isclose(max(norms), min(norms), rel_tol=1e-4):
         return explain_different_norms(norms, expected)
     gradients = {name: float(gradient.norm()) for name, gradient in case.gradients().items() if gradient is not None}
@@ -362,15 +387,17 @@ def explain_norm(case, job, norms, expected, events):
         squares[roots[0] if roots else 0] += gradients[name] ** 2
     for added in (sum(gradients.values()), sum(map(math.sqrt, squares))):
         if math.isclose(norms[0], added, rel_tol=1e-4):
-            return "norms are added. The global norm is the root of the sum of all squares, each counted once."
+            return (
+                "the code adds norms. The global norm is the square root of the sum of all squares, each counted once."
+            )
     return ""
 
 
 def explain_different_norms(norms, expected):
     """Return why the ranks have different norms."""
     if math.isclose(math.hypot(*norms), expected, rel_tol=1e-4):
-        return "each rank has the norm of its own part. Add the squares of all ranks before taking the root."
-    return "the ranks have different norms. The sum of squares must be the same on all ranks before taking the root."
+        return "each rank has the norm of its own part. Add the squared norms of all ranks before you take the root."
+    return "the ranks have different norms. The sum of squares must be the same on all ranks before you take the root."
 
 
 # ---- ZeroOptimizer
@@ -401,8 +428,8 @@ def find_cause(actual, expected, start, hypotheses, tolerance, otherwise):
         return "weights are NaN: they are read before the handle of their all-gather is waited on."
     if any(not are_close(weights, actual[0], tolerance) for weights in actual):
         return (
-            "the ranks have different weights. They must be gathered from all ranks after each rank has stepped on its "
-            "own shards."
+            "the ranks have different weights. After each rank has stepped on its own shards, gather the weights from "
+            "all ranks."
         )
     for cause, compute in hypotheses.items():
         if are_close(actual[0], compute(), tolerance):
@@ -418,8 +445,8 @@ def find_cause(actual, expected, start, hypotheses, tolerance, otherwise):
     ]
     if still:
         return (
-            f"entries of {join_names(still)} have not changed, or were overwritten with the old ones. A rank must step "
-            f"on all of its shards, wherever they cut a parameter. {SHARE}"
+            f"some entries of {join_names(still)} have not changed, or old values have overwritten them. A rank must "
+            f"step on all of its shards, wherever they cut a parameter. {SHARE}"
         )
     return ""
 
@@ -448,7 +475,9 @@ def suspect_scaling(case, recipe, is_moving):
         for how, factor in (("divided", 1 / size), ("multiplied", size))
     }
     if is_moving:
-        hypotheses["tensors are kept from the constructor, but `reallocate` replaces them in the buffers."] = case.start
+        hypotheses[
+            "the optimizer keeps tensors from its constructor, but `reallocate` replaces them in the buffers."
+        ] = case.start
     return hypotheses
 
 
@@ -462,25 +491,25 @@ def explain_state_bytes(actual, unsharded):
     if actual is None:
         return NO_INNER
     if actual >= unsharded:
-        return "each rank has state for whole parameters, and for all of them, not only for the parts in its shards."
-    return "each rank has state for whole parameters, not only for the parts in its shards."
+        return "each rank keeps the state of all parameters, not only of the parts in its shards."
+    return "each rank keeps the state of whole parameters, not only of the parts in its shards."
 
 
 def explain_missing_state(total, expected):
     """Return why all ranks together have fewer bytes of state than expected."""
     if not total:
-        return "`optim` has no state: another optimizer steps."
+        return "`optim` has no state, so another optimizer takes the steps."
     if 2 * total >= 0.9 * expected:
-        return "the state is in 16 bits, or in another optimizer than `optim`."
+        return "the state has a 16-bit dtype, or an optimizer other than `optim` keeps a part of it."
     return "some parameters have no state in `optim`."
 
 
 def explain_gradient_launches(before, gather_grads):
     """Return why the launches before the optimizer's step are not one reduce-scatter of every bucket."""
     if gather_grads:
-        return "ZeroOptimizer does not set ddp.gather_grads to False, so that finish_grad_sync gathers gradients too."
+        return "ZeroOptimizer does not set ddp.gather_grads to False, so finish_grad_sync gathers gradients too."
     if any(launch.op == "all_gather" for launch in before):
-        return "an all-gather is launched before the step. Only the step gathers, and only weights."
+        return "an all-gather is launched before the step. Only the step may launch all-gathers, and only for weights."
     return ""
 
 
@@ -491,7 +520,7 @@ def explain_volume(inside, numel, dtype):
     if others := sorted({launch.op for launch in inside} - {"all_gather"}):
         return (
             f"the step launches {join_names(others)}. A rank needs only the shards of the other ranks. An all-gather "
-            "moves them, with half the bytes of an all-reduce."
+            "sends these with half the bytes of an all-reduce."
         )
     if {launch.dtype for launch in inside} - {dtype}:
         return "main parameters are gathered. Gather the rounded weights, which are smaller."
@@ -508,9 +537,8 @@ def suspect_groups(case, recipe):
     if "late" in recipe:
         late = recipe["late"]
         changed = {
-            "the group added later is never stepped. Add it to the inner optimizer too, which has its own groups.": {
-                "late": late | {"options": {"lr": 0.0, "weight_decay": 0.0}}
-            },
+            "the parameters of the group added later are never updated. Add the group to the inner optimizer too, "
+            "because it has its own groups.": {"late": late | {"options": {"lr": 0.0, "weight_decay": 0.0}}},
             "the group added later loses its own options.": {"late": late | {"options": {}}},
             "the group added later has the options of the first group.": {
                 "late": late | {"options": recipe["groups"][0]["options"]}
@@ -540,7 +568,7 @@ def suspect_groups(case, recipe):
 def suspect_no_clipping(case, recipe):
     """Return mistakes of ZeroOptimizer's clip_grad_norm_."""
     return {
-        "gradients are not clipped: clip_grad_norm_ scales other tensors than those that step reads.": partial(
+        "gradients are not clipped: clip_grad_norm_ does not scale the tensors that step reads.": partial(
             compute_weights, case, recipe | {"max_norm": float("inf")}
         ),
         "gradients whose norm is below max_norm are scaled up. They must not change.": partial(
@@ -567,7 +595,7 @@ def explain_norms(norms, expected, num_shards):
     if math.isclose(norms[0] * len(norms) ** 0.5, expected, rel_tol=1e-6):
         return "the squares are averaged over the ranks, not summed."
     if expected < norms[0] ** 2 < expected * math.sqrt(num_shards):  # far from every norm: gradients are large here
-        return "norms are added, and the root of their sum is taken. Add the squares of the norms."
+        return "the code adds norms and takes the root of their sum. Add the squares of the norms."
     if norms[0] > expected:
         return (
             "the norm is too large. Either the whole buffer is counted, although only a rank's own shards contain "
@@ -595,9 +623,12 @@ def suspect_loading(resume, weights, state, recipe):
 def explain_keys(kinds):
     """Return why a state_dict does not have the plain optimizer's entries and "masters"; `kinds` are their types."""
     if not kinds:
-        return "state_dict does not return a dict on every rank. All ranks call it, and all ranks get the whole."
+        return (
+            "state_dict does not return a dict on every rank. All ranks call it, and it must return the whole state on "
+            "each of them."
+        )
     if "masters" not in kinds and {"state", "param_groups"} <= set(kinds):
-        return 'without 16-bit parameters there must be "masters" too, an empty dict.'
+        return 'the key "masters" is missing. Without 16-bit parameters, its value must be an empty dict.'
     missing = [key for key in ("state", "param_groups", "masters") if key not in kinds]
     return f"entries are missing: {join_names(missing)}." if missing else "an entry has the wrong type."
 
@@ -605,8 +636,10 @@ def explain_keys(kinds):
 def explain_option(key):
     """Return why an entry of a group in a state_dict is wrong."""
     if key == "params":
-        return "parameters must be numbered through all groups, including those of which this rank has no part."
-    return "the options are not those that param_groups have now."
+        return (
+            "the parameters must be numbered consecutively through all groups, even if this rank has no part of them."
+        )
+    return "the options differ from the current options in param_groups."
 
 
 def explain_entry(shape, expected):
@@ -646,10 +679,10 @@ def suspect_no_masters(recipe, start, inputs, masters):
     """Return mistakes with 16-bit weights."""
     bf16 = torch.empty(0, dtype=torch.bfloat16)
     return {
-        "16-bit weights are stepped on, and rounding takes a small step back. They need fp32 main parameters.": partial(
+        "the optimizer steps on 16-bit weights, so rounding undoes small steps. Use fp32 main parameters.": partial(
             compute_dots_weights, recipe, start, inputs
         ),
-        "main parameters are stepped on, but not copied back into the weights.": partial(
+        "the optimizer updates the main parameters, but does not copy them back into the weights.": partial(
             dict, {name: weight if weight.itemsize == 2 else masters[name] for name, weight in start.items()}
         ),
         "fp16 weights are rounded to bf16. Round each main parameter to the dtype of its weight.": partial(

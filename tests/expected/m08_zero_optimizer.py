@@ -40,7 +40,8 @@ def find_wrong_root(case, events):
         to, source = ([event["root"] for event in launched if event["op"] == op] for op in ("reduce", "broadcast"))
         if sizes.count(parameter.numel()) == 1 and to and source and to[0] != source[0]:
             return (
-                f"the gradient of {name} goes to rank {to[0]} of the group, and its weights come from rank {source[0]}"
+                f"the gradient of {name} is reduced to rank {to[0]} of the group, but its weights are broadcast from "
+                f"rank {source[0]}"
             )
     return ""
 

@@ -50,7 +50,7 @@ def make_view_case(name: str, evil: str) -> Hostile:
         name,
         reference(make_class_with_view(evil), number=7),
         0,
-        "makes no view",
+        "creates no view",
         modules=(7,),
         checks=("test_steady_step_makes_no_view",),
     )
@@ -200,7 +200,7 @@ def average(grad, number):
             number=5,
         ),
         0,
-        "a step copies no more than a step of the bare model",
+        "a step copies at most as many elements as a step of the bare model",
         modules=(5,),
         checks=("test_gradients_are_views",),
     ),

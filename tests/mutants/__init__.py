@@ -59,7 +59,7 @@ GROUP_IGNORED_AT_START = Mutant(
     BROADCAST,
     "broadcast_module_state(module)\n",
     ("test_steps_and_subgroups",),
-    "they are those of rank 0 of the world, not of the group",
+    "of rank 0 of the world, not of its own group",
 )
 
 

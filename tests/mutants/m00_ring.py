@@ -19,9 +19,9 @@ REDUCED = ("test_ring_reduce_scatter", "test_ring_all_reduce")
 GATHERED = ("test_ring_all_gather", "test_ring_all_reduce")
 
 MUTANTS = [
-    Mutant("every N-th row", ROWS, "batch[rank::world_size]", ("test_shard_batch",), "every N-th row is taken"),
+    Mutant("every N-th row", ROWS, "batch[rank::world_size]", ("test_shard_batch",), "every N-th row. Return"),
     Mutant(
-        "the rows left over are dropped", REFUSE, "if False:", ("test_shard_batch",), "without a look at the remainder"
+        "the rows left over are dropped", REFUSE, "if False:", ("test_shard_batch",), "does not check the remainder"
     ),
     Mutant(
         "the root forgets its own tensor",
@@ -61,7 +61,7 @@ MUTANTS = [
         TURN,
         "outgoing, incoming = chunks[(rank - step) % size], chunks[(rank - step - 1) % size]",
         REDUCED,
-        "rank r must end with chunk r",
+        "To end with chunk r, rank r must send",
     ),
     Mutant(
         "one step too many",
@@ -69,7 +69,7 @@ MUTANTS = [
         "for step in range(size):\n        outgoing",
         REDUCED,
     ),
-    Mutant("chunks are replaced, not added", ADD, "incoming.copy_(received)", REDUCED, "It must be added"),
+    Mutant("chunks are replaced, not added", ADD, "incoming.copy_(received)", REDUCED, "Add the two chunks instead"),
     Mutant(
         "the chunk before the sum is sent on",
         BUFFER,
@@ -101,7 +101,7 @@ MUTANTS = [
         "    handle.wait()\n",
         "",
         (*REDUCED, "test_ring_all_gather"),
-        "a handle is forgotten",
+        "never waits on a handle",
     ),
     Mutant(
         "the chunk that is sent is wrong in the gather",
@@ -127,14 +127,14 @@ MUTANTS = [
         BOTH,
         "split_into_chunks(tensor, 1)\n    dist.all_reduce(tensor, group=process_group)",
         ("test_ring_all_reduce",),
-        "a collective does the work",
+        "the code calls a collective",
     ),
     Mutant(
         "every step keeps its buffer",
         "received = buffer[: incoming.numel()]",
         "received = torch.empty_like(incoming)\n        kept = [*(kept if step else []), received]",
         ("test_ring_memory",),
-        "keeps the one before",
+        "keeps the previous one",
     ),
     Mutant(
         "a copy of the tensor",
@@ -142,14 +142,14 @@ MUTANTS = [
         "require_contiguous(tensor)\n    copy = tensor.clone()\n    ring_reduce_scatter(copy, process_group)\n"
         "    ring_all_gather(copy, process_group)\n    tensor.copy_(copy)",
         ("test_ring_memory",),
-        "a copy of the whole tensor",
+        "copies the whole tensor",
     ),
     Mutant(
         "the result is a copy",
         "return chunks[rank]",
         "return chunks[rank].clone()",
         ("test_ring_reduce_scatter",),
-        "not a copy",
+        "returns a copy or another chunk",
     ),
     Mutant(
         "chunks of torch.chunk",
@@ -168,7 +168,7 @@ MUTANTS = [
         "    if not tensor.is_contiguous():\n",
         "    if False:\n",
         ("test_ring_all_reduce",),
-        "never asks tensor.is_contiguous()",
+        "never calls tensor.is_contiguous()",
     ),
 ]
 

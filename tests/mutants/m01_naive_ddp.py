@@ -66,7 +66,7 @@ MUTANTS = [
         BROADCAST,
         BROADCAST.replace("whole", "whole.clone()"),
         ("test_parameters_start_equal", "test_buffers_start_equal"),
-        "copies of them are broadcast",
+        "copies are broadcast but not written back",
     ),
     Mutant(
         "transposed parameters broadcast as they are",
@@ -96,7 +96,7 @@ MUTANTS = [
         REDUCE,
         "parameter.grad = " + REDUCE,
         ("test_gradients_are_averaged",),
-        "line 62: without async_op=True all_reduce works in place and returns None",
+        "line 62: without async_op=True, all_reduce works in place and returns None",
     ),
     Mutant(
         "the gradient replaced by what all_reduce returns, divided before",
@@ -110,7 +110,7 @@ MUTANTS = [
         DIVIDE,
         "breakpoint()",
         ("test_gradients_are_averaged",),
-        "--debug runs one rank on this terminal",
+        "only with --debug, which runs one rank on this terminal",
     ),
     Mutant("divided by a literal 2", DIVIDE, "parameter.grad /= 2", ("test_gradients_are_averaged",), "divided by 2"),
     Mutant(
@@ -132,7 +132,7 @@ MUTANTS = [
         REDUCE,
         "dist.all_reduce(parameter.grad)",
         ("test_subgroups",),
-        "the group of ranks 0, 1, 2, 3, not on that of 1, 3",
+        "the group of ranks 0, 1, 2 and 3, but it trains in the group of ranks 1 and 3",
     ),
     Mutant(
         "weights reduced instead of gradients",
@@ -173,21 +173,21 @@ MUTANTS = [
         "if not parameter.requires_grad:",
         "if False:",
         ("test_one_all_reduce_per_parameter",),
-        "frozen parameters are reduced, too",
+        "frozen parameters are all-reduced too",
     ),
     Mutant(
         "tied parameters reduced twice",
         LOOP,
         "for _, parameter in self.module.named_parameters(remove_duplicate=False):",
         ("test_one_all_reduce_per_parameter",),
-        "a tied one, which has two names",
+        "that of a tied parameter, which has two names",
     ),
     Mutant(
         "asynchronous without a wait",
         REDUCE,
         REDUCE.replace("process_group)", "process_group, async_op=True)"),
         ("test_gradients_are_averaged",),
-        "never waited on",
+        "never waits on 6 of 6 handles",
     ),
     Mutant(
         "synchronised in the first step only",

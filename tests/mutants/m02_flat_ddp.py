@@ -63,14 +63,14 @@ MUTANTS = [
         "for parameter in module.parameters():",
         "for parameter in set(module.parameters()):",
         ("test_gradients_are_averaged",),
-        "A set has a different order on each",
+        "a set has a different order on each",
     ),
     Mutant(
         "every piece cut from the beginning",
         SPLIT,
         "[flat[: parameter.numel()] for parameter in parameters]",
         ("test_gradients_are_averaged", "test_gradients_keep_shape_and_stride"),
-        "cut at wrong positions",
+        "split at wrong positions",
     ),
     Mutant(
         "reduced in float32 whatever the dtype",
@@ -92,7 +92,7 @@ MUTANTS = [
             "test_branches_and_unused_parameters",
             "test_steps_and_subgroups",
         ),
-        "every parameter is still reduced by itself",
+        "every gradient still has its own all_reduce",
     ),
     Mutant(
         "only the first dtype reduced",
@@ -106,14 +106,14 @@ MUTANTS = [
         TRAINABLE,
         "if True:",
         ("test_bytes_on_the_wire",),
-        "frozen parameters travel, too",
+        "frozen parameters are all-reduced too",
     ),
     Mutant(
         "the largest half of the parameters only",
         TRAINABLE,
         "if parameter.requires_grad and parameter.dim() > 1:",
         ("test_bytes_on_the_wire", "test_gradients_are_averaged", "test_steps_and_subgroups"),
-        "some gradients are left out",
+        "some gradients are not all-reduced",
     ),
     Mutant(
         "padded to a round size",
@@ -159,7 +159,7 @@ MUTANTS = [
         FLATTEN,
         FLATTEN.replace("reshape(-1)", "as_strided((parameter.numel(),), (1,))"),
         ("test_gradients_keep_shape_and_stride",),
-        "flattened in the order of memory",
+        "flattened in memory order",
     ),
     Mutant(
         "divided by the size of the world",
@@ -173,7 +173,7 @@ MUTANTS = [
         REDUCE,
         "dist.all_reduce(flat)",
         ("test_steps_and_subgroups",),
-        "the group of ranks 0, 1, 2, 3, not on that of 1, 3",
+        "the group of ranks 0, 1, 2 and 3, but it trains in the group of ranks 1 and 3",
     ),
 ]
 

@@ -71,7 +71,7 @@ MUTANTS = [
         "                self.in_flight.append((handle, parameter))\n"
         "            self.pending = [] if last else self.pending",
         ("test_launches_follow_their_gradients",),
-        "launches are collected",
+        "until the end of backward",
     ),
     Mutant(
         "every launch held back until two more gradients are ready",
@@ -83,28 +83,28 @@ MUTANTS = [
         "                handle = dist.all_reduce(parameter.grad, group=self.process_group, async_op=True)\n"
         "                self.in_flight.append((handle, parameter))",
         ("test_launches_follow_their_gradients",),
-        "several gradients later",
+        "until several more gradients are ready",
     ),
     Mutant(
         "last handle never waited on",
         WAIT,
         "handle is self.in_flight[-1][0] or handle.wait()\n",
         ("test_every_handle_is_waited_on", "test_gradients_are_averaged"),
-        "waited on",
+        "does not wait on every handle",
     ),
     Mutant(
         "only the last handle waited on",
         WAIT,
         "self.in_flight[-1][0].wait()\n",
         ("test_every_handle_is_waited_on", "test_gradients_are_averaged"),
-        "waited on",
+        "does not wait on every handle",
     ),
     Mutant(
         "no handle waited on",
         WAIT,
         "pass\n",
         ("test_every_handle_is_waited_on", "test_gradients_are_averaged"),
-        "waited on",
+        "does not wait on every handle",
     ),
     Mutant(
         "handles never cleared",
@@ -184,7 +184,7 @@ MUTANTS = [
         LAUNCH,
         LAUNCH.replace(", async_op=True", ""),
         ("test_launches_are_asynchronous",),
-        "line 66: without async_op=True all_reduce works in place and returns None",
+        "line 66: without async_op=True, all_reduce works in place and returns None",
     ),
     Mutant(
         "the hook returns the handle",
@@ -234,7 +234,7 @@ MUTANTS = [
         RESTORE,
         RESTORE + "\n            self.module.zero_grad()",
         ("test_no_sync_accumulates",),
-        "that no_sync accumulated are lost",
+        "accumulated inside no_sync are lost",
     ),
     Mutant(
         "divided by the size of the world",
@@ -248,7 +248,7 @@ MUTANTS = [
         LAUNCH,
         LAUNCH.replace("group=self.process_group, ", ""),
         ("test_steps_and_subgroups",),
-        "the group of ranks 0, 1, 2, 3, not on that of 1, 3",
+        "the group of ranks 0, 1, 2 and 3, but it trains in the group of ranks 1 and 3",
     ),
 ]
 

@@ -63,7 +63,7 @@ MUTANTS = [
         SIZE,
         "size = parameter.numel()",
         ("test_bucket_rule",),
-        "elements are compared with the cap",
+        "the number of elements is compared with the cap",
     ),
     Mutant(
         "the size of the open bucket is never reset",
@@ -78,14 +78,14 @@ MUTANTS = [
         "    return buckets\n",
         "",
         ("test_gradients_are_averaged", "test_bucket_rule"),
-        "plan_buckets ends without `return`",
+        "`return` is missing in plan_buckets",
     ),
     Mutant(
         "megabytes compared with bytes: one bucket per parameter",
         CAP,
         "bucket_cap_mb",
         ("test_buckets_overlap_with_backward",),
-        "every parameter is launched by itself",
+        "the cap that plan_buckets receives is too small",
     ),
     Mutant(
         "a plan of its own, which mixes dtypes",
@@ -117,13 +117,13 @@ MUTANTS = [
         ("test_gradients_are_averaged",),
         "the result is not copied back",
     ),
-    Mutant("no wait", WAIT, "pass\n", ("test_gradients_are_averaged",), "waited on"),
+    Mutant("no wait", WAIT, "pass\n", ("test_gradients_are_averaged",), "on its handle"),
     Mutant(
         "buckets of one parameter never waited on",
         WAIT,
         "self.handle.wait() if len(self.parameters) > 1 else None\n",
         ("test_gradients_are_averaged",),
-        "waited on",
+        "on its handle",
     ),
     Mutant(
         "synchronous in the hook",
@@ -147,14 +147,14 @@ MUTANTS = [
         "            self.launch(unit)\n"
         "            self.next_to_launch += 1",
         ("test_launch_order_does_not_depend_on_ready_order", "test_unused_parameters"),
-        "launched before the buckets in front of it",
+        "launched before an earlier bucket",
     ),
     Mutant(
         "only the next bucket is looked at",
         COUNT_AND_LAUNCH,
         COUNT_AND_LAUNCH.replace("while", "if"),
         ("test_launch_order_does_not_depend_on_ready_order",),
-        "several can be due at once",
+        "several buckets may be due at once",
     ),
     Mutant(
         "incomplete buckets never launched",
@@ -168,7 +168,7 @@ MUTANTS = [
         LEFT_OVER,
         "for bucket in self.buckets:\n            bucket.launch()\n",
         ("test_buckets_overlap_with_backward",),
-        "launched twice",
+        "launches buckets that backward has already launched",
     ),
     Mutant("unused parameters left out", ZEROS, "pass", ("test_unused_parameters",), "Treat it as zeros"),
     Mutant(
@@ -197,14 +197,14 @@ MUTANTS = [
         RESET,
         "self.queue.next_to_launch = 0\n",
         ("test_buckets_overlap_with_backward",),
-        "left over: in step 1 a launch of all_reduce comes in the finish",
+        "was not reset: in step 1, all_reduce was launched in finish_grad_sync, but in step 0",
     ),
     Mutant(
         "the turn not reset",
         RESET,
         "self.queue.num_pending = [len(bucket.parameters) for bucket in self.buckets]\n",
         ("test_steps_and_subgroups",),
-        "left over: in step 1 it makes 0 of the",
+        "launches was 0, but",
     ),
     Mutant(
         "no handle kept", REDUCE, REDUCE.replace("True", "False"), ("test_gradients_are_averaged",), "async_op=True"
@@ -244,7 +244,7 @@ MUTANTS = [
         "            self.queue.num_pending[index] += 1\n"
         "            self.queue.mark_ready(index)\n",
         ("test_no_sync_accumulates",),
-        "inside no_sync are counted, too",
+        "inside no_sync are counted too",
     ),
     Mutant(
         "divided by the size of the world",
@@ -258,7 +258,7 @@ MUTANTS = [
         REDUCE,
         "self.handle = dist.all_reduce(self.flat, async_op=True)",
         ("test_steps_and_subgroups",),
-        "launched on the group of ranks 0, 1, 2, 3",
+        "launched a collective on the group of ranks 0, 1, 2 and 3",
     ),
 ]
 

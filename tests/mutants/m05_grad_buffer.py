@@ -62,7 +62,7 @@ MUTANTS = [
         MULTIPLE,
         "multiple = math.lcm(dp_size, 128, 2**16)",
         ("test_layout_rule",),
-        "a bucket has more padding than it takes",
+        "a bucket has more padding than it needs",
     ),
     Mutant(
         "the next bucket begins before the padding",
@@ -126,7 +126,7 @@ MUTANTS = [
         ("test_gradients_are_averaged",),
         "summed",
     ),
-    Mutant("no wait", WAIT, "pass\n", ("test_gradients_are_averaged",), "waited on"),
+    Mutant("no wait", WAIT, "pass\n", ("test_gradients_are_averaged",), "on its handle"),
     Mutant(
         "not reversed",
         REVERSED,
@@ -163,7 +163,7 @@ MUTANTS = [
         ATTACH,
         ATTACH.removeprefix("parameter.grad = "),
         ("test_gradients_are_views",),
-        "did not put it back",
+        "did not restore it",
     ),
     Mutant(
         "buckets reduced in a copy",
@@ -201,7 +201,7 @@ MUTANTS = [
         IS_VIEW,
         "if parameter.grad is None:\n",
         ("test_zero_grad_in_any_form",),
-        "did not put it back",
+        "did not restore it",
     ),
     Mutant(
         "the whole buffer reduced for each bucket",
@@ -218,7 +218,7 @@ MUTANTS = [
         "                self.launch(index)\n"
         "                self.queue.next_to_launch += 1\n",
         ("test_buckets_overlap_with_backward",),
-        "counts one gradient too few",
+        "waits for one gradient too few",
     ),
     Mutant(
         "the padding not reduced",
@@ -232,7 +232,7 @@ MUTANTS = [
         ZEROS,
         "self.grad_data = first.new_ones(",
         ("test_buckets_overlap_with_backward",),
-        "allocated without zeros",
+        "not allocated with zeros",
     ),
     Mutant(
         "everything launched at the finish",
@@ -255,14 +255,14 @@ MUTANTS = [
         "                self.launch(index)\n"
         "                self.queue.next_to_launch += 1\n",
         ("test_steps_and_subgroups",),
-        "before those in front of it",
+        "although an earlier bucket has not been launched",
     ),
     Mutant(
         "main_grad not cleared",
         CLEAR,
         "if",
         ("test_main_grad_accumulates_in_fp32",),
-        "still contains the gradients of the step before",
+        "still contains the gradients of the previous step",
     ),
     Mutant(
         "accumulated in the parameter's dtype until the finish",
@@ -297,14 +297,14 @@ MUTANTS = [
         RESET,
         "self.queue.num_pending = list(self.queue.num_grads)\n",
         ("test_zero_grad_in_any_form", "test_main_grad_accumulates_in_fp32", "test_steps_and_subgroups"),
-        "left over: in step 1 it makes 0 of the",
+        "launches was 0, but",
     ),
     Mutant(
         "the turn not reset, with exceptions inside no_sync",
         RESET,
         "self.queue.num_pending = list(self.queue.num_grads)\n",
         ("test_steps_and_subgroups",),
-        "left over: in step 1 it makes 0 of the",
+        "launches was 0, but",
     ),
     Mutant(
         "grad_dtype ignored",
@@ -318,28 +318,28 @@ MUTANTS = [
         HAS_MAIN,
         "self.has_main_grad = grad_dtype is not None and grad_dtype != first.dtype",
         ("test_one_buffer_per_dtype",),
-        "not wider than the parameters' dtype must be ignored",
+        "although it is not wider than their dtype",
     ),
     Mutant(
         "a buffer in a narrower grad_dtype too",
         WIDE,
         "grad_dtype or first.dtype",
         ("test_one_buffer_per_dtype",),
-        "not wider than the parameters' dtype must be ignored",
+        "although it is not wider than their dtype",
     ),
     Mutant(
         "p.grad left None with main_grad",
         ROUNDED,
         "pass",
         ("test_main_grad_accumulates_in_fp32",),
-        "finish_accumulation does not copy main_grad",
+        "finish_accumulation does not round main_grad",
     ),
     Mutant(
         "one buffer for all dtypes",
         BY_DTYPE,
         "by_dtype[torch.float32].append(parameter)",
         ("test_one_buffer_per_dtype",),
-        "need a buffer of their own",
+        "need their own buffer",
     ),
     Mutant(
         "only what became ready is launched",
@@ -352,7 +352,7 @@ MUTANTS = [
         RESET,
         "self.queue.next_to_launch = 0\n",
         ("test_buckets_overlap_with_backward",),
-        "left over: in step 1 a launch of all_reduce comes in the finish",
+        "was not reset: in step 1, all_reduce was launched in finish_grad_sync, but in step 0",
     ),
     Mutant(
         "no_sync not restored after an exception",
@@ -386,7 +386,7 @@ MUTANTS = [
         REDUCE,
         REDUCE.replace("self.process_group", "None"),
         ("test_steps_and_subgroups",),
-        "launched on the group of ranks 0, 1, 2, 3",
+        "launched a collective on the group of ranks 0, 1, 2 and 3",
     ),
 ]
 

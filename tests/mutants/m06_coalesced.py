@@ -58,7 +58,7 @@ MUTANTS = [
         "yield handle\n",
         "yield c10d._CoalescingManager()\n",
         ("test_coalesce_is_one_launch", "test_gradients_are_averaged"),
-        "coalesce yields another handle",
+        "coalesce does not yield the handle",
     ),
     Mutant(
         "what was collected is never launched",
@@ -109,7 +109,7 @@ MUTANTS = [
         "                manager.__exit__(None, None, None)\n"
         "        with ended():\n",
         ("test_coalesce_refuses_mixtures",),
-        "end the manager with the exception",
+        "ends without an exception, the manager launches",
     ),
     Mutant(
         "the group goes on capturing after an exception",
@@ -137,7 +137,7 @@ MUTANTS = [
         OWN,
         "bucket.chunk(size)[0]",
         ("test_bucket_group",),
-        "Write the result of rank r to shard r",
+        "Write rank r's result to shard r",
     ),
     Mutant(
         "the rank in the world",
@@ -195,9 +195,9 @@ MUTANTS = [
         SCATTER,
         "dist.all_reduce(bucket, dist.ReduceOp.AVG, self.process_group)\n",
         ("test_launches_and_volume", "test_bucket_group", "test_gradients_are_averaged", "test_steps_and_subgroups"),
-        "all_reduce is used",
+        "the code calls all_reduce",
     ),
-    Mutant("gradients not waited for", WAIT_GRADS, "        pass\n", ("test_bucket_group",), "waited on"),
+    Mutant("gradients not waited for", WAIT_GRADS, "        pass\n", ("test_bucket_group",), "on its handle"),
     Mutant(
         "gradients gathered instead of parameters",
         PARAM_DATA,
@@ -205,7 +205,7 @@ MUTANTS = [
         ("test_bucket_group", "test_shards_without_gather"),
         "param_data is not gathered",
     ),
-    Mutant("parameters not waited for", WAIT_PARAMS, "        pass\n", ("test_bucket_group",), "waited on"),
+    Mutant("parameters not waited for", WAIT_PARAMS, "        pass\n", ("test_bucket_group",), "on its handle"),
     Mutant(
         "parameters waited for at once",
         START_PARAMS,
@@ -305,14 +305,14 @@ MUTANTS = [
         REDUCED,
         "        self.gathers",
         ("test_gradients_are_averaged",),
-        "were never waited on (reduce_scatter)",
+        "never waits on 3 of 6 handles (reduce_scatter)",
     ),
     Mutant(
         "the handles of the last step kept",
         FORGET_GATHERS,
         "",
         ("test_launches_and_volume",),
-        "left over: in step 1 it makes 0 of the",
+        "launches was 0, but",
     ),
     Mutant(
         "output and input of the reduce-scatter exchanged",
@@ -326,7 +326,7 @@ MUTANTS = [
         SCATTER,
         SCATTER.replace("AVG", "SUM") + "                own /= dist.get_world_size(self.process_group)\n",
         ("test_bucket_group",),
-        "divided inside the block",
+        "divided inside the coalesce block",
     ),
     Mutant(
         "the last group never gathered",
@@ -340,7 +340,7 @@ MUTANTS = [
         MAKE,
         MAKE.replace("indices[first : first + length]", "range(first, first + length)"),
         ("test_groups_overlap_with_backward",),
-        "exceeds the buffer's last bucket",
+        "beyond the buffer's last bucket",
     ),
     Mutant(
         "launched in the order of being ready",
@@ -360,7 +360,7 @@ MUTANTS = [
         RESET,
         "        self.queue.next_to_launch = 0\n",
         ("test_groups_overlap_with_backward",),
-        "left over: in step 1 a launch of reduce_scatter comes in the finish",
+        "was not reset: in step 1, reduce_scatter was launched in finish_grad_sync, but in step 0",
     ),
     Mutant(
         "no_sync not restored after an exception",
@@ -390,21 +390,21 @@ MUTANTS = [
         IF_GATHER,
         "        if True:\n            while",
         ("test_shards_without_gather",),
-        "does not read gather_grads every time",
+        "does not read gather_grads in every step",
     ),
     Mutant(
         "gathers not waited for",
         WAIT_GATHERS,
         "",
         ("test_gradients_are_averaged",),
-        "were never waited on (all_gather)",
+        "never waits on 3 of 6 handles (all_gather)",
     ),
     Mutant(
         "only the last gather waited for",
         WAIT_GATHERS,
         WAIT_GATHERS.replace("in self.gathers", "in self.gathers[-1:]"),
         ("test_launches_and_volume",),
-        "the handle of the last group only",
+        "only the handle of the last group",
     ),
     Mutant(
         "main_grad started from zero only with gathered gradients",

@@ -55,16 +55,16 @@ MUTANTS = [
         f"{IF_NEW}\n            {REMEMBER}        {LOOK_UP}",
         LOOK_UP.replace("(bucket, rank)", "(id(data), bucket, rank)").replace("[bucket,", "[id(data), bucket,"),
         ("test_views_follow_the_buffer",),
-        "kept in addition to those of the new one",
+        "in addition to views of the new one",
     ),
-    Mutant("views made again every time", KEPT, "if True:", STEADY, "no view is kept"),
-    Mutant("views made again every time, and moved", KEPT, "if True:", FOLLOW, "no view is kept"),
+    Mutant("views made again every time", KEPT, "if True:", STEADY, "no view is cached"),
+    Mutant("views made again every time, and moved", KEPT, "if True:", FOLLOW, "no view is cached"),
     Mutant(
         "module 6's groups",
         GROUP_CLASS,
         "group_class = BucketGroup",
         STEADY + FOLLOW + LAUNCHES,
-        "coalesced.py, an earlier module",
+        "an earlier module (coalesced.py)",
     ),
     Mutant(
         "one cache for gradients and parameters",
@@ -78,14 +78,14 @@ MUTANTS = [
         CACHE,
         CACHE.replace("self.param_cache", "ShardCache(self.buffer.layout, self.param_cache.dp_size)"),
         STEADY,
-        "those of param_data are not.",
+        "the views of param_data are not.",
     ),
     Mutant(
         "shards kept, buckets not",
         KEPT,
         "if rank is None or (bucket, rank) not in self.views:",
         STEADY,
-        "some views are kept",
+        "some views are cached",
     ),
     Mutant(
         "emptied at every finish, for safety",
@@ -97,7 +97,7 @@ MUTANTS = [
             "            group.grad_cache.views.clear()\n"
         ),
         STEADY,
-        "not until the next one",
+        "cached only within a step",
     ),
     Mutant(
         "the tensor of the views not remembered",
@@ -124,7 +124,7 @@ MUTANTS = [
             "            super().mark_ready(index, i)\n"
         ),
         STEADY,
-        "every step makes these views again",
+        "every step creates these views again",
     ),
     Mutant(
         "padding zeroed at every finish",
@@ -136,7 +136,7 @@ MUTANTS = [
             "            buffer.grad_data[buffer.layout.param_ranges[-1][1] :] = 0\n"
         ),
         STEADY,
-        "every step makes these views again",
+        "every step creates these views again",
     ),
     Mutant(
         "gradients flattened by view at the finish",
@@ -162,35 +162,35 @@ MUTANTS = [
         "in start_param_sync: torch.split(buffer.param_data, 128)",
     ),
     Mutant(
-        "views kept when the buffer moves", IF_NEW, "if self.data is None:", FOLLOW, "were right until reallocate()"
+        "views kept when the buffer moves", IF_NEW, "if self.data is None:", FOLLOW, "were correct before reallocate()"
     ),
     Mutant(
         "renewed only for a tensor of another size",
         IF_NEW,
         "if self.data is None or self.data.numel() != data.numel():",
         FOLLOW,
-        "were right until reallocate()",
+        "were correct before reallocate()",
     ),
     Mutant(
         "views of parameters kept when the buffer moves",
         CACHE,
         f"{CACHE}\n        if cache is self.param_cache and cache.data is not None:\n            data = cache.data",
         FOLLOW,
-        "only those of param_data",
+        "cached views of grad_data or param_data",
     ),
     Mutant(
         "copies kept instead of views",
         VIEW,
         VIEW + ".clone()",
         AVERAGED,
-        "the kept tensors are copies",
+        "the cached tensors are copies",
     ),
     Mutant(
         "a shard without its bucket's start",
         OFFSET,
         "start = rank * length",
         AVERAGED,
-        "does not begin at its bucket's start",
+        "its start or length is wrong",
     ),
     Mutant(
         "the shard of the next rank",
@@ -211,7 +211,7 @@ MUTANTS = [
         INIT,
         INIT.replace("dp_size: int", "dp_size: int, views={}").replace("] = {}", "] = views"),
         FOLLOW,
-        "that of another cache",
+        "to the tensor of another cache",
     ),
     Mutant(
         "a constructor that loses buckets_per_group",
@@ -222,7 +222,7 @@ MUTANTS = [
             "        super().__init__(module, bucket_numel, grad_dtype=grad_dtype, process_group=process_group)\n"
         ),
         LAUNCHES,
-        "does not pass buckets_per_group on",
+        "does not pass on buckets_per_group",
     ),
     Mutant(
         "each bucket launched by itself",
@@ -255,7 +255,7 @@ MUTANTS = [
             "    def mark_ready(self, index, i):\n        self.groups[index].buffer.accumulate_into_buffer(i)\n"
         ),
         LAUNCHES,
-        "only when backward is over",
+        "only after backward",
     ),
     Mutant(
         "parameters gathered twice",
@@ -274,7 +274,7 @@ MUTANTS = [
         GROUP_CLASS,
         in_wrapper("    def finish_param_sync(self):\n        pass\n"),
         FOLLOW + LAUNCHES,
-        "NaN until somebody waits on its handle",
+        "NaN until you wait on its handle",
     ),
     Mutant(
         "the first group not launched again",
@@ -285,7 +285,7 @@ MUTANTS = [
             "        self.queue.next_to_launch = 1\n"
         ),
         FOLLOW + LAUNCHES,
-        "left over: in step 1",
+        "was not reset: in step 1, ",
     ),
     Mutant(
         "gradients gathered whatever gather_grads says",

@@ -48,11 +48,11 @@ REGISTERED = ["p.register_post_accumulate_grad_hook(self.launch(p))"]
         (cause("AttributeError", NONE), ""),
         (
             cause("AttributeError", NONE, text="h = dist.all_reduce(t)"),
-            "f.py, line 1: without async_op=True all_reduce",
+            "f.py, line 1: without async_op=True, all_reduce",
         ),
         (cause("AttributeError", NONE, text="dist.all_reduce(t)\nh = dist.broadcast(t, async_op=True)"), ""),
         (cause("ValueError", "Global rank 0 is not part of process_group"), "group_src"),
-        (cause("ValueError", UNEQUAL), "768 elements, but input has 192"),
+        (cause("ValueError", UNEQUAL), "an input of 192 elements, but the outputs of all ranks have 768"),
         (cause("AttributeError", NO_VIEW, ["x = p.grad.view(-1)"]), "Treat it as zeros"),
         (cause("AttributeError", NO_VIEW, ["x = p.view(-1)"]), ""),
         (cause("IndexError", BEYOND, ["start, end = buffer.bucket_ranges[i]"]), "last bucket"),
@@ -108,7 +108,7 @@ def test_an_exception_without_a_known_cause_is_placed_in_a_part():
     sources = {"m04_bucketed_ddp.bucketed_ddp": ("/somewhere/bucketed_ddp.py", text)}
     note = describe_part(failure, sources)
     assert note.startswith("The line is in Bucket.finish, module 4, part (c): Wait for the all-reduce and copy")
-    assert note.endswith("`brigade hint 4 c` helps.")
+    assert note.endswith("run `brigade hint 4 c`.")
     failed = to_failure(failure, sources)
     assert failed.verdict.note == note and failed.with_cause("a known cause.").verdict.note == ""
     failure.frames = [("bucketed_ddp.py", 7, "help", "1 / 0")]
@@ -145,7 +145,7 @@ def test_results_that_are_used():
 )
 def test_a_forgotten_return(text, names):
     assert find_missing_returns([text]) == names
-    assert bool(names) == ("without `return`" in cause("TypeError", "'NoneType' object is not iterable", text=text))
+    assert bool(names) == ("`return` is missing" in cause("TypeError", "'NoneType' object is not iterable", text=text))
 
 
 def test_no_name_of_the_toolkit_is_quoted():

@@ -58,7 +58,7 @@ def test_divided_twice(world_size):
 
 def test_divided_by_the_world_where_the_group_is_smaller():
     failed = verdict([times(2 / 6)] * 2, ranks=[1, 3], evidence=Evidence(world_size=6))
-    assert "divided by 6, the size of the world, not by 2" in failed.likely_cause
+    assert "divided by 6, the size of the world, instead of 2" in failed.likely_cause
     assert failed.described.startswith("rank 1, weight")
 
 
@@ -73,7 +73,7 @@ def test_divided_twice_where_one_division_was_the_collectives():
 
 def test_two_mistakes_with_one_factor_are_both_named():
     cause = verdict([times(1 / 2)] * 2, ranks=[1, 3], evidence=Evidence(world_size=4)).likely_cause
-    assert "the size of the world" in cause and "or it is divided twice by 2." in cause
+    assert "the size of the world" in cause and "or it is divided by 2 twice." in cause
 
 
 def test_divided_by_two_whatever_the_group():
@@ -82,7 +82,7 @@ def test_divided_by_two_whatever_the_group():
 
 def test_counted_twice():
     failed = verdict([times(2, only="bias")] * 3)
-    assert failed.likely_cause == "it is exactly 2× too large: it is counted twice."
+    assert failed.likely_cause == "the tensor is exactly 2× too large: it is counted twice."
 
 
 def test_another_factor():
@@ -97,12 +97,13 @@ def test_nan_is_a_result_nobody_waited_for():
     late = expected_tensors()
     late["bias"][1] = float("nan")
     failed = verdict([expected_tensors(), late])
-    assert "never waited on" in failed.likely_cause
+    assert "never waits on" in failed.likely_cause
     assert failed.described == f"rank 1, bias: entry 1 is nan, expected {expected_tensors()['bias'][1].item():.6g}"
 
 
 @pytest.mark.parametrize(
-    ("num_unawaited", "message"), [(2, "2 of 3 handles were never waited on"), (0, "the result was read too early")]
+    ("num_unawaited", "message"),
+    [(2, "never waits on 2 of 3 handles"), (0, "reads or copies the result before the wait")],
 )
 def test_nan_where_the_record_knows_of_the_handles(num_unawaited, message):
     wrong = expected_tensors() | {"bias": torch.full((3,), float("nan"))}
@@ -123,7 +124,7 @@ def test_gradients_that_are_all_gone():
 def test_pieces_in_the_wrong_places():
     entries = torch.cat([expected_tensors()["bias"], expected_tensors()["weight"].flatten()])
     shifted = {"weight": entries[:12].view(3, 4), "bias": entries[12:]}
-    assert "belong elsewhere" in verdict([shifted] * 2).likely_cause
+    assert "in the wrong places" in verdict([shifted] * 2).likely_cause
 
 
 def test_sums_that_are_right_in_places_that_are_not():
@@ -139,8 +140,8 @@ def test_sums_that_are_right_in_places_that_are_not():
 def test_none_where_a_gradient_belongs():
     missing = expected_tensors() | {"bias": None}
     failed = verdict([expected_tensors(), missing])
-    assert "rank 1, bias: it is None" in failed.described
-    assert "None on some rank does not take part" in failed.likely_cause
+    assert "rank 1, bias: the tensor is None" in failed.described
+    assert "None on a rank does not take part" in failed.likely_cause
 
 
 def test_a_hypothesis_is_named_if_its_values_match():
@@ -164,7 +165,7 @@ def test_values_that_pass_through_a_narrower_dtype():
 
 def test_ranks_that_disagree():
     actual = [expected_tensors(), {name: value.flip(0) + 1 for name, value in expected_tensors().items()}]
-    assert "the ranks do not agree: weight" in verdict(actual).likely_cause
+    assert "the ranks have different values of weight" in verdict(actual).likely_cause
 
 
 def test_no_cause_is_invented():
@@ -184,17 +185,17 @@ def test_the_first_wrong_entry_is_shown_and_the_others_counted():
     assert failed.expected == "gradients are the average"
     first, second = failed.described.splitlines()
     assert first == f"rank 1, weight: entry 6 is {want + 1:.6g}, expected {want:.6g}"
-    assert second == "wrong on ranks 1, 2: 1 of 2 tensors (weight)"
+    assert second == "on ranks 1 and 2, 1 of 2 tensors is wrong: weight"
     assert [line[:14].strip() for line in str(failed).splitlines()] == ["Expected:", "Got:", "", "Likely cause:"]
 
 
 def test_a_wrong_shape():
     failed = verdict([expected_tensors() | {"weight": torch.zeros(12)}])
-    assert "the shape of weight is (3, 4)" in failed.expected and "shape is (12,)" in failed.described
+    assert "The shape of weight is (3, 4)" in failed.expected and "shape is (12,)" in failed.described
 
 
 def test_a_missing_name_is_wrong():
-    assert "rank 0, bias: it is None" in verdict([{"weight": expected_tensors()["weight"]}]).described
+    assert "rank 0, bias: the tensor is None" in verdict([{"weight": expected_tensors()["weight"]}]).described
 
 
 def test_an_infinite_entry_is_wrong():
@@ -216,7 +217,7 @@ def test_expect():
 
 
 def test_names_are_joined():
-    assert join_names(["a", "b"]) == "a, b"
+    assert join_names(["a", "b"]) == "a and b"
     assert join_names(range(6)) == "0, 1, 2, 3 and 2 more"
 
 
@@ -300,7 +301,7 @@ def test_a_gradient_that_stayed_the_ranks_own():
     results = results_of(case, [case.gradients([rank]) for rank in range(2)])
     failed = failure_of(expect_gradients, results, case)
     assert "each rank still has its own gradient" in failed.likely_cause
-    assert "average over ranks 0, 1" in failed.expected
+    assert "average over ranks 0 and 1" in failed.expected
 
 
 def test_only_the_groups_ranks_are_judged():
@@ -329,10 +330,10 @@ def test_a_broadcast_that_ignores_the_group_is_named_by_the_gradients_too():
         (case.states[2], "the broadcast starts from the wrong rank."),
     ):
         failed = failure_of(expect_gradients, [result | {"start": start} for result in results], case)
-        assert failed.likely_cause.startswith("rank 1 starts with") and failed.likely_cause.endswith(cause)
+        assert failed.likely_cause.startswith("rank 1 ") and failed.likely_cause.endswith(cause)
     starts = [case.states[rank] for rank in range(3)]
     failed = failure_of(expect_gradients, [r | {"start": s} for r, s in zip(results, starts)], case)
-    assert failed.likely_cause.startswith("rank 2 starts with other weights than rank 1")
+    assert failed.likely_cause.startswith("rank 2 and rank 1 start with different weights")
 
 
 def test_one_buffer_that_was_not_broadcast():
@@ -341,7 +342,7 @@ def test_one_buffer_that_was_not_broadcast():
     failed = failure_of(expect_start, start, case)
     assert failed.described.startswith("rank 1, scratch") and "still has its own" in failed.likely_cause
     expect_start(start, case, "parameters")
-    with pytest.raises(CheckFailed, match="buffers start as"):
+    with pytest.raises(CheckFailed, match="starts with the buffers of"):
         expect_start(start, case, "buffers")
 
 
@@ -370,13 +371,22 @@ def record(*steps: str) -> list[dict[str, Any]]:
         (["rlrlf", "rlrlf"], ""),
         (["rlrlf"], ""),
         ([], ""),
-        (["rlrlf", "rlrlf", "rrf"], "in step 2 it makes 0 of the 2 launches of all_reduce that step 0 made"),
-        (["rlrlf", "rlrf", "rlrlf"], "in step 1 it makes 1 of the 2 launches of all_reduce"),
-        (["rrlfl", "rlrfl"], "comes after 1 ready gradient, but in step 0 it came after 2 ready gradients"),
-        (["rrfll", "rrllf"], "comes after 2 ready gradients, but in step 0 it came in the finish"),
+        (
+            ["rlrlf", "rlrlf", "rrf"],
+            "in step 2, the number of all_reduce launches was 0, but it was 2 at the same point of step 0",
+        ),
+        (["rlrlf", "rlrf", "rlrlf"], "in step 1, the number of all_reduce launches was 1, but it was 2 at"),
+        (
+            ["rrlfl", "rlrfl"],
+            "was launched when 1 gradient was ready, but in step 0 it was launched when 2 gradients were ready",
+        ),
+        (
+            ["rrfll", "rrllf"],
+            "was launched when 2 gradients were ready, but in step 0 it was launched in finish_grad_sync",
+        ),
         (["rlrlf", "rl"], ""),  # the rank failed before the second launch was due
         (["rlrlf", "rlr"], ""),
-        (["rlrlf", "rr"], "makes 0 of the 1 launches"),
+        (["rlrlf", "rr"], "launches was 0, but it was 1 at"),
         (["rrflll", "rrf"], ""),
     ],
 )

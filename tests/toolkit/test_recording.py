@@ -256,6 +256,6 @@ def test_ready_order_of_a_step():
 
 
 def test_summary_of_launches():
-    assert summarize([]) == "0 launches"
+    assert summarize([]) == "no launches"
     assert summarize(launches(RECORD, 1)) == "1 launch (all_reduce of 5 float32)"
     assert "and 1 more" in summarize(launches(RECORD), limit=2)

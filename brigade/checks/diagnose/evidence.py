@@ -19,7 +19,7 @@ Progressed = tuple[Launch, tuple[bool, int]]
 
 @dataclass(frozen=True)
 class Evidence:
-    """What the ranks' record of one step shows. `mistake` is wrong whatever the numbers are."""
+    """What the ranks' record of one step shows. `mistake` describes an error that does not depend on the numbers."""
 
     mistake: str = ""
     uses_avg: bool = False  # whether a collective's reduce op is AVG
@@ -66,8 +66,9 @@ def find_wrong_launch(record: Sequence[Event], case: Case, step: int | None) -> 
         names = [name for name, numel in numels.items() if numel == launch.numel]
         if len(names) == 1 and launch.phase == "backward" and launch.place < ready_at.get(names[0], -1):
             return (
-                f"{names[0]} is all-reduced before its gradient is in .grad. A tensor hook (register_hook) receives "
-                "the incoming gradient. Use register_post_accumulate_grad_hook, which runs after accumulation."
+                f"the all-reduce of {names[0]} is launched before its gradient is in .grad. A tensor hook "
+                "(register_hook) receives the incoming gradient. Use register_post_accumulate_grad_hook, which runs "
+                "after accumulation."
             )
     return ""
 
@@ -103,7 +104,9 @@ def find_leftover(events: Sequence[Event]) -> str:
         reached = measure_progress(events, step, len(events)) if step == steps[-1] else None
         due = [launch.op for launch, at in first if reached is None or at < reached]
         if what := describe_difference(first, again, due):
-            return f"state of the previous step is left over: in step {step} {what}. finish_grad_sync must reset it."
+            return (
+                f"state from the previous step was not reset: in step {step}, {what}. finish_grad_sync must reset it."
+            )
     return ""
 
 
@@ -127,17 +130,17 @@ def describe_difference(first: Sequence[Progressed], again: Sequence[Progressed]
     for op in dict.fromkeys(due):
         count = sum(launch.op == op for launch, _ in again)
         if count < due.count(op):
-            return f"it makes {count} of the {due.count(op)} launches of {op} that step 0 made by then"
+            return f"the number of {op} launches was {count}, but it was {due.count(op)} at the same point of step 0"
     for (_, before), (launch, now) in zip(first, again):
         if now != before:
             late, usual = describe_moment(*now), describe_moment(*before)
-            return f"a launch of {launch.op} comes {late}, but in step 0 it came {usual}"
+            return f"{launch.op} was launched {late}, but in step 0 it was launched {usual}"
     return ""
 
 
 def describe_moment(is_over: bool, count: int) -> str:
     """Return a moment of a step in words."""
-    return "in the finish" if is_over else f"after {count} ready gradient{'s' * (count != 1)}"
+    return "in finish_grad_sync" if is_over else f"when {count} gradient{' was' if count == 1 else 's were'} ready"
 
 
 def find_no_sync_launches(events: Sequence[Event], step: int) -> list[Launch]:
@@ -147,17 +150,20 @@ def find_no_sync_launches(events: Sequence[Event], step: int) -> list[Launch]:
 
 
 def find_wrong_group(events: Sequence[Sequence[Event]], group: Sequence[int]) -> str:
-    """Describe a launch in backward or in the finish that runs on another group than that of these ranks."""
+    """Describe a launch in backward or in the finish that runs on a group other than `group`."""
     for rank in group if events else []:
         launched = [event for event in events[rank] if event["kind"] == "launch"]
         others = [e["ranks"] for e in launched if e["phase"] in ("backward", "finish") and e["ranks"] != group]
         if others:
-            groups = f"the group of ranks {join_names(others[0])}, not on that of {join_names(group)}"
-            return f"rank {rank} launched on {groups}. Pass group=self.process_group."
+            groups = (
+                f"the group of ranks {join_names(others[0])}, but it trains in the group of ranks {join_names(group)}"
+            )
+            return f"rank {rank} launched a collective on {groups}. Pass group=self.process_group."
     return ""
 
 
 def join_names(names: Sequence[Any], limit: int = 4) -> str:
-    """Return the first `limit` names, separated by commas, and the number of the others."""
+    """Return the names as a list in a sentence: all of them, or the first `limit` and the number of the others."""
     names = [str(name) for name in names]
-    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+    shown = names[:limit] + [f"{len(names) - limit} more"] * (len(names) > limit)
+    return " and ".join(filter(None, [", ".join(shown[:-1]), *shown[-1:]]))

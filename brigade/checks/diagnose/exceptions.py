@@ -58,20 +58,21 @@ def explain_called_hook(failure: RankFailure, sources: Sources) -> str:
 def explain_no_result(failure: RankFailure, sources: Sources) -> str:
     """Name a collective in the submission's text whose result is used, although it returns None."""
     for line, op in find_used_results(sources):
-        return f"{line}: without async_op=True {op} works in place and returns None."
+        return f"{line}: without async_op=True, {op} works in place and returns None."
     return ""
 
 
 def explain_no_return(failure: RankFailure, sources: Sources) -> str:
     names = find_missing_returns(text for _, text in sources.values())
-    return f"{join_names(names)} ends without `return`, so it returns None." if names else ""
+    return f"`return` is missing in {join_names(names)}, so the result is None." if names else ""
 
 
 def explain_unequal_shards(failure: RankFailure, sources: Sources) -> str:
     whole, given = re.search(UNEQUAL_SHARDS, failure.message).groups()
     return (
-        f"in reduce_scatter(output, input), output times ranks is {whole} elements, but input has {given}. The output "
-        "must be the rank's own shard, and the input the whole bucket, which is as long as all shards together."
+        f"reduce_scatter(output, input) received an input of {given} elements, but the outputs of all ranks have "
+        f"{whole}. The output must be the rank's own shard. The input must be the whole bucket, which is as long as "
+        "all shards together."
     )
 
 
@@ -83,7 +84,7 @@ def explain_no_gradient(failure: RankFailure, sources: Sources) -> str:
 
 def explain_last_bucket(failure: RankFailure, sources: Sources) -> str:
     last = failure.frames[-1][-1] if failure.frames else ""
-    cause = "an index exceeds the buffer's last bucket. The last group may have fewer buckets than the others."
+    cause = "an index is beyond the buffer's last bucket. The last group may have fewer buckets than the others."
     return cause if "bucket_ranges[" in last else ""
 
 
@@ -102,8 +103,8 @@ def explain_assigned_gradient(failure: RankFailure, sources: Sources) -> str:
         text = next((text for path, text in sources.values() if Path(path).name == file), "")
         if "torch.cat(" in text:
             return (
-                "p.grad must have its parameter's dtype. torch.cat promotes several dtypes to the widest: use one flat "
-                "tensor per dtype, and copy the pieces into p.grad."
+                "p.grad must have its parameter's dtype. torch.cat promotes several dtypes to the widest one. Use one "
+                "flat tensor per dtype, and copy the pieces into p.grad."
             )
         if "main_grad" in text:
             return MAIN_GRAD_AS_GRAD
@@ -142,10 +143,10 @@ def explain_no_handle(failure: RankFailure, sources: Sources) -> str:
     if any(launch.sync for launch in launched):
         return "a launch without async_op=True returns no handle."
     if all(steps[-1] in launch.wait_steps for launch in launched):
-        count = f"only {len(launched)} launches, and waited for each" if launched else "no launch"
+        count = f"only {len(launched)} launch{'es' * (len(launched) > 1)}" if launched else "no launch"
         return (
-            f"this step made {count}. finish_grad_sync must launch the buckets that never became complete before it "
-            "waits."
+            f"this step made {count}. Before it waits, finish_grad_sync must launch the buckets that never became "
+            "complete."
         )
     return ""
 
@@ -160,9 +161,9 @@ UNEQUAL_SHARDS = r"outputShape\[0\] \* worldSize == inputShape\[0\] \((\d+) vs\.
 HOOK_RESULT = "hook returned|hooks should return"
 NO_ATTRIBUTE = r"'NoneType' object has no attribute '(\w+)'"
 SYMPTOMS = [
-    Symptom("breakpoint", "BdbQuit", "", "a breakpoint() is still in the code. --debug runs one rank on this terminal, "
-            "where it works."),
-    Symptom("missing name", "NameError", " has no ", "the name was changed or deleted. The skeleton has it; "
+    Symptom("breakpoint", "BdbQuit", "", "a breakpoint() is still in the code. It works only with --debug, which runs "
+            "one rank on this terminal."),
+    Symptom("missing name", "NameError", " has no ", "this name of the skeleton was changed or deleted. "
             "`brigade reset` restores it."),
     Symptom("hook result", "TypeError", HOOK_RESULT, "a hook returns a value. It must return None."),
     Symptom("hook result", "RuntimeError", HOOK_RESULT, "a hook returns a value. It must return None."),
@@ -178,8 +179,8 @@ SYMPTOMS = [
             r"(missing|takes) .*argument|unexpected keyword argument|multiple values for argument", explain_signature),
     Symptom("assigned gradient", "RuntimeError", "assign a gradient|assigned grad", explain_assigned_gradient),
     Symptom("missing option", "KeyError", f"^'({OPTIONS})'$", explain_missing_option),
-    Symptom("no yield", "TypeError", "'NoneType' object is not an iterator", "a function under @contextmanager has no "
-            "yield."),
+    Symptom("no yield", "TypeError", "'NoneType' object is not an iterator", "a function decorated with "
+            "@contextmanager has no yield."),
     Symptom("no result", "AttributeError", NO_ATTRIBUTE, explain_no_result),
     Symptom("no result", "TypeError", "'NoneType'", explain_no_result),
     Symptom("no return", "", "NoneType", explain_no_return),

@@ -37,7 +37,7 @@ def describe_part(failure: RankFailure, sources: Sources) -> str:
                 continue
             if parts:
                 tasks = "; ".join(f"part ({letter}){f': {task}' if task else ''}" for letter, task in parts)
-                hint = f"`brigade hint {entry.number} {parts[0][0]}` helps."
+                hint = f"For a hint, run `brigade hint {entry.number} {parts[0][0]}`."
                 return f"The line is in {function}, module {entry.number}, {tasks.rstrip('.')}. {hint}"
     return ""
 

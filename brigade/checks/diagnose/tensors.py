@@ -69,7 +69,8 @@ def missing_gradient(compared: Comparison) -> str:
     if any(entry.actual is not None for entry in compared.wrong):
         return ""
     return (
-        "a gradient that is None on some rank does not take part. It must take part as zeros and receive the average."
+        "a gradient that is None on a rank does not take part in the average. Use zeros in its place, and give it the "
+        "average."
     )
 
 
@@ -77,14 +78,14 @@ def early_read(compared: Comparison) -> str:
     values = [entry.actual for entry in compared.wrong if entry.actual is not None]
     if not any(value.is_floating_point() and value.isnan().any() for value in values):
         return ""
-    meaning = "the result of a collective is NaN until somebody waits on its handle. "
+    meaning = "the result of a collective is NaN until you wait on its handle. "
     if compared.evidence.num_unawaited:
         count, total = compared.evidence.num_unawaited, compared.evidence.num_handles
         ops = "".join(f", {op}" for op in compared.evidence.unawaited_ops)
-        return meaning + f"{count} of {total} handles were never waited on{ops and f' ({ops[2:]})'}."
+        return meaning + f"The code never waits on {count} of {total} handles{ops and f' ({ops[2:]})'}."
     if compared.evidence.num_unawaited == 0:
-        return meaning + "Every handle was waited on, so the result was read too early or copied to another tensor."
-    return meaning + "A handle was never waited on, or the result was read too early."
+        return meaning + "The code waits on every handle, so it reads or copies the result before the wait."
+    return meaning + "The code never waits on a handle, or it reads the result before the wait."
 
 
 def hypothesis_values(compared: Comparison) -> str:
@@ -95,12 +96,15 @@ def hypothesis_values(compared: Comparison) -> str:
 
 
 def rounded_values(compared: Comparison) -> str:
-    """All wrong tensors contain only numbers of a narrower dtype, and they are correct to its precision."""
+    """Explain tensors that contain only numbers of a narrower dtype and are correct to its precision."""
     for dtype in (torch.bfloat16, torch.float32):
         if all(is_rounded(entry, dtype) for entry in compared.wrong):
             wide = str(compared.wrong[0].expected.dtype).removeprefix("torch.")
             narrow = str(dtype).removeprefix("torch.")
-            return f"the values are rounded to {narrow}: they pass through a {narrow} tensor. Give that tensor {wide}."
+            return (
+                f"the values are rounded to {narrow}, because they pass through a {narrow} tensor. Use {wide} for that "
+                "tensor."
+            )
     return ""
 
 
@@ -116,7 +120,7 @@ def is_rounded(entry: Difference, dtype: torch.dtype) -> bool:
 
 
 def one_factor(compared: Comparison) -> str:
-    """All are wrong by the same factor, and group sizes or usual mistakes explain it."""
+    """Explain tensors that are all wrong by the same factor, if a group size or a usual mistake gives this factor."""
     factors = compared.factors()
     if not factors or None in factors or max(factors) - min(factors) >= 1e-3 * max(factors):
         return ""
@@ -124,7 +128,7 @@ def one_factor(compared: Comparison) -> str:
     world_size = compared.evidence.world_size or size
     is_all = len(compared.wrong) == size * len(compared.expected)
     several = len({entry.name for entry in compared.wrong}) > 1
-    every = ("every gradient" if is_all else "each of these") if several else "it"
+    every = ("every gradient" if is_all else "every wrong tensor") if several else "the tensor"
     averaged = (
         1 / size,
         f"{every} is exactly {size}× too small: it is divided again after ReduceOp.AVG has divided it.",
@@ -134,8 +138,8 @@ def one_factor(compared: Comparison) -> str:
         (size, f"{every} is exactly {size}× too large: it is summed over the ranks but not divided by the group size."),
         (
             size / world_size,  # 1 if the group is the world
-            f"{every} is divided by {world_size}, the size of the world, not by {size}, the size of the group"
-            + (f", or it is divided twice by {size}." if size * size == world_size else "."),
+            f"{every} is divided by {world_size}, the size of the world, instead of {size}, the size of the group"
+            + (f", or it is divided by {size} twice." if size * size == world_size else "."),
         ),
         (1 / size, f"{every} is exactly {size}× too small: it is divided twice."),
         (size / 2, f"{every} is divided by 2, but the group has {size} rank{'s' * (size > 1)}."),
@@ -155,13 +159,13 @@ def several_divisions(compared: Comparison) -> str:
     if size == 1 or None in factors or not all(any(abs(r * n - 1) < 2e-3 for n in powers) for r in factors):
         return ""
     return (
-        f"some gradients are divided by {size} once too often, others more often: a loop divides the flat tensor again "
-        "for each piece or bucket."
+        f"some gradients are divided by {size} once too often, and others more often: a loop divides the flat tensor "
+        "again for each piece or bucket."
     )
 
 
 def displaced_entries(compared: Comparison) -> str:
-    """The wrong entries are correct entries that belong elsewhere."""
+    """Explain wrong entries that are correct entries of other positions."""
     moved, right, margin = collect_moved_entries(compared)
     if not len(moved):
         return ""
@@ -170,11 +174,14 @@ def displaced_entries(compared: Comparison) -> str:
     nearest = torch.minimum((ordered[index - 1] - moved).abs(), (ordered[index] - moved).abs())
     if not bool((moved.abs() > margin).all()) or not bool((nearest <= margin).all()):
         return ""
-    return "all entries are correct but belong elsewhere: the flat tensor is cut at wrong positions or in wrong order."
+    return (
+        "the values are correct, but they are in the wrong places: the flat tensor is split at wrong positions or in "
+        "the wrong order."
+    )
 
 
 def mixed_entries(compared: Comparison) -> str:
-    """The sum of the wrong entries is correct."""
+    """Explain wrong entries whose sum is correct."""
     moved, right, _ = collect_moved_entries(compared)
     sums = [flatten_all(tensors.values()).sum() for tensors in compared.actual]
     is_sum_right = all(abs(float(each - right.sum())) < 1e-6 * float(right.abs().sum()) for each in sums)
@@ -182,7 +189,7 @@ def mixed_entries(compared: Comparison) -> str:
         return ""
     return (
         "the sum of all entries is correct, but their positions are not: the ranks order the parameters differently. "
-        "A set has a different order on each rank."
+        "For example, a set has a different order on each rank."
     )
 
 
@@ -203,7 +210,7 @@ def ranks_disagree(compared: Comparison) -> str:
     one, *others = (tensors.get(first) for tensors in compared.actual)
     if all(agree(one, other) for other in others):
         return ""
-    return f"the ranks do not agree: {first} was not exchanged, or only a part of it was."
+    return f"the ranks have different values of {first}: the code does not communicate it, or only a part of it."
 
 
 HYPOTHESES: tuple[Callable[[Comparison], str], ...] = (
