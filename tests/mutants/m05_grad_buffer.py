@@ -102,7 +102,7 @@ MUTANTS = [
         PARAM_VIEW + ".copy_(parameter.data)",
         PARAM_VIEW,
         ("test_buffer_memory",),
-        "does not copy the values",
+        "does not copy a parameter into the buffer",
     ),
     Mutant(
         "parameters copied into the buffer and left where they were",
