@@ -137,7 +137,7 @@ MUTANTS = [
         OWN,
         "bucket.chunk(size)[0]",
         ("test_bucket_group",),
-        "Write rank r's result to shard r",
+        "rank r belongs in shard r of each bucket",
     ),
     Mutant(
         "the rank in the world",
