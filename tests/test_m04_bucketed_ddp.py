@@ -60,19 +60,21 @@ def test_gradients_are_averaged(submission):
     """Replicas start equal, including buffers. One all-reduce per bucket, of one dtype, averages every gradient."""
     for world, model in zip(submission.worlds(1, 2, 3, 4), ("Plain", "Buffers", "Frozen", "Tied")):
         case = submission.case(model, world)
+        jobs = case.make_jobs(**JOB)
         with diagnosis.blame_plan(submission, case, CAP_BYTES):
-            results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)
+            results = submission.run(training.train, jobs, world_size=world)
             expect_start([result["start"] for result in results], case, events=results.events)
             expect_gradients(results, case)
-        require_buckets(results, case)
+        require_buckets(submission, jobs, results, case)
     # Parameters of one dtype are neighbours, so they share a bucket of the default size, wherever buckets close.
     [world] = submission.worlds(2)
     case = submission.case("MixedDtypes", world)
+    jobs = case.make_jobs(**JOB | {"arguments": {}})
     with diagnosis.blame_plan(submission, case, CAP_BYTES):
-        results = submission.run(training.train, case.make_jobs(**JOB | {"arguments": {}}), world_size=world)
+        results = submission.run(training.train, jobs, world_size=world)
         expect_gradients(results, case, tolerance=2**-6)
     expect_dtypes(results.events, case)
-    require_buckets(results, case, cap=25 * 2**20)
+    require_buckets(submission, jobs, results, case, cap=25 * 2**20)
 
 
 @pytest.mark.points(3)
@@ -205,12 +207,13 @@ def test_steps_and_subgroups(submission):
     for world, optimizer in zip(submission.worlds(2, 4), ("adam", "sgd")):
         groups = [[1, 3], [0, 2]] if world == 4 else [list(range(world))]
         case = submission.case("Tied", world, steps=4, dtype=torch.float64, optimizer=optimizer, group=groups[0])
+        jobs = case.make_jobs(groups=groups, **JOB)
         with diagnosis.blame_plan(submission, case, CAP_BYTES):
-            results = submission.run(training.train, case.make_jobs(groups=groups, **JOB), world_size=world)
+            results = submission.run(training.train, jobs, world_size=world)
             expect_start([result["start"] for result in results], case, events=results.events)
             expect_gradients(results, case)
             expect_weights(results, case)
-        require_buckets(results, case, steps=4)
+        require_buckets(submission, jobs, results, case, steps=4)
 
 
 # ---- what the checks use
@@ -249,7 +252,7 @@ def count_elements(case, buckets):
     return [sum(parameters[name].numel() for name in bucket) for bucket in buckets]
 
 
-def require_buckets(results, case, cap=CAP_BYTES, steps=1):
+def require_buckets(submission, jobs, results, case, cap=CAP_BYTES, steps=1):
     """Give points for correct numbers only if backward launches the buckets of each step asynchronously."""
     count = sum(parameter.requires_grad for parameter in case.parameters().values())
     has_shared = len(plan_by_rule(case, cap)) < count  # a bucket of several parameters
@@ -258,7 +261,8 @@ def require_buckets(results, case, cap=CAP_BYTES, steps=1):
         return all(map(overlaps, launched)) and (len(launched) < count or not has_shared)
 
     kind = "one asynchronous all_reduce per bucket, launched in backward and waited for in finish_grad_sync"
-    require_launches(results.events, case.group, kind, accepts, steps)
+    why_late = partial(explain_late_launches, submission, jobs)
+    require_launches(results.events, case.group, kind, accepts, steps, explain=why_late)
 
 
 def expect_buckets(case, buckets):

@@ -441,13 +441,15 @@ def require_launches(
     accepts: Callable[[list[Launch]], bool],
     steps: int = 1,
     in_backward: bool = True,
+    explain: Callable[[Sequence[Event], int], str] = lambda events, step: "",
 ) -> None:
     """Fail a check whose numbers are right but whose launches are not of its module's `kind`.
 
     `accepts` decides whether the launches of a step are of that kind. It examines nothing else, so that a mistake that
     belongs to another check costs no points here. Call this after comparing the numbers, because a solution of an
     earlier module computes the same numbers. A rank that is alone may skip its collectives. With `in_backward`, the
-    message counts the launches that do not overlap with backward.
+    message counts the launches that do not overlap with backward. `explain` returns a cause for a rank's events and a
+    step, or "".
     """
     for rank in ranks if len(ranks) > 1 else []:
         for step in range(steps):
@@ -460,11 +462,18 @@ def require_launches(
                 accepts(launched),
                 f"correct numbers earn points only with this module's launches: {kind}",
                 f"{summarize(launched)}{overlap}",
-                "the wrapper launches collectives as in an earlier module, or it has a mistake that another check of "
-                "this module names.",
+                partial(explain_launches, explain, events[rank], step),
                 rank=rank,
                 step=step,
             )
+
+
+def explain_launches(explain: Callable[[Sequence[Event], int], str], events: Sequence[Event], step: int) -> str:
+    """Return why the launches of a step are not of the module's kind; without a known cause, what to look for."""
+    return explain(events, step) or (
+        "the wrapper launches collectives as in an earlier module, or it has a mistake that another check of this module "
+        "names."
+    )
 
 
 def overlaps(launch: Launch) -> bool:

@@ -179,6 +179,13 @@ MUTANTS = [
         "A lambda in a loop",
     ),
     Mutant(
+        "all hooks with the last bucket, and right numbers",
+        HOOK,
+        "lambda _: self.mark_ready(index)",
+        ("test_gradients_are_averaged", "test_steps_and_subgroups"),
+        "A lambda in a loop",
+    ),
+    Mutant(
         "no hook",
         f"parameter.register_post_accumulate_grad_hook({HOOK})",
         "pass",
