@@ -471,8 +471,8 @@ def require_launches(
 def explain_launches(explain: Callable[[Sequence[Event], int], str], events: Sequence[Event], step: int) -> str:
     """Return why the launches of a step are not of the module's kind; without a known cause, what to look for."""
     return explain(events, step) or (
-        "the wrapper launches collectives as in an earlier module, or it has a mistake that another check of this module "
-        "names."
+        "the wrapper launches collectives as in an earlier module, or it has a mistake that another check of "
+        "this module names."
     )
 
 
