@@ -1,8 +1,13 @@
-"""A stub for torch._dynamo, torch's compiler, which the course does not use.
+"""Stubs for two parts of torch that the course does not use, because their imports take longer than that of the rest.
 
-The first optimizer and `init_process_group` import torch._dynamo only to tell it what it need not compile. The import
-takes a second, and makes up half of the memory that a fork copies. `import_torch` replaces it by a stub that answers
-these calls. Any other use replaces the stub by the real module.
+The first optimizer and `init_process_group` import torch's compiler, torch._dynamo, only to tell it what it need not
+compile. The import takes a second, and makes up half of the memory that a fork copies. `import_torch` replaces it by a
+stub that answers these calls. Any other use replaces the stub by the real module.
+
+`import torch` spends a third of its time on torch._meta_registrations: kernels in Python for the meta device. There,
+parameters can be created without them. Torch's compiler, FakeTensor and DTensor need them, and import the compiler or
+one of `KERNEL_PACKAGES` first. `import_torch` postpones the kernels until then, but only in the version of torch that
+requirements.txt names, because another one may need these modules for something else.
 """
 
 from __future__ import annotations
@@ -10,6 +15,7 @@ from __future__ import annotations
 import gc
 import importlib
 import importlib.abc
+import importlib.metadata
 import importlib.util
 import os
 import sys
@@ -19,13 +25,22 @@ from importlib.machinery import ModuleSpec
 from typing import Any
 
 COMPILER = "torch._dynamo"
+META_KERNELS = "torch._meta_registrations"
+KERNELS_STUB_VERSION = "2.13."  # of torch, in which nothing else needs the kernels or their packages
+KERNEL_PACKAGES = ("torch._decomp", "torch._prims", "torch._refs")  # they and the kernels import each other
 
 
 def import_torch() -> None:
-    """Import torch, with the stub for torch._dynamo. The real one is imported in this process when it is first used."""
+    """Import torch, with the stubs. The real modules are imported in this process when they are first used."""
     collects = gc.isenabled()
     gc.disable()  # none of the new objects can be freed, and the search takes a tenth of the time
-    importlib.import_module("torch")
+    if "torch" not in sys.modules and importlib.metadata.version("torch").startswith(KERNELS_STUB_VERSION):
+        sys.modules[META_KERNELS] = MetaKernelsStub(META_KERNELS)
+        sys.meta_path.insert(0, KernelPackages())
+        torch = importlib.import_module("torch")
+        torch._C._set_generator_metaclass(torch._opaque_base.OpaqueBaseMeta)  # as torch._prims does
+    else:
+        importlib.import_module("torch")
     if collects:
         gc.enable()
     if COMPILER not in sys.modules:
@@ -39,6 +54,7 @@ def import_compiler() -> types.ModuleType:
         del sys.modules[COMPILER]
     if COMPILER in sys.modules:
         return sys.modules[COMPILER]
+    import_meta_kernels()
     name = "TORCHINDUCTOR_CACHE_DIR"
     with tempfile.TemporaryDirectory(prefix="brigade-") as unused:
         before = os.environ.setdefault(name, unused)
@@ -46,6 +62,13 @@ def import_compiler() -> types.ModuleType:
         if before == unused:
             del os.environ[name]
     return real
+
+
+def import_meta_kernels() -> types.ModuleType:
+    """Return the real torch._meta_registrations."""
+    if isinstance(sys.modules[META_KERNELS], MetaKernelsStub):
+        del sys.modules[META_KERNELS]
+    return importlib.import_module(META_KERNELS)
 
 
 class UtilitiesStub(types.ModuleType):
@@ -101,3 +124,29 @@ class Submodules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def exec_module(self, module: types.ModuleType) -> None:
         """Do nothing: the module was executed with the real torch._dynamo."""
+
+
+class MetaKernelsStub(types.ModuleType):
+    """torch._meta_registrations without its kernels."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(import_meta_kernels(), name)
+
+
+class KernelPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Find `KERNEL_PACKAGES` by importing the real torch._meta_registrations."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if fullname not in KERNEL_PACKAGES or not isinstance(sys.modules[META_KERNELS], MetaKernelsStub):
+            return None
+        import_meta_kernels()
+        sys.modules[fullname].__spec__ = None  # otherwise Python would use this one and execute the module again
+        return ModuleSpec(fullname, self)
+
+    def create_module(self, spec: ModuleSpec) -> types.ModuleType:
+        return sys.modules[spec.name]
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """Do nothing: the module was executed with the kernels."""

@@ -923,7 +923,10 @@ def train_ddp_with_a_peer_that_ends() -> None:
             os._exit(0)
 
 
-# ---- torch without its compiler: test_dynamo_stub.py
+# ---- torch without its compiler and its kernels in Python: test_dynamo_stub.py
+
+
+LEFT_OUT = ("torch._dynamo", "torch._dynamo.", "torch._decomp", "torch._refs", "torch._prims.")
 
 
 def every_optimizer() -> list[str]:
@@ -944,14 +947,14 @@ def every_optimizer() -> list[str]:
         optimizer.zero_grad()
         optimizer.load_state_dict(optimizer.state_dict())
     inspect.stack()
-    return sorted(name for name in set(sys.modules) - before if name.startswith("torch._dynamo"))
+    return sorted(name for name in set(sys.modules) - before if name.startswith(LEFT_OUT))
 
 
 def train_with_torch_ddp() -> list[str]:
-    """Take a step with torch's own wrapper; return what that imported of the compiler."""
+    """Take a step with torch's own wrapper; return what that imported of the compiler and the kernels."""
     model = nn.parallel.DistributedDataParallel(nn.Linear(3, 3))
     model(torch.ones(2, 3)).sum().backward()
-    return sorted(name for name in sys.modules if name.startswith("torch._dynamo."))
+    return sorted(name for name in sys.modules if name.startswith(LEFT_OUT[1:]))
 
 
 def compile_something() -> dict:
@@ -972,6 +975,18 @@ def import_a_submodule() -> dict:
         "same": config is torch._dynamo.config is sys.modules["torch._dynamo.config"],
         "real": "DynamoStub" not in type(sys.modules["torch._dynamo"]).__name__,
     }
+
+
+def draw_with_a_generator() -> list:
+    """Return whether two generators with the same seed agree, and what of `LEFT_OUT` they imported."""
+    first, second = (torch.rand(3, generator=torch.Generator().manual_seed(1)) for _ in range(2))
+    return [torch.equal(first, second), sorted(name for name in sys.modules if name.startswith(LEFT_OUT[1:]))]
+
+
+def embed_on_the_meta_device(use_kernels: str) -> list[int]:
+    """Run `use_kernels`, and return the shape of an embedding, which needs a kernel in Python."""
+    exec(use_kernels, {"torch": torch})
+    return list(nn.Embedding(5, 3, device="meta")(torch.zeros(2, dtype=torch.long, device="meta")).shape)
 
 
 def time_messages(nbytes: int) -> dict[str, float]:

@@ -1,9 +1,12 @@
-"""The stub for torch._dynamo: optimizers and process groups do not import the compiler, other code may."""
+"""The stubs for parts of torch: optimizers and process groups do not import these parts, other code may."""
 
+import pytest
 import rank_functions as functions
 import torch
 
-from brigade.runner.ranks import run_ranks
+from brigade.course.modules import ROOT
+from brigade.rank.dynamo_stub import KERNELS_STUB_VERSION
+from brigade.runner.ranks import RankFailure, run_ranks
 
 
 def test_optimizers_do_not_import_the_compiler():
@@ -30,3 +33,37 @@ def test_a_submodule_comes_with_the_compiler():
     """The real submodule is imported once. A second copy would have its own options."""
     [found] = run_ranks(functions.import_a_submodule, world_size=1)
     assert found == {"same": True, "real": True}
+
+
+def test_the_stub_for_kernels_is_used_in_the_version_of_the_requirements():
+    """Before you change the version, find out what else the new one needs of `KERNEL_PACKAGES`."""
+    assert f"torch=={KERNELS_STUB_VERSION}" in (ROOT / "requirements.txt").read_text()
+
+
+@pytest.mark.skipif(not torch.__version__.startswith(KERNELS_STUB_VERSION), reason="another version has no stub")
+def test_the_kernels_of_the_meta_device_are_not_imported():
+    """If this fails, torch imports them for something else, and every command takes half a second longer.
+
+    If an embedding no longer needs them, the tests below need another operator.
+    """
+    with pytest.raises(RankFailure, match="NotImplementedError"):
+        run_ranks(functions.embed_on_the_meta_device, "", world_size=1)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "import torch._decomp.decompositions, torch.nn.utils._expanded_weights",
+        "import torch._refs.nn.functional",
+        "import torch.distributed.tensor",
+        "torch._meta_registrations.device_hint",
+        "from torch._subclasses import fake_tensor\nwith fake_tensor.FakeTensorMode(): torch.ones(3) + 1",
+    ],
+)
+def test_who_needs_the_kernels_gets_the_kernels(use):
+    """The order of the imports matters, because the packages import each other."""
+    assert run_ranks(functions.embed_on_the_meta_device, use, world_size=1) == [[2, 3]]
+
+
+def test_random_numbers_do_not_need_the_kernels():
+    assert run_ranks(functions.draw_with_a_generator, world_size=1) == [[True, []]]
