@@ -1,28 +1,29 @@
-# make demo and make test are all that a newcomer needs: each does its own set-up first.
+# A newcomer needs only make demo and make test. Both create the virtual environment first.
 #   PYTHON, TORCH_INDEX            see setup.mk
-#   MODULE=3                       for make module and make unlock: which; for make figures: that module's timeline alone
+#   MODULE=3                       for make module and make unlock: the module; for make figures: draw only this module's picture
 #   GRADE_OPTIONS="--modules 1-4"  for make gradescope: options of `brigade grade`, used for every submission
-#   MATRIX="3.12:2.13.0"           for make matrix: its pairs of Python and torch
-#   HINTS=3                        for make student: also the third hints, which are almost the code
-#   ANSWERS=1                      for make student: also the model answers to the written questions
-#   GPU_OPTIONS="--minutes 9"      for make gpu-check: its options
+#   MATRIX="3.12:2.13.0"           for make matrix: the pairs of Python and torch
+#   HINTS=3                        for make student: include the third hints, which are almost the code
+#   ANSWERS=1                      for make student: include the model answers to the written questions
+#   GPU_OPTIONS="--minutes 9"      for make gpu-check: options of the command
 
 .PHONY: help demo test module figures gradescope student unlock gpu-check claims promises soak matrix lint
 
 help:
-	@echo "make demo     train the ladder on real text, draw it, check one right and one wrong answer"
-	@echo "make test     everything that must hold: lint, skeletons, graded checks, mutants, toolkit, notebooks"
-	@echo "make module MODULE=3  run the tests of one module, after you have changed it"
-	@echo "make setup    the virtual environment in .venv; then: source .venv/bin/activate"
-	@echo "make figures  draw the pictures of the readings again, from runs on this machine"
-	@echo "make gradescope  the autograder for Gradescope as out/gradescope.zip"
-	@echo "make student  the course without its answers, for students, as out/student and out/student.zip"
-	@echo "make unlock MODULE=5  the reference of one module, for students who are stuck on it, as out/unlock-5.zip"
-	@echo "make gpu-check  checks, mutants and the ladder on NCCL; needs only a python3 with torch and pytest"
-	@echo "make claims   the experiments behind the readings' claims, in a minute"
-	@echo "make promises  measure what the course promises, on a machine that does nothing else"
-	@echo "make soak     all graded checks 30 times while both cores are busy; about half an hour"
-	@echo "make matrix   all tests on the oldest, the pinned and the newest torch, with Python 3.10 to 3.14"
+	@echo "make demo             train with every core module on real text, plot the result, check one right and one wrong answer"
+	@echo "make test             run all tests: lint, skeletons, graded checks, mutants, toolkit, notebooks"
+	@echo "make module MODULE=3  run lint and the tests of one module, after you have changed it"
+	@echo "make setup            create the virtual environment .venv; then run: source .venv/bin/activate"
+	@echo "make figures          draw the pictures of the readings again, from runs on this machine"
+	@echo "make gradescope       write the autograder for Gradescope, out/gradescope.zip"
+	@echo "make student          write the course without its answers, out/student and out/student.zip"
+	@echo "make unlock MODULE=5  write the reference of one module, for students who are stuck on it, as out/unlock-5.zip"
+	@echo "make gpu-check        run checks, mutants and the benchmark on NCCL; needs only a python3 with torch and pytest"
+	@echo "make claims           run the experiments behind the readings' claims, in less than a minute"
+	@echo "make promises         measure what the course promises; do not run anything else at the same time"
+	@echo "make soak             run all graded checks 30 times while both cores are busy; takes about half an hour"
+	@echo "make matrix           run all tests on the oldest, the pinned and the newest torch, with Python 3.10 to 3.14"
+	@echo "make clean            remove .venv and out"
 
 demo: setup
 	$(BIN)/python -m brigade.cli.demo

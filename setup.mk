@@ -1,6 +1,6 @@
 # The virtual environment, for the course and for the student edition.
-#   PYTHON=python3.12              which Python makes it (3.10 or newer)
-#   TORCH_INDEX=https://...        a package index to take torch from, such as one with CPU builds only
+#   PYTHON=python3.12              the Python that creates it (3.10 or newer)
+#   TORCH_INDEX=https://...        the package index for torch, such as one with CPU builds only
 
 PYTHON ?= python3
 VENV := .venv
@@ -12,7 +12,7 @@ INSTALLED := $(VENV)/installed
 setup: $(INSTALLED)
 
 $(INSTALLED): requirements.txt pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "Python 3.10 or newer is needed; PYTHON=... names one")'
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "Python 3.10 or newer is needed; choose one with PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
 	$(if $(TORCH_INDEX),$(BIN)/python -m pip install --quiet --index-url $(TORCH_INDEX) $(shell grep ^torch== requirements.txt))
 	$(BIN)/python -m pip install --quiet -r requirements.txt

@@ -65,15 +65,20 @@ def run(options, threads):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     ops = ("all_gather_coalesced", "all_gather", "all_reduce")
-    parser.add_argument("--op", choices=ops, default=ops[0])
-    parser.add_argument("--threads", type=int, nargs="+", default=[2, 1])
-    for name, default in {"ranks": 1, "numel": 4, "rounds": 3000, "runs": 10}.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--op", choices=ops, default=ops[0], help=f"the collective (default: {ops[0]})")
+    parser.add_argument("--threads", type=int, nargs="+", default=[2, 1], help="gloo threads (default: 2 1)")
+    for name, default, meaning in (
+        ("ranks", 1, "the number of ranks"),
+        ("numel", 4, "the number of elements of a tensor"),
+        ("rounds", 3000, "rounds of 20 collectives in a run"),
+        ("runs", 10, "runs with each number of threads"),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"{meaning} (default: {default})")
     options = parser.parse_args()
     PROCESSES.set_forkserver_preload(["torch.distributed"])
     results = [(threads, run(options, threads)) for _ in range(options.runs) for threads in options.threads]
     for threads in options.threads:
         times = [time for number, time in results if number == threads and time is not None]
         median = f"{statistics.median(times):.2f} ms for 20 collectives" if times else "no run ended"
-        print(f"_threads={threads}: {options.runs - len(times)} of {options.runs} runs crashed, {median}")
+        print(f"_threads={threads}: {options.runs - len(times)} of {options.runs} runs crashed; {median}")
     sys.exit(any(time is None for _, time in results))

@@ -210,13 +210,19 @@ def make_tables(rows: Sequence[Promise]) -> list[Table]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        description="Measure what the course promises. Run nothing else meanwhile.",
+        description="Measure what the course promises. Do not run anything else at the same time.",
         epilog="Example: python tests/promises.py --repetitions 1",
     )
-    parser.add_argument("--repetitions", type=int, default=3, metavar="N", help="of each time except the demo's (3)")
+    parser.add_argument(
+        "--repetitions",
+        type=int,
+        default=3,
+        metavar="N",
+        help="how often to run each command except the demo (default: 3)",
+    )
     options = parser.parse_args()
     if options.repetitions < 1:
-        parser.error("--repetitions takes at least 1")
+        parser.error("--repetitions must be at least 1")
     console = Console(highlight=False)
     load = os.getloadavg()[0]
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
@@ -234,8 +240,8 @@ def main() -> int:
         console.print(table, "")
     missed = sum(not row.is_kept for row in rows)
     console.print(
-        f"{missed} of {len(rows)} promises missed. Python {platform.python_version()}, torch {version('torch')}, "
-        f"{os.cpu_count()} cores, a load average of {load:.1f} before.",
+        f"{missed} of {len(rows)} promises not kept. Python {platform.python_version()}, torch {version('torch')}, "
+        f"{os.cpu_count()} cores, load average before the run {load:.1f}.",
         soft_wrap=True,
     )
     return 1 if missed else 0

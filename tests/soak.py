@@ -23,8 +23,8 @@ def burn() -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, epilog="Example: python tests/soak.py --repetitions 5")
-    parser.add_argument("--repetitions", type=int, default=30)
-    parser.add_argument("--busy", type=int, default=2, help="busy loops beside the checks")
+    parser.add_argument("--repetitions", type=int, default=30, help="how often to run all checks (default: 30)")
+    parser.add_argument("--busy", type=int, default=2, help="the number of busy loops beside the checks (default: 2)")
     options = parser.parse_args()
     loops = [multiprocessing.Process(target=burn, daemon=True) for _ in range(options.busy)]
     for loop in loops:
@@ -49,7 +49,7 @@ def main() -> int:
             seconds.append(time.monotonic() - started)
             if done.returncode:
                 print(done.stdout + done.stderr)
-                print(f"repetition {repetition} failed (--seed {repetition})")
+                print(f"repetition {repetition} failed; --seed {repetition} repeats its cases")
                 return 1
     finally:
         for loop in loops:

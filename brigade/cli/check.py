@@ -43,16 +43,20 @@ def add_next_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `brigade next`: how checks run."""
     add_target(parser)
     add_prior(parser)
-    parser.add_argument("--backend", choices=("gloo", "nccl"), help="default: nccl if there are at least two GPUs")
     parser.add_argument(
-        "--share-gpu", action="store_true", help="put several NCCL ranks on one GPU: for correctness only"
+        "--backend", choices=("gloo", "nccl"), help="the backend (default: nccl if there are at least two GPUs)"
     )
     parser.add_argument(
-        "--seed", type=int, metavar="N", help="repeat the random cases of an earlier run with this seed"
+        "--share-gpu", action="store_true", help="put several NCCL ranks on one GPU, to test correctness only"
     )
-    parser.add_argument("--only", metavar="NAME", help="run only the checks whose name contains this")
     parser.add_argument(
-        "--debug", action="store_true", help="for breakpoint(): one rank, no deadline; stops at the first failure"
+        "--seed", type=int, metavar="N", help="use the random cases of an earlier run that had this seed"
+    )
+    parser.add_argument("--only", metavar="NAME", help="run only the checks whose names contain NAME")
+    parser.add_argument(
+        "--debug",
+        action="store_true",
+        help="for breakpoint(): use one rank without a deadline, and stop at the first failure",
     )
 
 
@@ -170,7 +174,9 @@ def select(checks: Sequence[Check], only: str) -> list[Check]:
     selected = [check for check in checks if any(text in check.name for text in wanted)]
     if not selected:
         names = ", ".join(check.name.removeprefix("test_") for check in checks)
-        raise CourseError(f"module {checks[0].module} has no check whose name contains {only!r}; it has {names}")
+        raise CourseError(
+            f"module {checks[0].module} has no check whose name contains {only!r}; its checks are {names}"
+        )
     return selected
 
 
@@ -201,8 +207,8 @@ def run_check(options: argparse.Namespace) -> int:
     entries = [get_module(options.number)] if options.number else list(MODULES)
     if options.debug:
         if not options.number:
-            raise CourseError("--debug runs the checks of one module: name it, as in `brigade check 3 --debug`")
-        console.print("One rank, no deadline. A check that needs a second rank to fail passes here.")
+            raise CourseError("--debug needs the number of a module, as in `brigade check 3 --debug`")
+        console.print("There is one rank and no deadline. Mistakes that show only with several ranks are not detected.")
     if not options.watch:
         return check_once(entries, options, {})
     if options.seed is None:
@@ -234,8 +240,8 @@ def check_once(entries: Sequence[Module], options: argparse.Namespace, before: O
             console.print(f"  {tally}", markup=False)
         console.print(f"  {report.earned} of {report.possible} points, {seconds:.1f} s")
         if (silent := report.count_silent_prints()) and not options.only and not options.debug:
-            times = "1 check that passes" if silent == 1 else f"{silent} checks that pass"
-            console.print(f"  The ranks printed something in {times}. --only NAME shows it.", markup=False)
+            times = "1 check that passed" if silent == 1 else f"{silent} checks that passed"
+            console.print(f"  The ranks printed something in {times}; --only NAME shows it.", markup=False)
         if obstacle := find_obstacle(entry, report, options):
             console.print(f"  {obstacle}", markup=False)
         console.print()
@@ -307,7 +313,7 @@ def read_save_times(entries: Sequence[Module], options: argparse.Namespace) -> l
 
 def name_track(entry: Module) -> str:
     """Return the track of a module that is not in the core, as text to append."""
-    return "" if entry.is_core else f" ({entry.track}, on top of the core's 100)"
+    return "" if entry.is_core else f" ({entry.track}, in addition to the core's 100)"
 
 
 def run_next(options: argparse.Namespace) -> int:
@@ -338,9 +344,9 @@ def run_next(options: argparse.Namespace) -> int:
         console.print(f"  check   brigade check {entry.number} --watch")
         console.print(f"  stuck?  brigade hint {entry.number}")
         if report:
-            console.print(f"\n  first check that fails: {report.failed[0].check.title}")
+            console.print(f"\n  first failed check: {report.failed[0].check.title}")
             console.print(Text(indent(render.format_with_prints(report.failed[0]))))
         return 1
-    console.print(f"All {len(MODULES)} modules pass. `brigade submit` makes the zip to hand in.", markup=False)
+    console.print(f"All {len(MODULES)} modules pass. `brigade submit` creates the zip file to hand in.", markup=False)
     console.print("The written questions are in assignments.md.")
     return 0

@@ -25,8 +25,8 @@ def main() -> int:
     """Return the exit status: 0 success, 1 a failure of the course, 2 it cannot run here, 130 stopped."""
     argparse.ArgumentParser(
         prog="python -m brigade.cli.demo",
-        description="Train a small language model on two ranks with every module of the course and with torch DDP, "
-        "compare them, and show how an answer is checked. Takes about a minute on two cores and needs no GPU.",
+        description="Train a small language model on two ranks with every core module and with torch DDP, compare the "
+        "results, and show how an answer is checked. This takes about a minute on two cores and needs no GPU.",
         epilog="Example: python -m brigade.cli.demo",
     ).parse_args()
     return run_to_status("demo", demo)
@@ -45,9 +45,9 @@ def demo() -> int:
     console.print(
         "Bucket Brigade: data-parallel training, built step by step.\n\n"
         "Two processes on this machine train the same small language model on the source of Python's standard\n"
-        "library, once with each module of the course and once with torch DDP. Then one process trains alone.\n"
-        "The link between the two is emulated: moving all gradients takes "
-        f"{workload.link.comm_ratio:g} of the time of backward."
+        "library, once with each core module and once with torch DDP. Then one process trains it alone.\n"
+        "The link between the two processes is emulated: an all-reduce of all gradients takes\n"
+        f"{workload.link.comm_ratio:g} times as long as backward."
     )
     for sentence in left_out:
         console.print(sentence)
@@ -63,14 +63,14 @@ def demo() -> int:
     console.print(plots.describe_losses(results))
     picture = ROOT / "out" / "ladder.png"
     plots.draw_ladder(results, picture)
-    console.print(f"The picture is {picture.relative_to(ROOT)}.\n")
+    console.print(f"{picture.relative_to(ROOT)} shows these times as a picture.\n")
     return show_checks() if HAS_SOLUTIONS else 0
 
 
 def show_checks() -> int:
     """Run the checks of one module on its solution, then on a mutant of it."""
     entry = get_module(MODULE)
-    console.print(f"An answer is checked by: brigade check {MODULE} --target solutions")
+    console.print(f"This command checks the reference solution: brigade check {MODULE} --target solutions")
     status = brigade(["check", str(MODULE), "--target", "solutions"])
     if status:
         return report_failure(status, f"the solution of module {MODULE} does not pass its own checks")
@@ -80,12 +80,12 @@ def show_checks() -> int:
     file = directory / entry.path
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(mutant.apply((ROOT / "solutions" / entry.path).read_text()))
-    console.print(f"The same solution with one mistake: {mutant.name}. Its numbers are correct.")
+    console.print(f"The same solution with one mistake ({mutant.name}) still computes correct numbers:")
     status = brigade(["check", str(MODULE), "--target", str(directory), "--prior", "reference"])
     if status != 1:
         return report_failure(status, f"the checks of module {MODULE} do not catch the mistake")
     console.print(
-        "The checks caught the mistake. Your turn: the readings are in lessons/; `brigade next` says where to start."
+        "The checks caught the mistake. Your turn: the readings are in lessons/; `brigade next` shows where to start."
     )
     return 0
 

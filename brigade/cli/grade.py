@@ -28,23 +28,41 @@ def add_grade_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--submission", metavar="PATH", help="a directory or an archive with the modules")
     what.add_argument("--class", dest="class_directory", metavar="DIR", help="a directory with one entry per student")
-    parser.add_argument("--gradebook", metavar="FILE.csv", help="for --class: one row per student")
-    memory = "for --class: the memory to use, in GB (4)"
+    parser.add_argument(
+        "--gradebook", metavar="FILE.csv", help="with --class: the file to write, with one row per student"
+    )
+    memory = "with --class: the memory for all gradings together, in GB (default: 4)"
     add_number(parser, "--memory-gb", ABOVE_ZERO, default=4.0, metavar="N", help=memory)
     parser.add_argument("--out", metavar="FILE", help="the results file (default: print to the terminal)")
-    parser.add_argument("--format", choices=formats.FORMATS, help="default: gradescope; text on the terminal")
-    parser.add_argument("--meta", action="append", default=[], metavar="NAME=VALUE", help="a field for classroom50")
+    parser.add_argument(
+        "--format", choices=formats.FORMATS, help="the results' format (default: gradescope with --out, otherwise text)"
+    )
+    parser.add_argument(
+        "--meta",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a field of the format classroom50; repeatable",
+    )
     parser.add_argument("--modules", default="", metavar="LIST", help="such as 1-4 or 2,5 (default: the core, 1 to 8)")
     parser.add_argument(
-        "--prior", default="auto", choices=("auto", "own", "reference"), help="whose earlier modules to use"
+        "--prior",
+        default="auto",
+        choices=("auto", "own", "reference"),
+        help="whose earlier modules to use (default: auto)",
     )
     parser.add_argument(
-        "--seed", type=int, metavar="N", help="repeat a grading with this seed, which is in its results"
+        "--seed", type=int, metavar="N", help="use the random cases of an earlier grading with this seed"
     )
-    parser.add_argument("--backend", default="gloo", choices=("gloo", "nccl"), help="default: gloo")
+    parser.add_argument("--backend", default="gloo", choices=("gloo", "nccl"), help="the backend (default: gloo)")
     parser.add_argument("--share-gpu", action="store_true", help="put several NCCL ranks on one GPU")
     add_number(
-        parser, "--limit", ABOVE_ZERO, default=900.0, metavar="SECONDS", help="the time limit for one submission (900)"
+        parser,
+        "--limit",
+        ABOVE_ZERO,
+        default=900.0,
+        metavar="SECONDS",
+        help="the time limit for one submission (default: 900)",
     )
 
 
@@ -86,7 +104,7 @@ def delay_interrupts() -> Iterator[None]:
 def run_one(options: argparse.Namespace, entries: Sequence[Module], console: Console) -> int:
     """Grade --submission and write the results to --out."""
     if options.gradebook:
-        raise CourseError("--gradebook is for --class; the results of one submission go to --out")
+        raise CourseError("--gradebook works only with --class; for one submission, use --out")
     render = choose_format(options)
     out = resolve_results_file(options.out, options.submission)
     columns = (TextColumn("checks"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -148,7 +166,7 @@ def run_one(options: argparse.Namespace, entries: Sequence[Module], console: Con
 def run_class(options: argparse.Namespace, entries: Sequence[Module], console: Console) -> int:
     """Grade the submissions in the directory --class into --gradebook. Return the exit status."""
     if not options.gradebook or options.out or options.format or options.meta:
-        raise CourseError("--class writes to --gradebook FILE.csv, which it needs; --out, --format, --meta are for one")
+        raise CourseError("--class needs --gradebook FILE.csv, and does not work with --out, --format or --meta")
     gradebook = resolve_results_file(options.gradebook)
     everyone, others = classroom.list_students(Path(options.class_directory).resolve(), gradebook)
     passed_on = ["--prior", options.prior, "--backend", options.backend, "--limit", str(options.limit)]
@@ -185,15 +203,17 @@ def run_class(options: argparse.Namespace, entries: Sequence[Module], console: C
     table = classroom.save(gradebook, everyone, entries)
     report = Console(highlight=False, soft_wrap=True, markup=False)
     kept = len(everyone) - len(waiting)
-    report.print(f"{len(everyone)} submissions, {kept} of them unchanged since they were graded: {gradebook}")
+    report.print(f"{len(everyone)} submissions, {kept} of them unchanged since an earlier grading: {gradebook}")
     for name in others:
         report.print(f"  ignored, because it is neither a directory nor an archive: {name}")
     if watched := [line["student"] for line in table if line.get(static_look.HEADING)]:
-        report.print(f"  please look: {', '.join(map(str, watched))} (names that no answer needs, see the gradebook)")
+        report.print(
+            f"  please look: {', '.join(map(str, watched))} (they use names that no answer needs; see the gradebook)"
+        )
     for conflict in dict.fromkeys(student.conflict for student in everyone if student.conflict):
         report.print(f"  {conflict}: decide which one counts")
     for check, count in classroom.count_failures(table)[:10]:
-        report.print(f"  {count} of {len(everyone)} fail {check}")
+        report.print(f"  {count} of {len(everyone)} submissions fail {check}")
     for group in classroom.find_near_identical(everyone, entries):
         names = ", ".join(group.names)
         report.print(f"  near-identical in module {group.module}: {names} ({group.share:.0%})")
@@ -208,5 +228,5 @@ def choose_format(options: argparse.Namespace) -> Callable[[Grading], str]:
         metadata = formats.read_classroom50_metadata(dict(pair.split("=", 1) for pair in options.meta))
         return lambda grading: formats.format_classroom50(grading, metadata)
     if options.meta:
-        raise CourseError("--meta is for --format classroom50")
+        raise CourseError("--meta works only with --format classroom50")
     return formats.WRITERS[options.format or ("gradescope" if options.out else "text")]

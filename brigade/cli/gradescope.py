@@ -18,7 +18,7 @@ def check_options(options: Sequence[str]) -> None:
     """Raise CourseError, or exit as argparse does, for options that `brigade grade` would refuse on Gradescope."""
     chosen = parse(["grade", "--submission", "", *options])
     if chosen.submission or chosen.out or chosen.format:
-        raise CourseError("--submission, --out and --format are set by Gradescope")
+        raise CourseError("leave out --submission, --out and --format, which run_autograder sets")
     select_modules(chosen.modules)
 
 

@@ -30,7 +30,7 @@ TRACE_S = 300.0  # a run of `brigade trace` takes about 10 s on two cores
 def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `brigade bench`."""
     number = {"type": int, "metavar": "N"}
-    parser.add_argument("--modules", default="", metavar="LIST", help="such as 1-4 or 2,5 (default: all)")
+    parser.add_argument("--modules", default="", metavar="LIST", help="such as 1-4 or 2,5 (default: the core, 1 to 8)")
     add_target(parser, "; modules that are not written are left out")
     ranks = Range(int, lambda value: value >= 1, "at least one rank")
     add_number(
@@ -38,33 +38,40 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         "--ranks",
         ranks,
         metavar="N",
-        help="the number of ranks (default 2; under torchrun the number that it starts)",
+        help="the number of ranks (default: 2, or under torchrun the number that it has started)",
     )
     parser.add_argument(
-        "--rounds", **number, help="steps of each variant; the first 5 are not timed (default 30, emulated 35)"
+        "--rounds",
+        **number,
+        help="steps per variant; the first 5 are not timed (default: 30, or 35 on an emulated link)",
     )
-    parser.add_argument("--size", choices=SIZES, default="tiny", help="the size of the model (default tiny)")
-    parser.add_argument("--batch", **number, help="sequences per step, all ranks together (default 8, emulated 24)")
-    parser.add_argument("--time", **number, help="tokens per sequence (default 64, emulated 128)")
-    size = "size of the buckets in MiB (default 1)"
+    parser.add_argument("--size", choices=SIZES, default="tiny", help="the size of the model (default: tiny)")
+    batch = "sequences per step, all ranks together (default: 8, or 24 on an emulated link)"
+    parser.add_argument("--batch", **number, help=batch)
+    parser.add_argument("--time", **number, help="tokens per sequence (default: 64, or 128 on an emulated link)")
+    size = "the size of the buckets in MiB (default: 1)"
     add_number(parser, "--bucket-mb", ABOVE_ZERO, default=1.0, metavar="MB", help=size)
     parser.add_argument(
         "--sweep",
         nargs="?",
         const=SWEPT_MB,
         metavar="LIST",
-        help=f"compare bucket sizes instead, in MiB (default {SWEPT_MB}), of torch DDP and of modules {SWEPT}",
+        help=f"instead, compare these bucket sizes in MiB (default: {SWEPT_MB}) for torch DDP and modules {SWEPT}",
     )
-    parser.add_argument("--backend", choices=("gloo", "nccl"), help="default: nccl if every rank can have a GPU")
     parser.add_argument(
-        "--share-gpu", action="store_true", help="put several NCCL ranks on one GPU: times are then meaningless"
+        "--backend",
+        choices=("gloo", "nccl"),
+        help="the backend (default: nccl if there is a GPU for every rank, otherwise gloo)",
     )
-    parser.add_argument("--json", metavar="FILE", help="write all measurements")
-    parser.add_argument("--csv", metavar="FILE", help="write the table")
-    parser.add_argument("--png", metavar="FILE", help="draw the results")
-    deadline = "the deadline for all ranks (default 900)"
+    parser.add_argument(
+        "--share-gpu", action="store_true", help="put several NCCL ranks on one GPU; the times are then meaningless"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write all measurements to this file")
+    parser.add_argument("--csv", metavar="FILE", help="write the table to this file")
+    parser.add_argument("--png", metavar="FILE", help="draw the results into this file")
+    deadline = "the deadline for all ranks (default: 900)"
     add_number(parser, "--deadline", ABOVE_ZERO, default=900.0, metavar="SECONDS", help=deadline)
-    add_link_arguments(parser)
+    add_link_arguments(parser, "no link is emulated")
 
 
 def run_bench(options: argparse.Namespace) -> int:
@@ -127,7 +134,7 @@ def choose_world_size(wanted: int | None) -> int:
     if torchrun.is_torchrun():
         given = torchrun.read_world_size()
         if wanted not in (None, given):
-            raise CourseError(f"--ranks {wanted}: torchrun has started {given}; leave --ranks out")
+            raise CourseError(f"--ranks {wanted}: torchrun has started {given} ranks; leave out --ranks")
         return given
     return wanted or 2
 
@@ -178,7 +185,7 @@ def read_sweep(text: str, entries: Sequence[Module]) -> list[float]:
         raise CourseError(f"--sweep {text}: write sizes in MiB, such as 0.1,1,10")
     for entry in entries:
         if entry.number < FIRST_WITH_BUCKETS:
-            raise CourseError(f"--sweep compares bucket sizes, and module {entry.number} has no buckets")
+            raise CourseError(f"--sweep compares bucket sizes, but module {entry.number} has no buckets")
     return sizes
 
 
@@ -190,19 +197,21 @@ def require_core(entry: Module) -> None:
 
 def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `brigade trace`."""
-    parser.description += " The ranks compute on the CPU. Without options for the link, moving all gradients takes 0.8 "
-    parser.description += "of backward."
+    parser.description += " The ranks compute on the CPU."
     parser.add_argument("number", metavar="N", help="the module's number")
     add_target(parser)
     add_prior(parser)
     parser.add_argument("--torch", action="store_true", help="also draw torch DDP's step, from the same run")
-    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="the number of ranks (default 2)")
-    size = "size of a bucket in MiB (default 1)"
+    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="the number of ranks (default: 2)")
+    size = "the size of the buckets in MiB (default: 1)"
     add_number(parser, "--bucket-mb", ABOVE_ZERO, default=1.0, metavar="MB", help=size)
-    parser.add_argument("--png", metavar="FILE", help="the picture (default out/trace-N.png)")
-    parser.add_argument("--json", metavar="FILE", help="for Perfetto or chrome://tracing (default out/trace-N.json)")
-    add_link_arguments(parser)
-    parser.add_argument("--no-pace", action="store_true", help="emulate no link: measure collectives on this machine")
+    parser.add_argument("--png", metavar="FILE", help="the picture (default: out/trace-N.png)")
+    trace_file = "the trace for Perfetto or chrome://tracing (default: out/trace-N.json)"
+    parser.add_argument("--json", metavar="FILE", help=trace_file)
+    add_link_arguments(parser, "an all-reduce of all gradients takes 0.8 times as long as backward")
+    parser.add_argument(
+        "--real-link", action="store_true", help="do not emulate a link; time the collectives as this machine runs them"
+    )
 
 
 def run_trace(options: argparse.Namespace) -> int:
@@ -212,8 +221,8 @@ def run_trace(options: argparse.Namespace) -> int:
     if not 2 <= options.ranks <= MOST_RANKS:
         raise CourseError(f"--ranks {options.ranks}: a timeline needs 2 to {MOST_RANKS} ranks")
     link = choose_link(options, options.ranks)
-    if link and options.no_pace:
-        raise CourseError("--no-pace emulates no link: leave it out, or leave out the options that describe a link")
+    if link and options.real_link:
+        raise CourseError("--real-link emulates no link: leave it out, or leave out the options that describe a link")
 
     sources = read(options.target, entry.number, options.prior).sources
     files = {kind: resolve_results_file(getattr(options, kind)) for kind in ("png", "json")}
@@ -229,7 +238,7 @@ def run_trace(options: argparse.Namespace) -> int:
         usual,
         batch_size=usual.batch_size // 2 * options.ranks,
         bucket_mb=options.bucket_mb,
-        link=None if options.no_pace else link or usual.link,
+        link=None if options.real_link else link or usual.link,
     )
     variants = [ladder.get_variant(entry), *([ladder.TORCH_DDP] if options.torch else [])]
     how = {"world_size": options.ranks, "deadline": TRACE_S}
@@ -252,20 +261,20 @@ def run_trace(options: argparse.Namespace) -> int:
     return 0
 
 
-def add_link_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say which link is emulated; `choose_link` reads them."""
-    group = parser.add_argument_group(
-        "an emulated link", "Describe it in one of three ways. Without these options no link is emulated."
-    )
-    named = "a link with the ratio of communication to computation that it has on H100 GPUs"
+def add_link_arguments(parser: argparse.ArgumentParser, default: str) -> None:
+    """Add the options that say which link is emulated; `choose_link` reads them. `default` describes the default."""
+    ways = "Describe the link with --link, with --comm-ratio and --latency-ratio, or with --bandwidth-gbps and "
+    group = parser.add_argument_group("an emulated link", f"{ways}--latency-us. By default, {default}.")
+    named = "this link, as fast relative to computation as between H100 GPUs"
     group.add_argument("--link", choices=links.NAMED, help=named)
-    ratio = "an all-reduce of all gradients takes R times backward alone"
+    ratio = "an all-reduce of all gradients takes R times as long as backward alone"
     add_number(group, "--comm-ratio", ABOVE_ZERO, metavar="R", help=ratio)
-    latency = f"... and the latency of one all-reduce L times (default {links.LATENCY_RATIO})"
+    latency = f"the latency of one all-reduce is L times as long as backward (default: {links.LATENCY_RATIO})"
     add_number(group, "--latency-ratio", NOT_NEGATIVE, metavar="L", help=latency)
     rate = "the rate in each direction, in Gbit/s (not GB/s)"
     add_number(group, "--bandwidth-gbps", ABOVE_ZERO, metavar="G", help=rate)
-    add_number(group, "--latency-us", NOT_NEGATIVE, metavar="U", help="... and each message's latency (default 0)")
+    latency = "the latency of each message in microseconds (default: 0)"
+    add_number(group, "--latency-us", NOT_NEGATIVE, metavar="U", help=latency)
 
 
 def choose_link(options: argparse.Namespace, world_size: int) -> Link | Pace | None:

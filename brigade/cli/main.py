@@ -29,27 +29,27 @@ class Command:
 
 
 COMMANDS = (
-    Command("check", "check", "Run the checks of a module, or of all.", "brigade check 3 --watch"),
+    Command("check", "check", "Run the checks of one module or of all modules.", "brigade check 3 --watch"),
     Command("next", "check", "Show what to do next.", "brigade next"),
-    Command("hint", "study", "Show the next hint on a part of a module.", "brigade hint 3"),
-    Command("answers", "study", "Show the model answers to a passed module's questions.", "brigade answers 3"),
-    Command("reset", "study", "Restore a module's skeleton; your file is kept beside it.", "brigade reset 3"),
-    Command("submit", "study", "Make the zip file to hand in, in this directory.", "brigade submit"),
+    Command("hint", "study", "Show the next hint for a part of a module.", "brigade hint 3"),
+    Command("answers", "study", "Show the model answers of a module that passes.", "brigade answers 3"),
+    Command("reset", "study", "Restore a module's skeleton. Your version is kept beside it.", "brigade reset 3"),
+    Command("submit", "study", "Create the zip file to hand in, in the current directory.", "brigade submit"),
     Command(
         "grade",
         "grade",
-        "Grade a submission, or a directory of them.",
+        "Grade one submission, or a directory of submissions.",
         "brigade grade --submission DIR --out results.json",
         needs_solutions=True,
     ),
     Command(
         "skeletons",
         "skeletons",
-        "Make the skeletons and the handout.",
+        "Generate the skeletons and the handout.",
         "brigade skeletons --check",
         needs_solutions=True,
     ),
-    Command("bench", "lab", "Compare all modules and torch in one run.", "brigade bench --comm-ratio 0.8"),
+    Command("bench", "lab", "Compare all core modules with torch in one run.", "brigade bench --comm-ratio 0.8"),
     Command("trace", "lab", "Draw one training step of a module as a timeline.", "brigade trace 4"),
     Command(
         "plan", "plan", "Predict step time, launches and memory.", "brigade plan --model gpt3-175b --dp 1024"

@@ -43,4 +43,6 @@ def add_target(parser: argparse.ArgumentParser, details: str = "") -> None:
 
 
 def add_prior(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--prior", default="own", choices=("own", "reference"), help="whose earlier modules to use")
+    parser.add_argument(
+        "--prior", default="own", choices=("own", "reference"), help="whose earlier modules to use (default: own)"
+    )

@@ -28,28 +28,45 @@ TOKENS = Range(int, lambda value: value > 0, "a number above 0")
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `brigade plan`."""
     add = parser.add_argument
-    add("--model", default="xl", metavar="NAME", help="tiny, small, medium, large, xl, gpt3-6.7b or gpt3-175b (xl)")
-    ranks = f"data-parallel ranks, 1 to {MAX_RANKS} (8)"
+    add(
+        "--model",
+        default="xl",
+        metavar="NAME",
+        help="the model: tiny, small, medium, large, xl, gpt3-6.7b or gpt3-175b (default: xl)",
+    )
+    ranks = f"the number of data-parallel ranks, 1 to {MAX_RANKS} (default: 8)"
     add_number(parser, "--dp", RANKS, default=8, metavar="N", help=ranks)
-    add_number(parser, "--tokens", TOKENS, default=4096, metavar="N", help="tokens of each rank in a step (4096)")
-    add_number(parser, "--bucket-mb", ABOVE_ZERO, default=25.0, metavar="MB", help="bucket size in MiB (25)")
-    add("--dtype", default="fp32", choices=("fp32", "bf16"), help="dtype of the parameters (fp32)")
-    add("--optimizer", default="adamw", choices=("adamw", "sgd"), help="sgd means SGD with momentum (adamw)")
+    add_number(parser, "--tokens", TOKENS, default=4096, metavar="N", help="tokens per rank and step (default: 4096)")
+    add_number(
+        parser,
+        "--bucket-mb",
+        ABOVE_ZERO,
+        default=25.0,
+        metavar="MB",
+        help="the size of the buckets in MiB (default: 25)",
+    )
+    add("--dtype", default="fp32", choices=("fp32", "bf16"), help="the dtype of the parameters (default: fp32)")
+    add(
+        "--optimizer",
+        default="adamw",
+        choices=("adamw", "sgd"),
+        help="the optimizer; sgd has momentum (default: adamw)",
+    )
     add(
         "--link",
         default="100gbe",
         metavar="NAME",
-        help=f"the link between neighbours, one of {', '.join(NAMED)} (100gbe)",
+        help=f"the link between neighbours: {', '.join(NAMED)} (default: 100gbe)",
     )
-    rate = "the rate in each direction in Gbit/s, instead of the link's"
+    rate = "the rate in each direction in Gbit/s (default: the rate of --link)"
     add_number(parser, "--bandwidth-gbps", ABOVE_ZERO, metavar="X", help=rate)
-    latency = "microseconds for each message, instead of the link's"
+    latency = "the latency of each message in microseconds (default: the latency of --link)"
     add_number(parser, "--latency-us", NOT_NEGATIVE, metavar="X", help=latency)
-    peak = "peak rate of a rank's device (H100: 67 in fp32, 989.4 in bf16; 494.7 with TF32)"
+    peak = "the peak rate of a rank's device (default: an H100's, 67 in fp32 and 989.4 in bf16; in TF32 it is 494.7)"
     add_number(parser, "--tflops", ABOVE_ZERO, metavar="X", help=peak)
-    part = f"the fraction of the peak that computation reaches ({UTILISATION})"
+    part = f"the fraction of the peak that computation reaches (default: {UTILISATION})"
     add_number(parser, "--mfu", FRACTION, default=UTILISATION, metavar="X", help=part)
-    backward = "the measured time of backward, instead of --tflops and --mfu"
+    backward = "a measured time of backward, which replaces --tflops and --mfu"
     add_number(parser, "--backward-ms", ABOVE_ZERO, metavar="X", help=backward)
     add("--json", action="store_true", help="print JSON instead of a table")
 
@@ -72,7 +89,14 @@ def run_plan(options: argparse.Namespace) -> int:
     setting = Setting(list(model.parameters()), options.dp, options.bucket_mb, optimizer, machine)
     link = make_link(options)
     plannable = plan.list_variants()
-    steps, missing = [], [f"{item.label} (no rule)" for item in get_course_variants() if item not in plannable]
+    steps, missing = (
+        [],
+        [
+            f"{item.label} has no rule in brigade/lab/schedules.py"
+            for item in get_course_variants()
+            if item not in plannable
+        ],
+    )
     for variant in plannable:
         try:
             steps += plan.plan(setting, link, [variant])
@@ -81,28 +105,31 @@ def run_plan(options: argparse.Namespace) -> int:
     if backward_s:
         source = "as measured"
     else:
-        source = f"{options.mfu:.0%} of {tflops:,g} TFLOPS" + (
+        source = f"at {options.mfu:.0%} of {tflops:,g} TFLOPS" + (
             "" if options.tflops else f" ({plan.DEVICE}, {PRECISION[options.dtype]})"
         )
     ranks = f"{options.dp} rank" + ("" if options.dp == 1 else "s")
     assumptions = [
-        f"{options.model}: {setting.numel / 1e9:,.3f} billion parameters in {options.dtype}, {optimizer.label}",
-        f"{ranks}, {options.tokens:,} tokens each in a step, in sequences of {time:,}",
-        f"computation: backward {format_seconds(sum(machine.backward_s))}, {source}; "
-        f"forward {format_seconds(machine.forward_s)}, half as long; optimizer and copies "
-        f"at {plan.DEVICE_MEMORY_GBPS:,} GB/s",
-        f"link: {name_link(options)}{link.bytes_per_s / 1e9:,.4g} GB/s in each direction and "
-        f"{link.latency_s * 1e6:g} us for each message, between neighbours in a ring of all ranks; one collective "
-        "at a time",
-        f"buckets of {options.bucket_mb:g} MiB; gradients become ready from the last layer to the first",
-        "memory: parameters, gradients and optimizer state between two steps, on the fullest rank; no activations",
+        f"{options.model} has {setting.numel / 1e9:,.3f} billion parameters in {options.dtype} and trains with "
+        f"{optimizer.label}.",
+        f"The step runs on {ranks}, with {options.tokens:,} tokens per rank in sequences of {time:,}.",
+        f"Backward takes {format_seconds(sum(machine.backward_s))}, {source}. Forward takes half as long, "
+        f"{format_seconds(machine.forward_s)}.",
+        f"The optimizer and the copies are limited by a memory bandwidth of {plan.DEVICE_MEMORY_GBPS:,} GB/s.",
+        f"All ranks form one ring. The link between neighbours {name_link(options)}carries "
+        f"{link.bytes_per_s / 1e9:,.4g} GB/s in each direction, and each message has a latency of "
+        f"{link.latency_s * 1e6:g} us. Collectives run one at a time.",
+        f"Buckets have {options.bucket_mb:g} MiB. Gradients become ready from the last layer to the first.",
+        "Memory counts parameters, gradients and optimizer state on the fullest rank between two steps, but no "
+        "activations.",
     ]
     if options.dtype == "bf16":
         assumptions.append(
-            "bf16: modules 5 to 8 accumulate and reduce gradients in fp32, and 8 ZeroOptimizer keeps fp32 main "
-            "parameters; everything else, also the optimizer state, is in bf16, which saves memory and loses precision"
+            "In bf16, modules 5 to 8 accumulate and reduce gradients in fp32, and 8 ZeroOptimizer keeps fp32 main "
+            "parameters. Everything else, including the optimizer state, is in bf16, which saves memory and loses "
+            "precision."
         )
-    assumptions += [f"not planned: {item}" for item in missing]
+    assumptions += [f"Not planned: {item}." for item in missing]
     if options.json:
         variants = [asdict(item) | {"memory_bytes": item.memory_bytes} for item in steps]
         print(
@@ -138,9 +165,9 @@ def make_link(options: argparse.Namespace) -> Link:
 
 
 def name_link(options: argparse.Namespace) -> str:
-    """Return the link's name if its own numbers are used."""
+    """Return the link's name in brackets if its own numbers are used, else ""."""
     own = options.latency_us is None and options.bandwidth_gbps is None
-    return f"{NAMED[options.link].what}, " if own else ""
+    return f"({NAMED[options.link].what}) " if own else ""
 
 
 def collect_options(options: argparse.Namespace) -> dict[str, object]:
@@ -182,7 +209,7 @@ def explain_flat_lead(steps: list[PlannedStep], link: Link, world_size: int) -> 
     latency_s, more = link.seconds("all_reduce", 0, world_size), bucketed.launches - flat.launches
     return [
         f"{flat.label} is ahead of {bucketed.label}: on {world_size} ranks, the latency of one launch is "
-        f"{format_seconds(latency_s)}. {bucketed.label} has {more} launches more, which add "
+        f"{format_seconds(latency_s)}. {bucketed.label} has {more} more launches, which add "
         f"{format_seconds(more * latency_s)} of latency. Overlap saves less than that. Larger buckets (--bucket-mb) "
         "need fewer launches."
     ]

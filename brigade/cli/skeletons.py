@@ -11,7 +11,7 @@ from brigade.course.modules import MODULES, ROOT
 
 def add_skeletons_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `brigade skeletons`."""
-    parser.add_argument("--check", action="store_true", help="change nothing; fail if a file is out of date")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a file is out of date")
 
 
 def run_skeletons(options: argparse.Namespace) -> int:

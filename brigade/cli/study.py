@@ -25,8 +25,10 @@ LABEL = re.compile(r"^\*\*(\(\w\)(?:, \(\w\))*)\*\*", re.MULTILINE)  # in hints:
 def add_hint_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `brigade hint`."""
     parser.add_argument("number", metavar="N", help="the module's number")
-    parser.add_argument("part", nargs="?", metavar="PART", help="such as b; by default the first that is not written")
-    parser.add_argument("--again", action="store_true", help="start with the first hint again")
+    parser.add_argument(
+        "part", nargs="?", metavar="PART", help="the part, such as b (default: the first one that is not written)"
+    )
+    parser.add_argument("--again", action="store_true", help="show the first hint again")
 
 
 def add_answers_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +56,7 @@ def run_hint(options: argparse.Namespace) -> int:
         example = f"`brigade hint {entry.number} {parts[0]}`"
         raise CourseError(f"all parts of module {entry.number} are written: name a part, as in {example}")
     if part not in parts:
-        raise CourseError(f"module {entry.number} has no part {part}: it has {', '.join(parts)}")
+        raise CourseError(f"module {entry.number} has no part {part}; its parts are {', '.join(parts)}")
     hints = [f"{step.splitlines()[0]}\n\n{about}" for step in steps if (about := extract_part(step, part))]
     shown_before = recall("hints").get(entry.package)
     shown_before = shown_before if isinstance(shown_before, dict) else {}
@@ -63,7 +65,7 @@ def run_hint(options: argparse.Namespace) -> int:
     print_markdown("## " + hints[index])
     left = len(hints) - index - 1
     last = "This was the last hint." if len(steps) == LEVELS else LEFT_OUT
-    more = f"{left} more on part {part}: `brigade hint {entry.number} {part}`"
+    more = f"More hints for part {part}: {left}. `brigade hint {entry.number} {part}` shows the next one."
     console.print(f"\n{more if left else last}", markup=False)
     remember("hints", entry.package, shown_before | {part: index + 1})
     return 0
@@ -143,7 +145,7 @@ def run_submit(options: argparse.Namespace) -> int:
     if unknown:
         console.print(f"Not known to pass: {name_modules(unknown)}. `brigade check` runs all checks.", markup=False)
     if unwritten := [number for number, state in states.items() if state == "not written"]:
-        console.print(f"Not written, or not completely: {name_modules(unwritten)}.")
+        console.print(f"Not completely written: {name_modules(unwritten)}.")
     if unanswered := [entry.number for entry in CORE_MODULES if entry.number not in answered]:
         console.print(f"Without written answers: {name_modules(unanswered)}.")
     for entry in MODULES:

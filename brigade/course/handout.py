@@ -1,7 +1,7 @@
 """Generate the parts of documents that list all modules, from the table of modules, the checks and the readings.
 
-`brigade skeletons` calls this. In each of `DOCUMENTS` the text between two comments is generated, the rest is written
-by hand:
+`brigade skeletons` calls this. In each of `DOCUMENTS`, the text between two comments is generated, and the rest is
+written by hand:
 
     <!-- made by `brigade skeletons`: modules -->
     ...
@@ -51,7 +51,8 @@ def make_module_table(root: Path) -> str:
         )
         for e in MODULES
     ]
-    total = ("", "", "", f"**{count_core_points()}**", f"**{sum(e.minutes for e in MODULES)}**", "")
+    minutes = sum(entry.minutes for entry in CORE_MODULES)
+    total = ("", "**total of the core**", "", f"**{count_core_points()}**", f"**{minutes}**", "")
     return format_table(("", "module", "idea", "points", "minutes", "difficulty"), [*rows, total])
 
 

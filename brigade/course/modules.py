@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]  # the course's own files: lessons, solutions, tests
 HAS_SOLUTIONS = not (ROOT / "skeletons").is_dir()  # False in the student edition, which may have a few: `make unlock`
 REFERENCE = "solutions" if HAS_SOLUTIONS else "lessons"  # the modules that the lab uses by default
-TARGETS = "lessons (default), solutions, or a directory" if HAS_SOLUTIONS else "lessons (default), or a directory"
+TARGETS = f"whose modules: {'lessons, solutions,' if HAS_SOLUTIONS else 'lessons,'} or a directory (default: lessons)"
 
 
 class CourseError(Exception):
@@ -139,5 +139,5 @@ def resolve_results_file(path: str | None, submission: str | None = None) -> Pat
     if not out.parent.is_dir():
         raise CourseError(f"there is no directory {out.parent} for the results")
     if out.exists() and not out.is_file():
-        raise CourseError(f"{out} is not an ordinary file, so it cannot be replaced by results")
+        raise CourseError(f"{out} is not an ordinary file, so the results cannot replace it")
     return out

@@ -104,9 +104,17 @@ def main() -> int:
         "out/student.zip. Delete the previous contents of out/student.",
         epilog="Example: python -m brigade.course.student_edition --hints 3",
     )
-    parser.add_argument("--hints", type=int, choices=(2, 3), default=HINT_LEVELS, help="3: also those almost the code")
-    parser.add_argument("--answers", action="store_true", help="also the model answers to the written questions")
-    parser.add_argument("--unlock", metavar="N", help="instead, write out/unlock-N.zip with the reference of module N")
+    parser.add_argument(
+        "--hints",
+        type=int,
+        choices=(2, 3),
+        default=HINT_LEVELS,
+        help="how many of a module's three hints to include; the third is almost the code (default: 2)",
+    )
+    parser.add_argument("--answers", action="store_true", help="include the model answers to the written questions")
+    parser.add_argument(
+        "--unlock", metavar="N", help="write only the reference of module N, as out/unlock-N.zip, and no edition"
+    )
     options = parser.parse_args()
     try:
         if options.unlock:

@@ -35,7 +35,7 @@ def validate_course(root: Path = ROOT) -> None:
     """Compare the table of modules with the files of the course in `root`. Raise CourseError naming every fault."""
     faults = find_table_faults() + [fault for entry in MODULES for fault in find_module_faults(entry, root)]
     if faults:
-        raise CourseError("\n  ".join(["the course contradicts itself:", *faults]))
+        raise CourseError("\n  ".join(["the course is inconsistent:", *faults]))
 
 
 def import_checks(root: Path = ROOT) -> None:
@@ -60,7 +60,7 @@ def import_checks(root: Path = ROOT) -> None:
             strange = ", ".join(sorted({*found_there} ^ {*names_in_file}))
             faults.append(f"tests/{entry.checks.name}: {strange} is not defined there as a function")
     if faults:
-        raise CourseError("\n  ".join(["checks are broken:", *faults]))
+        raise CourseError("\n  ".join(["some checks are broken:", *faults]))
 
 
 def find_table_faults() -> list[str]:
@@ -140,6 +140,6 @@ def find_check_faults(entry: Module, tree: ast.Module) -> list[str]:
         if ast.unparse(check.args) != "submission":
             faults.append(f"{check.name} must take the argument `submission` and no other")
     if not faults and total != entry.points:
-        table = f"and brigade/course/modules.py gives module {entry.number} {entry.points}"
-        faults.append(f"its checks have {total} points, {table}: change one of them")
+        table = f"brigade/course/modules.py says {entry.points}"
+        faults.append(f"its checks have {total} points, but {table}: change one of them")
     return faults

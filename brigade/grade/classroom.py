@@ -83,7 +83,7 @@ def list_students(directory: Path, gradebook: Path) -> tuple[list[Student], list
     for path in found:
         name, alike = remove_archive_suffix(path), same[remove_archive_suffix(path)]
         several = len(alike) > 1  # such as ada and ada.zip
-        conflict = f"Possibly one student: {', '.join(alike)}. Each is graded" if several else ""
+        conflict = f"Possibly one student: {', '.join(alike)}. All of them are graded" if several else ""
         shown = formats.make_printable(path.name if several else name)
         everyone.append(Student(shown, path, results / f"{path.name}.json", conflict))
     return everyone, [formats.make_printable(path.name) for path in entries if path not in found]
@@ -212,7 +212,7 @@ def make_row(student: Student, entries: Sequence[Module], waiting: Container[Stu
     except (OSError, ValueError):
         result = None
     if student in waiting:
-        earlier = f"; an earlier run gave {result['score']}, under other conditions" if result else ""
+        earlier = f"; an earlier run under other conditions gave {result['score']}" if result else ""
         return line | {"score": "", "note": collect_notes(student, f"not graded yet{earlier}")}
     if result is None:
         note = f"the grader gave no results: see {student.log.name}"

@@ -97,7 +97,7 @@ def format_feedback(outcome: Outcome) -> str:
 def format_findings(grading: Grading) -> str:
     """Return the findings of the static look for the instructor, or "" if there are none."""
     lines = [make_printable(str(finding)) for finding in grading.findings]
-    return "\n".join(["For the instructor; no score has changed.", *lines]) if lines else ""
+    return "\n".join(["For the instructor only. This list changes no score.", *lines]) if lines else ""
 
 
 def make_printable(text: str) -> str:

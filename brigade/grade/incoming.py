@@ -87,7 +87,7 @@ def open_submission(path: str | Path) -> Iterator[Incoming]:
     if place is None and not any(find(path, entry) for entry in MODULES):
         if len(archives) > 1:
             raise CourseError(
-                f"no module file was found, but {len(archives)} archives: {format_names(archives)}; keep one"
+                f"no module file was found, but {len(archives)} archives: {format_names(archives)}; hand in only one"
             )
         if archives:
             with unpack(path / archives[0], archives[0]) as incoming:
@@ -160,7 +160,7 @@ def make_notes(files: Sequence[str], place: str | None) -> list[str]:
     given = [os.path.join(place or "", name) for name in ("solutions", "skeletons")]  # of a clone of the course
     others = [file for other, inside in find_places(files).items() if other not in (place, *given) for file in inside]
     if others:
-        graded = make_printable(place) if place else "those at the top"
+        graded = make_printable(place) if place else "those at the top level"
         notes.append(f"Module files are in several places. Graded: {graded}. Not graded: {format_names(others)}")
     return notes + find_meddling(files)
 
@@ -275,7 +275,7 @@ def iterate_tar(stream: BinaryIO) -> Iterator[Member]:
         info = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape")
         left = 0 if info.type in WITHOUT_CONTENT else -(-info.size // BLOCK) * BLOCK
         if info.size < 0:
-            raise ValueError("a size in it is negative")
+            raise ValueError("one of its sizes is negative")
         if info.type in (tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE):
             long_names += left
             if long_names > MOST_LONG_NAMES:
@@ -301,7 +301,7 @@ def find_long_name(kind: bytes, content: bytes) -> str:
         space = content.index(b" ", start, start + 10)
         end = start + int(content[start:space])
         if not space < end <= len(content):
-            raise ValueError("a header of it is damaged")
+            raise ValueError("one of its headers is damaged")
         key, _, value = content[space + 1 : end - 1].partition(b"=")
         name = value if key == b"path" else name
         start = end

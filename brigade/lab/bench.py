@@ -126,13 +126,13 @@ class Bench:
                 f"{backward}."
             )
             share = ladder.real_s / ladder.link_s
-            real = f"the real all-reduce takes {1e3 * ladder.real_s:.1f} ms, {100 * share:.0f} % of that"
+            real = f"the real all-reduce takes {1e3 * ladder.real_s:.1f} ms, {100 * share:.0f} % of the emulated time"
             if share <= TRUSTED_SHARE:
                 remarks.append(real[0].upper() + real[1:] + ".")
             else:
                 remarks.append(
-                    f"Do not trust these times: {real}, more than a fifth, and the emulation cannot hide it. Choose a "
-                    "slower link or a larger workload (--size, --batch, --time)."
+                    f"Do not trust these times: {real}. This is more than a fifth, so the emulation cannot hide it. "
+                    "Choose a slower link or a larger workload (--size, --batch, --time)."
                 )
         else:
             remarks.append(f"No link is emulated: {gradients} takes {1e3 * ladder.real_s:.1f} ms here; {backward}.")
@@ -146,7 +146,7 @@ class Bench:
                     compute_spread(ladder.compute_cpu_ratios(by_label[zero], TORCH_ZERO.label)),
                 )
             ]
-            remarks.append(f"{zero} compared with {TORCH_ZERO.label}: step time {cells[0]}, processor time {cells[1]}.")
+            remarks.append(f"{zero} relative to {TORCH_ZERO.label}: step time {cells[0]}, processor time {cells[1]}.")
         return remarks
 
 
@@ -227,7 +227,9 @@ def load_json(path: Path) -> Bench:
     try:
         content = json.loads(path.read_text())
         if content["format"] != FORMAT:
-            raise CourseError(f"{path} has format {content['format']}, this version of brigade reads {FORMAT}")
+            raise CourseError(
+                f"{path} has format {content['format']}, but this version of brigade reads format {FORMAT}"
+            )
         variants = [
             Variant(**variant | {name: variant[name] and tuple(variant[name]) for name in ("wrapper", "optimizer")})
             for variant in content["variants"]
@@ -249,7 +251,7 @@ def load_json(path: Path) -> Bench:
             ),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CourseError(f"{path} is not what brigade bench --json writes: {error}") from None
+        raise CourseError(f"{path} is not a file that `brigade bench --json` wrote: {error}") from None
 
 
 def read_link(content: dict[str, float] | None) -> Link | Pace | None:

@@ -138,12 +138,12 @@ def make_claims_table(results: Iterable[CheckedClaim]) -> Table:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m brigade.lab.claims",
-        description="Run the experiments behind the readings' claims and print each claim with its source, measurement "
-        "and verdict. All experiments take less than a minute on two cores.",
+        description="Run the experiments behind the readings' claims, and print each claim with its source, "
+        "measurement and verdict. All experiments together take less than a minute on two cores.",
         epilog="Example: python -m brigade.lab.claims last-handle",
     )
-    parser.add_argument("names", nargs="*", metavar="NAME", help="check only these claims")
-    parser.add_argument("--list", action="store_true", help="list the names without running anything")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="a claim to check (default: all claims)")
+    parser.add_argument("--list", action="store_true", help="list the claims without running anything")
     parser.add_argument("--write", action="store_true", help="write docs/claims.md again; takes no names")
     options = parser.parse_args()
     if options.write and options.names:
@@ -181,7 +181,7 @@ def run_claims(names: Sequence[str], *, show_only: bool = False, write: Path | N
     console.print(make_claims_table(results))
     wrong = [checked for checked in results if not checked.holds]
     for checked in wrong:
-        console.print(f"{checked.claim.name}: {checked.verdict}; the rule: {checked.claim.rule}", soft_wrap=True)
+        console.print(f"{checked.claim.name}: {checked.verdict}. The rule: {checked.claim.rule}", soft_wrap=True)
     if write and not wrong:
         write.write_text(make_page(results))
         console.print(f"{write.name} written", soft_wrap=True)

@@ -20,7 +20,8 @@ from brigade.lab.timeline import draw, trace
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m brigade.lab.figures",
-        description="Redraw module 0's ring.png, and the others' timeline.png from real runs on an emulated link.",
+        description="Draw the readings' pictures again: module 0's ring.png, and the other modules' timeline.png from "
+        "real runs on an emulated link.",
         epilog="Example: python -m brigade.lab.figures 3",
     )
     parser.add_argument("number", nargs="?", metavar="N", help="the module's number (default: all modules)")

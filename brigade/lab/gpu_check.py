@@ -247,9 +247,9 @@ def run_ladder_stage(plan: Plan, deadline: float) -> Stage:
 
     started = time.monotonic()
     if deadline - started < 1:
-        return Stage("The ladder", 0.0, problem="not reached: the time was used up")
+        return Stage("The benchmark", 0.0, problem="not reached: the time was used up")
     workload = plan.workload or (ladder.Workload(rounds=8, warmup=2) if plan.share_gpu else ladder.Workload())
-    title = f"The ladder: {plan.world_size} ranks, {workload.rounds - workload.warmup} timed steps each"
+    title = f"The benchmark: {plan.world_size} ranks, {workload.rounds - workload.warmup} timed steps each"
     try:
         results = ladder.run_ladder(
             workload,
@@ -423,25 +423,30 @@ def make_plan(options: argparse.Namespace) -> Plan:
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python3 -m brigade.lab.gpu_check",
-        description="Run the graded checks on the reference, a sample of mutants and the ladder on NCCL, and write a "
-        "report. This needs only torch and pytest.",
+        description="Run the graded checks on the reference, a sample of mutants and the benchmark on NCCL, and write "
+        "a report. This needs only torch and pytest.",
         epilog="Example: python3 -m brigade.lab.gpu_check --minutes 9 --jobs 4",
     )
     parser.add_argument(
         "--share-gpu",
         action="store_true",
-        help=f"put all ranks on one GPU (default: one GPU for each rank if there are at least {MOST_RANKS} GPUs)",
+        help=f"put all ranks on one GPU (default: one GPU per rank if there are at least {MOST_RANKS} GPUs)",
     )
     parser.add_argument(
         "--out", type=Path, help="where to write the report (default: docs/gpu_report.md; with gloo, out/gpu_report.md)"
     )
-    parser.add_argument("--minutes", type=float, default=30.0, help="the longest time for everything (default 30)")
-    parser.add_argument("--jobs", type=int, default=1, help="how many modules to check at a time (default 1)")
+    parser.add_argument(
+        "--minutes", type=float, default=30.0, help="the time limit for all stages together (default: 30)"
+    )
+    parser.add_argument("--jobs", type=int, default=1, help="how many modules to check at a time (default: 1)")
     parser.add_argument(
         "--modules", type=int, nargs="+", metavar="N", help="run only the checks and mutants of these modules"
     )
     parser.add_argument(
-        "--backend", choices=("nccl", "gloo"), default="nccl", help="gloo tests this command without a GPU"
+        "--backend",
+        choices=("nccl", "gloo"),
+        default="nccl",
+        help="gloo tests this command without a GPU (default: nccl)",
     )
     return parser.parse_args(arguments)
 

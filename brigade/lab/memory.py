@@ -299,7 +299,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m brigade.lab.memory",
         description="Count the bytes that every variant keeps on 1, 2 and 4 ranks, print them with the formulas of "
-        "ZeRO, and draw out/memory.png (for the solutions: the reading's picture). About 20 seconds on two cores.",
+        "ZeRO, and draw out/memory.png (for the solutions: the picture of the reading). This takes "
+        "about 20 seconds on two cores.",
         epilog="Example: python -m brigade.lab.memory",
     )
     parser.add_argument("--target", default="lessons", metavar="DIR", help=TARGETS)

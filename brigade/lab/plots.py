@@ -30,7 +30,9 @@ NAMES = {  # legend labels that differ from the key
 def make_ladder_table(ladder: Ladder) -> Table:
     """Return a table with a row for each variant, at most 80 columns wide."""
     workload = ladder.workload
-    title = f"The ladder: {ladder.world_size} ranks, {workload.rounds - workload.warmup} timed steps each, interleaved"
+    title = (
+        f"All variants: {ladder.world_size} ranks, {workload.rounds - workload.warmup} timed steps each, interleaved"
+    )
     headings = (
         "step ms\nmedian",
         "step ms\nquartiles",
@@ -114,7 +116,9 @@ def make_volume_table(bench: Bench) -> Table:
         "state\nMB",
         f"loss after\n{rounds} steps",
     )
-    table = make_empty_table("Sent in a step by a rank, and kept between steps on the fullest", "variant", headings)
+    table = make_empty_table(
+        "Bytes that a rank sends in a step, and that the fullest rank keeps between steps", "variant", headings
+    )
     for row in bench.make_rows():
         cells = (f"{row.sent_mb:.2f}", f"{row.grad_mb:.2f}", f"{row.state_mb:.2f}", f"{row.loss:.5f}")
         table.add_row(row.variant, f"{row.collectives:g}", *cells)
@@ -148,8 +152,8 @@ def remove_bucket_size(label: str) -> str:
 def describe_losses(ladder: Ladder) -> str:
     """Return one sentence on the losses, for a ladder in which no loss is wrong."""
     return (
-        f"One process that trains on the whole batch has a loss of {ladder.expected_loss:.5f} too: all losses are "
-        f"equal within {LOSS_TOLERANCE:g}."
+        f"All losses equal that of one process that trains on the whole batch, {ladder.expected_loss:.5f}, within "
+        f"{LOSS_TOLERANCE:g}."
     )
 
 
@@ -194,7 +198,9 @@ def draw_ladder(ladder: Ladder, path: Path) -> None:
     axes.set_yticks(positions, [variant.label for variant in variants])
     axes.set_xlim(0, ends * 1.25)
     axes.set_xlabel("time of one training step (ms)")
-    axes.set_title(f"The ladder on {ladder.world_size} ranks: medians of {len(variants[0].step_ms)} steps", loc="left")
+    axes.set_title(
+        f"Training steps on {ladder.world_size} ranks: medians of {len(variants[0].step_ms)} steps", loc="left"
+    )
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)

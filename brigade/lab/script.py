@@ -33,9 +33,9 @@ def explain_failure(failure: RankFailure, number: int) -> str:
     part = failure.part
     if not part:
         return str(failure)
-    advice = f"`brigade check {part.module}` says what to do"
+    advice = f"`brigade check {part.module}` shows what to do"
     if part.module < number and HAS_SOLUTIONS:
-        advice += ", and --prior reference uses ours"
+        advice += ", and --prior reference uses the reference's modules"
     return f"{part} is not written yet: {advice}"
 
 

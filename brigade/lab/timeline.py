@@ -146,7 +146,7 @@ class Timeline:
     def link_text(self) -> str:
         """A sentence about the link that carried the gradients."""
         if self.link is None:
-            return "The link is this machine's own: the ranks share its cores and talk through its memory."
+            return "No link is emulated: the ranks share this machine's cores and communicate through its memory."
         return f"The link is emulated, {self.link.description}; backward alone takes {self.backward_ms:.0f} ms."
 
     def get_span(self, rank: int, kind: str) -> Span:

@@ -53,7 +53,7 @@ def read_rank_variables() -> tuple[int, int, int, int]:
     try:
         return tuple(int(os.environ[name]) for name in VARIABLES[:4])
     except ValueError:
-        raise CourseError(f"{', '.join(VARIABLES[:4])} are not all numbers: torchrun sets them") from None
+        raise CourseError(f"{', '.join(VARIABLES[:4])} must be numbers; torchrun sets them") from None
 
 
 def read_world_size() -> int:
@@ -75,7 +75,7 @@ def run_on_torchrun(function: Callable[..., Any], *args: Any, **options: Any) ->
         raise CourseError(f"torchrun has started {size} ranks, but {how.world_size} are needed")
     if how.mode == "emulate" and local_size != size:
         raise CourseError(
-            "an emulated link needs all ranks on one machine, because it compares their clocks: leave its options out"
+            "an emulated link needs all ranks on one machine, because they need a common clock: leave out its options"
         )
     if how.backend == "nccl":
         os.environ.update(make_nccl_environments(local_size, how.share_gpu)[local_rank])

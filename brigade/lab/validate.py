@@ -223,11 +223,16 @@ def main() -> int:
     names = [f"{ranks}x{bucket_mb:g}" for ranks, bucket_mb in POINTS]
     parser = argparse.ArgumentParser(
         prog="python -m brigade.lab.validate",
-        description="Train every variant on an emulated link and compare it with the prediction of brigade plan. "
-        "Takes about a minute on two cores for each number of ranks and bucket size.",
+        description="Train every variant on an emulated link and compare its step times with the predictions of "
+        "brigade plan. Each point takes about a minute on two cores.",
         epilog="Example: python -m brigade.lab.validate 2x0.5 2x1",
     )
-    parser.add_argument("points", nargs="*", metavar="RANKSxMB", help=f"default: {' '.join(names)}")
+    parser.add_argument(
+        "points",
+        nargs="*",
+        metavar="RANKSxMB",
+        help=f"points: a number of ranks and a bucket size in MiB (default: {' '.join(names)})",
+    )
     texts = parser.parse_args().points or names
     return run_to_status("validate", lambda: show_points(parse_points(texts)))
 

@@ -88,7 +88,7 @@ def test_named_links_are_what_they_are_said_to_be():
 
 def options(*arguments):
     parser = argparse.ArgumentParser()
-    lab.add_link_arguments(parser)
+    lab.add_link_arguments(parser, "no link is emulated")
     return parser.parse_args([str(argument) for argument in arguments])
 
 
@@ -119,7 +119,7 @@ def test_three_ways_to_say_which_link():
         (["--deadline", -1], "--deadline -1: expected a number above 0"),
         (["--modules", "99"], "there is no module"),
         (["--sweep", "1,x"], "--sweep 1,x: write sizes in MiB, such as 0.1,1,10"),
-        (["--sweep", "--modules", 3], "--sweep compares bucket sizes, and module 3 has no buckets"),
+        (["--sweep", "--modules", 3], "--sweep compares bucket sizes, but module 3 has no buckets"),
         (["--target", "does/not/exist"], "there is no directory does/not/exist"),
         (["--target", "lessons", "--modules", "1-2"], "Module 2 is left out: module 2, part (a) is not written yet."),
         (["--json", "does/not/exist.json"], "there is no directory"),
@@ -227,7 +227,7 @@ def test_what_is_printed_fits_a_pipe_and_says_which_link_it_is(written_files):
     assert max(map(len, tables)) <= 80
     link = bench.load_json(written_files.json).ladder.link
     assert f"The link is emulated, {link.description}: " in written_files.printed
-    assert "all losses are equal within" in written_files.printed
+    assert "All losses equal that of one process" in written_files.printed
 
 
 def test_the_emulation_is_trusted_up_to_a_fifth(written_files):
@@ -238,9 +238,9 @@ def test_the_emulation_is_trusted_up_to_a_fifth(written_files):
             results.variants, replace(results.ladder, real_s=share * results.ladder.link_s, **changes)
         ).list_remarks()
 
-    assert "20 % of that." in remarks(0.199)[1] and "trust" not in remarks(0.199)[1]
+    assert "20 % of the emulated time." in remarks(0.199)[1] and "trust" not in remarks(0.199)[1]
     assert remarks(0.21)[1].startswith("Do not trust these times: the real all-reduce takes")
-    assert remarks(0.1)[2].startswith("8 ZeroOptimizer compared with torch DDP + ZeRO: step time ")
+    assert remarks(0.1)[2].startswith("8 ZeroOptimizer relative to torch DDP + ZeRO: step time ")
     fast = remarks(0.1, link=Link(latency_s=0, bytes_per_s=125e9))[0]
     assert fast.startswith("The link is emulated, 0.0 us a message and 1e+03 Gbit/s in each direction: ")
 
@@ -248,7 +248,7 @@ def test_the_emulation_is_trusted_up_to_a_fifth(written_files):
 def test_what_is_no_bench_is_refused(tmp_path, written_files):
     for text in ("", "{}", "[1]", json.dumps(json.loads(written_files.json.read_text()) | {"ladder": {}})):
         (tmp_path / "x.json").write_text(text)
-        with pytest.raises(CourseError, match="x.json is not what brigade bench --json writes"):
+        with pytest.raises(CourseError, match="x.json is not a file that `brigade bench --json` wrote"):
             bench.load_json(tmp_path / "x.json")
 
 

@@ -105,7 +105,7 @@ def test_a_class_from_beginning_to_end(tmp_path):
         "5 submissions, 0 of them unchanged" in done.stdout
         and "neither a directory nor an archive: essay.pdf" in done.stdout
     )
-    assert "  Possibly one student: ada, ada.zip. Each is graded: decide which one counts\n" in done.stdout
+    assert "  Possibly one student: ada, ada.zip. All of them are graded: decide which one counts\n" in done.stdout
     assert "3 of 5 fail 1.buffers_start_equal" in done.stdout
     [copy] = [line for line in done.stdout.splitlines() if "near-identical" in line]
     assert copy == "  near-identical in module 1: =bob-flat, tests/alternatives/ (100%)"
@@ -227,7 +227,7 @@ def test_an_interrupted_regrade_leaves_no_mixed_table(stub, tmp_path, capfd, mon
 
         patch.setattr(classroom, "start_grader", interrupted)
         assert cli.main(regrade) == 130
-    earlier = "not graded yet; an earlier run gave {}, under other conditions"
+    earlier = "not graded yet; an earlier run under other conditions gave {}"
     table = gradebook_rows(tmp_path / "grades.csv")
     assert [(row["student"], row["score"], row["1.stub"], row["note"]) for row in table] == [
         ("ada", "7", "7", "Note one / Note two"),
@@ -283,8 +283,8 @@ def test_names_of_submissions(tmp_path):
     assert [student.name for student in everyone] == ["ada", "ada.zip", "b.c", "eve", "fay", "gus.TAR", "gus.tgz", "??"]
     conflicts = {student.conflict for student in everyone if student.name.startswith(("ada", "gus"))}
     assert conflicts == {
-        "Possibly one student: ada, ada.zip. Each is graded",
-        "Possibly one student: gus.TAR, gus.tgz. Each is graded",
+        "Possibly one student: ada, ada.zip. All of them are graded",
+        "Possibly one student: gus.TAR, gus.tgz. All of them are graded",
     }
     assert [student.name for student in everyone if not student.conflict] == ["b.c", "eve", "fay", "??"]
     assert others == ["list.txt"]

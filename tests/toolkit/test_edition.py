@@ -138,7 +138,7 @@ def test_third_hints_are_left_out_unless_asked_for(edition):
         assert full.startswith(kept.rstrip("\n")) and re.findall(r"^## (\d)", kept, re.MULTILINE) == ["1", "2"]
         assert student_edition.cut_hints(full, levels=3) == full
     shown = [run_command(edition, "brigade hint 1 c") for _ in range(3)]
-    assert "1 more on part c: `brigade hint 1 c`" in shown[0]
+    assert "More hints for part c: 1. `brigade hint 1 c` shows the next one." in shown[0]
     assert shown[1] == shown[2] and shown[1].endswith(f"\n{study.LEFT_OUT}\n")
 
 
@@ -249,7 +249,7 @@ def test_what_is_not_written_is_left_out_in_words(edition, command):
 
 def test_a_script_beside_a_reading_measures_the_students_modules(edition):
     said = run_command(edition, f"lessons/{get_module(4).package}/buckets.py", status=1)
-    assert said == "module 4, part (a) is not written yet: `brigade check 4` says what to do\n"
+    assert said == "module 4, part (a) is not written yet: `brigade check 4` shows what to do\n"
 
 
 def test_a_plan_uses_the_students_own_rules_for_buckets(edition):

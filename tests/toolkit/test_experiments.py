@@ -126,7 +126,7 @@ def test_a_skeleton_is_one_sentence(path, tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as left:
         runpy.run_path(str(path), run_name="__main__")
     assert re.fullmatch(
-        r"module \d+, part \(\w\) is not written yet: `brigade check \d+` says what to do", left.value.code
+        r"module \d+, part \(\w\) is not written yet: `brigade check \d+` shows what to do", left.value.code
     )
 
 

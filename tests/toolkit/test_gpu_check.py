@@ -100,7 +100,10 @@ def test_a_mutant_that_escapes_fails():
 
 def test_the_report_has_what_failed():
     passed, wrong = JobResult("test_good", True, 1.0), JobResult("test_bad", False, 2.0, f"in {ROOT}/x.py ```")
-    stages = [Stage("Checks of module 1", 3.0, (passed, wrong), missing=4), Stage("The ladder", 5.0, problem="stopped")]
+    stages = [
+        Stage("Checks of module 1", 3.0, (passed, wrong), missing=4),
+        Stage("The benchmark", 5.0, problem="stopped"),
+    ]
     results = CheckReport(Plan(share_gpu=True), [("GPU", "1 × NVIDIA Example")], stages)
     report = gpu_check.format_report(results)
     assert not results.is_good and "**Not everything passed.**" in report

@@ -153,7 +153,7 @@ def get_refusal(path: Path) -> str:
 
 def test_two_archives_are_a_question(tmp_path):
     lay(tmp_path, {"one.zip": make_zip(LESSONS), "two.tar.gz": make_tar(LESSONS)})
-    assert get_refusal(tmp_path) == "no module file was found, but 2 archives: one.zip, two.tar.gz; keep one"
+    assert get_refusal(tmp_path) == "no module file was found, but 2 archives: one.zip, two.tar.gz; hand in only one"
 
 
 # ---- hostile
@@ -238,7 +238,7 @@ HUGE = 50 << 30
         (header(tarfile.XHDTYPE, HUGE), "headers take more than 10000000 bytes"),
         (header(tarfile.GNUTYPE_LONGNAME, HUGE), "headers take more than 10000000 bytes"),
         (header(tarfile.XHDTYPE, 1024) + b"x" * 1024, "subsection not found"),
-        (header(tarfile.XHDTYPE, 512) + b"9999 path=a\n".ljust(512, b"\0"), "a header of it is damaged"),
+        (header(tarfile.XHDTYPE, 512) + b"9999 path=a\n".ljust(512, b"\0"), "one of its headers is damaged"),
         (header(tarfile.DIRTYPE, 0) * (incoming.MOST_MEMBERS + 1), "more than 50000 members"),
         (b"no tar" * 100, "invalid header"),
         (b"", "its end is missing"),

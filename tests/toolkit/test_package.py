@@ -163,7 +163,7 @@ def test_its_requirements_are_the_pinned_ones_for_grading(archive):
         (["--modles", "1"], "unrecognized arguments: --modles 1"),
         (["--limit", "soon"], "invalid float value: 'soon'"),
         (["--class", "."], "not allowed with"),
-        (["--out", "x.json"], "are set by Gradescope"),
+        (["--out", "x.json"], "which run_autograder sets"),
     ],
 )
 def test_wrong_options_are_found_when_it_is_built(options, line, monkeypatch, capsys):

@@ -71,7 +71,7 @@ def test_the_table_and_the_exit_status(missed, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["promises.py"])
     assert promises.main() == missed
     said = capsys.readouterr().out
-    assert "all checks" in said and ("NO" in said) == missed and f"{int(missed)} of 1 promises missed" in said
+    assert "all checks" in said and ("NO" in said) == missed and f"{int(missed)} of 1 promises not kept" in said
 
 
 def test_a_command_that_fails_gets_a_sentence(monkeypatch, capsys):

@@ -168,7 +168,7 @@ def test_what_is_not_written_yet_is_named(quick, brigade, tmp_path):
     (tmp_path / skeleton.path).write_text((ROOT / "lessons" / skeleton.path).read_text())
     status, _, err = brigade("trace", 2, "--target", tmp_path)
     assert status == 2
-    assert err == "brigade: module 2, part (a) is not written yet: `brigade check 2` says what to do\n"
+    assert err == "brigade: module 2, part (a) is not written yet: `brigade check 2` shows what to do\n"
     status, _, err = brigade("trace", 1, "--target", tmp_path / "nowhere")
     assert (status, err) == (2, f"brigade: there is no directory {tmp_path / 'nowhere'}\n")
 
@@ -195,7 +195,7 @@ def test_a_collective_that_nobody_waits_for_is_counted(quick, brigade, tmp_path)
         (["2", "--ranks", "1"], "--ranks 1: a timeline needs 2 to 64 ranks"),
         (["2", "--bucket-mb", "0"], "--bucket-mb 0: expected a number above 0"),
         (["2", "--comm-ratio", "-1"], "--comm-ratio -1: expected a number above 0"),
-        (["2", "--no-pace", "--comm-ratio", "0.8"], "--no-pace emulates no link"),
+        (["2", "--real-link", "--comm-ratio", "0.8"], "--real-link emulates no link"),
         (["2", "--png", "no/such/place.png"], "there is no directory"),
     ],
 )

@@ -44,7 +44,7 @@ def find_fault(course: Path) -> str:
     with pytest.raises(CourseError) as caught:
         validation.validate_course(course)
     beginning, *faults = str(caught.value).split("\n  ")
-    assert beginning == "the course contradicts itself:" and len(faults) == 1, faults
+    assert beginning == "the course is inconsistent:" and len(faults) == 1, faults
     return faults[0]
 
 
@@ -58,7 +58,7 @@ def test_a_check_whose_points_are_not_in_the_table(course):
     """The steps of `Checks of your own` in the guide for instructors are only half done."""
     (course / CHECKS).write_text((course / CHECKS).read_text() + CHECK)
     assert find_fault(course) == (
-        f"{CHECKS}: its checks have 10 points, and brigade/course/modules.py gives module 1 8: change one of them"
+        f"{CHECKS}: its checks have 10 points, but brigade/course/modules.py says 8: change one of them"
     )
 
 
@@ -146,7 +146,7 @@ def test_nothing_is_made_from_a_contradiction(contradiction, tmp_path, monkeypat
     for make in (lambda: cli.main(["skeletons"]), lambda: gradescope.main([]), student_edition.main):
         assert make() == 2
         printed = capsys.readouterr().err
-        assert "its checks have 8 points, and brigade/course/modules.py gives module 1 9" in printed
+        assert "its checks have 8 points, but brigade/course/modules.py says 9: change one of them" in printed
     assert list(tmp_path.iterdir()) == []
 
 
