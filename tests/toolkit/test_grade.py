@@ -641,7 +641,7 @@ def test_what_could_meddle_is_named(grade, submit):
         (["--submission", "lessons", "--format", "classroom50", "--meta", "shoe=4"], "shoe: Classroom 50 has no such"),
         (["--submission", "lessons", "--format", "classroom50", "--meta", "owner"], "write it as NAME=VALUE"),
         (["--submission", "lessons", "--meta", "owner=ada"], "--meta works only with --format classroom50"),
-        (["--submission", "lessons", "--gradebook", "a.csv"], "--gradebook is for --class"),
+        (["--submission", "lessons", "--gradebook", "a.csv"], "--gradebook works only with --class"),
         (["--submission", "lessons", "--limit", "nan"], "--limit nan: expected a number above 0"),
         (["--class", "lessons", "--memory-gb", "-1"], "--memory-gb -1: expected a number above 0"),
         (["--class", "lessons"], "--class needs --gradebook FILE.csv"),

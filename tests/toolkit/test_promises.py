@@ -85,4 +85,4 @@ def test_its_options():
     done = subprocess.run(
         [sys.executable, "tests/promises.py", "--repetitions", "0"], cwd=ROOT, capture_output=True, text=True
     )
-    assert done.returncode == 2 and "--repetitions takes at least 1" in done.stderr
+    assert done.returncode == 2 and "--repetitions must be at least 1" in done.stderr
