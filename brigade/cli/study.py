@@ -104,7 +104,7 @@ def run_answers(options: argparse.Namespace) -> int:
         raise CourseError(f"this edition has no model answers to the questions of module {entry.number}")
     if find_state(entry, ROOT / "lessons") != "passes":
         raise CourseError(
-            f"module {entry.number} is not known to pass all its checks, and the model answers come after that: "
+            f"the model answers come after all checks of module {entry.number} pass, which is not known yet: run "
             f"`brigade check {entry.number}`"
         )
     print_markdown(path.read_text())

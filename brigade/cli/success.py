@@ -34,9 +34,7 @@ def compare(entry: Module, sources: Sources) -> None:
         with show_progress("training steps", comparison.count_steps(entry)) as advance:
             rows = comparison.compare_with_previous(entry, sources, advance)
     except RankFailure as failure:
-        console.print(
-            f"  The comparison with the previous module cannot be measured: {failure.summary}\n", markup=False
-        )
+        console.print(f"  The comparison with the previous module failed: {failure.summary}\n", markup=False)
         return
     console.print(comparison.make_table(rows, previous=entry.number - 1))
     console.print()
@@ -51,7 +49,7 @@ def list_next_steps(entry: Module, target: Path) -> list[str]:
         sentences += [
             f"Module {entry.number} is done, and with it the core: all {len(CORE_MODULES)} modules pass. Well done!",
             "`brigade bench --comm-ratio 0.8 --save` compares them with torch, the written questions are in "
-            "assignments.md, and `brigade submit` makes the zip to hand in.",
+            "assignments.md, and `brigade submit` creates the zip file to hand in.",
         ]
     else:
         sentences.append(f"Module {entry.number} is done. `brigade next` shows what comes next.")
