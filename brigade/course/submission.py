@@ -95,7 +95,8 @@ def read(target: str | Path, number: int, prior: str = "own") -> Submission:
     if prior == "reference":
         places = [resolve_target("solutions"), *([] if HAS_SOLUTIONS else places)]
     for other in [other for other in CORE_MODULES if other.number < entry.number]:
-        place, other_path = next(((place, path) for place in places if (path := find(place, other))), (target, None))
+        place = next((place for place in places if find(place, other)), target)
+        other_path = find(place, other)
         try:
             if other_path is not None:
                 earlier[f"{other.package}.{other.name}"] = (str(other_path), read_source(other_path, place))

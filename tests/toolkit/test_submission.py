@@ -88,6 +88,11 @@ def test_later_modules_are_not_read(tmp_path):
     assert list(read(tmp_path, 1).sources) == [NAIVE]
 
 
+def test_every_module_has_its_own_path(tmp_path):
+    sources = read(lay(tmp_path), 3).sources
+    assert [path for path, _ in sources.values()] == [str(tmp_path / get_module(n).path) for n in (3, 1, 2)]
+
+
 def test_earlier_modules_are_the_submissions_or_the_references(tmp_path):
     lay(tmp_path, text := f"from ..{FIRST.package} import {FIRST.name}\n")
     own, reference = read(tmp_path, 2), read(tmp_path, 2, "reference")
