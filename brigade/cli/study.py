@@ -13,6 +13,7 @@ from brigade.cli.console import console, shorten
 from brigade.cli.options import add_target
 from brigade.cli.progress_file import find_state, recall, remember
 from brigade.course import skeletons, written
+from brigade.course.measurements import MEASUREMENTS, locate_measurements, read_measurements
 from brigade.course.modules import CORE_MODULES, MODULES, ROOT, CourseError, Module, get_module
 from brigade.course.parts import find_unwritten_parts
 from brigade.course.submission import find, read, resolve_target
@@ -134,6 +135,7 @@ def run_submit(options: argparse.Namespace) -> int:
         for path, entry in files:
             bundle.write(path, entry.path.as_posix())
         answered = add_answers(bundle, target)
+        measured = add_measurements(bundle, target)
     states = {entry.number: find_state(entry, target) for _, entry in files}
     complete = [number for number, state in states.items() if state not in ("not written", "broken")]
     passing = [number for number, state in states.items() if state == "passes"]
@@ -148,6 +150,7 @@ def run_submit(options: argparse.Namespace) -> int:
         console.print(f"Not completely written: {name_modules(unwritten)}.")
     if unanswered := [entry.number for entry in CORE_MODULES if entry.number not in answered]:
         console.print(f"Without written answers: {name_modules(unanswered)}.")
+    console.print(measured, markup=False)
     for entry in MODULES:
         try:
             read(target, entry.number)
@@ -168,6 +171,19 @@ def add_answers(bundle: zipfile.ZipFile, target: Path) -> list[int]:
             if content.split() != written.make_template(entry).encode().split():
                 answered.append(entry.number)
     return answered
+
+
+def add_measurements(bundle: zipfile.ZipFile, target: Path) -> str:
+    """Add the numbers of the last `brigade bench --save` to the zip. Return a sentence about them."""
+    path = locate_measurements(target)
+    if not path.exists():
+        return f"Without {MEASUREMENTS}: `brigade bench --comm-ratio 0.8 --save` writes it."
+    try:
+        raw, content = read_measurements(path)
+    except CourseError as error:
+        return f"Without {MEASUREMENTS}: {error}."
+    bundle.writestr(MEASUREMENTS, raw)
+    return f"With {MEASUREMENTS}: the numbers of `brigade bench --save` of {content['date'][:20]}."
 
 
 def name_modules(numbers: Sequence[int]) -> str:

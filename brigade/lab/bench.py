@@ -15,14 +15,17 @@ import json
 import os
 import platform
 import re
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 
-from brigade.checks.tiny_lm import Size
+from brigade.checks.tiny_lm import Size, TinyLM, language_loss
 from brigade.course.modules import CORE_MODULES, HAS_SOLUTIONS, CourseError, Module, find_module
 from brigade.course.parts import find_unwritten_parts
 from brigade.course.submission import Sources, find, read_source, resolve_target
@@ -37,6 +40,7 @@ from brigade.lab.ladder import (
     get_variant,
 )
 from brigade.rank.emulated_link import Link, Pace
+from brigade.runner import machine
 
 FORMAT = 2  # of the JSON
 TRUSTED_SHARE = 0.2  # the real collective may take at most this share of the emulated time
@@ -212,14 +216,75 @@ def list_needed_packages(entry: Module, texts: dict[str, str]) -> list[str]:
 
 def save_json(results: Bench, path: Path) -> None:
     """Write the table, the workload, the link, the versions and the times of every step, for `load_json`."""
-    made_with = {
+    content = {"format": FORMAT, "made_with": describe_machine(), "rows": [asdict(row) for row in results.make_rows()]}
+    path.write_text(json.dumps(content | asdict(results)) + "\n")
+
+
+def save_measurements(results: Bench, path: Path) -> None:
+    """Write the table with its spread, the workload, the link, the versions, the machine and the date: some kB.
+
+    Students hand this file in. See `brigade/course/measurements.py`.
+    """
+    ladder = results.ladder
+    content = {
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "made_with": describe_machine(),
+        "ranks": ladder.world_size,
+        "backend": ladder.backend,
+        "workload": asdict(ladder.workload),
+        "link": ladder.link and asdict(ladder.link) | {"all_reduce_ms": 1e3 * ladder.link_s},
+        "backward_ms": 1e3 * ladder.backward_s,
+        "rows": [asdict(row) for row in results.make_rows()],
+    }
+    path.write_text(json.dumps(round_numbers(content), indent=1) + "\n")
+
+
+def describe_machine() -> dict[str, str | int | None]:
+    """Return the versions of torch and Python, the type of processor and the number of cores."""
+    return {
         "torch": torch.__version__,
         "python": platform.python_version(),
         "machine": platform.machine(),
         "cores": os.cpu_count(),
     }
-    content = {"format": FORMAT, "made_with": made_with, "rows": [asdict(row) for row in results.make_rows()]}
-    path.write_text(json.dumps(content | asdict(results)) + "\n")
+
+
+def round_numbers(content: Any) -> Any:
+    """Return the content of a JSON file with all its floats rounded to six digits."""
+    if isinstance(content, float):
+        return float(f"{content:.6g}")
+    if isinstance(content, dict):
+        return {name: round_numbers(value) for name, value in content.items()}
+    return [round_numbers(value) for value in content] if isinstance(content, (list, tuple)) else content
+
+
+def estimate_seconds(workload: Workload, num_variants: int, world_size: int) -> float:
+    """Return about how long a bench takes on the processors of this machine.
+
+    Time one rank's computation here, in a few steps. Add a quarter for what a variant does besides computing, and half
+    the time of the link, because overlap hides the other half.
+    """
+    model = TinyLM(workload.size)
+    tokens = torch.zeros(workload.batch_size // world_size, workload.time, dtype=torch.long)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        language_loss(model(tokens), tokens).backward()
+        times.append(time.perf_counter() - start)
+    torch.set_num_threads(threads)
+    alone_s = median(times)
+    step_s = alone_s * max(1.0, world_size / machine.count_cores())
+    nbytes = sum(parameter.nbytes for parameter in model.parameters())
+    link_s = 0.0
+    if isinstance(workload.link, Pace):
+        link_s = workload.link.comm_ratio * step_s * 2 / 3
+    elif workload.link:
+        link_s = workload.link.seconds("all_reduce", nbytes, world_size)
+    calibration_and_computation = 2 * step_s
+    one_process = alone_s * world_size
+    return workload.rounds * (num_variants * (1.25 * step_s + 0.5 * link_s) + calibration_and_computation + one_process)
 
 
 def load_json(path: Path) -> Bench:

@@ -5,6 +5,7 @@ import contextlib
 import csv
 import functools
 import io
+import itertools
 import json
 import os
 import re
@@ -23,6 +24,7 @@ import torch
 from brigade.checks.tiny_lm import SIZES
 from brigade.cli import lab
 from brigade.cli import main as cli
+from brigade.course.measurements import MAX_BYTES, read_measurements
 from brigade.course.modules import CORE_MODULES, ROOT, CourseError, get_module
 from brigade.events import RankRecord
 from brigade.lab import bench, ladder, links, torchrun
@@ -123,6 +125,7 @@ def test_three_ways_to_say_which_link():
         (["--target", "does/not/exist"], "there is no directory does/not/exist"),
         (["--target", "lessons", "--modules", "1-2"], "Module 2 is left out: module 2, part (a) is not written yet."),
         (["--json", "does/not/exist.json"], "there is no directory"),
+        (["--save"], "--save is for the modules that you hand in, not for those of --target solutions"),
     ],
 )
 def test_wrong_input_gets_one_line(brigade, arguments, sentence):
@@ -148,6 +151,41 @@ def test_nccl_is_the_default_where_every_rank_has_a_gpu(monkeypatch):
 
 
 # ---- what it prints and writes
+
+
+def test_save_writes_the_numbers_that_are_handed_in(tmp_path, brigade):
+    submission = make_submission(tmp_path)
+    path = submission / "measurements.json"
+    path.write_text("the numbers of an earlier run")
+    done = brigade("--target", submission, "--modules", 1, *SMALL, "--comm-ratio", 0.5, "--save")
+    assert done.returncode == 0 and "measurements.json written; `brigade submit` hands it in" in done.stdout
+    raw, content = read_measurements(path)
+    assert len(raw) < MAX_BYTES / 10
+    labels = [row["variant"] for row in content["rows"]]
+    assert labels == ["1 NaiveDDP", *(variant.label for variant in ladder.TORCH)]
+    spread = content["rows"][0]["step_ms"]
+    assert 0 < spread["lower"] <= spread["median"] <= spread["upper"]
+    assert content["made_with"]["cores"] == os.cpu_count() and content["made_with"]["torch"] == torch.__version__
+    assert content["workload"]["link"]["comm_ratio"] == 0.5 and content["link"]["all_reduce_ms"] > 0
+    path.unlink()
+    path.symlink_to(tmp_path / "elsewhere")
+    assert "results cannot be written to or through a link" in brigade("--target", submission, "--save").stderr
+
+
+def test_the_duration_is_estimated_from_one_step(monkeypatch):
+    """If a step of one rank takes 2 s, two ranks on one core need 4 s. A link adds half of its time."""
+    ticks = itertools.count(step=2)
+    monkeypatch.setattr(bench, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    monkeypatch.setattr(bench.machine, "count_cores", lambda: 1)
+    workload = ladder.Workload(batch_size=2, time=8, rounds=10)
+    alone = 10 * (3 * 1.25 * 4 + 2 * 4 + 2 * 2)
+    assert bench.estimate_seconds(workload, 3, 2) == pytest.approx(alone)
+    paced = replace(workload, link=Pace(0.75, 0.0))
+    assert bench.estimate_seconds(paced, 3, 2) == pytest.approx(alone + 10 * 3 * 0.5 * 0.75 * 4 * 2 / 3)
+    slow = replace(workload, link=Link(7.0, 1e15))
+    link_s = slow.link.seconds("all_reduce", 0, 2)
+    assert bench.estimate_seconds(slow, 3, 2) == pytest.approx(alone + 10 * 3 * 0.5 * link_s)
+    assert [lab.format_duration(seconds) for seconds in (3, 38, 89, 125)] == ["10 s", "40 s", "90 s", "2 minutes"]
 
 
 @pytest.fixture(scope="module")

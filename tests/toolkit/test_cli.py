@@ -234,6 +234,46 @@ def test_submit_adds_written_answers(lessons, tmp_path, monkeypatch, capsys):
     assert "Without written answers: modules 2, 4, 5, 6, 7, 8.\n" in capsys.readouterr().out
 
 
+def test_submit_adds_the_measurements(lessons, tmp_path, monkeypatch, capsys):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    content = '{"date": "2026-11-22T08:07:15Z", "rows": [{}]}\n'
+    (lessons / "measurements.json").write_text(content)
+    assert cli.main(["submit", "--target", str(lessons)]) == 0
+    [archive] = Path().glob("submission-*.zip")
+    assert zipfile.ZipFile(archive).read("measurements.json").decode() == content
+    said = "With measurements.json: the numbers of `brigade bench --save` of 2026-11-22T08:07:15Z.\n"
+    assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"", "Expecting value"),
+        (b"\xff", "codec can't decode"),
+        (b"[]", "its date or its rows are missing"),
+        (b'{"date": 3, "rows": [1]}', "its date or its rows are missing"),
+        (b"[" * 90_000, ""),
+        (b" " * 100_001, "it is larger than 100000 bytes"),
+        (None, "Too many levels of symbolic links"),
+    ],
+)
+def test_submit_leaves_out_measurements_that_bench_cannot_have_written(
+    lessons, tmp_path, monkeypatch, capsys, content, why
+):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    if content is None:
+        (lessons / "measurements.json").symlink_to(__file__)
+    else:
+        (lessons / "measurements.json").write_bytes(content)
+    assert cli.main(["submit", "--target", str(lessons)]) == 0
+    [archive] = Path().glob("submission-*.zip")
+    assert zipfile.ZipFile(archive).namelist() == [get_module(1).path.as_posix()]
+    [line] = [line for line in capsys.readouterr().out.splitlines() if "measurements.json" in line]
+    assert line.startswith("Without measurements.json: it is not what `brigade bench --save` writes: ") and why in line
+
+
 def submitted(brigade, lessons, directory, monkeypatch):
     """Return what `brigade submit` says after the name of the zip; no check may run."""
     directory.mkdir()
@@ -255,6 +295,7 @@ def test_submit_says_what_is_written_and_passes(brigade, lessons, tmp_path_facto
         "contains 9 of 9 module files: 0 written, 0 known to pass all checks.\n"
         "Not completely written: modules 0, 1, 2, 3, 4, 5, 6, 7, 8.\n"
         "Without written answers: modules 1, 2, 3, 4, 5, 6, 7, 8.\n"
+        "Without measurements.json: `brigade bench --comm-ratio 0.8 --save` writes it.\n"
     )
     for entry in select_modules("1-2"):
         shutil.copy(ROOT / "solutions" / entry.path, lessons / entry.path)
@@ -266,6 +307,7 @@ def test_submit_says_what_is_written_and_passes(brigade, lessons, tmp_path_facto
         "Not known to pass: module 2. `brigade check` runs all checks.\n"
         "Not completely written: modules 0, 4, 5, 6, 7, 8.\n"
         "Without written answers: modules 1, 2, 3, 4, 5, 6, 7, 8.\n"
+        "Without measurements.json: `brigade bench --comm-ratio 0.8 --save` writes it.\n"
         "Note: overlapped_ddp.py, line 1: "
     )
     file = lessons / get_module(1).path

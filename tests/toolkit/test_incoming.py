@@ -60,6 +60,14 @@ def read_modules(path: Path) -> tuple[dict[int, str], str]:
         return {number: file.read_text() for number, file in files.items() if file}, "\n".join(found.notes)
 
 
+@pytest.mark.parametrize("content", ["{}", "[" * 100_000, b"\0" * 1_000_000])
+def test_measurements_are_ignored_whatever_they_are(tmp_path, content):
+    files = LESSONS | {"measurements.json": content}
+    (tmp_path / "mine.zip").write_bytes(make_zip(files))
+    expected = {entry.number: f"own {entry.number}" for entry in MODULES}, ""
+    assert read_modules(tmp_path / "mine.zip") == read_modules(lay(tmp_path / "clone", files)) == expected
+
+
 ALL = {entry.number: f"own {entry.number}" for entry in MODULES}
 FLAT = {entry.path.name: f"own {entry.number}" for entry in MODULES}
 CLONE = {**list_below("lessons"), **list_below("solutions", dict.fromkeys(LESSONS, "theirs"))}

@@ -24,7 +24,7 @@ from brigade.lab import gpu_check, links, plan
 from brigade.runner import monitor, ranks
 
 PLACES = ("brigade", "docs", "lessons", "notebooks", "slurm", "solutions", "tests")
-GENERATED = ("docs/gpu_report.md",)  # not there until somebody makes it
+GENERATED = ("docs/gpu_report.md", "lessons/measurements.json")  # not there until somebody makes them
 AMERICAN = ("optimizer", "optimizers", "optimization", "program", "programs")  # names of the field; computer programs
 TORCH = Path(torch.__file__).parent
 PINNED = re.search(r"^torch==(\S+)", (ROOT / "requirements.txt").read_text(), re.MULTILINE)[1]
