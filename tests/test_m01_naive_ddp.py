@@ -77,7 +77,7 @@ def test_one_all_reduce_per_parameter(submission):
                     == sorted(("all_reduce", p.numel()) for p in trainable),
                     f"a step of the {model} model launches one all_reduce for each of its {len(trainable)} trainable "
                     "parameters, with the size of the parameter",
-                    summarize(launched),
+                    f"it made {summarize(launched)}",
                     partial(diagnosis.explain_launches, launched, case),
                     rank=rank,
                     step=step,

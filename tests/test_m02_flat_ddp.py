@@ -43,7 +43,7 @@ def test_one_all_reduce_per_dtype(submission):
                 expect(
                     len(kinds) == dtypes == len(set(kinds)) and all(op == "all_reduce" for op, _ in kinds),
                     f"a step of the {model} model launches one all_reduce per dtype, {dtypes} in total",
-                    summarize(launched),
+                    f"it made {summarize(launched)}",
                     partial(diagnosis.explain_launches, launched, case),
                     rank=rank,
                     step=step,

@@ -50,7 +50,7 @@ def test_launches_are_asynchronous(submission):
                     == sorted(("all_reduce", p.numel()) for p in trainable),
                     f"a step of the {model} model launches one all_reduce for each of its {len(trainable)} trainable "
                     "parameters",
-                    summarize(launched),
+                    f"it made {summarize(launched)}",
                     partial(diagnosis.explain_launches, launched, case),
                     rank=rank,
                     step=step,

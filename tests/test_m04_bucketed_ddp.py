@@ -93,7 +93,7 @@ def test_buckets_overlap_with_backward(submission):
                     [launch.numel for launch in launched] == expected and all(x.op == "all_reduce" for x in launched),
                     f"a step launches one all_reduce for each of the {len(expected)} buckets, in order, with "
                     f"{join(expected)} elements",
-                    summarize(launched),
+                    f"it made {summarize(launched)}",
                     partial(diagnosis.explain_launches, submission, case, buckets, CAP_BYTES, events, step),
                     rank=rank,
                     step=step,
@@ -118,7 +118,7 @@ def test_launch_order_does_not_depend_on_ready_order(submission):
                 expect(
                     [launch.numel for launch in launched] == expected,
                     f"every rank launches the buckets in order, with {join(expected)} elements",
-                    summarize(launched),
+                    f"it made {summarize(launched)}",
                     partial(diagnosis.explain_launches, submission, case, buckets, CAP_BYTES, events, step),
                     rank=rank,
                     step=step,
@@ -330,7 +330,7 @@ def expect_dtypes(events, case):
             carried == expected or len(events) == 1,
             "each bucket contains gradients of one dtype and is all-reduced in that dtype. A step all-reduces "
             + join(f"{numel} elements of {dtype}" for dtype, numel in expected.items()),
-            summarize(launches(own, 0)),
+            f"it made {summarize(launches(own, 0))}",
             diagnosis.MIXED_BUCKETS,
             rank=rank,
         )

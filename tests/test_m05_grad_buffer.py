@@ -209,7 +209,7 @@ def test_buckets_overlap_with_backward(submission):
                     [launch.numel for launch in launched] == expected and all(x.op == "all_reduce" for x in launched),
                     f"a step launches one all_reduce for each of the {len(expected)} buckets, in order, with "
                     f"{join_names(expected, 8)} elements",
-                    summarize(launched),
+                    f"it made {summarize(launched)}",
                     partial(diagnosis.explain_launches, buffers, names, layout, events, step),
                     rank=rank,
                     step=step,
@@ -321,7 +321,7 @@ def test_main_grad_accumulates_in_fp32(submission):
             expect(
                 {launch.dtype for launch in launches(events, 0)} == {"float32"},
                 "gradients are reduced in fp32, the dtype of the buffer",
-                summarize(launches(events, 0)),
+                f"it made {summarize(launches(events, 0))}",
                 rank=rank,
                 step=0,
             )

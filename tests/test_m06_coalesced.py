@@ -130,7 +130,7 @@ def test_coalesce_refuses_mixtures(submission):
             expect(
                 not launched,
                 f"a coalesce block that ends with an exception launches nothing ({label})",
-                summarize(launched),
+                f"it made {summarize(launched)}",
                 partial(diagnosis.explain_launch_after_error, compared),
                 rank=rank,
             )
@@ -377,7 +377,8 @@ def expect_one_launch(launched, op, count, what, rank):
     expect(
         [(launch.op, launch.parts) for launch in launched] == [(op, count)],
         f"{what}, inside one coalesce block, become one launch of {count} tensors",
-        summarize(launched) + (f", which contains {launched[0].parts} of the tensors" if len(launched) == 1 else ""),
+        f"it made {summarize(launched)}"
+        + (f", which contains {launched[0].parts} of the tensors" if len(launched) == 1 else ""),
         partial(diagnosis.explain_calls, launched, count),
         rank=rank,
     )
@@ -513,8 +514,8 @@ def expect_started(launched, groups, op, what, rank, step=None):
     expect(
         not early and not late,
         f"start_{what} launches without waiting, and finish_{what} waits",
-        f"start_{what} waited for {len(early)} of {len(launched)} launches; {len(late)} were launched later, or "
-        f"finish_{what} did not wait for them",
+        f"start_{what} waited for {len(early)} of {len(launched)} launches; {len(late)} of {len(launched)} came later, "
+        f"or finish_{what} did not wait for them",
         partial(diagnosis.explain_waits, launched, what),
         **at,
     )
@@ -544,7 +545,7 @@ def expect_launches(launched, groups, op, at, setting="", ordered=True, events=(
         made == expected if ordered else sorted(made) == sorted(expected),
         f"one {op} for each of {len(expected)} groups is launched{setting}, with "
         f"{join_names([f'{numel} {dtype}' for dtype, numel in expected], 8)} elements",
-        summarize(of_kind),
+        f"it made {summarize(of_kind)}",
         partial(diagnosis.explain_groups, made, expected, op, events),
         **at,
     )
@@ -670,7 +671,7 @@ def expect_fp32_steps(submission, world, gather_grads):
         expect(
             {launch.dtype for launch in launched} <= {"float32"},
             "gradients are reduced and gathered in fp32, the dtype of the buffer",
-            summarize(launched),
+            f"it made {summarize(launched)}",
             rank=rank,
             step=0,
         )

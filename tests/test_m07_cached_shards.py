@@ -72,7 +72,7 @@ def test_steady_step_makes_no_view(submission):
             expect(
                 all(sum(x.numel for x in launched if x.op == op) == volume for op in ("reduce_scatter", "all_gather")),
                 f"a steady step reduce-scatters and all-gathers all {volume} elements of the buffers",
-                summarize(launched),
+                f"it made {summarize(launched)}",
                 partial(find_leftover, events),
                 rank=rank,
                 step=2,
@@ -101,7 +101,7 @@ def test_views_follow_the_buffer(submission):
             num_moves = sum(moves[: step + 1])
             with diagnosis.suspect_stale_views(num_moves, gather_grads, results.events):
                 expect_equal(
-                    f"{what} (step {step}; reallocate() was called {num_moves} times before)",
+                    f"{what} (step {step}; calls of reallocate() so far: {num_moves})",
                     [result["tensors"][step] for result in results],
                     case.gradients(micro=micro),
                     scale={name: max(float(grads[name].abs().max()) for grads in own) for name in own[0]},
@@ -231,7 +231,7 @@ def expect_launches(events, at, groups, gathers, setting):
         and len(launched) == 2 * len(numels),
         f"a step launches one reduce_scatter and one all_gather for each of {len(numels)} groups, with "
         f"{join_names(numels)} elements{setting}",
-        summarize(launched),
+        f"it made {summarize(launched)}",
         partial(diagnosis.explain_launches, launched, numels, "backward" in gathers, events),
         **at,
     )

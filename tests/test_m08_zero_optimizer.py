@@ -133,7 +133,7 @@ def test_sharded_launches(submission):
                     == sorted((op, numel) for op in ("reduce", "broadcast") for numel in numels[True]),
                     f"a step of the {model} model launches one reduce and one broadcast for each of its "
                     f"{len(numels[True])} trainable parameters",
-                    summarize(launched, 20),
+                    f"it made {summarize(launched, 20)}",
                     partial(diagnosis.explain_launches, launched, numels[True], numels[False]),
                     rank=rank,
                     step=step,
@@ -364,7 +364,7 @@ def test_zero_volume(submission):
                     {launch.op for launch in before} <= {"reduce_scatter"} and sum(x.numel for x in before) == numel,
                     f"before the optimizer's step, reduce-scatters cover all {numel} elements of the buckets once, "
                     "and nothing else is launched",
-                    summarize(before),
+                    f"it made {summarize(before)}",
                     partial(diagnosis.explain_gradient_launches, before, results[rank]["gather_grads"]),
                     rank=rank,
                     step=step,
@@ -375,7 +375,7 @@ def test_zero_volume(submission):
                     and sum(launch.nbytes for launch in inside) == numel * dtype.itemsize,
                     f"the optimizer's step all-gathers the weights, {numel} elements in {name}, and launches nothing "
                     "else. Together with the reduce-scatters, this is the volume of one all-reduce",
-                    summarize(inside),
+                    f"it made {summarize(inside)}",
                     partial(diagnosis.explain_volume, inside, numel, name),
                     rank=rank,
                     step=step,

@@ -461,7 +461,7 @@ def require_launches(
             expect(
                 accepts(launched),
                 f"correct numbers earn points only with this module's launches: {kind}",
-                f"{summarize(launched)}{overlap}",
+                f"it made {summarize(launched)}{overlap}",
                 partial(explain_launches, explain, events[rank], step),
                 rank=rank,
                 step=step,
