@@ -450,7 +450,7 @@ def expect_bucket_order(events, names, layout, rank):
         expect(
             not missing,
             "buckets are launched in order, each when all its gradients are ready",
-            f"launch {number} came before {describe_gradients(missing)} ready, in bucket {number}",
+            f"launch {number} (bucket {number}) came before {describe_gradients(missing)} ready",
             partial(diagnosis.explain_early_launch, events, 0, launch, buckets, lengths),
             rank=rank,
             step=0,

@@ -611,7 +611,7 @@ def expect_complete(events, step, groups, rank):
         expect(
             not missing,
             "a group is launched when all gradients of all its buckets are ready",
-            f"launch {number} came before {describe_gradients(missing)} ready, in group {number}",
+            f"launch {number} (group {number}) came before {describe_gradients(missing)} ready",
             partial(diagnosis.explain_early_launch, events, step, launch, groups),
             rank=rank,
             step=step,

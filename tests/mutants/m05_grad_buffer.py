@@ -148,7 +148,7 @@ MUTANTS = [
         "                        parameter.grad = parameter.main_grad\n"
         "                    elif parameter.grad is None:",
         ("test_one_buffer_per_dtype", "test_main_grad_accumulates_in_fp32"),
-        "main_grad has another dtype than its parameter",
+        "main_grad and its parameter have different dtypes",
     ),
     Mutant(
         "gradients copied out of the buffer at the finish",

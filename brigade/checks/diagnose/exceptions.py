@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 IN_PLACE = ("all_reduce", "broadcast", "reduce_scatter_tensor", "all_gather_into_tensor", "all_gather")
 MAIN_GRAD_AS_GRAD = (
-    "main_grad has another dtype than its parameter, so it cannot be p.grad. Only finish_accumulation sets p.grad, to "
-    "a rounded copy, and forward attaches no views."
+    "main_grad and its parameter have different dtypes, so main_grad cannot be p.grad. Only finish_accumulation sets "
+    "p.grad, to a rounded copy, and forward attaches no views."
 )
 EMPTY_OVERLAP = (
     "a shard without elements of a parameter has a param_slice with elements. If the two ranges do not overlap, both "
-    "slices must be empty. A stop below 0 counts from the end."
+    "slices must be empty. A negative stop counts from the end."
 )
 GATHERED_EARLY = (
     "a group is gathered before its reduce-scatter is launched. If gradients become ready in another order, half of "
