@@ -78,7 +78,9 @@ def test_a_new_gradient_of_another_dtype_or_shape():
     shape = "attempting to assign a gradient of size '[340]' to a tensor of size '[20, 17]'."
     assert "torch.zeros_like" in cause("RuntimeError", dtype, ["p.grad = torch.zeros(p.shape)"])
     assert "torch.cat promotes" in cause("RuntimeError", dtype, ["p.grad = piece"], text="flat = torch.cat(grads)")
-    assert "main_grad has another dtype" in cause("RuntimeError", dtype, ["p.grad = view"], text="p.main_grad = view")
+    assert "main_grad and its parameter have different dtypes" in cause(
+        "RuntimeError", dtype, ["p.grad = view"], text="p.main_grad = view"
+    )
     assert ".to(parameter.dtype)" in cause("RuntimeError", dtype, ["shard.grad = grad"])
     assert "must have its parameter's shape" in cause("RuntimeError", shape, ["p.grad = piece"])
 
