@@ -17,10 +17,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from brigade.checks.server import start_server
 from brigade.cli.options import ABOVE_ZERO, add_number
-from brigade.course.modules import CourseError, Module, resolve_results_file, select_modules
+from brigade.course.modules import CORE, MODULES, CourseError, Module, resolve_results_file, select_modules
 from brigade.grade import classroom, formats, incoming, isolation, static_look
 from brigade.grade.outcome import Grading, make_empty_grading
 from brigade.runner import machine, ranks, sandbox
+
+PARTS = tuple(dict.fromkeys(entry.track for entry in MODULES))
 
 
 def add_grade_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +46,9 @@ def add_grade_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         help="a field of the format classroom50; repeatable",
     )
-    parser.add_argument("--modules", default="", metavar="LIST", help="such as 1-4 or 2,5 (default: the core, 1 to 8)")
+    selection = parser.add_mutually_exclusive_group()
+    selection.add_argument("--modules", default="", metavar="LIST", help="such as 1-4 or 2,5, all of one part")
+    selection.add_argument("--part", default=CORE, choices=PARTS, help="all modules of a part (default: core)")
     parser.add_argument(
         "--prior",
         default="auto",
@@ -68,12 +72,25 @@ def add_grade_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_grade(options: argparse.Namespace) -> int:
     """Return the exit status: 0 if everything was graded, with any score; 1 if a part of the class was not."""
-    entries = select_modules(options.modules)
+    entries = select_graded_modules(options)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     if options.backend == "nccl":
         machine.make_nccl_environments(2, options.share_gpu)
     with handle_sigterm_as_ctrl_c():
         return run_class(options, entries, console) if options.class_directory else run_one(options, entries, console)
+
+
+def select_graded_modules(options: argparse.Namespace) -> list[Module]:
+    """Return the modules of --modules or --part. Raise CourseError if they belong to several parts of the course."""
+    if not options.modules:
+        return [entry for entry in MODULES if entry.track == options.part]
+    entries = select_modules(options.modules)
+    parts = list(dict.fromkeys(entry.track for entry in entries))
+    if len(parts) > 1:
+        raise CourseError(
+            f"--modules {options.modules}: the {' and the '.join(parts)} have separate totals; grade them separately"
+        )
+    return entries
 
 
 @contextlib.contextmanager
@@ -170,7 +187,7 @@ def run_class(options: argparse.Namespace, entries: Sequence[Module], console: C
     gradebook = resolve_results_file(options.gradebook)
     everyone, others = classroom.list_students(Path(options.class_directory).resolve(), gradebook)
     passed_on = ["--prior", options.prior, "--backend", options.backend, "--limit", str(options.limit)]
-    passed_on += ["--modules", options.modules] if options.modules else []
+    passed_on += ["--modules", options.modules] if options.modules else ["--part", options.part]
     passed_on += ["--seed", str(1 if options.seed is None else options.seed)]  # the same cases for all, and for repeats
     passed_on += ["--share-gpu"] if options.share_gpu else []
     if isolation.may_isolate():  # where ranks have no mounts of their own, one submission must not read another

@@ -9,8 +9,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from brigade.cli.grade import select_graded_modules
 from brigade.cli.main import parse
-from brigade.course.modules import ROOT, CourseError, select_modules
+from brigade.course.modules import ROOT, CourseError
 from brigade.grade import gradescope_package
 
 
@@ -19,7 +20,7 @@ def check_options(options: Sequence[str]) -> None:
     chosen = parse(["grade", "--submission", "", *options])
     if chosen.submission or chosen.out or chosen.format:
         raise CourseError("leave out --submission, --out and --format, which run_autograder sets")
-    select_modules(chosen.modules)
+    select_graded_modules(chosen)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -718,6 +718,13 @@ def test_selected_modules(text):
     assert [entry.number for entry in select_modules("5, 2-3,3")] == [2, 3, 5]
 
 
+def test_a_part_of_the_course_is_graded_alone(submit, capfd):
+    assert cli.main(["grade", "--submission", str(submit()), "--part", "warm-up"]) == 0
+    assert " of 10 points" in capfd.readouterr().out.splitlines()[0]
+    assert cli.main(["grade", "--submission", str(submit()), "--modules", "0-1"]) == 2
+    assert "the warm-up and the core have separate totals" in capfd.readouterr().err
+
+
 # Killed
 
 
