@@ -8,7 +8,8 @@ machine share) and `phase` (what the training loop was doing). `rank/recording.p
              number of tensors in a coalesced call, else 1. `reduce_op`, `root` (a rank in the group) and `sync` are
              arguments of the call. `peer` is the global rank that a send goes to or a receive comes from;
              it is None for a receive from any rank and for collectives. `name` is the parameter that the call
-             concerns, if known, and `memory` says whether that is the parameter's "weight" or its "gradient".
+             concerns, if known, and `memory` says whether that is the parameter's "weight" or its "gradient". `line` is
+             the line of the submission that made the call, if any.
     wait     the rank begins to wait for launch `index`
     done     the rank has the result of launch `index`
     end      launch `index` is complete. On CUDA `time` is when the kernel was queued; for gloo's reduce_scatter it is
@@ -42,6 +43,7 @@ FIELDS: dict[str, Fields] = {
         "index": (int,), "group": (str,), "ranks": (list,), "op": (str,), "dtype": (str, type(None)), "numel": (int,),
         "nbytes": (int,), "parts": (int,), "reduce_op": (str, type(None)), "root": (int, type(None)), "sync": (bool,),
         "peer": (int, type(None)), "name": (str, type(None)), "memory": (str, type(None)),
+        "line": (str, type(None)),
     },
     "wait": COMMON_FIELDS | {"index": (int,)},
     "done": COMMON_FIELDS | {"index": (int,)},
@@ -186,6 +188,11 @@ def describe(launch: Event) -> str:
         return f"barrier #{launch['index']}"
     name = f"{launch['name']}, " if launch["name"] else ""
     return f"{describe_call(launch)} ({name}{launch['dtype']}, {launch['nbytes']} B)"
+
+
+def describe_with_line(launch: Event) -> str:
+    """Return a launch in words, with the line of the submission that made the call, if it is known."""
+    return describe(launch) + (f" at {launch['line']}" if launch["line"] else "")
 
 
 def describe_call(launch: Event) -> str:

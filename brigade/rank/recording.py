@@ -15,6 +15,7 @@ from __future__ import annotations
 import _thread
 import contextlib
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -25,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from brigade.course.submission import PACKAGE
 from brigade.rank import locks
 from brigade.rank.locks import hidden_attribute, make_sealed_metaclass, private
 
@@ -378,6 +380,7 @@ class RecordingGroup(dist.ProcessGroup, metaclass=make_sealed_metaclass(dist.Pro
             sync=not getattr(options, "asyncOp", True),
             name=name,
             memory=memory,
+            line=find_line(),
         )
         return self.call(method, args, kwargs, index)
 
@@ -405,6 +408,19 @@ def _make_collective(method: str) -> Callable[..., dist.Work | None]:
 
 for _method in METHODS:
     setattr(RecordingGroup, _method, _make_collective(_method))
+
+
+def find_line() -> str | None:
+    """Return the innermost line of the submission on the stack, such as "naive_ddp.py:59 in finish_grad_sync".
+
+    Return None if there is none, as when torch DDP's reducer launches a collective.
+    """
+    frame = sys._getframe(1)
+    while frame:
+        if frame.f_globals.get("__name__", "").startswith(f"{PACKAGE}."):
+            return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"
+        frame = frame.f_back
+    return None
 
 
 def find_options(args: list[Any], kwargs: dict[str, Any]) -> Any:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from brigade.course.parts import Part, find_part
 from brigade.course.submission import PACKAGE, Sources
-from brigade.events import OPPOSITES, Event, Mismatch, Progress, RankRecord, describe
+from brigade.events import OPPOSITES, Event, Mismatch, Progress, RankRecord, describe_with_line
 
 OUTPUT_LIMIT = 20_000  # characters of a rank's output that are kept
 # An exception with such a message means that a peer has ended. The rank that raised it is not the cause.
@@ -120,8 +120,8 @@ def describe_failure(
         if kind == "mismatch":
             rank = mismatch.rank
             summary = (
-                f"rank {rank} called {describe(mismatch.launch)} where rank {mismatch.peer} called "
-                f"{describe(mismatch.peer_launch)}: "
+                f"rank {rank} called {describe_with_line(mismatch.launch)} where rank {mismatch.peer} called "
+                f"{describe_with_line(mismatch.peer_launch)}: "
             )
             summary += (
                 "a message must have the same length on both ranks"

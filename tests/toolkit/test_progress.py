@@ -23,6 +23,7 @@ class Run:
             "reduce_op": "SUM",
             "root": None,
             "peer": peer,
+            "line": None,
         }
         event = {"kind": "launch", "index": index, "group": group, "ranks": list(ranks), "op": op}
         self.progress.add(rank, event | common)
@@ -188,7 +189,7 @@ def test_who_has_not_received_and_what_it_waits_for_instead(run):
 LAUNCH = {
     "kind": "launch", "time": 1.0, "phase": "backward", "index": 2, "group": "0", "ranks": [0, 1], "op": "all_reduce",
     "dtype": "float32", "numel": 3, "nbytes": 12, "parts": 1, "reduce_op": "SUM", "root": None, "sync": False,
-    "peer": None, "name": None, "memory": None,
+    "peer": None, "name": None, "memory": None, "line": None,
 }  # fmt: skip
 WAIT = {"kind": "wait", "time": 1.0, "phase": "finish", "index": 1}
 
@@ -219,6 +220,7 @@ def test_valid_events(event):
         (LAUNCH | {"index": 3}, "wrong number"),
         (LAUNCH | {"ranks": ["0"]}, "not numbers"),
         (LAUNCH | {"sync": 0}, "sync"),
+        (LAUNCH | {"line": 59}, "line"),
         ({name: value for name, value in LAUNCH.items() if name != "group"}, "group"),
         (WAIT | {"index": 2}, "not made"),
         (WAIT | {"index": True}, "index"),
