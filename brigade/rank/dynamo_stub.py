@@ -6,8 +6,8 @@ stub that answers these calls. Any other use replaces the stub by the real modul
 
 `import torch` spends a third of its time on torch._meta_registrations: kernels in Python for the meta device. There,
 parameters can be created without them. Torch's compiler, FakeTensor and DTensor need them, and import the compiler or
-one of `KERNEL_PACKAGES` first. `import_torch` postpones the kernels until then, but only in the version of torch that
-requirements.txt names, because another one may need these modules for something else.
+one of `KERNEL_MODULES` first. `postpone_meta_kernels`, which `import brigade` calls, leaves them out until then, but
+only in the version of torch that requirements.txt names: another one may need these modules for something else.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from __future__ import annotations
 import gc
 import importlib
 import importlib.abc
-import importlib.metadata
 import importlib.util
 import os
 import sys
@@ -27,20 +26,16 @@ from typing import Any
 COMPILER = "torch._dynamo"
 META_KERNELS = "torch._meta_registrations"
 KERNELS_STUB_VERSION = "2.13."  # of torch, in which nothing else needs the kernels or their packages
-KERNEL_PACKAGES = ("torch._decomp", "torch._prims", "torch._refs")  # they and the kernels import each other
+KERNEL_MODULES = {  # they and the kernels import each other
+    "torch._decomp", "torch._prims", "torch._prims_common.wrappers", "torch._refs", "torch.utils._content_store",
+}  # fmt: skip
 
 
 def import_torch() -> None:
-    """Import torch, with the stubs. The real modules are imported in this process when they are first used."""
+    """Import torch, with the stub for torch._dynamo. The real one is imported in this process when it is first used."""
     collects = gc.isenabled()
     gc.disable()  # none of the new objects can be freed, and the search takes a tenth of the time
-    if "torch" not in sys.modules and importlib.metadata.version("torch").startswith(KERNELS_STUB_VERSION):
-        sys.modules[META_KERNELS] = MetaKernelsStub(META_KERNELS)
-        sys.meta_path.insert(0, KernelPackages())
-        torch = importlib.import_module("torch")
-        torch._C._set_generator_metaclass(torch._opaque_base.OpaqueBaseMeta)  # as torch._prims does
-    else:
-        importlib.import_module("torch")
+    importlib.import_module("torch")
     if collects:
         gc.enable()
     if COMPILER not in sys.modules:
@@ -62,13 +57,6 @@ def import_compiler() -> types.ModuleType:
         if before == unused:
             del os.environ[name]
     return real
-
-
-def import_meta_kernels() -> types.ModuleType:
-    """Return the real torch._meta_registrations."""
-    if isinstance(sys.modules[META_KERNELS], MetaKernelsStub):
-        del sys.modules[META_KERNELS]
-    return importlib.import_module(META_KERNELS)
 
 
 class UtilitiesStub(types.ModuleType):
@@ -126,6 +114,19 @@ class Submodules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         """Do nothing: the module was executed with the real torch._dynamo."""
 
 
+def postpone_meta_kernels() -> None:
+    """Make a later `import torch` leave out torch._meta_registrations until something needs it."""
+    sys.meta_path.insert(0, MetaKernels())
+
+
+def import_meta_kernels() -> types.ModuleType:
+    """Return the real torch._meta_registrations."""
+    if isinstance(sys.modules.get(META_KERNELS), MetaKernelsStub):
+        sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, MetaKernels)]
+        del sys.modules[META_KERNELS]
+    return importlib.import_module(META_KERNELS)
+
+
 class MetaKernelsStub(types.ModuleType):
     """torch._meta_registrations without its kernels."""
 
@@ -135,18 +136,23 @@ class MetaKernelsStub(types.ModuleType):
         return getattr(import_meta_kernels(), name)
 
 
-class KernelPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Find `KERNEL_PACKAGES` by importing the real torch._meta_registrations."""
+class MetaKernels(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Find the stub for torch._meta_registrations. Find `KERNEL_MODULES` by importing the real one."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if fullname not in KERNEL_PACKAGES or not isinstance(sys.modules[META_KERNELS], MetaKernelsStub):
+        if fullname == META_KERNELS and sys.modules["torch"].__version__.startswith(KERNELS_STUB_VERSION):
+            return ModuleSpec(fullname, self)
+        if fullname not in KERNEL_MODULES or not isinstance(sys.modules.get(META_KERNELS), MetaKernelsStub):
             return None
         import_meta_kernels()
         sys.modules[fullname].__spec__ = None  # otherwise Python would use this one and execute the module again
         return ModuleSpec(fullname, self)
 
     def create_module(self, spec: ModuleSpec) -> types.ModuleType:
-        return sys.modules[spec.name]
+        return MetaKernelsStub(META_KERNELS) if spec.name == META_KERNELS else sys.modules[spec.name]
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """Do nothing: the module was executed with the kernels."""
+        """Do the only thing that torch needs of these modules at once. `KERNEL_MODULES` have been executed."""
+        if module.__name__ == META_KERNELS:
+            torch = sys.modules["torch"]
+            torch._C._set_generator_metaclass(torch._opaque_base.OpaqueBaseMeta)

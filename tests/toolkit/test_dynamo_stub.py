@@ -36,7 +36,7 @@ def test_a_submodule_comes_with_the_compiler():
 
 
 def test_the_stub_for_kernels_is_used_in_the_version_of_the_requirements():
-    """Before you change the version, find out what else the new one needs of `KERNEL_PACKAGES`."""
+    """Before you change the version, find out what else the new one needs of `KERNEL_MODULES`."""
     assert f"torch=={KERNELS_STUB_VERSION}" in (ROOT / "requirements.txt").read_text()
 
 
