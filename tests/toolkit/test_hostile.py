@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import ctypes
 import dataclasses
@@ -27,7 +28,9 @@ import psutil
 import pytest
 import rank_functions as functions
 import torch
+from hostile import forging
 
+from brigade import events
 from brigade.checks.context import CheckContext
 from brigade.checks.reference import Case
 from brigade.course.modules import ROOT, CourseError, get_module
@@ -45,6 +48,12 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="isolation needs Linux"),
     pytest.mark.skipif(os.geteuid() != 0, reason="isolation needs root, and these are not run without it"),
 ]
+
+
+def test_the_forged_launch_is_a_valid_event():
+    """It is refused for what a case changes in it, and for nothing else."""
+    [launch] = re.findall(r"^LAUNCH = (\{.*?\})$", forging.CHANNEL, re.MULTILINE | re.DOTALL)
+    events.validate(ast.literal_eval(launch), 0)
 
 
 @pytest.fixture(scope="module", autouse=True)
