@@ -172,7 +172,7 @@ def test_notebook_runs(path: Path, temporary: Path) -> None:
     """An error in any cell fails, except in cells that are meant to fail: there the ranks must say what failed."""
     notebook = nbformat.read(path, as_version=4)
     for cell in notebook.cells:
-        cell.source = re.sub(r"\brounds=\d+", "rounds=4", cell.source)  # enough to see that it runs
+        cell.source = re.sub(r"\brounds=\d+", "rounds=4, time=32", cell.source)  # enough to see that it runs
     started_in = path.parent if get_module(1).package.endswith(path.stem) else ROOT
     client = NotebookClient(
         notebook, timeout=CELL_S, kernel_name="python3", resources={"metadata": {"path": str(started_in)}}
