@@ -7,18 +7,20 @@ Each rank keeps 1/N of every weight, of its gradient and of its optimizer state.
     "compute"   run the unit's forward or backward, then free its whole weights
     "reduce"    reduce-scatter the unit's whole gradients; each rank keeps the average of its own shard
 
-`plan_schedule` lists these actions in an order that is the same on all ranks. `FlatShard` performs them, and hooks tell
-`FullyShardedDDP` how far this rank has come. With P bytes of weights, a step moves 3 P (N - 1) / N bytes per rank, half
-as much again as an all-reduce. During forward and backward a rank has P / N bytes of shards, the whole root, and
-`prefetch` + 1 whole units.
+`plan_schedule` lists these actions in an order that is the same on all ranks. Hooks tell `FullyShardedDDP` how far this
+rank has come, and `FlatShard` performs the actions.
+
+Cost per step, with P bytes of weights on N ranks: 3 P (N - 1) / N bytes per rank, 1.5 times those of an all-reduce.
+Memory for weights: P / N bytes of shards, the whole root, and `prefetch` + 1 whole units.
 """
 
 from __future__ import annotations
 
 import inspect
+import itertools
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -162,7 +164,7 @@ class FlatShard:
             return
         ### BEGIN SOLUTION part (g)
         self.wait()
-        self.shard.grad = self.grad_part if self.shard.grad is None else self.shard.grad + self.grad_part
+        self.shard.grad = self.grad_part if self.shard.grad is None else self.shard.grad.add_(self.grad_part)
         self.full_grad = self.grad_part = None
         ### END SOLUTION
 
@@ -212,27 +214,27 @@ class FullyShardedDDP(GradSyncMixin, nn.Module):
         self.process_group = process_group
         broadcast_module_state(module, process_group)
         named = dict(module.named_parameters())
-        self.unit_names = plan_units(module, unit_types)
-        if sorted(named) != sorted(name for names in self.unit_names for name in names):
+        plan = plan_units(module, unit_types)
+        if sorted(named) != sorted(name for names in plan for name in names):
             raise ValueError("plan_units must return the name of every parameter, each in one unit")
-        self.units = [make_flat_shards([named[name] for name in names], process_group) for names in self.unit_names]
+        self.units = [make_flat_shards([named[name] for name in names], process_group) for names in plan]
         self.schedule: deque[tuple[str, int]] = deque()  # the actions of this forward or backward that are left
         self.current: int | None = None  # the unit that computes
         self.reducing: list[FlatShard] = []  # whose reduction is on its way
         self.is_inside = False  # whether forward is running
         self.is_backward = False  # whether `schedule` belongs to a backward
         self.awaits_backward = False  # whether the next backward has no schedule yet
-        unit_of = {named[name]: unit for unit, names in enumerate(self.unit_names) for name in names}
-        for submodule in module.modules():
+        unit_of = {named[name]: unit for unit, names in enumerate(plan) for name in names}
+        for name, submodule in module.named_modules():
             is_unit = isinstance(submodule, unit_types) and submodule is not module
             for unit in {unit_of[parameter] for parameter in submodule.parameters(recurse=is_unit)}:
-                submodule.register_forward_pre_hook(lambda *_, unit=unit: self.enter_forward(unit))
+                submodule.register_forward_pre_hook(lambda *_, unit=unit, name=name: self.enter_forward(unit, name))
                 submodule.register_forward_hook(lambda *args, unit=unit: self.watch(args[-1], unit))
         watch_optimizers(self)
 
     def shards(self) -> list[nn.Parameter]:
         """Return this rank's trainable flat parameters."""
-        return [flat.shard for unit in self.units for flat in unit if flat.shard.requires_grad]
+        return [flat.shard for flat in itertools.chain(*self.units) if flat.shard.requires_grad]
 
     def forward(self, *args, **kwargs):
         # First complete an earlier backward in no_sync. Then make the schedule of this forward, and gather the root.
@@ -253,18 +255,17 @@ class FullyShardedDDP(GradSyncMixin, nn.Module):
             self.awaits_backward = True
             self.watch(output, None)
         elif not self.awaits_backward:  # an evaluation
-            self.free(range(len(self.units)))
+            for unit in range(len(self.units)):
+                self.free(unit)
         return output
 
-    def enter_forward(self, unit: int) -> None:
-        """Prepare the forward of a unit. Its forward pre-hooks, and those of its submodules, call this."""
-        names = ", ".join(self.unit_names[unit])
+    def enter_forward(self, unit: int, name: str) -> None:
+        """Prepare the forward of a unit. A pre-hook of the unit, or of its submodule with this name, calls this."""
         if not self.is_inside:
-            raise RuntimeError(f"call the wrapper, not a part of the model: the weights of {names} are not gathered")
-        # The root is always there, and the unit that computes may call its own submodules.
-        if unit not in (0, self.current):
+            raise RuntimeError(f"call the wrapper, not {name or 'the model'}: outside it the weights are not gathered")
+        if unit not in (0, self.current):  # the root is always there, and the current unit calls its submodules
             if ("compute", unit) not in self.schedule:
-                raise RuntimeError(f"a unit runs after a unit that is registered later: {names}")
+                raise RuntimeError(f"{name} runs after a unit that is registered later, so its weights are freed")
             self.reach(unit)
 
     def watch(self, output: Any, unit: int | None) -> None:
@@ -334,12 +335,12 @@ class FullyShardedDDP(GradSyncMixin, nn.Module):
         """Free a unit that has computed, unless the backward of this forward needs its weights still gathered."""
         ### BEGIN SOLUTION part (l)
         if unit is not None and (self.is_backward or (unit != 0 and self.reshard_after_forward)):
-            self.free([unit])
+            self.free(unit)
         ### END SOLUTION
 
-    def free(self, units: Iterable[int]) -> None:
-        """Free the whole weights of some units."""
-        for flat in (flat for unit in units for flat in self.units[unit]):
+    def free(self, unit: int) -> None:
+        """Free the whole weights of a unit."""
+        for flat in self.units[unit]:
             flat.free()
 
     def finish_reduce(self) -> None:
@@ -384,7 +385,7 @@ class FullyShardedDDP(GradSyncMixin, nn.Module):
     def full_state_dict(self) -> dict[str, Any]:
         """Return the plain module's state dict, on the CPU. Every rank must call this, because it gathers each unit."""
         weights = {}
-        for flat in (flat for unit in self.units for flat in unit):
+        for flat in itertools.chain(*self.units):
             is_free = flat.full.untyped_storage().nbytes() == 0
             flat.start_gather()
             flat.wait()
@@ -409,7 +410,7 @@ class FullyShardedDDP(GradSyncMixin, nn.Module):
         if wrong:
             raise ValueError(f"the state dict does not fit the model: look at {', '.join(sorted(wrong))}")
         values = {parameter: state[name] for name, parameter in named.items()}
-        for flat in (flat for unit in self.units for flat in unit):
+        for flat in itertools.chain(*self.units):
             full = torch.zeros_like(flat.full)
             for parameter, view in zip(flat.params, flat.make_views(full)):
                 view.copy_(values[parameter])
@@ -443,11 +444,11 @@ def watch_optimizers(ddp: FullyShardedDDP) -> None:
         elif optimizer not in checked:
             checked.add(optimizer)
             params = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+            shards = ddp.shards()
             if not params.isdisjoint(ddp.parameters()):
                 raise ValueError("give ddp.shards() to the optimizer, not the parameters of the model: they are freed")
             accepted = inspect.signature(type(optimizer)).parameters
             options = {name: value for name, value in optimizer.defaults.items() if name in accepted}
-            shards = ddp.shards()
             if not params.isdisjoint(shards) and not is_elementwise(type(optimizer), options, shards[0].device):
                 raise ValueError(f"{type(optimizer).__name__} cannot step on shards: it is not elementwise")
 
