@@ -122,9 +122,56 @@ class Reordered(Plain):
         return outputs[0] + outputs[1] + outputs[2] + outputs[3]
 
 
-MODELS = {
-    model.__name__: model for model in (Plain, Tied, Frozen, Branches, Buffers, MixedDtypes, Transposed, Reordered)
-}
+class Block(nn.Module):
+    """A residual block of a norm and two layers."""
+
+    def __init__(self, width: int, hidden: int):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Blocks(nn.Module):
+    """Blocks of different sizes between two layers. `branch` is a set of blocks to skip: bit k stands for block k."""
+
+    def __init__(self, sizes: Sequence[int]):
+        super().__init__()
+        self.first = nn.Linear(sizes[0], sizes[1])
+        self.blocks = nn.ModuleList(Block(sizes[1], 4 * size) for size in sizes[2:-1])
+        self.last = nn.Linear(sizes[1], sizes[-1])
+
+    def forward(self, x: Tensor, branch: int = 0) -> Tensor:
+        x = self.first(x)
+        for number, block in enumerate(self.blocks):
+            if not branch >> number & 1:
+                x = block(x)
+        return self.last(x)
+
+
+class TiedBlocks(Blocks):
+    """The first and last block share a weight."""
+
+    def __init__(self, sizes: Sequence[int]):
+        super().__init__([*sizes[:-1], sizes[2], sizes[-1]])
+        self.blocks[-1].up.weight = self.blocks[0].up.weight
+
+
+class FrozenBlocks(Blocks):
+    """The second block, the norm of the first block and the bias of the last layer are frozen."""
+
+    def __init__(self, sizes: Sequence[int]):
+        super().__init__(sizes)
+        for frozen in (self.blocks[1], self.blocks[0].norm):
+            frozen.requires_grad_(False)
+        self.last.bias.requires_grad_(False)
+
+
+ALL = (Plain, Tied, Frozen, Branches, Buffers, MixedDtypes, Transposed, Reordered, Blocks, TiedBlocks, FrozenBlocks)
+MODELS = {model.__name__: model for model in ALL}
 
 
 def build(name: str, sizes: Sequence[int], state: dict[str, Tensor], dtype: torch.dtype | None = None) -> nn.Module:

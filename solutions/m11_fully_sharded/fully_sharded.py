@@ -20,7 +20,8 @@ import inspect
 import itertools
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -224,25 +225,41 @@ class FullyShardedDDP(GradSyncMixin, nn.Module):
         self.is_inside = False  # whether forward is running
         self.is_backward = False  # whether `schedule` belongs to a backward
         self.awaits_backward = False  # whether the next backward has no schedule yet
-        unit_of = {named[name]: unit for unit, names in enumerate(plan) for name in names}
-        for name, submodule in module.named_modules():
-            is_unit = isinstance(submodule, unit_types) and submodule is not module
-            for unit in {unit_of[parameter] for parameter in submodule.parameters(recurse=is_unit)}:
-                submodule.register_forward_pre_hook(lambda *_, unit=unit, name=name: self.enter_forward(unit, name))
-                submodule.register_forward_hook(lambda *args, unit=unit: self.watch(args[-1], unit))
+        self.register_hooks({named[name]: unit for unit, names in enumerate(plan) for name in names}, unit_types)
         watch_optimizers(self)
 
     def shards(self) -> list[nn.Parameter]:
         """Return this rank's trainable flat parameters."""
         return [flat.shard for flat in itertools.chain(*self.units) if flat.shard.requires_grad]
 
+    def register_hooks(self, unit_of: dict[nn.Parameter, int], unit_types: UnitTypes) -> None:
+        """Register hooks on each unit, and on each submodule that has parameters of its own. They only call methods."""
+        outermost = ""
+        for name, submodule in self.module.named_modules():
+            is_inside = bool(outermost) and name.startswith(outermost)
+            is_unit = bool(name) and isinstance(submodule, unit_types) and not is_inside
+            outermost = f"{name}." if is_unit else outermost
+            for unit in {unit_of[parameter] for parameter in submodule.parameters(recurse=is_unit)}:
+                enter = partial(self.enter_forward, unit, name)
+                submodule.register_forward_pre_hook(lambda *_, enter=enter: enter())
+                if unit == 0:
+                    continue  # the root is always there
+                enter, leave = partial(self.enter_backward, unit), partial(self.leave, unit)
+                submodule.register_forward_hook(lambda *args, enter=enter: call_in_backward(args[-1], enter))
+                if is_unit:
+                    submodule.register_forward_hook(lambda *_, leave=leave: leave())
+                    submodule.register_forward_pre_hook(
+                        lambda *inputs, leave=leave: call_in_backward(inputs[1:], leave), with_kwargs=True
+                    )
+
     def forward(self, *args, **kwargs):
-        # First complete an earlier backward in no_sync. Then make the schedule of this forward, and gather the root.
-        # After the model's forward, perform what is left.
+        # First complete an earlier backward in no_sync. Then make the schedule of this forward, start its first
+        # gathers, and wait for the root. After the model's forward, perform what is left.
         ### BEGIN SOLUTION part (h)
         self.reach(None)
         self.is_backward = False
         self.schedule.extend(plan_schedule(len(self.units), self.prefetch, backward=False))
+        self.perform_next()
         self.reach(0)
         self.is_inside = True
         try:
@@ -253,7 +270,7 @@ class FullyShardedDDP(GradSyncMixin, nn.Module):
         ### END SOLUTION
         if torch.is_grad_enabled():
             self.awaits_backward = True
-            self.watch(output, None)
+            call_in_backward(output, self.begin_backward)
         elif not self.awaits_backward:  # an evaluation
             for unit in range(len(self.units)):
                 self.free(unit)
@@ -265,17 +282,11 @@ class FullyShardedDDP(GradSyncMixin, nn.Module):
             raise RuntimeError(f"call the wrapper, not {name or 'the model'}: outside it the weights are not gathered")
         if unit not in (0, self.current):  # the root is always there, and the current unit calls its submodules
             if ("compute", unit) not in self.schedule:
-                raise RuntimeError(f"{name} runs after a unit that is registered later, so its weights are freed")
+                raise RuntimeError(f"{name} is called again, or after a later unit: its weights are freed")
             self.reach(unit)
 
-    def watch(self, output: Any, unit: int | None) -> None:
-        """Call `enter_backward(unit)` when backward comes to this output of a unit, or (None) of the model."""
-        for tensor in find_tensors(output):
-            if tensor.requires_grad and unit != 0:
-                tensor.register_hook(lambda _: self.enter_backward(unit))
-
-    def enter_backward(self, unit: int | None) -> None:
-        """Prepare the backward of a unit; None: the backward of the model begins."""
+    def enter_backward(self, unit: int) -> None:
+        """Prepare the backward of a unit. A hook on its output calls this."""
         self.begin_backward()
         if ("compute", unit) in self.schedule:
             self.reach(unit)
@@ -293,32 +304,48 @@ class FullyShardedDDP(GradSyncMixin, nn.Module):
         if not self.require_grad_sync:
             actions = [action for action in actions if action[0] != "reduce"]
         self.schedule.extend(actions)
-        while self.schedule[0][0] == "gather":
-            self.perform(*self.schedule.popleft())
+        self.perform_next()
         ### END SOLUTION
 
     def reach(self, unit: int | None) -> None:
-        """Perform the actions that are left until `unit` may compute, or (None) all of them.
+        """Perform the actions up to ("compute", unit), or (None) all that are left. Then `unit` is the current unit.
 
-        A unit on the way is skipped on this rank. It is gathered and reduced nevertheless, as on the other ranks.
+        This rank skips the units on the way. They are gathered, freed and reduced as on the other ranks.
         """
-        # A unit stops to compute when this method is called. `leave` frees it.
+        # Outside this method the first action that is left is always a "compute".
         ### BEGIN SOLUTION part (j)
         self.leave(self.current)
-        self.current = None
         while self.schedule:
             action, index = self.schedule.popleft()
             self.perform(action, index)
-            if action == "compute":
-                if index == unit:
-                    self.current = unit
-                    return
-                self.leave(index)
+            self.current = index
+            if index == unit:
+                return
+            self.leave(index)
         ### END SOLUTION
+
+    def leave(self, unit: int | None) -> None:
+        """If `unit` is the current unit, it has computed: free it, then perform the actions before the next "compute".
+
+        In forward some weights stay, because the backward of this forward does not gather them again.
+        """
+        ### BEGIN SOLUTION part (k)
+        if unit is None or unit != self.current:
+            return
+        self.current = None
+        if self.is_backward or (unit != 0 and self.reshard_after_forward):
+            self.free(unit)
+        self.perform_next()
+        ### END SOLUTION
+
+    def perform_next(self) -> None:
+        """Perform the actions before the next "compute". None of them waits for what it starts."""
+        while self.schedule and self.schedule[0][0] != "compute":
+            self.perform(*self.schedule.popleft())
 
     def perform(self, action: str, unit: int) -> None:
         """Perform one action. For "compute", wait for the unit's weights. At most one reduction is on its way."""
-        ### BEGIN SOLUTION part (k)
+        ### BEGIN SOLUTION part (l)
         if action == "reduce":
             self.finish_reduce()
             self.reducing = self.units[unit]
@@ -329,13 +356,6 @@ class FullyShardedDDP(GradSyncMixin, nn.Module):
                 flat.wait()
             else:
                 flat.start_reduce()
-        ### END SOLUTION
-
-    def leave(self, unit: int | None) -> None:
-        """Free a unit that has computed, unless the backward of this forward needs its weights still gathered."""
-        ### BEGIN SOLUTION part (l)
-        if unit is not None and (self.is_backward or (unit != 0 and self.reshard_after_forward)):
-            self.free(unit)
         ### END SOLUTION
 
     def free(self, unit: int) -> None:
@@ -424,13 +444,14 @@ class FullyShardedDDP(GradSyncMixin, nn.Module):
         raise RuntimeError("the weights are in shards: call load_full_state_dict(state) on every rank")
 
 
-def find_tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in a nested structure of dicts, lists and tuples."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (dict, list, tuple)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from find_tensors(item)
+def call_in_backward(values: Any, function: Callable[[], None]) -> None:
+    """Call a function when backward has the gradient of a tensor in a nested structure of dicts, lists and tuples."""
+    if isinstance(values, Tensor):
+        if values.grad_fn is not None:
+            values.register_hook(lambda _: function())
+    elif isinstance(values, (dict, list, tuple)):
+        for value in values.values() if isinstance(values, dict) else values:
+            call_in_backward(value, function)
 
 
 def watch_optimizers(ddp: FullyShardedDDP) -> None:
