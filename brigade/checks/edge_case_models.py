@@ -161,11 +161,11 @@ class TiedBlocks(Blocks):
 
 
 class FrozenBlocks(Blocks):
-    """The second block, the norm of the first block and the bias of the last layer are frozen."""
+    """The block in the middle, the norm of the first block and the bias of the last layer are frozen."""
 
     def __init__(self, sizes: Sequence[int]):
         super().__init__(sizes)
-        for frozen in (self.blocks[1], self.blocks[0].norm):
+        for frozen in (self.blocks[len(self.blocks) // 2], self.blocks[0].norm):
             frozen.requires_grad_(False)
         self.last.bias.requires_grad_(False)
 

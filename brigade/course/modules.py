@@ -76,6 +76,9 @@ MODULES = (
            "one reduce-scatter and one all-gather per group, no new views"),
     Module(8, "m08_zero_optimizer", "A ZeRO optimizer", 22, 150, 5, ("ShardedOptimizer", "ZeroOptimizer"),
            "reduce-scatter, step on each rank's shard, all-gather of weights"),
+    Module(11, "m11_fully_sharded", "Weights in shards", 30, 240, 5,
+           ("plan_units", "plan_schedule", "FullyShardedDDP"),
+           "all-gather of weights before each unit, one reduce-scatter after it", ADVANCED),
 )  # fmt: skip
 
 

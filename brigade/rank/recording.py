@@ -73,8 +73,10 @@ class Recorder:
         """Record an event "ready" in each backward just before a gradient of the module is added to `.grad`.
 
         The hook belongs to the node of the autograd graph: a parameter's own hooks can be cleared or called by anyone.
-        Tensor hooks of the parameter have run by then; its post-accumulate hooks run after it.
+        Tensor hooks of the parameter have run by then; its post-accumulate hooks run after it. A second call watches
+        another module instead of the first.
         """
+        self._nodes = {}
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
                 node = torch.autograd.graph.get_gradient_edge(parameter).node

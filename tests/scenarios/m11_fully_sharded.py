@@ -1,0 +1,339 @@
+"""What the ranks do in module 11's checks. The parent builds the same trees of modules."""
+
+import contextlib
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from brigade.checks import edge_case_models
+from brigade.checks.reference import OPTIMIZERS, compute_loss
+from brigade.rank import recording
+from brigade.rank.api import device, student
+from brigade.rank.memory import LiveMemory
+from brigade.rank.recording import phase
+from scenarios.training import accumulate, build, create_group, forward_backward, move_to_device
+
+PACKAGE = "m11_fully_sharded"
+
+
+# ---- trees of modules for plan_units
+
+
+class Leaf(nn.Module):
+    """A module with one or two parameters."""
+
+    def __init__(self, count: int = 1):
+        super().__init__()
+        for number in range(count):
+            self.register_parameter(f"weight{number}", nn.Parameter(torch.zeros(2)))
+
+
+class Layer(nn.ModuleDict):
+    """A type of which checks make units."""
+
+
+class WideLayer(Layer):
+    """A subclass of it."""
+
+
+class Expert(nn.ModuleDict):
+    """Another type of which checks make units."""
+
+
+UNIT_TYPES = {
+    "Block": (edge_case_models.Block,),
+    "Linear": (nn.Linear,),
+    "Layer": (Layer,),
+    "WideLayer": (WideLayer,),
+    "Expert": (Expert,),
+    "Layer or Expert": (Layer, Expert),
+}
+
+
+def make_tree(tree: str | int) -> nn.Module:
+    """Return a tree of modules: one with this name, or a random one for a number."""
+    if isinstance(tree, int):
+        return make_random_tree(random.Random(tree))
+    first, second = Layer({"a": Leaf(2)}), Layer({"b": Leaf()})
+    layers = nn.ModuleDict({"first": first, "second": second})
+    if tree == "layers":
+        return layers
+    if tree == "layers and more":
+        return nn.ModuleDict({"enter": Leaf(), "layers": layers, "leave": Leaf()})
+    if tree == "a layer in a layer":
+        return nn.ModuleDict({"outer": Layer({"inner": second, "more": Leaf(2)}), "leave": Leaf()})
+    if tree == "a subclass":
+        return nn.ModuleDict({"enter": Leaf(), "layer": Layer({"a": Leaf()}), "wide": WideLayer({"b": Leaf()})})
+    if tree == "names that begin alike":
+        return nn.ModuleDict({"layer": first, "layer1": Leaf(), "layer10": second})
+    if tree == "tied across layers":
+        second["b"].weight0 = first["a"].weight0
+    elif tree == "tied inside a layer":
+        first["a"].weight1 = first["a"].weight0
+    elif tree == "nothing but a tied weight":
+        second["b"].weight0 = first["a"].weight0
+        return nn.ModuleDict({"layers": layers, "third": Layer({"c": Leaf()})})
+    elif tree == "tied to the root":
+        leave = Leaf(2)
+        leave.weight1 = first["a"].weight1
+        return nn.ModuleDict({"layers": layers, "leave": leave})
+    elif tree == "one layer twice":
+        layers["third"] = first
+    return layers
+
+
+def make_random_tree(rng: random.Random) -> nn.Module:
+    modules: list[nn.Module] = []
+
+    def grow(depth: int) -> nn.Module:
+        if not depth or rng.random() < 0.3:
+            modules.append(Leaf(rng.randint(1, 2)))
+            return modules[-1]
+        kind = rng.choice([nn.ModuleDict, nn.ModuleDict, Layer, WideLayer, Expert])
+        return kind({rng.choice("abc") + str(number): grow(depth - 1) for number in range(rng.randint(1, 3))})
+
+    root = nn.ModuleDict({f"m{number}": grow(3) for number in range(3)} | {"last": Layer({"a": Leaf()})})
+    for _ in range(rng.randint(0, 2)):
+        rng.choice(modules).weight0 = rng.choice(modules).weight0
+    return root
+
+
+def plan_units(cases: list[tuple[str | int, str]]) -> list[list[list[str]]]:
+    """Return what plan_units returns for each tree and name of unit types."""
+    function = student(PACKAGE, "plan_units")
+    answers = [function(make_tree(tree), UNIT_TYPES[types]) for tree, types in cases]
+    return [[[str(name) for name in unit] for unit in units] for units in answers]
+
+
+def plan_schedules(cases: list[tuple[int, int, bool]]) -> list[list[tuple[str, int]]]:
+    """Return what plan_schedule returns for each case."""
+    function = student(PACKAGE, "plan_schedule")
+    return [[(str(action), int(unit)) for action, unit in function(*case)] for case in cases]
+
+
+# ---- the wrapper
+
+
+def wrap(job: dict, model: nn.Module) -> nn.Module:
+    """Wrap the model with the submission's wrapper."""
+    group = create_group(job)
+    arguments = job.get("arguments", {}) | ({} if group is None else {"process_group": group})
+    with phase("construct"):
+        return student(PACKAGE, "FullyShardedDDP")(model, UNIT_TYPES[job["unit_type"]], **arguments)
+
+
+def list_alive(model: nn.Module) -> list[str]:
+    """Return the names of the parameters that have memory."""
+    return [name for name, p in model.named_parameters() if p.untyped_storage().nbytes()]
+
+
+def cast_layers(job: dict, model: nn.Module) -> None:
+    """Give every second parameter the dtype job["cast"], if it is set."""
+    for parameter in list(model.parameters())[:: 2 if "cast" in job else 10**6]:
+        parameter.data = parameter.data.to(job.get("cast", parameter.dtype))
+
+
+def construct(jobs: list[dict]) -> list[dict]:
+    """Construct the wrapper of each job. Describe its shards, and return the whole state dict."""
+    results = []
+    for job in jobs:
+        model = edge_case_models.build(job["model"], job["sizes"], job["state"], job["dtype"]).to(device())
+        cast_layers(job, model)
+        ddp = wrap(job, model)
+        shards = list(ddp.shards())
+        results.append(
+            {
+                "shards": [shard.detach() for shard in shards],
+                "trainable": [isinstance(shard, nn.Parameter) and shard.requires_grad for shard in shards],
+                "alive": list_alive(model),
+                "state": ddp.full_state_dict(),
+            }
+        )
+    return results
+
+
+class Boundaries:
+    """What is alive in each forward pre-hook and gradient hook of a model: a list of entries."""
+
+    def __init__(self, model: nn.Module, memory: LiveMemory):
+        self.model, self.memory, self.entries, self.known = model, memory, [], []
+        for name, submodule in model.named_modules():
+            if next(submodule.parameters(recurse=False), None) is not None:
+                submodule.register_forward_pre_hook(lambda *_, name=name: self.note("forward", name))
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(lambda _, name=name: self.note("backward", name))
+
+    def note(self, direction: str, name: str) -> None:
+        parameters = list(self.model.parameters())
+        nbytes = self.memory.count(weights=parameters, known=self.known)
+        alive = list_alive(self.model)
+        self.entries.append({"direction": direction, "name": name, "alive": alive, "bytes": nbytes})
+
+
+def measure(jobs: list[dict]) -> list[dict]:
+    """Take two steps of each job and return what is alive at every boundary of the second, then of the bare model.
+
+    The bare model drops every gradient as soon as it is complete.
+    """
+    results = []
+    for job in jobs:
+        model = edge_case_models.build(job["model"], job["sizes"], job["state"], job["dtype"]).to(device())
+        ddp = wrap(job, model)
+        step, last = (batches[0] for batches in job["batches"])
+        compute_loss(ddp, cut(step)).backward()
+        ddp.finish_grad_sync()
+        with LiveMemory() as memory:
+            boundaries = Boundaries(model, memory)
+            boundaries.known = list(ddp.shards()) + [shard.grad for shard in ddp.shards()]
+            compute_loss(ddp, cut(last)).backward()
+            ddp.finish_grad_sync()
+            after = list_alive(model)
+        bare = edge_case_models.build(job["model"], job["sizes"], job["state"], job["dtype"]).to(device())
+        with LiveMemory() as memory:
+            alone = Boundaries(bare, memory)
+            for parameter in bare.parameters():
+                parameter.register_post_accumulate_grad_hook(drop)
+            compute_loss(bare, cut(last)).backward()
+        results.append({"boundaries": boundaries.entries, "after": after, "bare": alone.entries})
+    return results
+
+
+def cut(batch: dict) -> dict:
+    """Return a batch of one example, whose activations are small."""
+    return move_to_device({key: v[:1] if isinstance(v, Tensor) else v for key, v in batch.items()})
+
+
+def drop(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+@contextlib.contextmanager
+def watch_storages(model: nn.Module, moved: list[str]) -> Iterator[None]:
+    """Note in `moved` each parameter whose storage is another one at a boundary than at the start of the block."""
+    storages = {name: p.untyped_storage() for name, p in model.named_parameters()}
+
+    def note(*_: Any) -> None:
+        moved.extend(
+            name
+            for name, parameter in model.named_parameters()
+            if name not in moved and parameter.untyped_storage() is not storages[name]
+        )
+
+    handles = [submodule.register_forward_pre_hook(note) for submodule in model.modules()]
+    handles += [p.register_post_accumulate_grad_hook(note) for p in model.parameters() if p.requires_grad]
+    yield
+    note()
+    for handle in handles:
+        handle.remove()
+
+
+def describe_views(jobs: list[dict]) -> list[dict]:
+    """Take a step. Return where each parameter's view is in forward, and which storages are replaced."""
+    results = []
+    for job in jobs:
+        model = build(job)
+        ddp = wrap(job, model)
+        offsets: dict[str, tuple[int, int, int]] = {}  # (number of the storage, first element, elements of the storage)
+        storages: list[Any] = []
+
+        def note(module: nn.Module, *_: Any, offsets=offsets, storages=storages, named=None) -> None:
+            for name, p in named:
+                storage = p.untyped_storage()
+                if not any(storage is other for other in storages):
+                    storages.append(storage)
+                number = next(i for i, other in enumerate(storages) if storage is other)
+                offsets[name] = (number, p.storage_offset(), storage.nbytes() // p.element_size())
+
+        for prefix, submodule in model.named_modules():
+            named = [(f"{prefix}.{name}", p) for name, p in submodule.named_parameters(recurse=False)]
+            if named:
+                submodule.register_forward_pre_hook(lambda *args, named=named, note=note: note(*args, named=named))
+        moved: list[str] = []
+        with watch_storages(model, moved):
+            compute_loss(ddp, move_to_device(job["batches"][0][0])).backward()
+            ddp.finish_grad_sync()
+        results.append({"offsets": offsets, "moved": moved})
+    return results
+
+
+def mark_units(job: dict, model: nn.Module, kind: str) -> None:
+    """Record an event of this kind when the forward of a unit begins. job["marks"] has their modules."""
+    for unit, name in enumerate(job.get("marks", []), 1):
+        model.get_submodule(name).register_forward_pre_hook(lambda *_, unit=unit: recording.note(kind, unit=unit))
+
+
+def train(jobs: list[dict]) -> list[dict]:
+    """Train with each job. Its steps have the numbers from job["first_step"] on.
+
+    A job may have: "load", a state dict; "clip", the largest norm; "finish_each", to call the finish after each micro-
+    batch; "zero", "ddp" or "optimizer"; "extra", forwards to make between the last forward and its backward, and
+    before it; "interrupted", a step of which exceptions end no_sync; "drop", to accumulate gradients that are cleared.
+    """
+    return [train_one(job) for job in jobs]
+
+
+def train_one(job: dict) -> dict:
+    model = build(job)
+    mark_units(job, model, "reached")
+    ddp = wrap(job, model)
+    mark_units(job, model, "inside")
+    if "load" in job:
+        ddp.load_full_state_dict(job["load"])
+    start = ddp.full_state_dict()
+    shards = list(ddp.shards())
+    optimizer = OPTIMIZERS[job["optimizer"]](shards)
+    results: dict[str, list] = {"gradients": [], "norms": [], "alive": [], "whole": [], "accumulated": []}
+    for step, batches in enumerate(job["batches"]):
+        recording.note("step", step=job.get("first_step", 0) + step)
+        take_gradients(job, step, ddp, model, optimizer, batches, results)
+        results["gradients"].append([None if shard.grad is None else shard.grad.clone() for shard in shards])
+        results["alive"].append(list_alive(model))
+        results["whole"].append([name for name, p in model.named_parameters() if p.grad is not None])
+        if "clip" in job:
+            with phase("clip"):
+                norm = ddp.clip_grad_norm_(job["clip"])
+            results["norms"].append((float(norm), norm.dtype if isinstance(norm, Tensor) else None))
+        with phase("step"):
+            optimizer.step()
+    recording.note("step", step=None)
+    with phase("checkpoint"):
+        state = ddp.full_state_dict()
+    return results | {"start": start, "weights": state, "numels": [shard.numel() for shard in shards]}
+
+
+def take_gradients(
+    job: dict, step: int, ddp: nn.Module, model: nn.Module, optimizer: torch.optim.Optimizer, batches: list, results: dict
+) -> None:
+    """Run the forward and backward passes of a step, and the finish."""
+    if job.get("drop") and step == 0:
+        accumulate(ddp, batches[:1], False)
+        ddp.zero_grad()
+    (ddp if job.get("zero") == "ddp" else optimizer).zero_grad()
+    if job.get("finish_each"):
+        for batch in batches:
+            forward_backward(ddp, batch)
+            ddp.finish_grad_sync()
+        return
+    accumulate(ddp, batches[:-1], step == job.get("interrupted"))
+    results["accumulated"].append([name for name, p in model.named_parameters() if p.grad is not None])
+    if job.get("extra"):
+        look_around(ddp, batches[0])
+        loss = compute_loss(ddp, move_to_device(batches[-1]))
+        with torch.no_grad():
+            compute_loss(ddp, move_to_device(batches[0]))
+        loss.backward()
+    else:
+        forward_backward(ddp, batches[-1])
+    with phase("finish"):
+        ddp.finish_grad_sync()
+
+
+def look_around(ddp: nn.Module, batch: dict) -> None:
+    """Evaluate, and make a forward that is thrown away."""
+    with torch.no_grad():
+        compute_loss(ddp, move_to_device(batch))
+    compute_loss(ddp, move_to_device(batch))

@@ -1,0 +1,680 @@
+"""Graded checks of module 11: weights that are gathered only while their unit computes."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from brigade.checks.expectations import (
+    MANY_STEPS,
+    ONE_STEP,
+    expect,
+    expect_equal,
+    explain_failures,
+    format_distinct,
+    join_names,
+)
+from brigade.events import launches, list_ready_gradients, summarize
+from brigade.runner.ranks import PerRank
+from diagnosis import m11_fully_sharded as diagnosis
+from expected.m11_fully_sharded import build, find_units, join_shards, lay_out, train_plain
+from scenarios import m11_fully_sharded as scenarios
+from scenarios.m11_fully_sharded import UNIT_TYPES
+
+JOB = {"unit_type": "Block"}
+NAMED_TREES = (
+    ("layers", "Layer"),
+    ("layers and more", "Layer"),
+    ("a layer in a layer", "Layer"),
+    ("a subclass", "Layer"),
+    ("a subclass", "WideLayer"),
+    ("names that begin alike", "Layer"),
+)
+TIED_TREES = ("tied across layers", "tied inside a layer", "tied to the root", "one layer twice")
+
+
+# ---- part (a): units
+
+
+@pytest.mark.points(2)
+def test_units_are_the_outermost_submodules(submission):
+    """plan_units makes a unit of each outermost submodule of the types. The root unit, which is first, has the rest."""
+    expect_units(submission, NAMED_TREES)
+
+
+@pytest.mark.points(1)
+def test_tied_parameters_belong_to_the_root(submission):
+    """A parameter with more than one name belongs to the root unit. A unit without parameters is omitted."""
+    rng = submission.rng
+    cases = [(tree, "Layer") for tree in (*TIED_TREES, "nothing but a tied weight")]
+    types = ("Layer", "WideLayer", "Layer or Expert")
+    expect_units(submission, cases + [(rng.randrange(10**6), rng.choice(types)) for _ in range(40)])
+
+
+# ---- part (b): the schedule
+
+
+@pytest.mark.points(3)
+def test_forward_schedule(submission):
+    """In forward each unit is gathered once, before it computes, at most `prefetch` units ahead, and no later."""
+    for case, actions in plan_schedules(submission, backward=False):
+        expect_order(case, actions, list(range(case[0])), list(range(case[0])))
+        reduced = [unit for action, unit in actions if action == "reduce"]
+        expect(not reduced, f"{call(case)} reduces nothing", f"it reduces units {join_names(reduced)}")
+
+
+@pytest.mark.points(3)
+def test_backward_schedule(submission):
+    """In backward units compute in reverse; each is reduced before the next computes; the root is not gathered."""
+    for case, actions in plan_schedules(submission, backward=True):
+        order = list(reversed(range(case[0])))
+        expect_order(case, actions, order, order[:-1])
+        for unit in order:
+            places = [place for place, action in enumerate(actions) if action == ("reduce", unit)]
+            done = actions.index(("compute", unit))
+            limit = actions.index(("compute", unit - 1)) if unit else len(actions)
+            expect(
+                len(places) == 1 and done < places[0] < limit,
+                f"{call(case)} reduces unit {unit} once, after it computes"
+                + (f" and before unit {unit - 1} computes" if unit else ""),
+                f"it returned {actions}",
+                partial(diagnosis.explain_reduce, places, done),
+            )
+
+
+# ---- part (c): a flat shard
+
+
+@pytest.mark.points(2)
+def test_each_rank_has_its_part(submission):
+    """shards() are 1-D parameters: of each unit and dtype, this rank's 1/N of the padded, trainable parameters."""
+    [world] = submission.worlds(3)
+    kinds = {"Blocks": {}, "TiedBlocks": {}, "FrozenBlocks": {}, "Plain": {"unit_type": "Linear"}}
+    cases = [submission.case(model, world, hidden_layers=3) for model in kinds]
+    jobs = [case.make_jobs(**JOB | more) for case, more in zip(cases, kinds.values())]
+    jobs[0] = PerRank(job | {"cast": torch.float64} for job in jobs[0])
+    results = submission.run(scenarios.construct, join_jobs(jobs), world_size=world)
+    for number, (case, (model, more)) in enumerate(zip(cases, kinds.items())):
+        units = lay_out(case, more.get("unit_type", "Block"), torch.float64 if number == 0 else None)
+        expected = [(layout["numel"] // world, dtype) for unit in units for dtype, (layout, _) in unit.items()]
+        for rank, result in enumerate(results):
+            got = [(shard.numel(), shard.dtype) for shard in result[number]["shards"]]
+            expect(
+                got == expected and all(shard.dim() == 1 for shard in result[number]["shards"]),
+                f"shards() of {model} are 1-D, 1/{world} of each padded flat tensor: {describe_sizes(expected)}",
+                describe_sizes(got),
+                partial(diagnosis.explain_sizes, got, expected, world),
+                rank=rank,
+            )
+            expect(
+                all(result[number]["trainable"]),
+                "shards() are trainable nn.Parameters",
+                "one is a plain tensor, or has requires_grad=False",
+                rank=rank,
+            )
+            expect(
+                not result[number]["alive"],
+                "after construction whole weights have no memory",
+                f"{join_names(result[number]['alive'], 4)} have memory",
+                diagnosis.NEVER_FREED,
+                rank=rank,
+            )
+        start = {name: value for name, value in case.start().items() if case.parameters()[name].requires_grad}
+        values = join_shards([result[number]["shards"] for result in results], units, case)
+        expect_equal(
+            f"the shards of all ranks, one after the other, are the weights of rank 0 ({model})",
+            [values],
+            {name: value.to(values[name].dtype) for name, value in start.items()},
+            tolerance=0.0,
+        )
+
+
+@pytest.mark.points(2)
+def test_parameters_stay_views(submission):
+    """Parameters are views of one flat tensor per unit. Freeing resizes its storage, which is never replaced."""
+    [world] = submission.worlds(2)
+    case = submission.case("Blocks", world, hidden_layers=3)
+    results = submission.run(scenarios.describe_views, join_jobs([case.make_jobs(**JOB)]), world_size=world)
+    for rank, [result] in enumerate(results):
+        expect(
+            not result["moved"],
+            "in a whole step every parameter keeps its storage, which is only resized",
+            f"{join_names(result['moved'], 4)} got another storage",
+            diagnosis.REPLACED,
+            rank=rank,
+        )
+        for number, unit in enumerate(lay_out(case)):
+            for layout, names in unit.values():
+                offsets = {name: result["offsets"].get(name) for name in names}
+                expected = {name: start for name, (start, _) in zip(names, layout["param_ranges"])}
+                got = {name: offset and offset[1] for name, offset in offsets.items()}
+                storages = {offset and (offset[0], offset[2]) for offset in offsets.values()}
+                expect(
+                    got == expected and len(storages) == 1 and storages.pop()[1] == layout["numel"],
+                    f"in forward the parameters of unit {number} are views of one flat tensor of {layout['numel']} "
+                    f"elements, at elements {join_names(expected.values())}",
+                    f"views at {join_names(got.values())} of {len({o and o[0] for o in offsets.values()})} storages",
+                    diagnosis.OTHER_LAYOUT,
+                    rank=rank,
+                )
+
+
+@pytest.mark.points(2)
+def test_shards_have_average_gradients(submission):
+    """After the finish shards have average gradients. A second finish adds to them. p.grad is None."""
+    for world in submission.worlds(2, 3):
+        cases = [
+            submission.case("Blocks", world, dtype=torch.float64, hidden_layers=4, micro_batches=micro)
+            for micro in (1, 2)
+        ]
+        jobs = [case.make_jobs(**JOB, finish_each=True) for case in cases]
+        results = submission.run(scenarios.train, join_jobs(jobs), world_size=world)
+        for number, case in enumerate(cases):
+            own = [result[number] for result in results]
+            expect_nothing_whole(own)
+            expect_shapes(own, case)
+            expect_equal(
+                "after the finish the shards have the average of the gradients"
+                + (", and those of a second backward and finish are added" if number else ""),
+                [join_shards([result["gradients"][0] for result in own], lay_out(case), case)],
+                case.gradients(),
+                hypotheses=partial(diagnosis.suspect_gradients, case, number),
+                scale=case.largest_entries(),
+                tolerance=ONE_STEP,
+            )
+
+
+# ---- part (d): the wrapper
+
+
+@pytest.mark.points(3)
+def test_weights_equal_plain_training(submission):
+    """Over 20 steps on 1, 2, 3 and 4 ranks, weights equal those of plain training, tied ones and sub-groups included."""
+    groups = [[1, 3], [0, 2]]
+    for world, model, options, more in zip(
+        submission.worlds(1, 2, 3, 4),
+        ("Blocks", "TiedBlocks", "Plain", "Blocks"),
+        ({}, {"optimizer": "adam"}, {}, {"group": groups[0]}),
+        (
+            {"arguments": {"prefetch": 1}},
+            {"arguments": {"prefetch": 0}},
+            {"arguments": {"prefetch": 2}, "unit_type": "Linear"},
+            {"arguments": {"reshard_after_forward": False}, "groups": groups},
+        ),
+    ):
+        case = submission.case(model, world, steps=20, dtype=torch.float64, hidden_layers=4, **options)
+        results = submission.run(scenarios.train, join_jobs([case.make_jobs(**JOB | more)]), world_size=world)
+        own = [results[rank][0] for rank in case.group]
+        expect_trained(own, case, train_plain(case)[0], f"weights after 20 steps of {case.optimizer} ({model})")
+        expect_shapes(own, case, more.get("unit_type", "Block"))
+        expect_nothing_whole(own)
+
+
+@pytest.mark.points(3)
+def test_weights_are_freed(submission):
+    """At every boundary at most the root, the unit that computes and `prefetch` more have memory, and no copies."""
+    [world] = submission.worlds(2)
+    prefetches = (0, 1, 2)
+    cases = [submission.case("Blocks", world, steps=2, dtype=torch.float64, hidden_layers=7) for _ in prefetches]
+    jobs = [case.make_jobs(**JOB, arguments={"prefetch": p}) for p, case in zip(prefetches, cases)]
+    results = submission.run(scenarios.measure, join_jobs(jobs), world_size=world)
+    for number, (prefetch, case) in enumerate(zip(prefetches, cases)):
+        units = find_units(build(case), UNIT_TYPES["Block"])
+        unit_of = {name: unit for unit, names in enumerate(units) for name in names}
+        whole = [sum(layout["numel"] * 8 for layout, _ in unit.values()) for unit in lay_out(case)]
+        for rank, result in enumerate(results):
+            entries, bare = result[number]["boundaries"], result[number]["bare"]
+            for entry, alone in zip(entries, bare):
+                expect_bounded(entry, alone, unit_of, whole, prefetch, rank)
+            expect(
+                not result[number]["after"],
+                "after the finish no whole weights have memory",
+                f"{join_names(result[number]['after'], 4)} have memory",
+                diagnosis.ROOT_STAYS,
+                rank=rank,
+            )
+
+
+@pytest.mark.points(2)
+def test_gathers_and_reductions_overlap(submission):
+    """A prefetched unit is not awaited before its turn, and a reduction not before the next unit has computed."""
+    [world] = submission.worlds(2)
+    prefetches = (1, 2, 0)
+    cases = [submission.case("Blocks", world, steps=2, dtype=torch.float64, hidden_layers=6) for _ in prefetches]
+    marks = [f"blocks.{block}" for block in range(5)]
+    jobs = [
+        case.make_jobs(**JOB, arguments={"prefetch": p}, marks=marks, first_step=10 * p)
+        for p, case in zip(prefetches, cases)
+    ]
+    results = submission.run(scenarios.train, join_jobs(jobs), world_size=world)
+    for prefetch, case in zip(prefetches, cases):
+        units = find_units(build(case), UNIT_TYPES["Block"])
+        for rank, events in enumerate(results.events):
+            for step in (10 * prefetch, 10 * prefetch + 1):
+                expect_overlap(events, step, units, prefetch, rank)
+
+
+@pytest.mark.points(1)
+def test_volume(submission):
+    """A step gathers each unit twice and the root once, and reduces each once. Without resharding all gather once."""
+    [world] = submission.worlds(3)
+    reshards = (True, False)
+    cases = [submission.case("Blocks", world, steps=2, dtype=torch.float64, hidden_layers=5) for _ in reshards]
+    jobs = [
+        case.make_jobs(**JOB, arguments={"reshard_after_forward": reshard}, first_step=10 * reshard)
+        for reshard, case in zip(reshards, cases)
+    ]
+    results = submission.run(scenarios.train, join_jobs(jobs), world_size=world)
+    for number, (reshard, case) in enumerate(zip(reshards, cases)):
+        for step in range(2):
+            for rank, events in enumerate(results.events):
+                expect_volume(events, 10 * reshard + step, case, rank, 1 + reshard)
+        expect_nothing_whole([result[number] for result in results])
+
+
+@pytest.mark.points(1)
+def test_accumulation(submission):
+    """In no_sync whole gradients stay in p.grad and are not reduced; weights are still gathered and freed."""
+    micro = 3
+    for world, model in zip(submission.worlds(2, 3), ("TiedBlocks", "Blocks")):
+        case = submission.case(model, world, steps=3, micro_batches=micro, dtype=torch.float64, hidden_layers=4)
+        jobs = case.make_jobs(**JOB, zero="ddp" if world == 2 else "optimizer", drop=world == 2, interrupted=1)
+        results = submission.run(scenarios.train, join_jobs([jobs]), world_size=world)
+        names = [name for name, p in case.parameters().items() if p.requires_grad]
+        for rank, [result] in enumerate(results):
+            for step, accumulated in enumerate(result["accumulated"]):
+                expect(
+                    accumulated == names,
+                    "after a backward in no_sync every parameter has its whole gradient in p.grad",
+                    f"{len(accumulated)} of {len(names)} parameters have one",
+                    diagnosis.REDUCED_EARLY,
+                    rank=rank,
+                    step=step,
+                )
+            for step in range(1, 3):
+                expect_volume(results.events[rank], step, case, rank, 2, micro)
+        own = [result[0] for result in results]
+        expect_trained(own, case, train_plain(case)[0], f"weights after 3 steps of {micro} micro-batches")
+        expect_nothing_whole(own)
+
+
+@pytest.mark.points(1)
+def test_clipping(submission):
+    """clip_grad_norm_ returns the global norm, and scales all shards by the same factor."""
+    for world, model in zip(submission.worlds(2, 3), ("Blocks", "TiedBlocks")):
+        case = submission.case(model, world, steps=6, dtype=torch.float64, hidden_layers=3)
+        limit = sorted(train_plain(case, float("inf"))[1])[3] / 2
+        results = submission.run(scenarios.train, join_jobs([case.make_jobs(**JOB, clip=limit)]), world_size=world)
+        weights, norms = train_plain(case, limit)
+        for rank, [result] in enumerate(results):
+            got, dtype = result["norms"][0]
+            rounding = MANY_STEPS if dtype == torch.float64 else 1e-5
+            wanted_text, got_text = format_distinct(norms[0], got)
+            expect(
+                abs(got - norms[0]) <= rounding * norms[0],
+                f"clip_grad_norm_ returns the norm of all gradients, {wanted_text}",
+                f"it returned {got_text}",
+                partial(diagnosis.explain_norm, [result[0]["norms"][0][0] for result in results], norms[0]),
+                rank=rank,
+            )
+        own = [result[0] for result in results]
+        what = f"weights after 6 steps with gradients clipped to the norm {limit:.4g}"
+        expect_trained(own, case, weights, what, tolerance=1e-5, otherwise=diagnosis.NOT_SCALED)
+
+
+@pytest.mark.points(1)
+def test_checkpoints(submission):
+    """full_state_dict is the plain module's, on every rank. It loads on other numbers of ranks and into the module."""
+    first, *others = submission.worlds(4, 2, 3)
+    for model, more in {"TiedBlocks": JOB, "Buffers": {"unit_type": "Linear"}}.items():
+        case = submission.case(model, 4, steps=4, dtype=torch.float64, hidden_layers=3)
+        jobs = PerRank(job | {"batches": job["batches"][:2]} for job in case.make_jobs(**more)[:first])
+        with diagnosis.explain_one_rank():
+            saved = submission.run(scenarios.train, join_jobs([jobs]), world_size=first)
+        plain = build(case)
+        weights, _ = train_plain(case, steps=range(2), ranks=range(first))
+        for rank, [result] in enumerate(saved):
+            expect_state_dict(result["weights"], plain.state_dict(), rank)
+        expect_trained([result[0] for result in saved], case, weights, "the state dict after 2 steps")
+        plain.load_state_dict(saved[0][0]["weights"])
+        for world in others if model == "TiedBlocks" else []:
+            start = {name: p.detach().clone() for name, p in plain.named_parameters()}
+            jobs = PerRank(
+                job | {"batches": job["batches"][2:], "load": saved[0][0]["weights"]}
+                for job in case.make_jobs(**more)[:world]
+            )
+            results = submission.run(scenarios.train, join_jobs([jobs]), world_size=world)
+            resumed, _ = train_plain(case, start=start, steps=range(2, 4), ranks=range(world))
+            what = f"weights after a checkpoint of {first} ranks is loaded on {world} ranks and trained for 2 steps"
+            expect_trained([result[0] for result in results], case, resumed, what)
+
+
+@pytest.mark.points(1)
+def test_frozen_parameters(submission):
+    """Frozen parameters, also a whole frozen unit, are gathered but never reduced or trained."""
+    for world, model in zip(submission.worlds(2, 3), ("FrozenBlocks", "FrozenBlocks")):
+        case = submission.case(model, world, steps=20, dtype=torch.float64, hidden_layers=5)
+        results = submission.run(scenarios.train, join_jobs([case.make_jobs(**JOB)]), world_size=world)
+        own = [result[0] for result in results]
+        expect_shapes(own, case)
+        for rank, events in enumerate(results.events):
+            reduced = sorted(x.numel for x in launches(events, 0) if x.op == "reduce_scatter")
+            trainable = sorted(layout["numel"] for unit in lay_out(case) for layout, _ in unit.values())
+            expect(
+                reduced == trainable,
+                f"only trainable parameters are reduced, in flat tensors of {join_names(trainable)} elements",
+                f"reduce-scatters of {join_names(reduced)} elements",
+                rank=rank,
+                step=0,
+            )
+        expect_trained(own, case, train_plain(case)[0], f"weights after 20 steps ({model})")
+        expect_nothing_whole(own)
+
+
+@pytest.mark.points(1)
+def test_skipped_units(submission):
+    """A rank that skips units joins their gathers and reductions. Weights without a gradient count as zero."""
+    for world, branches in zip(submission.worlds(2, 3), ([0b0001, 0b1010], [0b1111, 0b0110, 0b1000])):
+        case = submission.case(
+            "Blocks", world, steps=6, dtype=torch.float64, hidden_layers=5, branches=branches[:world]
+        )
+        jobs = case.make_jobs(**JOB, arguments={"prefetch": world - 1})
+        results = submission.run(scenarios.train, join_jobs([jobs]), world_size=world)
+        own = [result[0] for result in results]
+        expect_trained(own, case, train_plain(case)[0], "weights after 6 steps in which each rank skips other blocks")
+        expect_nothing_whole(own)
+
+
+@pytest.mark.points(1)
+def test_other_forwards_between(submission):
+    """Between a forward and its backward there may be an evaluation; a forward before may be thrown away."""
+    [world] = submission.worlds(2)
+    reshards = (True, False)
+    cases = [submission.case("Blocks", world, steps=3, dtype=torch.float64, hidden_layers=4) for _ in reshards]
+    jobs = [
+        case.make_jobs(**JOB, extra=True, arguments={"reshard_after_forward": reshard})
+        for case, reshard in zip(cases, reshards)
+    ]
+    results = submission.run(scenarios.train, join_jobs(jobs), world_size=world)
+    for number, case in enumerate(cases):
+        own = [result[number] for result in results]
+        expect_trained(own, case, train_plain(case)[0], "weights after 3 steps with other forwards in between")
+        expect_nothing_whole(own)
+
+
+# ---- helpers
+
+
+def join_jobs(jobs):
+    """Return the input of each rank: a list with its entry of each element of `jobs`."""
+    return PerRank(list(own) for own in zip(*jobs))
+
+
+def expect_units(submission, cases):
+    """Expect plan_units to return the units of these trees. The order of the names in a unit is free."""
+    [answers] = submission.run(scenarios.plan_units, cases, world_size=1)
+    for (tree, types), answer in zip(cases, answers):
+        model = scenarios.make_tree(tree)
+        expected = find_units(model, UNIT_TYPES[types])
+        names = join_names([unit_type.__name__ for unit_type in UNIT_TYPES[types]])
+        expect(
+            [sorted(unit) for unit in answer] == [sorted(unit) for unit in expected],
+            f"for {describe_tree(model)}, the units of type {names} are {expected}",
+            f"{answer}",
+            partial(diagnosis.explain_units, model, UNIT_TYPES[types], answer, expected),
+        )
+
+
+def describe_tree(module):
+    """Return a short description of a tree: the types of its submodules that have types of units."""
+    parts = [
+        f"{name} = {type(submodule).__name__}"
+        for name, submodule in module.named_modules(remove_duplicate=False)
+        if name and not isinstance(submodule, (torch.nn.ModuleList, scenarios.Leaf)) and type(submodule) in TYPES
+    ]
+    return f"a module with {join_names(parts)}"
+
+
+TYPES = (scenarios.Layer, scenarios.WideLayer, scenarios.Expert)
+
+
+def plan_schedules(submission, backward):
+    """Return pairs of a case, (num_units, prefetch, backward), and the actions that plan_schedule returns for it."""
+    cases = [(units, prefetch, backward) for units in range(1, 7) for prefetch in range(units + 2)]
+    cases.append((submission.rng.randint(20, 40), submission.rng.randint(3, 9), backward))
+    [answers] = submission.run(scenarios.plan_schedules, cases, world_size=1)
+    return [(case, [tuple(action) for action in actions]) for case, actions in zip(cases, answers)]
+
+
+def call(case):
+    return f"plan_schedule{case}"
+
+
+def expect_order(case, actions, computed, gathered):
+    """Expect a schedule to compute and gather these units in this order, each as early as `prefetch` allows."""
+    for action, expected in (("compute", computed), ("gather", gathered)):
+        got = [unit for kind, unit in actions if kind == action]
+        expect(
+            got == expected,
+            f"{call(case)} has the {action} actions of units {expected}, in this order",
+            f"of units {got}",
+            partial(diagnosis.explain_order, action, got, expected, case),
+        )
+    for position, unit in enumerate(computed):
+        before = [u for kind, u in actions[: actions.index(("compute", unit))] if kind == "gather"]
+        allowed = [u for u in computed[: position + case[1] + 1] if u in gathered]
+        expect(
+            before == allowed,
+            f"when unit {unit} computes, {call(case)} has gathered units {allowed}",
+            f"units {before}. It returned {actions}",
+            partial(diagnosis.explain_prefetch, before, allowed, unit),
+        )
+
+
+def describe_sizes(sizes):
+    return join_names([f"{numel} {str(dtype).removeprefix('torch.')}" for numel, dtype in sizes], 12)
+
+
+def expect_shapes(results, case, unit_type="Block"):
+    """Expect each rank to have 1/N of every unit's padded trainable parameters."""
+    size = len(case.group)
+    expected = [layout["numel"] // size for unit in lay_out(case, unit_type) for layout, _ in unit.values()]
+    for rank, result in zip(case.group, results):
+        expect(
+            result["numels"] == expected,
+            f"each of {size} ranks trains shards of {join_names(expected)} elements",
+            f"shards of {join_names(result['numels'])} elements",
+            rank=rank,
+        )
+
+
+def expect_nothing_whole(results):
+    """Expect no whole weights or gradients after each finish."""
+    for rank, result in enumerate(results):
+        for step, (alive, whole) in enumerate(zip(result["alive"], result["whole"])):
+            expect(
+                not alive,
+                "after the finish no whole weights have memory",
+                f"{join_names(alive, 4)} have memory",
+                diagnosis.ROOT_STAYS,
+                rank=rank,
+                step=step,
+            )
+            expect(
+                not whole,
+                "after the finish p.grad is None for every parameter of the model",
+                f"{join_names(whole, 4)} have a gradient",
+                diagnosis.WHOLE_GRADIENTS,
+                rank=rank,
+                step=step,
+            )
+
+
+def expect_trained(results, case, expected, what, tolerance=MANY_STEPS, otherwise=""):
+    """Expect each rank's state dict to have the weights `expected`."""
+    with explain_failures([], lambda: otherwise):
+        expect_equal(
+            what,
+            [result["weights"] for result in results],
+            expected,
+            ranks=case.group[: len(results)],
+            hypotheses=partial(diagnosis.suspect_weights, case, len(results)),
+            tolerance=tolerance,
+        )
+
+
+def expect_bounded(entry, alone, unit_of, whole, prefetch, rank):
+    """Expect a boundary to have no more whole weights and gradients than allowed. `alone` is the bare model's."""
+    name, direction = entry["name"], entry["direction"]
+    unit = unit_of[name] if direction == "backward" else unit_of.get(f"{name}.weight", 0)
+    alive = sorted({unit_of[parameter] for parameter in entry["alive"]} - {0})
+    window = range(unit, unit + prefetch + 1) if direction == "forward" else range(unit - prefetch, unit + 1)
+    fits = set(alive) <= set(window) if unit else len(alive) <= prefetch + 1
+    where = f"in {direction}, at {name} in unit {unit}," if unit else f"in {direction}, at {name} in the root,"
+    allowed = f"units {join_names([u for u in window if 0 < u < len(whole)])}" if unit else f"{prefetch + 1} units"
+    expect(
+        fits,
+        f"{where} at most the root and {allowed} have memory (prefetch={prefetch})",
+        f"units {join_names(alive)} have memory",
+        partial(diagnosis.explain_alive, alive, unit, direction, prefetch, len(whole)),
+        rank=rank,
+    )
+    bound = whole[0] + sum(whole[u] for u in alive)
+    expect(
+        entry["bytes"]["weights"] <= bound,
+        f"{where} whole weights take at most {bound} bytes",
+        f"they take {entry['bytes']['weights']} bytes",
+        rank=rank,
+    )
+    # Whole gradients: of the root, of the unit that computes and of the one whose reduction, to a half, is on its way.
+    copies = entry["bytes"]["other"] - alone["bytes"]["other"]
+    second, largest = sorted(whole[1:])[-2:]
+    bound = whole[0] + second + largest + largest // 2 if direction == "backward" else min(whole[1:]) // 2
+    what = "whole gradients and copies" if direction == "backward" else "copies of weights"
+    expect(
+        copies <= bound,
+        f"{where} {what} take at most {bound} bytes more than in the bare model",
+        f"they take {copies} bytes more",
+        partial(diagnosis.explain_copies, direction),
+        rank=rank,
+    )
+
+
+def expect_overlap(events, step, units, prefetch, rank):
+    """Expect each gather and each reduction of a step to have time to finish while units compute."""
+    at = {"rank": rank, "step": step}
+    unit_of = {name: unit for unit, names in enumerate(units) for name in names}
+    marks = {(event["kind"], event["unit"]): place for place, event in find_marks(events, step)}
+    ready: dict[int, list[int]] = {}
+    for place, name in list_ready_gradients(events, step):
+        ready.setdefault(unit_of[name], []).append(place)
+    launched = launches(events, step)
+    forward = [x for x in launched if x.op == "all_gather" and x.phase == "forward"]
+    backward = [x for x in launched if x.op == "all_gather" and x.phase != "forward"]
+    reduced = [x for x in launched if x.op == "reduce_scatter"]
+    count = len(units)
+    expect(
+        [len(forward), len(backward), len(reduced)] == [count, count - 1, count],
+        f"a step of {count} units gathers {count} in forward and {count - 1} in backward, and reduces {count}",
+        summarize(launched, 30),
+        **at,
+    )
+    for launch in launched:
+        expect(not launch.sync, "every launch is asynchronous", f"{launch.op} is not", diagnosis.SYNC, **at)
+    for unit in range(1, count):
+        gather = forward[unit]
+        ahead = max(unit - prefetch, 1)
+        expect(
+            gather.place < marks["inside", ahead],
+            f"unit {unit} is gathered before unit {ahead} computes in forward (prefetch={prefetch})",
+            "the gather was launched later",
+            diagnosis.LATE_GATHER,
+            **at,
+        )
+        expect(
+            gather.waits and gather.waits[0] > marks["reached", unit],
+            f"in forward nobody waits for unit {unit} before its turn (prefetch={prefetch})",
+            "this rank waited earlier" if gather.waits else "this rank never waited",
+            diagnosis.EARLY_WAIT,
+            **at,
+        )
+    for unit, gather in zip(range(count - 1, 0, -1), backward):
+        ahead = min(unit + prefetch, count - 1)
+        expect(
+            gather.place < min(ready[ahead]),
+            f"unit {unit} is gathered before unit {ahead} computes in backward (prefetch={prefetch})",
+            "the gather was launched later",
+            diagnosis.LATE_GATHER,
+            **at,
+        )
+        expect(
+            gather.waits and (unit == count - 1 or gather.waits[0] > max(ready[unit + 1])),
+            f"in backward nobody waits for unit {unit} before its turn (prefetch={prefetch})",
+            "this rank waited earlier" if gather.waits else "this rank never waited",
+            diagnosis.EARLY_WAIT,
+            **at,
+        )
+    for unit, launch in zip(range(count - 1, -1, -1), reduced):
+        expect(
+            launch.place > max(ready[unit]) and (unit < 2 or launch.place < min(ready[unit - 1])),
+            f"unit {unit} is reduced after its gradients are ready and before unit {unit - 1} computes in backward",
+            "the reduce-scatter was launched earlier or later",
+            **at,
+        )
+        expect(
+            launch.waits and (unit == 0 or launch.waits[0] > max(ready[unit - 1])),
+            f"nobody waits for the reduction of unit {unit} before unit {unit - 1} has computed",
+            "this rank waited earlier" if launch.waits else "this rank never waited",
+            diagnosis.EARLY_REDUCE_WAIT,
+            **at,
+        )
+    raced = [x for x in launched if x.raced]
+    expect(not raced, "no tensor changes before wait()", f"{len(raced)} of {len(launched)} changed", **at)
+
+
+def find_marks(events, step):
+    """Yield (place, event) of the marks of a step."""
+    current = None
+    for place, event in enumerate(events):
+        if event["kind"] == "step":
+            current = event["step"]
+        elif event["kind"] in ("reached", "inside") and current == step:
+            yield place, event
+
+
+def expect_volume(events, step, case, rank, gathers, passes=1):
+    """Expect a step of `passes` forwards to gather each unit `gathers` times in each, the root once, and reduce once."""
+    numels = [sum(layout["numel"] for layout, _ in unit.values()) for unit in lay_out(case)]
+    expected = {
+        "all_gather": sorted((numels[:1] + numels[1:] * gathers) * passes),
+        "reduce_scatter": sorted(numels),
+    }
+    launched = [x for x in launches(events, step) if x.numel > 16]  # flags are allowed
+    got = {op: sorted(x.numel for x in launched if x.op == op) for op in {x.op for x in launched}}
+    expect(
+        got == expected,
+        f"each forward and backward gathers each unit {gathers} time{'s' * (gathers > 1)} and the root once; a step "
+        f"reduces each once. This is {sum(map(sum, expected.values()))} elements with padding",
+        f"{sum(map(sum, got.values()))} elements: {summarize(launched, 20)}",
+        partial(diagnosis.explain_volume, got, expected),
+        rank=rank,
+        step=step,
+    )
+
+
+def expect_state_dict(state, plain, rank):
+    """Expect a state dict to have the keys, dtypes and shapes of the plain module's, on the CPU."""
+    expect(
+        list(state) == list(plain),
+        f"full_state_dict has the keys of the plain module's state_dict, {join_names(plain, 4)}",
+        f"it has {join_names(state, 4)}",
+        rank=rank,
+    )
+    for name, value in plain.items():
+        expect(
+            (state[name].dtype, state[name].shape, state[name].device.type) == (value.dtype, value.shape, "cpu"),
+            f"{name} is a {value.dtype} tensor of shape {tuple(value.shape)} on the CPU",
+            f"{state[name].dtype}, {tuple(state[name].shape)}, {state[name].device}",
+            rank=rank,
+            parameter=name,
+        )
