@@ -48,7 +48,7 @@ def test_tied_parameters_belong_to_the_root(submission):
     rng = submission.rng
     cases = [(tree, "Layer") for tree in (*TIED_TREES, "nothing but a tied weight")]
     types = ("Layer", "WideLayer", "Layer or Expert")
-    expect_units(submission, cases + [(rng.randrange(10**6), rng.choice(types)) for _ in range(40)])
+    expect_units(submission, cases + [(rng.randrange(10**6), rng.choice(types)) for _ in range(25)])
 
 
 # ---- part (b): the schedule
@@ -162,26 +162,25 @@ def test_parameters_stay_views(submission):
 @pytest.mark.points(2)
 def test_shards_have_average_gradients(submission):
     """After the finish shards have average gradients. A second finish adds to them. p.grad is None."""
-    for world in submission.worlds(2, 3):
-        cases = [
-            submission.case("Blocks", world, dtype=torch.float64, hidden_layers=4, micro_batches=micro)
-            for micro in (1, 2)
-        ]
-        jobs = [case.make_jobs(**JOB, finish_each=True) for case in cases]
-        results = submission.run(scenarios.train, join_jobs(jobs), world_size=world)
-        for number, case in enumerate(cases):
-            own = [result[number] for result in results]
-            expect_nothing_whole(own)
-            expect_shapes(own, case)
-            expect_equal(
-                "after the finish the shards have the average of the gradients"
-                + (", and those of a second backward and finish are added" if number else ""),
-                [join_shards([result["gradients"][0] for result in own], lay_out(case), case)],
-                case.gradients(),
-                hypotheses=partial(diagnosis.suspect_gradients, case, number),
-                scale=case.largest_entries(),
-                tolerance=ONE_STEP,
-            )
+    [world] = submission.worlds(3)
+    cases = [
+        submission.case("Blocks", world, dtype=torch.float64, hidden_layers=4, micro_batches=micro) for micro in (1, 2)
+    ]
+    jobs = [case.make_jobs(**JOB, finish_each=True) for case in cases]
+    results = submission.run(scenarios.train, join_jobs(jobs), world_size=world)
+    for number, case in enumerate(cases):
+        own = [result[number] for result in results]
+        expect_nothing_whole(own)
+        expect_shapes(own, case)
+        expect_equal(
+            "after the finish the shards have the average of the gradients"
+            + (", and those of a second backward and finish are added" if number else ""),
+            [join_shards([result["gradients"][0] for result in own], lay_out(case), case)],
+            case.gradients(),
+            hypotheses=partial(diagnosis.suspect_gradients, case, number),
+            scale=case.largest_entries(),
+            tolerance=ONE_STEP,
+        )
 
 
 # ---- part (d): the wrapper
@@ -189,7 +188,7 @@ def test_shards_have_average_gradients(submission):
 
 @pytest.mark.points(3)
 def test_weights_equal_plain_training(submission):
-    """Over 20 steps on 1, 2, 3 and 4 ranks, weights equal those of plain training, tied ones and sub-groups included."""
+    """Over 20 steps on 1 to 4 ranks weights equal those of plain training, with tied weights and sub-groups too."""
     groups = [[1, 3], [0, 2]]
     for world, model, options, more in zip(
         submission.worlds(1, 2, 3, 4),
@@ -202,7 +201,7 @@ def test_weights_equal_plain_training(submission):
             {"arguments": {"reshard_after_forward": False}, "groups": groups},
         ),
     ):
-        case = submission.case(model, world, steps=20, dtype=torch.float64, hidden_layers=4, **options)
+        case = submission.case(model, world, steps=20, dtype=torch.float64, hidden_layers=3, **options)
         results = submission.run(scenarios.train, join_jobs([case.make_jobs(**JOB | more)]), world_size=world)
         own = [results[rank][0] for rank in case.group]
         expect_trained(own, case, train_plain(case)[0], f"weights after 20 steps of {case.optimizer} ({model})")
@@ -276,112 +275,118 @@ def test_volume(submission):
 def test_accumulation(submission):
     """In no_sync whole gradients stay in p.grad and are not reduced; weights are still gathered and freed."""
     micro = 3
-    for world, model in zip(submission.worlds(2, 3), ("TiedBlocks", "Blocks")):
-        case = submission.case(model, world, steps=3, micro_batches=micro, dtype=torch.float64, hidden_layers=4)
-        jobs = case.make_jobs(**JOB, zero="ddp" if world == 2 else "optimizer", drop=world == 2, interrupted=1)
-        results = submission.run(scenarios.train, join_jobs([jobs]), world_size=world)
-        names = [name for name, p in case.parameters().items() if p.requires_grad]
-        for rank, [result] in enumerate(results):
-            for step, accumulated in enumerate(result["accumulated"]):
-                expect(
-                    accumulated == names,
-                    "after a backward in no_sync every parameter has its whole gradient in p.grad",
-                    f"{len(accumulated)} of {len(names)} parameters have one",
-                    diagnosis.REDUCED_EARLY,
-                    rank=rank,
-                    step=step,
-                )
-            for step in range(1, 3):
-                expect_volume(results.events[rank], step, case, rank, 2, micro)
-        own = [result[0] for result in results]
-        expect_trained(own, case, train_plain(case)[0], f"weights after 3 steps of {micro} micro-batches")
-        expect_nothing_whole(own)
+    [world] = submission.worlds(2)
+    case = submission.case("TiedBlocks", world, steps=3, micro_batches=micro, dtype=torch.float64, hidden_layers=4)
+    jobs = case.make_jobs(**JOB, zero="ddp", drop=True, interrupted=1)
+    results = submission.run(scenarios.train, join_jobs([jobs]), world_size=world)
+    names = [name for name, p in case.parameters().items() if p.requires_grad]
+    for rank, [result] in enumerate(results):
+        for step, accumulated in enumerate(result["accumulated"]):
+            expect(
+                accumulated == names,
+                "after a backward in no_sync every parameter has its whole gradient in p.grad",
+                f"{len(accumulated)} of {len(names)} parameters have one",
+                diagnosis.REDUCED_EARLY,
+                rank=rank,
+                step=step,
+            )
+        for step in range(1, 3):
+            expect_volume(results.events[rank], step, case, rank, 2, micro)
+    own = [result[0] for result in results]
+    expect_trained(own, case, train_plain(case)[0], f"weights after 3 steps of {micro} micro-batches")
+    expect_nothing_whole(own)
 
 
 @pytest.mark.points(1)
 def test_clipping(submission):
     """clip_grad_norm_ returns the global norm, and scales all shards by the same factor."""
-    for world, model in zip(submission.worlds(2, 3), ("Blocks", "TiedBlocks")):
-        case = submission.case(model, world, steps=6, dtype=torch.float64, hidden_layers=3)
-        limit = sorted(train_plain(case, float("inf"))[1])[3] / 2
-        results = submission.run(scenarios.train, join_jobs([case.make_jobs(**JOB, clip=limit)]), world_size=world)
-        weights, norms = train_plain(case, limit)
-        for rank, [result] in enumerate(results):
-            got, dtype = result["norms"][0]
-            rounding = MANY_STEPS if dtype == torch.float64 else 1e-5
-            wanted_text, got_text = format_distinct(norms[0], got)
-            expect(
-                abs(got - norms[0]) <= rounding * norms[0],
-                f"clip_grad_norm_ returns the norm of all gradients, {wanted_text}",
-                f"it returned {got_text}",
-                partial(diagnosis.explain_norm, [result[0]["norms"][0][0] for result in results], norms[0]),
-                rank=rank,
-            )
-        own = [result[0] for result in results]
-        what = f"weights after 6 steps with gradients clipped to the norm {limit:.4g}"
-        expect_trained(own, case, weights, what, tolerance=1e-5, otherwise=diagnosis.NOT_SCALED)
+    [world] = submission.worlds(3)
+    case = submission.case("TiedBlocks", world, steps=6, dtype=torch.float64, hidden_layers=3)
+    limit = sorted(train_plain(case, max_norm=float("inf"))[1])[3]  # this clips about half of the steps
+    results = submission.run(scenarios.train, join_jobs([case.make_jobs(**JOB, clip=limit)]), world_size=world)
+    weights, norms = train_plain(case, max_norm=limit)
+    for rank, [result] in enumerate(results):
+        got, dtype = result["norms"][0]
+        rounding = MANY_STEPS if dtype == torch.float64 else 1e-5
+        wanted_text, got_text = format_distinct(norms[0], got)
+        expect(
+            abs(got - norms[0]) <= rounding * norms[0],
+            f"clip_grad_norm_ returns the norm of all gradients, {wanted_text}",
+            f"it returned {got_text}",
+            partial(diagnosis.explain_norm, [result[0]["gradients"][0] for result in results], got, norms[0]),
+            rank=rank,
+        )
+    own = [result[0] for result in results]
+    what = f"weights after 6 steps with gradients clipped to the norm {limit:.4g}"
+    # torch adds 1e-6 to the norm. It is right to add it or not, and to round the factor to float32.
+    expect_trained(own, case, weights, what, tolerance=1e-5, otherwise=diagnosis.NOT_SCALED)
 
 
 @pytest.mark.points(1)
 def test_checkpoints(submission):
     """full_state_dict is the plain module's, on every rank. It loads on other numbers of ranks and into the module."""
     first, *others = submission.worlds(4, 2, 3)
-    for model, more in {"TiedBlocks": JOB, "Buffers": {"unit_type": "Linear"}}.items():
-        case = submission.case(model, 4, steps=4, dtype=torch.float64, hidden_layers=3)
-        jobs = PerRank(job | {"batches": job["batches"][:2]} for job in case.make_jobs(**more)[:first])
-        with diagnosis.explain_one_rank():
-            saved = submission.run(scenarios.train, join_jobs([jobs]), world_size=first)
+    half, kinds = 2, {"Buffers": {"unit_type": "Linear"}, "TiedBlocks": JOB}
+    cases = [submission.case(model, 4, steps=2 * half, dtype=torch.float64, hidden_layers=3) for model in kinds]
+    jobs = [select_jobs(case, more, first, slice(half)) for case, more in zip(cases, kinds.values())]
+    with diagnosis.explain_one_rank():
+        saved = submission.run(scenarios.train, join_jobs(jobs), world_size=first)
+    for number, case in enumerate(cases):
         plain = build(case)
-        weights, _ = train_plain(case, steps=range(2), ranks=range(first))
-        for rank, [result] in enumerate(saved):
-            expect_state_dict(result["weights"], plain.state_dict(), rank)
-        expect_trained([result[0] for result in saved], case, weights, "the state dict after 2 steps")
-        plain.load_state_dict(saved[0][0]["weights"])
-        for world in others if model == "TiedBlocks" else []:
-            start = {name: p.detach().clone() for name, p in plain.named_parameters()}
-            jobs = PerRank(
-                job | {"batches": job["batches"][2:], "load": saved[0][0]["weights"]}
-                for job in case.make_jobs(**more)[:world]
-            )
-            results = submission.run(scenarios.train, join_jobs([jobs]), world_size=world)
-            resumed, _ = train_plain(case, start=start, steps=range(2, 4), ranks=range(world))
-            what = f"weights after a checkpoint of {first} ranks is loaded on {world} ranks and trained for 2 steps"
-            expect_trained([result[0] for result in results], case, resumed, what)
+        for rank, result in enumerate(saved):
+            expect_state_dict(result[number]["weights"], plain.state_dict(), rank)
+        own, weights = [result[number] for result in saved], train_plain(case, range(half), range(first))[0]
+        expect_trained(own, case, weights, f"the state dict after {half} steps")
+    state = own[0]["weights"]
+    plain.load_state_dict(state)
+    start = {name: p.detach().clone() for name, p in plain.named_parameters()}
+    for world in others:
+        jobs = select_jobs(case, JOB | {"load": state}, world, slice(half, None))
+        results = submission.run(scenarios.train, join_jobs([jobs]), world_size=world)
+        own = [result[0] for result in results]
+        resumed, _ = train_plain(case, range(half, 2 * half), range(world), start=start)
+        expect_trained(
+            own, case, resumed, f"{world} ranks load a state dict of {first} ranks and take {half} steps. The weights"
+        )
 
 
 @pytest.mark.points(1)
 def test_frozen_parameters(submission):
     """Frozen parameters, also a whole frozen unit, are gathered but never reduced or trained."""
-    for world, model in zip(submission.worlds(2, 3), ("FrozenBlocks", "FrozenBlocks")):
-        case = submission.case(model, world, steps=20, dtype=torch.float64, hidden_layers=5)
-        results = submission.run(scenarios.train, join_jobs([case.make_jobs(**JOB)]), world_size=world)
-        own = [result[0] for result in results]
-        expect_shapes(own, case)
-        for rank, events in enumerate(results.events):
-            reduced = sorted(x.numel for x in launches(events, 0) if x.op == "reduce_scatter")
-            trainable = sorted(layout["numel"] for unit in lay_out(case) for layout, _ in unit.values())
-            expect(
-                reduced == trainable,
-                f"only trainable parameters are reduced, in flat tensors of {join_names(trainable)} elements",
-                f"reduce-scatters of {join_names(reduced)} elements",
-                rank=rank,
-                step=0,
-            )
-        expect_trained(own, case, train_plain(case)[0], f"weights after 20 steps ({model})")
-        expect_nothing_whole(own)
+    [world] = submission.worlds(3)
+    case = submission.case("FrozenBlocks", world, steps=8, dtype=torch.float64, hidden_layers=4)
+    results = submission.run(scenarios.train, join_jobs([case.make_jobs(**JOB)]), world_size=world)
+    own = [result[0] for result in results]
+    expect_shapes(own, case)
+    for rank, events in enumerate(results.events):
+        reduced = sorted(x.numel for x in launches(events, 0) if x.op == "reduce_scatter")
+        trainable = sorted(layout["numel"] for unit in lay_out(case) for layout, _ in unit.values())
+        expect(
+            reduced == trainable,
+            f"only trainable parameters are reduced, in flat tensors of {join_names(trainable)} elements",
+            f"reduce-scatters of {join_names(reduced)} elements",
+            diagnosis.FROZEN_REDUCED,
+            rank=rank,
+            step=0,
+        )
+    expect_trained(own, case, train_plain(case)[0], "weights after 8 steps with frozen parameters")
+    expect_nothing_whole(own)
 
 
 @pytest.mark.points(1)
 def test_skipped_units(submission):
     """A rank that skips units joins their gathers and reductions. Weights without a gradient count as zero."""
-    for world, branches in zip(submission.worlds(2, 3), ([0b0001, 0b1010], [0b1111, 0b0110, 0b1000])):
-        case = submission.case(
-            "Blocks", world, steps=6, dtype=torch.float64, hidden_layers=5, branches=branches[:world]
-        )
-        jobs = case.make_jobs(**JOB, arguments={"prefetch": world - 1})
-        results = submission.run(scenarios.train, join_jobs([jobs]), world_size=world)
-        own = [result[0] for result in results]
-        expect_trained(own, case, train_plain(case)[0], "weights after 6 steps in which each rank skips other blocks")
+    [world] = submission.worlds(3)
+    skipped = ([0b0001, 0b1010, 0b0001], [0b1111, 0b0110, 0b1000])
+    cases = [
+        submission.case("Blocks", world, steps=4, dtype=torch.float64, hidden_layers=5, branches=branches)
+        for branches in skipped
+    ]
+    jobs = [case.make_jobs(**JOB, arguments={"prefetch": number}) for number, case in enumerate(cases)]
+    results = submission.run(scenarios.train, join_jobs(jobs), world_size=world)
+    for number, case in enumerate(cases):
+        own = [result[number] for result in results]
+        expect_trained(own, case, train_plain(case)[0], "weights after 4 steps in which each rank skips other blocks")
         expect_nothing_whole(own)
 
 
@@ -408,6 +413,11 @@ def test_other_forwards_between(submission):
 def join_jobs(jobs):
     """Return the input of each rank: a list with its entry of each element of `jobs`."""
     return PerRank(list(own) for own in zip(*jobs))
+
+
+def select_jobs(case, more, world, steps):
+    """Return the jobs of the first `world` ranks for a slice of the case's steps."""
+    return PerRank(job | {"batches": job["batches"][steps]} for job in case.make_jobs(**more)[:world])
 
 
 def expect_units(submission, cases):
@@ -643,7 +653,7 @@ def find_marks(events, step):
 
 
 def expect_volume(events, step, case, rank, gathers, passes=1):
-    """Expect a step of `passes` forwards to gather each unit `gathers` times in each, the root once, and reduce once."""
+    """Expect a step to reduce each unit once, and each of its `passes` to gather it `gathers` times, the root once."""
     numels = [sum(layout["numel"] for layout, _ in unit.values()) for unit in lay_out(case)]
     expected = {
         "all_gather": sorted((numels[:1] + numels[1:] * gathers) * passes),

@@ -58,7 +58,7 @@ def join_shards(shards, units, case):
     }
 
 
-def train_plain(case, max_norm=None, start=None, steps=None, ranks=None):
+def train_plain(case, steps=None, ranks=None, start=None, max_norm=None):
     """Return the weights of plain training, by name, and the norm before clipping of each step.
 
     A parameter without a gradient counts as one with a gradient of zeros.

@@ -287,9 +287,9 @@ def train_one(job: dict) -> dict:
     shards = list(ddp.shards())
     optimizer = OPTIMIZERS[job["optimizer"]](shards)
     results: dict[str, list] = {"gradients": [], "norms": [], "alive": [], "whole": [], "accumulated": []}
-    for step, batches in enumerate(job["batches"]):
+    for step in range(len(job["batches"])):
         recording.note("step", step=job.get("first_step", 0) + step)
-        take_gradients(job, step, ddp, model, optimizer, batches, results)
+        take_gradients(job, step, ddp, model, optimizer, results)
         results["gradients"].append([None if shard.grad is None else shard.grad.clone() for shard in shards])
         results["alive"].append(list_alive(model))
         results["whole"].append([name for name, p in model.named_parameters() if p.grad is not None])
@@ -305,10 +305,9 @@ def train_one(job: dict) -> dict:
     return results | {"start": start, "weights": state, "numels": [shard.numel() for shard in shards]}
 
 
-def take_gradients(
-    job: dict, step: int, ddp: nn.Module, model: nn.Module, optimizer: torch.optim.Optimizer, batches: list, results: dict
-) -> None:
+def take_gradients(job: dict, step: int, ddp: nn.Module, model: nn.Module, optimizer: Any, results: dict) -> None:
     """Run the forward and backward passes of a step, and the finish."""
+    batches = job["batches"][step]
     if job.get("drop") and step == 0:
         accumulate(ddp, batches[:1], False)
         ddp.zero_grad()
