@@ -93,7 +93,7 @@ def test_each_rank_has_its_part(submission):
     cases = [submission.case(model, world, hidden_layers=3) for model in kinds]
     jobs = [case.make_jobs(**JOB | more) for case, more in zip(cases, kinds.values())]
     jobs[0] = PerRank(job | {"cast": torch.float64} for job in jobs[0])
-    results = submission.run(scenarios.construct, join_jobs(jobs), world_size=world)
+    results = run(submission, scenarios.construct, join_jobs(jobs), world_size=world)
     for number, (case, (model, more)) in enumerate(zip(cases, kinds.items())):
         units = lay_out(case, more.get("unit_type", "Block"), torch.float64 if number == 0 else None)
         expected = [(layout["numel"] // world, dtype) for unit in units for dtype, (layout, _) in unit.items()]
@@ -125,6 +125,7 @@ def test_each_rank_has_its_part(submission):
             f"the shards of all ranks, one after the other, are the weights of rank 0 ({model})",
             [values],
             {name: value.to(values[name].dtype) for name, value in start.items()},
+            hypotheses=partial(diagnosis.suspect_parts, case, units),
             tolerance=0.0,
         )
 
@@ -134,7 +135,7 @@ def test_parameters_stay_views(submission):
     """Parameters are views of one flat tensor per unit. Freeing resizes its storage, which is never replaced."""
     [world] = submission.worlds(2)
     case = submission.case("Blocks", world, hidden_layers=3)
-    results = submission.run(scenarios.describe_views, join_jobs([case.make_jobs(**JOB)]), world_size=world)
+    results = run(submission, scenarios.describe_views, join_jobs([case.make_jobs(**JOB)]), world_size=world)
     for rank, [result] in enumerate(results):
         expect(
             not result["moved"],
@@ -167,17 +168,17 @@ def test_shards_have_average_gradients(submission):
         submission.case("Blocks", world, dtype=torch.float64, hidden_layers=4, micro_batches=micro) for micro in (1, 2)
     ]
     jobs = [case.make_jobs(**JOB, finish_each=True) for case in cases]
-    results = submission.run(scenarios.train, join_jobs(jobs), world_size=world)
+    results = run(submission, scenarios.train, join_jobs(jobs), world_size=world)
     for number, case in enumerate(cases):
         own = [result[number] for result in results]
-        expect_nothing_whole(own)
+        expect_nothing_whole(own, case)
         expect_shapes(own, case)
         expect_equal(
             "after the finish the shards have the average of the gradients"
             + (", and those of a second backward and finish are added" if number else ""),
             [join_shards([result["gradients"][0] for result in own], lay_out(case), case)],
             case.gradients(),
-            hypotheses=partial(diagnosis.suspect_gradients, case, number),
+            hypotheses=partial(diagnosis.suspect_gradients, case),
             scale=case.largest_entries(),
             tolerance=ONE_STEP,
         )
@@ -202,11 +203,11 @@ def test_weights_equal_plain_training(submission):
         ),
     ):
         case = submission.case(model, world, steps=20, dtype=torch.float64, hidden_layers=3, **options)
-        results = submission.run(scenarios.train, join_jobs([case.make_jobs(**JOB | more)]), world_size=world)
+        results = run(submission, scenarios.train, join_jobs([case.make_jobs(**JOB | more)]), world_size=world)
         own = [results[rank][0] for rank in case.group]
         expect_trained(own, case, train_plain(case)[0], f"weights after 20 steps of {case.optimizer} ({model})")
         expect_shapes(own, case, more.get("unit_type", "Block"))
-        expect_nothing_whole(own)
+        expect_nothing_whole(own, case, more.get("unit_type", "Block"))
 
 
 @pytest.mark.points(3)
@@ -216,7 +217,7 @@ def test_weights_are_freed(submission):
     prefetches = (0, 1, 2)
     cases = [submission.case("Blocks", world, steps=2, dtype=torch.float64, hidden_layers=7) for _ in prefetches]
     jobs = [case.make_jobs(**JOB, arguments={"prefetch": p}) for p, case in zip(prefetches, cases)]
-    results = submission.run(scenarios.measure, join_jobs(jobs), world_size=world)
+    results = run(submission, scenarios.measure, join_jobs(jobs), world_size=world)
     for number, (prefetch, case) in enumerate(zip(prefetches, cases)):
         units = find_units(build(case), UNIT_TYPES["Block"])
         unit_of = {name: unit for unit, names in enumerate(units) for name in names}
@@ -245,7 +246,7 @@ def test_gathers_and_reductions_overlap(submission):
         case.make_jobs(**JOB, arguments={"prefetch": p}, marks=marks, first_step=10 * p)
         for p, case in zip(prefetches, cases)
     ]
-    results = submission.run(scenarios.train, join_jobs(jobs), world_size=world)
+    results = run(submission, scenarios.train, join_jobs(jobs), world_size=world)
     for prefetch, case in zip(prefetches, cases):
         units = find_units(build(case), UNIT_TYPES["Block"])
         for rank, events in enumerate(results.events):
@@ -263,12 +264,12 @@ def test_volume(submission):
         case.make_jobs(**JOB, arguments={"reshard_after_forward": reshard}, first_step=10 * reshard)
         for reshard, case in zip(reshards, cases)
     ]
-    results = submission.run(scenarios.train, join_jobs(jobs), world_size=world)
+    results = run(submission, scenarios.train, join_jobs(jobs), world_size=world)
     for number, (reshard, case) in enumerate(zip(reshards, cases)):
         for step in range(2):
             for rank, events in enumerate(results.events):
                 expect_volume(events, 10 * reshard + step, case, rank, 1 + reshard)
-        expect_nothing_whole([result[number] for result in results])
+        expect_nothing_whole([result[number] for result in results], case)
 
 
 @pytest.mark.points(1)
@@ -278,7 +279,7 @@ def test_accumulation(submission):
     [world] = submission.worlds(2)
     case = submission.case("TiedBlocks", world, steps=3, micro_batches=micro, dtype=torch.float64, hidden_layers=4)
     jobs = case.make_jobs(**JOB, zero="ddp", drop=True, interrupted=1)
-    results = submission.run(scenarios.train, join_jobs([jobs]), world_size=world)
+    results = run(submission, scenarios.train, join_jobs([jobs]), world_size=world)
     names = [name for name, p in case.parameters().items() if p.requires_grad]
     for rank, [result] in enumerate(results):
         for step, accumulated in enumerate(result["accumulated"]):
@@ -294,7 +295,7 @@ def test_accumulation(submission):
             expect_volume(results.events[rank], step, case, rank, 2, micro)
     own = [result[0] for result in results]
     expect_trained(own, case, train_plain(case)[0], f"weights after 3 steps of {micro} micro-batches")
-    expect_nothing_whole(own)
+    expect_nothing_whole(own, case)
 
 
 @pytest.mark.points(1)
@@ -303,7 +304,7 @@ def test_clipping(submission):
     [world] = submission.worlds(3)
     case = submission.case("TiedBlocks", world, steps=6, dtype=torch.float64, hidden_layers=3)
     limit = sorted(train_plain(case, max_norm=float("inf"))[1])[3]  # this clips about half of the steps
-    results = submission.run(scenarios.train, join_jobs([case.make_jobs(**JOB, clip=limit)]), world_size=world)
+    results = run(submission, scenarios.train, join_jobs([case.make_jobs(**JOB, clip=limit)]), world_size=world)
     weights, norms = train_plain(case, max_norm=limit)
     for rank, [result] in enumerate(results):
         got, dtype = result["norms"][0]
@@ -329,8 +330,7 @@ def test_checkpoints(submission):
     half, kinds = 2, {"Buffers": {"unit_type": "Linear"}, "TiedBlocks": JOB}
     cases = [submission.case(model, 4, steps=2 * half, dtype=torch.float64, hidden_layers=3) for model in kinds]
     jobs = [select_jobs(case, more, first, slice(half)) for case, more in zip(cases, kinds.values())]
-    with diagnosis.explain_one_rank():
-        saved = submission.run(scenarios.train, join_jobs(jobs), world_size=first)
+    saved = run(submission, scenarios.train, join_jobs(jobs), world_size=first)
     for number, case in enumerate(cases):
         plain = build(case)
         for rank, result in enumerate(saved):
@@ -341,13 +341,12 @@ def test_checkpoints(submission):
     plain.load_state_dict(state)
     start = {name: p.detach().clone() for name, p in plain.named_parameters()}
     for world in others:
+        what = f"weights after {world} ranks load a state dict of {first} ranks and take {half} steps"
         jobs = select_jobs(case, JOB | {"load": state}, world, slice(half, None))
-        results = submission.run(scenarios.train, join_jobs([jobs]), world_size=world)
+        results = run(submission, scenarios.train, join_jobs([jobs]), world_size=world)
         own = [result[0] for result in results]
         resumed, _ = train_plain(case, range(half, 2 * half), range(world), start=start)
-        expect_trained(
-            own, case, resumed, f"{world} ranks load a state dict of {first} ranks and take {half} steps. The weights"
-        )
+        expect_trained(own, case, resumed, what, otherwise=diagnosis.NOT_OWN_PART)
 
 
 @pytest.mark.points(1)
@@ -355,7 +354,7 @@ def test_frozen_parameters(submission):
     """Frozen parameters, also a whole frozen unit, are gathered but never reduced or trained."""
     [world] = submission.worlds(3)
     case = submission.case("FrozenBlocks", world, steps=8, dtype=torch.float64, hidden_layers=4)
-    results = submission.run(scenarios.train, join_jobs([case.make_jobs(**JOB)]), world_size=world)
+    results = run(submission, scenarios.train, join_jobs([case.make_jobs(**JOB)]), world_size=world)
     own = [result[0] for result in results]
     expect_shapes(own, case)
     for rank, events in enumerate(results.events):
@@ -370,24 +369,33 @@ def test_frozen_parameters(submission):
             step=0,
         )
     expect_trained(own, case, train_plain(case)[0], "weights after 8 steps with frozen parameters")
-    expect_nothing_whole(own)
+    expect_nothing_whole(own, case)
 
 
 @pytest.mark.points(1)
 def test_skipped_units(submission):
     """A rank that skips units joins their gathers and reductions. Weights without a gradient count as zero."""
     [world] = submission.worlds(3)
-    skipped = ([0b0001, 0b1010, 0b0001], [0b1111, 0b0110, 0b1000])
+    common = {"steps": 3, "dtype": torch.float64, "hidden_layers": 5}
     cases = [
-        submission.case("Blocks", world, steps=4, dtype=torch.float64, hidden_layers=5, branches=branches)
-        for branches in skipped
+        submission.case("Blocks", world, **common, branches=[0b0011, 0b1010, 0b0001], micro_batches=2),
+        submission.case("Blocks", world, **common, branches=[0b1111, 0b0110, 0b1000]),
     ]
     jobs = [case.make_jobs(**JOB, arguments={"prefetch": number}) for number, case in enumerate(cases)]
-    results = submission.run(scenarios.train, join_jobs(jobs), world_size=world)
+    results = run(submission, scenarios.train, join_jobs(jobs), world_size=world)
     for number, case in enumerate(cases):
         own = [result[number] for result in results]
-        expect_trained(own, case, train_plain(case)[0], "weights after 4 steps in which each rank skips other blocks")
-        expect_nothing_whole(own)
+        expect_trained(own, case, train_plain(case)[0], "weights after 3 steps in which each rank skips other blocks")
+        expect_nothing_whole(own, case)
+    for rank, events in enumerate(results.events):
+        forgotten = [x for x in launches(events) if x.step is not None and not x.waits]
+        expect(
+            not forgotten,
+            "a rank waits for every gather and reduction, also for those of a unit that it skips",
+            f"it never waits for {len(forgotten)} of {len(launches(events))} launches",
+            diagnosis.ON_ITS_WAY,
+            rank=rank,
+        )
 
 
 @pytest.mark.points(1)
@@ -400,14 +408,20 @@ def test_other_forwards_between(submission):
         case.make_jobs(**JOB, extra=True, arguments={"reshard_after_forward": reshard})
         for case, reshard in zip(cases, reshards)
     ]
-    results = submission.run(scenarios.train, join_jobs(jobs), world_size=world)
+    results = run(submission, scenarios.train, join_jobs(jobs), world_size=world)
     for number, case in enumerate(cases):
         own = [result[number] for result in results]
         expect_trained(own, case, train_plain(case)[0], "weights after 3 steps with other forwards in between")
-        expect_nothing_whole(own)
+        expect_nothing_whole(own, case)
 
 
 # ---- helpers
+
+
+def run(submission, scenario, jobs, world_size):
+    """Run a scenario with one list of jobs per rank."""
+    with diagnosis.explain_run():
+        return submission.run(scenario, jobs, world_size=world_size)
 
 
 def join_jobs(jobs):
@@ -498,7 +512,7 @@ def expect_shapes(results, case, unit_type="Block"):
         )
 
 
-def expect_nothing_whole(results):
+def expect_nothing_whole(results, case, unit_type="Block"):
     """Expect no whole weights or gradients after each finish."""
     for rank, result in enumerate(results):
         for step, (alive, whole) in enumerate(zip(result["alive"], result["whole"])):
@@ -514,7 +528,7 @@ def expect_nothing_whole(results):
                 not whole,
                 "after the finish p.grad is None for every parameter of the model",
                 f"{join_names(whole, 4)} have a gradient",
-                diagnosis.WHOLE_GRADIENTS,
+                partial(diagnosis.explain_whole, whole, case, unit_type),
                 rank=rank,
                 step=step,
             )
@@ -528,7 +542,6 @@ def expect_trained(results, case, expected, what, tolerance=MANY_STEPS, otherwis
             [result["weights"] for result in results],
             expected,
             ranks=case.group[: len(results)],
-            hypotheses=partial(diagnosis.suspect_weights, case, len(results)),
             tolerance=tolerance,
         )
 
@@ -546,7 +559,7 @@ def expect_bounded(entry, alone, unit_of, whole, prefetch, rank):
         fits,
         f"{where} at most the root and {allowed} have memory (prefetch={prefetch})",
         f"units {join_names(alive)} have memory",
-        partial(diagnosis.explain_alive, alive, unit, direction, prefetch, len(whole)),
+        partial(diagnosis.explain_alive, alive, unit, direction, prefetch),
         rank=rank,
     )
     bound = whole[0] + sum(whole[u] for u in alive)
@@ -565,7 +578,7 @@ def expect_bounded(entry, alone, unit_of, whole, prefetch, rank):
         copies <= bound,
         f"{where} {what} take at most {bound} bytes more than in the bare model",
         f"they take {copies} bytes more",
-        partial(diagnosis.explain_copies, direction),
+        diagnosis.COPIES[direction],
         rank=rank,
     )
 

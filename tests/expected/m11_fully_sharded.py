@@ -46,6 +46,18 @@ def lay_out(case, unit_type="Block", cast=None):
     return units
 
 
+def cut_shards(weights, units, world):
+    """Return the flat tensors of all ranks, shards[rank][i], that `join_shards` joins to these weights."""
+    shards = [[] for _ in range(world)]
+    for dtype, (layout, names) in (entry for unit in units for entry in unit.items()):
+        flat = torch.zeros(layout["numel"], dtype=dtype)
+        for name, (start, end) in zip(names, layout["param_ranges"]):
+            flat[start:end] = weights[name].flatten()
+        for own, part in zip(shards, flat.chunk(world)):
+            own.append(part)
+    return shards
+
+
 def join_shards(shards, units, case):
     """Return tensors by the names of parameters, from the flat tensors of all ranks: shards[rank][i]."""
     parameters = case.parameters()

@@ -21,15 +21,20 @@ OUTERMOST = """        is_inside = name.startswith(tuple(prefixes))
 FIRST = "prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), None)\n"
 TAIL = "return [root, *filter(None, units.values())]\n"
 TO_GATHER = "to_gather = deque(unit for unit in order if unit or not backward)\n"
+SCHEDULE = 'return schedule + [("reduce", 0)] * backward\n'
 WINDOW = "order[: position + prefetch + 1]"
 REDUCED = 'schedule.append(("reduce", order[position - 1]))\n'
 OWN_PART = "self.full.chunk(size)[rank].clone(), self.params[0].requires_grad)\n"
 GATHER = "self.handle = all_gather(self.full, self.shard.detach(), self.process_group, async_op=True)\n"
+RESIZED = "self.full.untyped_storage().resize_(self.full_bytes)\n"
 FREE = "self.full.untyped_storage().resize_(0)\n"
 MOVED = "                view.copy_(parameter.grad)\n                parameter.grad = None\n"
 ADDED = "self.grad_part if self.shard.grad is None else self.shard.grad.add_(self.grad_part)\n"
 STAYS = "if self.is_backward or (unit != 0 and self.reshard_after_forward):\n"
 EXTENDED = "self.schedule.extend(actions)\n"
+HAS_GRADIENTS = (
+    'Frozen parameters have no gradients.\n        """\n        if not self.shard.requires_grad:\n            return\n'
+)
 ON_ITS_WAY = "            self.finish_reduce()\n            self.reducing = self.units[unit]\n"
 SQUARES = "dist.all_reduce(squares, group=self.process_group)\n"
 PLAIN = '''class FullyShardedDDP(GradSyncMixin, nn.Module):
@@ -74,68 +79,239 @@ UNIT_MISTAKES = [
         "is inside another one",
     ),
     Mutant("a name without its dot", 'prefixes.append(name + ".")\n', "prefixes.append(name)\n", (UNITS,), "dot"),
-    Mutant("subclasses ignored", "isinstance(submodule, unit_types) and not is_inside", "type(submodule) in unit_types and not is_inside", (UNITS,), "isinstance"),
+    Mutant(
+        "subclasses ignored",
+        OUTERMOST,
+        OUTERMOST.replace("isinstance(submodule, unit_types)", "type(submodule) in unit_types"),
+        (UNITS,),
+        "isinstance",
+    ),
     Mutant("the root last", TAIL, "return [*filter(None, units.values()), root]\n", (UNITS,), "The root comes first"),
-    Mutant("an empty root omitted", TAIL, "return [names for names in [root, *units.values()] if names]\n", (UNITS,), "even if it is empty"),
+    Mutant(
+        "an empty root omitted",
+        TAIL,
+        "return [names for names in [root, *units.values()] if names]\n",
+        (UNITS,),
+        "even if it is empty",
+    ),
     Mutant("tied parameters in their unit", " or counts[parameter] > 1", "", (TIED,), "more than one name"),
     Mutant("empty units kept", TAIL, "return [root, *units.values()]\n", (TIED,), "without parameters is omitted"),
-]  # fmt: skip
+]
 SCHEDULE_MISTAKES = [
-    Mutant("one unit too few prefetched", WINDOW, "order[: position + prefetch]", (FORWARD, BACKWARD), "gathered too late, or never"),
+    Mutant(
+        "one unit too few prefetched",
+        WINDOW,
+        "order[: position + prefetch]",
+        (FORWARD, BACKWARD),
+        "gathered too late, or never",
+    ),
     Mutant("prefetched without a bound", WINDOW, "order", (FORWARD, BACKWARD, FREED), "too far ahead"),
-    Mutant("the root gathered again in backward", TO_GATHER, "to_gather = deque(order)\n", (BACKWARD, VOLUME), "stays until the end of backward"),
+    Mutant(
+        "the root gathered again in backward",
+        TO_GATHER,
+        "to_gather = deque(order)\n",
+        (BACKWARD, VOLUME),
+        "stays until the end of backward",
+    ),
     Mutant("backward in the order of forward", "[:: -1 if backward else 1]", "", (BACKWARD,), "in reverse"),
     Mutant("only the root reduced", REDUCED, "pass\n", (BACKWARD,), "never reduced"),
-    Mutant("reduced before it computes", REDUCED, REDUCED.replace("[position - 1]", "[position]"), (BACKWARD,), "before it has computed"),
-    Mutant("all reduced at the end", "    return schedule + [(\"reduce\", 0)] * backward\n", "    late = [action for action in schedule if action[0] == \"reduce\"]\n    return [action for action in schedule if action not in late] + late + [(\"reduce\", 0)] * backward\n", (BACKWARD, FREED), "too late"),
-]  # fmt: skip
+    Mutant(
+        "reduced before it computes",
+        REDUCED,
+        REDUCED.replace("[position - 1]", "[position]"),
+        (BACKWARD,),
+        "never reduced",
+    ),
+    Mutant(
+        "all reduced at the end",
+        SCHEDULE,
+        SCHEDULE.replace("schedule +", 'sorted(schedule, key=lambda action: action[0] == "reduce") +'),
+        (BACKWARD, FREED),
+        "too late",
+    ),
+]
 SHARD_MISTAKES = [
-    Mutant("the part of another rank", "chunk(size)[rank].clone()", "chunk(size)[rank - 1].clone()", (PART,), "part r of N equal parts"),
+    Mutant(
+        "the part of another rank",
+        "chunk(size)[rank].clone()",
+        "chunk(size)[rank - 1].clone()",
+        (PART,),
+        "part r of N equal parts",
+    ),
     Mutant("each rank keeps everything", "self.full.chunk(size)[rank].clone()", "self.full.clone()", (PART,), "whole"),
     Mutant("replicas not made equal", BROADCAST, "pass\n", (PART,), "rank 0"),
-    Mutant("frozen parameters in trainable shards", OWN_PART, "self.full.chunk(size)[rank].clone())\n", (PART, FROZEN), "frozen"),
+    Mutant(
+        "frozen parameters in trainable shards",
+        OWN_PART,
+        "self.full.chunk(size)[rank].clone())\n",
+        (PART, FROZEN),
+        "frozen",
+    ),
     Mutant("never freed", FREE, "pass\n", (PART, FREED), "never releases"),
     Mutant(
         "parameters get other storages",
-        FREE,
-        "for parameter in self.params:\n            parameter.data = parameter.new_empty(0).expand(parameter.shape)\n",
-        (VIEWS,),
-        "Resize the storage",
+        RESIZED,
+        "self.full = self.full.new_empty(self.layout.numel)\n"
+        "        for parameter, view in zip(self.params, self.make_views(self.full)):\n"
+        "            parameter.data = view\n",
+        (VIEWS, WEIGHTS),
+        "storage was replaced",
+    ),
+    Mutant(
+        "parameters get other storages in the constructor",
+        "parameter.data = view.copy_(parameter.data)\n",
+        "view.copy_(parameter.data)\n            parameter.data = parameter.data.clone()\n",
+        (PART,),
     ),
     Mutant("gradients summed", "dist.ReduceOp.AVG", "dist.ReduceOp.SUM", (GRADIENTS,), "not divided by the group size"),
     Mutant("the shard's gradient overwritten", ADDED, "self.grad_part\n", (GRADIENTS,), "replaces shard.grad"),
-    Mutant("the reduction not awaited", "        self.wait()\n        self.shard.grad", "        self.shard.grad", (GRADIENTS,), "NaN"),
-    Mutant("whole gradients stay in p.grad", MOVED, "                view.copy_(parameter.grad)\n", (GRADIENTS,), "p.grad"),
+    Mutant(
+        "the reduction not awaited",
+        "        self.wait()\n        self.shard.grad",
+        "        self.shard.grad",
+        (GRADIENTS,),
+        "NaN",
+    ),
+    Mutant(
+        "whole gradients stay in p.grad", MOVED, "                view.copy_(parameter.grad)\n", (GRADIENTS,), "p.grad"
+    ),
     Mutant("gathered on the default group", GATHER, GATHER.replace("self.process_group", "None"), (WEIGHTS,)),
-    Mutant("reduced on the default group", "dist.ReduceOp.AVG, self.process_group", "dist.ReduceOp.AVG, None", (WEIGHTS,)),
-    Mutant("a gradient of None", "if parameter.grad is not None:\n                view.", "if True:\n                view.", (SKIPPED,)),
-]  # fmt: skip
+    Mutant(
+        "reduced on the default group", "dist.ReduceOp.AVG, self.process_group", "dist.ReduceOp.AVG, None", (WEIGHTS,)
+    ),
+    Mutant(
+        "a gradient of None",
+        "if parameter.grad is not None:\n                view.",
+        "if True:\n                view.",
+        (SKIPPED,),
+    ),
+]
 WRAPPER_MISTAKES = [
-    Mutant("plain DDP under these names", "def call_in_backward", PLAIN + "def call_in_backward", (PART, VIEWS, GRADIENTS, FREED, WEIGHTS)),
-    Mutant("everything gathered at the start of forward", "self.prefetch, backward=False", "len(self.units), backward=False", (FREED,), "too far ahead"),
+    Mutant(
+        "plain DDP under these names",
+        "def call_in_backward",
+        PLAIN + "def call_in_backward",
+        (PART, VIEWS, GRADIENTS, FREED, WEIGHTS),
+    ),
+    Mutant(
+        "everything gathered at the start of forward",
+        "self.prefetch, backward=False",
+        "len(self.units), backward=False",
+        (FREED,),
+        "too far ahead",
+    ),
     Mutant("nothing freed in forward", STAYS, "if self.is_backward:\n", (FREED,), "not freed"),
     Mutant("nothing freed in backward", STAYS, "if not self.is_backward and unit != 0:\n", (FREED,), "not freed"),
-    Mutant("the root freed with the first unit", STAYS, "if self.is_backward or self.reshard_after_forward:\n", (GRADIENTS, FREED), "freed weight"),
-    Mutant("the root stays after backward", STAYS, "if unit != 0 and (self.is_backward or self.reshard_after_forward):\n", (FREED, GRADIENTS), "end of backward"),
-    Mutant("reductions awaited at the end only", ON_ITS_WAY, "            self.reducing = self.reducing + self.units[unit]\n", (FREED,), "whole gradients"),
-    Mutant("the root never reduced", EXTENDED, 'self.schedule.extend(action for action in actions if action != ("reduce", 0))\n', (GRADIENTS,), "root"),
-    Mutant("gathers not awaited", "                flat.wait()\n            else:", "                pass\n            else:", (GRADIENTS, WEIGHTS)),
-    Mutant("each gather awaited at once", "flat.start_gather()\n            elif", "flat.start_gather()\n                flat.wait()\n            elif", (OVERLAP,), "before its turn"),
-    Mutant("each reduction awaited at once", "                flat.start_reduce()\n", "                flat.start_reduce()\n                flat.wait()\n", (OVERLAP,), "until the next unit has computed"),
-    Mutant("no prefetch in backward", "self.prefetch, backward=True", "0, backward=True", (OVERLAP,), "launched too late"),
-    Mutant("gathered again without resharding", "if not self.reshard_after_forward:\n            actions", "if False:\n            actions", (VOLUME,), "reshard_after_forward"),
-    Mutant("reduced in no_sync", "if not self.require_grad_sync:\n            actions", "if False:\n            actions", (ACCUMULATION,), "no_sync"),
-    Mutant("a backward in no_sync not completed", "        self.reach(None)\n        self.is_backward = False\n", "        self.schedule.clear()\n        self.is_backward = False\n", (ACCUMULATION,), ""),
+    Mutant(
+        "the root freed with the first unit",
+        STAYS,
+        "if self.is_backward or self.reshard_after_forward:\n",
+        (GRADIENTS, FREED),
+        "freed weight",
+    ),
+    Mutant(
+        "the root stays after backward",
+        STAYS,
+        "if unit != 0 and (self.is_backward or self.reshard_after_forward):\n",
+        (FREED, GRADIENTS),
+        "end of backward",
+    ),
+    Mutant(
+        "reductions awaited at the end only",
+        ON_ITS_WAY,
+        "            self.reducing = self.reducing + self.units[unit]\n",
+        (FREED,),
+        "whole gradients",
+    ),
+    Mutant(
+        "the root never reduced",
+        EXTENDED,
+        'self.schedule.extend(action for action in actions if action != ("reduce", 0))\n',
+        (GRADIENTS,),
+        "root",
+    ),
+    Mutant(
+        "gathers not awaited",
+        "                flat.wait()\n            else:",
+        "                pass\n            else:",
+        (GRADIENTS, WEIGHTS),
+    ),
+    Mutant(
+        "each gather awaited at once",
+        "flat.start_gather()\n            elif",
+        "flat.start_gather()\n                flat.wait()\n            elif",
+        (OVERLAP,),
+        "before its turn",
+    ),
+    Mutant(
+        "each reduction awaited at once",
+        "                flat.start_reduce()\n",
+        "                flat.start_reduce()\n                flat.wait()\n",
+        (OVERLAP,),
+        "Let it run",
+    ),
+    Mutant(
+        "no prefetch in backward", "self.prefetch, backward=True", "0, backward=True", (OVERLAP,), "launched too late"
+    ),
+    Mutant(
+        "gathered again without resharding",
+        "if not self.reshard_after_forward:\n            actions",
+        "if False:\n            actions",
+        (VOLUME,),
+        "reshard_after_forward",
+    ),
+    Mutant(
+        "reduced in no_sync",
+        "if not self.require_grad_sync:\n            actions",
+        "if False:\n            actions",
+        (ACCUMULATION,),
+        "no_sync",
+    ),
+    Mutant(
+        "a backward in no_sync not completed",
+        "        self.reach(None)\n        self.is_backward = False\n",
+        "        self.schedule.clear()\n        self.is_backward = False\n",
+        (SKIPPED,),
+    ),
     Mutant("each rank clips by its own norm", SQUARES, "pass\n", (CLIPPING,), "own shards"),
     Mutant("norms summed without squares", "for g in grads]).square().sum()", "for g in grads]).sum()", (CLIPPING,)),
     Mutant("small gradients scaled up", ".clamp(max=1.0)", "", (CLIPPING,), "at most 1"),
-    Mutant("weights in another dtype", 'parameter.detach().to("cpu", copy=True)', "parameter.detach().float().cpu()", (CHECKPOINTS,)),
-    Mutant("full_state_dict on one rank only", "        weights = {}\n", "        weights = {}\n        if dist.get_rank(self.process_group):\n            return dict(self.module.state_dict())\n", (CHECKPOINTS,), "full_state_dict is collective"),
-    Mutant("every rank loads the first part", "[dist.get_rank(self.process_group)])\n", "[0])\n", (CHECKPOINTS,), "own part"),
-    Mutant("frozen parameters reduced", "Frozen parameters have no gradients.\n        \"\"\"\n        if not self.shard.requires_grad:\n            return\n", "Frozen parameters have no gradients.\n        \"\"\"\n", (FROZEN,), "frozen"),
-    Mutant("skipped units not awaited", "            self.perform(action, index)\n            self.current", "            if index in (unit, 0):\n                self.perform(action, index)\n            self.current", (SKIPPED,), "freed between"),
-    Mutant("skipped units neither gathered nor reduced", "        self.leave(self.current)\n        while self.schedule:\n", "        self.leave(self.current)\n        self.schedule = deque(\n            (action, index)\n            for action, index in self.schedule\n            if unit is None or action == \"gather\" or (index <= unit) == self.is_backward or index == unit\n        )\n        while self.schedule:\n", (SKIPPED,)),
+    Mutant(
+        "weights in another dtype",
+        'parameter.detach().to("cpu", copy=True)',
+        "parameter.detach().float().cpu()",
+        (CHECKPOINTS,),
+    ),
+    Mutant(
+        "full_state_dict on one rank only",
+        "        weights = {}\n",
+        "        if dist.get_rank(self.process_group):\n            return {}\n        weights = {}\n",
+        (CHECKPOINTS,),
+        "full_state_dict is collective",
+    ),
+    Mutant(
+        "every rank loads the first part",
+        "[dist.get_rank(self.process_group)])\n",
+        "[0])\n",
+        (CHECKPOINTS,),
+        "own part",
+    ),
+    Mutant("frozen parameters reduced", HAS_GRADIENTS, HAS_GRADIENTS.partition("        if")[0], (FROZEN,), "frozen"),
+    Mutant(
+        "skipped units not awaited",
+        "            self.perform(action, index)\n            self.current",
+        "            if index in (unit, 0):\n                self.perform(action, index)\n            self.current",
+        (SKIPPED,),
+        "on its way",
+    ),
+    Mutant(
+        "skipped units never reduced",
+        "            self.leave(index)\n        ### END",
+        '            self.schedule = deque(a for a in self.schedule if a != ("reduce", index))\n            self.leave(index)\n'
+        "        ### END",
+        (SKIPPED,),
+    ),
     Mutant("an evaluation frees the root", "elif not self.awaits_backward:", "else:", (BETWEEN,), "freed weight"),
-]  # fmt: skip
+]
 MUTANTS = UNIT_MISTAKES + SCHEDULE_MISTAKES + SHARD_MISTAKES + WRAPPER_MISTAKES
 SAMPLE = ("gradients summed", "the shard's gradient overwritten")

@@ -137,7 +137,7 @@ def cast_layers(job: dict, model: nn.Module) -> None:
 
 
 def construct(jobs: list[dict]) -> list[dict]:
-    """Construct the wrapper of each job. Describe its shards, and return the whole state dict."""
+    """Construct the wrapper of each job. Describe its shards."""
     results = []
     for job in jobs:
         model = edge_case_models.build(job["model"], job["sizes"], job["state"], job["dtype"]).to(device())
@@ -149,7 +149,6 @@ def construct(jobs: list[dict]) -> list[dict]:
                 "shards": [shard.detach() for shard in shards],
                 "trainable": [isinstance(shard, nn.Parameter) and shard.requires_grad for shard in shards],
                 "alive": list_alive(model),
-                "state": ddp.full_state_dict(),
             }
         )
     return results
@@ -283,7 +282,8 @@ def train_one(job: dict) -> dict:
     mark_units(job, model, "inside")
     if "load" in job:
         ddp.load_full_state_dict(job["load"])
-    start = ddp.full_state_dict()
+    with phase("checkpoint"):
+        ddp.full_state_dict()
     shards = list(ddp.shards())
     optimizer = OPTIMIZERS[job["optimizer"]](shards)
     results: dict[str, list] = {"gradients": [], "norms": [], "alive": [], "whole": [], "accumulated": []}
@@ -302,7 +302,7 @@ def train_one(job: dict) -> dict:
     recording.note("step", step=None)
     with phase("checkpoint"):
         state = ddp.full_state_dict()
-    return results | {"start": start, "weights": state, "numels": [shard.numel() for shard in shards]}
+    return results | {"weights": state, "numels": [shard.numel() for shard in shards]}
 
 
 def take_gradients(job: dict, step: int, ddp: nn.Module, model: nn.Module, optimizer: Any, results: dict) -> None:

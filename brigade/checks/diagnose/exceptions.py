@@ -158,6 +158,10 @@ def get_events(failure: RankFailure) -> list[Event]:
 
 OPTIONS = "lr|betas|eps|momentum|weight_decay|dampening|nesterov|amsgrad|maximize|foreach|capturable|fused"
 UNEQUAL_SHARDS = r"outputShape\[0\] \* worldSize == inputShape\[0\] \((\d+) vs\. (\d+)\)"
+FREED = (
+    "a freed weight is used. Its unit is freed too early or not gathered, or its storage was replaced although "
+    "autograd remembers it."
+)
 HOOK_RESULT = "hook returned|hooks should return"
 NO_ATTRIBUTE = r"'NoneType' object has no attribute '(\w+)'"
 SYMPTOMS = [
@@ -170,6 +174,7 @@ SYMPTOMS = [
     Symptom("called hook", "TypeError", "object is not callable", explain_called_hook),
     Symptom("global rank", "ValueError", r"Global rank \d+ is not part of", "src and dst are ranks of the world. Use "
             "group_src and group_dst for ranks of the group."),
+    Symptom("freed", "RuntimeError", "out of bounds for storage of size 0", FREED),
     Symptom("message to itself", "", "Pair is not connected|should not be the same as the rank of the current process",
             "a rank sends a message to itself. A ring of one rank has no steps. In a group, "
             "pass group_dst and group_src."),

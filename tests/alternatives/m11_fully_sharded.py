@@ -1,0 +1,271 @@
+"""Module 11 in another style: a generator performs the schedule, and gradients are written into flat tensors at once."""
+
+import contextlib
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
+
+from ..m01_naive_ddp.naive_ddp import broadcast_module_state
+from ..m05_grad_buffer.grad_buffer import plan_layout
+from ..m06_coalesced.coalesced import all_gather, reduce_scatter
+
+
+def find_units(module, unit_types, name=""):
+    """Yield (name, submodule) of each outermost submodule of these types."""
+    for key, child in module.named_children():
+        path = f"{name}.{key}" if name else key
+        if isinstance(child, unit_types):
+            yield path, child
+        else:
+            yield from find_units(child, unit_types, path)
+
+
+def plan_units(module, unit_types):
+    every = list(module.named_parameters(remove_duplicate=False))
+    ids = [id(parameter) for _, parameter in every]
+    single = {name for name, parameter in every if ids.count(id(parameter)) == 1}
+    units = []
+    for path, child in find_units(module, unit_types):
+        names = [f"{path}.{name}" for name, _ in child.named_parameters() if f"{path}.{name}" in single]
+        if names:
+            units.append(names)
+    taken = {name for names in units for name in names}
+    return [[name for name, _ in module.named_parameters() if name not in taken], *units]
+
+
+def plan_schedule(num_units, prefetch, backward):
+    forward = list(range(num_units))
+    gathers = forward if not backward else forward[:0:-1]
+    actions, position = [], 0
+    for unit in reversed(forward) if backward else forward:
+        reach = unit - prefetch if backward else unit + prefetch
+        while position < len(gathers) and (gathers[position] >= reach if backward else gathers[position] <= reach):
+            actions.append(("gather", gathers[position]))
+            position += 1
+        actions.append(("compute", unit))
+        if backward:
+            actions.append(("reduce", unit))
+    return actions
+
+
+class Flat:
+    """The parameters of one unit, of one dtype."""
+
+    def __init__(self, params, group):
+        self.params, self.group = params, group
+        size, rank = dist.get_world_size(group), dist.get_rank(group)
+        self.ranges = plan_layout([p.numel() for p in params], None, size).param_ranges
+        numel = plan_layout([p.numel() for p in params], None, size).numel
+        self.weights = torch.zeros(numel, dtype=params[0].dtype, device=params[0].device)
+        self.nbytes = self.weights.nbytes
+        self.grads = self.work = None
+        self.own = slice(rank * numel // size, (rank + 1) * numel // size)
+        for (start, end), p in zip(self.ranges, params):
+            self.weights[start:end].copy_(p.detach().reshape(-1))
+            p.data = self.weights[start:end].view_as(p)
+        self.shard = nn.Parameter(self.weights[self.own].clone(), requires_grad=params[0].requires_grad)
+        self.resize(0)
+
+    def resize(self, nbytes):
+        self.weights.untyped_storage().resize_(nbytes)
+
+    def gather(self):
+        self.resize(self.nbytes)
+        self.work = all_gather(self.weights, self.shard.data, self.group, async_op=True)
+
+    def wait(self):
+        if self.work:
+            self.work.wait()
+        self.work = None
+
+    def reduce(self):
+        if self.shard.requires_grad:
+            self.grads = self.weights.new_zeros(self.nbytes // self.weights.element_size())
+            for (start, end), p in zip(self.ranges, self.params):
+                if p.grad is not None:
+                    self.grads[start:end] = p.grad.reshape(-1)
+                    p.grad = None
+            self.grads /= dist.get_world_size(self.group)
+            self.average = self.grads.new_empty(self.shard.numel())
+            self.work = reduce_scatter(self.average, self.grads, dist.ReduceOp.SUM, self.group, async_op=True)
+
+    def finish(self):
+        if self.grads is not None:
+            self.wait()
+            self.grads = None
+            if self.shard.grad is None:
+                self.shard.grad = torch.zeros_like(self.shard)
+            self.shard.grad += self.average
+            self.average = None
+
+
+def list_tensors(value):
+    if isinstance(value, torch.Tensor):
+        return [value] if value.grad_fn is not None else []
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return [tensor for item in values for tensor in list_tensors(item)]
+
+
+class FullyShardedDDP(nn.Module):
+    def __init__(self, module, unit_types, reshard_after_forward=True, prefetch=1, process_group=None):
+        super().__init__()
+        self.module, self.group, self.prefetch = module, process_group, prefetch
+        self.reshard, self.sync = reshard_after_forward, True
+        broadcast_module_state(module, process_group)
+        self.names = plan_units(module, unit_types)
+        self.flats = [self.make_flats([module.get_parameter(name) for name in names]) for names in self.names]
+        self.running = None  # a generator that performs the schedule, and stops at each "compute"
+        self.now = self.reducing = None
+        self.pending = False  # a backward is to come
+        number = {names[0]: unit for unit, names in enumerate(self.names) if unit}
+        for path, child in find_units(module, unit_types):
+            first = next((f"{path}.{name}" for name, _ in child.named_parameters() if f"{path}.{name}" in number), None)
+            if first:
+                self.hook(child, number[first])
+
+    def make_flats(self, params):
+        kinds = dict.fromkeys((p.dtype, p.requires_grad) for p in params)
+        return [Flat([p for p in params if (p.dtype, p.requires_grad) == kind], self.group) for kind in kinds]
+
+    def hook(self, child, unit):
+        def before(_, args, kwargs):
+            self.advance(unit)
+            for tensor in list_tensors([args, kwargs]):
+                tensor.register_hook(lambda _: self.advance(unit, leave=True))
+
+        def after(_, args, output):
+            self.advance(unit, leave=True)
+            if tensors := list_tensors(output):
+                register_multi_grad_hook(tensors, lambda _: self.enter_backward(unit), mode="any")
+
+        child.register_forward_pre_hook(before, with_kwargs=True)
+        child.register_forward_hook(after)
+
+    def shards(self):
+        return [flat.shard for flats in self.flats for flat in flats if flat.shard.requires_grad]
+
+    def perform(self, actions, backward, reshard):
+        """Perform the actions. Yield each unit when it may compute, and free it when the caller comes back."""
+        for action, unit in actions:
+            if action == "gather":
+                for flat in self.flats[unit]:
+                    flat.gather()
+            elif action == "reduce":
+                self.finish_reduction()
+                for flat in self.flats[unit]:
+                    flat.reduce()
+                self.reducing = unit
+            else:
+                yield None  # what comes before a "compute" is done
+                for flat in self.flats[unit]:
+                    flat.wait()
+                yield unit
+                for flat in self.flats[unit] if backward or (unit and reshard) else ():
+                    flat.resize(0)
+        yield None
+
+    def start(self, backward):
+        actions = plan_schedule(len(self.flats), self.prefetch, backward)
+        if backward and not self.reshard:
+            actions = [action for action in actions if action[0] != "gather"]
+        if backward and not self.sync:
+            actions = [action for action in actions if action[0] != "reduce"]
+        self.running, self.now = self.perform(actions, backward, self.reshard), None
+        next(self.running)
+
+    def advance(self, unit, leave=False):
+        """Perform actions until `unit` may compute, or has computed with `leave`. None: perform all."""
+        if leave:
+            if self.now == unit:
+                self.now = next(self.running)
+            return
+        if self.now is not None:
+            self.now = None
+            next(self.running)
+        for reached in self.running or ():
+            if reached is not None and reached == unit:
+                self.now = unit
+                return
+
+    def enter_backward(self, unit):
+        self.begin_backward()
+        self.advance(unit)
+
+    def begin_backward(self):
+        if self.pending:
+            self.pending = False
+            self.start(backward=True)
+
+    def forward(self, *args, **kwargs):
+        self.advance(None)
+        self.start(backward=False)
+        self.advance(0)
+        output = self.module(*args, **kwargs)
+        self.advance(None)
+        if torch.is_grad_enabled():
+            self.pending = True
+            if tensors := list_tensors(output):
+                register_multi_grad_hook(tensors, lambda _: self.begin_backward(), mode="any")
+        elif not self.pending:
+            for flats in self.flats:
+                for flat in flats:
+                    flat.resize(0)
+        return output
+
+    def finish_reduction(self):
+        for flat in self.flats[self.reducing] if self.reducing is not None else ():
+            flat.finish()
+        self.reducing = None
+
+    def finish_grad_sync(self):
+        self.begin_backward()
+        self.advance(None)
+        self.finish_reduction()
+
+    @contextlib.contextmanager
+    def no_sync(self):
+        before, self.sync = self.sync, False
+        try:
+            yield
+        finally:
+            self.sync = before
+
+    def zero_grad(self, set_to_none=True):
+        for parameter in [*self.module.parameters(), *self.shards()]:
+            if parameter.grad is not None:
+                parameter.grad = None if set_to_none else torch.zeros_like(parameter.grad)
+
+    def clip_grad_norm_(self, max_norm):
+        total = sum(shard.grad.double().pow(2).sum() for shard in self.shards())
+        dist.all_reduce(total, group=self.group)
+        norm = float(total) ** 0.5
+        for shard in self.shards():
+            shard.grad *= min(1.0, max_norm / norm)
+        return norm
+
+    def full_state_dict(self):
+        whole = {}
+        for names, flats in zip(self.names, self.flats):
+            for flat in flats:
+                flat.gather()
+                flat.wait()
+            whole |= {id(p): p.detach().cpu().clone() for flat in flats for p in flat.params}
+            for flat in flats if not (self.pending and names == self.names[0]) else ():
+                flat.resize(0)
+        named = dict(self.module.named_parameters(remove_duplicate=False))
+        state = self.module.state_dict()
+        return {k: whole[id(named[k])] if k in named else v.cpu().clone() for k, v in state.items()}
+
+    def load_full_state_dict(self, state):
+        names = {id(p): name for name, p in self.module.named_parameters()}
+        with torch.no_grad():
+            for flat in (flat for flats in self.flats for flat in flats):
+                whole = flat.weights.new_zeros(flat.nbytes // flat.weights.element_size())
+                for (start, end), p in zip(flat.ranges, flat.params):
+                    whole[start:end] = state[names[id(p)]].reshape(-1)
+                flat.shard.copy_(whole[flat.own])
+            for name, buffer in self.module.named_buffers():
+                if name in state:
+                    buffer.copy_(state[name])
