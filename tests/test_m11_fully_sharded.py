@@ -36,6 +36,7 @@ TIED_TREES = ("tied across layers", "tied inside a layer", "tied to the root", "
 # ---- part (a): units
 
 
+@pytest.mark.parts("Part (a): units")
 @pytest.mark.points(2)
 def test_units_are_the_outermost_submodules(submission):
     """plan_units makes a unit of each outermost submodule of the types. The root unit, which is first, has the rest."""
@@ -54,6 +55,7 @@ def test_tied_parameters_belong_to_the_root(submission):
 # ---- part (b): the schedule
 
 
+@pytest.mark.parts("Part (b): the schedule")
 @pytest.mark.points(3)
 def test_forward_schedule(submission):
     """In forward each unit is gathered once, before it computes, at most `prefetch` units ahead, and no later."""
@@ -85,6 +87,7 @@ def test_backward_schedule(submission):
 # ---- part (c): a flat shard
 
 
+@pytest.mark.parts("Parts (c) to (g): a flat shard")
 @pytest.mark.points(2)
 def test_each_rank_has_its_part(submission):
     """shards() are 1-D parameters: of each unit and dtype, this rank's 1/N of the padded, trainable parameters."""
@@ -187,6 +190,7 @@ def test_shards_have_average_gradients(submission):
 # ---- part (d): the wrapper
 
 
+@pytest.mark.parts("Parts (h) to (n): the wrapper")
 @pytest.mark.points(3)
 def test_weights_equal_plain_training(submission):
     """Over 20 steps on 1 to 4 ranks weights equal those of plain training, with tied weights and sub-groups too."""

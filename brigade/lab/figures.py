@@ -1,6 +1,7 @@
 """Redraw the picture of every lesson, or of one: python -m brigade.lab.figures 3
 
-Module 0's picture shows which chunks travel around a ring. The others are timelines of real runs.
+Module 0's picture shows which chunks travel around a ring, and module 11's its schedule. The others are timelines of
+real runs.
 Each figure shows a step of the module below a step of the previous module, both from one run on the emulated link of
 `timeline.WORKLOAD`, on which moving all gradients takes 0.8 of backward.
 """
@@ -8,11 +9,13 @@ Each figure shows a step of the module below a step of the previous module, both
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 
 from brigade.course.modules import CORE_MODULES, MODULES, ROOT, get_module
 from brigade.lab.ladder import get_variant
 from brigade.lab.ring_figure import draw_ring
+from brigade.lab.schedule_figure import draw_schedule
 from brigade.lab.script import run_to_status
 from brigade.lab.timeline import draw, trace
 
@@ -20,8 +23,8 @@ from brigade.lab.timeline import draw, trace
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m brigade.lab.figures",
-        description="Draw the readings' pictures again: module 0's ring.png, and the other modules' timeline.png from "
-        "real runs on an emulated link.",
+        description="Draw the readings' pictures again: module 0's ring.png, module 11's schedule.png, and the "
+        "other modules' timeline.png from real runs on an emulated link.",
         epilog="Example: python -m brigade.lab.figures 3",
     )
     parser.add_argument("number", nargs="?", metavar="N", help="the module's number (default: all modules)")
@@ -36,6 +39,12 @@ def draw_figures(number: str | None = None) -> int:
         path = MODULES[0].lesson / "ring.png"
         draw_ring(path)
         print(f"{path.relative_to(ROOT)} written")
+    for entry in entries:
+        if "plan_schedule" in entry.public:
+            solution = importlib.import_module(f"solutions.{entry.package}.{entry.name}")
+            path = entry.lesson / "schedule.png"
+            draw_schedule(solution.plan_schedule, path)
+            print(f"{path.relative_to(ROOT)} written")
     for before, entry in zip((None, *CORE_MODULES), CORE_MODULES):
         if entry not in entries:
             continue

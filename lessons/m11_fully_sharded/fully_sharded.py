@@ -1,0 +1,381 @@
+"""Module 11: weights in shards (ZeRO stage 3; torch calls it FSDP).
+
+Each rank keeps 1/N of every weight, of its gradient and of its optimizer state. Some submodules of the model are
+*units*. What is left over is the *root* unit. A unit's whole weights exist only while it computes:
+
+    "gather"    all-gather the whole weights of a unit from the shards of all ranks
+    "compute"   run the unit's forward or backward, then free its whole weights
+    "reduce"    reduce-scatter the unit's whole gradients; each rank keeps the average of its own shard
+
+`plan_schedule` lists these actions in an order that is the same on all ranks. Hooks tell `FullyShardedDDP` how far this
+rank has come, and `FlatShard` performs the actions.
+
+Cost per step, with P bytes of weights on N ranks: 3 P (N - 1) / N bytes per rank, 1.5 times those of an all-reduce.
+Memory for weights: P / N bytes of shards, the whole root, and `prefetch` + 1 whole units.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ..m01_naive_ddp.naive_ddp import broadcast_module_state
+from ..m03_overlapped_ddp.overlapped_ddp import GradSyncMixin
+from ..m05_grad_buffer.grad_buffer import plan_layout
+from ..m06_coalesced.coalesced import all_gather, reduce_scatter
+from ..m08_zero_optimizer.zero_optimizer import is_elementwise
+
+ProcessGroup = dist.ProcessGroup | None  # None is the default group
+UnitTypes = tuple[type[nn.Module], ...]
+
+
+# ---- the plan: two pure functions
+
+
+def plan_units(module: nn.Module, unit_types: UnitTypes) -> list[list[str]]:
+    """Return the parameter names of each unit, as in `named_parameters()`. The first unit is the root.
+
+    Each outermost submodule of one of these types is a unit, in registration order; `module` itself is not. The root,
+    even if it is empty, has the other parameters, and those that are registered under more than one name. A unit
+    without parameters is omitted.
+    """
+    # `named_parameters(remove_duplicate=False)` yields a tied parameter under all its names. The name of a submodule is
+    # the beginning of the names of its parameters.
+    # TODO: part (a)
+    raise NotImplementedError("module 11, part (a)")
+
+
+def plan_schedule(num_units: int, prefetch: int, backward: bool) -> list[tuple[str, int]]:
+    """Return the actions of a forward or a backward pass, ("gather" | "compute" | "reduce", unit), in order.
+
+    Forward computes units 0 (the root) to `num_units` - 1, backward computes them in reverse. Each unit is gathered
+    before it computes, as early as `prefetch` allows: when unit i computes, the next `prefetch` units are gathered too,
+    and no others. Backward reduces each unit after it has computed and before the next unit computes. The root is
+    gathered in forward only: it stays until the end of backward.
+    """
+    # TODO: part (b)
+    raise NotImplementedError("module 11, part (b)")
+
+
+# ---- a flat shard
+
+
+class FlatShard:
+    """Parameters of one unit and one dtype, all trainable or all frozen, in one flat tensor.
+
+    `full`, (numel,), has the layout of module 5 with a single bucket. The parameters are views of it. Rank r keeps part
+    r of N equal parts in `shard`, (numel / N,), on which the optimizer steps. `full` has memory only between
+    `start_gather` and `free`. Autograd remembers views of `full`, so `full` always keeps its storage object: the
+    storage is resized, never replaced.
+    """
+
+    def __init__(self, params: Sequence[nn.Parameter], process_group: ProcessGroup):
+        self.params = list(params)
+        self.process_group = process_group
+        rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
+        self.layout = plan_layout([p.numel() for p in self.params], None, size)
+        self.full = self.params[0].detach().new_zeros(self.layout.numel)
+        self.full_bytes = self.full.nbytes
+        self.handle: dist.Work | None = None  # of the collective that is on its way
+        self.full_grad: Tensor | None = None  # (numel,) and
+        self.grad_part: Tensor | None = None  # (numel / N,): input and output of the reduce-scatter
+        # Copy each parameter into its view of `full` and let parameter.data be that view. Create `shard`, a copy of
+        # this rank's part that is trainable if the parameters are. Then free `full`.
+        # TODO: part (c)
+        raise NotImplementedError("module 11, part (c)")
+
+    def make_views(self, flat: Tensor) -> list[Tensor]:
+        """Return each parameter's part of a flat tensor, in the parameter's shape."""
+        return [flat[start:end].view(p.shape) for p, (start, end) in zip(self.params, self.layout.param_ranges)]
+
+    def start_gather(self) -> None:
+        """Give `full` its memory and start the all-gather, without waiting."""
+        # TODO: part (d)
+        raise NotImplementedError("module 11, part (d)")
+
+    def free(self) -> None:
+        """Release the memory of `full`. Calling it again changes nothing. No all-gather may be on its way."""
+        # TODO: part (e)
+        raise NotImplementedError("module 11, part (e)")
+
+    def start_reduce(self) -> None:
+        """Move the parameters' gradients into one flat tensor and start to average it into this rank's part.
+
+        A gradient that is None counts as zeros. Afterwards parameter.grad is None. Frozen parameters have no gradients.
+        """
+        if not self.shard.requires_grad:
+            return
+        # TODO: part (f)
+        raise NotImplementedError("module 11, part (f)")
+
+    def finish_reduce(self) -> None:
+        """Wait for the reduce-scatter and add the average to shard.grad. Release the memory of the whole gradients."""
+        if not self.shard.requires_grad:
+            return
+        # TODO: part (g)
+        raise NotImplementedError("module 11, part (g)")
+
+    def wait(self) -> None:
+        """Wait for the collective that is on its way, if there is one."""
+        if self.handle is not None:
+            self.handle.wait()
+            self.handle = None
+
+
+def make_flat_shards(params: Sequence[nn.Parameter], process_group: ProcessGroup) -> list[FlatShard]:
+    """Return the flat shards of one unit: one for each dtype, and separate ones for frozen parameters."""
+    by_kind: dict[tuple[torch.dtype, bool], list[nn.Parameter]] = defaultdict(list)
+    for parameter in params:
+        by_kind[parameter.dtype, parameter.requires_grad].append(parameter)
+    return [FlatShard(group, process_group) for group in by_kind.values()]
+
+
+# ---- the wrapper
+
+
+class FullyShardedDDP(GradSyncMixin, nn.Module):
+    """Wrap a model; each rank keeps 1/N of all weights, and whole weights exist only while their unit computes.
+
+    Give `shards()` to any elementwise torch optimizer, and call `finish_grad_sync` before it steps. All ranks call the
+    wrapper equally often, with one backward per forward, and run units in registration order. A rank may skip units.
+    Outside a call of the wrapper the model's own parameters have no memory: read them with `full_state_dict()`.
+    Without `reshard_after_forward`, whole weights stay until backward. `prefetch` units are gathered ahead.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        unit_types: UnitTypes,
+        reshard_after_forward: bool = True,
+        prefetch: int = 1,
+        process_group: ProcessGroup = None,
+    ):
+        super().__init__()
+        if prefetch < 0:
+            raise ValueError(f"prefetch is a number of units, but it is {prefetch}")
+        if not any(isinstance(submodule, unit_types) for submodule in module.modules() if submodule is not module):
+            raise ValueError(f"no submodule of {type(module).__name__} has one of the types {unit_types}")
+        self.module = module
+        self.reshard_after_forward = reshard_after_forward
+        self.prefetch = prefetch
+        self.process_group = process_group
+        broadcast_module_state(module, process_group)
+        named = dict(module.named_parameters())
+        plan = plan_units(module, unit_types)
+        if sorted(named) != sorted(name for names in plan for name in names):
+            raise ValueError("plan_units must return the name of every parameter, each in one unit")
+        self.units = [make_flat_shards([named[name] for name in names], process_group) for names in plan]
+        self.schedule: deque[tuple[str, int]] = deque()  # the actions of this forward or backward that are left
+        self.current: int | None = None  # the unit that computes
+        self.reducing: list[FlatShard] = []  # whose reduction is on its way
+        self.is_inside = False  # whether forward is running
+        self.is_backward = False  # whether `schedule` belongs to a backward
+        self.awaits_backward = False  # whether the next backward has no schedule yet
+        self.register_hooks({named[name]: unit for unit, names in enumerate(plan) for name in names}, unit_types)
+        watch_optimizers(self)
+
+    def shards(self) -> list[nn.Parameter]:
+        """Return this rank's trainable flat parameters."""
+        return [flat.shard for flat in itertools.chain(*self.units) if flat.shard.requires_grad]
+
+    def register_hooks(self, unit_of: dict[nn.Parameter, int], unit_types: UnitTypes) -> None:
+        """Register hooks on each unit, and on each submodule that has parameters of its own. They only call methods."""
+        outermost = ""
+        for name, submodule in self.module.named_modules():
+            is_inside = bool(outermost) and name.startswith(outermost)
+            is_unit = bool(name) and isinstance(submodule, unit_types) and not is_inside
+            outermost = f"{name}." if is_unit else outermost
+            for unit in {unit_of[parameter] for parameter in submodule.parameters(recurse=is_unit)}:
+                enter = partial(self.enter_forward, unit, name)
+                submodule.register_forward_pre_hook(lambda *_, enter=enter: enter())
+                if unit == 0:
+                    continue  # the root is always there
+                enter, leave = partial(self.enter_backward, unit), partial(self.leave, unit)
+                submodule.register_forward_hook(lambda *args, enter=enter: call_in_backward(args[-1], enter))
+                if is_unit:
+                    submodule.register_forward_hook(lambda *_, leave=leave: leave())
+                    submodule.register_forward_pre_hook(
+                        lambda *inputs, leave=leave: call_in_backward(inputs[1:], leave), with_kwargs=True
+                    )
+
+    def forward(self, *args, **kwargs):
+        # First complete an earlier backward in no_sync. Then make the schedule of this forward, start its first
+        # gathers, and wait for the root. After the model's forward, perform what is left.
+        # TODO: part (h)
+        raise NotImplementedError("module 11, part (h)")
+        if torch.is_grad_enabled():
+            self.awaits_backward = True
+            call_in_backward(output, self.begin_backward)
+        elif not self.awaits_backward:  # an evaluation
+            for unit in range(len(self.units)):
+                self.free(unit)
+        return output
+
+    def enter_forward(self, unit: int, name: str) -> None:
+        """Prepare the forward of a unit. A pre-hook of the unit, or of its submodule with this name, calls this."""
+        if not self.is_inside:
+            raise RuntimeError(f"call the wrapper, not {name or 'the model'}: outside it the weights are not gathered")
+        if unit not in (0, self.current):  # the root is always there, and the current unit calls its submodules
+            if ("compute", unit) not in self.schedule:
+                raise RuntimeError(f"{name} is called again, or after a later unit: its weights are freed")
+            self.reach(unit)
+
+    def enter_backward(self, unit: int) -> None:
+        """Prepare the backward of a unit. A hook on its output calls this."""
+        self.begin_backward()
+        if ("compute", unit) in self.schedule:
+            self.reach(unit)
+
+    def begin_backward(self) -> None:
+        """Make the schedule of a backward, once after each forward, and start its first gathers."""
+        if not self.awaits_backward:
+            return
+        self.awaits_backward, self.is_backward = False, True
+        # Which actions does a backward not perform inside no_sync, or without reshard_after_forward?
+        # TODO: part (i)
+        raise NotImplementedError("module 11, part (i)")
+
+    def reach(self, unit: int | None) -> None:
+        """Perform the actions up to ("compute", unit), or (None) all that are left. Then `unit` is the current unit.
+
+        This rank skips the units on the way. They are gathered, freed and reduced as on the other ranks.
+        """
+        # Outside this method the first action that is left is always a "compute".
+        # TODO: part (j)
+        raise NotImplementedError("module 11, part (j)")
+
+    def leave(self, unit: int | None) -> None:
+        """If `unit` is the current unit, it has computed: free it, then perform the actions before the next "compute".
+
+        In forward some weights stay, because the backward of this forward does not gather them again.
+        """
+        # TODO: part (k)
+        raise NotImplementedError("module 11, part (k)")
+
+    def perform_next(self) -> None:
+        """Perform the actions before the next "compute". None of them waits for what it starts."""
+        while self.schedule and self.schedule[0][0] != "compute":
+            self.perform(*self.schedule.popleft())
+
+    def perform(self, action: str, unit: int) -> None:
+        """Perform one action. For "compute", wait for the unit's weights. At most one reduction is on its way."""
+        # TODO: part (l)
+        raise NotImplementedError("module 11, part (l)")
+
+    def free(self, unit: int) -> None:
+        """Free the whole weights of a unit."""
+        for flat in self.units[unit]:
+            flat.free()
+
+    def finish_reduce(self) -> None:
+        """Wait for the reduction that is on its way, if there is one."""
+        for flat in self.reducing:
+            flat.finish_reduce()
+        self.reducing = []
+
+    def finish_grad_sync(self) -> None:
+        """Complete the backward. Afterwards the gradients of `shards()` are averages, and all weights are freed."""
+        # A rank without a backward has not made the schedule yet.
+        # TODO: part (m)
+        raise NotImplementedError("module 11, part (m)")
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of `shards()`, and the whole gradients that no_sync has accumulated."""
+        super().zero_grad(set_to_none)
+        for shard in self.shards():
+            shard.grad = None if set_to_none or shard.grad is None else shard.grad.zero_()
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale the gradients to a global 2-norm of at most `max_norm`. Return the old norm, in fp64."""
+        grads = [shard.grad for shard in self.shards()]
+        # Use the factor of torch.nn.utils.clip_grad_norm_: max_norm / (norm + 1e-6), but at most 1.
+        # TODO: part (n)
+        raise NotImplementedError("module 11, part (n)")
+
+    # ---- checkpoints
+
+    @torch.no_grad()
+    def full_state_dict(self) -> dict[str, Any]:
+        """Return the plain module's state dict, on the CPU. Every rank must call this, because it gathers each unit."""
+        weights = {}
+        for flat in itertools.chain(*self.units):
+            is_free = flat.full.untyped_storage().nbytes() == 0
+            flat.start_gather()
+            flat.wait()
+            weights |= {parameter: parameter.detach().to("cpu", copy=True) for parameter in flat.params}
+            if is_free:
+                flat.free()
+        named = dict(self.module.named_parameters(remove_duplicate=False))
+        state = self.module.state_dict()
+        for name, value in state.items():
+            if name in named:
+                state[name] = weights[named[name]]
+            elif isinstance(value, Tensor):
+                state[name] = value.to("cpu", copy=True)
+        return state
+
+    @torch.no_grad()
+    def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a plain module's state dict. Every rank passes the whole dict. Raise ValueError if it does not fit."""
+        named = dict(self.module.named_parameters(remove_duplicate=False))
+        wrong = state.keys() ^ self.module.state_dict().keys()
+        wrong |= {name for name, p in named.items() if name in state and state[name].shape != p.shape}
+        if wrong:
+            raise ValueError(f"the state dict does not fit the model: look at {', '.join(sorted(wrong))}")
+        values = {parameter: state[name] for name, parameter in named.items()}
+        for flat in itertools.chain(*self.units):
+            full = torch.zeros_like(flat.full)
+            for parameter, view in zip(flat.params, flat.make_views(full)):
+                view.copy_(values[parameter])
+            flat.shard.copy_(full.view(-1, flat.shard.numel())[dist.get_rank(self.process_group)])
+        self.module.load_state_dict({name: state[name] for name in state if name not in named}, strict=False)
+
+    def state_dict(self, *args, **kwargs):
+        raise RuntimeError("the weights are in shards: call full_state_dict() on every rank")
+
+    def load_state_dict(self, *args, **kwargs):
+        raise RuntimeError("the weights are in shards: call load_full_state_dict(state) on every rank")
+
+
+def call_in_backward(values: Any, function: Callable[[], None]) -> None:
+    """Call a function when backward has the gradient of a tensor in a nested structure of dicts, lists and tuples."""
+    if isinstance(values, Tensor):
+        if values.grad_fn is not None:
+            values.register_hook(lambda _: function())
+    elif isinstance(values, (dict, list, tuple)):
+        for value in values.values() if isinstance(values, dict) else values:
+            call_in_backward(value, function)
+
+
+def watch_optimizers(ddp: FullyShardedDDP) -> None:
+    """Let the first step of an optimizer raise ValueError if the optimizer cannot train the shards of `ddp`."""
+    reference, checked = weakref.ref(ddp), weakref.WeakSet()
+
+    def check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        ddp = reference()
+        if ddp is None:
+            handle.remove()
+        elif optimizer not in checked:
+            checked.add(optimizer)
+            params = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+            shards = ddp.shards()
+            if not params.isdisjoint(ddp.parameters()):
+                raise ValueError("give ddp.shards() to the optimizer, not the parameters of the model: they are freed")
+            accepted = inspect.signature(type(optimizer)).parameters
+            options = {name: value for name, value in optimizer.defaults.items() if name in accepted}
+            if not params.isdisjoint(shards) and not is_elementwise(type(optimizer), options, shards[0].device):
+                raise ValueError(f"{type(optimizer).__name__} cannot step on shards: it is not elementwise")
+
+    handle = register_optimizer_step_pre_hook(check)
