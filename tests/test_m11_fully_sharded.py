@@ -87,8 +87,8 @@ def test_backward_schedule(submission):
 # ---- part (c): a flat shard
 
 
-@pytest.mark.parts("Parts (c) to (g): a flat shard")
-@pytest.mark.points(2)
+@pytest.mark.parts("Parts (c) to (e): a flat shard")
+@pytest.mark.points(3)
 def test_each_rank_has_its_part(submission):
     """shards() are 1-D parameters: of each unit and dtype, this rank's 1/N of the padded, trainable parameters."""
     [world] = submission.worlds(3)
@@ -133,37 +133,48 @@ def test_each_rank_has_its_part(submission):
         )
 
 
-@pytest.mark.points(2)
+@pytest.mark.points(3)
 def test_parameters_stay_views(submission):
-    """Parameters are views of one flat tensor per unit. Freeing resizes its storage, which is never replaced."""
+    """Parameters are views of one flat tensor per unit. Freeing and gathering resize its storage, never replace it."""
     [world] = submission.worlds(2)
     case = submission.case("Blocks", world, hidden_layers=3)
     results = run(submission, scenarios.describe_views, join_jobs([case.make_jobs(**JOB)]), world_size=world)
     for rank, [result] in enumerate(results):
+        for number, unit in enumerate(lay_out(case)):
+            for layout, names in unit.values():
+                views = [result["views"][name] for name in names]  # (number of the storage, first element)
+                expected = [start for start, _ in layout["param_ranges"]]
+                expect(
+                    [start for _, start in views] == expected and len({storage for storage, _ in views}) == 1,
+                    f"the parameters of unit {number} are views of one flat tensor, at elements {join_names(expected)}",
+                    f"at elements {join_names([start for _, start in views])} of "
+                    f"{len({storage for storage, _ in views})} storages",
+                    diagnosis.OTHER_LAYOUT,
+                    rank=rank,
+                )
         expect(
             not result["moved"],
-            "in a whole step every parameter keeps its storage, which is only resized",
+            "when all units are gathered and freed again, every parameter keeps its storage",
             f"{join_names(result['moved'], 4)} got another storage",
             diagnosis.REPLACED,
             rank=rank,
         )
-        for number, unit in enumerate(lay_out(case)):
-            for layout, names in unit.values():
-                offsets = {name: result["offsets"].get(name) for name in names}
-                expected = {name: start for name, (start, _) in zip(names, layout["param_ranges"])}
-                got = {name: offset and offset[1] for name, offset in offsets.items()}
-                storages = {offset and (offset[0], offset[2]) for offset in offsets.values()}
-                expect(
-                    got == expected and len(storages) == 1 and storages.pop()[1] == layout["numel"],
-                    f"in forward the parameters of unit {number} are views of one flat tensor of {layout['numel']} "
-                    f"elements, at elements {join_names(expected.values())}",
-                    f"views at {join_names(got.values())} of {len({o and o[0] for o in offsets.values()})} storages",
-                    diagnosis.OTHER_LAYOUT,
-                    rank=rank,
-                )
+        expect(
+            not result["alive"],
+            "after full_state_dict whole weights have no memory",
+            f"{join_names(result['alive'], 4)} have memory",
+            diagnosis.NEVER_FREED,
+            rank=rank,
+        )
+    gathered = [result[0]["gathered"] for result in results]
+    expect_equal("gathered weights are those of rank 0", gathered, case.start(), tolerance=0.0)
 
 
-@pytest.mark.points(2)
+# ---- part (d): the wrapper
+
+
+@pytest.mark.parts("Parts (f) to (n): the wrapper")
+@pytest.mark.points(1)
 def test_shards_have_average_gradients(submission):
     """After the finish shards have average gradients. A second finish adds to them. p.grad is None."""
     [world] = submission.worlds(3)
@@ -187,11 +198,7 @@ def test_shards_have_average_gradients(submission):
         )
 
 
-# ---- part (d): the wrapper
-
-
-@pytest.mark.parts("Parts (h) to (n): the wrapper")
-@pytest.mark.points(3)
+@pytest.mark.points(2)
 def test_weights_equal_plain_training(submission):
     """Over 20 steps on 1 to 4 ranks weights equal those of plain training, with tied weights and sub-groups too."""
     groups = [[1, 3], [0, 2]]

@@ -16,9 +16,7 @@ Memory for weights: P / N bytes of shards, the whole root, and `prefetch` + 1 wh
 
 from __future__ import annotations
 
-import inspect
 import itertools
-import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -28,7 +26,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..m01_naive_ddp.naive_ddp import broadcast_module_state
 from ..m03_overlapped_ddp.overlapped_ddp import GradSyncMixin
@@ -190,8 +187,9 @@ def make_flat_shards(params: Sequence[nn.Parameter], process_group: ProcessGroup
 class FullyShardedDDP(GradSyncMixin, nn.Module):
     """Wrap a model; each rank keeps 1/N of all weights, and whole weights exist only while their unit computes.
 
-    Give `shards()` to any elementwise torch optimizer, and call `finish_grad_sync` before it steps. All ranks call the
-    wrapper equally often, with one backward per forward, and run units in registration order. A rank may skip units.
+    Give `shards()` to an elementwise torch optimizer, or use `make_optimizer`, and call `finish_grad_sync` before each
+    step. All ranks call the wrapper equally often, with one backward per forward, and run units in registration order.
+    A rank may skip units.
     Outside a call of the wrapper the model's own parameters have no memory: read them with `full_state_dict()`.
     Without `reshard_after_forward`, whole weights stay until backward. `prefetch` units are gathered ahead.
     """
@@ -226,11 +224,19 @@ class FullyShardedDDP(GradSyncMixin, nn.Module):
         self.is_backward = False  # whether `schedule` belongs to a backward
         self.awaits_backward = False  # whether the next backward has no schedule yet
         self.register_hooks({named[name]: unit for unit, names in enumerate(plan) for name in names}, unit_types)
-        watch_optimizers(self)
 
     def shards(self) -> list[nn.Parameter]:
         """Return this rank's trainable flat parameters."""
         return [flat.shard for flat in itertools.chain(*self.units) if flat.shard.requires_grad]
+
+    def make_optimizer(self, optimizer_cls: type[Optimizer], **defaults: Any) -> Optimizer:
+        """Return an optimizer of this class for `shards()`. Raise ValueError unless it is elementwise."""
+        shards = self.shards()
+        if not is_elementwise(optimizer_cls, defaults, shards[0].device):
+            raise ValueError(
+                f"{optimizer_cls.__name__} cannot step on shards: it does not treat every element by itself"
+            )
+        return optimizer_cls(shards, **defaults)
 
     def register_hooks(self, unit_of: dict[nn.Parameter, int], unit_types: UnitTypes) -> None:
         """Register hooks on each unit, and on each submodule that has parameters of its own. They only call methods."""
@@ -254,20 +260,20 @@ class FullyShardedDDP(GradSyncMixin, nn.Module):
 
     def forward(self, *args, **kwargs):
         # First complete an earlier backward in no_sync. Then make the schedule of this forward, start its first
-        # gathers, and wait for the root. After the model's forward, perform what is left.
+        # gathers, and wait for the root.
         ### BEGIN SOLUTION part (h)
         self.reach(None)
         self.is_backward = False
         self.schedule.extend(plan_schedule(len(self.units), self.prefetch, backward=False))
         self.perform_next()
         self.reach(0)
+        ### END SOLUTION
         self.is_inside = True
         try:
             output = self.module(*args, **kwargs)
         finally:
             self.is_inside = False
         self.reach(None)
-        ### END SOLUTION
         if torch.is_grad_enabled():
             self.awaits_backward = True
             call_in_backward(output, self.begin_backward)
@@ -452,25 +458,3 @@ def call_in_backward(values: Any, function: Callable[[], None]) -> None:
     elif isinstance(values, (dict, list, tuple)):
         for value in values.values() if isinstance(values, dict) else values:
             call_in_backward(value, function)
-
-
-def watch_optimizers(ddp: FullyShardedDDP) -> None:
-    """Let the first step of an optimizer raise ValueError if the optimizer cannot train the shards of `ddp`."""
-    reference, checked = weakref.ref(ddp), weakref.WeakSet()
-
-    def check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        ddp = reference()
-        if ddp is None:
-            handle.remove()
-        elif optimizer not in checked:
-            checked.add(optimizer)
-            params = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-            shards = ddp.shards()
-            if not params.isdisjoint(ddp.parameters()):
-                raise ValueError("give ddp.shards() to the optimizer, not the parameters of the model: they are freed")
-            accepted = inspect.signature(type(optimizer)).parameters
-            options = {name: value for name, value in optimizer.defaults.items() if name in accepted}
-            if not params.isdisjoint(shards) and not is_elementwise(type(optimizer), options, shards[0].device):
-                raise ValueError(f"{type(optimizer).__name__} cannot step on shards: it is not elementwise")
-
-    handle = register_optimizer_step_pre_hook(check)

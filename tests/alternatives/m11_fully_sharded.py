@@ -1,4 +1,4 @@
-"""Module 11 in another style: a generator performs the schedule, and gradients are written into flat tensors at once."""
+"""Module 11 in another style: a generator performs the schedule, and stops where a unit may compute."""
 
 import contextlib
 

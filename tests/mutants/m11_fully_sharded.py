@@ -155,7 +155,7 @@ SHARD_MISTAKES = [
         "        for parameter, view in zip(self.params, self.make_views(self.full)):\n"
         "            parameter.data = view\n",
         (VIEWS, WEIGHTS),
-        "storage was replaced",
+        "the storage is replaced",
     ),
     Mutant(
         "parameters get other storages in the constructor",
@@ -307,8 +307,8 @@ WRAPPER_MISTAKES = [
     Mutant(
         "skipped units never reduced",
         "            self.leave(index)\n        ### END",
-        '            self.schedule = deque(a for a in self.schedule if a != ("reduce", index))\n            self.leave(index)\n'
-        "        ### END",
+        "            self.schedule = deque(action for action in self.schedule if action != ('reduce', index))\n"
+        "            self.leave(index)\n        ### END",
         (SKIPPED,),
     ),
     Mutant("an evaluation frees the root", "elif not self.awaits_backward:", "else:", (BETWEEN,), "freed weight"),

@@ -1,8 +1,6 @@
 """What the ranks do in module 11's checks. The parent builds the same trees of modules."""
 
-import contextlib
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -210,52 +208,28 @@ def drop(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-@contextlib.contextmanager
-def watch_storages(model: nn.Module, moved: list[str]) -> Iterator[None]:
-    """Note in `moved` each parameter whose storage is another one at a boundary than at the start of the block."""
-    storages = {name: p.untyped_storage() for name, p in model.named_parameters()}
-
-    def note(*_: Any) -> None:
-        moved.extend(
-            name
-            for name, parameter in model.named_parameters()
-            if name not in moved and parameter.untyped_storage() is not storages[name]
-        )
-
-    handles = [submodule.register_forward_pre_hook(note) for submodule in model.modules()]
-    handles += [p.register_post_accumulate_grad_hook(note) for p in model.parameters() if p.requires_grad]
-    yield
-    note()
-    for handle in handles:
-        handle.remove()
-
-
 def describe_views(jobs: list[dict]) -> list[dict]:
-    """Take a step. Return where each parameter's view is in forward, and which storages are replaced."""
+    """Gather and free all units. Return where each parameter's view is, and which parameters got other storages.
+
+    A view is the number of its storage, in the order of the parameters, and its first element.
+    """
     results = []
     for job in jobs:
-        model = build(job)
+        model = edge_case_models.build(job["model"], job["sizes"], job["state"], job["dtype"]).to(device())
         ddp = wrap(job, model)
-        offsets: dict[str, tuple[int, int, int]] = {}  # (number of the storage, first element, elements of the storage)
-        storages: list[Any] = []
-
-        def note(module: nn.Module, *_: Any, offsets=offsets, storages=storages, named=None) -> None:
-            for name, p in named:
-                storage = p.untyped_storage()
-                if not any(storage is other for other in storages):
-                    storages.append(storage)
-                number = next(i for i, other in enumerate(storages) if storage is other)
-                offsets[name] = (number, p.storage_offset(), storage.nbytes() // p.element_size())
-
-        for prefix, submodule in model.named_modules():
-            named = [(f"{prefix}.{name}", p) for name, p in submodule.named_parameters(recurse=False)]
-            if named:
-                submodule.register_forward_pre_hook(lambda *args, named=named, note=note: note(*args, named=named))
-        moved: list[str] = []
-        with watch_storages(model, moved):
-            compute_loss(ddp, move_to_device(job["batches"][0][0])).backward()
-            ddp.finish_grad_sync()
-        results.append({"offsets": offsets, "moved": moved})
+        storages = {name: p.untyped_storage() for name, p in model.named_parameters()}
+        different: list[Any] = []
+        for storage in storages.values():
+            if not any(storage is other for other in different):
+                different.append(storage)
+        numbers = {
+            name: next(number for number, other in enumerate(different) if other is storage)
+            for name, storage in storages.items()
+        }
+        gathered = ddp.full_state_dict()
+        views = {name: (numbers[name], p.storage_offset()) for name, p in model.named_parameters()}
+        moved = [name for name, p in model.named_parameters() if p.untyped_storage() is not storages[name]]
+        results.append({"views": views, "moved": moved, "alive": list_alive(model), "gathered": gathered})
     return results
 
 

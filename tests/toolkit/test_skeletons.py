@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import shutil
+import string
 from pathlib import Path
 
 import pytest
@@ -80,7 +81,7 @@ def test_a_skeleton_says_which_part_is_missing(entry):
     raised = re.findall(r'raise NotImplementedError\("(.*)"\)', text)
     assert raised == [f"module {entry.number}, {part}" for part in parts]
     assert re.findall(r"# TODO: (.*)", text) == parts
-    assert sorted(parts) == [f"part ({letter})" for letter in "abcdefghij"[: len(parts)]]
+    assert sorted(parts) == [f"part ({letter})" for letter in string.ascii_lowercase[: len(parts)]]
 
 
 def test_reset_keeps_what_was_there(course):

@@ -1,0 +1,33 @@
+"""Wrong input to module 11's wrapper gets an exception that says what to do."""
+
+from __future__ import annotations
+
+import pytest
+import rank_functions as functions
+
+from brigade.course.submission import read
+from brigade.runner.ranks import run_ranks
+
+MESSAGES = {
+    "types": "ValueError: no submodule of Sequential has one of the types",
+    "prefetch": "ValueError: prefetch is a number of units, but it is -1",
+    "no unit": "ValueError: plan_units must return the name of every parameter, each in one unit",
+    "outside": "RuntimeError: call the wrapper, not 2: outside it the weights are not gathered",
+    "order": "RuntimeError: 0 is called again, or after a later unit: its weights are freed",
+    "optimizer": "ValueError: Adafactor cannot step on shards: it does not treat every element by itself",
+    "state_dict": "RuntimeError: the weights are in shards: call full_state_dict() on every rank",
+    "load_state_dict": "RuntimeError: the weights are in shards: call load_full_state_dict(state) on every rank",
+    "other names": "ValueError: the state dict does not fit the model: look at 0.bias, 2.bias, 2.weight",
+}
+
+
+@pytest.fixture(scope="module")
+def messages() -> list[dict[str, str]]:
+    sources = read("solutions", 11).sources
+    return list(run_ranks(functions.call_wrongly, world_size=2, packages={"submission": sources}))
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_wrong_input_gets_a_sentence(messages, name):
+    for of_rank in messages:
+        assert of_rank[name].startswith(MESSAGES[name])
