@@ -146,9 +146,9 @@ class FullyShardedDDP(GradSyncMixin, nn.Module):
 
     Give `shards()` to an elementwise torch optimizer, or use `make_optimizer`, and call `finish_grad_sync` before each
     step. All ranks call the wrapper equally often, with one backward per forward, and run units in registration order.
-    A rank may skip units.
-    Outside a call of the wrapper the model's own parameters have no memory: read them with `full_state_dict()`.
-    Without `reshard_after_forward`, whole weights stay until backward. `prefetch` units are gathered ahead.
+    A rank may skip units. Outside a call of the wrapper the model's own parameters have no memory: read them with
+    `full_state_dict()`. Without `reshard_after_forward`, whole weights stay until backward. `prefetch` units are
+    gathered ahead.
     """
 
     def __init__(

@@ -82,11 +82,17 @@ PRINTED = {
     "m08/wire": ["2 ranks", *(names := ["all_reduce", "reduce_scatter", "all_gather", "broadcast"]), "4 ranks", *names],
     "m08/against": [r"torch +1.00 ", "torch, flat", "ZeroOptimizer", "ShardedOptimizer"],
     "m08/masters": ["without a main parameter: 1.0", "with a main parameter: 0.8984"],
+    "m11/peak": [
+        "prefetch=0: at most 1.07 of 3.48 MB; 9 all_gather, 6.69 MB, 5 reduce_scatter, 3.48 MB",
+        "prefetch=1: at most 1.87 of", "prefetch=2: at most 2.67 of",
+        "reshard_after_forward=False: at most 3.48 of 3.48 MB; 5 all_gather, 3.48 MB, 5 reduce_scatter, 3.48 MB",
+    ],
+    "m11/against": [*(f"{name}: 9 all_gather, 5 reduce_scatter" for name in ("torch", "ours")), "ours / torch: "],
     "m08/elementwise": ["Adafactor: refused", "Adam: elementwise", "LBFGS: refused", "Muon: refused"],
 }  # fmt: skip
 
 # Rounds of those that measure many of them: as few as they can do with, since times are not compared here.
-ROUNDS = {"m02/launches": 2, "m06/ends": 2, "m08/against": 7, "m08/wire": 2}
+ROUNDS = {"m02/launches": 2, "m06/ends": 2, "m08/against": 7, "m11/against": 15, "m08/wire": 2}
 
 
 def name(path):
