@@ -264,7 +264,8 @@ def train_one(job: dict) -> dict:
     for step in range(len(job["batches"])):
         recording.note("step", step=job.get("first_step", 0) + step)
         take_gradients(job, step, ddp, model, optimizer, results)
-        results["gradients"].append([None if shard.grad is None else shard.grad.clone() for shard in shards])
+        if step == 0:
+            results["gradients"].append([None if shard.grad is None else shard.grad.clone() for shard in shards])
         results["alive"].append(list_alive(model))
         results["whole"].append([name for name, p in model.named_parameters() if p.grad is not None])
         if "clip" in job:
