@@ -334,7 +334,7 @@ class Progress:
         return None
 
     def find_mismatch(self, rank: int) -> Mismatch | None:
-        """Return the first mismatch of this rank's last launch with a peer's launch of the same number, or None."""
+        """Return the first mismatch between a rank's last launch and a peer's launch with the same number, or None."""
         launch = self.ranks[rank].launches[-1]
         if launch["op"] in OPPOSITES:
             return None

@@ -39,9 +39,9 @@ def test_shard_batch(submission):
             expect(
                 answer.get("error") == "ValueError",
                 f"shard_batch raises ValueError on every rank for 7 rows and {size} ranks",
-                f"it raised {answer['error']}"
+                f"shard_batch raised {answer['error']}"
                 if "error" in answer
-                else f"it returned a tensor of shape {tuple(answer['rows'].shape)}",
+                else f"shard_batch returned a tensor of shape {tuple(answer['rows'].shape)}",
                 diagnosis.UNEVEN,
             )
 
@@ -58,7 +58,7 @@ def test_sum_through_the_root(submission):
 
 @pytest.mark.points(2)
 def test_ring_reduce_scatter(submission):
-    """Rank r ends with the sum of chunk r and gets it as a view. N − 1 messages go to the next rank of the ring."""
+    """Rank r ends up with the sum of chunk r and gets it as a view. N − 1 messages go to the next rank of the ring."""
     for group, tensors, results in run(submission, "ring_reduce_scatter"):
         expect_own_chunks(results, tensors, group)
         expect_ring(results, tensors, group, num_phases=1)
@@ -91,7 +91,7 @@ def test_ring_all_reduce(submission):
         expect(
             error == "ValueError",
             f"{name} raises ValueError for a tensor that is not contiguous",
-            f"it raised {error or 'no exception'}",
+            f"{name} raised {error or 'no exception'}",
             diagnosis.NOT_CONTIGUOUS,
         )
 
@@ -217,7 +217,7 @@ def expect_ring(results, tensors, group, num_phases):
             sent <= limit,
             f"a rank sends at most {'2' * (num_phases == 2)}(N − 1) chunks: {limit} bytes for {numel} elements on "
             f"{size} ranks",
-            f"it sent {sent} bytes",
+            f"this rank sent {sent} bytes",
             diagnosis.WHOLE_TENSOR,
             rank=group[place],
             step=step,
@@ -232,7 +232,7 @@ def expect_messages(results, rank, step, to, source, likely_cause=""):
     expect(
         not collectives and not any(event["kind"] == "launch" and event["op"] == "barrier" for event in events),
         "the function calls only send, recv, isend, irecv and batch_isend_irecv",
-        f"it also made {summarize(collectives)}" if collectives else "it also called a barrier",
+        f"the step also made {summarize(collectives)}" if collectives else "the step also called a barrier",
         diagnosis.COLLECTIVE,
         rank=rank,
         step=step,
@@ -245,7 +245,7 @@ def expect_messages(results, rank, step, to, source, likely_cause=""):
         expect(
             sorted(actual, key=str) == sorted(peers, key=str),
             f"rank {rank} {verb} {format_messages(peers, side)}",
-            f"it {past} {format_messages(actual, side)}",
+            f"this rank {past} {format_messages(actual, side)}",
             likely_cause,
             rank=rank,
             step=step,
@@ -262,7 +262,7 @@ def expect_messages(results, rank, step, to, source, likely_cause=""):
     expect(
         not unawaited,
         "the function calls wait() on every handle of isend and irecv",
-        f"it never called wait() on {len(unawaited)} of {len(found)} handles",
+        f"the step never called wait() on {len(unawaited)} of {len(found)} handles",
         diagnosis.NOT_AWAITED,
         rank=rank,
         step=step,

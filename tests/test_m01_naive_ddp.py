@@ -15,7 +15,7 @@ JOB = {"package": "m01_naive_ddp", "wrapper": "NaiveDDP"}
 
 @pytest.mark.points(1)
 def test_parameters_start_equal(submission):
-    """After construction, all parameters, including frozen and transposed ones, equal rank 0's."""
+    """After construction, all parameters, including frozen and transposed ones, equal those of rank 0."""
     for world, model in zip(submission.worlds(2, 3), ("Frozen", "Tied")):
         case = submission.case(model, world)
         for states, events in collect_start_states(submission, case, world):
@@ -54,7 +54,7 @@ def test_several_steps(submission):
 
 @pytest.mark.points(1)
 def test_branches_and_unused_parameters(submission):
-    """A parameter that a rank does not use counts as zero there. A parameter that no rank uses causes no error."""
+    """A gradient counts as zero on ranks that do not use its parameter. If no rank uses it, there is no error."""
     for world, dtype in zip(submission.worlds(2, 3), (torch.float32, torch.float64)):
         case = submission.case("Branches", world, branches=[1, -1, 0][:world], dtype=dtype)
         results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)
@@ -77,7 +77,7 @@ def test_one_all_reduce_per_parameter(submission):
                     == sorted(("all_reduce", p.numel()) for p in trainable),
                     f"a step of the {model} model launches one all_reduce for each of its {len(trainable)} trainable "
                     "parameters, with the size of the parameter",
-                    f"it made {summarize(launched)}",
+                    f"the step made {summarize(launched)}",
                     partial(diagnosis.explain_launches, launched, case),
                     rank=rank,
                     step=step,

@@ -43,7 +43,7 @@ def test_one_all_reduce_per_dtype(submission):
                 expect(
                     len(kinds) == dtypes == len(set(kinds)) and all(op == "all_reduce" for op, _ in kinds),
                     f"a step of the {model} model launches one all_reduce per dtype, {dtypes} in total",
-                    f"it made {summarize(launched)}",
+                    f"the step made {summarize(launched)}",
                     partial(diagnosis.explain_launches, launched, case),
                     rank=rank,
                     step=step,
@@ -65,7 +65,7 @@ def test_bytes_on_the_wire(submission):
             expect(
                 sent == nbytes,
                 f"a step of the {model} model all-reduces {nbytes} bytes, the size of its trainable parameters",
-                f"it all-reduced {sent} bytes",
+                f"this rank all-reduced {sent} bytes",
                 partial(diagnosis.explain_volume, launched, case),
                 rank=rank,
             )
@@ -84,7 +84,7 @@ def test_mixed_dtypes(submission):
                 expect(
                     gradient is not None and gradient.dtype == parameter.dtype,
                     f"the gradient of {name} has the dtype of the parameter, {parameter.dtype}",
-                    "the gradient is None" if gradient is None else f"its dtype is {gradient.dtype}",
+                    "the gradient is None" if gradient is None else f"the dtype is {gradient.dtype}",
                     rank=rank,
                 )
         expect_gradients(results, case, tolerance=MIXED)
@@ -97,7 +97,7 @@ def test_mixed_dtypes(submission):
 
 @pytest.mark.points(1)
 def test_gradients_keep_shape_and_stride(submission):
-    """One all-reduce averages gradients that are not contiguous, and they keep their shape and strides."""
+    """A single all-reduce also averages non-contiguous gradients and preserves their shapes and strides."""
     for world in submission.worlds(2, 3):
         case = submission.case("Transposed", world)
         results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)
@@ -108,7 +108,7 @@ def test_gradients_keep_shape_and_stride(submission):
                 expect(
                     result["strides"][0][name] == list(parameter.stride()),
                     f"after finish_grad_sync, the gradient of {name} has the strides {parameter.stride()}",
-                    f"its strides are {tuple(result['strides'][0][name])}",
+                    f"the strides are {tuple(result['strides'][0][name])}",
                     diagnosis.REPLACED,
                     rank=rank,
                 )
@@ -117,7 +117,7 @@ def test_gradients_keep_shape_and_stride(submission):
 
 @pytest.mark.points(1)
 def test_branches_and_unused_parameters(submission):
-    """In the single all-reduce, a parameter counts as zero on every rank that does not use it, even if no rank does."""
+    """In the single all-reduce, a gradient is zero on ranks that do not use its parameter, even if no rank uses it."""
     for world, dtype in zip(submission.worlds(2, 3), (torch.float32, torch.float64)):
         case = submission.case("Branches", world, branches=[1, -1, 0][:world], dtype=dtype)
         with diagnosis.suspect_left_out_gradients():
@@ -128,7 +128,7 @@ def test_branches_and_unused_parameters(submission):
 
 @pytest.mark.points(1)
 def test_steps_and_subgroups(submission):
-    """After four steps with one all-reduce each, the weights equal those of one process, also on ranks 1 and 3 of 4."""
+    """Four steps with one all-reduce each give the weights of training in one process, even on ranks 1 and 3 of 4."""
     for world, optimizer in zip(submission.worlds(2, 4), ("adam", "sgd")):
         groups = [[1, 3], [0, 2]] if world == 4 else [list(range(world))]
         case = submission.case("Tied", world, steps=4, dtype=torch.float64, optimizer=optimizer, group=groups[0])

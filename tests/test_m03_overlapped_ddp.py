@@ -50,7 +50,7 @@ def test_launches_are_asynchronous(submission):
                     == sorted(("all_reduce", p.numel()) for p in trainable),
                     f"a step of the {model} model launches one all_reduce for each of its {len(trainable)} trainable "
                     "parameters",
-                    f"it made {summarize(launched)}",
+                    f"the step made {summarize(launched)}",
                     partial(diagnosis.explain_launches, launched, case),
                     rank=rank,
                     step=step,
@@ -104,7 +104,7 @@ def test_launches_follow_their_gradients(submission):
                 expect(
                     ready_at < launch_at,
                     f"the all_reduce of {name} is launched after its gradient is in .grad",
-                    "it was launched earlier",
+                    "the launch came earlier",
                     diagnosis.TENSOR_HOOK,
                     rank=rank,
                 )
@@ -132,7 +132,7 @@ def test_every_handle_is_waited_on(submission):
                 expect(
                     bool(launched) and not unawaited,
                     "finish_grad_sync waits on the handle of every all_reduce of the step",
-                    f"it never waited on {len(unawaited)} of {len(launched)} handles",
+                    f"the step never waited on {len(unawaited)} of {len(launched)} handles",
                     diagnosis.LAST_HANDLE,
                     rank=rank,
                     step=step,
@@ -176,7 +176,7 @@ def test_no_sync_accumulates(submission):
             expect(
                 count == expected,
                 f"a step of 3 micro-batches has {expected} launches: one per parameter, in the last backward",
-                f"it made {count} launches",
+                f"this rank made {count} launches",
                 rank=rank,
             )
         require_overlapped(results, case, steps=2)
@@ -184,7 +184,7 @@ def test_no_sync_accumulates(submission):
 
 @pytest.mark.points(1)
 def test_no_sync_restores_its_state(submission):
-    """no_sync nests. After an exception inside no_sync, the next backward synchronises again."""
+    """no_sync blocks can be nested. After an exception inside no_sync, the next backward synchronises again."""
     [world] = submission.worlds(2)
     case = submission.case("Plain", world, micro_batches=3)
     results = submission.run(m03_overlapped_ddp.interrupted_no_sync, case.make_jobs(**JOB), world_size=world)
@@ -196,7 +196,7 @@ def test_no_sync_restores_its_state(submission):
         expect(
             not inside,
             "backward passes inside no_sync launch nothing, even after an inner no_sync has ended",
-            f"launches inside the inner no_sync: {nested}; launches after its end: {len(inside) - nested}",
+            f"there were {nested} launches inside the inner no_sync and {len(inside) - nested} after its end",
             partial(diagnosis.explain_noise, nested),
             rank=rank,
         )
@@ -204,7 +204,7 @@ def test_no_sync_restores_its_state(submission):
         expect(
             len(outside) == len(case.parameters()),
             "after an exception inside no_sync, the next backward launches all its all-reduces",
-            f"it made {len(outside)} launches for {len(case.parameters())} parameters",
+            f"this rank made {len(outside)} launches for {len(case.parameters())} parameters",
             partial(diagnosis.explain_silence, events),
             rank=rank,
         )
@@ -218,7 +218,7 @@ def test_no_sync_restores_its_state(submission):
 
 @pytest.mark.points(1)
 def test_steps_and_subgroups(submission):
-    """After four overlapped steps, the weights equal those of one process, also in a group of ranks 1 and 3."""
+    """Four overlapped steps give the same weights as training in one process, even in a group of ranks 1 and 3."""
     for world, optimizer in zip(submission.worlds(2, 4), ("adam", "sgd")):
         groups = [[1, 3], [0, 2]] if world == 4 else [list(range(world))]
         case = submission.case("Tied", world, steps=4, dtype=torch.float64, optimizer=optimizer, group=groups[0])

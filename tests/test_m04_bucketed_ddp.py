@@ -50,7 +50,7 @@ def test_bucket_rule(submission):
         expect(
             count == expected,
             f"the XL model has {expected} buckets at a cap of {cap} MiB",
-            f"it has {count} buckets",
+            f"the model has {count} buckets",
             partial(diagnosis.explain_count, cap, count),
         )
 
@@ -93,7 +93,7 @@ def test_buckets_overlap_with_backward(submission):
                     [launch.numel for launch in launched] == expected and all(x.op == "all_reduce" for x in launched),
                     f"a step launches one all_reduce for each of the {len(expected)} buckets, in order, with "
                     f"{join(expected)} elements",
-                    f"it made {summarize(launched)}",
+                    f"the step made {summarize(launched)}",
                     partial(diagnosis.explain_launches, submission, case, buckets, CAP_BYTES, events, step),
                     rank=rank,
                     step=step,
@@ -118,7 +118,7 @@ def test_launch_order_does_not_depend_on_ready_order(submission):
                 expect(
                     [launch.numel for launch in launched] == expected,
                     f"every rank launches the buckets in order, with {join(expected)} elements",
-                    f"it made {summarize(launched)}",
+                    f"the step made {summarize(launched)}",
                     partial(diagnosis.explain_launches, submission, case, buckets, CAP_BYTES, events, step),
                     rank=rank,
                     step=step,
@@ -166,7 +166,7 @@ def test_unused_parameters(submission):
 
 @pytest.mark.points(1)
 def test_no_sync_accumulates(submission):
-    """Backward passes inside no_sync, even nested or interrupted, launch nothing. The last one averages their sum."""
+    """Backward passes inside no_sync, even nested or interrupted, launch nothing. The last pass averages their sum."""
     [world] = submission.worlds(2)
     case = submission.case("Plain", world, micro_batches=3, steps=2, dtype=torch.float64)
     with diagnosis.blame_plan(submission, case, CAP_BYTES):
@@ -185,7 +185,7 @@ def test_no_sync_accumulates(submission):
             expect(
                 len(launched) == expected,
                 f"a step of 3 micro-batches has {expected} launches, one per bucket",
-                f"it made {len(launched)} launches",
+                f"the step made {len(launched)} launches",
                 partial(diagnosis.explain_launches, submission, case, buckets, CAP_BYTES, events, step),
                 rank=rank,
                 step=step,
@@ -193,7 +193,7 @@ def test_no_sync_accumulates(submission):
             expect(
                 not late,
                 f"all {expected} launches of a step of 3 micro-batches are in the last backward",
-                f"{late} of them came after backward",
+                f"{late} of the launches came after backward",
                 partial(explain_late_launches, submission, jobs, events, step),
                 rank=rank,
                 step=step,
@@ -203,7 +203,7 @@ def test_no_sync_accumulates(submission):
 
 @pytest.mark.points(1)
 def test_steps_and_subgroups(submission):
-    """After four overlapped steps, the weights equal those of one process, also in a group of ranks 1 and 3."""
+    """Four overlapped steps give the same weights as training in one process, even in a group of ranks 1 and 3."""
     for world, optimizer in zip(submission.worlds(2, 4), ("adam", "sgd")):
         groups = [[1, 3], [0, 2]] if world == 4 else [list(range(world))]
         case = submission.case("Tied", world, steps=4, dtype=torch.float64, optimizer=optimizer, group=groups[0])
@@ -297,7 +297,7 @@ def expect_buckets(case, buckets):
         expect(
             total <= case["cap_bytes"] or len(bucket) == 1,
             f"a bucket of several parameters contains at most {case['cap_bytes']} bytes",
-            f"{got}; one of them contains {total} bytes",
+            f"{got}. One of them contains {total} bytes",
             partial(diagnosis.explain_large_bucket, apply_rule, case, sizes, buckets),
         )
     for bucket, after in zip(buckets, buckets[1:]):
@@ -330,7 +330,7 @@ def expect_dtypes(events, case):
             carried == expected or len(events) == 1,
             "each bucket contains gradients of one dtype and is all-reduced in that dtype. A step all-reduces "
             + join(f"{numel} elements of {dtype}" for dtype, numel in expected.items()),
-            f"it made {summarize(launches(own, 0))}",
+            f"this rank made {summarize(launches(own, 0))}",
             diagnosis.MIXED_BUCKETS,
             rank=rank,
         )

@@ -70,13 +70,13 @@ def test_layout_rule(submission):
                 partial(diagnosis.explain_layout, field, answer, layout, **case),
             )
     [frozen] = submission.run(m05_grad_buffer.is_frozen, world_size=1)
-    expect(frozen, "a BufferLayout cannot be changed: it is a dataclass with frozen=True", "its numel could be set")
+    expect(frozen, "a BufferLayout cannot be changed: it is a dataclass with frozen=True", "numel could be changed")
 
 
 @pytest.mark.parts("Part (b): views of the buffer")
 @pytest.mark.points(1)
 def test_buffer_memory(submission):
-    """Parameters and main_grads are views of the flat tensors at the layout's offsets, also after reallocate()."""
+    """Parameters and main_grads are views of the flat tensors at the layout's offsets, even after reallocate()."""
     rng = submission.rng
     for dtype, grad_dtype in ((torch.float32, torch.float64), (torch.bfloat16, torch.float32)):
         generator = torch.Generator().manual_seed(rng.randrange(2**31))
@@ -92,7 +92,7 @@ def test_buffer_memory(submission):
                     expect(
                         offset == start,
                         f"{when} p.{name} is a view of {flat} that begins at element {start}",
-                        "it is not a view of it" if offset is None else f"it begins at element {offset}",
+                        "p.{name} is not a view of {flat}" if offset is None else f"it begins at element {offset}",
                         partial(diagnosis.explain_place, name, when),
                         parameter=f"parameter {i}",
                     )
@@ -113,7 +113,7 @@ def test_buffer_memory(submission):
 @pytest.mark.parts("Parts (c) to (g): gradients in place")
 @pytest.mark.points(1)
 def test_gradients_are_averaged(submission):
-    """Replicas start equal, buffers included. One all-reduce per padded bucket averages every gradient."""
+    """Replicas start equal, including buffers. One all-reduce per padded bucket averages every gradient."""
     for world, model in zip(submission.worlds(1, 2, 3, 4), ("Plain", "Buffers", "Frozen", "Tied")):
         case = submission.case(model, world)
         results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)
@@ -124,7 +124,7 @@ def test_gradients_are_averaged(submission):
 
 @pytest.mark.points(2)
 def test_gradients_are_views(submission):
-    """Gradients are views of the buffer at the layout's offsets. A step copies no more than one of the bare model."""
+    """Gradients are views of the buffer at the layout's offsets. A step copies no more than a bare-model step."""
     for world, form in zip(submission.worlds(2, 3), ("optimizer, to None", "optimizer, to zeros")):
         case = submission.case("Plain", world, steps=3)
         names, layout = lay_out(case, world)
@@ -161,7 +161,7 @@ def test_gradients_are_views(submission):
         expect(
             sum(ddp) <= sum(bare),
             f"a step copies at most as many elements as a step of the bare model: {sum(bare)}",
-            f"it copied {sum(ddp)} elements in {len(ddp)} copies; the largest copies have "
+            f"this rank copied {sum(ddp)} elements in {len(ddp)} copies. The largest copies have "
             f"{join_names(sorted(ddp, reverse=True)[:4])} elements",
             partial(diagnosis.explain_copies, ddp, numels),
             rank=rank,
@@ -170,7 +170,7 @@ def test_gradients_are_views(submission):
         expect(
             extra < 0.05 * gradient_bytes,
             "a step allocates no more memory than forward and backward of the bare model",
-            f"it allocated {extra} bytes more. All gradients together take {gradient_bytes} bytes",
+            f"this rank allocated {extra} bytes more. All gradients together take {gradient_bytes} bytes",
             diagnosis.ALLOCATES,
             rank=rank,
         )
@@ -178,7 +178,7 @@ def test_gradients_are_views(submission):
 
 @pytest.mark.points(2)
 def test_zero_grad_in_any_form(submission):
-    """With every form of zero_grad, called before or after forward, the weights equal those of one process."""
+    """With every form of zero_grad, before or after forward, weights equal those from training in one process."""
     forms = ("optimizer, to None", "optimizer, to zeros", "model, to None", "model, to zeros")
     [world] = submission.worlds(2)
     for form in forms:
@@ -188,13 +188,13 @@ def test_zero_grad_in_any_form(submission):
             results = submission.run(m05_grad_buffer.train, jobs, world_size=world)
             when = "between forward and backward" if late else "before forward"
             with explain_failures(results.events, partial(diagnosis.explain_lost_view, results)):
-                what = f"after 3 steps with zero_grad ({form}) {when}, the weights equal those of one process"
+                what = f"3 steps with zero_grad ({form}) {when} give the same weights as training in one process"
                 expect_trained(what, [result["weights"] for result in results], case)
 
 
 @pytest.mark.points(2)
 def test_buckets_overlap_with_backward(submission):
-    """Each bucket is launched in place, padding included, before the next is complete. Padding stays zero."""
+    """Each bucket is launched in place, with its padding, before the next is complete. Padding stays zero."""
     for world in submission.worlds(2, 3):
         case = submission.case("Plain", world, hidden_layers=4, steps=2)
         names, layout = lay_out(case, world)
@@ -209,7 +209,7 @@ def test_buckets_overlap_with_backward(submission):
                     [launch.numel for launch in launched] == expected and all(x.op == "all_reduce" for x in launched),
                     f"a step launches one all_reduce for each of the {len(expected)} buckets, in order, with "
                     f"{join_names(expected, 8)} elements",
-                    f"it made {summarize(launched)}",
+                    f"the step made {summarize(launched)}",
                     partial(diagnosis.explain_launches, buffers, names, layout, events, step),
                     rank=rank,
                     step=step,
@@ -220,7 +220,7 @@ def test_buckets_overlap_with_backward(submission):
                 expect(
                     not buffers[0]["padding"],
                     "the padding is zero after every step",
-                    f"its absolute values add up to {buffers[0]['padding']:g}",
+                    f"the absolute values of the padding add up to {buffers[0]['padding']:g}",
                     diagnosis.LEAKS,
                     rank=rank,
                     step=step,
@@ -229,7 +229,7 @@ def test_buckets_overlap_with_backward(submission):
 
 @pytest.mark.points(1)
 def test_steps_and_subgroups(submission):
-    """Several steps are correct with no_sync, even interrupted, with different ready orders, and in a sub-group."""
+    """Several steps are correct with no_sync (even interrupted), with different ready orders, and in a sub-group."""
     for world, model in zip(submission.worlds(2, 3, 4), ("Plain", "Reordered", "Tied")):
         groups = [[1, 3], [0, 2]] if world == 4 else [list(range(world))]
         case = submission.case(
@@ -255,8 +255,8 @@ def test_steps_and_subgroups(submission):
             count, expected = len(launches(results.events[0], 0)), len(lay_out(case, world)[1]["bucket_ranges"])
             expect(
                 count == expected,
-                f"a step of 3 micro-batches launches {expected} collectives, one per bucket",
-                f"it made {count} launches",
+                f"a step with 3 micro-batches launches {expected} collectives, one per bucket",
+                f"the step made {count} launches",
                 partial(find_leftover, results.events[0]),
                 rank=0,
                 step=0,
@@ -321,7 +321,7 @@ def test_main_grad_accumulates_in_fp32(submission):
             expect(
                 {launch.dtype for launch in launches(events, 0)} == {"float32"},
                 "gradients are reduced in fp32, the dtype of the buffer",
-                f"it made {summarize(launches(events, 0))}",
+                f"the step made {summarize(launches(events, 0))}",
                 rank=rank,
                 step=0,
             )
@@ -329,7 +329,7 @@ def test_main_grad_accumulates_in_fp32(submission):
             expect(
                 None not in offsets.values(),
                 "each main_grad is a view of the buffer",
-                f"{sum(offset is None for offset in offsets.values())} of {len(offsets)} are not views of it",
+                f"{sum(offset is None for offset in offsets.values())} of {len(offsets)} are not views",
                 rank=rank,
                 step=1,
             )
@@ -365,7 +365,7 @@ def test_one_buffer_per_dtype(submission):
                 expect(
                     buffer["dtype"] == dtypes[name],
                     f"with grad_dtype={grad_dtype}, the gradients of {own} parameters are in a {dtypes[name]} buffer",
-                    f"they are in a {buffer['dtype']} buffer",
+                    f"the gradients are in a {buffer['dtype']} buffer",
                     diagnosis.NARROWER if own in wide else "",
                     rank=rank,
                 )

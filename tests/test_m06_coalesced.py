@@ -87,7 +87,7 @@ def test_coalesce_is_one_launch(submission):
 
 @pytest.mark.points(2)
 def test_coalesce_refuses_mixtures(submission):
-    """Mixed kinds, reduce operations or dtypes and nested blocks raise and launch nothing. Later collectives work."""
+    """Blocks with mixed kinds, operations or dtypes and nested blocks raise and launch nothing. Later calls work."""
     rng = submission.rng
     [world] = submission.worlds(2)
     blocks = [  # what raises, what must be compared for that, the calls
@@ -115,7 +115,7 @@ def test_coalesce_refuses_mixtures(submission):
                 expect(
                     raised is not None,
                     f"a coalesce block raises an exception if it contains {label}",
-                    f"nothing was raised, and the block made {summarize(launched)}",
+                    f"the block raised no exception and made {summarize(launched)}",
                     partial(diagnosis.explain_no_error, compared),
                     rank=rank,
                 )
@@ -130,7 +130,7 @@ def test_coalesce_refuses_mixtures(submission):
             expect(
                 not launched,
                 f"a coalesce block that ends with an exception launches nothing ({label})",
-                f"it made {summarize(launched)}",
+                f"this rank made {summarize(launched)}",
                 partial(diagnosis.explain_launch_after_error, compared),
                 rank=rank,
             )
@@ -221,7 +221,7 @@ def test_shards_without_gather(submission):
 @pytest.mark.parts("Part (g): gather gradients during backward")
 @pytest.mark.points(1)
 def test_gradients_are_averaged(submission):
-    """Replicas start equal, buffers included. A reduce-scatter and an all-gather per group average gradients."""
+    """Replicas start equal, including buffers. A reduce-scatter and an all-gather per group average gradients."""
     cases = zip(submission.worlds(1, 2, 3, 4), ("Plain", "Buffers", "Frozen", "Tied"), (1, 2, None, 2))
     for world, model, buckets_per_group in cases:
         case = submission.case(model, world)
@@ -233,7 +233,7 @@ def test_gradients_are_averaged(submission):
 
 @pytest.mark.points(2)
 def test_launches_and_volume(submission):
-    """A step launches one reduce-scatter and one all-gather per group: together the bytes of one all-reduce."""
+    """A step launches one reduce-scatter and one all-gather per group. Together, they send as much as an all-reduce."""
     cases = zip(submission.worlds(2, 3, 2), ("Plain", "MixedDtypes", "MixedDtypes"), (2, 1, None))
     for world, model, buckets_per_group in cases:
         case = submission.case(model, world, hidden_layers=6 if model == "Plain" else 4, steps=2)
@@ -252,7 +252,7 @@ def test_launches_and_volume(submission):
 
 @pytest.mark.points(2)
 def test_groups_overlap_with_backward(submission):
-    """A group is launched when its last bucket is ready, before the next group is. Backward does not wait for it."""
+    """A group is launched once its last bucket is ready, before the next group is ready. Backward does not wait."""
     for world, is_uneven in zip(submission.worlds(2, 3), (False, True)):
         case = submission.case("Plain", world, hidden_layers=6, steps=2)
         buckets_per_group = choose_uneven(case, world) if is_uneven else 1
@@ -312,8 +312,8 @@ def test_steps_and_subgroups(submission):
         results = submission.run(m05_grad_buffer.train, jobs, world_size=world)
         with explain_failures(results.events, partial(explain_lost_view, results)):
             expect_trained(
-                f"after 3 steps with unused parameters and zero_grad ({form}) {when} forward, the weights equal those "
-                "of one process",
+                f"after 3 steps with unused parameters and zero_grad ({form}) {when} forward, the weights equal "
+                "those from training in one process",
                 [result["weights"] for result in results],
                 case,
             )
@@ -377,7 +377,7 @@ def expect_one_launch(launched, op, count, what, rank):
     expect(
         [(launch.op, launch.parts) for launch in launched] == [(op, count)],
         f"{what}, inside one coalesce block, become one launch of {count} tensors",
-        f"it made {summarize(launched)}"
+        f"this rank made {summarize(launched)}"
         + (f", which contains {launched[0].parts} of the tensors" if len(launched) == 1 else ""),
         partial(diagnosis.explain_calls, launched, count),
         rank=rank,
@@ -386,7 +386,7 @@ def expect_one_launch(launched, op, count, what, rank):
     expect(
         not launch.sync and "block" not in launch.wait_phases,
         f"a coalesce block launches when it ends, without waiting ({what})",
-        "it waited for the result",
+        "the block waited for the result",
         partial(diagnosis.explain_early_wait, launch),
         rank=rank,
     )
@@ -400,7 +400,7 @@ def expect_one_launch(launched, op, count, what, rank):
     expect(
         bool(launch.waits),
         f"handle.wait() waits for the block's launch ({what})",
-        "it did not wait for this launch",
+        "handle.wait() did not wait for this launch",
         diagnosis.OTHER_HANDLE,
         rank=rank,
     )
@@ -419,7 +419,7 @@ def expect_working(answers, inputs, label):
         expect(
             answer["failure"] is None,
             f"after a coalesce block has ended with an exception ({label}), the next block works",
-            f"it raised {answer['failure']}",
+            f"this rank raised {answer['failure']}",
             diagnosis.BLOCK_LEFT_OVER,
             rank=rank,
         )
@@ -455,7 +455,7 @@ def expect_averaged_shards(results, grads, layout, buckets, group):
         expect(
             actual.numel() == layout["numel"],
             f"the grad buffer has {layout['numel']} elements",
-            f"it has {actual.numel()} elements",
+            f"the grad buffer has {actual.numel()} elements",
             diagnosis.WRONG_NUMEL,
             rank=rank,
         )
@@ -545,7 +545,7 @@ def expect_launches(launched, groups, op, at, setting="", ordered=True, events=(
         made == expected if ordered else sorted(made) == sorted(expected),
         f"one {op} for each of {len(expected)} groups is launched{setting}, with "
         f"{join_names([f'{numel} {dtype}' for dtype, numel in expected], 8)} elements",
-        f"it made {summarize(of_kind)}",
+        f"the step made {summarize(of_kind)}",
         partial(diagnosis.explain_groups, made, expected, op, events),
         **at,
     )
@@ -671,7 +671,7 @@ def expect_fp32_steps(submission, world, gather_grads):
         expect(
             {launch.dtype for launch in launched} <= {"float32"},
             "gradients are reduced and gathered in fp32, the dtype of the buffer",
-            f"it made {summarize(launched)}",
+            f"the step made {summarize(launched)}",
             rank=rank,
             step=0,
         )

@@ -37,7 +37,7 @@ def make_job(buckets_per_group=1, **arguments):
 
 @pytest.mark.points(1)
 def test_gradients_are_averaged(submission):
-    """Replicas start equal. A reduce-scatter and an all-gather per group average gradients, also after reallocate()."""
+    """Replicas start equal. A reduce-scatter and an all-gather per group average gradients, even after reallocate()."""
     models = ("Frozen", "Buffers", "MixedDtypes", "Tied")
     for world, model, buckets_per_group in zip(submission.worlds(1, 2, 3, 4), models, (1, 2, None, 2)):
         is_mixed = model == "MixedDtypes"
@@ -55,7 +55,7 @@ def test_gradients_are_averaged(submission):
 
 @pytest.mark.points(3)
 def test_steady_step_makes_no_view(submission):
-    """Hooks, finish_grad_sync and the parameter sync create no view in the third step or the second after a move."""
+    """Hooks, finish_grad_sync and the parameter sync create no views in steady steps, even after a move."""
     cases = zip(submission.worlds(2, 3), (True, False), (2, 1), (None, torch.float32))
     for world, gather_grads, buckets_per_group, grad_dtype in cases:
         case = submission.case("MixedDtypes", world, steps=5)
@@ -72,7 +72,7 @@ def test_steady_step_makes_no_view(submission):
             expect(
                 all(sum(x.numel for x in launched if x.op == op) == volume for op in ("reduce_scatter", "all_gather")),
                 f"a steady step reduce-scatters and all-gathers all {volume} elements of the buffers",
-                f"it made {summarize(launched)}",
+                f"the step made {summarize(launched)}",
                 partial(find_leftover, events),
                 rank=rank,
                 step=2,
@@ -94,14 +94,14 @@ def test_views_follow_the_buffer(submission):
             micro = slice(step, step + 1)
             own = [case.gradients([rank], micro) for rank in range(world)]
             what = (
-                "after finish_grad_sync, every gradient is the average"
+                "after finish_grad_sync, every gradient is the average over all ranks"
                 if gather_grads
                 else "after finish_param_sync, param_data contains the averaged shards of all ranks"
             )
             num_moves = sum(moves[: step + 1])
             with diagnosis.suspect_stale_views(num_moves, gather_grads, results.events):
                 expect_equal(
-                    f"{what} (step {step}; calls of reallocate() so far: {num_moves})",
+                    f"{what} (step {step}, after {num_moves} call{'s' * (num_moves != 1)} of reallocate())",
                     [result["tensors"][step] for result in results],
                     case.gradients(micro=micro),
                     scale={name: max(float(grads[name].abs().max()) for grads in own) for name in own[0]},
@@ -202,7 +202,7 @@ def expect_no_view(rank, step, steps, gather_grads, num_buckets, is_moved=False)
         lines[line] += view["count"]
         calls.setdefault(line, set()).add(view["call"])
     by_phase = join_names([f"{n} in {name}" for name, n in phases.items()])
-    got = f"it created {phases.total()} view{'s' * (phases.total() != 1)}: {by_phase}"
+    got = f"the step created {phases.total()} view{'s' * (phases.total() != 1)}: {by_phase}"
     for line, count in lines.most_common(3):
         got += f"\n{line}  ({count} by {join_names(sorted(calls[line]))})"
     after = " (the second one after reallocate())" * is_moved
@@ -231,7 +231,7 @@ def expect_launches(events, at, groups, gathers, setting):
         and len(launched) == 2 * len(numels),
         f"a step launches one reduce_scatter and one all_gather for each of {len(numels)} groups, with "
         f"{join_names(numels)} elements{setting}",
-        f"it made {summarize(launched)}",
+        f"the step made {summarize(launched)}",
         partial(diagnosis.explain_launches, launched, numels, "backward" in gathers, events),
         **at,
     )
@@ -240,7 +240,8 @@ def expect_launches(events, at, groups, gathers, setting):
         expect(
             launch.place < max(ready_at.get(name, -1) for name in names),
             f"the reduce_scatter of group {number} is launched before the next group is complete{setting}",
-            f"it was launched {describe_phase(launch)}, when {describe_gradients(names)} ready",
+            f"the reduce_scatter was launched {describe_phase(launch)}. At that time, {describe_gradients(names)} "
+            "already ready",
             partial(diagnosis.explain_late_launch, launch, events),
             **at,
         )
@@ -259,7 +260,7 @@ def expect_launches(events, at, groups, gathers, setting):
     expect(
         not blocking,
         f"no launch blocks, and backward waits for none before a gradient of the next group is ready{setting}",
-        f"it waited too early for {summarize(blocking)}",
+        f"the step waited too early for {summarize(blocking)}",
         partial(diagnosis.explain_blocking, blocking),
         **at,
     )
@@ -267,7 +268,7 @@ def expect_launches(events, at, groups, gathers, setting):
     expect(
         not wrong,
         f"the step waits on every handle before it reads or writes the tensors{setting}",
-        f"it never waited for {len(wrong)} of {len(launched)} launches, or their tensors changed before the wait",
+        f"the step never waited for {len(wrong)} of {len(launched)} launches, or their tensors changed before the wait",
         partial(diagnosis.explain_unwaited, wrong),
         **at,
     )

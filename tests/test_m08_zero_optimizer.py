@@ -55,7 +55,7 @@ GAP = 1 / 128  # between bfloat16 numbers from 1 to 2
 @pytest.mark.parts("8a, parts (a) to (d): whole parameters")
 @pytest.mark.points(3)
 def test_sharded_equals_unsharded(submission):
-    """Over 20 steps, weights equal those of the unsharded optimizer, in sub-groups and if a rank owns nothing too."""
+    """Over 20 steps, weights equal those of the unsharded optimizer, even in sub-groups or if a rank owns nothing."""
     groups = [[1, 2, 3], [0]]
     adam = {"optimizer": "Adam", "options": {"lr": 0.01}, "params": "list"}
     adamw = {"optimizer": "AdamW", "options": {"lr": 0.01, "weight_decay": 0.1}, "params": "generator"}
@@ -82,7 +82,7 @@ def test_sharded_equals_unsharded(submission):
 
 @pytest.mark.points(2)
 def test_sharded_state_is_shared(submission):
-    """A rank keeps at most the mean state plus the largest parameter's. All ranks together keep the state once."""
+    """A rank keeps at most the average share plus the largest parameter's state. No state is on two ranks."""
     for world in submission.worlds(2, 3, 4):
         problems = draw_sharing_problems(submission.rng, world)
         common = {"optimizer": "Adam", "options": {"lr": 0.01}}
@@ -104,21 +104,21 @@ def test_sharded_state_is_shared(submission):
                     bytes_by_rank[rank] <= bound,
                     f"each of {world} ranks keeps at most the mean state plus the largest parameter's state: "
                     f"{bound:.0f} of {whole} bytes ({name})",
-                    f"it keeps {bytes_by_rank[rank]} bytes. The ranks keep {join_names(bytes_by_rank)} bytes",
+                    f"this rank keeps {bytes_by_rank[rank]} bytes. The ranks keep {join_names(bytes_by_rank)} bytes",
                     partial(diagnosis.explain_state, owned, numels, problem),
                     rank=rank,
                 )
             expect(
                 sum(bytes_by_rank) == whole,
                 f"{world} ranks together keep the state of the unsharded optimizer once: {whole} bytes ({name})",
-                f"they keep {join_names(bytes_by_rank)} bytes, {sum(bytes_by_rank)} bytes in total",
+                f"the ranks keep {join_names(bytes_by_rank)} bytes, {sum(bytes_by_rank)} bytes in total",
                 partial(diagnosis.explain_sum_of_states, owned, bytes_by_rank, whole, problem),
             )
 
 
 @pytest.mark.points(1)
 def test_sharded_launches(submission):
-    """A step launches one reduce and one broadcast per trainable parameter, with the same root, and waits on all."""
+    """A step waits on one reduce and one broadcast per trainable parameter. Both have the same root."""
     for world, model in zip(submission.worlds(2, 3), ("Tied", "Frozen")):
         case = submission.case(model, world, steps=3, dtype=torch.float64)
         results = submission.run(m08_sharded.train, case.make_jobs(start=case.start(), **SGD), world_size=world)
@@ -133,7 +133,7 @@ def test_sharded_launches(submission):
                     == sorted((op, numel) for op in ("reduce", "broadcast") for numel in numels[True]),
                     f"a step of the {model} model launches one reduce and one broadcast for each of its "
                     f"{len(numels[True])} trainable parameters",
-                    f"it made {summarize(launched, 20)}",
+                    f"the step made {summarize(launched, 20)}",
                     partial(diagnosis.explain_launches, launched, numels[True], numels[False]),
                     rank=rank,
                     step=step,
@@ -150,7 +150,7 @@ def test_sharded_launches(submission):
                 expect(
                     not forgotten,
                     "every rank, the root included, waits on the handle of every launch before the next step ends",
-                    f"it never waited on {len(forgotten)} of {len(launched)} handles",
+                    f"the step never waited on {len(forgotten)} of {len(launched)} handles",
                     partial(diagnosis.explain_forgotten, forgotten, events, rank),
                     rank=rank,
                     step=step,
@@ -167,7 +167,7 @@ def test_sharded_launches(submission):
 
 @pytest.mark.points(2)
 def test_sharded_groups_and_schedulers(submission):
-    """Groups keep their own options, schedulers and late groups take effect, and a closure runs once per step."""
+    """Groups keep their own options. Schedulers and late groups take effect. A closure runs once per step."""
     for world, kind in zip(submission.worlds(3, 2, 3), ("lambda", "one cycle", "late")):
         case = submission.case("Plain", world, steps=6, dtype=torch.float64, hidden_layers=1)
         names = list(case.parameters())
@@ -208,7 +208,7 @@ def test_sharded_groups_and_schedulers(submission):
             expect(
                 result["returned"] == (result["losses"] if "closure" in job else []),
                 "step(closure) returns the result of the closure",
-                f"it returned {join_names(result['returned'][:3])}, but the closure returned "
+                f"step returned {join_names(result['returned'][:3])}, but the closure returned "
                 f"{join_names(result['losses'][:3])}",
                 diagnosis.CLOSURE,
                 rank=rank,
@@ -219,7 +219,7 @@ def test_sharded_groups_and_schedulers(submission):
 @pytest.mark.parts("8a, part (e): clipping")
 @pytest.mark.points(1)
 def test_sharded_clipping(submission):
-    """clip_grad_norm_ returns the global norm and clips by it. Then step does not reduce again."""
+    """clip_grad_norm_ returns the global norm and uses it to clip. Afterwards, step does not reduce again."""
     for world, hidden, groups in zip(submission.worlds(3, 4), (1, 0), ([[0, 1, 2]], [[1, 2, 3], [0]])):
         groups = groups if world > 1 else [[0]]
         max_norm = submission.rng.uniform(0.02, 0.1)
@@ -237,7 +237,7 @@ def test_sharded_clipping(submission):
                 expect(
                     "clip" in phases,
                     "clip_grad_norm_ reduces the gradients, because it returns the norm of the averages",
-                    "it launched no reduce",
+                    "the step launched no reduce",
                     diagnosis.SKIPPED if step == 4 else diagnosis.NOT_REDUCED,
                     rank=rank,
                     step=step,
@@ -264,7 +264,7 @@ def test_sharded_clipping(submission):
 @pytest.mark.parts("8b, parts (f) to (h): shards of buckets")
 @pytest.mark.points(3)
 def test_zero_equals_unsharded(submission):
-    """Over 20 steps, weights equal those of the plain optimizer. Optimizers that are not elementwise are refused."""
+    """Over 20 steps, weights equal those from the plain optimizer. Optimizers that are not elementwise are refused."""
     names = ["AdamW", *submission.rng.sample(list(OPTIMIZERS), 3)]
     for world, model, name in zip(submission.worlds(1, 2, 3, 4), ("Plain", "Tied", "Reordered", "Frozen"), names):
         groups = [[1, 3], [0, 2]] if world == 4 else [list(range(world))]
@@ -281,7 +281,7 @@ def test_zero_equals_unsharded(submission):
         arguments = ZERO["arguments"] | {"buckets_per_group": {1: None, 2: 1}.get(world, 2)}
         jobs = make_zero_jobs(case, recipe, groups=groups, arguments=arguments, reallocate=is_moving)
         results = submission.run(m08_zero.train, jobs, world_size=world)
-        what = f"after 20 steps of {name} on {format_ranks(case.group)}, the weights equal those of the plain optimizer"
+        what = f"20 steps of {name} on {format_ranks(case.group)} give the same weights as the plain optimizer"
         if is_moving:
             what += ", although buffer.reallocate() moves the buffers before every step"
         why = partial(diagnosis.suspect_scaling, case, recipe, is_moving)
@@ -296,7 +296,7 @@ def test_zero_equals_unsharded(submission):
             expect(
                 answer is not None and len(answer.split()) > 2,
                 f"ZeroOptimizer rejects {optimizer}, which is not elementwise, with an exception that says why",
-                "it was accepted" if answer is None else f"the exception says {answer!r}",
+                "the optimizer was accepted" if answer is None else f"the exception says {answer!r}",
                 partial(diagnosis.explain_refusal, answer),
                 rank=rank,
             )
@@ -304,7 +304,7 @@ def test_zero_equals_unsharded(submission):
 
 @pytest.mark.points(2)
 def test_zero_state_is_shared(submission):
-    """Each moment, and the fp32 main parameters, take at most 1/N of the buckets on each rank."""
+    """On each rank, each moment and the fp32 main parameters have at most 1/N of the buckets' elements."""
     names = submission.rng.sample(list(OPTIMIZERS), 3)
     for world, model, name in zip(submission.worlds(2, 3, 4), ("Plain", "Frozen", "Tied"), names):
         dtype = torch.bfloat16 if world == 4 else torch.float32
@@ -317,7 +317,7 @@ def test_zero_state_is_shared(submission):
             expect(
                 result["state_bytes"] is not None,
                 "optimizer.optim is the local inner optimizer",
-                "there is no optimizer.optim",
+                "the optimizer has no attribute optim",
                 diagnosis.NO_INNER,
                 rank=rank,
             )
@@ -325,7 +325,7 @@ def test_zero_state_is_shared(submission):
                 result["state_bytes"] <= MOMENTS[name] * bound,
                 f"each of {world} ranks keeps at most {MOMENTS[name] * bound} bytes of state: for each moment of "
                 f"{name}, 1/{world} of the size of the buckets in fp32",
-                f"it keeps {result['state_bytes']} bytes. The unsharded optimizer keeps {whole} bytes",
+                f"this rank keeps {result['state_bytes']} bytes. The unsharded optimizer keeps {whole} bytes",
                 partial(diagnosis.explain_state_bytes, result["state_bytes"], whole),
                 rank=rank,
             )
@@ -348,7 +348,7 @@ def test_zero_state_is_shared(submission):
 
 @pytest.mark.points(1)
 def test_zero_volume(submission):
-    """A step moves the bytes of one all-reduce: reduce-scatters of gradients, all-gathers of weights in their dtype."""
+    """A step sends as much as one all-reduce: reduce-scatters of gradients, all-gathers of weights in their dtype."""
     for world, dtype in zip(submission.worlds(2, 3), (torch.float32, torch.bfloat16)):
         case = submission.case("Plain", world, steps=3, dtype=dtype)
         arguments = ZERO["arguments"] | {"grad_dtype": torch.float32, "buckets_per_group": 2}
@@ -364,7 +364,7 @@ def test_zero_volume(submission):
                     {launch.op for launch in before} <= {"reduce_scatter"} and sum(x.numel for x in before) == numel,
                     f"before the optimizer's step, reduce-scatters cover all {numel} elements of the buckets once, "
                     "and nothing else is launched",
-                    f"it made {summarize(before)}",
+                    f"the step made {summarize(before)}",
                     partial(diagnosis.explain_gradient_launches, before, results[rank]["gather_grads"]),
                     rank=rank,
                     step=step,
@@ -375,7 +375,7 @@ def test_zero_volume(submission):
                     and sum(launch.nbytes for launch in inside) == numel * dtype.itemsize,
                     f"the optimizer's step all-gathers the weights, {numel} elements in {name}, and launches nothing "
                     "else. Together with the reduce-scatters, this is the volume of one all-reduce",
-                    f"it made {summarize(inside)}",
+                    f"the step made {summarize(inside)}",
                     partial(diagnosis.explain_volume, inside, numel, name),
                     rank=rank,
                     step=step,
@@ -384,7 +384,7 @@ def test_zero_volume(submission):
 
 @pytest.mark.points(2)
 def test_zero_groups_and_schedulers(submission):
-    """Groups keep their options, schedulers and changes take effect, groups can be added late, and closures work."""
+    """Groups keep their options. Schedulers and changes take effect. Late groups and closures work."""
     steps = 12
     for world, late in zip(submission.worlds(2, 3), (False, True)):
         case = submission.case("Plain", world, steps=steps, dtype=torch.float64)
@@ -401,7 +401,7 @@ def test_zero_groups_and_schedulers(submission):
             expect(
                 result["groups"] == [first["names"], second["names"]],
                 "param_groups contain the model's whole parameters, in the groups that the user passed",
-                f"they contain {join_names([len(group) for group in result['groups']])} parameters, of which "
+                f"the groups contain {join_names([len(group) for group in result['groups']])} parameters, of which "
                 f"{sum(name == '' for group in result['groups'] for name in group)} are not the model's",
                 diagnosis.INNER_GROUPS,
                 rank=rank,
@@ -416,7 +416,7 @@ def test_zero_groups_and_schedulers(submission):
         expect_trained(
             f"after {steps} steps of AdamW with two groups ("
             + (f"one of them added before step {steps // 2}, with closures" if late else "whose options change")
-            + "), the weights equal those of the plain optimizer",
+            + "), the weights equal those from the plain optimizer",
             results,
             compute_weights(case, recipe),
             case.start(),
@@ -427,7 +427,7 @@ def test_zero_groups_and_schedulers(submission):
 
 @pytest.mark.points(2)
 def test_zero_clipping(submission):
-    """clip_grad_norm_ returns the norm of all gradients and clips by it. NaN and infinity reach every rank."""
+    """clip_grad_norm_ returns the norm over all gradients and uses it to clip. NaN and infinity reach every rank."""
     steps = 10
     for world, model in zip(submission.worlds(2, 3), ("Frozen", "Tied")):
         # Gradients are large, so that the 1e-6 that torch adds to a norm does not matter.
@@ -443,7 +443,7 @@ def test_zero_clipping(submission):
         expect_norms([result["norms"][:1] for result in results], norms[:1], rounding, num_parameters)
         expect_trained(
             f"after {steps} steps of SGD with gradients clipped to the global norm {recipe['max_norm']:.4g}, the "
-            "weights equal those of the plain optimizer",
+            "weights equal those from the plain optimizer",
             results,
             weights,
             case.start(),
@@ -472,7 +472,7 @@ def test_zero_clipping(submission):
 @pytest.mark.parts("8b, parts (i) and (j): checkpoints")
 @pytest.mark.points(2)
 def test_zero_checkpoints(submission):
-    """state_dict equals the plain optimizer's on every rank. Training resumes from it with any number of ranks."""
+    """state_dict equals that of the plain optimizer on every rank. Training resumes with any number of ranks."""
     half = 4
     names = submission.rng.sample(list(OPTIMIZERS), 3)
     for before, after, name in zip(submission.worlds(4, 2, 1), submission.worlds(2, 3, 4), names):
@@ -486,7 +486,7 @@ def test_zero_checkpoints(submission):
         with diagnosis.explain_mismatch(diagnosis.find_skipped_shard):
             saved = submission.run(m08_zero.train, jobs, world_size=before)
         expect_trained(
-            f"after {half} steps of {name}, the weights equal those of the plain optimizer",
+            f"after {half} steps of {name}, the weights equal those from the plain optimizer",
             saved,
             weights,
             case.start(),
@@ -517,7 +517,7 @@ def test_zero_checkpoints(submission):
 
 @pytest.mark.points(1)
 def test_zero_masters(submission):
-    """16-bit weights equal rounded fp32 main parameters, however small the steps are. Checkpoints keep the latter."""
+    """16-bit weights equal rounded fp32 main parameters, even after tiny steps. Checkpoints keep the fp32 values."""
     generator = torch.Generator().manual_seed(submission.rng.randrange(2**31))
     dtypes = (torch.bfloat16, torch.float16, torch.float32, torch.bfloat16)
     sizes = submission.rng.sample(range(60, 400), 4)
@@ -640,7 +640,7 @@ def expect_norm(norms, expected_norms, step, case, job, events, rounding):
             expect(
                 not math.isfinite(norm),
                 "if one rank's gradients contain infinity, the norm that clip_grad_norm_ returns is not finite",
-                f"it returned {norm:.6g}",
+                f"clip_grad_norm_ returned {norm:.6g}",
                 rank=rank,
                 step=step,
             )
@@ -649,7 +649,7 @@ def expect_norm(norms, expected_norms, step, case, job, events, rounding):
         expect(
             abs(norm - expected) <= rounding * expected,
             f"clip_grad_norm_ returns the norm of all averaged gradients, {exact}, on every rank",
-            f"it returned {shown}. The ranks returned {join_names(format_distinct(*actual))}",
+            f"clip_grad_norm_ returned {shown}. The ranks returned {join_names(format_distinct(*actual))}",
             "" if step else partial(diagnosis.explain_norm, case, job, actual, expected, events),
             rank=rank,
             step=step,
@@ -687,8 +687,8 @@ def expect_trained(
     for rank in ranks:
         expect(
             results[rank]["is_optimizer"],
-            "a ZeroOptimizer is a torch.optim.Optimizer",
-            "it is not",
+            "ZeroOptimizer is a subclass of torch.optim.Optimizer",
+            "it is not a subclass",
             diagnosis.NO_OPTIMIZER,
             rank=rank,
         )
@@ -716,7 +716,7 @@ def require_shared_state(results, case, name):
             actual is not None and actual <= bound,
             f"right weights earn points only if each of {size} ranks keeps at most {bound} bytes of state in "
             "optimizer.optim, for its own shards",
-            "it has no optimizer.optim" if actual is None else f"it keeps {actual} bytes",
+            "the optimizer has no attribute optim" if actual is None else f"this rank keeps {actual} bytes",
             partial(diagnosis.explain_state_bytes, actual, whole),
             rank=case.group[index] if len(case.group) == size else index,
         )
@@ -737,7 +737,7 @@ def expect_norms(norms_by_rank, expected_norms, rounding, num_parameters):
             expect(
                 abs(norm - expected) <= rounding * expected,
                 f"clip_grad_norm_ returns the norm of all gradients, {exact}, on every rank",
-                f"it returned {shown}",
+                f"clip_grad_norm_ returned {shown}",
                 partial(diagnosis.explain_norms, norms, expected, num_parameters * len(norms)),
                 rank=rank,
                 step=step,
@@ -778,14 +778,14 @@ def expect_state_dict(actual, expected, params, rank, size):
             expect(
                 group.get(key) == plain[key],
                 what + f"{key} of group {index} is {plain[key]}",
-                f"it is {group.get(key)}",
+                f"{key} is {group.get(key)}",
                 partial(diagnosis.explain_option, key),
                 rank=rank,
             )
     missing = [params[number] for number in expected["state"] if not isinstance(actual["state"].get(number), dict)]
     expect(
         not missing,
-        what + "it contains the state of every parameter that was updated, under its number",
+        what + "it contains the state of every parameter that was updated, under the number of the parameter",
         f"there is no state for {join_names(missing)}",
         diagnosis.LOST_STATE,
         rank=rank,
@@ -801,7 +801,7 @@ def expect_state_dict(actual, expected, params, rank, size):
                 expect(
                     shape == tuple(value.shape),
                     what + f"{name} has the shape {tuple(value.shape)}",
-                    "there is no such entry" if shape is None else f"it has the shape {shape}",
+                    f"there is no {name}" if shape is None else f"it has the shape {shape}",
                     partial(diagnosis.explain_entry, shape, tuple(value.shape)),
                     rank=rank,
                 )

@@ -70,7 +70,8 @@ def expect_start(
         expected = {name: t for name, t in expected.items() if (name in case.parameters()) == (kind == "parameters")}
     own = f"this rank still has its own {kind}: {explain_no_broadcast(events, case)}"
     world = (
-        f"this rank has the {kind} of rank 0 of the world, not of its own group: the broadcast ignores process_group."
+        f"this rank has the {kind} of rank 0 of the world instead of those of its group's first rank: the broadcast "
+        "ignores process_group."
     )
     last = f"this rank has the {kind} of the last rank of the group: the broadcast starts from the wrong rank."
     hypotheses = {
@@ -147,8 +148,13 @@ def expect_gradients(
         }
         return dict(evaluate(hypotheses) or {}) | (unreduced if size > 1 else {})
 
+    average = (
+        f"every gradient is the average over {format_ranks(case.group)}"
+        if size > 1
+        else f"every gradient keeps its value, because rank {case.group[0]} is the only rank in the group"
+    )
     expect_equal(
-        what or f"after finish_grad_sync, every gradient is the average over {format_ranks(case.group)}",
+        what or f"after finish_grad_sync, {average}",
         [results[rank]["gradients"][0] for rank in case.group],
         case.gradients(),
         ranks=case.group,
@@ -209,14 +215,15 @@ def expect_weights(results: Sequence[Mapping[str, Any]], case: Case) -> None:
     what = f"after {len(case.batches[0])} steps of {case.optimizer} on {format_ranks(case.group)}, the weights "
     try:
         with explain_failures(getattr(results, "events", [])):
-            expect_trained(what + "equal those of one process", [results[rank]["weights"] for rank in case.group], case)
+            trained = [results[rank]["weights"] for rank in case.group]
+            expect_trained(what + "equal those from training in one process", trained, case)
     except CheckFailed as failed:
         first = find_first_step_failure(results, case)
         raise failed.with_cause(first.likely_cause, first.hypothesis) if first else failed from None
 
 
 def expect_trained(what: str, trained: Sequence[Tensors], case: Case) -> None:
-    """Expect the weights `trained` of each of the case's ranks to equal those of one process."""
+    """Expect the weights `trained` of each of the case's ranks to equal those from training in one process."""
 
     def make_hypotheses() -> Hypotheses:
         accumulated, _ = case.train(zero=False)
@@ -274,7 +281,7 @@ def expect_equal(
         got = f"entry {at} is {entry}, expected {wanted}"
     if len(wrong) > 1:
         names = sorted({entry.name for entry in wrong}, key=list(expected).index)
-        got += f"\n{describe_extent(wrong, names, ranks, len(expected))}"
+        got += f".\n{describe_extent(wrong, names, ranks, len(expected))}"
     compared = Comparison(actual, expected, wrong, evaluate(hypotheses) or {}, evaluate(evidence) or Evidence())
     cause, hypothesis = explain_tensors(compared)
     raise CheckFailed(Verdict(what, got, cause, hypothesis, rank=ranks[first.index], parameter=first.name))
@@ -285,11 +292,10 @@ def describe_extent(wrong: Sequence[Difference], names: Sequence[str], ranks: Se
     indices = sorted({entry.index for entry in wrong})
     where = format_ranks([ranks[index] for index in indices])
     if total == 1:
-        return f"the tensor is wrong on {where}"
+        return f"The tensor is wrong on {where}"
     where = where if len(wrong) == len(names) * len(indices) else f"at least one of {where}"
-    return (
-        f"on {where}, {len(names)} of {total} tensors {'is' if len(names) == 1 else 'are'} wrong: {join_names(names)}"
-    )
+    count = f"all {total}" if len(names) == total else f"{len(names)} of {total}"
+    return f"On {where}, {count} tensors {'is' if len(names) == 1 else 'are'} wrong: {join_names(names)}"
 
 
 def find_differences(
@@ -311,7 +317,7 @@ def find_differences(
                 continue
             wanted = torch.zeros_like(tensor) if wanted is None else wanted
             if tensor is not None and tensor.shape != wanted.shape:
-                got = f"its shape is {tuple(tensor.shape)}"
+                got = f"the shape is {tuple(tensor.shape)}"
                 cause = "a piece of the flat tensor does not get the shape of its parameter."
                 shape = f"{what}. The shape of {name} is {tuple(wanted.shape)}"
                 raise CheckFailed(Verdict(shape, got, cause, "wrong_shape", rank=ranks[index], parameter=name))
@@ -361,7 +367,7 @@ def expect_overlap(
         expect(
             not missing,
             f"{unit} {number} is launched after all its gradients are ready{setting}",
-            f"it was launched before {describe_gradients(missing)} ready",
+            f"{unit} {number} was launched before {describe_gradients(missing)} ready",
             partial(explain_early_launch, missing, names, unit),
             **at,
         )
@@ -369,7 +375,8 @@ def expect_overlap(
         expect(
             launch.place < max(ready_at.get(name, -1) for name in after),
             f"{unit} {number} is launched before {unit} {number + 1} is complete{setting}",
-            f"it was launched {describe_phase(launch)}, when {describe_gradients(after)} ready",
+            f"{unit} {number} was launched {describe_phase(launch)}. At that time, {describe_gradients(after)} "
+            "already ready",
             why_late,
             **at,
         )
@@ -379,7 +386,8 @@ def expect_overlap(
     cause = "a launch blocks backward. Use async_op=True, and wait in finish_grad_sync."
     if gathered and not any(launch.sync for launch in blocking):
         cause = (
-            f"a wait comes too early. Wait in finish_grad_sync, or once half of the next {unit}'s gradients are ready."
+            f"a wait comes too early. Wait in finish_grad_sync, or after half of the gradients of the next {unit} are "
+            "ready."
         )
     expect(
         not blocking and not late,
@@ -395,8 +403,8 @@ def expect_overlap(
     expect(
         not unawaited and not raced,
         f"finish_grad_sync waits on every handle of the step before it reads or writes the tensors{setting}",
-        f"of {len(launched)} launches, it never waited for {len(unawaited)}, and the tensors of {len(raced)} changed "
-        "before the wait",
+        f"of {len(launched)} launches, the step never waited for {len(unawaited)}, and the tensors of {len(raced)} "
+        "changed before the wait",
         lambda: find_leftover(events) or explain_unawaited(unawaited, unit),
         **at,
     )
@@ -455,13 +463,12 @@ def require_launches(
         for step in range(steps):
             launched = launches(events[rank], step)
             idle = sum(not overlaps(launch) for launch in launched if launch.op != "all_gather")
-            overlap = (
-                f"; {idle} {'does' if idle == 1 else 'do'} not overlap with backward" if in_backward and idle else ""
-            )
+            verb = "does" if idle == 1 else "do"
+            overlap = f". {idle} of them {verb} not overlap with backward" if in_backward and idle else ""
             expect(
                 accepts(launched),
                 f"correct numbers earn points only with this module's launches: {kind}",
-                f"it made {summarize(launched)}{overlap}",
+                f"the step made {summarize(launched)}{overlap}",
                 partial(explain_launches, explain, events[rank], step),
                 rank=rank,
                 step=step,
@@ -490,7 +497,7 @@ def expect_restored(events: Sequence[Sequence[Event]], ranks: Iterable[int], ste
         expect(
             any(launch.phase == "backward" and launch.place > begin for launch in launched),
             "after an exception inside no_sync, the next backward communicates again",
-            f"that backward launched nothing; the step made {summarize(launched)}",
+            f"this backward pass launched nothing. The whole step made {summarize(launched)}",
             partial(explain_silence, events[rank], step),
             rank=rank,
             step=step,
@@ -513,7 +520,7 @@ def expect_silence(events: Sequence[Sequence[Event]], ranks: Iterable[int], step
             expect(
                 not early,
                 "backward passes inside no_sync launch nothing",
-                f"they made {len(early)} of the step's {len(launches(events[rank], step))} launches",
+                f"these backward passes made {len(early)} of the step's {len(launches(events[rank], step))} launches",
                 "the hook ignores the flag of no_sync. Test the flag before you count or launch anything."
                 if first
                 else "an inner no_sync switches synchronisation on when it ends. It must restore the previous state.",

@@ -44,7 +44,7 @@ def add_grade_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="a field of the format classroom50; repeatable",
+        help="a field in the classroom50 format; you can repeat this option",
     )
     selection = parser.add_mutually_exclusive_group()
     selection.add_argument("--modules", default="", metavar="LIST", help="such as 1-4 or 2,5, all of one part")

@@ -326,7 +326,7 @@ def choose_link(options: argparse.Namespace, world_size: int) -> Link | Pace | N
     }
     given = [name for name, value in ways.items() if value is not None]
     if len(given) > 1:
-        raise CourseError(f"{' and '.join(given)} exclude each other: describe the link in one way")
+        raise CourseError(f"{' and '.join(given)} cannot be used together: describe the link in only one way")
     for name, value, needed in (
         ("--latency-ratio", options.latency_ratio, "--comm-ratio"),
         ("--latency-us", options.latency_us, "--bandwidth-gbps"),

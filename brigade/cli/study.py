@@ -19,7 +19,7 @@ from brigade.course.parts import find_unwritten_parts
 from brigade.course.submission import find, read, resolve_target
 
 LEVELS = 3  # of hints: Nudge, Approach, Almost the code
-LEFT_OUT = "This was the last hint: your instructor has left out the third one, which is almost the code."
+LEFT_OUT = "This was the last hint. Your instructor has left out the third hint, which gives away most of the code."
 LABEL = re.compile(r"^\*\*(\(\w\)(?:, \(\w\))*)\*\*", re.MULTILINE)  # in hints: **(b)**, or **(b), (c)**
 
 

@@ -156,7 +156,10 @@ def check_flatten() -> Finding:
 )  # fmt: skip
 def check_one_flat_tensor() -> Finding:
     flat = torch.cat([torch.ones(1), torch.ones(1, dtype=torch.bfloat16)])
-    return Finding(f"torch.cat of fp32 and bf16 silently returns {flat.dtype}", judge(flat.dtype == torch.bfloat16))
+    return Finding(
+        f"torch.cat of fp32 and bf16 tensors silently returns a {str(flat.dtype).removeprefix('torch.')} tensor",
+        judge(flat.dtype == torch.bfloat16),
+    )
 
 
 # ---- module 3
@@ -450,8 +453,8 @@ def check_published_reversed() -> Finding:
 
 cite(
     "unaligned", 5, "Bucket sizes that are not aligned cost 30 % of NCCL's bus bandwidth", PADDING,
-    "this needs several GPUs, and the article has no measurement; Megatron-LM's comment on "
-    f"`pad_buckets_for_high_nccl_busbw` ({MEGATRON}) claims an effect at large N without a figure, and the option is "
+    "this needs several GPUs, and the article has no measurement. A comment in Megatron-LM on "
+    f"`pad_buckets_for_high_nccl_busbw` ({MEGATRON}) claims an effect at large N but gives no figure. The option is "
     "off by default",
 )  # fmt: skip
 

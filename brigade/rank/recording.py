@@ -431,7 +431,7 @@ def find_options(args: list[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def list_tensors(value: Any) -> list[torch.Tensor]:
-    """Return the tensors in a tensor, a list of tensors, or a list of lists of tensors."""
+    """Return a flat list of all tensors in `value`: a tensor, a list of tensors, or a list of lists of tensors."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""The resources of this machine for ranks: processor cores, the loopback interface, and GPUs."""
+"""The resources that this machine has for running ranks: processor cores, the loopback interface, and GPUs."""
 
 from __future__ import annotations
 

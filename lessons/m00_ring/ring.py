@@ -52,8 +52,8 @@ def ring_reduce_scatter(tensor: Tensor, process_group: dist.ProcessGroup | None 
     """
     rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
     chunks = split_into_chunks(tensor, size)
-    # A chunk travels once around the ring and grows. Which one must this rank send first, so that chunk r ends on rank
-    # r? Add the chunk that arrives to your own, and send that sum on in the next step.
+    # A chunk travels once around the ring and grows. Which one must this rank send first, so that chunk r ends up on
+    # rank r? Add the chunk that arrives to your own, and send that sum on in the next step.
     # TODO: part (d)
     raise NotImplementedError("module 0, part (d)")
 

@@ -31,8 +31,8 @@ def explain_late_launches(
             f"lambda in a loop sees the last value of the loop variable, so every hook counts for the last {unit}."
         )
     return (
-        f"{unit}s are launched only when backward is over, even if there is only one {unit}. No hook is registered, or "
-        "the hook does not count and launch."
+        f"{unit}s are launched only after backward, even if there is only one {unit}. No hook is registered, or the "
+        "hook does not count and launch."
     )
 
 

@@ -7,8 +7,8 @@ IN_THE_FINISH = "finish_grad_sync launches the all-reduce. A hook on the paramet
 BLOCKING = "a launch blocks backward. Use async_op=True, and wait in finish_grad_sync."
 COPIED_PARAMETERS = "forward uses copies of the parameters, and the gradients are accumulated into the copies."
 TENSOR_HOOK = (
-    "a tensor hook (register_hook) receives the incoming gradient, without what earlier backward passes accumulated. "
-    "Use register_post_accumulate_grad_hook, which runs after accumulation."
+    "a tensor hook (register_hook) receives the incoming gradient, not the gradient that earlier backward passes "
+    "accumulated. Use register_post_accumulate_grad_hook, which runs after accumulation."
 )
 LAST_HANDLE = "finish_grad_sync does not wait on every handle. Waiting on the last one does not complete the others."
 NEVER_CLEARED = "the list of handles is never cleared."

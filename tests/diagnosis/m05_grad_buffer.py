@@ -14,12 +14,12 @@ from brigade.events import launches, list_ready_gradients
 ALIGNED = "the start of a parameter is not rounded up to a multiple of 64 elements. Count elements, not bytes."
 RULE = (
     "A bucket closes once it has bucket_numel elements or more, counted from its start to the end of its last "
-    "parameter, gaps included."
+    "parameter, including gaps."
 )
 CLOSED_ELSEWHERE = f"a bucket closes at the wrong parameter. {RULE}"
 NO_MAIN_GRAD = "grad_dtype is not used, or attach_views does not set parameter.main_grad to the view."
 NO_ROUNDED_GRAD = "finish_accumulation does not round main_grad and store it in p.grad."
-WRONG_TOTAL = "numel must be the end of the last bucket, padding included."
+WRONG_TOTAL = "numel must be the end of the last bucket, including its padding."
 
 LOST_VALUES = "attach_views does not copy a parameter into the buffer before it sets parameter.data to the view."
 

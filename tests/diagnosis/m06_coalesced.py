@@ -57,7 +57,7 @@ def explain_no_error(compared):
     if compared == "nested":
         return NESTED
     return (
-        f"the manager treats all calls like the first one. Compare the {compared} of the calls before the manager "
+        f"the manager treats all calls like the first call. Compare the {compared} of the calls before the manager "
         "launches them."
     )
 
@@ -94,7 +94,7 @@ def suspect_shards(local, average, index, cut, is_subgroup):
     size = len(local)
     if size == 1:
         return {}
-    or_by_world = ", or by the size of the world" * is_subgroup
+    or_by_world = ", or by the world size" * is_subgroup
     hypotheses = {
         "the shard contains this rank's own gradients. The result of rank r belongs in shard r of each bucket, and "
         "`shards` must return views, not copies.": local[index],
@@ -178,8 +178,8 @@ def explain_groups(made, expected, op, events):
         return "some groups are never gathered. finish_grad_sync must gather the last one."
     if made and total < expected_total:
         return (
-            "some elements of the buffer are not launched. A group has buckets_per_group whole buckets, padding "
-            "included, and the last group may have fewer."
+            "some elements of the buffer are not launched. A group has buckets_per_group whole buckets, including "
+            "their padding, and the last group may have fewer."
         )
     if made:
         return "a group does not have buckets_per_group buckets of one buffer. Only the last group may have fewer."

@@ -10,8 +10,8 @@ from brigade.checks.diagnose.tensors import GENERAL
 from brigade.checks.verdict import CheckFailed
 
 WRONG_VIEW = (
-    "a cached view does not show the right bucket or shard. It belongs to another buffer, bucket or rank, or its start "
-    "or length is wrong."
+    "a cached view does not refer to the right bucket or shard. It belongs to another buffer, bucket or rank, or its "
+    "start or length is wrong."
 )
 OLD_VIEWS = "the cache keeps views of the old tensor in addition to views of the new one."
 OTHER_SHARD = (
@@ -55,7 +55,7 @@ def explain_unequal_shards(message, world_size):
         )
     if total < given and world_size * total % given == 0:
         return (
-            "the cached shard is too short: the bucket is divided by a larger number than the size of the group. Use "
+            "the cached shard is too short: the bucket is divided by a number larger than the group size. Use "
             "dist.get_world_size(process_group)."
         )
     return ""
@@ -128,11 +128,14 @@ def explain_views(steps, step, package, gather_grads, is_moved, num_buckets):
         return "views are cached only within a step: the cache is emptied or created again before the next step."
     if count == first:
         return (
-            "no view is cached: the step creates as many views as the first step. Either the code does not look in the "
-            "cache before it creates a view, or the cache is emptied every time, for example because it does not "
-            "remember its tensor."
+            "no view is cached, because a later step creates as many views as the first step. Either the code does "
+            "not look in the cache before it creates a view, or it empties the cache every time, for example because "
+            "it does not remember which tensor the cache belongs to."
         )
-    return f"some views are cached (the first step created {first}), but every step creates these views again."
+    return (
+        f"only some views are cached. The first step created {first} views, and every later step creates the views "
+        "listed above again."
+    )
 
 
 def explain_launches(launched, numels, gather_grads, events):

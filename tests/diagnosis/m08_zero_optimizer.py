@@ -228,7 +228,7 @@ def list_factors(size, world_size):
     """Return (factor, cause) of each way to divide wrongly by the number of ranks, in a group of `size` ranks."""
     factors = (
         (size, f"gradients are {size}× too large: they are summed over the ranks, not averaged."),
-        (size / world_size, f"gradients are divided by {world_size}, the size of the world."),
+        (size / world_size, f"gradients are divided by the world size ({world_size})."),
         (1 / size, f"gradients are {size}× too small: they are divided twice."),
         (size / 2, f"gradients are divided by 2, but the group has {size} ranks."),
     )

@@ -59,7 +59,7 @@ GROUP_IGNORED_AT_START = Mutant(
     BROADCAST,
     "broadcast_module_state(module)\n",
     ("test_steps_and_subgroups",),
-    "of rank 0 of the world, not of its own group",
+    "of rank 0 of the world instead of",
 )
 
 

@@ -125,7 +125,7 @@ MUTANTS = [
         DIVIDE,
         "parameter.grad /= dist.get_world_size()",
         ("test_subgroups",),
-        "the size of the world",
+        "the world size",
     ),
     Mutant(
         "reduced over the world",

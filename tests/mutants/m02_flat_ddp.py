@@ -166,7 +166,7 @@ MUTANTS = [
         DIVIDE,
         "flat /= dist.get_world_size()",
         ("test_steps_and_subgroups",),
-        "the size of the world",
+        "the world size",
     ),
     Mutant(
         "reduced over the world",

@@ -205,7 +205,7 @@ MUTANTS = [
         HOOK,
         HOOK.replace("self.launch", "self.launch(parameter)"),
         ("test_launches_are_asynchronous",),
-        "a hook is called where it is registered",
+        "a hook is called on the line that registers it",
     ),
     Mutant(
         "divided by AVG and by hand",
@@ -241,7 +241,7 @@ MUTANTS = [
         DIVIDE,
         "parameter.grad /= dist.get_world_size()",
         ("test_steps_and_subgroups",),
-        "the size of the world",
+        "the world size",
     ),
     Mutant(
         "reduced over the world",

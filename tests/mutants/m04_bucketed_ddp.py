@@ -137,7 +137,7 @@ MUTANTS = [
         COUNT_AND_LAUNCH,
         "self.num_pending[unit] -= 1",
         ("test_buckets_overlap_with_backward",),
-        "only when backward is over",
+        "are launched only after backward",
     ),
     Mutant(
         "launched in the order of being ready",
@@ -258,7 +258,7 @@ MUTANTS = [
         DIVIDE,
         "self.flat /= dist.get_world_size()\n",
         ("test_steps_and_subgroups",),
-        "the size of the world",
+        "the world size",
     ),
     Mutant(
         "reduced over the world",

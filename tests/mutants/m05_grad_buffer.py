@@ -239,7 +239,7 @@ MUTANTS = [
         COUNT,
         "            self.queue.num_pending[index] -= 1\n",
         ("test_buckets_overlap_with_backward",),
-        "only when backward is over",
+        "are launched only after backward",
     ),
     Mutant(
         "synchronous",

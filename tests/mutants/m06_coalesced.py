@@ -166,7 +166,7 @@ MUTANTS = [
         SCATTER,
         SCATTER.replace("bucket, dist.ReduceOp.AVG", "bucket.div_(dist.get_world_size()), dist.ReduceOp.SUM"),
         ("test_bucket_group", "test_steps_and_subgroups"),
-        "size of the world",
+        "world size",
     ),
     Mutant(
         "divided while the launch is under way",

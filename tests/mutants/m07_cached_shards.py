@@ -104,7 +104,7 @@ MUTANTS = [
         REMEMBER,
         "self.views.clear()\n",
         STEADY,
-        "does not remember its tensor",
+        "does not remember which tensor the cache belongs to",
     ),
     Mutant(
         "the first tensor remembered for ever",
@@ -124,7 +124,7 @@ MUTANTS = [
             "            super().mark_ready(index, i)\n"
         ),
         STEADY,
-        "every step creates these views again",
+        "every later step creates the views listed above again",
     ),
     Mutant(
         "padding zeroed at every finish",
@@ -136,7 +136,7 @@ MUTANTS = [
             "            buffer.grad_data[buffer.layout.param_ranges[-1][1] :] = 0\n"
         ),
         STEADY,
-        "every step creates these views again",
+        "every later step creates the views listed above again",
     ),
     Mutant(
         "gradients flattened by view at the finish",

@@ -64,7 +64,7 @@ SHARDED = [
         + "        handles = ["
         + TO_OWNER.replace("p.grad", "p.grad.div_(dist.get_world_size())"),
         ("test_sharded_equals_unsharded",),
-        "the size of the world",
+        "the world size",
     ),
     Mutant(
         "averaged, then divided again",

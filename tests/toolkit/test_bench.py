@@ -106,7 +106,7 @@ def test_three_ways_to_say_which_link():
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--link", "10gbe", "--comm-ratio", 1], "--link and --comm-ratio exclude each other"),
+        (["--link", "10gbe", "--comm-ratio", 1], "--link and --comm-ratio cannot be used together"),
         (["--latency-ratio", 1], "--latency-ratio needs --comm-ratio"),
         (["--latency-us", 1, "--comm-ratio", 1], "--latency-us needs --bandwidth-gbps"),
         (["--comm-ratio", 0], "--comm-ratio 0: expected a number above 0"),

@@ -130,7 +130,7 @@ def describe_difference(first: Sequence[Progressed], again: Sequence[Progressed]
     for op in dict.fromkeys(due):
         count = sum(launch.op == op for launch, _ in again)
         if count < due.count(op):
-            return f"the number of {op} launches was {count}, but it was {due.count(op)} at the same point of step 0"
+            return f"the number of {op} launches was {count}, but it was {due.count(op)} at the same point in step 0"
     for (_, before), (launch, now) in zip(first, again):
         if now != before:
             late, usual = describe_moment(*now), describe_moment(*before)

@@ -33,7 +33,7 @@ GATHERED_EARLY = (
     "a group is gathered before its reduce-scatter is launched. If gradients become ready in another order, half of "
     "the next group can be ready earlier. Only groups before queue.next_to_launch are launched."
 )
-CALLED_HOOK = "a hook is called where it is registered. Pass the function itself, without (...)."
+CALLED_HOOK = "a hook is called on the line that registers it. Pass the function itself, without (...)."
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ def explain_unequal_shards(failure: RankFailure, sources: Sources) -> str:
     whole, given = re.search(UNEQUAL_SHARDS, failure.message).groups()
     return (
         f"reduce_scatter(output, input) received an input of {given} elements, but the outputs of all ranks have "
-        f"{whole}. The output must be the rank's own shard. The input must be the whole bucket, which is as long as "
-        "all shards together."
+        f"{whole} elements in total. The output must be the rank's own shard. The input must be the whole bucket, "
+        "which is as long as all shards together."
     )
 
 

@@ -69,8 +69,8 @@ def missing_gradient(compared: Comparison) -> str:
     if any(entry.actual is not None for entry in compared.wrong):
         return ""
     return (
-        "a gradient that is None on a rank does not take part in the average. Use zeros in its place, and give it the "
-        "average."
+        "a gradient that is None on a rank is left out of the average. Use zeros in its place, and store the average "
+        "in it."
     )
 
 
@@ -138,7 +138,7 @@ def one_factor(compared: Comparison) -> str:
         (size, f"{every} is exactly {size}× too large: it is summed over the ranks but not divided by the group size."),
         (
             size / world_size,  # 1 if the group is the world
-            f"{every} is divided by {world_size}, the size of the world, instead of {size}, the size of the group"
+            f"{every} is divided by the world size ({world_size}) instead of the group size ({size})"
             + (f", or it is divided by {size} twice." if size * size == world_size else "."),
         ),
         (1 / size, f"{every} is exactly {size}× too small: it is divided twice."),
@@ -159,7 +159,7 @@ def several_divisions(compared: Comparison) -> str:
     if size == 1 or None in factors or not all(any(abs(r * n - 1) < 2e-3 for n in powers) for r in factors):
         return ""
     return (
-        f"some gradients are divided by {size} once too often, and others more often: a loop divides the flat tensor "
+        f"gradients are divided by {size} too many times, some more often than others: a loop divides the flat tensor "
         "again for each piece or bucket."
     )
 
