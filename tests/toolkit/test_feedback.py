@@ -184,7 +184,7 @@ def test_the_first_wrong_entry_is_shown_and_the_others_counted():
     want = expected_tensors()["weight"][1, 2].item()
     assert failed.expected == "gradients are the average"
     first, second = failed.described.splitlines()
-    assert first == f"rank 1, weight: entry 6 is {want + 1:.6g}, expected {want:.6g}"
+    assert first == f"rank 1, weight: entry 6 is {want + 1:.6g}, expected {want:.6g}."
     assert second == "On ranks 1 and 2, 1 of 2 tensors is wrong: weight"
     assert [line[:14].strip() for line in str(failed).splitlines()] == ["Expected:", "Got:", "", "Likely cause:"]
 
