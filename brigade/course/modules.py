@@ -76,6 +76,9 @@ MODULES = (
            "one reduce-scatter and one all-gather per group, no new views"),
     Module(8, "m08_zero_optimizer", "A ZeRO optimizer", 22, 150, 5, ("ShardedOptimizer", "ZeroOptimizer"),
            "reduce-scatter, step on each rank's shard, all-gather of weights"),
+    Module(9, "m09_prefetched_weights", "Weights that arrive during forward", 15, 60, 4,
+           ("PrefetchedDDP", "PrefetchedZeroOptimizer"),
+           "as module 8, with the all-gather of weights in the next forward", ADVANCED),
 )  # fmt: skip
 
 

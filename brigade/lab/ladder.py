@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from brigade.checks.tiny_lm import SIZES, Size, TinyLM, language_loss
-from brigade.course.modules import CORE_MODULES, REFERENCE, CourseError, Module
+from brigade.course.modules import CORE_MODULES, MODULES, REFERENCE, CourseError, Module
 from brigade.course.submission import Sources, read
 from brigade.events import Event, launches
 from brigade.lab import corpus
@@ -225,14 +225,18 @@ class Ladder:
 def get_variant(entry: Module) -> Variant:
     """Return the variant of a module: the last of its public names.
 
-    If this is an optimizer, it steps for the wrapper of the last module before it that has one.
+    If this is an optimizer, it steps for the module's own wrapper, or for that of the last module before it.
     """
-    wrapper_module = [one for one in CORE_MODULES if one.number <= entry.number and one.public[-1].endswith("DDP")][-1]
-    return Variant(
-        f"{entry.number} {entry.public[-1]}",
-        (wrapper_module.package, wrapper_module.public[-1]),
-        None if wrapper_module is entry else (entry.package, entry.public[-1]),
-    )
+    wrappers = [
+        (one.package, name) for one in MODULES if one.number <= entry.number for name in one.public if is_wrapper(name)
+    ]
+    optimizer = None if is_wrapper(entry.public[-1]) else (entry.package, entry.public[-1])
+    return Variant(f"{entry.number} {entry.public[-1]}", wrappers[-1], optimizer)
+
+
+def is_wrapper(name: str) -> bool:
+    """Return whether a public name is that of a wrapper."""
+    return name.endswith("DDP")
 
 
 def get_course_variants() -> list[Variant]:
