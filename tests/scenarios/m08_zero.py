@@ -76,7 +76,8 @@ def take_steps(
     norms, norm_dtypes, losses, returned = [], [], [], True
 
     def closure() -> float:
-        optimizer.zero_grad()
+        if not recipe.get("never_zero"):  # as a mistake would have it
+            optimizer.zero_grad()
         losses.append(gradients(step))
         return losses[-1]
 
@@ -181,7 +182,7 @@ def train_wrapped(job: dict, ddp: nn.Module, model: nn.Module, gradients: Callab
     return outcome | {
         "weights": weights,
         "is_optimizer": isinstance(optimizer, torch.optim.Optimizer),
-        "gather_grads": bool(ddp.gather_grads),
+        "gather_grads": bool(getattr(ddp, "gather_grads", False)),
         "groups": [[names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups],
         "state_bytes": None if inner is None else count_state_bytes(inner.state),
         "inner_bytes": None if inner is None else count_bytes_by_dtype(inner.param_groups),
