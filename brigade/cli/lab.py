@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING
 from brigade.cli.console import console, shorten
 from brigade.cli.options import ABOVE_ZERO, NOT_NEGATIVE, Range, add_number, add_prior, add_target
 from brigade.course.measurements import MEASUREMENTS, locate_measurements
-from brigade.course.modules import ROOT, CourseError, Module, get_module, resolve_results_file, select_modules
+from brigade.course.modules import (
+    ROOT,
+    TRAINING_MODULES,
+    CourseError,
+    Module,
+    get_module,
+    resolve_results_file,
+    select_modules,
+)
 from brigade.course.submission import read, resolve_target
 from brigade.lab import links
 from brigade.lab.script import explain_failure, show_progress
@@ -112,7 +120,7 @@ def run_bench_on_ranks(options: argparse.Namespace) -> int:
     world_size = choose_world_size(options.ranks)
     entries = select_modules(options.modules or (SWEPT if options.sweep else ""))
     for entry in entries:
-        require_core(entry)
+        require_training(entry)
     link = choose_link(options, world_size)
     workload = make_workload(options, link, world_size)
     sizes = read_sweep(options.sweep, entries) if options.sweep else []
@@ -229,9 +237,9 @@ def read_sweep(text: str, entries: Sequence[Module]) -> list[float]:
     return sizes
 
 
-def require_core(entry: Module) -> None:
+def require_training(entry: Module) -> None:
     """Raise CourseError if the module trains no model, so that there is no step to measure."""
-    if not entry.is_core:
+    if entry not in TRAINING_MODULES:
         raise CourseError(f"module {entry.number} trains no model, so it has no training step to measure")
 
 
@@ -257,7 +265,7 @@ def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
 def run_trace(options: argparse.Namespace) -> int:
     """brigade trace N: draw a step of module N as a timeline."""
     entry = get_module(options.number)
-    require_core(entry)
+    require_training(entry)
     if not 2 <= options.ranks <= MOST_RANKS:
         raise CourseError(f"--ranks {options.ranks}: a timeline needs 2 to {MOST_RANKS} ranks")
     link = choose_link(options, options.ranks)

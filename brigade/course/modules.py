@@ -84,7 +84,8 @@ MODULES = (
 )  # fmt: skip
 
 
-CORE_MODULES = tuple(entry for entry in MODULES if entry.is_core)  # they train a model, and bench compares them
+CORE_MODULES = tuple(entry for entry in MODULES if entry.is_core)  # bench compares them by default
+TRAINING_MODULES = tuple(entry for entry in MODULES if entry.track != WARM_UP)  # they train a model
 
 
 def find_module(name: str) -> Module:
