@@ -61,13 +61,8 @@ def count_steps(entry: Module) -> int:
 
 
 def get_variants(entry: Module) -> list[Variant]:
-<<<<<<< HEAD
     """Return the variants of the previous module, if there is one, and of this module."""
-    return [get_variant(module) for module in CORE_MODULES if module.number <= entry.number][-2:]
-=======
-    """Return the variants of the module before this one, if there is one, and of this module."""
     return [get_variant(module) for module in TRAINING_MODULES if module.number <= entry.number][-2:]
->>>>>>> 28fc633 (Modules 9 and 10: readings, hints, answers)
 
 
 def compare_with_previous(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from brigade.course.modules import CORE_MODULES, MODULES, ROOT, get_module
+from brigade.course.modules import CORE_MODULES, MODULES, ROOT, TRAINING_MODULES, get_module
 from brigade.lab.ladder import get_variant
 from brigade.lab.ring_figure import draw_ring
 from brigade.lab.script import run_to_status
@@ -36,10 +36,11 @@ def draw_figures(number: str | None = None) -> int:
         path = MODULES[0].lesson / "ring.png"
         draw_ring(path)
         print(f"{path.relative_to(ROOT)} written")
-    for before, entry in zip((None, *CORE_MODULES), CORE_MODULES):
+    for entry in TRAINING_MODULES:
         if entry not in entries:
             continue
-        compared = [entry] if before is None else [before, entry]
+        before = [module for module in CORE_MODULES if module.number < entry.number]
+        compared = [*before[-1:], entry]
         timelines = trace([get_variant(module) for module in compared])
         path = entry.lesson / "timeline.png"
         draw(timelines, path, [f"{timeline.label}, {module.idea}" for module, timeline in zip(compared, timelines)])

@@ -41,6 +41,7 @@ from brigade.rank.emulated_link import Link, Pace, count_sent_bytes
 from brigade.runner.ranks import RankResults, run_ranks
 
 OVERLAPPING = ("PrefetchedDDP",)  # their all-gathers of weights run during the next step's forward
+STEP_BEFORE = "the step before"  # the phase of the launches that stand for those of the step before
 PHASES = ("forward", "backward", "finish", "step")  # of one training step; "step" is the optimizer's
 FP32_BYTES = 4
 DEADLINE_S = 900.0
@@ -366,7 +367,12 @@ def make_measurement(
 ) -> Measurement:
     """Return the measurement of one variant from what the ranks returned and recorded."""
     timed = {find_step_number(variants, variant, turn) for turn in range(workload.warmup, workload.rounds)}
-    timed_launches = [launch for events in results.events for launch in launches(events) if launch.step in timed]
+    timed_launches = [
+        launch
+        for events in results.events
+        for launch in launches(events)
+        if launch.step in timed and launch.phase != STEP_BEFORE
+    ]
     return Measurement(
         label=variant.label,
         marks=[result["marks"][variant.label][workload.warmup :] for result in results],
@@ -455,10 +461,10 @@ def train(workload: dict, variants: list[dict]) -> dict:
         for index in random.Random(turn).sample(range(len(setups)), len(setups)):
             setup, overlaps = setups[index], variants[index]["wrapper"] and variants[index]["wrapper"][1] in OVERLAPPING
             dist.barrier()
-            if overlaps:  # as the step before would have done, if no other variant had run in between
-                recording.note("step", step=None)
-                setup.wrapper.start_param_sync()
             recording.note("step", step=turn * len(variants) + index, variant=variants[index]["label"])
+            if overlaps:  # as the step before would have done, if no other variant had run in between
+                with recording.phase(STEP_BEFORE):
+                    setup.wrapper.start_param_sync()
             if workload["named"]:
                 recording.name_parameters(setup.model)
             cpu = time.process_time()

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..m05_grad_buffer.grad_buffer import plan_layout
 from ..m06_coalesced.coalesced import reduce_scatter
 from ..m07_cached_shards.cached_shards import CachedBucketGroup, CachedDDP
-from ..m08_zero_optimizer.zero_optimizer import ZeroOptimizer
+from ..m08_zero_optimizer.zero_optimizer import ParamShard, ZeroOptimizer
 
 
 class ShardedGradBuffer:
@@ -141,17 +141,14 @@ class Zero2Optimizer(ZeroOptimizer):
 
     def prepare_grads(self) -> list[Tensor]:
         """Attach gradients and weights to the shards. Return the gradients, views of `grad_data`."""
-        grads = []
-        for part in self.param_shards.values():
-            buffer, i = self.positions[part.param]
-            # `part.buffer_slice` is a range of the whole buffer. Which range of this rank's shard of the bucket is it?
-            # TODO: part (h)
-            raise NotImplementedError("module 10, part (h)")
-            grads.append(grad)
-            part.shard.grad = grad.to(part.shard.dtype)
-            if not part.is_master:
-                part.shard.data = buffer.param_data[part.buffer_slice]
-        return grads
+        return [self.prepare_grad(part) for part in self.param_shards.values()]
+
+    def prepare_grad(self, part: ParamShard) -> Tensor:
+        """Attach the gradient and the weights of one part of a parameter. Return its gradient in `grad_data`."""
+        buffer, i = self.positions[part.param]
+        # `part.buffer_slice` is a range of the whole buffer. Which range of this rank's shard of the bucket is it?
+        # TODO: part (h)
+        raise NotImplementedError("module 10, part (h)")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the shards of the gradients."""
