@@ -78,9 +78,9 @@ MODULES = (
            "reduce-scatter, step on each rank's shard, all-gather of weights"),
     Module(9, "m09_prefetched_weights", "Weights that arrive during forward", 15, 60, 4,
            ("PrefetchedDDP", "PrefetchedZeroOptimizer"),
-           "as module 8, with the all-gather of weights in the next forward", ADVANCED),
+           "all-gather of weights during the next forward", ADVANCED),
     Module(10, "m10_grad_shards", "Gradients in shards", 15, 75, 4, ("GradShardedDDP", "Zero2Optimizer"),
-           "as module 8, with each bucket's gradients freed after its reduce-scatter", ADVANCED),
+           "each bucket freed after its reduce-scatter", ADVANCED),
 )  # fmt: skip
 
 
