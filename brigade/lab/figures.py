@@ -2,7 +2,8 @@
 
 Module 0's picture shows which chunks travel around a ring. The others are timelines of real runs.
 Each figure shows a step of the module below a step of the previous module, both from one run on the emulated link of
-`timeline.WORKLOAD`, on which moving all gradients takes 0.8 of backward.
+`timeline.WORKLOAD`, on which moving all gradients takes 0.8 of backward. Advanced modules also have memory.png: the bytes that are
+alive during a step.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from brigade.course.modules import CORE_MODULES, MODULES, ROOT, TRAINING_MODULES, get_module
+from brigade.course.modules import ADVANCED, CORE_MODULES, MODULES, ROOT, TRAINING_MODULES, get_module
+from brigade.lab import memory_over_step
 from brigade.lab.ladder import get_variant
 from brigade.lab.ring_figure import draw_ring
 from brigade.lab.script import run_to_status
@@ -46,6 +48,10 @@ def draw_figures(number: str | None = None) -> int:
         draw(timelines, path, [f"{timeline.label}, {module.idea}" for module, timeline in zip(compared, timelines)])
         lengths = " and ".join(timeline.lengths for timeline in timelines)
         print(f"{path.relative_to(ROOT)} written: {lengths}")
+        if entry.track == ADVANCED:
+            path = entry.lesson / "memory.png"
+            memory_over_step.draw(memory_over_step.measure([get_variant(module) for module in compared]), path)
+            print(f"{path.relative_to(ROOT)} written")
     return 0
 
 
