@@ -29,7 +29,7 @@ def make_jobs(case, recipe, buckets_per_group=2, bucket_numel=BUCKET_NUMEL, **mo
 
 @pytest.mark.points(4)
 def test_equals_unsharded(submission):
-    """Over 20 steps weights equal those of the plain optimizer, also with closures, clipping and skipped layers."""
+    """Over 20 steps, weights equal those of the plain optimizer, also with closures, clipping and skipped layers."""
     models = ("Plain", "Tied", "Branches", "Frozen")
     details = ({"closure": True}, {}, {}, {"max_norm": 0.5})
     for world, model, detail in zip(submission.worlds(1, 2, 3, 4), models, details):
@@ -48,7 +48,7 @@ def test_equals_unsharded(submission):
         jobs = make_jobs(case, recipe, None if world == 1 else 1, bucket_numel, groups=groups, finish=True)
         results = submission.run(m08_zero.train, jobs, world_size=world)
         what = f"weights after 20 steps of {recipe['optimizer']} equal those of the plain optimizer ({model} model)"
-        with diagnosis.explain_incomplete(results.events):
+        with diagnosis.explain_incomplete():
             expect_trained(what, results, compute_weights(case, recipe), case.start(), ranks=case.group)
         if bucket_numel == BUCKET_NUMEL:
             require_shared_state([results[rank] for rank in case.group], case, recipe["optimizer"])
@@ -57,7 +57,7 @@ def test_equals_unsharded(submission):
 
 @pytest.mark.points(3)
 def test_step_waits_for_no_weights(submission):
-    """step launches one all-gather per group, asynchronously, and returns before any of them is awaited."""
+    """step launches one asynchronous all-gather per group, and returns without waiting for any of them."""
     for world, model, per_group in zip(submission.worlds(2, 3), ("Plain", "MixedDtypes"), (2, 1)):
         case = submission.case(model, world, steps=3, hidden_layers=5)
         jobs = make_jobs(case, make_recipe("SGD"), per_group)
@@ -88,7 +88,7 @@ def test_step_waits_for_no_weights(submission):
 
 @pytest.mark.points(4)
 def test_weights_are_awaited_just_before_use(submission):
-    """Forward awaits each group just before the first module with one of its parameters, in the order of launch."""
+    """Forward waits for each group just before the first module with one of its parameters, in the order of launch."""
     cases = zip(submission.worlds(2, 3, 2), ("Plain", "MixedDtypes", "Plain"), (1, BUCKET_NUMEL, 1), (None, None, 3))
     for world, model, bucket_numel, listed in cases:
         case = submission.case(model, world, steps=4, hidden_layers=5)
@@ -98,12 +98,12 @@ def test_weights_are_awaited_just_before_use(submission):
         module = build(case, listed)
         expected = count_waits(module, list_groups(module, world, 1, bucket_numel))
         for rank, events in enumerate(results.events):
-            for step in range(2, 4):  # in the first forward after a step, which modules are called may still be unknown
+            for step in range(2, 4):  # in the first forward, it is unknown which modules are called
                 gathers = [x for x in launches(events, step - 1, phase="step") if x.op == "all_gather"]
                 expect(
                     all(launch.waits for launch in gathers),
-                    f"forward awaits all {len(gathers)} all-gathers of the step before",
-                    f"{sum(not launch.waits for launch in gathers)} are never awaited",
+                    f"forward waits for all {len(gathers)} all-gathers of the previous step",
+                    f"it never waits for {sum(not launch.waits for launch in gathers)} of them",
                     diagnosis.NEVER_AWAITED,
                     rank=rank,
                     step=step,
@@ -113,7 +113,7 @@ def test_weights_are_awaited_just_before_use(submission):
                 expect(
                     {name: count for name, count in actual.items() if count}
                     == {name: count for name, count in expected.items() if count},
-                    f"forward awaits the groups just before the module that needs them first: {join_names(where)}",
+                    f"forward waits for groups just before the module that needs them first: {join_names(where)}",
                     join_names([f"{count} before {name}" for name, count in actual.items() if count]) or "no wait",
                     partial(diagnosis.explain_places, actual, expected, bool(listed)),
                     rank=rank,
@@ -121,9 +121,9 @@ def test_weights_are_awaited_just_before_use(submission):
                 )
                 order = sorted(gathers, key=lambda launch: launch.waits[0])
                 expect(
-                    order == gathers or listed is not None,  # the wrapper awaits the groups of a ParameterList first
-                    "step launches the all-gathers in the order in which forward awaits them",
-                    f"they are awaited in the order {join_names([gathers.index(x) + 1 for x in order])} of launch",
+                    order == gathers or listed is not None,  # the wrapper waits for the groups of a ParameterList first
+                    "step launches the all-gathers in the order in which forward waits for them",
+                    f"forward waits for launches {join_names([gathers.index(x) + 1 for x in order])}, in this order",
                     diagnosis.LAUNCH_ORDER,
                     rank=rank,
                     step=step,
@@ -132,7 +132,7 @@ def test_weights_are_awaited_just_before_use(submission):
 
 @pytest.mark.points(2)
 def test_groups_that_no_forward_used(submission):
-    """A group that forward skips is awaited before the optimizer writes weights, or in finish_param_sync."""
+    """If forward does not use a group, the optimizer waits for it before it writes weights."""
     for world in submission.worlds(2, 3):
         case = submission.case("Branches", world, steps=4)
         jobs = make_jobs(case, make_recipe("Adam"), 1, bucket_numel=1)
@@ -146,8 +146,8 @@ def test_groups_that_no_forward_used(submission):
                 left = [x for x in gathers if x.raced or not any(later == step + 1 for later in x.wait_steps)]
                 expect(
                     not left,
-                    "a group that forward does not use is awaited before the next step writes its weights",
-                    f"{len(left)} of {len(gathers)} all-gathers were overwritten, or not awaited until then",
+                    "the next step waits for a group that forward has not used before it writes its weights",
+                    f"{len(left)} of {len(gathers)} all-gathers were overwritten, or nothing waited for them until then",
                     diagnosis.UNUSED,
                     rank=rank,
                     step=step,
@@ -262,8 +262,8 @@ def require_prefetch(events_by_rank, ranks):
         late = [x for x in gathers if not x.sync and not ("step" in x.wait_phases and x.step in x.wait_steps)]
         expect(
             bool(late),
-            "right weights earn points only if step returns without waiting for the weights",
-            f"step launches {len(gathers)} all-gathers and waits for all" if gathers else "step gathers no weights",
+            "correct weights earn points only if step returns without waiting for the weights",
+            f"step launches {len(gathers)} all-gathers and waits for all of them" if gathers else "step gathers no weights",
             diagnosis.AS_MODULE_8,
             rank=rank,
         )

@@ -34,7 +34,7 @@ def make_jobs(case, max_live_buckets=2, grad_dtype=None, **more):
 
 @pytest.mark.points(3)
 def test_equals_unsharded(submission):
-    """Over 20 steps weights equal those of the plain optimizer, also with clipping, and p.grad is None in between."""
+    """Over 20 steps, weights equal those of the plain optimizer, also with clipping; p.grad is None after the finish."""
     problems = (("Plain", "AdamW"), ("Tied", "SGD"), ("Branches", "SGD"), ("Frozen", "Adam"))
     for world, (model, name) in zip(submission.worlds(1, 2, 3, 4), problems):
         groups = [[1, 3], [0, 2]] if world == 4 else [list(range(world))]
@@ -62,7 +62,7 @@ def test_equals_unsharded(submission):
 
 @pytest.mark.points(5)
 def test_gradient_memory(submission):
-    """At every gradient hook, and between steps, no more gradient bytes are alive than the module's bound."""
+    """At every gradient hook and between steps, no more bytes of gradients are alive than the reading's bound."""
     for world, max_live in zip(submission.worlds(2, 3, 2), (1, 2, 3)):
         case = submission.case("Plain", world, steps=2, hidden_layers=6)
         jobs = make_jobs(case, max_live)
@@ -76,18 +76,18 @@ def test_gradient_memory(submission):
             expect(
                 result["constructed"] < kept + min(buckets),
                 f"the constructor allocates the shards, {kept} bytes, and no whole gradients {setting}",
-                f"it allocates {result['constructed']} bytes. Whole gradients have {sum(buckets)}",
+                f"it allocates {result['constructed']} bytes. Whole gradients take {sum(buckets)} bytes",
                 diagnosis.WHOLE_AT_START,
                 rank=rank,
             )
             for hook in result["hooks"]:
                 expect(
                     hook["nbytes"] <= bound,
-                    f"at every gradient hook at most {bound} bytes of gradients are alive: {max_live + 1} buckets of "
-                    f"at most {max(buckets)}, a gradient of at most {largest}, the shards of {kept}, and the output of "
-                    f"a reduce-scatter {setting}",
+                    f"at every gradient hook, at most {bound} bytes of gradients are alive: {max_live + 1} buckets of "
+                    f"at most {max(buckets)} bytes, a gradient of at most {largest}, the shards of {kept}, and the "
+                    f"output of a reduce-scatter {setting}",
                     f"{hook['nbytes']} bytes at the hook of {hook['name']}",
-                    partial(diagnosis.explain_bytes, result["hooks"], result["finished"], sum(buckets), kept),
+                    partial(diagnosis.explain_bytes, result["hooks"], result["finished"], sum(buckets)),
                     rank=rank,
                     step=hook["step"],
                 )
@@ -105,7 +105,7 @@ def test_gradient_memory(submission):
 
 @pytest.mark.points(2)
 def test_live_buckets(submission):
-    """Buckets are launched in backward, in order; before one too many is launched, the oldest is awaited."""
+    """Buckets are launched in backward, in order, and a launch waits for the oldest live bucket if there are too many."""
     for world, max_live in zip(submission.worlds(2, 3, 2), (1, 2, 3)):
         case = submission.case("Plain", world, steps=2, hidden_layers=6)
         results = submission.run(m10_grad_shards.measure, make_jobs(case, max_live), world_size=world)
@@ -128,7 +128,7 @@ def test_live_buckets(submission):
 
 @pytest.mark.points(3)
 def test_accumulation(submission):
-    """Micro-batches accumulate with a finish after each, and with no_sync; zero_grad clears, and step does not."""
+    """Micro-batches accumulate with a finish after each and with no_sync; zero_grad clears the shards, step does not."""
     for world, finish_each, model in zip(submission.worlds(2, 3, 2), (True, False, False), ("Tied", "Plain", "Frozen")):
         micro_batches = 3
         case = submission.case(model, world, steps=6, micro_batches=micro_batches, dtype=torch.float64)
@@ -172,7 +172,7 @@ def test_accumulation(submission):
 
 @pytest.mark.points(2)
 def test_volume_and_dtypes(submission):
-    """A step moves the bytes of module 8's; 16-bit weights accumulate gradients in grad_dtype if it is wider."""
+    """A step sends the same bytes as module 8; 16-bit weights accumulate gradients in grad_dtype if it is wider."""
     for world, dtype, grad_dtype in zip(
         submission.worlds(2, 3), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)
     ):
@@ -253,7 +253,7 @@ def expect_bounded_launches(launched, buckets, max_live, ready, rank, step):
     expect(
         not late,
         f"a bucket is launched when its last gradient is ready, in backward{setting}",
-        f"{len(late)} of {len(launched)} were launched in {join_names(sorted({x.phase for x in late}))}",
+        f"{len(late)} of {len(launched)} buckets were launched in {join_names(sorted({x.phase for x in late}))}",
         diagnosis.LATE,
         rank=rank,
         step=step,
@@ -263,8 +263,8 @@ def expect_bounded_launches(launched, buckets, max_live, ready, rank, step):
         oldest = launched[number - max_live] if number >= max_live else None
         expect(
             oldest is None or (oldest.waits and oldest.waits[0] < launch.place),
-            f"bucket {number - max_live} is awaited before bucket {number} is launched{setting}",
-            "it is not",
+            f"backward waits for bucket {number - max_live} before it launches bucket {number}{setting}",
+            "it launches without this wait",
             diagnosis.UNBOUNDED,
             rank=rank,
             step=step,
@@ -276,8 +276,8 @@ def expect_bounded_launches(launched, buckets, max_live, ready, rank, step):
         blocks = number + 1 < len(buckets) and blocks_backward(launch, buckets[number + 1][1], ready_at)
         expect(
             not too_early and not blocks,
-            f"bucket {number} is awaited only when another one needs its place, or in the finish{setting}",
-            "the launch itself waits" if launch.sync else "it is awaited earlier in backward",
+            f"backward waits for bucket {number} only when there are too many live buckets, or in the finish{setting}",
+            "the launch itself waits" if launch.sync else "it waits earlier",
             diagnosis.TOO_EARLY,
             rank=rank,
             step=step,
@@ -290,7 +290,7 @@ def expect_no_gradient(results, case):
         left = results[rank]["left"]
         expect(
             not left,
-            "after finish_grad_sync p.grad is None for every parameter: gradients exist as shards only",
+            "after finish_grad_sync, p.grad is None for every parameter: gradients exist as shards only",
             f"{join_names(left)} have gradients",
             diagnosis.GRADIENTS_LEFT,
             rank=rank,
@@ -304,7 +304,7 @@ def require_shards(events_by_rank, case):
         ops = {launch.op for launch in launched}
         expect(
             ops == {"reduce_scatter"},
-            "right numbers earn points only if gradients are reduce-scattered, so that a rank gets its shards only",
+            "correct numbers earn points only if gradients are reduce-scattered, so that a rank gets only its own shards",
             summarize(launched),
             diagnosis.NOT_SCATTERED,
             rank=rank,

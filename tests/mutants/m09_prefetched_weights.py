@@ -65,7 +65,7 @@ MUTANTS = [
         "self.wait_for(self.groups_of[owner])",
         "self.finish_param_sync()",
         PLACES,
-        "awaited too early",
+        "that other modules should wait for",
     ),
     Mutant(
         "the step before is not awaited",

@@ -47,7 +47,7 @@ MUTANTS = [
         START,
         f"{START}        self.groups[index].finish_grad_sync()\n",
         LIVE,
-        "Nothing overlaps",
+        "so nothing overlaps",
     ),
     Mutant(
         "everything launched in the finish",
@@ -56,7 +56,7 @@ MUTANTS = [
         "    def mark_ready(self, index, i):\n        self.units[index].buffer.accumulate_into_buffer(i)\n\n"
         "    def finish_all(self):\n",
         LIVE,
-        "were complete in backward",
+        "already complete in backward",
     ),
     Mutant(
         "the second finish overwrites", ADD_SHARD, ADD_SHARD.replace("add_", "copy_"), ACCUMULATION, "only the last"
