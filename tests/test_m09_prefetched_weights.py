@@ -147,7 +147,7 @@ def test_groups_that_no_forward_used(submission):
                 expect(
                     not left,
                     "the next step waits for a group that forward has not used before it writes its weights",
-                    f"{len(left)} of {len(gathers)} all-gathers were overwritten, or nothing waited for them until then",
+                    f"{len(left)} of {len(gathers)} all-gathers were overwritten, or nothing waited for them before",
                     diagnosis.UNUSED,
                     rank=rank,
                     step=step,
@@ -263,7 +263,9 @@ def require_prefetch(events_by_rank, ranks):
         expect(
             bool(late),
             "correct weights earn points only if step returns without waiting for the weights",
-            f"step launches {len(gathers)} all-gathers and waits for all of them" if gathers else "step gathers no weights",
+            f"step launches {len(gathers)} all-gathers and waits for all of them"
+            if gathers
+            else "step gathers no weights",
             diagnosis.AS_MODULE_8,
             rank=rank,
         )

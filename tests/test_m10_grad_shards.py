@@ -34,7 +34,7 @@ def make_jobs(case, max_live_buckets=2, grad_dtype=None, **more):
 
 @pytest.mark.points(3)
 def test_equals_unsharded(submission):
-    """Over 20 steps, weights equal those of the plain optimizer, also with clipping; p.grad is None after the finish."""
+    """Over 20 steps, weights equal those of the plain optimizer, also with clipping; the finish sets p.grad to None."""
     problems = (("Plain", "AdamW"), ("Tied", "SGD"), ("Branches", "SGD"), ("Frozen", "Adam"))
     for world, (model, name) in zip(submission.worlds(1, 2, 3, 4), problems):
         groups = [[1, 3], [0, 2]] if world == 4 else [list(range(world))]
@@ -105,7 +105,7 @@ def test_gradient_memory(submission):
 
 @pytest.mark.points(2)
 def test_live_buckets(submission):
-    """Buckets are launched in backward, in order, and a launch waits for the oldest live bucket if there are too many."""
+    """Backward launches the buckets in order, and first waits for the oldest live bucket if there are too many."""
     for world, max_live in zip(submission.worlds(2, 3, 2), (1, 2, 3)):
         case = submission.case("Plain", world, steps=2, hidden_layers=6)
         results = submission.run(m10_grad_shards.measure, make_jobs(case, max_live), world_size=world)
@@ -128,7 +128,7 @@ def test_live_buckets(submission):
 
 @pytest.mark.points(3)
 def test_accumulation(submission):
-    """Micro-batches accumulate with a finish after each and with no_sync; zero_grad clears the shards, step does not."""
+    """Micro-batches accumulate with a finish after each and with no_sync; zero_grad clears the shards, not step."""
     for world, finish_each, model in zip(submission.worlds(2, 3, 2), (True, False, False), ("Tied", "Plain", "Frozen")):
         micro_batches = 3
         case = submission.case(model, world, steps=6, micro_batches=micro_batches, dtype=torch.float64)
@@ -304,7 +304,7 @@ def require_shards(events_by_rank, case):
         ops = {launch.op for launch in launched}
         expect(
             ops == {"reduce_scatter"},
-            "correct numbers earn points only if gradients are reduce-scattered, so that a rank gets only its own shards",
+            "correct numbers earn points only if gradients are reduce-scattered, so that each rank gets its own shards",
             summarize(launched),
             diagnosis.NOT_SCATTERED,
             rank=rank,

@@ -1,11 +1,11 @@
-"""Module 9: the all-gather of the weights runs while the next forward computes.
+"""Module 9: the all-gathers of the weights run while the next forward computes.
 
-Module 8 waits for all weights at the end of every step, although forward needs the first layer's at once and the last
-layer's much later. Here `step` only launches the all-gathers, in the order in which forward needs the weights. Each
-group of buckets is awaited in forward, just before the first module that uses one of its parameters runs.
+Module 8 waits for all weights at the end of every step. But the next forward needs the weights of the first layer
+first, and those of the last layer much later. Here `step` only launches the all-gathers, in the order in which forward
+needs the weights. Forward waits for each group of buckets just before the first module that uses its parameters runs.
 
-Cost per step: the launches and bytes of module 8. Only the first group's all-gather is exposed, if forward takes longer
-than the others. The price is a rule: between `step` and the next forward, weights are incomplete.
+Cost per step: the launches and bytes of module 8. If forward is slow enough to hide the others, only the first group's
+all-gather is exposed. The price is a rule: between `step` and the next forward, weights are incomplete.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from ..m08_zero_optimizer.zero_optimizer import ZeroOptimizer
 
 
 class PrefetchedDDP(CachedDDP):
-    """Like `CachedDDP`, but `start_param_sync` may be followed by a forward: it awaits each group when it needs it.
+    """Like `CachedDDP`, but a forward may follow `start_param_sync`: it waits for each group when it needs its weights.
 
-    Between `start_param_sync` and the forward of the module that uses them, weights are incomplete. Call
-    `finish_param_sync` before reading `ddp.module.weight` directly.
+    From `start_param_sync` until the module that uses them runs, weights are incomplete. Call `finish_param_sync`
+    before you read `ddp.module.weight` directly.
     """
 
     def __init__(
@@ -38,12 +38,12 @@ class PrefetchedDDP(CachedDDP):
         process_group: dist.ProcessGroup | None = None,
     ):
         super().__init__(module, bucket_numel, buckets_per_group, grad_dtype, process_group)
-        self.in_flight: list[BucketGroup] = []  # groups whose all-gather nobody has awaited yet
+        self.in_flight: list[BucketGroup] = []  # groups whose all-gather has been launched, but not awaited
         self.called: set[nn.Module] = set()  # modules whose forward has run at least once
-        # groups_of[m]: the groups with a parameter that module m owns directly. forward_order: the groups in the order
-        # in which forward needs them, where "forward order" is the order of `parameters()`. Register `before_forward`
-        # as a forward pre-hook of every module in groups_of.
-        self.groups_of: dict[nn.Module, list[BucketGroup]] = defaultdict(list)
+        self.groups_of: dict[nn.Module, list[BucketGroup]] = defaultdict(list)  # by the module that owns a parameter
+        # Fill groups_of: the groups that contain a parameter which the module owns directly. Set forward_order: the
+        # groups in the order in which forward needs them, that is, the order of `parameters()`. Register
+        # `before_forward` as a forward pre-hook of every module in groups_of.
         # TODO: part (a)
         raise NotImplementedError("module 9, part (a)")
 
@@ -58,7 +58,7 @@ class PrefetchedDDP(CachedDDP):
         raise NotImplementedError("module 9, part (c)")
 
     def before_forward(self, owner: nn.Module, inputs: Any) -> None:
-        """Make the weights of a module complete. The forward pre-hook calls this, just before the module runs."""
+        """Wait for the weights of a module. Its forward pre-hook calls this, just before the module runs."""
         self.called.add(owner)
         self.wait_for(self.groups_of[owner])
 
@@ -82,7 +82,8 @@ class PrefetchedDDP(CachedDDP):
 class PrefetchedZeroOptimizer(ZeroOptimizer):
     """Like `ZeroOptimizer`, for a `PrefetchedDDP`, but `step` returns while the weights are on their way.
 
-    Read weights through `ddp(x)` or `ddp.state_dict()`, or call `ddp.finish_param_sync()` first.
+    `ddp(x)` and `ddp.state_dict()` use complete weights. Before you read weights in any other way, call
+    `ddp.finish_param_sync()`.
     """
 
     def share_weights(self) -> None:
@@ -102,6 +103,6 @@ class PrefetchedZeroOptimizer(ZeroOptimizer):
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict. Main parameters that it lacks start from complete weights."""
+        """Load a state dict. Main parameters that are missing from it start from complete weights."""
         self.ddp.finish_param_sync()
         super().load_state_dict(state_dict)

@@ -1,12 +1,12 @@
 """Module 10: each rank keeps only its own shards of the gradients (ZeRO, stage 2).
 
-After the reduce-scatter of module 8 a rank needs 1/N of a bucket, but the whole bucket stays in memory until the end of
-training. Here the memory of a bucket exists from its first gradient until its reduce-scatter is complete; the averages
-are then added to a small buffer with this rank's shards. `max_live_buckets` bounds how many buckets are on the way.
+After the reduce-scatter of module 8, a rank needs only 1/N of a bucket, but the whole bucket stays in memory. Here the
+memory of a bucket exists from its first gradient until its reduce-scatter is complete. The averages are then added to a
+small buffer with this rank's shards. `max_live_buckets` limits how many buckets are on the way at the same time.
 
-With P parameters in fp32 a rank keeps 4 P / N bytes of gradients between two steps instead of 4 P. In backward a few
-buckets come on top. The launches and bytes of a step are those of module 8. Accumulating over M micro-batches costs
-either M times the reduce-scatters, or whole gradients (`no_sync`).
+For P parameters in fp32, a rank keeps 4 P / N bytes of gradients between two steps instead of 4 P, and a few more
+buckets in backward. The launches and bytes of a step are those of module 8. Accumulating over M micro-batches takes
+either M times as many reduce-scatters, or memory for whole gradients (`no_sync`).
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from ..m08_zero_optimizer.zero_optimizer import ParamShard, ZeroOptimizer
 class ShardedGradBuffer:
     """The parameters of one dtype, whole, and this rank's shards of their gradients.
 
-    `param_data`, (layout.numel,), is that of module 6. `grad_data`, (layout.numel / N,), has this rank's shard of every
-    bucket, one after the other. `whole[b]`, (bucket numel,), are the gradients of bucket b while they exist.
+    `param_data`, (layout.numel,), is the same as in module 6. `grad_data`, (layout.numel / N,), contains this rank's
+    shard of every bucket, one after the other. `whole[b]`, (bucket numel,), contains the gradients of bucket b while
+    this memory exists.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class ShardedGradBuffer:
         self.whole: dict[int, Tensor] = {}
 
     def get_whole(self, bucket: int) -> Tensor:
-        """Return the gradients of a bucket, (bucket numel,). Allocate zeros if they do not exist."""
+        """Return the whole gradients of a bucket, (bucket numel,). Allocate zeros if they do not exist."""
         if bucket not in self.whole:
             begin, end = self.layout.bucket_ranges[bucket]
             self.whole[bucket] = self.param_data.new_zeros(end - begin, dtype=self.grad_dtype)
@@ -58,12 +59,12 @@ class ShardedGradBuffer:
 
     def get_shard(self, bucket: int) -> Tensor:
         """Return this rank's averaged shard of a bucket, (bucket numel / N,), a view of `grad_data`."""
-        # Every bucket before this one has left 1/N of its elements in `grad_data`.
+        # Every bucket before this one occupies 1/N of its elements in `grad_data`.
         # TODO: part (a)
         raise NotImplementedError("module 10, part (a)")
 
     def accumulate_into_buffer(self, i: int) -> None:
-        """Add the gradient of parameter i to its whole bucket, and free it. None counts as zeros."""
+        """Add the gradient of parameter i to its whole bucket, and free the gradient. None counts as zeros."""
         p, bucket = self.params[i], self.layout.bucket_of[i]
         # The bucket starts at layout.bucket_ranges[bucket][0], and the parameter at layout.param_ranges[i][0].
         # TODO: part (b)
@@ -71,28 +72,30 @@ class ShardedGradBuffer:
 
 
 class ShardedBucket(CachedBucketGroup):
-    """A group of one bucket, which leaves only this rank's shard."""
+    """A group of one bucket. After its reduce-scatter, only this rank's shard remains."""
 
     grad_handle: dist.Work | None = None
-    averages: Tensor | None = None  # (bucket numel / N,), the output of the reduce-scatter on its way
+    averages: Tensor | None = None  # (bucket numel / N,), the output of the running reduce-scatter
 
     def start_grad_sync(self) -> None:
-        """Start the reduce-scatter of the whole bucket into new memory of the size of a shard."""
-        # Not into the shard itself: finish_grad_sync *adds*. A rank without these gradients contributes zeros.
+        """Start the reduce-scatter of the whole bucket into new memory that is as large as a shard."""
+        # Do not reduce into the shard itself, because finish_grad_sync *adds* to it. A rank without these gradients
+        # contributes zeros.
         # TODO: part (c)
         raise NotImplementedError("module 10, part (c)")
 
     def finish_grad_sync(self) -> None:
-        """Wait, add the averages to this rank's shard, and free the bucket. Do nothing if nothing is on its way."""
+        """Wait, add the averages to this rank's shard, and free the bucket. Do nothing if nothing was launched."""
         # TODO: part (d)
         raise NotImplementedError("module 10, part (d)")
 
 
 class GradShardedDDP(CachedDDP):
-    """Like `CachedDDP`, but gradients exist as this rank's shards only, in `grad_buffers[k].grad_data`.
+    """Like `CachedDDP`, but a rank keeps only its own shards of the gradients, in `grad_buffers[k].grad_data`.
 
-    `max_live_buckets` bounds the buckets between launch and wait. `finish_grad_sync` may be called after each
-    micro-batch: it adds to the shards. `zero_grad` clears them. The optimizer is `Zero2Optimizer`.
+    At most `max_live_buckets` buckets are between launch and wait. `finish_grad_sync` may be called after each
+    micro-batch: it adds to the shards. `zero_grad` clears them. The optimizer is `Zero2Optimizer`. Raise ValueError if
+    `max_live_buckets` is below 1.
     """
 
     group_class = ShardedBucket
@@ -116,21 +119,21 @@ class GradShardedDDP(CachedDDP):
         return ShardedGradBuffer(params, bucket_numel, grad_dtype, self.process_group)
 
     def forward(self, *args, **kwargs):
-        return self.module(*args, **kwargs)  # module 5 attaches views here; now there are none
+        return self.module(*args, **kwargs)  # module 5 attaches views here; this module has none
 
     def launch(self, index: int) -> None:
-        """Start the reduce-scatter of a bucket, after waiting for the oldest ones if too many are live."""
-        # The queue launches buckets in order: the oldest live one is `max_live_buckets` before this one.
+        """Start the reduce-scatter of a bucket. First finish the oldest live bucket if there are too many."""
+        # The queue launches buckets in order, so the oldest live bucket has the index `index - max_live_buckets`.
         # TODO: part (e)
         raise NotImplementedError("module 10, part (e)")
 
     def finish_grad_sync(self) -> None:
-        """Launch the remaining buckets and wait for all. Afterwards the shards contain the averages, `p.grad` None."""
+        """Launch the remaining buckets and wait for all. The shards then contain the averages, and `p.grad` is None."""
         # TODO: part (f)
         raise NotImplementedError("module 10, part (f)")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the shards, and what `no_sync` has accumulated."""
+        """Clear the shards, and the gradients that `no_sync` has accumulated."""
         super().zero_grad()
         # TODO: part (g)
         raise NotImplementedError("module 10, part (g)")
@@ -146,7 +149,7 @@ class Zero2Optimizer(ZeroOptimizer):
     def prepare_grad(self, part: ParamShard) -> Tensor:
         """Attach the gradient and the weights of one part of a parameter. Return its gradient in `grad_data`."""
         buffer, i = self.positions[part.param]
-        # `part.buffer_slice` is a range of the whole buffer. Which range of this rank's shard of the bucket is it?
+        # `part.buffer_slice` is a range of the whole buffer. Convert it to a range of this rank's shard of the bucket.
         # TODO: part (h)
         raise NotImplementedError("module 10, part (h)")
 

@@ -147,7 +147,7 @@ class GradShardedDDP(CachedDDP):
         ### END SOLUTION
 
     def finish_grad_sync(self) -> None:
-        """Launch the remaining buckets and wait for all. Afterwards the shards contain the averages; `p.grad` is None."""
+        """Launch the remaining buckets and wait for all. The shards then contain the averages, and `p.grad` is None."""
         ### BEGIN SOLUTION part (f)
         self.queue.launch_remaining()
         for group in self.groups:

@@ -8,8 +8,8 @@ from brigade.checks.verdict import CheckFailed
 AS_MODULE_8 = "step waits for the all-gathers, as in module 8. It may only launch them; forward waits."
 NEVER_AWAITED = "the forward pre-hook of the module that owns these weights does not wait for their group."
 INCOMPLETE = (
-    "a module ran, or an optimizer stepped, with weights that had not arrived. The strict process group fills the outputs "
-    "of an all-gather with NaN until its handle is awaited."
+    "a module ran, or an optimizer stepped, with weights that had not arrived. The strict process group fills the "
+    "outputs of an all-gather with NaN until its handle is awaited."
 )
 LAUNCH_ORDER = (
     "the groups are launched in the order of the buffers, which contain the parameters in reverse. Forward needs the "
@@ -84,6 +84,6 @@ def explain_places(actual, expected, is_listed):
         return "the wrapper's forward waits for groups that a module's pre-hook should wait for."
     early = [name for name, count in actual.items() if count > expected.get(name, 0)]
     return (
-        f"forward waits before {join_names(early)} for groups that other modules should wait for. A group belongs to the "
-        "first module, in call order, that directly owns one of its parameters."
+        f"forward waits before {join_names(early)} for groups that other modules should wait for. A group belongs to "
+        "the first module, in call order, that directly owns one of its parameters."
     )

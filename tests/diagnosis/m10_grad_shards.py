@@ -13,9 +13,7 @@ WHOLE_AT_START = (
 )
 NOT_FREED = "something still refers to a whole bucket, or p.grad was not set to None."
 UNBOUNDED = "launch does not wait for the oldest live bucket first."
-TOO_EARLY = (
-    "backward waits for a reduce-scatter although fewer than max_live_buckets are running, so nothing overlaps."
-)
+TOO_EARLY = "backward waits for a reduce-scatter although fewer than max_live_buckets are running, so nothing overlaps."
 LATE = "the finish launches buckets that were already complete in backward."
 NO_VALUE_ERROR = "the constructor does not check max_live_buckets."
 GRADIENTS_LEFT = "the hook copies p.grad into the bucket and does not set it to None."
