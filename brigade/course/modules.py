@@ -75,7 +75,7 @@ MODULES = (
     Module(7, "m07_cached_shards", "Cached shards", 8, 25, 2, ("ShardCache", "CachedDDP"),
            "one reduce-scatter and one all-gather per group, no new views"),
     Module(8, "m08_zero_optimizer", "A ZeRO optimizer", 22, 150, 5, ("ShardedOptimizer", "ZeroOptimizer"),
-           "reduce-scatter, step on each rank's shard, all-gather of weights"),
+           "reduce-scatter, step on a shard, all-gather of weights"),
     Module(9, "m09_prefetched_weights", "Weights that arrive during forward", 15, 60, 4,
            ("PrefetchedDDP", "PrefetchedZeroOptimizer"),
            "all-gather of weights during the next forward", ADVANCED),

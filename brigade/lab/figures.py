@@ -2,8 +2,8 @@
 
 Module 0's picture shows which chunks travel around a ring. The others are timelines of real runs.
 Each figure shows a step of the module below a step of the previous core module, both from one run on the emulated link
-of `timeline.WORKLOAD`, on which moving all gradients takes 0.8 of backward. Advanced modules also have memory.png, which
-shows the bytes that are alive during a step.
+of `timeline.WORKLOAD`, on which moving all gradients takes 0.8 of backward. Advanced modules also have memory.png: the
+bytes that are alive during a step.
 """
 
 from __future__ import annotations
