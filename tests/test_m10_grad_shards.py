@@ -128,7 +128,7 @@ def test_live_buckets(submission):
 
 @pytest.mark.points(3)
 def test_accumulation(submission):
-    """Micro-batches accumulate with a finish after each and with no_sync; zero_grad clears the shards, not step."""
+    """Micro-batches accumulate with a finish after each and with no_sync; only zero_grad clears the shards."""
     for world, finish_each, model in zip(submission.worlds(2, 3, 2), (True, False, False), ("Tied", "Plain", "Frozen")):
         micro_batches = 3
         case = submission.case(model, world, steps=6, micro_batches=micro_batches, dtype=torch.float64)
