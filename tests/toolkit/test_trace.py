@@ -85,7 +85,7 @@ def test_collectives_say_what_they_carry(traced):
 
 def test_without_an_emulated_link_collectives_do_not_hide_each_other():
     line = timeline.trace([ladder.get_variant(get_module(3))], workload=replace(WORKLOAD, link=None))[0]
-    assert line.link is None and "this machine's own" in line.link_text
+    assert line.link is None and "this machine's cores" in line.link_text
     for rank in range(2):
         found = line.get_collectives(rank)
         for index, one in enumerate(found):
