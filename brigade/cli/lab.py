@@ -11,12 +11,21 @@ from typing import TYPE_CHECKING
 from brigade.cli.console import console, shorten
 from brigade.cli.options import ABOVE_ZERO, NOT_NEGATIVE, Range, add_number, add_prior, add_target
 from brigade.course.measurements import MEASUREMENTS, locate_measurements
-from brigade.course.modules import ROOT, CourseError, Module, get_module, resolve_results_file, select_modules
+from brigade.course.modules import (
+    ROOT,
+    TRAINING_MODULES,
+    CourseError,
+    Module,
+    get_module,
+    resolve_results_file,
+    select_modules,
+)
 from brigade.course.submission import read, resolve_target
 from brigade.lab import links
 from brigade.lab.script import explain_failure, show_progress
 
 if TYPE_CHECKING:
+    from brigade.course.submission import Sources
     from brigade.lab.ladder import Workload
     from brigade.rank.emulated_link import Link, Pace
 
@@ -112,7 +121,7 @@ def run_bench_on_ranks(options: argparse.Namespace) -> int:
     world_size = choose_world_size(options.ranks)
     entries = select_modules(options.modules or (SWEPT if options.sweep else ""))
     for entry in entries:
-        require_core(entry)
+        require_training(entry)
     link = choose_link(options, world_size)
     workload = make_workload(options, link, world_size)
     sizes = read_sweep(options.sweep, entries) if options.sweep else []
@@ -229,9 +238,9 @@ def read_sweep(text: str, entries: Sequence[Module]) -> list[float]:
     return sizes
 
 
-def require_core(entry: Module) -> None:
+def require_training(entry: Module) -> None:
     """Raise CourseError if the module trains no model, so that there is no step to measure."""
-    if not entry.is_core:
+    if entry not in TRAINING_MODULES:
         raise CourseError(f"module {entry.number} trains no model, so it has no training step to measure")
 
 
@@ -245,7 +254,9 @@ def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, default=2, metavar="N", help="the number of ranks (default: 2)")
     size = "the size of the buckets in MiB (default: 1)"
     add_number(parser, "--bucket-mb", ABOVE_ZERO, default=1.0, metavar="MB", help=size)
-    parser.add_argument("--png", metavar="FILE", help="the picture (default: out/trace-N.png)")
+    parser.add_argument("--memory", action="store_true", help="draw the memory during a step instead of a timeline")
+    picture = "the picture (default: out/trace-N.png, or out/memory-N.png with --memory)"
+    parser.add_argument("--png", metavar="FILE", help=picture)
     trace_file = "the trace for Perfetto or chrome://tracing (default: out/trace-N.json)"
     parser.add_argument("--json", metavar="FILE", help=trace_file)
     add_link_arguments(parser, "an all-reduce of all gradients takes 0.8 times as long as backward")
@@ -257,7 +268,7 @@ def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
 def run_trace(options: argparse.Namespace) -> int:
     """brigade trace N: draw a step of module N as a timeline."""
     entry = get_module(options.number)
-    require_core(entry)
+    require_training(entry)
     if not 2 <= options.ranks <= MOST_RANKS:
         raise CourseError(f"--ranks {options.ranks}: a timeline needs 2 to {MOST_RANKS} ranks")
     link = choose_link(options, options.ranks)
@@ -265,6 +276,8 @@ def run_trace(options: argparse.Namespace) -> int:
         raise CourseError("--real-link emulates no link: leave it out, or leave out the options that describe a link")
 
     sources = read(options.target, entry.number, options.prior).sources
+    if options.memory:
+        return draw_memory_over_step(entry, sources, options)
     files = {kind: resolve_results_file(getattr(options, kind)) for kind in ("png", "json")}
     files = {kind: file or ROOT / "out" / f"trace-{entry.number}.{kind}" for kind, file in files.items()}
 
@@ -298,6 +311,28 @@ def run_trace(options: argparse.Namespace) -> int:
     console.print(timelines[0].link_text)
     console.print(f"{shorten(files['png'])}  the picture", markup=False)
     console.print(f"{shorten(files['json'])}  for https://ui.perfetto.dev or chrome://tracing", markup=False)
+    return 0
+
+
+def draw_memory_over_step(entry: Module, sources: Sources, options: argparse.Namespace) -> int:
+    """brigade trace N --memory: draw the bytes that are alive on rank 0 during a step of module N."""
+    picture = resolve_results_file(options.png) or ROOT / "out" / f"memory-{entry.number}.png"
+
+    from brigade.runner.ranks import SERVER, RankFailure
+
+    SERVER.start()  # imports torch while this process does
+    from brigade.lab import ladder, memory_over_step
+
+    variants = [ladder.get_variant(entry), *([ladder.TORCH_DDP] if options.torch else [])]
+    try:
+        curves = memory_over_step.measure(variants, sources, bucket_mb=options.bucket_mb, world_size=options.ranks)
+    except RankFailure as failure:
+        raise CourseError(explain_failure(failure, entry.number)) from None
+    memory_over_step.draw(curves, picture)
+    for curve in curves:
+        lowest, highest = curve.between_steps / 1e6, curve.peak / 1e6
+        console.print(f"{curve.label}: at most {highest:.2f} MB on rank 0, {lowest:.2f} MB between steps")
+    console.print(f"{shorten(picture)}  the picture", markup=False)
     return 0
 
 

@@ -75,14 +75,20 @@ MODULES = (
     Module(7, "m07_cached_shards", "Cached shards", 8, 25, 2, ("ShardCache", "CachedDDP"),
            "one reduce-scatter and one all-gather per group, no new views"),
     Module(8, "m08_zero_optimizer", "A ZeRO optimizer", 22, 150, 5, ("ShardedOptimizer", "ZeroOptimizer"),
-           "reduce-scatter, step on each rank's shard, all-gather of weights"),
+           "reduce-scatter, step on a shard, all-gather of weights"),
+    Module(9, "m09_prefetched_weights", "Weights that arrive during forward", 15, 60, 4,
+           ("PrefetchedDDP", "PrefetchedZeroOptimizer"),
+           "all-gather of weights during the next forward", ADVANCED),
+    Module(10, "m10_grad_shards", "Gradients in shards", 15, 75, 4, ("GradShardedDDP", "Zero2Optimizer"),
+           "each bucket freed after its reduce-scatter", ADVANCED),
     Module(11, "m11_fully_sharded", "Weights in shards", 30, 240, 5,
            ("plan_units", "plan_schedule", "FullyShardedDDP"),
-           "all-gather of weights before each unit, one reduce-scatter after it", ADVANCED),
+           "weights gathered only while a unit computes", ADVANCED),
 )  # fmt: skip
 
 
-CORE_MODULES = tuple(entry for entry in MODULES if entry.is_core)  # they train a model, and bench compares them
+CORE_MODULES = tuple(entry for entry in MODULES if entry.is_core)  # bench compares them by default
+TRAINING_MODULES = tuple(entry for entry in MODULES if entry.track != WARM_UP)  # they train a model
 
 
 def find_module(name: str) -> Module:

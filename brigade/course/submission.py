@@ -26,7 +26,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from brigade.course.modules import CORE_MODULES, HAS_SOLUTIONS, MODULES, ROOT, CourseError, Module, get_module
+from brigade.course.modules import HAS_SOLUTIONS, MODULES, ROOT, TRAINING_MODULES, CourseError, Module, get_module
 
 PACKAGE = "submission"
 MAX_SOURCE_BYTES = 250_000
@@ -94,7 +94,7 @@ def read(target: str | Path, number: int, prior: str = "own") -> Submission:
     places = [target]
     if prior == "reference":
         places = [resolve_target("solutions"), *([] if HAS_SOLUTIONS else places)]
-    for other in [other for other in CORE_MODULES if other.number < entry.number]:
+    for other in [other for other in TRAINING_MODULES if other.number < entry.number]:
         place = next((place for place in places if find(place, other)), target)
         other_path = find(place, other)
         try:

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from brigade.checks.tiny_lm import Size, TinyLM, language_loss
-from brigade.course.modules import CORE_MODULES, HAS_SOLUTIONS, CourseError, Module, find_module
+from brigade.course.modules import HAS_SOLUTIONS, TRAINING_MODULES, CourseError, Module, find_module
 from brigade.course.parts import find_unwritten_parts
 from brigade.course.submission import Sources, find, read_source, resolve_target
 from brigade.lab.ladder import (
@@ -175,7 +175,7 @@ def select_written(target: str, entries: Sequence[Module]) -> tuple[list[Module]
     where = resolve_target(target)
     sources: Sources = {}
     faults: dict[str, str] = {}  # by package
-    for entry in CORE_MODULES:
+    for entry in TRAINING_MODULES:
         path = find(where, entry)
         if path is None:
             faults[entry.package] = f"module {entry.number} is missing"

@@ -1,9 +1,10 @@
 """Redraw the picture of every lesson, or of one: python -m brigade.lab.figures 3
 
-Module 0's picture shows which chunks travel around a ring, and module 11's its schedule. The others are timelines of
-real runs.
-Each figure shows a step of the module below a step of the previous module, both from one run on the emulated link of
-`timeline.WORKLOAD`, on which moving all gradients takes 0.8 of backward.
+Module 0's picture shows which chunks travel around a ring, and module 11's a schedule. The others are timelines of real
+runs.
+Each figure shows a step of the module below a step of the previous core module, both from one run on the emulated link
+of `timeline.WORKLOAD`, on which moving all gradients takes 0.8 of backward. Advanced modules also have memory.png: the
+bytes that are alive during a step.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import argparse
 import importlib
 import sys
 
-from brigade.course.modules import CORE_MODULES, MODULES, ROOT, get_module
+from brigade.course.modules import ADVANCED, CORE_MODULES, MODULES, ROOT, TRAINING_MODULES, get_module
+from brigade.lab import memory_over_step
 from brigade.lab.ladder import get_variant
 from brigade.lab.ring_figure import draw_ring
 from brigade.lab.schedule_figure import draw_schedule
@@ -45,15 +47,20 @@ def draw_figures(number: str | None = None) -> int:
             path = entry.lesson / "schedule.png"
             draw_schedule(solution.plan_schedule, path)
             print(f"{path.relative_to(ROOT)} written")
-    for before, entry in zip((None, *CORE_MODULES), CORE_MODULES):
+    for entry in TRAINING_MODULES:
         if entry not in entries:
             continue
-        compared = [entry] if before is None else [before, entry]
+        before = [module for module in CORE_MODULES if module.number < entry.number]
+        compared = [*before[-1:], entry]
         timelines = trace([get_variant(module) for module in compared])
         path = entry.lesson / "timeline.png"
         draw(timelines, path, [f"{timeline.label}, {module.idea}" for module, timeline in zip(compared, timelines)])
         lengths = " and ".join(timeline.lengths for timeline in timelines)
         print(f"{path.relative_to(ROOT)} written: {lengths}")
+        if entry.track == ADVANCED:
+            path = entry.lesson / "memory.png"
+            memory_over_step.draw(memory_over_step.measure([get_variant(module) for module in compared]), path)
+            print(f"{path.relative_to(ROOT)} written")
     return 0
 
 

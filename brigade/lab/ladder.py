@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from brigade.checks.tiny_lm import SIZES, Size, TinyLM, language_loss
-from brigade.course.modules import CORE_MODULES, REFERENCE, CourseError, Module
+from brigade.course.modules import CORE_MODULES, REFERENCE, TRAINING_MODULES, CourseError, Module
 from brigade.course.submission import Sources, read
 from brigade.events import Event, launches
 from brigade.lab import corpus
@@ -40,6 +40,8 @@ from brigade.rank.api import device, student
 from brigade.rank.emulated_link import Link, Pace, count_sent_bytes
 from brigade.runner.ranks import RankResults, run_ranks
 
+OVERLAPPING = ("PrefetchedDDP",)  # their all-gathers of weights run during the next step's forward
+STEP_BEFORE = "the step before"  # the phase of the launches that stand for those of the step before
 PHASES = ("forward", "backward", "finish", "step")  # of one training step; "step" is the optimizer's
 FP32_BYTES = 4
 DEADLINE_S = 900.0
@@ -225,14 +227,22 @@ class Ladder:
 def get_variant(entry: Module) -> Variant:
     """Return the variant of a module: the last of its public names.
 
-    If this is an optimizer, it steps for the wrapper of the last module before it that has one.
+    If this is an optimizer, it steps for the module's own wrapper, or for that of the last module before it.
     """
-    wrapper_module = [one for one in CORE_MODULES if one.number <= entry.number and one.public[-1].endswith("DDP")][-1]
-    return Variant(
-        f"{entry.number} {entry.public[-1]}",
-        (wrapper_module.package, wrapper_module.public[-1]),
-        None if wrapper_module is entry else (entry.package, entry.public[-1]),
-    )
+    wrappers = [
+        (one.package, name)
+        for one in TRAINING_MODULES
+        if one.number <= entry.number
+        for name in one.public
+        if is_wrapper(name)
+    ]
+    optimizer = None if is_wrapper(entry.public[-1]) else (entry.package, entry.public[-1])
+    return Variant(f"{entry.number} {entry.public[-1]}", wrappers[-1], optimizer)
+
+
+def is_wrapper(name: str) -> bool:
+    """Return whether a public name is that of a wrapper."""
+    return name.endswith("DDP")
 
 
 def get_course_variants() -> list[Variant]:
@@ -242,7 +252,7 @@ def get_course_variants() -> list[Variant]:
 
 def read_reference() -> Sources:
     """Return the text of all solutions; in the student edition, which has none, of the student's own modules."""
-    return read(REFERENCE, CORE_MODULES[-1].number).sources
+    return read(REFERENCE, TRAINING_MODULES[-1].number).sources
 
 
 def count_steps(workload: Workload, variants: Sequence[Variant]) -> int:
@@ -357,7 +367,12 @@ def make_measurement(
 ) -> Measurement:
     """Return the measurement of one variant from what the ranks returned and recorded."""
     timed = {find_step_number(variants, variant, turn) for turn in range(workload.warmup, workload.rounds)}
-    timed_launches = [launch for events in results.events for launch in launches(events) if launch.step in timed]
+    timed_launches = [
+        launch
+        for events in results.events
+        for launch in launches(events)
+        if launch.step in timed and launch.phase != STEP_BEFORE
+    ]
     return Measurement(
         label=variant.label,
         marks=[result["marks"][variant.label][workload.warmup :] for result in results],
@@ -444,16 +459,22 @@ def train(workload: dict, variants: list[dict]) -> dict:
         for _ in range(CALIBRATION if turn == 0 else 1):
             calibration.measure(*batch)
         for index in random.Random(turn).sample(range(len(setups)), len(setups)):
+            setup, overlaps = setups[index], variants[index]["wrapper"] and variants[index]["wrapper"][1] in OVERLAPPING
             dist.barrier()
             recording.note("step", step=turn * len(variants) + index, variant=variants[index]["label"])
+            if overlaps:  # as the step before would have done, if no other variant had run in between
+                with recording.phase(STEP_BEFORE):
+                    setup.wrapper.start_param_sync()
             if workload["named"]:
-                recording.name_parameters(setups[index].model)
+                recording.name_parameters(setup.model)
             cpu = time.process_time()
-            setups[index].marks.append(take_step(setups[index], *batch))
-            setups[index].cpu_s.append(time.process_time() - cpu)
+            setup.marks.append(take_step(setup, *batch))
+            setup.cpu_s.append(time.process_time() - cpu)
+            if overlaps:
+                setup.wrapper.finish_param_sync()
     tokens, targets = (tensor.to(device()) for tensor in corpus.draw_batch(text, 64, workload["time"], generator))
     with torch.no_grad():
-        losses = {c.label: language_loss(c.model(tokens), targets).item() for c in setups}
+        losses = {c.label: language_loss(c.wrapper(tokens), targets).item() for c in setups}
     return {
         "marks": {c.label: c.marks for c in setups},
         "cpu_s": {c.label: c.cpu_s for c in setups},

@@ -20,9 +20,17 @@ def count_bytes_by_kind(
     model: nn.Module, wrapper: nn.Module, optimizer: optim.Optimizer, buckets: Sequence[Tensor] = ()
 ) -> Bytes:
     """Return bytes by kind. `buckets` are torch DDP's flat tensors, which neither model nor wrapper shows."""
+    kept, seen = list_tensors_by_kind(model, wrapper, optimizer, buckets), set()
+    return {kind: count_new_bytes(kept[kind], seen) for kind in KINDS}
+
+
+def list_tensors_by_kind(
+    model: nn.Module, wrapper: nn.Module, optimizer: optim.Optimizer, buckets: Sequence[Tensor] = ()
+) -> dict[str, list[object]]:
+    """Return the tensors of each kind that these objects have now, and some entries that are no tensors."""
     inner = getattr(optimizer, "optim", optimizer)
     grad_buffers = getattr(wrapper, "grad_buffers", [])
-    kept = {
+    return {
         "parameters": [*model.parameters(), *(b.param_data for b in grad_buffers)],
         "gradients": [
             *(p.grad for p in model.parameters()),
@@ -36,8 +44,6 @@ def count_bytes_by_kind(
             *(p for group in inner.param_groups for p in group["params"]),
         ],
     }
-    seen: set[int] = set()
-    return {kind: count_new_bytes(kept[kind], seen) for kind in KINDS}
 
 
 def count_new_bytes(values: Iterable[object], seen: set[int]) -> int:

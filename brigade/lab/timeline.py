@@ -192,7 +192,11 @@ def trace(
             rank_launches = launches(events, find_step_number(running, variant, workload.warmup + round_index))
             for launch in rank_launches:
                 launch.end = launch.end or times[-1]  # torch gave no future, or the run ended first
-            waits = [(launch.wait_start, launch.wait_end) for launch in rank_launches if launch.wait_end is not None]
+            waits = [
+                (launch.wait_start, launch.wait_end)
+                for launch in rank_launches
+                if launch.wait_end is not None and launch.wait_start < times[-1]  # module 9 waits in the next step
+            ]
             spans += [Span(rank, "wait", 1e3 * (a - zero), 1e3 * (b - zero)) for a, b in merge_intervals(waits)]
             launched += make_collectives(rank, rank_launches, zero, bool(link))
         exposed_ms = median(measurement.compute_exposed_ms(alone))

@@ -108,6 +108,7 @@ class StrictWork(RecordedWork):
         self._delivered = False
         self._delivered_to = []
 
+    @uncounted()
     def wait(self, timeout: timedelta | None = None) -> bool:
         super().wait(timeout)
         if not self._delivered:

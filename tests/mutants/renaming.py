@@ -14,7 +14,7 @@ PUBLIC = (
     "param_data reallocate grad_buffers main_grad start_grad_sync start_param_sync finish_param_sync groups "
     "gather_grads optim clip_grad_norm_ wait param_groups state defaults grad data training"
 )
-TORCHS_OWN = (nn.Module, nn.Parameter, torch.optim.Optimizer, dict, list, set, str)
+TORCHS_OWN = (nn.Module, nn.Parameter, torch.optim.Optimizer, dict, list, set, slice, str)
 
 
 class Renaming:

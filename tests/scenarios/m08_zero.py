@@ -76,7 +76,8 @@ def take_steps(
     norms, norm_dtypes, losses, returned = [], [], [], True
 
     def closure() -> float:
-        optimizer.zero_grad()
+        if not recipe.get("never_zero"):  # as a mistake would have it
+            optimizer.zero_grad()
         losses.append(gradients(step))
         return losses[-1]
 
@@ -107,11 +108,12 @@ def take_steps(
     return {"norms": norms, "norm_dtypes": norm_dtypes, "returned": returned}
 
 
-def make_zero_optimizer(recipe: dict, ddp: nn.Module, model: nn.Module) -> torch.optim.Optimizer:
-    """Return the submission's ZeroOptimizer, as the recipe describes it."""
+def make_zero_optimizer(job: dict, ddp: nn.Module, model: nn.Module) -> torch.optim.Optimizer:
+    """Return the submission's ZeroOptimizer, or the class job["optimizer_class"], as the job's recipe describes it."""
+    recipe = job["recipe"]
     groups = make_groups(recipe, model)
     with phase("construct"):
-        return student("m08_zero_optimizer", "ZeroOptimizer")(
+        return student(*job.get("optimizer_class", ("m08_zero_optimizer", "ZeroOptimizer")))(
             ddp, getattr(torch.optim, recipe["optimizer"]), *([] if groups is None else [groups]), **recipe["options"]
         )
 
@@ -120,7 +122,8 @@ def train(job: dict) -> dict:
     """Wrap the model, make the optimizer, load job["load"] and take all steps.
 
     job["reallocate"] moves the buffers before every step. job["poison"] is a parameter and a value, which replaces one
-    entry of its gradient on this rank. With job["save"], return the state_dict too.
+    entry of its gradient on this rank. With job["save"], return the state_dict too. With job["finish"], call
+    `finish_param_sync` before reading the weights.
     """
     model = build(job)
     ddp = wrap(job, model)
@@ -164,19 +167,22 @@ def train_dots(job: dict) -> dict:
 
 def train_wrapped(job: dict, ddp: nn.Module, model: nn.Module, gradients: Callable[[int], float]) -> dict:
     """Make the optimizer, take all steps, and return the values that a check compares."""
-    optimizer = make_zero_optimizer(job["recipe"], ddp, model)
+    optimizer = make_zero_optimizer(job, ddp, model)
     if "load" in job:
         optimizer.load_state_dict(move_state_to_device(job["load"]))
     outcome = take_steps(
         job["recipe"], model, optimizer, len(job["batches"]), gradients, lambda limit: optimizer.clip_grad_norm_(limit)
     )
+    if job.get("finish"):  # in module 9 weights may still be on their way
+        with phase("finish weights"):
+            ddp.finish_param_sync()
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     inner = getattr(optimizer, "optim", None)
     return outcome | {
         "weights": weights,
         "is_optimizer": isinstance(optimizer, torch.optim.Optimizer),
-        "gather_grads": bool(ddp.gather_grads),
+        "gather_grads": bool(getattr(ddp, "gather_grads", False)),
         "groups": [[names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups],
         "state_bytes": None if inner is None else count_state_bytes(inner.state),
         "inner_bytes": None if inner is None else count_bytes_by_dtype(inner.param_groups),

@@ -255,14 +255,14 @@ def test_a_script_beside_a_reading_measures_the_students_modules(edition):
 def test_a_plan_uses_the_students_own_rules_for_buckets(edition):
     said = run_command(edition, "brigade plan --model tiny")
     assert "1 NaiveDDP" in said and "torch DDP" in said
-    assert "not planned: 4 BucketedDDP: module 4, part (a) is not written yet" in said
+    assert "Not planned: 4 BucketedDDP: module 4, part (a) is not written yet" in said
     path = edition / "lessons" / get_module(4).path
     skeleton = path.read_text()
     for text, line in (
         ((ROOT / "solutions" / get_module(4).path).read_text(), "\n4 BucketedDDP "),
         (
             "x = 1\n",
-            "not planned: 4 BucketedDDP: your own plan_buckets does not work: `brigade check 4` tells you more",
+            "Not planned: 4 BucketedDDP: your own plan_buckets does not work: `brigade check 4` tells you more",
         ),
     ):
         path.write_text(text)

@@ -82,6 +82,7 @@ PRINTED = {
     "m08/wire": ["2 ranks", *(names := ["all_reduce", "reduce_scatter", "all_gather", "broadcast"]), "4 ranks", *names],
     "m08/against": [r"torch +1.00 ", "torch, flat", "ZeroOptimizer", "ShardedOptimizer"],
     "m08/masters": ["without a main parameter: 1.0", "with a main parameter: 0.8984"],
+    "m10/alive": ["module 8: 17.0 .* 16.0", "=1: 10.5 .* 8.0", "=4: 15.0 .* 8.0", "no_sync: 25.5 .* 8.0"],
     "m11/peak": [
         "prefetch=0: at most 1.07 of 3.48 MB; 9 all_gather, 6.69 MB, 5 reduce_scatter, 3.48 MB",
         "prefetch=1: at most 1.87 of", "prefetch=2: at most 2.67 of",

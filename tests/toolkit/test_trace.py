@@ -8,11 +8,12 @@ from itertools import pairwise
 import matplotlib.image
 import pytest
 from test_bench import make_submission
+from test_lab import png_size
 
 from brigade.checks.tiny_lm import Size, TinyLM
 from brigade.course import modules
 from brigade.course.modules import MODULES, ROOT, get_module, select_modules
-from brigade.lab import figures, ladder, timeline
+from brigade.lab import figures, ladder, memory_over_step, timeline
 from brigade.rank.emulated_link import Link
 
 SIZE = Size(d_model=16, d_ff=32, layers=1, heads=2, vocabulary=256)
@@ -84,7 +85,7 @@ def test_collectives_say_what_they_carry(traced):
 
 def test_without_an_emulated_link_collectives_do_not_hide_each_other():
     line = timeline.trace([ladder.get_variant(get_module(3))], workload=replace(WORKLOAD, link=None))[0]
-    assert line.link is None and "this machine's own" in line.link_text
+    assert line.link is None and "this machine's cores" in line.link_text
     for rank in range(2):
         found = line.get_collectives(rank)
         for index, one in enumerate(found):
@@ -203,6 +204,22 @@ def test_wrong_input_gets_one_line(quick, brigade, arguments, line):
     status, _, err = brigade("trace", *arguments, "--target", "solutions")
     assert status == 2
     assert line in err and err.startswith("brigade: ") and err.count("\n") == 1
+
+
+def test_memory_over_a_step(tmp_path):
+    """Module 10 keeps half of module 8's gradients on two ranks, and a few buckets more in backward."""
+    zero1, zero2 = memory_over_step.measure(
+        [ladder.get_variant(get_module(number)) for number in (8, 10)],
+        size=Size(d_model=64, d_ff=128, layers=2, heads=2, vocabulary=256),
+        bucket_mb=0.05,
+    )
+    gradients = [curve.nbytes[-1]["gradients"] for curve in (zero1, zero2)]
+    assert gradients[0] == 2 * gradients[1] > 0
+    assert zero1.between_steps - zero2.between_steps == gradients[1]
+    assert zero2.peak > zero2.between_steps and zero2.peak < zero1.peak
+    assert list(dict.fromkeys(zero2.phases)) == ["forward", "backward", "finish", "step"]
+    memory_over_step.draw([zero1, zero2], tmp_path / "memory.png")
+    assert png_size(tmp_path / "memory.png") == (900, 500)
 
 
 def test_the_readings_have_their_pictures_redrawn(quick, monkeypatch, tmp_path, capsys):

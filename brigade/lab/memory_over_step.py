@@ -1,0 +1,183 @@
+"""Draw the bytes that are alive on a rank throughout one training step: `brigade trace N --memory`.
+
+    curves = measure([get_variant(get_module(10))])
+    draw(curves, Path("out/memory-10.png"))
+
+The bytes are counted from storages (`rank/memory.py`) at every gradient hook, before every layer's forward, and after
+the phases of the step. The ranks use the strict process group, in which a handle keeps no memory after its wait.
+What is no parameter, gradient or optimizer state is "activations and buckets": whole buckets of module 10 belong there.
+
+Ranks import this file, so matplotlib is imported where it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from brigade.checks.tiny_lm import SIZES, Size, TinyLM, language_loss
+from brigade.course.submission import Sources
+from brigade.lab.ladder import Variant, build_setup, read_reference
+from brigade.lab.memory_accounting import KINDS, list_tensors_by_kind
+from brigade.rank.api import device
+from brigade.rank.memory import LiveMemory
+from brigade.runner.ranks import run_ranks
+
+REST = "activations and buckets"
+COLOURS = dict(zip((*KINDS, REST), ("#0072b2", "#e69f00", "#009e73", "#cccccc")))  # as in module 8's memory.png
+HATCHES = dict(zip((*KINDS, REST), ("", "////", "....", "")))
+TOKENS = (1, 16)  # few, so that activations do not hide the rest
+DEADLINE_S = 120.0
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The bytes by kind at the points of one step of a variant. `phases[i]` is the phase of point i."""
+
+    label: str
+    phases: list[str]
+    nbytes: list[dict[str, int]]
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that are alive at a point."""
+        return max(sum(point.values()) for point in self.nbytes)
+
+    @property
+    def between_steps(self) -> int:
+        """The bytes that are alive after the step."""
+        return sum(self.nbytes[-1].values())
+
+
+def measure(
+    variants: Sequence[Variant],
+    sources: Sources | None = None,
+    *,
+    size: Size = SIZES["tiny"],
+    bucket_mb: float = 0.25,
+    world_size: int = 2,
+    deadline: float = DEADLINE_S,
+) -> list[Curve]:
+    """Train each variant for two steps of SGD with momentum, then return rank 0's bytes in the third.
+
+    `bucket_mb` is in MiB. Raise RankFailure or CourseError as `run_ranks` does. torch DDP runs in mode "record",
+    because a strict group cannot see where its reducer waits.
+    """
+    curves = []
+    for variant in variants:
+        points = run_ranks(
+            trace_memory,
+            asdict(variant),
+            {"size": asdict(size), "bucket_mb": bucket_mb, "learning_rate": 0.01},
+            world_size=world_size,
+            mode="record" if variant.wrapper and variant.wrapper[0] == "torch" else "strict",
+            packages={"submission": read_reference() if sources is None else sources},
+            deadline=deadline,
+        )[0]
+        phases, nbytes = zip(*points)
+        curves.append(Curve(variant.label, list(phases), list(nbytes)))
+    return curves
+
+
+def draw(curves: Sequence[Curve], path: Path) -> None:
+    """Draw one panel for each curve, with equal scales, and write the picture."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from matplotlib.patches import Patch
+
+    figure, panels = plt.subplots(
+        len(curves), 1, figsize=(9, 0.8 + 2.1 * len(curves)), sharey=True, squeeze=False, layout="constrained"
+    )
+    for curve, axes in zip(curves, panels[:, 0]):
+        places = range(len(curve.nbytes))
+        lower = [0.0] * len(curve.nbytes)
+        for kind in COLOURS:
+            upper = [below + point[kind] / 1e6 for below, point in zip(lower, curve.nbytes)]
+            axes.fill_between(
+                places,
+                lower,
+                upper,
+                step="post",
+                facecolor=COLOURS[kind],
+                hatch=HATCHES[kind],
+                edgecolor="#333333",
+                lw=0.5,
+            )
+            lower = upper
+        for place, (before, phase) in enumerate(zip(curve.phases, curve.phases[1:]), 1):
+            if phase != before:
+                axes.axvline(place, color="#333333", linestyle=":", lw=1)
+        for phase in ("forward", "backward"):
+            first = curve.phases.index(phase)
+            axes.annotate(phase, (first, 1), (3, -2), ("data", "axes fraction"), "offset points", va="top", fontsize=9)
+        axes.set_title(
+            f"{curve.label}: at most {curve.peak / 1e6:.1f} MB, {curve.between_steps / 1e6:.1f} MB between steps",
+            loc="left",
+            fontsize=10,
+        )
+        axes.set_xlim(0, len(curve.nbytes) - 1)
+        axes.set_ylim(0, 1.15 * max(curve.peak for curve in curves) / 1e6)
+        axes.set_ylabel("MB on rank 0")
+        axes.set_xticks([])
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[-1, 0].set_xlabel("one step: each layer's forward, each gradient")
+    handles = [Patch(facecolor=COLOURS[kind], hatch=HATCHES[kind], edgecolor="#333333", label=kind) for kind in COLOURS]
+    figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    figure.savefig(path, dpi=100)
+    plt.close(figure)
+
+
+# The code below runs in the ranks.
+
+
+def trace_memory(variant: dict, workload: dict) -> list[tuple[str, dict[str, int]]]:
+    """Return (phase, bytes by kind) at the points of the third step."""
+    torch.manual_seed(0)
+    model = TinyLM(Size(**workload["size"])).to(device())
+    points: list[tuple[str, dict[str, int]]] = []
+    phase = "forward"
+    with LiveMemory(model.parameters()) as memory:
+        setup = build_setup(variant, model, workload)
+
+        def note_memory() -> None:
+            nbytes = memory.count(**list_tensors_by_kind(model, setup.wrapper, setup.optimizer))
+            points.append((phase, {REST: nbytes.pop("other"), **nbytes}))
+
+        watch(model, note_memory)
+        tokens = torch.randint(model.size.vocabulary, TOKENS, device=device())
+        for _ in range(3):
+            points.clear()
+            phase = "forward"
+            note_memory()
+            setup.optimizer.zero_grad()
+            note_memory()
+            loss = language_loss(setup.wrapper(tokens), tokens)
+            phase = "backward"
+            note_memory()
+            loss.backward()
+            del loss
+            phase = "finish"
+            note_memory()
+            if hasattr(setup.wrapper, "finish_grad_sync"):
+                setup.wrapper.finish_grad_sync()
+            phase = "step"
+            note_memory()
+            setup.optimizer.step()
+            note_memory()
+    return points
+
+
+def watch(model: nn.Module, note_memory: Callable[[], None]) -> None:
+    """Call `note_memory` before each layer's forward and after each gradient, after the wrapper's own hooks."""
+    for module in model.modules():
+        if not list(module.children()):
+            module.register_forward_pre_hook(lambda *_: note_memory())
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(lambda *_: note_memory())

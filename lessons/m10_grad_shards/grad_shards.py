@@ -1,0 +1,158 @@
+"""Module 10: each rank keeps only its own shards of the gradients (ZeRO, stage 2).
+
+After the reduce-scatter of module 8, a rank needs only 1/N of a bucket, but the whole bucket stays in memory. Here the
+memory of a bucket exists from its first gradient until its reduce-scatter is complete. The averages are then added to a
+small buffer with this rank's shards. `max_live_buckets` limits how many buckets are on the way at the same time.
+
+For P parameters in fp32, a rank keeps 4 P / N bytes of gradients between two steps instead of 4 P, and a few more
+buckets in backward. The launches and bytes of a step are those of module 8. Accumulating over M micro-batches takes
+either M times as many reduce-scatters, or memory for whole gradients (`no_sync`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..m05_grad_buffer.grad_buffer import plan_layout
+from ..m06_coalesced.coalesced import reduce_scatter
+from ..m07_cached_shards.cached_shards import CachedBucketGroup, CachedDDP
+from ..m08_zero_optimizer.zero_optimizer import ParamShard, ZeroOptimizer
+
+
+class ShardedGradBuffer:
+    """The parameters of one dtype, whole, and this rank's shards of their gradients.
+
+    `param_data`, (layout.numel,), is the same as in module 6. `grad_data`, (layout.numel / N,), contains this rank's
+    shard of every bucket, one after the other. `whole[b]`, (bucket numel,), contains the gradients of bucket b while
+    this memory exists.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        bucket_numel: int | None,
+        grad_dtype: torch.dtype | None,
+        process_group: dist.ProcessGroup | None,
+    ):
+        self.params = list(params)
+        self.rank, self.size = dist.get_rank(process_group), dist.get_world_size(process_group)
+        self.layout = plan_layout([p.numel() for p in self.params], bucket_numel, self.size)
+        first = self.params[0]
+        is_wider = grad_dtype is not None and grad_dtype.itemsize > first.itemsize
+        self.grad_dtype = grad_dtype if is_wider else first.dtype
+        self.param_data = first.new_zeros(self.layout.numel)
+        for p, (begin, end) in zip(self.params, self.layout.param_ranges):
+            p.data = self.param_data[begin:end].view(p.shape).copy_(p.data)
+        self.grad_data = first.new_zeros(self.layout.numel // self.size, dtype=self.grad_dtype)
+        self.whole: dict[int, Tensor] = {}
+
+    def get_whole(self, bucket: int) -> Tensor:
+        """Return the whole gradients of a bucket, (bucket numel,). Allocate zeros if they do not exist."""
+        if bucket not in self.whole:
+            begin, end = self.layout.bucket_ranges[bucket]
+            self.whole[bucket] = self.param_data.new_zeros(end - begin, dtype=self.grad_dtype)
+        return self.whole[bucket]
+
+    def get_shard(self, bucket: int) -> Tensor:
+        """Return this rank's averaged shard of a bucket, (bucket numel / N,), a view of `grad_data`."""
+        # Every bucket before this one occupies 1/N of its elements in `grad_data`.
+        # TODO: part (a)
+        raise NotImplementedError("module 10, part (a)")
+
+    def accumulate_into_buffer(self, i: int) -> None:
+        """Add the gradient of parameter i to its whole bucket, and free the gradient. None counts as zeros."""
+        p, bucket = self.params[i], self.layout.bucket_of[i]
+        # The bucket starts at layout.bucket_ranges[bucket][0], and the parameter at layout.param_ranges[i][0].
+        # TODO: part (b)
+        raise NotImplementedError("module 10, part (b)")
+
+
+class ShardedBucket(CachedBucketGroup):
+    """A group of one bucket. After its reduce-scatter, only this rank's shard remains."""
+
+    grad_handle: dist.Work | None = None
+    averages: Tensor | None = None  # (bucket numel / N,), the output of the running reduce-scatter
+
+    def start_grad_sync(self) -> None:
+        """Start the reduce-scatter of the whole bucket into new memory that is as large as a shard."""
+        # Do not reduce into the shard itself, because finish_grad_sync *adds* to it. A rank without these gradients
+        # contributes zeros.
+        # TODO: part (c)
+        raise NotImplementedError("module 10, part (c)")
+
+    def finish_grad_sync(self) -> None:
+        """Wait, add the averages to this rank's shard, and free the bucket. Do nothing if nothing was launched."""
+        # TODO: part (d)
+        raise NotImplementedError("module 10, part (d)")
+
+
+class GradShardedDDP(CachedDDP):
+    """Like `CachedDDP`, but a rank keeps only its own shards of the gradients, in `grad_buffers[k].grad_data`.
+
+    At most `max_live_buckets` buckets are between launch and wait. `finish_grad_sync` may be called after each
+    micro-batch: it adds to the shards. `zero_grad` clears them. The optimizer is `Zero2Optimizer`. Raise ValueError if
+    `max_live_buckets` is below 1.
+    """
+
+    group_class = ShardedBucket
+
+    def __init__(
+        self,
+        module: nn.Module,
+        bucket_numel: int | None = 40_000_000,
+        max_live_buckets: int = 2,
+        grad_dtype: torch.dtype | None = None,
+        process_group: dist.ProcessGroup | None = None,
+    ):
+        if max_live_buckets < 1:
+            raise ValueError(f"max_live_buckets is {max_live_buckets}, but a launch needs at least 1 live bucket")
+        super().__init__(module, bucket_numel, 1, grad_dtype, process_group)
+        self.max_live_buckets = max_live_buckets
+        self.gather_grads = False
+
+    def make_buffer(self, params: list[nn.Parameter], bucket_numel: int | None, grad_dtype: torch.dtype | None):
+        """Return the buffer for parameters of one dtype."""
+        return ShardedGradBuffer(params, bucket_numel, grad_dtype, self.process_group)
+
+    def forward(self, *args, **kwargs):
+        return self.module(*args, **kwargs)  # module 5 attaches views here; this module has none
+
+    def launch(self, index: int) -> None:
+        """Start the reduce-scatter of a bucket. First finish the oldest live bucket if there are too many."""
+        # The queue launches buckets in order, so the oldest live bucket has the index `index - max_live_buckets`.
+        # TODO: part (e)
+        raise NotImplementedError("module 10, part (e)")
+
+    def finish_grad_sync(self) -> None:
+        """Launch the remaining buckets and wait for all. The shards then contain the averages, and `p.grad` is None."""
+        # TODO: part (f)
+        raise NotImplementedError("module 10, part (f)")
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the shards, and the gradients that `no_sync` has accumulated."""
+        super().zero_grad()
+        # TODO: part (g)
+        raise NotImplementedError("module 10, part (g)")
+
+
+class Zero2Optimizer(ZeroOptimizer):
+    """Like `ZeroOptimizer`, for a `GradShardedDDP`."""
+
+    def prepare_grads(self) -> list[Tensor]:
+        """Attach gradients and weights to the shards. Return the gradients, views of `grad_data`."""
+        return [self.prepare_grad(part) for part in self.param_shards.values()]
+
+    def prepare_grad(self, part: ParamShard) -> Tensor:
+        """Attach the gradient and the weights of one part of a parameter. Return its gradient in `grad_data`."""
+        buffer, i = self.positions[part.param]
+        # `part.buffer_slice` is a range of the whole buffer. Convert it to a range of this rank's shard of the bucket.
+        # TODO: part (h)
+        raise NotImplementedError("module 10, part (h)")
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the shards of the gradients."""
+        self.ddp.zero_grad()

@@ -1,0 +1,107 @@
+"""Mistakes in module 9."""
+
+from mutants import Mutant
+
+EQUALS = ("test_equals_unsharded",)
+STEP = ("test_step_waits_for_no_weights",)
+PLACES = ("test_weights_are_awaited_just_before_use",)
+UNUSED = ("test_groups_that_no_forward_used",)
+ELSEWHERE = ("test_complete_weights_elsewhere",)
+
+SHARE = "self.start_sharing()\n"
+LAUNCH = "for group in self.forward_order:\n            group.start_param_sync()\n"
+IN_FLIGHT = "self.in_flight = list(self.forward_order)\n"
+REGISTER = "owner.register_forward_pre_hook(self.before_forward)"
+WAIT = "self.in_flight.remove(group)\n                group.finish_param_sync()"
+ORDER = "self.forward_order = list(dict.fromkeys(group_of[p] for p in module.parameters() if p in group_of))"
+UNCALLED = "            if owner not in self.called:\n                self.wait_for(groups)"
+BEFORE_STEP = "        self.ddp.finish_param_sync()\n        return super().prepare_grads()"
+STATE_DICT = "self.finish_param_sync()\n        return super().state_dict(*args, **kwargs)"
+
+MUTANTS = [
+    Mutant("step waits, as in module 8", SHARE, "super().share_weights()\n", STEP + EQUALS, "as in module 8"),
+    Mutant("step does not gather", SHARE, "pass\n", STEP, "step does not gather the weights"),
+    Mutant(
+        "launched by the next forward",
+        f"{LAUNCH}        {IN_FLIGHT}",
+        f"self.due = True\n\n    def launch_due(self):\n        self.due = False\n        {LAUNCH}        {IN_FLIGHT}",
+        STEP,
+        "step does not gather the weights",
+    ),
+    Mutant(
+        "all awaited by the wrapper's forward",
+        UNCALLED,
+        "            self.wait_for(groups)",
+        PLACES,
+        "waits for all groups at once",
+    ),
+    Mutant(
+        "launched in the order of the buffers", ORDER, "self.forward_order = list(self.groups)", PLACES, "in reverse"
+    ),
+    Mutant(
+        "every module waits for its own, after it ran",
+        REGISTER,
+        "owner.register_forward_hook(lambda m, i, o: self.before_forward(m, i))",
+        EQUALS + PLACES,
+        "had not arrived",
+    ),
+    Mutant("no hook at all", REGISTER, "pass", PLACES, "waits for all groups at once"),
+    Mutant(
+        "modules that are never called forgotten",
+        UNCALLED,
+        "            pass",
+        EQUALS,
+        "had not arrived",
+    ),
+    Mutant(
+        "each hook waits for one group only",
+        "self.wait_for(self.groups_of[owner])",
+        "self.wait_for(self.groups_of[owner][:1])",
+        EQUALS,
+        "had not arrived",
+    ),
+    Mutant(
+        "each hook waits for everything",
+        "self.wait_for(self.groups_of[owner])",
+        "self.finish_param_sync()",
+        PLACES,
+        "that other modules should wait for",
+    ),
+    Mutant(
+        "the step before is not awaited",
+        BEFORE_STEP,
+        "        return super().prepare_grads()",
+        UNUSED,
+        "still in flight",
+    ),
+    Mutant(
+        "the handle is forgotten, not awaited",
+        WAIT,
+        "self.in_flight.remove(group)",
+        EQUALS,
+        "had not arrived",
+    ),
+    Mutant(
+        "state_dict without a wait",
+        STATE_DICT,
+        "return super().state_dict(*args, **kwargs)",
+        ELSEWHERE,
+        "state_dict does not wait",
+    ),
+    Mutant(
+        "hooks wait in training only",
+        "self.wait_for(self.groups_of[owner])",
+        "self.wait_for(self.groups_of[owner] if torch.is_grad_enabled() else [])",
+        ELSEWHERE,
+        "when gradients are disabled",
+    ),
+    Mutant(
+        "finish_param_sync waits for half",
+        "self.wait_for(self.forward_order)",
+        "self.wait_for(self.forward_order[::2])",
+        EQUALS,
+        "",
+    ),
+]
+
+SAMPLE = ("step waits, as in module 8", "state_dict without a wait")

@@ -1,0 +1,127 @@
+"""Mistakes in module 10."""
+
+from mutants import Mutant
+
+EQUALS = ("test_equals_unsharded",)
+MEMORY = ("test_gradient_memory",)
+LIVE = ("test_live_buckets",)
+ACCUMULATION = ("test_accumulation",)
+VOLUME = ("test_volume_and_dtypes",)
+
+ADD = "self.get_whole(bucket)[begin : begin + p.numel()].view(p.shape).add_(p.grad)"
+OLDEST = (
+    "        if index >= self.max_live_buckets:\n"
+    "            self.groups[index - self.max_live_buckets].finish_grad_sync()\n"
+)
+ADD_SHARD = "self.buffer.get_shard(bucket).add_(self.averages)"
+FREE = "del self.buffer.whole[bucket]"
+AVG = "dist.ReduceOp.AVG, self.process_group"
+INIT_WHOLE = "        self.whole: dict[int, Tensor] = {}\n"
+CLEAR = "            buffer.grad_data.zero_()\n            buffer.whole.clear()"
+START = "        self.groups[index].start_grad_sync()\n"
+GRAD = "grad = shard[max(0, part.buffer_slice.start - shard_start) :][: part.shard.numel()]"
+
+MUTANTS = [
+    Mutant("a sum instead of an average", AVG, AVG.replace("AVG", "SUM"), EQUALS, "sum"),
+    Mutant("process_group ignored", AVG, "dist.ReduceOp.AVG, None", EQUALS, ""),
+    Mutant("no bucket freed", FREE, "self.buffer.whole[bucket].zero_()", MEMORY, "still refers to a whole bucket"),
+    Mutant(
+        "all buckets allocated at construction",
+        INIT_WHOLE,
+        f"{INIT_WHOLE}        for i in range(len(self.layout.bucket_ranges)):\n            self.get_whole(i)\n",
+        MEMORY,
+        "the constructor allocates",
+    ),
+    Mutant("nothing awaited before the finish", OLDEST, "", LIVE + MEMORY, "does not wait for the oldest"),
+    Mutant(
+        "one bucket too many",
+        OLDEST,
+        OLDEST.replace("index >= self.max_live_buckets", "index > self.max_live_buckets").replace(
+            "index - self.max_live_buckets", "index - self.max_live_buckets - 1"
+        ),
+        LIVE,
+        "does not wait for the oldest",
+    ),
+    Mutant(
+        "each launch awaited immediately",
+        START,
+        f"{START}        self.groups[index].finish_grad_sync()\n",
+        LIVE,
+        "so nothing overlaps",
+    ),
+    Mutant(
+        "everything launched in the finish",
+        "        self.queue.launch_remaining()\n",
+        "        self.queue.launch_remaining()\n        self.require_grad_sync = True\n\n"
+        "    def mark_ready(self, index, i):\n        self.units[index].buffer.accumulate_into_buffer(i)\n\n"
+        "    def finish_all(self):\n",
+        LIVE,
+        "already complete in backward",
+    ),
+    Mutant(
+        "the second finish overwrites", ADD_SHARD, ADD_SHARD.replace("add_", "copy_"), ACCUMULATION, "only the last"
+    ),
+    Mutant("micro-batches overwrite each other", ADD, ADD.replace("add_", "copy_"), ACCUMULATION, "only the last"),
+    Mutant("p.grad left", "            p.grad = None\n", "", EQUALS + MEMORY, "does not set it to None"),
+    Mutant(
+        "zero_grad forgets the shards",
+        CLEAR,
+        "            buffer.whole.clear()",
+        EQUALS + ACCUMULATION,
+        "does not clear the shards",
+    ),
+    Mutant(
+        "zero_grad forgets what no_sync accumulated",
+        CLEAR,
+        "            buffer.grad_data.zero_()",
+        ACCUMULATION,
+        "accumulated inside no_sync",
+    ),
+    Mutant(
+        "the optimizer's zero_grad is the plain one",
+        "        self.ddp.zero_grad()",
+        "        super().zero_grad(set_to_none)",
+        EQUALS,
+        "does not clear the shards",
+    ),
+    Mutant(
+        "the ValueError forgotten",
+        "if max_live_buckets < 1:",
+        "if False:",
+        LIVE,
+        "does not check max_live_buckets",
+    ),
+    Mutant("the slice of another rank", "buffer.rank * len(shard)", "0 * len(shard)", EQUALS),
+    Mutant(
+        "accumulated in the parameters' dtype",
+        "self.grad_dtype = grad_dtype if is_wider else first.dtype",
+        "self.grad_dtype = first.dtype",
+        VOLUME,
+        "bfloat16 is sent",
+    ),
+    Mutant(
+        "every grad_dtype taken",
+        "self.grad_dtype = grad_dtype if is_wider else first.dtype",
+        "self.grad_dtype = grad_dtype or first.dtype",
+        VOLUME,
+        "bfloat16 is sent",
+    ),
+    Mutant(
+        "an all-reduce, of which the shard is kept",
+        "self.grad_handle = reduce_scatter(self.averages, whole, dist.ReduceOp.AVG, self.process_group, async_op=True)",
+        "self.grad_handle = dist.all_reduce(whole, dist.ReduceOp.AVG, self.process_group, async_op=True)\n"
+        "        self.averages = whole.chunk(self.buffer.size)[self.buffer.rank]",
+        EQUALS + VOLUME,
+        "reduce-scattered",
+    ),
+    Mutant(
+        "step clears the shards",
+        '    def zero_grad(self, set_to_none: bool = True) -> None:\n        """Clear the shards of the gradients."""',
+        "    def share_weights(self):\n        super().share_weights()\n        self.ddp.zero_grad()\n\n"
+        '    def zero_grad(self, set_to_none: bool = True) -> None:\n        """Clear the shards of the gradients."""',
+        ACCUMULATION,
+        "step clears the shards",
+    ),
+]
+
+SAMPLE = ("a sum instead of an average", "the ValueError forgotten")

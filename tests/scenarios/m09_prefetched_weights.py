@@ -1,0 +1,96 @@
+"""What the ranks do in module 9's checks, beyond the training of module 8's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from brigade.checks.reference import compute_loss
+from brigade.rank import recording
+from brigade.rank.recording import phase
+from scenarios.m08_zero import build, make_zero_optimizer
+from scenarios.training import move_to_device, wrap
+
+
+class Listed(nn.Module):
+    """A layer whose weights are in a ParameterList, whose forward nobody calls."""
+
+    def __init__(self, width: int, count: int):
+        super().__init__()
+        self.weights = nn.ParameterList(torch.eye(width) for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for weight in self.weights:
+            x = torch.tanh(x @ weight)
+        return x
+
+
+def note_forwards(model: nn.Module) -> None:
+    """Record an event "module" when the forward of each submodule starts, after its other pre-hooks, and ends."""
+    for name, module in model.named_modules():
+
+        def note_start(_: nn.Module, inputs: Any, name: str = name) -> None:
+            recording.note("module", name=name, at="start")
+
+        def note_end(_: nn.Module, inputs: Any, output: Any, name: str = name) -> None:
+            recording.note("module", name=name, at="end")
+
+        module.register_forward_pre_hook(note_start)
+        module.register_forward_hook(note_end)
+
+
+def observe(job: dict) -> None:
+    """Take a training step on each of the job's batches, and record the forwards of the modules."""
+    model = build(job)
+    if "listed" in job:
+        model.layers.insert(1, Listed(model.layers[0].out_features, job["listed"]).to(next(model.parameters())))
+    ddp = wrap(job, model)
+    note_forwards(model)
+    optimizer = make_zero_optimizer(job, ddp, model)
+    for step, [batch] in enumerate(job["batches"]):
+        recording.note("step", step=step)
+        optimizer.zero_grad()
+        with phase("forward"):
+            loss = compute_loss(ddp, move_to_device(batch))
+        with phase("backward"):
+            loss.backward()
+        with phase("finish"):
+            ddp.finish_grad_sync()
+        with phase("step"):
+            optimizer.step()
+    recording.note("step", step=len(job["batches"]))
+    with phase("finish weights"):
+        ddp.finish_param_sync()
+        ddp.finish_param_sync()  # the second call does nothing
+
+
+def read_weights(job: dict) -> dict:
+    """Take a step, then use the weights in the way job["read"]. Return them, or the output for job["probe"]."""
+    model = build(job)
+    ddp = wrap(job, model)
+    optimizer = make_zero_optimizer(job, ddp, model)
+    recording.note("step", step=0)
+    compute_loss(ddp, move_to_device(job["batches"][0][0])).backward()
+    ddp.finish_grad_sync()
+    with phase("step"):
+        optimizer.step()
+    with phase("read"):
+        if job["read"] == "ddp.state_dict()":
+            weights = ddp.state_dict()
+            return {name: find_entry(weights, name).clone() for name, _ in model.named_parameters()}
+        if job["read"] == "an evaluation":
+            with torch.no_grad():
+                return {"output": ddp(job["probe"])}
+        if job["read"] == "load_state_dict":
+            optimizer.load_state_dict({"state": {}, "param_groups": optimizer.state_dict()["param_groups"]})
+        if job["read"] in ("load_state_dict", "a second step"):
+            optimizer.step()
+        ddp.finish_param_sync()
+        return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def find_entry(weights: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    """Return the entry of a wrapper's state dict for this parameter of its model."""
+    return next(value for key, value in weights.items() if key == name or key.endswith(f".{name}"))

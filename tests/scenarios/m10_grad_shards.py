@@ -1,0 +1,161 @@
+"""What the ranks do in module 10's checks, beyond the training of module 8's."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from brigade.checks.reference import compute_loss
+from brigade.rank import recording
+from brigade.rank.api import device, student
+from brigade.rank.memory import LiveMemory
+from brigade.rank.recording import phase
+from scenarios import m08_zero
+from scenarios.training import build, move_to_device, wrap
+
+
+def train(job: dict) -> dict:
+    """Train on the micro-batches of each step, which are none on a rank that only calls the finish.
+
+    With job["finish_each"] the finish follows each micro-batch; without it, all but the last run inside no_sync.
+    """
+    model = m08_zero.build(job)
+    ddp = wrap(job, model)
+    left = set()
+
+    def gradients(step: int) -> float:
+        batches, total = job["batches"][step], 0.0
+        for number, batch in enumerate(batches):
+            is_last = number == len(batches) - 1
+            with contextlib.nullcontext() if job["finish_each"] or is_last else ddp.no_sync(), phase("backward"):
+                loss = compute_loss(ddp, move_to_device(batch))
+                loss.backward()
+            total += loss.item()
+            if job["finish_each"] or is_last:
+                finish(ddp, model, left)
+        for _ in range(job["micro_batches"] - len(batches) if job["finish_each"] else not batches):
+            finish(ddp, model, left)
+        return total
+
+    return m08_zero.train_wrapped(job, ddp, model, gradients) | {"left": sorted(left)}
+
+
+def finish(ddp: nn.Module, model: nn.Module, left: set[str]) -> None:
+    """Call the finish, and add the names of parameters that have a gradient afterwards to `left`."""
+    with phase("finish"):
+        ddp.finish_grad_sync()
+    left |= {name for name, p in model.named_parameters() if p.grad is not None}
+
+
+def measure(job: dict) -> dict:
+    """Return the bytes of gradients that are alive at each gradient hook and after each finish.
+
+    They are what is alive beside the parameters and the activations of the bare model at the same hook. "constructed"
+    is what the constructor added.
+    """
+    bare, model = (m08_zero.build(job) for _ in range(2))
+    recording.watch_gradients(model)
+    batches = [move_to_device(batch) for [batch] in job["batches"]]
+    activations = count_at_hooks(bare, batches, lambda model: model)["hooks"]
+    counted = count_at_hooks(model, batches, lambda model: wrap(job, model))
+    hooks = [
+        {"step": one["step"], "name": one["name"], "nbytes": one["nbytes"] - other["nbytes"]}
+        for one, other in zip(counted["hooks"], activations)
+    ]
+    return counted | {"hooks": hooks}
+
+
+def count_at_hooks(
+    model: nn.Module, batches: list[dict[str, Any]], make_wrapper: Callable[[nn.Module], nn.Module]
+) -> dict[str, Any]:
+    """Train on each batch, without an optimizer. Count what is alive beside parameters and a bare model's gradients."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    constructed, hooks, finished = 0, [], []
+    with LiveMemory(model.parameters()) as memory:
+        ddp = make_wrapper(model)
+
+        def count() -> int:
+            nbytes = memory.count(weights=names, gradients=[p.grad for p in names])
+            return nbytes["other"] + (0 if ddp is model else nbytes["gradients"])
+
+        constructed = count()
+        for p in names:
+            if p.requires_grad:
+                p.register_post_accumulate_grad_hook(
+                    lambda p: hooks.append({"step": step, "name": names[p], "nbytes": count()})
+                )
+        for step, batch in enumerate(batches):
+            recording.note("step", step=step)
+            ddp.zero_grad()
+            loss = compute_loss(ddp, batch)
+            with recording.record_backward(loss):
+                loss.backward()
+            del loss
+            if ddp is not model:
+                with phase("finish"):
+                    ddp.finish_grad_sync()
+            finished.append(count())
+    return {"constructed": constructed, "hooks": hooks, "finished": finished}
+
+
+def accumulate(job: dict) -> dict[str, torch.Tensor]:
+    """Return the shards at several points: after two finishes, after a step, and after each form of zero_grad."""
+    model = build(job)
+    ddp = wrap(job, model)
+    optimizer = student(*job["optimizer_class"])(ddp, torch.optim.SGD, lr=0.01)
+    [batch], *_ = job["batches"]
+
+    def copy_shards() -> torch.Tensor:
+        return torch.cat([buffer.grad_data.detach().double().flatten() for buffer in ddp.grad_buffers])
+
+    def backward() -> None:
+        compute_loss(ddp, move_to_device(batch)).backward()
+
+    backward()
+    ddp.finish_grad_sync()
+    points = {"one": copy_shards()}
+    backward()
+    ddp.finish_grad_sync()
+    points["two"] = copy_shards()
+    optimizer.step()
+    points["after step"] = copy_shards()
+    optimizer.zero_grad()
+    points["after optimizer.zero_grad()"] = copy_shards()
+    with ddp.no_sync():
+        backward()
+    ddp.zero_grad()
+    ddp.finish_grad_sync()
+    points["after ddp.zero_grad() and a finish"] = copy_shards()
+    return points
+
+
+def accumulate_many(job: dict) -> float:
+    """Return the largest entry of the shards after many equal micro-batches, all but the last inside no_sync."""
+    model = m08_zero.Dots([weight.to(device()) for weight in job["weights"]])
+    ddp = wrap(job, model)
+    inputs = [x.to(device()) for x in job["inputs"]]
+    with ddp.no_sync():
+        for _ in range(job["count"] - 1):
+            ddp(inputs).backward()
+    with phase("backward"):
+        ddp(inputs).backward()
+    ddp.finish_grad_sync()
+    return max(float(buffer.grad_data.max()) for buffer in ddp.grad_buffers)
+
+
+def refuse(job: dict) -> list[str | None]:
+    """Return the type of the exception for each value of max_live_buckets; None if the value is accepted."""
+    answers = []
+    for value in job["values"]:
+        try:
+            wrap(job | {"arguments": {"max_live_buckets": value}}, m08_zero.build(job))
+            answers.append(None)
+        except NotImplementedError:
+            raise  # the skeleton's
+        except Exception as error:
+            answers.append(type(error).__name__)
+    return answers

@@ -1,0 +1,271 @@
+"""Graded checks of module 9: weights that are gathered while the next forward runs."""
+
+from functools import partial
+
+import pytest
+import torch
+from test_m05_grad_buffer import BUCKET_NUMEL, compute_layout
+from test_m08_zero_optimizer import expect_trained, make_recipe, require_shared_state
+
+from brigade.checks import edge_case_models
+from brigade.checks.expectations import MANY_STEPS, expect, expect_equal, join_names
+from brigade.events import launches, summarize
+from diagnosis import m09_prefetched_weights as diagnosis
+from expected.m08_zero_optimizer import compute_weights
+from scenarios import m08_zero, m09_prefetched_weights
+
+JOB = {
+    "package": "m09_prefetched_weights",
+    "wrapper": "PrefetchedDDP",
+    "optimizer_class": ("m09_prefetched_weights", "PrefetchedZeroOptimizer"),
+}
+
+
+def make_jobs(case, recipe, buckets_per_group=2, bucket_numel=BUCKET_NUMEL, **more):
+    """Return each rank's job. With `bucket_numel=1` every parameter has its own bucket."""
+    arguments = {"bucket_numel": bucket_numel, "buckets_per_group": buckets_per_group}
+    return case.make_jobs(**{**JOB, "arguments": arguments, "recipe": recipe, **more})
+
+
+@pytest.mark.points(4)
+def test_equals_unsharded(submission):
+    """Over 20 steps, weights equal those of the plain optimizer, also with closures, clipping and skipped layers."""
+    models = ("Plain", "Tied", "Branches", "Frozen")
+    details = ({"closure": True}, {}, {}, {"max_norm": 0.5})
+    for world, model, detail in zip(submission.worlds(1, 2, 3, 4), models, details):
+        groups = [[1, 3], [0, 2]] if world == 4 else [list(range(world))]
+        case = submission.case(
+            model,
+            world,
+            steps=20,
+            micro_batches=2 if model == "Tied" else 1,
+            dtype=torch.float64,
+            branches=[0, 1, 0][:world] if model == "Branches" else None,
+            group=groups[0],
+        )
+        recipe = make_recipe("Adam" if model == "Branches" else "AdamW", **detail)
+        bucket_numel = 1 if world == 3 else BUCKET_NUMEL
+        jobs = make_jobs(case, recipe, None if world == 1 else 1, bucket_numel, groups=groups, finish=True)
+        results = submission.run(m08_zero.train, jobs, world_size=world)
+        what = f"weights after 20 steps of {recipe['optimizer']} equal those of the plain optimizer ({model} model)"
+        with diagnosis.explain_incomplete():
+            expect_trained(what, results, compute_weights(case, recipe), case.start(), ranks=case.group)
+        if bucket_numel == BUCKET_NUMEL:
+            require_shared_state([results[rank] for rank in case.group], case, recipe["optimizer"])
+        require_prefetch(results.events, case.group if len(case.group) > 1 else [])
+
+
+@pytest.mark.points(3)
+def test_step_waits_for_no_weights(submission):
+    """step launches one asynchronous all-gather per group, and returns without waiting for any of them."""
+    for world, model, per_group in zip(submission.worlds(2, 3), ("Plain", "MixedDtypes"), (2, 1)):
+        case = submission.case(model, world, steps=3, hidden_layers=5)
+        jobs = make_jobs(case, make_recipe("SGD"), per_group)
+        results = submission.run(m09_prefetched_weights.observe, jobs, world_size=world)
+        groups = list_groups(build(case), world, per_group)
+        for rank, events in enumerate(results.events):
+            for step in range(3):
+                launched = [x for x in launches(events, step, phase="step") if x.op == "all_gather"]
+                expect(
+                    sorted(launch.numel for launch in launched) == sorted(numel for numel, _ in groups),
+                    f"step launches one all-gather for each of {len(groups)} groups, of "
+                    f"{join_names(sorted(numel for numel, _ in groups))} elements",
+                    summarize(launched),
+                    partial(diagnosis.explain_gathers, launched, launches(events, step)),
+                    rank=rank,
+                    step=step,
+                )
+                awaited = [x for x in launched if x.sync or ("step" in x.wait_phases and step in x.wait_steps)]
+                expect(
+                    not awaited,
+                    "step returns without waiting for the weights",
+                    f"it waits for {len(awaited)} of {len(launched)} all-gathers",
+                    partial(diagnosis.explain_early_wait, awaited),
+                    rank=rank,
+                    step=step,
+                )
+
+
+@pytest.mark.points(4)
+def test_weights_are_awaited_just_before_use(submission):
+    """Forward waits for each group just before the first module with one of its parameters, in the order of launch."""
+    cases = zip(submission.worlds(2, 3, 2), ("Plain", "MixedDtypes", "Plain"), (1, BUCKET_NUMEL, 1), (None, None, 3))
+    for world, model, bucket_numel, listed in cases:
+        case = submission.case(model, world, steps=4, hidden_layers=5)
+        more = {} if listed is None else {"listed": listed}
+        jobs = make_jobs(case, make_recipe("SGD"), 1, bucket_numel, **more)
+        results = submission.run(m09_prefetched_weights.observe, jobs, world_size=world)
+        module = build(case, listed)
+        expected = count_waits(module, list_groups(module, world, 1, bucket_numel))
+        for rank, events in enumerate(results.events):
+            for step in range(2, 4):  # in the first forward, it is unknown which modules are called
+                gathers = [x for x in launches(events, step - 1, phase="step") if x.op == "all_gather"]
+                expect(
+                    all(launch.waits for launch in gathers),
+                    f"forward waits for all {len(gathers)} all-gathers of the previous step",
+                    f"it never waits for {sum(not launch.waits for launch in gathers)} of them",
+                    diagnosis.NEVER_AWAITED,
+                    rank=rank,
+                    step=step,
+                )
+                actual = locate_waits(events, step, gathers)
+                where = [f"{count} before {name}" for name, count in expected.items() if count]
+                expect(
+                    {name: count for name, count in actual.items() if count}
+                    == {name: count for name, count in expected.items() if count},
+                    f"forward waits for groups just before the module that needs them first: {join_names(where)}",
+                    join_names([f"{count} before {name}" for name, count in actual.items() if count]) or "no wait",
+                    partial(diagnosis.explain_places, actual, expected, bool(listed)),
+                    rank=rank,
+                    step=step,
+                )
+                order = sorted(gathers, key=lambda launch: launch.waits[0])
+                expect(
+                    order == gathers or listed is not None,  # the wrapper waits for the groups of a ParameterList first
+                    "step launches the all-gathers in the order in which forward waits for them",
+                    f"forward waits for launches {join_names([gathers.index(x) + 1 for x in order])}, in this order",
+                    diagnosis.LAUNCH_ORDER,
+                    rank=rank,
+                    step=step,
+                )
+
+
+@pytest.mark.points(2)
+def test_groups_that_no_forward_used(submission):
+    """If forward does not use a group, the optimizer waits for it before it writes weights."""
+    for world in submission.worlds(2, 3):
+        case = submission.case("Branches", world, steps=4)
+        jobs = make_jobs(case, make_recipe("Adam"), 1, bucket_numel=1)
+        for job in jobs:  # the first forward uses a layer that the later ones skip
+            for [batch] in job["batches"][1:]:
+                batch["branch"] = -1
+        results = submission.run(m09_prefetched_weights.observe, jobs, world_size=world)
+        for rank, events in enumerate(results.events):
+            for step in range(4):
+                gathers = [x for x in launches(events, step) if x.op == "all_gather"]
+                left = [x for x in gathers if x.raced or not any(later == step + 1 for later in x.wait_steps)]
+                expect(
+                    not left,
+                    "the next step waits for a group that forward has not used before it writes its weights",
+                    f"{len(left)} of {len(gathers)} all-gathers were overwritten, or nothing waited for them before",
+                    diagnosis.UNUSED,
+                    rank=rank,
+                    step=step,
+                )
+        require_prefetch(results.events, range(world))
+
+
+@pytest.mark.points(2)
+def test_complete_weights_elsewhere(submission):
+    """finish_param_sync, state_dict, evaluation, a second step and loading a checkpoint see complete weights."""
+    recipe = {"optimizer": "SGD", "options": {"lr": 0.05}}
+    for world in submission.worlds(2):
+        for read in ("ddp.state_dict()", "an evaluation", "a second step", "load_state_dict"):
+            # 16-bit weights have main parameters, which start from the weights if a checkpoint lacks them.
+            dtype = torch.bfloat16 if read == "load_state_dict" else torch.float64
+            case = submission.case("Plain", world, dtype=dtype)
+            probe = case.batches[0][0][0]["x"]
+            jobs = make_jobs(case, recipe, 1, read=read, probe=probe)
+            results = submission.run(m09_prefetched_weights.read_weights, jobs, world_size=world)
+            expected = step_alone(case, recipe, 2 if read in ("a second step", "load_state_dict") else 1)
+            if read == "an evaluation":
+                model = edge_case_models.build(case.model, case.sizes, expected, case.dtype)
+                expected = {"output": model(probe).detach()}
+            with diagnosis.explain_reading(read):
+                expect_equal(
+                    f"after step, {read} uses the plain optimizer's weights",
+                    list(results),
+                    expected,
+                    tolerance=2**-5 if dtype == torch.bfloat16 else MANY_STEPS,
+                )
+            require_prefetch(results.events, range(world))
+
+
+# ---- what the checks use
+
+
+def build(case, listed=None):
+    """Return the case's model in this process, with the layer that has a ParameterList if `listed`."""
+    model = edge_case_models.build(case.model, case.sizes, case.start(), case.dtype)
+    if listed:
+        layer = m09_prefetched_weights.Listed(model.layers[0].out_features, listed)
+        model.layers.insert(1, layer.to(next(model.parameters())))
+    return model
+
+
+def list_groups(model, world, buckets_per_group, bucket_numel=BUCKET_NUMEL):
+    """Return the groups that the rules of modules 5 and 6 give: (elements, names of parameters), in forward order."""
+    by_dtype, groups = {}, []
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    for name, parameter in reversed(list(model.named_parameters())):
+        if parameter.requires_grad:
+            by_dtype.setdefault(parameter.dtype, []).append((name, parameter.numel()))
+    for named in by_dtype.values():
+        layout = compute_layout([numel for _, numel in named], bucket_numel, world)
+        ranges = layout["bucket_ranges"]
+        for first in range(0, len(ranges), buckets_per_group):
+            indices = range(first, min(first + buckets_per_group, len(ranges)))
+            members = [name for (name, _), bucket in zip(named, layout["bucket_of"]) if bucket in indices]
+            groups.append((sum(end - start for start, end in (ranges[i] for i in indices)), members))
+    return sorted(groups, key=lambda group: min(names.index(name) for name in group[1]))
+
+
+def count_waits(model, groups):
+    """Return, by module in call order, how many groups have their first parameter there; "" is the wrapper or model."""
+    owner_of = {}
+    for name, module in model.named_modules():
+        is_called = not isinstance(module, torch.nn.ParameterList | torch.nn.ModuleList)
+        for parameter, _ in module.named_parameters(recurse=False):
+            owner_of[f"{name}.{parameter}"] = name if is_called else ""
+    order = ["", *(name for name, _ in model.named_modules() if name)]
+    counts = dict.fromkeys(order, 0)
+    for _, members in groups:
+        counts[min((owner_of[name] for name in members), key=order.index)] += 1
+    return counts
+
+
+def locate_waits(events, step, gathers):
+    """Return how many of the launches `gathers` are first awaited in forward just before each module's start.
+
+    "" is before the model's own forward. A wait while a module runs counts for the next one that starts.
+    """
+    places = {launch.waits[0] for launch in gathers if launch.waits}
+    counts, num_waits, current_step = {}, 0, None
+    for place, event in enumerate(events):
+        if event["kind"] == "step":
+            current_step = event["step"]
+        if current_step != step or event["phase"] != "forward":
+            continue
+        num_waits += place in places
+        if event["kind"] == "module":
+            key = event["name"] if event["at"] == "start" else f"the end of {event['name'] or 'the model'}"
+            counts[key] = counts.get(key, 0) + num_waits
+            num_waits = 0
+    return counts
+
+
+def step_alone(case, recipe, steps):
+    """Return the weights after `steps` steps of the plain optimizer on the first batch's gradients."""
+    model = build(case)
+    optimizer = getattr(torch.optim, recipe["optimizer"])(model.parameters(), **recipe["options"])
+    for parameter, grad in zip(model.parameters(), case.gradients().values()):
+        parameter.grad = grad
+    for _ in range(steps):
+        optimizer.step()
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def require_prefetch(events_by_rank, ranks):
+    """Require that weights are gathered, and that step does not wait for them."""
+    for rank in ranks:
+        gathers = [x for x in launches(events_by_rank[rank], phase="step") if x.op == "all_gather"]
+        late = [x for x in gathers if not x.sync and not ("step" in x.wait_phases and x.step in x.wait_steps)]
+        expect(
+            bool(late),
+            "correct weights earn points only if step returns without waiting for the weights",
+            f"step launches {len(gathers)} all-gathers and waits for all of them"
+            if gathers
+            else "step gathers no weights",
+            diagnosis.AS_MODULE_8,
+            rank=rank,
+        )

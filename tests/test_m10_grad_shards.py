@@ -1,0 +1,311 @@
+"""Graded checks of module 10: gradients of which each rank keeps only its own shards."""
+
+from functools import partial
+
+import pytest
+import torch
+from test_m05_grad_buffer import BUCKET_NUMEL, compute_layout
+from test_m08_zero_optimizer import expect_norms, expect_trained, get_rounding, make_recipe
+
+from brigade.checks.expectations import (
+    MANY_STEPS,
+    blocks_backward,
+    expect,
+    expect_equal,
+    join_names,
+)
+from brigade.events import launches, list_ready_gradients, summarize
+from diagnosis import m10_grad_shards as diagnosis
+from expected.m08_zero_optimizer import compute_weights, train_alone
+from scenarios import m10_grad_shards
+
+JOB = {
+    "package": "m10_grad_shards",
+    "wrapper": "GradShardedDDP",
+    "optimizer_class": ("m10_grad_shards", "Zero2Optimizer"),
+}
+
+
+def make_jobs(case, max_live_buckets=2, grad_dtype=None, **more):
+    """Return each rank's job."""
+    arguments = {"bucket_numel": BUCKET_NUMEL, "max_live_buckets": max_live_buckets, "grad_dtype": grad_dtype}
+    return case.make_jobs(**{**JOB, "arguments": arguments, **more})
+
+
+@pytest.mark.points(3)
+def test_equals_unsharded(submission):
+    """Over 20 steps, weights equal those of the plain optimizer, also with clipping; the finish sets p.grad to None."""
+    problems = (("Plain", "AdamW"), ("Tied", "SGD"), ("Branches", "SGD"), ("Frozen", "Adam"))
+    for world, (model, name) in zip(submission.worlds(1, 2, 3, 4), problems):
+        groups = [[1, 3], [0, 2]] if world == 4 else [list(range(world))]
+        case = submission.case(
+            model,
+            world,
+            steps=20,
+            dtype=torch.float64,
+            branches=[0, 1, -1][:world] if model == "Branches" else None,
+            group=groups[0],
+        )
+        recipe = make_recipe(name, **({"max_norm": 0.5} if world == 2 else {}))
+        jobs = make_jobs(case, world, recipe=recipe, groups=groups, micro_batches=1, finish_each=False)
+        results = submission.run(m10_grad_shards.train, jobs, world_size=world)
+        weights, _, norms = train_alone(case, recipe)
+        expect_no_gradient(results, case)
+        what = f"weights after 20 steps of {name} equal those of the plain optimizer ({model} model)"
+        why = partial(diagnosis.suspect_mistakes, case, recipe)
+        expect_trained(what, results, weights, case.start(), why, ranks=case.group)
+        if norms:
+            ranks_norms = [results[rank]["norms"] for rank in case.group]
+            expect_norms(ranks_norms, norms, get_rounding(results), len(case.parameters()))
+        require_shards(results.events, case)
+
+
+@pytest.mark.points(5)
+def test_gradient_memory(submission):
+    """At every gradient hook and between steps, no more bytes of gradients are alive than the reading's bound."""
+    for world, max_live in zip(submission.worlds(2, 3, 2), (1, 2, 3)):
+        case = submission.case("Plain", world, steps=2, hidden_layers=6)
+        jobs = make_jobs(case, max_live)
+        results = submission.run(m10_grad_shards.measure, jobs, world_size=world)
+        buckets = [4 * (end - start) for start, end in compute_case_layout(case, world)["bucket_ranges"]]
+        largest = max(4 * parameter.numel() for parameter in case.parameters().values())
+        kept = sum(buckets) // world
+        bound = (max_live + 1) * max(buckets) + largest + kept + max(buckets) // world
+        setting = f"(max_live_buckets={max_live}, {world} ranks)"
+        for rank, result in enumerate(results):
+            expect(
+                result["constructed"] < kept + min(buckets),
+                f"the constructor allocates the shards, {kept} bytes, and no whole gradients {setting}",
+                f"it allocates {result['constructed']} bytes. Whole gradients take {sum(buckets)} bytes",
+                diagnosis.WHOLE_AT_START,
+                rank=rank,
+            )
+            for hook in result["hooks"]:
+                expect(
+                    hook["nbytes"] <= bound,
+                    f"at every gradient hook, at most {bound} bytes of gradients are alive: {max_live + 1} buckets of "
+                    f"at most {max(buckets)} bytes, a gradient of at most {largest}, the shards of {kept}, and the "
+                    f"output of a reduce-scatter {setting}",
+                    f"{hook['nbytes']} bytes at the hook of {hook['name']}",
+                    partial(diagnosis.explain_bytes, result["hooks"], result["finished"], sum(buckets)),
+                    rank=rank,
+                    step=hook["step"],
+                )
+            for step, nbytes in enumerate(result["finished"]):
+                expect(
+                    nbytes <= kept + max(buckets) // world,
+                    f"after finish_grad_sync only the shards are alive, {kept} bytes {setting}",
+                    f"{nbytes} bytes",
+                    diagnosis.NOT_FREED,
+                    rank=rank,
+                    step=step,
+                )
+        require_shards(results.events, case)
+
+
+@pytest.mark.points(2)
+def test_live_buckets(submission):
+    """Backward launches the buckets in order, and first waits for the oldest live bucket if there are too many."""
+    for world, max_live in zip(submission.worlds(2, 3, 2), (1, 2, 3)):
+        case = submission.case("Plain", world, steps=2, hidden_layers=6)
+        results = submission.run(m10_grad_shards.measure, make_jobs(case, max_live), world_size=world)
+        groups = list_buckets(case, world)
+        for rank, events in enumerate(results.events):
+            for step in range(2):
+                launched = [x for x in launches(events, step) if x.op == "reduce_scatter"]
+                expect_bounded_launches(launched, groups, max_live, list_ready_gradients(events, step), rank, step)
+    [world] = submission.worlds(2)
+    jobs = make_jobs(submission.case("Plain", world), values=[0, -1, 1])
+    for rank, answers in enumerate(submission.run(m10_grad_shards.refuse, jobs, world_size=world)):
+        expect(
+            answers == ["ValueError", "ValueError", None],
+            "max_live_buckets of 0 and -1 raise ValueError, and 1 is accepted",
+            join_names([answer or "accepted" for answer in answers]),
+            diagnosis.NO_VALUE_ERROR,
+            rank=rank,
+        )
+
+
+@pytest.mark.points(3)
+def test_accumulation(submission):
+    """Micro-batches accumulate with a finish after each and with no_sync; only zero_grad clears the shards."""
+    for world, finish_each, model in zip(submission.worlds(2, 3, 2), (True, False, False), ("Tied", "Plain", "Frozen")):
+        micro_batches = 3
+        case = submission.case(model, world, steps=6, micro_batches=micro_batches, dtype=torch.float64)
+        idle = submission.rng.randrange(world)
+        case.batches[idle][2] = []  # a rank without a backward only calls the finish
+        recipe = make_recipe("Adam")
+        jobs = make_jobs(case, recipe=recipe, finish_each=finish_each, micro_batches=micro_batches)
+        results = submission.run(m10_grad_shards.train, jobs, world_size=world)
+        how = "a finish after each" if finish_each else "no_sync"
+        expect_trained(
+            f"weights after 6 steps of Adam with {micro_batches} micro-batches and {how} are the plain optimizer's",
+            results,
+            compute_weights(case, recipe),
+            case.start(),
+            partial(diagnosis.suspect_accumulation, case, recipe),
+        )
+        expect_no_gradient(results, case)
+        require_shards(results.events, case)
+    [world] = submission.worlds(2)
+    case = submission.case("Plain", world, dtype=torch.float64)
+    results = submission.run(m10_grad_shards.accumulate, make_jobs(case), world_size=world)
+    for rank, points in enumerate(results):
+        one = points["one"]
+        for name, factor in (
+            ("two", 2),
+            ("after step", 2),
+            ("after optimizer.zero_grad()", 0),
+            ("after ddp.zero_grad() and a finish", 0),
+        ):
+            with diagnosis.explain_point(name):
+                expect_equal(
+                    f"the shards of the gradients have {factor} times the averages of one backward "
+                    f"({'after two finishes' if name == 'two' else name})",
+                    [{"grad_data": points[name]}],
+                    {"grad_data": factor * one},
+                    ranks=[rank],
+                    scale={"grad_data": float(one.abs().max())},
+                    tolerance=MANY_STEPS,
+                )
+
+
+@pytest.mark.points(2)
+def test_volume_and_dtypes(submission):
+    """A step sends the same bytes as module 8; 16-bit weights accumulate gradients in grad_dtype if it is wider."""
+    for world, dtype, grad_dtype in zip(
+        submission.worlds(2, 3), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)
+    ):
+        case = submission.case("Plain", world, steps=3, dtype=dtype)
+        jobs = make_jobs(case, 2, grad_dtype, recipe=make_recipe("AdamW"), finish_each=False, micro_batches=1)
+        results = submission.run(m10_grad_shards.train, jobs, world_size=world)
+        numel = sum(end - start for start, end in compute_case_layout(case, world)["bucket_ranges"])
+        weights = str(dtype).removeprefix("torch.")
+        for rank, events in enumerate(results.events):
+            for step in range(3):
+                launched = [launch for launch in launches(events, step) if launch.numel > 16]  # flags are allowed
+                for op, phases, name in (
+                    ("reduce_scatter", ("backward", "finish"), "float32"),
+                    ("all_gather", ("step",), weights),
+                ):
+                    own = [launch for launch in launched if launch.phase in phases]
+                    expect(
+                        {launch.op for launch in own} == {op}
+                        and sum(launch.numel for launch in own) == numel
+                        and {launch.dtype for launch in own} == {name},
+                        f"{join_names(phases)} launch {op}s of all {numel} elements of the buckets once, in {name}, "
+                        "and nothing else",
+                        summarize(own),
+                        partial(diagnosis.explain_volume, own, op, numel, name),
+                        rank=rank,
+                        step=step,
+                    )
+    # In bfloat16 the sum of many equal micro-batches stops growing: 256 + 1 is 256 there.
+    [world] = submission.worlds(2)
+    start = {"weights.0": torch.ones(200, dtype=torch.bfloat16)}
+    inputs = [[[torch.ones(200, dtype=torch.bfloat16)]] for _ in range(world)]
+    job = {"weights": list(start.values()), "inputs": inputs[0][0], "count": 300}
+    jobs = submission.case("Plain", world).make_jobs(
+        **JOB, **job, arguments={"bucket_numel": BUCKET_NUMEL, "grad_dtype": torch.float32}
+    )
+    for rank, largest in enumerate(submission.run(m10_grad_shards.accumulate_many, jobs, world_size=world)):
+        expect(
+            largest == 300,
+            "with grad_dtype=torch.float32, 300 micro-batches in no_sync whose gradients are 1 accumulate to 300",
+            f"the largest entry of grad_data is {largest:g}",
+            diagnosis.NARROW_SUM,
+            rank=rank,
+        )
+
+
+# ---- what the checks use
+
+
+def compute_case_layout(case, world):
+    """Return the layout of the case's buffer, whose parameters have one dtype."""
+    numels = [p.numel() for p in reversed(list(case.parameters().values())) if p.requires_grad]
+    return compute_layout(numels, BUCKET_NUMEL, world)
+
+
+def list_buckets(case, world):
+    """Return the buckets: (elements, names of parameters)."""
+    layout = compute_case_layout(case, world)
+    names = [name for name, p in reversed(list(case.parameters().items())) if p.requires_grad]
+    return [
+        (end - start, [name for name, bucket in zip(names, layout["bucket_of"]) if bucket == index])
+        for index, (start, end) in enumerate(layout["bucket_ranges"])
+    ]
+
+
+def expect_bounded_launches(launched, buckets, max_live, ready, rank, step):
+    """Expect one reduce-scatter per bucket, in backward, in order, and at most `max_live` between launch and wait."""
+    setting = f" (max_live_buckets={max_live})"
+    numels = [numel for numel, _ in buckets]
+    expect(
+        [launch.numel for launch in launched] == numels,
+        f"one reduce-scatter for each of {len(numels)} buckets, of {join_names(numels)} elements{setting}",
+        summarize(launched),
+        partial(diagnosis.explain_launches, launched, numels),
+        rank=rank,
+        step=step,
+    )
+    late = [launch for launch in launched[:-1] if launch.phase != "backward"]
+    expect(
+        not late,
+        f"a bucket is launched when its last gradient is ready, in backward{setting}",
+        f"{len(late)} of {len(launched)} buckets were launched in {join_names(sorted({x.phase for x in late}))}",
+        diagnosis.LATE,
+        rank=rank,
+        step=step,
+    )
+    ready_at = {name: place for place, name in ready}
+    for number, launch in enumerate(launched):
+        oldest = launched[number - max_live] if number >= max_live else None
+        expect(
+            oldest is None or (oldest.waits and oldest.waits[0] < launch.place),
+            f"backward waits for bucket {number - max_live} before it launches bucket {number}{setting}",
+            "it launches without this wait",
+            diagnosis.UNBOUNDED,
+            rank=rank,
+            step=step,
+        )
+        after = [name for _, names in buckets[number + 1 : number + max_live] for name in names]
+        too_early = launch.sync or (
+            bool(after) and launch.waits and launch.waits[0] < max(ready_at.get(name, -1) for name in after)
+        )
+        blocks = number + 1 < len(buckets) and blocks_backward(launch, buckets[number + 1][1], ready_at)
+        expect(
+            not too_early and not blocks,
+            f"backward waits for bucket {number} only when there are too many live buckets, or in the finish{setting}",
+            "the launch itself waits" if launch.sync else "it waits earlier",
+            diagnosis.TOO_EARLY,
+            rank=rank,
+            step=step,
+        )
+
+
+def expect_no_gradient(results, case):
+    """Expect p.grad to be None after every finish."""
+    for rank in case.group:
+        left = results[rank]["left"]
+        expect(
+            not left,
+            "after finish_grad_sync, p.grad is None for every parameter: gradients exist as shards only",
+            f"{join_names(left)} have gradients",
+            diagnosis.GRADIENTS_LEFT,
+            rank=rank,
+        )
+
+
+def require_shards(events_by_rank, case):
+    """Require that gradients are reduce-scattered."""
+    for rank in case.group if len(case.group) > 1 else []:
+        launched = [x for x in launches(events_by_rank[rank]) if x.phase in ("backward", "finish") and x.numel > 16]
+        ops = {launch.op for launch in launched}
+        expect(
+            ops == {"reduce_scatter"},
+            "correct numbers earn points only if gradients are reduce-scattered, so that each rank gets its own shards",
+            summarize(launched),
+            diagnosis.NOT_SCATTERED,
+            rank=rank,
+        )
