@@ -134,7 +134,7 @@ def run_bench_on_ranks(options: argparse.Namespace) -> int:
     for sentence in left_out:
         console.print(sentence, markup=False)
     variants = [ladder.get_variant(entry) for entry in entries]
-    variants = make_sweep_variants(variants, sizes) if sizes else [*variants, *ladder.TORCH]
+    variants = make_sweep_variants(variants, sizes) if sizes else ladder.add_torch_variants(variants)
     how = {"world_size": world_size, "backend": backend, "share_gpu": options.share_gpu, "deadline": options.deadline}
     if backend == "gloo" and not torchrun.is_torchrun():
         duration = format_duration(estimate_seconds(workload, len(variants), world_size))

@@ -86,7 +86,8 @@ def run_plan(options: argparse.Namespace) -> int:
     backward_s = options.backward_ms and options.backward_ms / 1e3
     machine = plan.make_machine(flops, options.mfu * tflops * 1e12, plan.DEVICE_MEMORY_GBPS * 1e9, backward_s)
     optimizer = OPTIMIZERS[options.optimizer]
-    setting = Setting(list(model.parameters()), options.dp, options.bucket_mb, optimizer, machine)
+    parameters, units = list(model.parameters()), plan.find_units(model)
+    setting = Setting(parameters, options.dp, options.bucket_mb, optimizer, machine, units)
     link = make_link(options)
     plannable = plan.list_variants()
     steps, missing = (
@@ -182,20 +183,30 @@ def format_seconds(seconds: float) -> str:
 
 def collect_warnings(options: argparse.Namespace, steps: list[PlannedStep], link: Link) -> list[str]:
     """Return what a reader should know before believing the numbers."""
-    from brigade.lab import plan
 
     warnings = explain_flat_lead(steps, link, options.dp)
-    least = min(steps, key=lambda step: step.memory_bytes)
-    if least.memory_bytes > plan.DEVICE_MEMORY_GB * 1e9:
-        warnings.append(
-            f"A rank needs at least {least.memory_bytes / 1e9:,.0f} GB ({least.label}); an {plan.DEVICE} has "
-            f"{plan.DEVICE_MEMORY_GB} GB. Data parallelism alone cannot train {options.model}. Real systems also "
-            "divide gradients and weights (ZeRO 2 and 3, FSDP) and the model itself (tensor and pipeline parallelism). "
-            "Each data-parallel rank then averages only a part of these gradients."
-        )
+    warnings.append(describe_fit(steps, options.model))
     if options.link == "nvlink4" and options.dp > 8:
         warnings.append("NVLink connects the 8 GPUs of a node. A ring of more ranks also crosses a slower network.")
     return warnings
+
+
+def describe_fit(steps: list[PlannedStep], model: str) -> str:
+    """Return a sentence on the variants that leave a device memory for activations, and a remark if there is none."""
+    from brigade.lab import plan
+
+    limit = f"the {plan.DEVICE_MEMORY_GB} GB of an {plan.DEVICE}"
+    fitting = [step.label for step in steps if step.memory_bytes < plan.DEVICE_MEMORY_GB * 1e9]
+    if len(fitting) == len(steps):
+        return f"Every variant keeps less than {limit}. Activations need memory too."
+    if fitting:
+        return f"Below {limit}, before activations: {', '.join(fitting)}. The others do not fit."
+    least = min(steps, key=lambda step: step.memory_bytes)
+    return (
+        f"No variant fits: a rank needs at least {least.memory_bytes / 1e9:,.0f} GB ({least.label}), more than "
+        f"{limit}. Data parallelism alone cannot train {model}: the model itself has to be divided too (tensor and "
+        "pipeline parallelism)."
+    )
 
 
 def explain_flat_lead(steps: list[PlannedStep], link: Link, world_size: int) -> list[str]:

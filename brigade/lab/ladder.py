@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from brigade.checks.tiny_lm import SIZES, Size, TinyLM, language_loss
+from brigade.checks.tiny_lm import SIZES, Block, Size, TinyLM, language_loss
 from brigade.course.modules import CORE_MODULES, REFERENCE, TRAINING_MODULES, CourseError, Module
 from brigade.course.submission import Sources, read
 from brigade.events import Event, launches
@@ -98,6 +98,7 @@ class Variant:
 
 TORCH_DDP = Variant("torch DDP", ("torch", "DistributedDataParallel"))
 TORCH_ZERO = Variant("torch DDP + ZeRO", TORCH_DDP.wrapper, ("torch", "ZeroRedundancyOptimizer"))
+TORCH_FSDP = Variant("torch fully_shard", ("torch", "fully_shard"))
 TORCH = (TORCH_DDP, TORCH_ZERO)
 ONE_PROCESS = Variant("one process")
 COMPUTATION = Variant("computation alone")  # without communication; alternates with the others
@@ -165,7 +166,7 @@ def compute_quartiles(values: Sequence[float]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Ladder:
-    """The results of `run_ladder`. The last two of `variants` are torch's.
+    """The results of `run_ladder`. The last of `variants` are torch's.
 
     `expected_loss` is the loss of one process, in nats per token. `computation` contains the same steps without any
     communication. `link` is the emulated link, and `backward_s` is the time of backward alone for which it was made.
@@ -245,6 +246,12 @@ def is_wrapper(name: str) -> bool:
     return name.endswith("DDP")
 
 
+def add_torch_variants(variants: Sequence[Variant]) -> list[Variant]:
+    """Return the variants and torch's: DDP and ZeRO, and `fully_shard` if a fully sharded variant is compared."""
+    fully_sharded = any(variant.wrapper and variant.wrapper[1] == "FullyShardedDDP" for variant in variants)
+    return [*variants, *TORCH, *([TORCH_FSDP] if fully_sharded else [])]
+
+
 def get_course_variants() -> list[Variant]:
     """Return the variants of all modules."""
     return [get_variant(entry) for entry in CORE_MODULES]
@@ -266,10 +273,9 @@ def run_ladder(
     sources: Sources | None = None,
     **how: Any,
 ) -> Ladder:
-    """Call `run_benchmark` with the variants (by default the course's), followed by torch's two."""
-    return run_benchmark(
-        workload or Workload(), [*(get_course_variants() if variants is None else variants), *TORCH], sources, **how
-    )
+    """Call `run_benchmark` with the variants (by default the course's), followed by torch's."""
+    variants = get_course_variants() if variants is None else variants
+    return run_benchmark(workload or Workload(), add_torch_variants(variants), sources, **how)
 
 
 def run_benchmark(
@@ -408,13 +414,18 @@ def build_setup(variant: dict, model: nn.Module, workload: dict) -> TrainingSetu
     if variant["wrapper"]:
         wrapper_class = load_class(*variant["wrapper"])
         bucket_mb = workload["bucket_mb"] if variant["bucket_mb"] is None else variant["bucket_mb"]
-        sizes = {"bucket_cap_mb": bucket_mb, "bucket_numel": max(1, int(bucket_mb * 2**20 / FP32_BYTES))}
+        sizes = {
+            "bucket_cap_mb": bucket_mb,
+            "bucket_numel": max(1, int(bucket_mb * 2**20 / FP32_BYTES)),
+            "unit_types": (Block,),
+        }
         accepted = inspect.signature(wrapper_class).parameters
         sizes = {name: size for name, size in sizes.items() if name in accepted}
         wrapper = wrapper_class(model, **sizes, **variant["arguments"])
     options = {"lr": workload["learning_rate"], "momentum": 0.9}
     if not variant["optimizer"]:
-        optimizer = torch.optim.SGD(model.parameters(), **options)
+        shards = wrapper.shards() if hasattr(wrapper, "shards") else model.parameters()
+        optimizer = torch.optim.SGD(shards, **options)
     elif variant["optimizer"][0] == "torch":
         optimizer = load_class(*variant["optimizer"])(model.parameters(), torch.optim.SGD, **options)
     else:
@@ -428,9 +439,24 @@ def load_class(package: str, name: str) -> type:
         return student(package, name)
     if name == "DistributedDataParallel":
         return DistributedDataParallel
+    if name == "fully_shard":
+        return shard_fully
     from torch.distributed.optim import ZeroRedundancyOptimizer  # imported late because the import prints a warning
 
     return ZeroRedundancyOptimizer
+
+
+def shard_fully(model: nn.Module) -> nn.Module:
+    """Apply torch's fully_shard to each block of the model and to the rest. Return the model, with rank 0's weights."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    for tensor in model.state_dict().values():
+        dist.broadcast(tensor, 0)
+    mesh = DeviceMesh.from_group(dist.group.WORLD, device().type)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
 
 
 def train(workload: dict, variants: list[dict]) -> dict:
@@ -472,6 +498,8 @@ def train(workload: dict, variants: list[dict]) -> dict:
             setup.cpu_s.append(time.process_time() - cpu)
             if overlaps:
                 setup.wrapper.finish_param_sync()
+    recording.note("step", step=None)  # the evaluation may communicate
+    kept = {c.label: count_kept_bytes(c) for c in setups}  # before a forward gathers weights again
     tokens, targets = (tensor.to(device()) for tensor in corpus.draw_batch(text, 64, workload["time"], generator))
     with torch.no_grad():
         losses = {c.label: language_loss(c.wrapper(tokens), targets).item() for c in setups}
@@ -479,7 +507,7 @@ def train(workload: dict, variants: list[dict]) -> dict:
         "marks": {c.label: c.marks for c in setups},
         "cpu_s": {c.label: c.cpu_s for c in setups},
         "losses": losses,
-        "kept": {c.label: count_kept_bytes(c) for c in setups},
+        "kept": kept,
         **calibration.get_results(),
     }
 

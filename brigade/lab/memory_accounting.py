@@ -30,10 +30,11 @@ def list_tensors_by_kind(
     """Return the tensors of each kind that these objects have now, and some entries that are no tensors."""
     inner = getattr(optimizer, "optim", optimizer)
     grad_buffers = getattr(wrapper, "grad_buffers", [])
+    shards = wrapper.shards() if hasattr(wrapper, "shards") else []  # of module 11
     return {
-        "parameters": [*model.parameters(), *(b.param_data for b in grad_buffers)],
+        "parameters": [*model.parameters(), *shards, *(b.param_data for b in grad_buffers)],
         "gradients": [
-            *(p.grad for p in model.parameters()),
+            *(p.grad for p in [*model.parameters(), *shards]),
             *(getattr(p, "main_grad", None) for p in model.parameters()),
             *(buffer.grad_data for buffer in grad_buffers),
             *buckets,
@@ -51,6 +52,7 @@ def count_new_bytes(values: Iterable[object], seen: set[int]) -> int:
     nbytes = 0
     for value in values:
         if isinstance(value, Tensor):
+            value = value.to_local() if hasattr(value, "to_local") else value  # of a tensor of torch's fully_shard
             block = value.untyped_storage()
             if block.data_ptr() not in seen:
                 seen.add(block.data_ptr())

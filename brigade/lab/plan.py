@@ -9,6 +9,7 @@ the variant (`schedules.py`). A collective starts when those before it are compl
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -17,7 +18,8 @@ import torch
 from torch import nn
 
 from brigade.checks.tiny_lm import SIZES, Block, Size, TinyLM
-from brigade.lab.ladder import COMPUTATION, FP32_BYTES, TORCH_DDP, Variant
+from brigade.course.modules import TRAINING_MODULES
+from brigade.lab.ladder import COMPUTATION, FP32_BYTES, TORCH_DDP, Variant, get_variant
 from brigade.lab.links import PEAK_FLOPS
 from brigade.lab.memory import list_cases
 from brigade.lab.memory_accounting import KINDS, Bytes
@@ -74,6 +76,15 @@ def make_model(size: Size, dtype: str = "fp32") -> TinyLM:
         return TinyLM(size).to(DTYPES[dtype])
 
 
+def find_units(model: TinyLM) -> list[list[int]]:
+    """Return the indices of the parameters of each unit if every block is one, the root first."""
+    unit_of = {p: unit for unit, block in enumerate(model.blocks, 1) for p in block.parameters()}
+    units: list[list[int]] = [[] for _ in range(len(model.blocks) + 1)]
+    for i, parameter in enumerate(model.parameters()):
+        units[unit_of.get(parameter, 0)].append(i)
+    return units
+
+
 def count_backward_flops(model: TinyLM, tokens: int, time: int) -> list[int]:
     """Return the floating-point operations of backward before each gradient is ready, in the order of registration.
 
@@ -103,9 +114,17 @@ def make_machine(
 
 
 def list_variants() -> list[Variant]:
-    """Return all variants that can be planned: the cases of `memory.py` that have a rule, the course's first."""
-    by_label = {variant.label: variant for variant in select_with_rule(case.variant for case in list_cases())}
-    return [by_label[label] for label in sorted(by_label)]
+    """Return all variants that can be planned: those that have a rule, the course's first, in the order of modules."""
+    advanced = [get_variant(entry) for entry in TRAINING_MODULES if not entry.is_core]
+    found = select_with_rule([*(case.variant for case in list_cases()), *advanced])
+    by_label = {variant.label: variant for variant in found}
+    return [by_label[label] for label in sorted(by_label, key=split_label)]
+
+
+def split_label(label: str) -> tuple[float, str]:
+    """Return a module's number and the rest of its variant's label; infinity for torch's variants."""
+    number, _, name = label.partition(" ")
+    return (float(number), name) if number.isdigit() else (math.inf, label)
 
 
 def plan(setting: Setting, link: Link, selected: Sequence[Variant] | None = None) -> list[PlannedStep]:
@@ -134,15 +153,25 @@ def count_kept_bytes(variant: Variant, setting: Setting) -> Bytes:
     buffer_bytes = sum(setting.layout_buckets.nbytes) if needs_buffer else 0  # of fp32
     parameters = buffer_bytes * itemsize // FP32_BYTES if rule.params_in_buffer else numel * itemsize
     gradients = buffer_bytes if rule.grads_in_buffer else rule.grad_copies * numel * itemsize
+    if rule.grads_in_shards:
+        gradients //= setting.world_size
     if rule.grads_in_buffer and itemsize < FP32_BYTES and rule.state != "shards":
         gradients += numel * itemsize  # 16-bit copies, which a plain optimizer reads
     values = setting.optimizer.values
+    if rule.state == "units":
+        shard = sum(setting.unit_bytes) // setting.world_size
+        return dict(zip(KINDS, (shard, shard, values * shard)))
     if rule.state == "shards":
         main_values = itemsize < FP32_BYTES
         state = buffer_bytes * (values + main_values) // setting.world_size
     else:
         state = values * (max(setting.owned_bytes) if rule.state == "parameters" else numel * itemsize)
     return dict(zip(KINDS, (parameters, gradients, state)))
+
+
+def format_size(number: float) -> str:
+    """Return a number with one decimal place, or without if it is 100 or more."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.1f}"
 
 
 def make_plan_table(steps: Sequence[PlannedStep], title: str) -> Table:
@@ -173,8 +202,6 @@ def make_plan_table(steps: Sequence[PlannedStep], title: str) -> Table:
             f"{step.step_s / torch_s:.2f}",
             f"{step.exposed_s / seconds:,.{digits}f}",
             f"{step.launches:,}",
-            f"{step.sent_bytes / size:,.1f}",
-            f"{step.memory[KINDS[-1]] / size:,.1f}",
-            f"{step.memory_bytes / size:,.1f}",
+            *(format_size(nbytes / size) for nbytes in (step.sent_bytes, step.memory[KINDS[-1]], step.memory_bytes)),
         )
     return table

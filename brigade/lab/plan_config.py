@@ -57,7 +57,8 @@ class Setting:
     """What is trained, and on which machine. `parameters` may be on the meta device; all have one dtype.
 
     `bucket_mb` is in MiB. Modules 5 to 8 accumulate and reduce the gradients of 16-bit parameters in fp32, and module 8
-    keeps fp32 main parameters. Everything else has the dtype of the parameters.
+    keeps fp32 main parameters. Everything else has the dtype of the parameters. `units` are the indices of the
+    parameters of each unit of module 11, the root first.
     """
 
     parameters: Sequence[nn.Parameter]
@@ -65,6 +66,7 @@ class Setting:
     bucket_mb: float
     optimizer: Optimizer
     machine: Machine
+    units: Sequence[Sequence[int]] = ((),)
 
     @property
     def itemsize(self) -> int:
@@ -110,6 +112,13 @@ class Setting:
             for i, bucket in zip(backwards, layout.bucket_of):
                 param_indices[bucket].append(i)
             return Buckets(param_indices, [(end - start) * FP32_BYTES for start, end in layout.bucket_ranges])
+
+    @functools.cached_property
+    def unit_bytes(self) -> list[int]:
+        """The bytes of each unit of module 11, including padding."""
+        with load_planner("plan_layout") as plan_layout:
+            numels = [[self.parameters[i].numel() for i in unit] for unit in self.units]
+            return [self.itemsize * plan_layout(unit, None, self.world_size).numel if unit else 0 for unit in numels]
 
     @functools.cached_property
     def torch_buckets(self) -> Buckets:

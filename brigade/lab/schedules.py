@@ -14,8 +14,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from brigade.lab.ladder import FP32_BYTES, Variant
-from brigade.lab.plan_config import Buckets, Setting
+from brigade.lab.plan_config import Buckets, Setting, load_planner
 from brigade.rank.emulated_link import Link
+
+LIVE_BUCKETS = 2  # the default of module 10's max_live_buckets
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,6 @@ class Program:
         self.setting = setting
         self.instructions: list[Compute | Launch | Wait] = []
         self.launches: list[Launch] = []
-        self.compute(setting.machine.forward_s)
 
     def compute(self, seconds: float) -> None:
         self.instructions.append(Compute(seconds))
@@ -86,6 +87,25 @@ class Program:
         touched = 2 + 1 + 2 * self.setting.optimizer.values
         nbytes = part * self.setting.numel * touched * (itemsize or self.setting.itemsize)
         self.compute(nbytes / self.setting.machine.step_bytes_per_s)
+
+
+def run_forward(program: Program) -> None:
+    program.compute(program.setting.machine.forward_s)
+
+
+def run_prefetched_forward(program: Program) -> None:
+    """Wait for each bucket's weights just before they are used. The step before has launched the all-gathers."""
+    buckets, machine = program.setting.layout_buckets, program.setting.machine
+    gathered = gather_weights(program, buckets.nbytes[::-1])
+    for number, param_indices in zip(gathered, buckets.param_indices[::-1]):
+        share = sum(machine.backward_s[i] for i in param_indices) / sum(machine.backward_s)
+        program.wait(number)
+        program.compute(share * machine.forward_s)
+
+
+def gather_weights(program: Program, buckets: Iterable[int]) -> list[int]:
+    """Launch the all-gathers of weights for buckets of so many bytes of fp32. Return the numbers of the launches."""
+    return [program.launch("all_gather", n * program.setting.itemsize // FP32_BYTES) for n in buckets]
 
 
 def schedule_naive(program: Program) -> None:
@@ -158,8 +178,27 @@ def schedule_zero(program: Program) -> None:
     buckets = program.setting.layout_buckets
     program.wait(*program.add_backward("reduce_scatter", buckets))
     program.add_step(1 / program.setting.world_size, FP32_BYTES)
-    weights = [nbytes * program.setting.itemsize // FP32_BYTES for nbytes in buckets.nbytes]
-    program.wait(*[program.launch("all_gather", nbytes) for nbytes in weights])
+    program.wait(*gather_weights(program, buckets.nbytes))
+
+
+def schedule_prefetched(program: Program) -> None:
+    """Schedule module 9 after its forward, which waits for the weights that the step before has launched."""
+    program.wait(*program.add_backward("reduce_scatter", program.setting.layout_buckets))
+    program.add_step(1 / program.setting.world_size, FP32_BYTES)
+
+
+def schedule_grad_shards(program: Program) -> None:
+    """Schedule module 10: before a bucket is launched, wait for the one that is LIVE_BUCKETS before it."""
+    buckets = program.setting.layout_buckets
+    reduced: list[int] = []
+    for param_indices, nbytes in zip(buckets.param_indices, buckets.nbytes):
+        program.compute(sum(program.setting.machine.backward_s[i] for i in param_indices))
+        program.move(2 * nbytes)  # into the bucket
+        program.wait(*reduced[-LIVE_BUCKETS : len(reduced) - LIVE_BUCKETS + 1])
+        reduced.append(program.launch("reduce_scatter", nbytes))
+    program.wait(*reduced[-LIVE_BUCKETS:])
+    program.add_step(1 / program.setting.world_size, FP32_BYTES)
+    program.wait(*gather_weights(program, buckets.nbytes))
 
 
 def schedule_sharded(program: Program) -> None:
@@ -190,17 +229,52 @@ def schedule_computation(program: Program) -> None:
     program.add_step()
 
 
+def run_sharded_forward(program: Program) -> None:
+    run_units(program, backward=False)
+
+
+def schedule_fully_sharded(program: Program) -> None:
+    program.wait(*run_units(program, backward=True))
+    program.add_step(1 / program.setting.world_size)
+
+
+def run_units(program: Program, backward: bool) -> list[int]:
+    """Run a pass of module 11 with `prefetch=1`, by its own `plan_schedule`. Return the numbers of the reductions."""
+    setting, machine = program.setting, program.setting.machine
+    with load_planner("plan_schedule") as plan_schedule:
+        actions = plan_schedule(len(setting.units), 1, backward)
+    total_s = sum(machine.backward_s) if backward else machine.forward_s
+    gathers, reductions = {}, []
+    for action, unit in actions:
+        if action != "compute" and not setting.unit_bytes[unit]:
+            continue  # an empty root
+        if action == "gather":
+            gathers[unit] = program.launch("all_gather", setting.unit_bytes[unit])
+        elif action == "reduce":
+            program.move(2 * setting.unit_bytes[unit])  # into the flat tensor
+            reductions.append(program.launch("reduce_scatter", setting.unit_bytes[unit]))
+        else:
+            if unit in gathers:  # backward has the root from forward
+                program.wait(gathers[unit])
+            share = sum(machine.backward_s[i] for i in setting.units[unit]) / sum(machine.backward_s)
+            program.compute(share * total_s)
+    return reductions
+
+
 @dataclass(frozen=True)
 class Rule:
     """How a variant launches, whether its gradients and its parameters are in padded buffers, and where the state is.
 
-    `state` is "everywhere" (on every rank), or divided by "parameters" or by "shards" of buckets.
+    `state` is "everywhere" (on every rank), or divided by "parameters" or by "shards" of buckets; "units" divides
+    parameters and gradients too. `forward` comes before `run`.
     """
 
     run: Callable[[Program], None]
+    forward: Callable[[Program], None] = run_forward
     grads_in_buffer: bool = False
     params_in_buffer: bool = False
     state: str = "everywhere"
+    grads_in_shards: bool = False
     grad_copies: int = 1  # torch DDP keeps its buckets beside the gradients
 
 
@@ -214,6 +288,13 @@ RULES = {
     ("CachedDDP", None): Rule(schedule_coalesced, grads_in_buffer=True, params_in_buffer=True),
     (None, "ShardedOptimizer"): Rule(schedule_sharded, state="parameters"),
     ("CachedDDP", "ZeroOptimizer"): Rule(schedule_zero, grads_in_buffer=True, params_in_buffer=True, state="shards"),
+    ("PrefetchedDDP", "PrefetchedZeroOptimizer"): Rule(
+        schedule_prefetched, run_prefetched_forward, grads_in_buffer=True, params_in_buffer=True, state="shards"
+    ),
+    ("GradShardedDDP", "Zero2Optimizer"): Rule(
+        schedule_grad_shards, grads_in_buffer=True, grads_in_shards=True, params_in_buffer=True, state="shards"
+    ),
+    ("FullyShardedDDP", None): Rule(schedule_fully_sharded, run_sharded_forward, state="units"),
     ("DistributedDataParallel", None): Rule(schedule_torch_ddp, grad_copies=2),
     ("DistributedDataParallel", "ZeroRedundancyOptimizer"): Rule(
         schedule_torch_zero, state="parameters", grad_copies=2
@@ -240,7 +321,9 @@ def select_with_rule(variants: Iterable[Variant]) -> list[Variant]:
 def make_program(variant: Variant, setting: Setting) -> Program:
     """Return the program of a variant's step."""
     program = Program(setting)
-    get_rule(variant).run(program)
+    rule = get_rule(variant)
+    rule.forward(program)
+    rule.run(program)
     return program
 
 

@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from brigade.course.modules import CourseError
+from brigade.course.modules import TRAINING_MODULES, CourseError
 from brigade.lab import ladder
-from brigade.lab.ladder import EMULATED, TORCH_DDP, TORCH_ZERO, Ladder, Workload, get_course_variants
-from brigade.lab.plan import count_backward_flops, make_model, plan
+from brigade.lab.ladder import EMULATED, TORCH_DDP, TORCH_ZERO, Ladder, Workload, get_course_variants, get_variant
+from brigade.lab.plan import count_backward_flops, find_units, make_model, plan
 from brigade.lab.plan_config import OPTIMIZERS, Machine, Setting
 from brigade.lab.schedules import select_with_rule
 from brigade.lab.script import run_to_status, show_progress
@@ -84,7 +84,9 @@ def validate(world_size: int, bucket_mb: float, on_step: Callable[[], None] | No
 def compare(ladder_results: Ladder, overheads: Overheads) -> list[Point]:
     """Return a point for each variant of a ladder that was measured on an emulated link."""
     points = []
-    variants = select_with_rule([*get_course_variants(), TORCH_DDP, TORCH_ZERO])
+    measured = {measurement.label for measurement in ladder_results.variants}
+    known = [*map(get_variant, TRAINING_MODULES), TORCH_DDP, TORCH_ZERO]
+    variants = select_with_rule(variant for variant in known if variant.label in measured)
     for step in plan(make_setting(ladder_results, overheads), ladder_results.link, variants):
         variant = ladder_results.get_measurement(step.label)
         points.append(
@@ -124,7 +126,7 @@ def make_setting(measured: Ladder, overheads: Overheads) -> Setting:
         overheads.launch_s_per_byte * shared,
         overheads.wake_s,
     )
-    return Setting(parameters, measured.world_size, workload.bucket_mb, optimizer, machine)
+    return Setting(parameters, measured.world_size, workload.bucket_mb, optimizer, machine, find_units(model))
 
 
 def measure_overheads(world_size: int, workload: Workload) -> Overheads:
