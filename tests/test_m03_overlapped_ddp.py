@@ -196,7 +196,7 @@ def test_no_sync_restores_its_state(submission):
         expect(
             not inside,
             "backward passes inside no_sync launch nothing, even after an inner no_sync has ended",
-            f"there were {nested} launches inside the inner no_sync and {len(inside) - nested} after its end",
+            f"{len(inside)} launch{'es' * (len(inside) != 1)} came inside no_sync, {nested} of them in the inner one",
             partial(diagnosis.explain_noise, nested),
             rank=rank,
         )

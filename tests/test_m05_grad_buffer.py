@@ -92,7 +92,7 @@ def test_buffer_memory(submission):
                     expect(
                         offset == start,
                         f"{when} p.{name} is a view of {flat} that begins at element {start}",
-                        "p.{name} is not a view of {flat}" if offset is None else f"it begins at element {offset}",
+                        f"p.{name} is not a view of {flat}" if offset is None else f"it begins at element {offset}",
                         partial(diagnosis.explain_place, name, when),
                         parameter=f"parameter {i}",
                     )

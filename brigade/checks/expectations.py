@@ -61,9 +61,10 @@ def expect_start(
     *,
     events: Sequence[Sequence[Event]] | None = None,
 ) -> None:
-    """Expect every rank of the case's group to start with the tensors of its first rank. `starts[r]` are rank r's.
+    """Expect every rank of the case's group to start with the tensors of the group's first rank.
 
-    `kind` restricts the comparison to "parameters" or "buffers". The ranks' records, `events`, help to find the cause.
+    `starts[r]` are the tensors of rank r. `kind` restricts the comparison to "parameters" or "buffers". The ranks'
+    records, `events`, help to find the cause.
     """
     expected = case.start()
     if kind in ("parameters", "buffers"):

@@ -157,7 +157,7 @@ def draw_sizes(rng: random.Random, count: int) -> list[int]:
 
 
 def compute_loss(model: torch.nn.Module, batch: dict[str, Any]) -> Tensor:
-    """Return the mean squared error of a batch. Ranks call this, too."""
+    """Return the mean squared error of a batch. Ranks also call this."""
     output = model(batch["x"], branch=batch["branch"])
     return ((output - batch["y"]) ** 2).mean()
 

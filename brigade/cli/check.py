@@ -70,7 +70,7 @@ class Report:
     before: Outcomes
     headings: Sequence[str] = ()  # of the checks, in order: parts of the module
     is_quiet: bool = False
-    shows_prints: bool = False  # of checks that pass, too
+    shows_prints: bool = False  # also of checks that pass
     outcomes: list[Outcome] = field(default_factory=list)
     first_checks: dict[tuple, str] = field(default_factory=dict)  # the reason of a failure: the first check with it
 

@@ -20,7 +20,10 @@ MAX_BYTES = 100_000  # a bench of all modules takes about 5 000
 
 
 def locate_measurements(target: Path) -> Path:
-    """Return the path of the file of a clone, a lessons directory or a directory with modules. It may not exist."""
+    """Return the path of the measurements file in a clone, a `lessons` directory or a directory of modules.
+
+    The file may not exist.
+    """
     return (target / "lessons" if (target / "lessons").is_dir() else target) / MEASUREMENTS
 
 

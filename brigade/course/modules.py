@@ -135,7 +135,7 @@ def select_modules(text: str) -> list[Module]:
 def resolve_results_file(path: str | None, submission: str | None = None) -> Path | None:
     """Return the absolute path of a results file, or None for None. Raise CourseError if it cannot be written.
 
-    Links are refused, also for directories inside `submission`: its author could choose what we overwrite.
+    Links are refused, including links to directories inside `submission`: its author could choose what we overwrite.
     """
     if path is None:
         return None

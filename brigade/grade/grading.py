@@ -108,7 +108,7 @@ class Schedule:
             return False
         if source == "reference":
             return has_failed_earlier(self.grading, outcome.check.module) or is_missing_name(outcome)
-        # It has run with the reference's modules, or not at all. A check that hung with these will hang here, too.
+        # It has run with the reference's modules, or not at all. A check that hung with these will also hang here.
         stopped = self.count_timeouts(outcome.check.module, "reference") >= PATIENCE
         before = self.get_earlier_outcome(outcome, "reference")
         return not stopped and not (before and before.ending in ("deadline", "deadlock"))

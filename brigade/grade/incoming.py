@@ -135,7 +135,7 @@ def find_places(files: Iterable[str]) -> dict[str, list[str]]:
 
 
 def choose_place(files: Iterable[str]) -> str | None:
-    """Return the directory to grade: one with `lessons`, otherwise the one with most modules, then the uppermost."""
+    """Return the directory to grade: one with `lessons`, else the one with the most modules, else the uppermost."""
 
     found = find_places(files)
 

@@ -33,7 +33,7 @@ class Grading:
 
     @property
     def max_score(self) -> int:
-        """The maximal points of all checks together."""
+        """The maximum number of points for all checks together."""
         return sum(outcome.check.points for outcome in self.outcomes)
 
     def list_outcomes(self, number: int) -> list[Outcome]:

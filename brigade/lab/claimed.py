@@ -296,14 +296,15 @@ def check_xl_headline() -> Finding:
 
 @claim(
     "xl-inverse", 4, "The number of buckets is inversely proportional to their size", XL,
-    "right if number times size stays within a factor of two over the article's four sizes", "wrong",
+    "right if the number of buckets times their size stays within a factor of two over the article's four sizes",
+    "wrong",
 )  # fmt: skip
 def check_xl_inverse() -> Finding:
     parameters, caps = list(get_xl_parameters().values()), [1, 10, 100, 1000]
     products = [cap * len(import_solution("plan_buckets")(parameters, cap * MIB)) for cap in caps]
     return Finding(
-        f"number times size is {join_words(products)} MiB for sizes of {join_words(caps)} MiB, because a bucket "
-        "contains at least one parameter",
+        f"the number of buckets times their size is {join_words(products)} MiB for sizes of {join_words(caps)} MiB, "
+        "because a bucket contains at least one parameter",
         judge(max(products) <= 2 * min(products)),
     )
 
@@ -806,8 +807,8 @@ def check_billions_fit() -> Finding:
     numel = count_xl_bytes() // FP32_BYTES
     gb = {n: memory.sum_bytes(memory.STAGE_1.compute_bytes(numel, n)) / 1e9 for n in (1, 2, 8, 64, 10**9)}
     return Finding(
-        f"by ZeRO's formula, XL takes {gb[1]:.2f} GB on one rank, and on each of 2, 8 and 64 ranks {gb[2]:.2f}, "
-        f"{gb[8]:.2f} and {gb[64]:.2f} GB. It never takes less than {gb[10**9]:.2f} GB, plus activations",
+        f"by ZeRO's formula, XL takes {gb[1]:.2f} GB on one rank, and {gb[2]:.2f}, {gb[8]:.2f} and "
+        f"{gb[64]:.2f} GB on each of 2, 8 and 64 ranks. It never takes less than {gb[10**9]:.2f} GB, plus activations",
         judge(gb[10**9] < 0.1, "depends" if gb[64] < 0.9 * gb[1] else "wrong"),
     )
 

@@ -166,7 +166,7 @@ def compute_quartiles(values: Sequence[float]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Ladder:
-    """The results of `run_ladder`. The last of `variants` are torch's.
+    """The results of `run_ladder`. The last of `variants` belong to torch.
 
     `expected_loss` is the loss of one process, in nats per token. `computation` contains the same steps without any
     communication. `link` is the emulated link, and `backward_s` is the time of backward alone for which it was made.

@@ -177,7 +177,7 @@ def make_memory_table(measured: Sequence[CaseBytes]) -> Table:
 
 
 def format_cells(by_world_size: Sequence[Bytes]) -> list[str]:
-    """Return parameters and gradients for the last number of ranks, then state and total for each number."""
+    """Return parameters and gradients on the largest number of ranks, then state and total on each number."""
     parameters, gradients, state = KINDS
     numbers = [
         by_world_size[-1][parameters],

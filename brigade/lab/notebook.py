@@ -303,7 +303,7 @@ def make_import_path() -> str:
 def start_guard(directory: Path, lock: int) -> subprocess.Popen:
     """Start a process that outlives this one, however this one ends, to end the ranks and remove their directory.
 
-    It holds the lock. If it is killed too, `server.sweep` removes the directory later.
+    The new process holds the lock. If it is killed too, `server.sweep` removes the directory later.
     """
     program = "import sys; from brigade.lab.notebook import guard; guard(sys.argv[1])"
     process = subprocess.Popen(

@@ -101,7 +101,7 @@ _link: Link | None = None
 
 
 def use(link: Link | None) -> None:
-    """Emulate `link` for this rank's collectives from now on. None emulates no link.
+    """Emulate `link` for this rank's collectives from now on. With None, no link is emulated.
 
     All ranks must call this with the same link, between the same two collectives.
     """

@@ -98,7 +98,7 @@ def reserve(owner: Any, name: str, sentence: str, users: Container[FrameType] = 
 class CodeOf:
     """The code of a module at this moment, for tests such as `frame in CodeOf(module)`.
 
-    A frame runs this code if its code object and its globals are the module's. Names and file names are not enough,
+    A frame runs this code if its code object and its globals belong to the module. Names and file names are not enough,
     because student code can use any.
     """
 

@@ -120,13 +120,13 @@ def describe_failure(
         if kind == "mismatch":
             rank = mismatch.rank
             summary = (
-                f"rank {rank} called {describe_with_line(mismatch.launch)} where rank {mismatch.peer} called "
-                f"{describe_with_line(mismatch.peer_launch)}: "
+                f"rank {rank} called {describe_with_line(mismatch.launch)}, but rank {mismatch.peer} called "
+                f"{describe_with_line(mismatch.peer_launch)}. "
             )
             summary += (
-                "a message must have the same length on both ranks"
+                "A message must have the same length on both ranks"
                 if mismatch.launch["op"] in OPPOSITES
-                else "all ranks of a group must call the same collectives in the same order"
+                else "All ranks of a group must call the same collectives in the same order"
             )
         elif kind == "deadlock":
             what = "send or a recv" if waiting <= OPPOSITES.keys() else "collective"

@@ -100,6 +100,6 @@ class BucketedDDP(GradSyncMixin, nn.Module):
         raise NotImplementedError("module 4, part (g)")
 
     def finish_grad_sync(self) -> None:
-        """Launch the remaining buckets and wait for all. Afterwards each gradient is the average."""
+        """Launch the remaining buckets and wait for all of them. Afterwards each gradient is the average."""
         # TODO: part (h)
         raise NotImplementedError("module 4, part (h)")

@@ -185,7 +185,7 @@ class BufferedDDP(GradSyncMixin, nn.Module):
         self.units[index].start_grad_sync()
 
     def finish_grad_sync(self) -> None:
-        """Launch the remaining units and wait for all. Afterwards each gradient is the average."""
+        """Launch the remaining units and wait for all of them. Afterwards each gradient is the average."""
         # A gradient that never arrived must be in the buffer too.
         # TODO: part (g)
         raise NotImplementedError("module 5, part (g)")

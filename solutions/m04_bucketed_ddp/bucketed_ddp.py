@@ -136,7 +136,7 @@ class BucketedDDP(GradSyncMixin, nn.Module):
         ### END SOLUTION
 
     def finish_grad_sync(self) -> None:
-        """Launch the remaining buckets and wait for all. Afterwards each gradient is the average."""
+        """Launch the remaining buckets and wait for all of them. Afterwards each gradient is the average."""
         ### BEGIN SOLUTION part (h)
         self.queue.launch_remaining()
         for bucket in self.buckets:

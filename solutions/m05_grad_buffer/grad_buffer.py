@@ -231,7 +231,7 @@ class BufferedDDP(GradSyncMixin, nn.Module):
         self.units[index].start_grad_sync()
 
     def finish_grad_sync(self) -> None:
-        """Launch the remaining units and wait for all. Afterwards each gradient is the average."""
+        """Launch the remaining units and wait for all of them. Afterwards each gradient is the average."""
         # A gradient that never arrived must be in the buffer too.
         ### BEGIN SOLUTION part (g)
         for unit in self.units[self.queue.next_to_launch :]:

@@ -193,7 +193,7 @@ class CoalescedDDP(BufferedDDP):
             ### END SOLUTION
 
     def finish_grad_sync(self) -> None:
-        """Launch the remaining groups and wait for all. With `gather_grads`, all-gather the averages."""
+        """Launch the remaining groups and wait for all of them. With `gather_grads`, all-gather the averages."""
         # A gradient that never arrived must be in the buffer too. The last group is not gathered yet. Keep no state of
         # this step at the end.
         ### BEGIN SOLUTION part (f)

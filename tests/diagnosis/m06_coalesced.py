@@ -192,7 +192,7 @@ def explain_mixed_order():
     try:
         yield
     except CheckFailed as failed:
-        called = re.search(r"called (\w+) #.* where rank \d+ called (\w+) #", str(failed.verdict))
+        called = re.search(r"called (\w+) #.*, but rank \d+ called (\w+) #", str(failed.verdict))
         if called and set(called.groups()) == {"reduce_scatter", "all_gather"}:
             raise failed.with_cause(MIXED_ORDER) from None
         raise

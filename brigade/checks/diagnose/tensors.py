@@ -148,7 +148,7 @@ def one_factor(compared: Comparison) -> str:
     for value, cause in known:
         if value != 1 and abs(factor - value) < 2e-3 * value:
             return cause
-    if abs(factor - 1) > 0.02:  # slightly wrong weights have a factor, too
+    if abs(factor - 1) > 0.02:  # slightly wrong weights also have a factor
         return f"{every} is {factor:.4g}× the expected value: it is divided by the wrong number."
     return ""
 
