@@ -408,10 +408,16 @@ TAKE_GRAD = "part.shard.grad = part.buffer.grad_data[part.buffer_slice].to(part.
 REPOINT = "part.shard.data = part.buffer.param_data[part.buffer_slice]"
 COPY_BACK = "part.buffer.param_data[part.buffer_slice] = part.shard\n"
 GATHER = "        self.ddp.start_param_sync()\n        self.ddp.finish_param_sync()\n"
+BETWEEN = (
+    "        ### END SOLUTION\n\n    def share_weights(self) -> None:\n"
+    '        """Gather the weights of all ranks. Module 9 does not wait here."""\n'
+    "        self.start_sharing()\n"
+)
+START_AND_FINISH = GATHER.replace("()\n", "()\n" + BETWEEN, 1)  # as the reference has it, in two methods
 LOCAL_GRADS = "        return [part.buffer.grad_data[part.buffer_slice] for part in self.param_shards.values()]\n"
 SHARE_WEIGHTS = (
-    "\n    def share_weights(self) -> None:\n"
-    '        """Round the main parameters into the buffers, then gather the weights of all ranks."""\n'
+    "\n    def start_sharing(self) -> None:\n"
+    '        """Round the main parameters into the buffers, then start to gather the weights of all ranks."""\n'
     "        ### BEGIN SOLUTION part (h)\n"
     "        for part in self.param_shards.values():\n"
     "            part.shard.grad = None\n"
@@ -473,7 +479,13 @@ ZERO = [
         ("test_zero_checkpoints",),
         "do not have the shapes of the shards",
     ),
-    Mutant("weights not gathered", GATHER, "", ("test_zero_equals_unsharded",), "the ranks have different weights"),
+    Mutant(
+        "weights not gathered",
+        START_AND_FINISH,
+        BETWEEN,
+        ("test_zero_equals_unsharded",),
+        "the ranks have different weights",
+    ),
     Mutant(
         "weights gathered before the step",
         LOCAL_GRADS,
@@ -483,15 +495,15 @@ ZERO = [
     ),
     Mutant(
         "weights gathered before the step only",
-        LOCAL_GRADS + SHARE_WEIGHTS + GATHER,
-        GATHER + LOCAL_GRADS + SHARE_WEIGHTS,
+        LOCAL_GRADS + SHARE_WEIGHTS + START_AND_FINISH,
+        GATHER + LOCAL_GRADS + SHARE_WEIGHTS + BETWEEN,
         ("test_zero_equals_unsharded",),
         "After each rank has stepped on its own shards",
     ),
     Mutant(
         "the gathering of weights not waited for",
-        GATHER,
-        GATHER.replace("        self.ddp.finish_param_sync()\n", ""),
+        "        self.start_sharing()\n        self.ddp.finish_param_sync()\n",
+        "        self.start_sharing()\n",
         ("test_zero_equals_unsharded",),
         "NaN",
     ),
@@ -533,8 +545,8 @@ ZERO = [
     ),
     Mutant(
         "weights summed over the ranks",
-        GATHER,
-        "        for buffer in self.ddp.grad_buffers:\n"
+        START_AND_FINISH,
+        f"{BETWEEN}        for buffer in self.ddp.grad_buffers:\n"
         "            whole = torch.zeros_like(buffer.param_data)\n"
         "            for part in self.param_shards.values():\n"
         "                if part.buffer is buffer:\n"

@@ -192,6 +192,10 @@ def test_gradients_become_ready_in_the_reverse_order_of_registration(name):
     elif name == "Buffers":  # its norm is used behind the first layer, and registered behind all
         plain = [key for key in registered if not key.startswith("norm")]
         assert [key for key in order if not key.startswith("norm")] == plain[::-1]
+    elif "Blocks" in name:  # a norm's bias is ready after its weight
+        assert list(dict.fromkeys(key.rpartition(".")[0] for key in order)) == list(
+            dict.fromkeys(key.rpartition(".")[0] for key in registered[::-1])
+        )
     else:
         assert order == registered[::-1]
 
