@@ -106,7 +106,7 @@ def test_a_class_from_beginning_to_end(tmp_path):
         and "neither a directory nor an archive: essay.pdf" in done.stdout
     )
     assert "  Possibly one student: ada, ada.zip. All of them are graded: decide which one counts\n" in done.stdout
-    assert "3 of 5 fail 1.buffers_start_equal" in done.stdout
+    assert "3 of 5 submissions fail 1.buffers_start_equal" in done.stdout
     [copy] = [line for line in done.stdout.splitlines() if "near-identical" in line]
     assert copy == "  near-identical in module 1: =bob-flat, tests/alternatives/ (100%)"
     assert sorted(done.stderr.splitlines())[0] == "=bob-flat: 8 points"
