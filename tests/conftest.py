@@ -37,17 +37,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "all_modules: the test is about all modules together")
+    config.addinivalue_line("markers", "module_loop: runs only with --module; make test runs one of its kind")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the tests about one module if the option names one."""
+    """Keep the tests about one module if the option names one; otherwise those that are not left to such a run."""
     if config.option.module is None:
-        return
-    try:
-        entry = get_module(config.option.module)
-    except CourseError as error:
-        raise pytest.UsageError(str(error)) from None
-    kept = [item for item in items if is_about(item, entry)]
+        kept = [item for item in items if not item.get_closest_marker("module_loop")]
+    else:
+        try:
+            entry = get_module(config.option.module)
+        except CourseError as error:
+            raise pytest.UsageError(str(error)) from None
+        kept = [item for item in items if is_about(item, entry)]
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = kept
 
