@@ -18,7 +18,7 @@ import psutil
 import pytest
 from nbclient import NotebookClient
 
-from brigade.course.modules import MODULES, ROOT, get_module
+from brigade.course.modules import ADVANCED, MODULES, ROOT, get_module
 from brigade.events import launches
 from brigade.lab.notebook import Ranks, RanksError, show, start_ranks
 
@@ -167,7 +167,13 @@ def test_notebook_is_stored_without_outputs(path: Path) -> None:
         assert not cell.get("outputs") and cell.get("execution_count") is None
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+ADVANCED_NUMBERS = [f"{entry.number:02}" for entry in MODULES if entry.track == ADVANCED]
+TO_RUN = [  # make test runs those of the warm-up and the core; make module runs the others
+    pytest.param(path, marks=[pytest.mark.module_loop] * (path.stem[:2] in ADVANCED_NUMBERS)) for path in NOTEBOOKS
+]
+
+
+@pytest.mark.parametrize("path", TO_RUN, ids=lambda path: path.stem)
 def test_notebook_runs(path: Path, temporary: Path) -> None:
     """An error in any cell fails, except in cells that are meant to fail: there the ranks must say what failed."""
     notebook = nbformat.read(path, as_version=4)
