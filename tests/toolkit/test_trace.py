@@ -19,7 +19,7 @@ from brigade.rank.emulated_link import Link
 SIZE = Size(d_model=16, d_ff=32, layers=1, heads=2, vocabulary=256)
 PARAMETERS = dict(TinyLM(SIZE).named_parameters())
 LINK = Link(latency_s=0.002, bytes_per_s=1e7)
-WORKLOAD = ladder.Workload(size=SIZE, batch_size=4, time=8, rounds=3, warmup=1, bucket_mb=0.01, link=LINK, named=True)
+WORKLOAD = ladder.Workload(size=SIZE, batch_size=4, time=8, rounds=9, warmup=1, bucket_mb=0.01, link=LINK, named=True)
 
 
 @pytest.fixture(scope="module")
