@@ -195,7 +195,7 @@ def test_shards_without_gather(submission):
         layout = compute_layout(
             [p.numel() for p in reversed(case.parameters().values())], BUCKET_NUMEL, len(case.group)
         )
-        groups = list_groups(case, len(case.group), buckets_per_group)
+        groups = list_groups(case.parameters(), len(case.group), buckets_per_group)
         for rank in case.group:
             expect_ranks(results.events[rank], case.group, rank)
             for step in range(3):
@@ -238,7 +238,7 @@ def test_launches_and_volume(submission):
     for world, model, buckets_per_group in cases:
         case = submission.case(model, world, hidden_layers=6 if model == "Plain" else 4, steps=2)
         results = submission.run(training.train, case.make_jobs(**make_job(buckets_per_group)), world_size=world)
-        groups = list_groups(case, world, buckets_per_group)
+        groups = list_groups(case.parameters(), world, buckets_per_group)
         for rank, events in enumerate(results.events):
             for step in range(2):
                 setting = f" ({model} model, buckets_per_group={buckets_per_group})"
@@ -258,7 +258,7 @@ def test_groups_overlap_with_backward(submission):
         buckets_per_group = choose_uneven(case, world) if is_uneven else 1
         jobs = case.make_jobs(**make_job(buckets_per_group))
         results = submission.run(training.train, jobs, world_size=world)
-        groups = list_groups(case, world, buckets_per_group)
+        groups = list_groups(case.parameters(), world, buckets_per_group)
         for rank, events in enumerate(results.events):
             for step in range(2):
                 setting = f" (buckets_per_group={buckets_per_group})"
@@ -291,7 +291,7 @@ def test_steps_and_subgroups(submission):
         for rank in case.group:
             expect_ranks(results.events[rank], case.group, rank)
             if model == "Reordered":
-                events, groups = results.events[rank], list_groups(case, world, 2)
+                events, groups = results.events[rank], list_groups(case.parameters(), world, 2)
                 expect_launches(
                     launches(events, 0),
                     groups,
@@ -575,13 +575,13 @@ def expect_waited(launched, at):
     )
 
 
-def list_groups(case, size, buckets_per_group):
+def list_groups(parameters, size, buckets_per_group, bucket_numel=BUCKET_NUMEL):
     """Return the groups that the rules of modules 5 and 6 give: (dtype, elements, names of parameters), by dtype."""
-    trainable = [(name, p) for name, p in reversed(case.parameters().items()) if p.requires_grad]
+    trainable = [(name, p) for name, p in reversed(parameters.items()) if p.requires_grad]
     groups = []
     for dtype in dict.fromkeys(p.dtype for _, p in trainable):
         named = [(name, p.numel()) for name, p in trainable if p.dtype == dtype]
-        layout = compute_layout([numel for _, numel in named], BUCKET_NUMEL, size)
+        layout = compute_layout([numel for _, numel in named], bucket_numel, size)
         ranges = layout["bucket_ranges"]
         length = buckets_per_group or len(ranges)
         for first in range(0, len(ranges), length):
@@ -620,7 +620,7 @@ def expect_complete(events, step, groups, rank):
 
 def choose_uneven(case, size):
     """Return a number of buckets per group that leaves fewer for the last group, of four buckets or more."""
-    count = len(list_groups(case, size, 1))
+    count = len(list_groups(case.parameters(), size, 1))
     return next(number for number in range(2, count) if count % number)
 
 

@@ -5,8 +5,8 @@ from functools import partial
 
 import pytest
 import torch
-from test_m05_grad_buffer import BUCKET_NUMEL, compute_layout
-from test_m06_coalesced import require_halves
+from test_m05_grad_buffer import BUCKET_NUMEL
+from test_m06_coalesced import list_groups, require_halves
 
 from brigade.checks.diagnose.evidence import find_leftover
 from brigade.checks.expectations import (
@@ -63,8 +63,8 @@ def test_steady_step_makes_no_view(submission):
             gather_grads=gather_grads, reallocate=3, **make_job(buckets_per_group, grad_dtype=grad_dtype)
         )
         results = submission.run(m07_cached_shards.count_views, jobs, world_size=world)
-        buckets = list_groups(case, world, 1)
-        volume, num_buckets = sum(numel for numel, _ in buckets), len(buckets)
+        buckets = list_groups(case.parameters(), world, 1)
+        volume, num_buckets = sum(numel for _, numel, _ in buckets), len(buckets)
         for rank, (events, steps) in enumerate(zip(results.events, results)):
             expect_no_view(rank, 2, steps, gather_grads, num_buckets)
             expect_no_view(rank, 4, steps, gather_grads, num_buckets, is_moved=True)
@@ -106,7 +106,7 @@ def test_views_follow_the_buffer(submission):
                     case.gradients(micro=micro),
                     scale={name: max(float(grads[name].abs().max()) for grads in own) for name in own[0]},
                 )
-        runs.append((results, gather_grads, len(list_groups(case, world, 1))))
+        runs.append((results, gather_grads, len(list_groups(case.parameters(), world, 1))))
     for results, gather_grads, num_buckets in runs:
         for rank, result in enumerate(results):
             for step, count in enumerate(result["num_alive"]):
@@ -128,13 +128,13 @@ def test_launches_are_those_of_module_6(submission):
         case = submission.case("Plain", world, hidden_layers=6, steps=3)
         jobs = case.make_jobs(gather_grads=gather_grads, reallocate=None, **make_job(buckets_per_group))
         results = submission.run(m07_cached_shards.count_views, jobs, world_size=world)
-        groups = list_groups(case, world, buckets_per_group)
+        groups = list_groups(case.parameters(), world, buckets_per_group)
         gathers = ["backward", "finish_grad_sync"] if gather_grads else ["start_param_sync"]
         for rank, events in enumerate(results.events):
             for step in range(2):
                 setting = f" (buckets_per_group={buckets_per_group}, gather_grads={gather_grads})"
                 expect_launches(events, {"rank": rank, "step": step}, groups, gathers, setting)
-            expect_no_view(rank, 2, results[rank], gather_grads, len(list_groups(case, world, 1)))
+            expect_no_view(rank, 2, results[rank], gather_grads, len(list_groups(case.parameters(), world, 1)))
 
 
 @pytest.mark.points(1)
@@ -175,21 +175,6 @@ def test_steps_and_subgroups(submission):
 # ---- what the checks use
 
 
-def list_groups(case, world, buckets_per_group):
-    """Return the groups that the rules of modules 5 and 6 give: (elements, names of parameters), dtype by dtype."""
-    by_dtype, groups = {}, []
-    for name, parameter in reversed(case.parameters().items()):
-        by_dtype.setdefault(parameter.dtype, []).append((name, parameter.numel()))
-    for named in by_dtype.values():
-        layout = compute_layout([numel for _, numel in named], BUCKET_NUMEL, world)
-        ranges = layout["bucket_ranges"]
-        for first in range(0, len(ranges), buckets_per_group):
-            indices = range(first, min(first + buckets_per_group, len(ranges)))
-            names = [name for (name, _), bucket in zip(named, layout["bucket_of"]) if bucket in indices]
-            groups.append((sum(end - start for start, end in (ranges[i] for i in indices)), names))
-    return groups
-
-
 def expect_no_view(rank, step, steps, gather_grads, num_buckets, is_moved=False):
     """Expect that a step made no view; `steps` has the views of each, and `is_moved` if buffers moved before it."""
     views = steps[step]
@@ -223,7 +208,7 @@ def expect_launches(events, at, groups, gathers, setting):
     `at` has rank and step, and `setting` is added to what is expected.
     """
     launched = launches(events, at["step"])
-    numels = [numel for numel, _ in groups]
+    numels = [numel for _, numel, _ in groups]
     scatters, all_gathers = ([x for x in launched if x.op == op] for op in ("reduce_scatter", "all_gather"))
     expect(
         [launch.numel for launch in scatters] == numels
@@ -236,7 +221,7 @@ def expect_launches(events, at, groups, gathers, setting):
         **at,
     )
     ready_at = {name: position for position, name in list_ready_gradients(events, at["step"])}
-    for number, (launch, (_, names)) in enumerate(zip(scatters, groups[1:])):
+    for number, (launch, (*_, names)) in enumerate(zip(scatters, groups[1:])):
         expect(
             launch.place < max(ready_at.get(name, -1) for name in names),
             f"the reduce_scatter of group {number} is launched before the next group is complete{setting}",
@@ -254,7 +239,7 @@ def expect_launches(events, at, groups, gathers, setting):
             partial(find_leftover, events),
             **at,
         )
-    nexts = [*(names for _, names in groups[1:]), []] if "backward" in gathers else [[]] * len(groups)
+    nexts = [*(names for *_, names in groups[1:]), []] if "backward" in gathers else [[]] * len(groups)
     blocking = [launch for launch, names in zip(scatters, nexts) if blocks_backward(launch, names, ready_at)]
     blocking += [x for x in all_gathers if x.sync or {"backward", "start_param_sync"} & set(x.wait_phases)]
     expect(

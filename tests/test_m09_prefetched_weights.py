@@ -4,7 +4,8 @@ from functools import partial
 
 import pytest
 import torch
-from test_m05_grad_buffer import BUCKET_NUMEL, compute_layout
+from test_m05_grad_buffer import BUCKET_NUMEL
+from test_m06_coalesced import list_groups
 from test_m08_zero_optimizer import expect_trained, make_recipe, require_shared_state
 
 from brigade.checks import edge_case_models
@@ -62,20 +63,20 @@ def test_step_waits_for_no_weights(submission):
         case = submission.case(model, world, steps=3, hidden_layers=5)
         jobs = make_jobs(case, make_recipe("SGD"), per_group)
         results = submission.run(m09_prefetched_weights.observe, jobs, world_size=world)
-        groups = list_groups(build(case), world, per_group)
+        groups = list_forward_groups(build(case), world, per_group)
         for rank, events in enumerate(results.events):
             for step in range(3):
                 launched = [x for x in launches(events, step, phase="step") if x.op == "all_gather"]
                 expect(
-                    sorted(launch.numel for launch in launched) == sorted(numel for numel, _ in groups),
+                    sorted(launch.numel for launch in launched) == sorted(numel for _, numel, _ in groups),
                     f"step launches one all-gather for each of {len(groups)} groups, of "
-                    f"{join_names(sorted(numel for numel, _ in groups))} elements",
+                    f"{join_names(sorted(numel for _, numel, _ in groups))} elements",
                     summarize(launched),
                     partial(diagnosis.explain_gathers, launched, launches(events, step)),
                     rank=rank,
                     step=step,
                 )
-                awaited = [x for x in launched if x.sync or ("step" in x.wait_phases and step in x.wait_steps)]
+                awaited = [launch for launch in launched if is_awaited_in_step(launch)]
                 expect(
                     not awaited,
                     "step returns without waiting for the weights",
@@ -96,7 +97,7 @@ def test_weights_are_awaited_just_before_use(submission):
         jobs = make_jobs(case, make_recipe("SGD"), 1, bucket_numel, **more)
         results = submission.run(m09_prefetched_weights.observe, jobs, world_size=world)
         module = build(case, listed)
-        expected = count_waits(module, list_groups(module, world, 1, bucket_numel))
+        expected = count_waits(module, list_forward_groups(module, world, 1, bucket_numel))
         for rank, events in enumerate(results.events):
             for step in range(2, 4):  # in the first forward, it is unknown which modules are called
                 gathers = [x for x in launches(events, step - 1, phase="step") if x.op == "all_gather"]
@@ -188,26 +189,16 @@ def build(case, listed=None):
     """Return the case's model in this process, with the layer that has a ParameterList if `listed`."""
     model = edge_case_models.build(case.model, case.sizes, case.start(), case.dtype)
     if listed:
-        layer = m09_prefetched_weights.Listed(model.layers[0].out_features, listed)
-        model.layers.insert(1, layer.to(next(model.parameters())))
+        m09_prefetched_weights.insert_list(model, listed)
     return model
 
 
-def list_groups(model, world, buckets_per_group, bucket_numel=BUCKET_NUMEL):
-    """Return the groups that the rules of modules 5 and 6 give: (elements, names of parameters), in forward order."""
-    by_dtype, groups = {}, []
-    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    for name, parameter in reversed(list(model.named_parameters())):
-        if parameter.requires_grad:
-            by_dtype.setdefault(parameter.dtype, []).append((name, parameter.numel()))
-    for named in by_dtype.values():
-        layout = compute_layout([numel for _, numel in named], bucket_numel, world)
-        ranges = layout["bucket_ranges"]
-        for first in range(0, len(ranges), buckets_per_group):
-            indices = range(first, min(first + buckets_per_group, len(ranges)))
-            members = [name for (name, _), bucket in zip(named, layout["bucket_of"]) if bucket in indices]
-            groups.append((sum(end - start for start, end in (ranges[i] for i in indices)), members))
-    return sorted(groups, key=lambda group: min(names.index(name) for name in group[1]))
+def list_forward_groups(model, world, buckets_per_group, bucket_numel=BUCKET_NUMEL):
+    """Return the groups, (dtype, elements, names of parameters), in forward order."""
+    parameters = dict(model.named_parameters())
+    places = {name: place for place, name in enumerate(parameters)}
+    groups = list_groups(parameters, world, buckets_per_group, bucket_numel)
+    return sorted(groups, key=lambda group: min(places[name] for name in group[-1]))
 
 
 def count_waits(model, groups):
@@ -219,7 +210,7 @@ def count_waits(model, groups):
             owner_of[f"{name}.{parameter}"] = name if is_called else ""
     order = ["", *(name for name, _ in model.named_modules() if name)]
     counts = dict.fromkeys(order, 0)
-    for _, members in groups:
+    for *_, members in groups:
         counts[min((owner_of[name] for name in members), key=order.index)] += 1
     return counts
 
@@ -255,13 +246,17 @@ def step_alone(case, recipe, steps):
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
+def is_awaited_in_step(launch):
+    """Return whether the optimizer's step that launched it also waits for it."""
+    return launch.sync or ("step" in launch.wait_phases and launch.step in launch.wait_steps)
+
+
 def require_prefetch(events_by_rank, ranks):
     """Require that weights are gathered, and that step does not wait for them."""
     for rank in ranks:
         gathers = [x for x in launches(events_by_rank[rank], phase="step") if x.op == "all_gather"]
-        late = [x for x in gathers if not x.sync and not ("step" in x.wait_phases and x.step in x.wait_steps)]
         expect(
-            bool(late),
+            not all(is_awaited_in_step(launch) for launch in gathers),
             "correct weights earn points only if step returns without waiting for the weights",
             f"step launches {len(gathers)} all-gathers and waits for all of them"
             if gathers

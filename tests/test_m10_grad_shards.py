@@ -4,8 +4,9 @@ from functools import partial
 
 import pytest
 import torch
-from test_m05_grad_buffer import BUCKET_NUMEL, compute_layout
-from test_m08_zero_optimizer import expect_norms, expect_trained, get_rounding, make_recipe
+from test_m05_grad_buffer import BUCKET_NUMEL
+from test_m06_coalesced import list_groups
+from test_m08_zero_optimizer import compute_padded_numel, expect_norms, expect_trained, get_rounding, make_recipe
 
 from brigade.checks.expectations import (
     MANY_STEPS,
@@ -67,7 +68,7 @@ def test_gradient_memory(submission):
         case = submission.case("Plain", world, steps=2, hidden_layers=6)
         jobs = make_jobs(case, max_live)
         results = submission.run(m10_grad_shards.measure, jobs, world_size=world)
-        buckets = [4 * (end - start) for start, end in compute_case_layout(case, world)["bucket_ranges"]]
+        buckets = [4 * numel for _, numel, _ in list_groups(case.parameters(), world, 1)]
         largest = max(4 * parameter.numel() for parameter in case.parameters().values())
         kept = sum(buckets) // world
         bound = (max_live + 1) * max(buckets) + largest + kept + max(buckets) // world
@@ -109,7 +110,7 @@ def test_live_buckets(submission):
     for world, max_live in zip(submission.worlds(2, 3, 2), (1, 2, 3)):
         case = submission.case("Plain", world, steps=2, hidden_layers=6)
         results = submission.run(m10_grad_shards.measure, make_jobs(case, max_live), world_size=world)
-        groups = list_buckets(case, world)
+        groups = list_groups(case.parameters(), world, 1)
         for rank, events in enumerate(results.events):
             for step in range(2):
                 launched = [x for x in launches(events, step) if x.op == "reduce_scatter"]
@@ -179,7 +180,7 @@ def test_volume_and_dtypes(submission):
         case = submission.case("Plain", world, steps=3, dtype=dtype)
         jobs = make_jobs(case, 2, grad_dtype, recipe=make_recipe("AdamW"), finish_each=False, micro_batches=1)
         results = submission.run(m10_grad_shards.train, jobs, world_size=world)
-        numel = sum(end - start for start, end in compute_case_layout(case, world)["bucket_ranges"])
+        numel = compute_padded_numel(case.parameters().values(), world)
         weights = str(dtype).removeprefix("torch.")
         for rank, events in enumerate(results.events):
             for step in range(3):
@@ -221,26 +222,10 @@ def test_volume_and_dtypes(submission):
 # ---- what the checks use
 
 
-def compute_case_layout(case, world):
-    """Return the layout of the case's buffer, whose parameters have one dtype."""
-    numels = [p.numel() for p in reversed(list(case.parameters().values())) if p.requires_grad]
-    return compute_layout(numels, BUCKET_NUMEL, world)
-
-
-def list_buckets(case, world):
-    """Return the buckets: (elements, names of parameters)."""
-    layout = compute_case_layout(case, world)
-    names = [name for name, p in reversed(list(case.parameters().items())) if p.requires_grad]
-    return [
-        (end - start, [name for name, bucket in zip(names, layout["bucket_of"]) if bucket == index])
-        for index, (start, end) in enumerate(layout["bucket_ranges"])
-    ]
-
-
 def expect_bounded_launches(launched, buckets, max_live, ready, rank, step):
     """Expect one reduce-scatter per bucket, in backward, in order, and at most `max_live` between launch and wait."""
     setting = f" (max_live_buckets={max_live})"
-    numels = [numel for numel, _ in buckets]
+    numels = [numel for _, numel, _ in buckets]
     expect(
         [launch.numel for launch in launched] == numels,
         f"one reduce-scatter for each of {len(numels)} buckets, of {join_names(numels)} elements{setting}",
@@ -269,11 +254,11 @@ def expect_bounded_launches(launched, buckets, max_live, ready, rank, step):
             rank=rank,
             step=step,
         )
-        after = [name for _, names in buckets[number + 1 : number + max_live] for name in names]
+        after = [name for *_, names in buckets[number + 1 : number + max_live] for name in names]
         too_early = launch.sync or (
             bool(after) and launch.waits and launch.waits[0] < max(ready_at.get(name, -1) for name in after)
         )
-        blocks = number + 1 < len(buckets) and blocks_backward(launch, buckets[number + 1][1], ready_at)
+        blocks = number + 1 < len(buckets) and blocks_backward(launch, buckets[number + 1][-1], ready_at)
         expect(
             not too_early and not blocks,
             f"backward waits for bucket {number} only when there are too many live buckets, or in the finish{setting}",

@@ -17,7 +17,7 @@ from rich.table import Table
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from brigade.checks.tiny_lm import Size, TinyLM
-from brigade.course.modules import TRAINING_MODULES, Module
+from brigade.course.modules import CORE_MODULES, Module
 from brigade.course.submission import Sources
 from brigade.lab import corpus
 from brigade.lab.bench import Spread, compute_spread
@@ -62,7 +62,7 @@ def count_steps(entry: Module) -> int:
 
 def get_variants(entry: Module) -> list[Variant]:
     """Return the variants of the previous module, if there is one, and of this module."""
-    return [get_variant(module) for module in TRAINING_MODULES if module.number <= entry.number][-2:]
+    return [get_variant(module) for module in CORE_MODULES if module.number <= entry.number][-2:]
 
 
 def compare_with_previous(

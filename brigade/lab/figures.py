@@ -10,12 +10,12 @@ bytes that are alive during a step.
 from __future__ import annotations
 
 import argparse
-import importlib
 import sys
 
 from brigade.course.modules import ADVANCED, CORE_MODULES, MODULES, ROOT, TRAINING_MODULES, get_module
 from brigade.lab import memory_over_step
 from brigade.lab.ladder import get_variant
+from brigade.lab.plan_config import import_solution
 from brigade.lab.ring_figure import draw_ring
 from brigade.lab.schedule_figure import draw_schedule
 from brigade.lab.script import run_to_status
@@ -43,9 +43,8 @@ def draw_figures(number: str | None = None) -> int:
         print(f"{path.relative_to(ROOT)} written")
     for entry in entries:
         if "plan_schedule" in entry.public:
-            solution = importlib.import_module(f"solutions.{entry.package}.{entry.name}")
             path = entry.lesson / "schedule.png"
-            draw_schedule(solution.plan_schedule, path)
+            draw_schedule(import_solution("plan_schedule"), path)
             print(f"{path.relative_to(ROOT)} written")
     for entry in TRAINING_MODULES:
         if entry not in entries:

@@ -28,7 +28,7 @@ from brigade.rank.memory import LiveMemory
 from brigade.runner.ranks import run_ranks
 
 REST = "activations and buckets"
-COLOURS = dict(zip((*KINDS, REST), ("#0072b2", "#e69f00", "#009e73", "#cccccc")))  # as in module 8's memory.png
+COLOURS = dict(zip((*KINDS, REST), ("#0072b2", "#e69f00", "#009e73", "#cccccc")))  # Okabe and Ito's
 HATCHES = dict(zip((*KINDS, REST), ("", "////", "....", "")))
 TOKENS = (1, 16)  # few, so that activations do not hide the rest
 DEADLINE_S = 120.0
@@ -85,15 +85,11 @@ def measure(
 
 def draw(curves: Sequence[Curve], path: Path) -> None:
     """Draw one panel for each curve, with equal scales, and write the picture."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    figure, panels = plt.subplots(
-        len(curves), 1, figsize=(9, 0.8 + 2.1 * len(curves)), sharey=True, squeeze=False, layout="constrained"
-    )
+    figure = Figure(figsize=(9, 0.8 + 2.1 * len(curves)), dpi=100, layout="constrained")
+    panels = figure.subplots(len(curves), 1, sharey=True, squeeze=False)
     for curve, axes in zip(curves, panels[:, 0]):
         places = range(len(curve.nbytes))
         lower = [0.0] * len(curve.nbytes)
@@ -129,8 +125,7 @@ def draw(curves: Sequence[Curve], path: Path) -> None:
     panels[-1, 0].set_xlabel("one step: each layer's forward, each gradient")
     handles = [Patch(facecolor=COLOURS[kind], hatch=HATCHES[kind], edgecolor="#333333", label=kind) for kind in COLOURS]
     figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
-    figure.savefig(path, dpi=100)
-    plt.close(figure)
+    figure.savefig(path)
 
 
 # The code below runs in the ranks.

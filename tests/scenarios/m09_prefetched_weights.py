@@ -27,6 +27,12 @@ class Listed(nn.Module):
         return x
 
 
+def insert_list(model: nn.Module, count: int) -> None:
+    """Insert a layer with `count` weights in a ParameterList behind the model's first layer."""
+    layer = Listed(model.layers[0].out_features, count)
+    model.layers.insert(1, layer.to(next(model.parameters())))
+
+
 def note_forwards(model: nn.Module) -> None:
     """Record an event "module" when the forward of each submodule starts, after its other pre-hooks, and ends."""
     for name, module in model.named_modules():
@@ -45,7 +51,7 @@ def observe(job: dict) -> None:
     """Take a training step on each of the job's batches, and record the forwards of the modules."""
     model = build(job)
     if "listed" in job:
-        model.layers.insert(1, Listed(model.layers[0].out_features, job["listed"]).to(next(model.parameters())))
+        insert_list(model, job["listed"])
     ddp = wrap(job, model)
     note_forwards(model)
     optimizer = make_zero_optimizer(job, ddp, model)
