@@ -3,11 +3,15 @@
 #   MODULE=3                       for make module and make unlock: the module; for make figures: draw only this module's picture
 #   GRADE_OPTIONS="--modules 1-4"  for make gradescope: options of `brigade grade`, used for every submission
 #   MATRIX="3.12:2.13.0"           for make matrix: the pairs of Python and torch
+#   STUDENT=1                      for make site: build the site of the student edition instead
 #   HINTS=3                        for make student: include the third hints, which are almost the code
 #   ANSWERS=1                      for make student: include the model answers to the written questions
 #   GPU_OPTIONS="--minutes 9"      for make gpu-check: options of the command
 
-.PHONY: help demo test module figures gradescope student unlock gpu-check claims promises soak matrix lint
+COURSE := $(if $(STUDENT),out/student,.)
+SITE := $(if $(STUDENT),student-site,site)
+
+.PHONY: help demo test module figures site gradescope student unlock gpu-check claims promises soak matrix lint
 
 help:
 	@echo "make demo             train with every core module on real text, plot the result, check one right and one wrong answer"
@@ -15,6 +19,7 @@ help:
 	@echo "make module MODULE=3  run lint and the tests of one module, after you have changed it"
 	@echo "make setup            create the virtual environment .venv; then run: source .venv/bin/activate"
 	@echo "make figures          draw the pictures of the readings again, from runs on this machine"
+	@echo "make site             build the course's site, out/site; with STUDENT=1 the students' site, out/student-site"
 	@echo "make gradescope       write the autograder for Gradescope, out/gradescope.zip"
 	@echo "make student          write the course without its answers, out/student and out/student.zip"
 	@echo "make unlock MODULE=5  write the reference of one module, for students who are stuck on it, as out/unlock-5.zip"
@@ -46,6 +51,11 @@ figures: setup
 	$(BIN)/python -m brigade.lab.figures $(MODULE)
 	$(if $(MODULE),,$(BIN)/python -m brigade.lab.memory --target solutions)
 	$(if $(MODULE),,$(BIN)/brigade bench --target solutions --comm-ratio 0.8 --png docs/ladder.png)
+
+site: setup $(if $(STUDENT),student)
+	rm -rf out/$(SITE)
+	$(BIN)/python -m sphinx -q -E -W --keep-going -j auto -d out/doctrees -c $(COURSE)/site $(COURSE) out/$(SITE)
+	@echo "out/$(SITE)/index.html is the start page"
 
 gradescope: setup
 	$(BIN)/python -m brigade.cli.gradescope $(GRADE_OPTIONS)

@@ -1,0 +1,84 @@
+"""Configuration of the course's site, which `make site` builds from the course's files as they are."""
+
+import re
+import sys
+from pathlib import Path
+
+from pygments.lexers.special import TextLexer
+from sphinx import addnodes
+from sphinx.application import Sphinx
+from sphinx.transforms import SphinxTransform
+from sphinx.util import logging
+
+SITE = Path(__file__).resolve().parent
+sys.path[:0] = [str(SITE.parent), str(SITE)]  # so that autodoc describes these files, not an installed course
+
+import links  # noqa: E402
+
+from brigade.course.modules import MODULES  # noqa: E402
+
+project = "Bucket Brigade"
+copyright = "MIT licence"
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.viewcode", "sphinx_copybutton", "sphinx_design"]
+root_doc = "site/index"
+include_patterns = ["site/*.md", "assignments.md", "docs/*.md", "lessons/*/README.md", "notebooks/*.ipynb"]
+exclude_patterns = [".*", "out"]
+
+myst_enable_extensions = ["colon_fence"]
+myst_heading_anchors = 4
+nb_execution_mode = "off"  # the pages show the outputs that the notebooks contain
+nb_ipywidgets_js = {}  # pages load nothing from other sites
+default_role = "code"
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+maximum_signature_line_length = 88
+
+html_theme = "furo"
+html_title = project
+html_static_path = ["_static"]
+html_css_files = ["course.css"]
+html_extra_path = ["_extra"]
+html_copy_source = False
+html_show_sphinx = False
+copybutton_exclude = ".linenos, .gp, .go"
+
+
+class LinkToFile(SphinxTransform):
+    """Turn links to Markdown files that are not pages, such as the templates for answers, into downloads."""
+
+    default_priority = 500
+
+    def apply(self, **kwargs: object) -> None:
+        for link in list(self.document.findall(addnodes.pending_xref)):
+            if link.get("refdomain") == "doc" and link["reftarget"] not in self.env.found_docs:
+                target = f"/{link['reftarget']}.md"
+                link.replace_self(
+                    addnodes.download_reference("", *link.children, reftarget=target, refdoc=link["refdoc"])
+                )
+
+
+def list_modules(app: Sphinx, docname: str, source: list[str]) -> None:
+    """Add the public names of the course's modules, from the skeletons, to the API reference."""
+    if docname == "site/api":
+        for entry in MODULES:
+            module = ".".join(("lessons", *entry.path.with_suffix("").parts))
+            source[0] += f"\n### Module {entry.number}: {entry.title}\n\n```{{eval-rst}}\n.. automodule:: {module}\n"
+            source[0] += f"   :members: {', '.join(entry.public)}\n```\n"
+
+
+def keep_layout(app: Sphinx, what: str, name: str, thing: object, options: object, lines: list[str]) -> None:
+    """Show the indented blocks of a docstring with their line breaks."""
+    lines[:] = re.sub(r"(?m)^(\S.*)\n\n(?=    )", r"\1\n\n::\n\n", "\n".join(lines)).split("\n")
+
+
+def check_links(app: Sphinx, error: Exception | None) -> None:
+    for problem in links.find_problems(Path(app.outdir)) if error is None else ():
+        logging.getLogger("links").warning(problem)
+
+
+def setup(app: Sphinx) -> None:
+    app.add_lexer("mermaid", TextLexer)  # a code host draws these diagrams; the site shows their text
+    app.add_transform(LinkToFile)
+    app.connect("source-read", list_modules)
+    app.connect("autodoc-process-docstring", keep_layout)
+    app.connect("build-finished", check_links)
