@@ -98,6 +98,7 @@ class Launch:
     name: str | None
     memory: str | None  # of the parameter of that name: its "weight" or its "gradient"
     peer: int | None  # of a send or a receive; None: from any rank, or a collective
+    line: str | None  # of the submission that made the call, such as "naive_ddp.py:59 in finish_grad_sync"
     phase: str
     step: int | None  # of the training loop; None before the first
     place: int
@@ -113,7 +114,8 @@ class Launch:
 
 
 LAUNCH_FIELDS = (
-    "index", "op", "dtype", "numel", "nbytes", "parts", "sync", "reduce_op", "name", "memory", "peer", "phase",
+    "index", "op", "dtype", "numel", "nbytes", "parts", "sync", "reduce_op", "name", "memory", "peer", "line",
+    "phase",
 )  # fmt: skip
 
 

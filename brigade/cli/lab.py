@@ -259,6 +259,8 @@ def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--png", metavar="FILE", help=picture)
     trace_file = "the trace for Perfetto or chrome://tracing (default: out/trace-N.json)"
     parser.add_argument("--json", metavar="FILE", help=trace_file)
+    page = "the interactive timeline, one page for any browser (default: out/trace-N.html)"
+    parser.add_argument("--html", metavar="FILE", help=page)
     add_link_arguments(parser, "an all-reduce of all gradients takes 0.8 times as long as backward")
     parser.add_argument(
         "--real-link", action="store_true", help="do not emulate a link; time the collectives as this machine runs them"
@@ -278,13 +280,13 @@ def run_trace(options: argparse.Namespace) -> int:
     sources = read(options.target, entry.number, options.prior).sources
     if options.memory:
         return draw_memory_over_step(entry, sources, options)
-    files = {kind: resolve_results_file(getattr(options, kind)) for kind in ("png", "json")}
+    files = {kind: resolve_results_file(getattr(options, kind)) for kind in ("png", "json", "html")}
     files = {kind: file or ROOT / "out" / f"trace-{entry.number}.{kind}" for kind, file in files.items()}
 
     from brigade.runner.ranks import SERVER, RankFailure
 
     SERVER.start()  # imports torch while this process does
-    from brigade.lab import ladder, timeline
+    from brigade.lab import ladder, timeline, timeline_view
 
     usual = timeline.WORKLOAD
     workload = replace(
@@ -304,12 +306,14 @@ def run_trace(options: argparse.Namespace) -> int:
         raise CourseError(explain_failure(failure, entry.number)) from None
     timeline.draw(timelines, files["png"], width=1200)
     timeline.save_chrome(timelines, files["json"])
+    timeline_view.save_html(timelines, files["html"])
     for shown in timelines:
         console.print(f"{shown.label}: a step of {shown.lengths}, {shown.count}")
         if num_unwaited := sum(collective.waited_ms is None for collective in shown.launched):
             console.print(f"  {num_unwaited} of {len(shown.launched)} collectives of all ranks were never waited on")
     console.print(timelines[0].link_text)
     console.print(f"{shorten(files['png'])}  the picture", markup=False)
+    console.print(f"{shorten(files['html'])}  the same, to zoom and to point at", markup=False)
     console.print(f"{shorten(files['json'])}  for https://ui.perfetto.dev or chrome://tracing", markup=False)
     return 0
 

@@ -4,6 +4,8 @@
     draw([timeline], path)            a picture
     make_chrome_trace([timeline])     the same for https://ui.perfetto.dev and chrome://tracing
 
+`timeline_view.py` writes an interactive page.
+
 The workload's link is emulated (`emulated_link.py`); with `link=None` it is the machine's own. Ranks compute on the
 CPU, because for a GPU the record knows when work was queued, not when it ran.
 """
@@ -81,7 +83,7 @@ class Collective:
     because it carries one collective at a time. If its end was not recorded, it ends with the step. The rank waited for
     it until `waited_ms`; None means that it never waited. `number` counts the launches of its `op` in the step, and
     `parts` the tensors in a coalesced launch. `name` is that of the parameter, if the launch is on one. `row` separates
-    collectives that overlap, from 0.
+    collectives that overlap, from 0. `line` is the line of the wrapper that launched it, if there is one.
     """
 
     rank: int
@@ -97,6 +99,7 @@ class Collective:
     end_ms: float
     waited_ms: float | None
     row: int
+    line: str | None
 
     @property
     def title(self) -> str:
@@ -246,6 +249,7 @@ def make_collectives(rank: int, launched: Sequence[Launch], zero: float, one_at_
                 end_ms=1e3 * (end - zero),
                 waited_ms=None if launch.wait_end is None else 1e3 * (launch.wait_end - zero),
                 row=row,
+                line=launch.line,
             )
         )
     return collectives
