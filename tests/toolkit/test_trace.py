@@ -1,6 +1,7 @@
 """A timeline shows what ranks did, its files can be read, and `brigade trace` explains why it cannot run."""
 
 import json
+import re
 import sys
 from dataclasses import replace
 from itertools import pairwise
@@ -13,7 +14,7 @@ from test_lab import png_size
 from brigade.checks.tiny_lm import Size, TinyLM
 from brigade.course import modules
 from brigade.course.modules import MODULES, ROOT, get_module, select_modules
-from brigade.lab import figures, ladder, memory_over_step, timeline
+from brigade.lab import figures, ladder, memory_over_step, timeline, timeline_view
 from brigade.rank.emulated_link import Link
 
 SIZE = Size(d_model=16, d_ff=32, layers=1, heads=2, vocabulary=256)
@@ -129,6 +130,26 @@ def test_the_chrome_trace_can_be_read(traced):
     assert found["displayTimeUnit"] == "ms"
 
 
+def read_page(path):
+    """Return the page's text, and the JSON in it."""
+    text = path.read_text()
+    return text, json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S).group(1))
+
+
+def test_the_page_has_all_that_was_traced_and_loads_nothing(traced, tmp_path):
+    path = tmp_path / "out" / "timeline.html"
+    hostile = "</script><b>"
+    timeline_view.save_html([replace(traced[3], label=hostile), traced[6]], path)
+    text, view = read_page(path)
+    assert hostile not in text
+    assert not re.search(r"src=|href=|@import|url\(h", text)
+    assert [shown["label"] for shown in view["timelines"]] == [hostile, traced[6].label]
+    for shown, line in zip(view["timelines"], (traced[3], traced[6])):
+        assert len(shown["collectives"]) == len(line.launched) and len(shown["spans"]) == len(line.spans)
+        assert {event["kind"] for event in shown["collectives"] + shown["spans"]} <= view["styles"].keys()
+    assert re.fullmatch(r"overlapped_ddp\.py:\d+ in launch", view["timelines"][0]["collectives"][0]["line"])
+
+
 def read_colours(path):
     """Return the colours of a picture's pixels, and its width."""
     pixels = matplotlib.image.imread(path)
@@ -151,13 +172,15 @@ def quick(monkeypatch):
 
 
 def test_the_command_writes_a_picture_and_a_trace(quick, brigade, tmp_path):
-    picture, events = tmp_path / "step.png", tmp_path / "step.json"
-    options = ("--torch", "--latency-us", 500, "--bandwidth-gbps", 1, "--png", picture, "--json", events)
+    picture, events, page = (tmp_path / f"step.{kind}" for kind in ("png", "json", "html"))
+    files = ("--png", picture, "--json", events, "--html", page)
+    options = ("--torch", "--latency-us", 500, "--bandwidth-gbps", 1, *files)
     status, out, err = brigade("trace", 2, "--target", "solutions", *options)
     assert status == 0 and not err
     assert "2 FlatDDP: a step of " in out and "torch DDP: a step of " in out and " ms exposed, 1 collective" in out
     assert "The link is emulated, 500.0 us a message and 1 Gbit/s in each direction" in out
-    assert str(picture) in out and str(events) in out
+    assert all(str(path) in out for path in (picture, events, page))
+    assert [shown["label"] for shown in read_page(page)[1]["timelines"]] == ["2 FlatDDP", "torch DDP"]
     assert timeline.COLOURS["collective"] in read_colours(picture)[0]
     expect_chrome_trace(json.loads(events.read_text())["traceEvents"], ranks=4)
 
@@ -183,7 +206,7 @@ def test_a_deadlock_is_told_rank_by_rank(quick, brigade, tmp_path):
 
 def test_a_collective_that_nobody_waits_for_is_counted(quick, brigade, tmp_path):
     forgets = (3, r"handle\.wait\(\)", "pass")
-    files = ("--png", tmp_path / "step.png", "--json", tmp_path / "step.json")
+    files = [word for kind in ("png", "json", "html") for word in (f"--{kind}", tmp_path / f"step.{kind}")]
     status, printed, _ = brigade("trace", 3, "--target", make_submission(tmp_path, [forgets], (1, 2, 3)), *files)
     assert status == 0
     assert f"{2 * len(PARAMETERS)} of {2 * len(PARAMETERS)} collectives of all ranks were never waited on" in printed
