@@ -9,7 +9,8 @@ machine share) and `phase` (what the training loop was doing). `rank/recording.p
              arguments of the call. `peer` is the global rank that a send goes to or a receive comes from;
              it is None for a receive from any rank and for collectives. `name` is the parameter that the call
              concerns, if known, and `memory` says whether that is the parameter's "weight" or its "gradient". `line` is
-             the line of the submission that made the call, if any.
+             the line of the submission that made the call, and `caller` its outermost function on the stack, such as
+             "full_state_dict", if there is one.
     wait     the rank begins to wait for launch `index`
     done     the rank has the result of launch `index`
     end      launch `index` is complete. On CUDA `time` is when the kernel was queued; for gloo's reduce_scatter it is
@@ -43,7 +44,7 @@ FIELDS: dict[str, Fields] = {
         "index": (int,), "group": (str,), "ranks": (list,), "op": (str,), "dtype": (str, type(None)), "numel": (int,),
         "nbytes": (int,), "parts": (int,), "reduce_op": (str, type(None)), "root": (int, type(None)), "sync": (bool,),
         "peer": (int, type(None)), "name": (str, type(None)), "memory": (str, type(None)),
-        "line": (str, type(None)),
+        "line": (str, type(None)), "caller": (str, type(None)),
     },
     "wait": COMMON_FIELDS | {"index": (int,)},
     "done": COMMON_FIELDS | {"index": (int,)},

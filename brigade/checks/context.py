@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from brigade.checks.diagnose.evidence import find_skipped_call
 from brigade.checks.diagnose.exceptions import explain_exception
 from brigade.checks.diagnose.parts import describe_part
 from brigade.checks.verdict import CheckFailed, Location, Verdict, make_not_run
@@ -163,6 +164,8 @@ def to_failure(failure: ranks.RankFailure, sources: Sources, note: str = "") -> 
     cause, hypothesis = causes.get(kind, ""), f"usual for {kind}"
     if kind == "deadlock" and failure.waiting == {"send"}:
         cause = ALL_SEND
+    if kind in ("deadlock", "mismatch") and (skipped := find_skipped_call(failure.events, kind)):
+        cause, hypothesis = skipped, "skipped call"
     if kind == "exception":
         cause, hypothesis = explain_exception(failure, sources)
         note = note or ("" if cause else describe_part(failure, sources))

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from brigade.cli.console import console, shorten
 from brigade.cli.options import ABOVE_ZERO, NOT_NEGATIVE, Range, add_number, add_prior, add_target
@@ -26,7 +26,8 @@ from brigade.lab.script import explain_failure, show_progress
 
 if TYPE_CHECKING:
     from brigade.course.submission import Sources
-    from brigade.lab.ladder import Workload
+    from brigade.lab.bench import Bench
+    from brigade.lab.ladder import Variant, Workload
     from brigade.rank.emulated_link import Link, Pace
 
 
@@ -89,6 +90,8 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", help="write all measurements to this file")
     parser.add_argument("--csv", metavar="FILE", help="write the table to this file")
     parser.add_argument("--png", metavar="FILE", help="draw the results into this file")
+    entry = "write the line NAME for a leaderboard: run the checks of modules 4 to 11, and compare those that pass"
+    parser.add_argument("--entry", metavar="NAME", help=entry)
     deadline = "the deadline for all ranks (default: 900)"
     add_number(parser, "--deadline", ABOVE_ZERO, default=900.0, metavar="SECONDS", help=deadline)
     add_link_arguments(parser, "no link is emulated")
@@ -98,7 +101,7 @@ def run_bench(options: argparse.Namespace) -> int:
     """brigade bench: run the bench on new ranks, or on the ranks that torchrun has started."""
     from brigade.lab.torchrun import report_rank_failures
 
-    return report_rank_failures(run_bench_on_ranks)(options)
+    return report_rank_failures(run_bench_on_ranks if options.entry is None else write_entry)(options)
 
 
 def run_bench_on_ranks(options: argparse.Namespace) -> int:
@@ -108,8 +111,6 @@ def run_bench_on_ranks(options: argparse.Namespace) -> int:
     """
     from brigade.lab import ladder, plots, torchrun
     from brigade.lab.bench import (
-        Bench,
-        estimate_seconds,
         make_sweep_variants,
         save_csv,
         save_json,
@@ -136,12 +137,33 @@ def run_bench_on_ranks(options: argparse.Namespace) -> int:
     variants = [ladder.get_variant(entry) for entry in entries]
     variants = make_sweep_variants(variants, sizes) if sizes else ladder.add_torch_variants(variants)
     how = {"world_size": world_size, "backend": backend, "share_gpu": options.share_gpu, "deadline": options.deadline}
-    if backend == "gloo" and not torchrun.is_torchrun():
-        duration = format_duration(estimate_seconds(workload, len(variants), world_size))
+    results = compare(variants, sources, workload, options.target, how)
+    for kind, write in (("json", save_json), ("csv", save_csv), ("png", plots.draw_bench)):
+        if files[kind]:
+            write(results, files[kind])
+            console.print(f"{getattr(options, kind)} written", markup=False)
+    if measurements:
+        save_measurements(results, measurements)
+        console.print(f"{shorten(measurements)} written; `brigade submit` hands it in", markup=False)
+    return 1 if results.ladder.list_wrong_losses() else 0
+
+
+def compare(
+    variants: Sequence[Variant], sources: Sources, workload: Workload, target: str, how: dict[str, Any]
+) -> Bench:
+    """Measure the variants, print the tables and the remarks, and return the bench.
+
+    `how` are arguments of `ladder.run_benchmark`. Raise what it raises.
+    """
+    from brigade.lab import ladder, plots, torchrun
+    from brigade.lab.bench import Bench, estimate_seconds
+
+    if how["backend"] == "gloo" and not torchrun.is_torchrun():
+        duration = format_duration(estimate_seconds(workload, len(variants), how["world_size"]))
         console.print(f"{workload.rounds} rounds of {len(variants)} variants: about {duration} on this machine.")
     if torchrun.is_torchrun():
-        how["run"] = torchrun.run_on_torchrun
-    elif options.target != "solutions":  # finds a deadlock within seconds, not only at the deadline
+        how = how | {"run": torchrun.run_on_torchrun}
+    elif target != "solutions":  # finds a deadlock within seconds, not only at the deadline
         ladder.dry_run(workload, variants, sources, **how)
     with show_progress("training steps", ladder.count_steps(workload, variants)) as advance:
         results = Bench(variants, ladder.run_benchmark(workload, variants, sources, on_step=advance, **how))
@@ -152,14 +174,60 @@ def run_bench_on_ranks(options: argparse.Namespace) -> int:
         console.print(sentence)
     wrong = results.ladder.list_wrong_losses()
     console.print("\n".join(wrong) if wrong else plots.describe_losses(results.ladder))
-    for kind, write in (("json", save_json), ("csv", save_csv), ("png", plots.draw_bench)):
-        if files[kind]:
-            write(results, files[kind])
-            console.print(f"{getattr(options, kind)} written", markup=False)
-    if measurements:
-        save_measurements(results, measurements)
-        console.print(f"{shorten(measurements)} written; `brigade submit` hands it in", markup=False)
-    return 1 if wrong else 0
+    return results
+
+
+def write_entry(options: argparse.Namespace) -> int:
+    """brigade bench --entry NAME: check and measure modules 4 to 11, and write a line for the leaderboard.
+
+    Return 1, and write nothing, if a variant trains differently from one process.
+    """
+    parser = argparse.ArgumentParser(description="")
+    add_bench_arguments(parser)
+    for name, default in vars(parser.parse_args([])).items():
+        if getattr(options, name) != default and name not in ("entry", "target", "deadline"):
+            raise CourseError(f"--entry has fixed settings, so --{name.replace('_', '-')} cannot be used with it")
+
+    from brigade.checks.run import prepare
+
+    prepare()
+    from brigade.lab import entry as entries
+    from brigade.lab import ladder, torchrun
+    from brigade.lab.bench import select_written
+
+    if torchrun.is_torchrun():
+        raise CourseError("--entry starts its own ranks: run it without torchrun")
+    name = entries.check_name(options.entry)
+    file = resolve_results_file(entries.make_file_name(name))
+    written, sources, left_out = select_written(options.target, entries.MODULES)
+    for sentence in left_out:
+        console.print(sentence, markup=False)
+    failed = {entry.number: find_failed_checks(entry, options.target, entries.SEED) for entry in written}
+    passing = [entry for entry in written if not failed[entry.number]]
+    for entry in written:
+        if names := failed[entry.number]:
+            console.print(f"Module {entry.number} is left out, because it fails: {', '.join(names)}.")
+    if not passing:
+        raise CourseError("no module from 4 on passes all its checks, so there is nothing to enter")
+    console.print(f"All checks pass in modules {', '.join(str(entry.number) for entry in passing)}.")
+    variants = ladder.add_torch_variants([ladder.get_variant(entry) for entry in passing])
+    how = {"world_size": entries.WORLD_SIZE, "backend": entries.BACKEND, "deadline": options.deadline}
+    results = compare(variants, sources, ladder.EMULATED, options.target, how)
+    if results.ladder.list_wrong_losses():
+        return 1
+    file.write_text(entries.make_line(name, results, sources, failed, left_out))
+    console.print(f"{shorten(file)} written: hand it in for the leaderboard", markup=False)
+    return 0
+
+
+def find_failed_checks(entry: Module, target: str, seed: int) -> list[str]:
+    """Run all checks of a module with the submission's own earlier modules. Return the names of those that fail."""
+    from brigade.checks.collect import collect
+    from brigade.checks.run import Conditions, run_checks
+    from brigade.runner import machine
+
+    outcomes = run_checks(collect([entry]), target, Conditions(seed), at_a_time=machine.count_cores())
+    return [outcome.check.name.removeprefix("test_") for outcome in outcomes if not outcome.passed]
 
 
 def choose_measurements_file(options: argparse.Namespace) -> Path | None:

@@ -1,4 +1,4 @@
-"""The command line: check | next | hint | answers | reset | submit | grade | bench | trace | plan | skeletons."""
+"""The command line: check, next, hint, answers, reset, submit, grade, skeletons, bench, leaderboard, trace, plan."""
 
 from __future__ import annotations
 
@@ -50,6 +50,7 @@ COMMANDS = (
         needs_solutions=True,
     ),
     Command("bench", "lab", "Compare all core modules with torch in one run.", "brigade bench --comm-ratio 0.8"),
+    Command("leaderboard", "leaderboard", "Rank the entries of `brigade bench --entry`.", "brigade leaderboard DIR"),
     Command("trace", "lab", "Draw one training step of a module as a timeline.", "brigade trace 4"),
     Command(
         "plan", "plan", "Predict step time, launches and memory.", "brigade plan --model gpt3-175b --dp 1024"

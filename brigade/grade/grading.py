@@ -17,7 +17,7 @@ import torch
 from brigade.checks.collect import collect
 from brigade.checks.run import Conditions, run_check
 from brigade.checks.verdict import Outcome, make_not_run
-from brigade.course.modules import CORE_MODULES, Module
+from brigade.course.modules import TRAINING_MODULES, Module
 from brigade.grade.outcome import Grading
 
 TOTAL_S = 900.0  # for one submission; checks that have not run by then count as failed
@@ -184,5 +184,5 @@ def is_missing_name(outcome: Outcome) -> bool:
 def has_failed_earlier(grading: Grading, number: int) -> bool:
     """Return whether an earlier module has failed a check, or is not graded and so may be wrong."""
     graded = {outcome.check.module for outcome in grading.outcomes}
-    earlier = [entry.number for entry in CORE_MODULES if entry.number < number]
+    earlier = [entry.number for entry in TRAINING_MODULES if entry.number < number]
     return any(n not in graded or not all(o.passed for o in grading.list_outcomes(n)) for n in earlier)

@@ -225,8 +225,13 @@ def save_measurements(results: Bench, path: Path) -> None:
 
     Students hand this file in. See `brigade/course/measurements.py`.
     """
+    path.write_text(json.dumps(round_numbers(summarize(results)), indent=1) + "\n")
+
+
+def summarize(results: Bench) -> dict[str, Any]:
+    """Return the table with its spread, the workload, the link, the versions, the machine and the date, for JSON."""
     ladder = results.ladder
-    content = {
+    return {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "made_with": describe_machine(),
         "ranks": ladder.world_size,
@@ -236,7 +241,6 @@ def save_measurements(results: Bench, path: Path) -> None:
         "backward_ms": 1e3 * ladder.backward_s,
         "rows": [asdict(row) for row in results.make_rows()],
     }
-    path.write_text(json.dumps(round_numbers(content), indent=1) + "\n")
 
 
 def describe_machine() -> dict[str, str | int | None]:

@@ -368,6 +368,7 @@ class RecordingGroup(dist.ProcessGroup, metaclass=make_sealed_metaclass(dist.Pro
             full = list_tensors(args[inputs])
         reduce_op = getattr(options, "reduceOp", None)
         name, memory = self._recorder.find_owner(full)
+        line, caller = find_callers()
         index = self._recorder.launch(
             group=self._name,
             ranks=self._ranks,
@@ -382,7 +383,8 @@ class RecordingGroup(dist.ProcessGroup, metaclass=make_sealed_metaclass(dist.Pro
             sync=not getattr(options, "asyncOp", True),
             name=name,
             memory=memory,
-            line=find_line(),
+            line=line,
+            caller=caller,
         )
         return self.call(method, args, kwargs, index)
 
@@ -412,17 +414,20 @@ for _method in METHODS:
     setattr(RecordingGroup, _method, _make_collective(_method))
 
 
-def find_line() -> str | None:
-    """Return the innermost line of the submission on the stack, such as "naive_ddp.py:59 in finish_grad_sync".
+def find_callers() -> tuple[str | None, str | None]:
+    """Return the innermost line of the submission on the stack, and the name of its outermost function.
 
-    Return None if there is none, as when torch DDP's reducer launches a collective.
+    For example: "coalesced.py:59 in all_gather", "full_state_dict". Both are None if the submission is not on the
+    stack, as when torch DDP's reducer launches a collective.
     """
+    line = caller = None
     frame = sys._getframe(1)
     while frame:
         if frame.f_globals.get("__name__", "").startswith(f"{PACKAGE}."):
-            return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"
+            caller = frame.f_code.co_name
+            line = line or f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} in {caller}"
         frame = frame.f_back
-    return None
+    return line, caller
 
 
 def find_options(args: list[Any], kwargs: dict[str, Any]) -> Any:

@@ -1,13 +1,11 @@
 """Likely causes of failures of module 11's checks."""
 
 import contextlib
-import itertools
 
 import torch
 
 from brigade.checks.diagnose.evidence import join_names
 from brigade.checks.verdict import CheckFailed
-from brigade.events import launches
 from expected.m11_fully_sharded import build, cut_shards, find_units, join_shards
 from scenarios.m11_fully_sharded import UNIT_TYPES
 
@@ -58,7 +56,6 @@ REDUCED_AGAIN = "a backward in no_sync reduces. Leave its reduce actions out."
 REDUCED_EARLY = "a backward in no_sync does not leave the whole gradients in p.grad."
 OWN_NORM = "it is the norm of this rank's own shards. Sum the squares over all ranks."
 NOT_SCALED = "the gradients of all shards must be scaled by max_norm / norm, but at most 1."
-COLLECTIVE = "full_state_dict is collective, because it gathers every unit, but a rank does not take part in it."
 NOT_OWN_PART = "a rank does not load its own part of the flat tensors."
 FROZEN_REDUCED = "frozen parameters have no gradients: their flat tensor is never reduced."
 CRASHED = "a freed weight is used: on the CPU this crashes the process. Its unit is freed too early or not gathered."
@@ -156,16 +153,11 @@ def explain_whole(whole, case, unit_type):
 
 @contextlib.contextmanager
 def explain_run():
-    """Explain a rank that crashes, or that does not take part in full_state_dict."""
+    """Explain a rank that crashes."""
     try:
         yield
     except CheckFailed as failed:
-        ending = failed.verdict.ending
-        phases = [[launch.phase for launch in launches(events)] for events in failed.events or []]
-        first = next((called for called in itertools.zip_longest(*phases) if len({*called}) > 1), ())
-        if ending in ("deadlock", "mismatch") and "checkpoint" in first:
-            raise failed.with_cause(COLLECTIVE) from None
-        raise (failed.with_cause(CRASHED) if ending == "died" else failed) from None
+        raise (failed.with_cause(CRASHED) if failed.verdict.ending == "died" else failed) from None
 
 
 def explain_alive(alive, unit, direction, prefetch):

@@ -22,7 +22,8 @@ def message(value, sizes="[]", blobs=b""):
     return struct.pack("<Q", len(header)) + header + blobs
 LAUNCH = {"kind": "launch", "time": 0.0, "phase": "finish", "index": 0, "group": "0", "ranks": [0, 1],
           "op": "all_reduce", "dtype": "float32", "numel": 3, "nbytes": 12, "parts": 1, "reduce_op": "SUM",
-          "root": None, "peer": None, "sync": True, "name": None, "memory": None, "line": None}
+          "root": None, "peer": None, "sync": True, "name": None, "memory": None, "line": None,
+          "caller": None}
 """
 
 

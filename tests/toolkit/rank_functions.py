@@ -1056,3 +1056,24 @@ def call_wrongly() -> dict[str, str]:
             messages[name] = f"{type(error).__name__}: {error}"
     wrap().make_optimizer(torch.optim.AdamW, lr=0.1)
     return messages
+
+
+# ---- methods that every rank must call: test_causes.py
+
+
+def save_on_one_rank(module: int) -> None:
+    """Train one step with module 8 or 11, then save a checkpoint on rank 0 only, as in a training script."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    if module == 8:
+        ddp = student("m07_cached_shards", "CachedDDP")(model)
+        optimizer = student("m08_zero_optimizer", "ZeroOptimizer")(ddp, torch.optim.Adam)
+        save = optimizer.state_dict
+    else:
+        ddp = student("m11_fully_sharded", "FullyShardedDDP")(model, (nn.Linear,))
+        optimizer, save = torch.optim.Adam(ddp.shards()), ddp.full_state_dict
+    for step in range(2):
+        ddp(torch.ones(2, 4)).sum().backward()
+        ddp.finish_grad_sync()
+        optimizer.step()
+        if step == 0 and dist.get_rank() == 0:
+            save()

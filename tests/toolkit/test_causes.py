@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import pytest
+import rank_functions as functions
 
-from brigade.checks.context import to_failure
+from brigade.checks.context import CheckContext, to_failure
+from brigade.checks.diagnose.evidence import find_skipped_call
 from brigade.checks.diagnose.exceptions import CALLED_HOOK, explain_exception, find_missing_returns, find_used_results
 from brigade.checks.diagnose.parts import describe_part, find_tasks
+from brigade.checks.verdict import CheckFailed
 from brigade.course.modules import MODULES
 from brigade.course.skeletons import make_skeleton
+from brigade.course.submission import read
 from brigade.runner.report import OTHER_SIZE, RankFailure, remove_jargon
 
 
@@ -165,3 +169,39 @@ def test_a_mismatch_that_gloo_notices_first_is_told_as_a_mismatch():
         verdict = to_failure(failure, {}).verdict
         assert verdict.ending == "mismatch" and "in the same order" in verdict.expected
         assert verdict.likely_cause.startswith("some ranks skip or add a collective")
+
+
+# ---- methods that every rank must call
+
+
+@pytest.mark.parametrize(("module", "method"), [(8, "state_dict"), (11, "full_state_dict")])
+def test_a_checkpoint_on_one_rank_only(module, method):
+    with pytest.raises(CheckFailed) as failed:
+        CheckContext(read("solutions", module).sources).run(functions.save_on_one_rank, module, world_size=2)
+    verdict = failed.value.verdict
+    assert verdict.ending in ("deadlock", "mismatch") and verdict.hypothesis == "skipped call"
+    assert verdict.likely_cause.startswith(f"{method} is collective") and "not called on rank 1." in str(verdict)
+
+
+def record(*calls):
+    """The launches of one rank: (caller, numel)."""
+    common = {"kind": "launch", "group": "0", "ranks": [0, 1], "op": "all_gather", "dtype": "float32"}
+    return [common | {"caller": caller, "numel": n, "reduce_op": None, "root": None} for caller, n in calls]
+
+
+SAVE, TRAIN = ("state_dict", 4), ("forward", 4)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "kind", "is_named"),
+    [
+        ([TRAIN, SAVE], [TRAIN], "deadlock", True),
+        ([TRAIN, SAVE], [TRAIN], "mismatch", False),  # rank 1 is perhaps only slower
+        ([SAVE, TRAIN], [TRAIN, ("forward", 5)], "mismatch", True),  # the first launches have the same size
+        ([SAVE, SAVE], [SAVE, TRAIN], "mismatch", False),  # rank 1 has left the method early
+        ([TRAIN, SAVE], [("forward", 5), TRAIN], "mismatch", False),  # the ranks differ before the method
+        ([TRAIN, TRAIN], [TRAIN], "deadlock", False),
+    ],
+)
+def test_a_skipped_call_is_named_only_if_the_records_show_it(first, second, kind, is_named):
+    assert bool(find_skipped_call([record(*first), record(*second)], kind)) == is_named

@@ -19,7 +19,7 @@ from brigade.checks.verdict import ENDINGS, Outcome, Verdict
 from brigade.cli import grade as grade_command
 from brigade.cli import main as cli
 from brigade.course.listing import GradedCheck, list_checks
-from brigade.course.modules import CORE_MODULES, ROOT, CourseError, get_module, select_modules
+from brigade.course.modules import CORE_MODULES, MODULES, ROOT, CourseError, get_module, select_modules
 from brigade.course.parts import Part
 from brigade.grade import formats, grading
 from brigade.grade.outcome import UNFINISHED, Grading, make_empty_grading
@@ -442,6 +442,17 @@ def test_an_earlier_module_may_lack_the_names_that_ours_gives_to_later_ones(grad
     place = submit({3: reference(3).replace("GradSyncMixin", "Synchronisation")}, upto=4)
     done = grade(place, "--modules", "3-4", only={one_check(3), one_check(4)})
     assert scores(done.result)[1] == set()
+
+
+@pytest.mark.parametrize("failing", [*range(0, 11), None])
+def test_any_earlier_training_module_can_be_why_a_check_fails(failing):
+    outcomes = [
+        Outcome(check, "failed" if entry.number == failing else "passed")
+        for entry in MODULES
+        for check in list_checks(entry)[:1]
+    ]
+    affected = [entry.number for entry in MODULES if grading.has_failed_earlier(Grading(outcomes, 0), entry.number)]
+    assert affected == ([n for n in range(1, 12) if n > failing] if failing else [])  # nobody imports module 0
 
 
 # What takes too long

@@ -24,6 +24,7 @@ class Run:
             "root": None,
             "peer": peer,
             "line": None,
+            "caller": None,
         }
         event = {"kind": "launch", "index": index, "group": group, "ranks": list(ranks), "op": op}
         self.progress.add(rank, event | common)
@@ -189,7 +190,7 @@ def test_who_has_not_received_and_what_it_waits_for_instead(run):
 LAUNCH = {
     "kind": "launch", "time": 1.0, "phase": "backward", "index": 2, "group": "0", "ranks": [0, 1], "op": "all_reduce",
     "dtype": "float32", "numel": 3, "nbytes": 12, "parts": 1, "reduce_op": "SUM", "root": None, "sync": False,
-    "peer": None, "name": None, "memory": None, "line": None,
+    "peer": None, "name": None, "memory": None, "line": None, "caller": None,
 }  # fmt: skip
 WAIT = {"kind": "wait", "time": 1.0, "phase": "finish", "index": 1}
 

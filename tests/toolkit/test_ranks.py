@@ -327,7 +327,7 @@ FORGED = {
 LAUNCH = {
     "kind": "launch", "time": 0.0, "phase": "setup", "index": 0, "group": "0", "ranks": [0, 1], "op": "all_reduce",
     "dtype": "float32", "numel": 3, "nbytes": 12, "parts": 1, "reduce_op": "SUM", "root": None, "sync": True,
-    "peer": None, "name": None, "memory": None, "line": None,
+    "peer": None, "name": None, "memory": None, "line": None, "caller": None,
 }  # fmt: skip
 LAUNCHES = {
     f"a launch without {field}": {name: value for name, value in LAUNCH.items() if name != field} for field in LAUNCH

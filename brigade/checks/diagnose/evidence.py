@@ -5,16 +5,25 @@ Name a mistake only if the evidence excludes the equally likely ones: a wrong ca
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from brigade.events import Event, Launch, launches, list_backward_passes, list_ready_gradients
+from brigade.events import (
+    Event,
+    Launch,
+    launches,
+    list_backward_passes,
+    list_ready_gradients,
+    make_signature,
+)
 
 if TYPE_CHECKING:
     from brigade.checks.reference import Case
 
 Progressed = tuple[Launch, tuple[bool, int]]
+COLLECTIVE_METHODS = ("state_dict", "full_state_dict")  # methods that look local, but gather shards from every rank
 
 
 @dataclass(frozen=True)
@@ -87,6 +96,34 @@ def find_repeated_reduction(record: Sequence[Event], step: int | None, numel: in
     has_one_pass = len(list_backward_passes(record, step)) == 1
     if has_one_pass and numel and sum(launch.numel for launch in reductions) == 2 * numel:
         return "every gradient is all-reduced twice in one step."
+    return ""
+
+
+def find_skipped_call(events: Sequence[Sequence[Event]], kind: str) -> str:
+    """Describe a collective method that only some ranks have called, in a run that ended in a deadlock or a mismatch.
+
+    In each process group, find the first launch that the ranks made in different methods. In a "deadlock", it may be
+    missing on a rank. A rank that made the launch before it in the same method may have entered the method and left it
+    early: then name no cause.
+    """
+    groups = {event["group"]: event["ranks"] for own in events for event in own if event["kind"] == "launch"}
+    for group, ranks in groups.items():
+        launched = [[e for e in events[rank] if e["kind"] == "launch" and e["group"] == group] for rank in ranks]
+        together = itertools.zip_longest(*launched) if kind == "deadlock" else zip(*launched)
+        before: list[str | None] = []
+        for calls in together:
+            callers = [call and call["caller"] for call in calls]
+            methods = {*callers} & {*COLLECTIVE_METHODS} - {*before}
+            if methods and len({*callers}) > 1:
+                method = methods.pop()
+                absent = [rank for rank, caller in zip(ranks, callers) if caller != method]
+                return (
+                    f"{method} is collective, because it gathers shards from every rank, but it was not called on "
+                    f"rank {join_names(absent)}. Call it on every rank."
+                )
+            if not all(calls) or len({*map(make_signature, calls)}) > 1:
+                break  # what follows is a consequence
+            before = callers
     return ""
 
 
