@@ -29,7 +29,7 @@ from brigade.course.modules import MODULES, ROOT, CourseError, get_module
 
 INCLUDED = (".gitignore", "LICENSE", "assignments.md", "pyproject.toml", "setup.mk")
 INCLUDED += (*editions.CORE, "brigade/lab/**/*.py", "brigade/lab/*.html", *editions.CHECKS)
-INCLUDED += ("docs/claims.md", "docs/glossary.md", "docs/gpus.md", "docs/plan.md")
+INCLUDED += ("docs/claims.md", "docs/glossary.md", "docs/gpus.md", "docs/leaderboard.md", "docs/plan.md")
 INCLUDED += ("lessons/*/README.md", "lessons/*/hints.md", "lessons/*/*.png", "lessons/*/*.py")
 PACKAGES = ("torch", "pytest", "numpy", "matplotlib", "rich", "psutil")  # of requirements.txt
 HINT_LEVELS = 2  # of three
