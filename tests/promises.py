@@ -72,9 +72,9 @@ def make_ladder_promises(benches: Sequence[Bench]) -> list[Promise]:
         rows.append(make_promise(f"step time, {label} to {base}", BENCH, limit, values))
     ladder = benches[0].ladder
     # One fp32 moment for each fp32 gradient, on 1/N of the buffer including padding.
-    limit_mb = max(ladder.get_measurement(zero).grad_bytes) / ladder.world_size / 1e6
-    state_mb = max(max(bench.ladder.get_measurement(zero).state_bytes) for bench in benches) / 1e6
-    whole_mb = max(ladder.get_measurement(TORCH_DDP.label).state_bytes) / 1e6
+    limit_mb = ladder.get_measurement(zero).kept_bytes["gradients"] / ladder.world_size / 1e6
+    state_mb = max(bench.ladder.get_measurement(zero).kept_bytes["optimizer state"] for bench in benches) / 1e6
+    whole_mb = ladder.get_measurement(TORCH_DDP.label).kept_bytes["optimizer state"] / 1e6
     aim = f"{limit_mb:.3f} MB, 1/{ladder.world_size} of {whole_mb:.3f} and padding"
     measured_mb = f"{state_mb:.3f} MB on the fullest rank"
     rows.append(Promise(f"optimizer state, {zero}", BENCH, aim, measured_mb, state_mb <= limit_mb))

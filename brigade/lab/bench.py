@@ -42,7 +42,7 @@ from brigade.lab.ladder import (
 from brigade.rank.emulated_link import Link, Pace
 from brigade.runner import machine
 
-FORMAT = 2  # of the JSON
+FORMAT = 3  # of the JSON
 TRUSTED_SHARE = 0.2  # the real collective may take at most this share of the emulated time
 
 
@@ -65,8 +65,8 @@ class Row:
     """The numbers of one variant. Times are those of a step on the slowest rank, in ms; MB are 10^6 bytes.
 
     `bucket_mb` is in MiB. `ratio` (step time) and `cpu_ratio` (processor time) are relative to torch DDP with the same
-    buckets, within a round. `grad_mb` and `state_mb` are kept on the fullest rank between steps. `loss` is the mean
-    over ranks.
+    buckets, within a round. The memory is that of the fullest rank: at the moment of a step when most is in use, and
+    between steps. `peak_grad_mb` includes buckets and other buffers for communication. `loss` is the mean over ranks.
     """
 
     variant: str
@@ -77,6 +77,10 @@ class Row:
     cpu_ratio: Spread
     collectives: float
     sent_mb: float
+    peak_param_mb: float
+    peak_grad_mb: float
+    peak_state_mb: float
+    param_mb: float
     grad_mb: float
     state_mb: float
     loss: float
@@ -102,6 +106,7 @@ class Bench:
     def make_row(self, variant: Variant, measurement: Measurement) -> Row:
         """Return the row of one variant."""
         base = set_bucket_size(TORCH_DDP, variant.bucket_mb).label
+        peak, kept = measurement.peak_bytes, measurement.kept_bytes
         return Row(
             variant=variant.label,
             bucket_mb=self.ladder.workload.bucket_mb if variant.bucket_mb is None else variant.bucket_mb,
@@ -111,8 +116,12 @@ class Bench:
             cpu_ratio=compute_spread(self.ladder.compute_cpu_ratios(measurement, base)),
             collectives=measurement.collectives,
             sent_mb=measurement.sent_bytes / 1e6,
-            grad_mb=max(measurement.grad_bytes) / 1e6,
-            state_mb=max(measurement.state_bytes) / 1e6,
+            peak_param_mb=peak["parameters"] / 1e6,
+            peak_grad_mb=peak["gradients"] / 1e6,
+            peak_state_mb=peak["optimizer state"] / 1e6,
+            param_mb=kept["parameters"] / 1e6,
+            grad_mb=kept["gradients"] / 1e6,
+            state_mb=kept["optimizer state"] / 1e6,
             loss=measurement.loss,
         )
 

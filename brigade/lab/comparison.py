@@ -33,7 +33,8 @@ from brigade.lab.ladder import (
     take_step,
 )
 from brigade.lab.plots import make_empty_table
-from brigade.rank.recording import is_self_copy, list_tensors
+from brigade.rank.memory import list_tensors
+from brigade.rank.recording import is_self_copy
 from brigade.runner.ranks import run_ranks
 
 WORKLOAD = replace(EMULATED, batch_size=16, rounds=10, warmup=2)
@@ -113,7 +114,7 @@ def make_table(rows: list[Comparison], previous: int) -> Table:
             f"{row.copied / 1e6:.2f}",
             f"{row.allocated / 1e6:.2f}",
             f"{row.views}",
-            f"{max(row.measurement.state_bytes) / 1e6:.2f}",
+            f"{row.measurement.kept_bytes['optimizer state'] / 1e6:.2f}",
         )
     return table
 

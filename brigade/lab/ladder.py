@@ -34,13 +34,13 @@ from brigade.course.modules import CORE_MODULES, REFERENCE, TRAINING_MODULES, Co
 from brigade.course.submission import Sources, read
 from brigade.events import Event, launches
 from brigade.lab import corpus
-from brigade.lab.memory_accounting import count_bytes_by_kind, count_torch_bucket_bytes
+from brigade.lab.memory_accounting import Bytes, PeakMemory, count_bytes_by_kind, count_torch_bucket_bytes
 from brigade.rank import emulated_link, recording
 from brigade.rank.api import device, student
 from brigade.rank.emulated_link import Link, Pace, count_sent_bytes
 from brigade.runner.ranks import RankResults, run_ranks
 
-OVERLAPPING = ("PrefetchedDDP",)  # their all-gathers of weights run during the next step's forward
+OVERLAPPING = ("PrefetchedDDP",)  # see `TrainingSetup.overlaps`
 STEP_BEFORE = "the step before"  # the phase of the launches that stand for those of the step before
 PHASES = ("forward", "backward", "finish", "step")  # of one training step; "step" is the optimizer's
 FP32_BYTES = 4
@@ -110,9 +110,9 @@ class Measurement:
 
     `marks[rank][round]` are seconds: the start of the step, and the end of each of its `PHASES`. `cpu_s[rank][round]`
     is the processor time of the step, for all threads of the rank together. `collectives` and `sent_bytes` are per
-    step, the mean over ranks; `sent_bytes` is what a rank has to send with ring algorithms. Per rank are `losses`, in
-    nats per token, and `grad_bytes` and `state_bytes`: the memory for gradients and optimizer state between steps (see
-    `memory_accounting.py`).
+    step, the mean over ranks; `sent_bytes` is what a rank has to send with ring algorithms. `losses` are per rank, in
+    nats per token. `kept_bytes` are those between steps and `peak_bytes` those at the peak of a step, by kind and on
+    the fullest rank (see `memory_accounting.py`); `peak_bytes` is empty if no peak was measured.
     """
 
     label: str
@@ -121,8 +121,8 @@ class Measurement:
     collectives: float
     sent_bytes: float
     losses: list[float]
-    grad_bytes: list[int]
-    state_bytes: list[int]
+    kept_bytes: Bytes
+    peak_bytes: Bytes
 
     @property
     def step_ms(self) -> list[float]:
@@ -299,7 +299,7 @@ def run_benchmark(
     sources = read_reference() if sources is None else sources
     how = {"backend": backend, "share_gpu": share_gpu, "deadline": deadline, "on_step": on_step}
     together = [*variants, COMPUTATION]
-    results = run_variants(workload, together, sources, world_size=world_size, run=run, **how)
+    results = run_variants(workload, together, sources, world_size=world_size, run=run, with_peaks=True, **how)
     [single_result] = run_variants(replace(workload, link=None), [ONE_PROCESS], sources, world_size=1, **how)
     *measurements, computation = [make_measurement(workload, together, variant, results) for variant in together]
     return Ladder(
@@ -333,10 +333,11 @@ def run_variants(
     on_step: Callable[[], None] | None = None,
     run: Callable[..., RankResults] = run_ranks,
     stream: bool = False,
+    with_peaks: bool = False,
 ) -> RankResults:
     """Run `train` on the ranks; return its results and the events. Raise the errors of `run_benchmark`.
 
-    `stream` is passed to `run_ranks`.
+    `stream` is passed to `run_ranks`, and `with_peaks` to `train`.
     """
     if workload.batch_size % world_size:
         raise ValueError(f"{world_size} ranks cannot share a batch of {workload.batch_size} sequences equally")
@@ -351,6 +352,7 @@ def run_variants(
         train,
         asdict(workload),
         [asdict(variant) for variant in variants],
+        with_peaks,
         world_size=world_size,
         backend=backend,
         share_gpu=share_gpu,
@@ -388,9 +390,14 @@ def make_measurement(
         / len(results)
         / len(timed),
         losses=[result["losses"][variant.label] for result in results],
-        grad_bytes=[result["kept"][variant.label]["gradients"] for result in results],
-        state_bytes=[result["kept"][variant.label]["optimizer state"] for result in results],
+        kept_bytes=find_fullest([result["kept"][variant.label] for result in results]),
+        peak_bytes=find_fullest([result["peaks"].get(variant.label, {}) for result in results]),
     )
+
+
+def find_fullest(ranks: Sequence[Bytes]) -> Bytes:
+    """Return the bytes by kind of the rank with most."""
+    return max(ranks, key=lambda nbytes: sum(nbytes.values()))
 
 
 # The code below runs in the ranks.
@@ -406,6 +413,11 @@ class TrainingSetup:
     optimizer: torch.optim.Optimizer
     marks: list[list[float]]
     cpu_s: list[float]
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether the all-gathers of weights run during the next step's forward."""
+        return type(self.wrapper).__name__ in OVERLAPPING
 
 
 def build_setup(variant: dict, model: nn.Module, workload: dict) -> TrainingSetup:
@@ -459,11 +471,12 @@ def shard_fully(model: nn.Module) -> nn.Module:
     return fully_shard(model, mesh=mesh)
 
 
-def train(workload: dict, variants: list[dict]) -> dict:
-    """Take all steps of all variants.
+def train(workload: dict, variants: list[dict], with_peaks: bool) -> dict:
+    """Take all steps of all variants. To measure peaks, take one more step of each, which is not timed.
 
-    Return by label "marks" and "cpu_s" (see `Measurement`), "losses" (on held-out text) and "kept" (see `kept_bytes`),
-    and also "link" (the two numbers of a `Link`, or None), "backward_s", "real_s" and "model_bytes" (see `Ladder`).
+    Return by label "marks" and "cpu_s" (see `Measurement`), "losses" (on held-out text), "kept" and "peaks" (bytes by
+    kind), and also "link" (the two numbers of a `Link`, or None), "backward_s", "real_s" and "model_bytes" (see
+    `Ladder`).
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if world_size == 1:
@@ -485,10 +498,10 @@ def train(workload: dict, variants: list[dict]) -> dict:
         for _ in range(CALIBRATION if turn == 0 else 1):
             calibration.measure(*batch)
         for index in random.Random(turn).sample(range(len(setups)), len(setups)):
-            setup, overlaps = setups[index], variants[index]["wrapper"] and variants[index]["wrapper"][1] in OVERLAPPING
+            setup = setups[index]
             dist.barrier()
             recording.note("step", step=turn * len(variants) + index, variant=variants[index]["label"])
-            if overlaps:  # as the step before would have done, if no other variant had run in between
+            if setup.overlaps:  # as the step before would have done, if no other variant had run in between
                 with recording.phase(STEP_BEFORE):
                     setup.wrapper.start_param_sync()
             if workload["named"]:
@@ -496,18 +509,21 @@ def train(workload: dict, variants: list[dict]) -> dict:
             cpu = time.process_time()
             setup.marks.append(take_step(setup, *batch))
             setup.cpu_s.append(time.process_time() - cpu)
-            if overlaps:
+            if setup.overlaps:
                 setup.wrapper.finish_param_sync()
     recording.note("step", step=None)  # the evaluation may communicate
     kept = {c.label: count_kept_bytes(c) for c in setups}  # before a forward gathers weights again
     tokens, targets = (tensor.to(device()) for tensor in corpus.draw_batch(text, 64, workload["time"], generator))
     with torch.no_grad():
         losses = {c.label: language_loss(c.wrapper(tokens), targets).item() for c in setups}
+    emulated_link.use(None)
+    peaks = {c.label: measure_peak(c, tokens[:1, :1], targets[:1, :1]) for c in setups if with_peaks}
     return {
         "marks": {c.label: c.marks for c in setups},
         "cpu_s": {c.label: c.cpu_s for c in setups},
         "losses": losses,
         "kept": kept,
+        "peaks": peaks,
         **calibration.get_results(),
     }
 
@@ -517,6 +533,15 @@ def count_kept_bytes(setup: TrainingSetup) -> dict[str, int]:
     nbytes = count_bytes_by_kind(setup.model, setup.wrapper, setup.optimizer)
     nbytes["gradients"] += count_torch_bucket_bytes(setup.wrapper)
     return nbytes
+
+
+def measure_peak(setup: TrainingSetup, tokens: Tensor, targets: Tensor) -> Bytes:
+    """Return the bytes by kind at the peak of a step on these tokens, in which the variant trains."""
+    with PeakMemory(setup.model, setup.wrapper, setup.optimizer) as memory:
+        take_step(setup, tokens, targets)
+    if setup.overlaps:
+        setup.wrapper.finish_param_sync()
+    return memory.at_peak
 
 
 def broadcast_text(text: bytes) -> bytes:

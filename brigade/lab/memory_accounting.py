@@ -1,15 +1,18 @@
-"""What a variant keeps on a rank between two steps, in bytes: parameters, gradients and optimizer state.
+"""The bytes of parameters, gradients and optimizer state that a variant has on a rank: between two steps, and at most.
 
 Each block of memory is counted once and whole, even if several tensors are views of it. Memory that exists only during
-a step is not counted: activations, and the flat tensors of modules 2 and 4.
+a step is not kept between steps: activations, and the flat tensors of modules 2 and 4. `PeakMemory` counts it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import torch
 from torch import Tensor, nn, optim
 from torch.nn.parallel import DistributedDataParallel
+
+from brigade.rank.memory import LiveMemory, list_tensors
 
 KINDS = ("parameters", "gradients", "optimizer state")
 
@@ -52,8 +55,7 @@ def count_new_bytes(values: Iterable[object], seen: set[int]) -> int:
     nbytes = 0
     for value in values:
         if isinstance(value, Tensor):
-            value = value.to_local() if hasattr(value, "to_local") else value  # of a tensor of torch's fully_shard
-            block = value.untyped_storage()
+            block = get_local(value).untyped_storage()
             if block.data_ptr() not in seen:
                 seen.add(block.data_ptr())
                 nbytes += block.nbytes()
@@ -70,3 +72,35 @@ def count_torch_bucket_bytes(wrapper: nn.Module) -> int:
         return 0
     sizes = wrapper._get_ddp_logging_data()["bucket_sizes"]  # such as "1380800, 99200"
     return sum(int(size) for size in sizes.split(","))
+
+
+@torch.no_grad()
+def get_local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor of torch's fully_shard, and any other tensor itself."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+class PeakMemory(LiveMemory):
+    """Count the bytes by kind at the moment of the block when most are alive: `at_peak`.
+
+    Everything that is neither a parameter nor optimizer state counts as gradients: buckets, flat tensors, other buffers
+    for communication, and activations. Run a step on few tokens in the block, so that activations are small.
+    """
+
+    def __init__(self, model: nn.Module, wrapper: nn.Module, optimizer: optim.Optimizer):
+        self.objects = model, wrapper, optimizer
+        kept = list_tensors_by_kind(*self.objects)
+        self.params = kept["parameters"]
+        self.at_peak: Bytes = {}
+        super().__init__(list_tensors([*kept.values()]))
+
+    def _follow(self, tensors: Iterable[Tensor]) -> None:
+        before = self.peak
+        # While a unit of torch's fully_shard computes, the model's parameters are others.
+        super()._follow(map(get_local, [*tensors, *self.objects[0].parameters()]))
+        if self.peak > before:
+            kinds = list_tensors_by_kind(*self.objects)
+            kinds["parameters"] += self.params
+            nbytes = self.count(**{kind: map(get_local, list_tensors(kinds[kind])) for kind in KINDS})
+            nbytes["gradients"] += nbytes.pop("other")
+            self.at_peak = nbytes

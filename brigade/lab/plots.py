@@ -58,7 +58,7 @@ def make_ladder_table(ladder: Ladder) -> Table:
 
 def make_bench_tables(bench: Bench) -> list[Table]:
     """Return the tables that `brigade bench` shows, at most 80 columns wide."""
-    return [make_sweep_table(bench)] if bench.is_sweep else [make_time_table(bench), make_volume_table(bench)]
+    return [make_sweep_table(bench)] if bench.is_sweep else [make_time_table(bench), make_memory_table(bench)]
 
 
 def format_title(bench: Bench) -> str:
@@ -80,12 +80,12 @@ def make_empty_table(title: str, first: str, headings: Sequence[str]) -> Table:
 
 def format_quartiles(spread: Spread, digits: int) -> str:
     """Return the quartiles, such as: 1.02-1.10"""
-    return f"{spread.lower:.{digits}f}-{spread.upper:.{digits}f}"
+    return f"{format_number(spread.lower, digits)}-{format_number(spread.upper, digits)}"
 
 
 def make_time_table(bench: Bench) -> Table:
     """Return a table of step times, with a row for each variant."""
-    headings = ("step ms", "\nquartiles", "ratio to\ntorch DDP", "\nquartiles", "exposed\nms", "CPU time\nratio")
+    headings = ("step ms", "\nquartiles", "ratio to\ntorch DDP", "\nquartiles", "exposed\nms", "CPU\nratio")
     buckets = f"buckets of {bench.ladder.workload.bucket_mb:g} MiB"
     table = make_empty_table(f"Step time: {format_title(bench)}; {buckets}", "variant", headings)
     for row in bench.make_rows():
@@ -106,23 +106,25 @@ def make_time_table(bench: Bench) -> Table:
     return table
 
 
-def make_volume_table(bench: Bench) -> Table:
-    """Return a table of what is sent in a step and kept between steps, with a row for each variant."""
-    rounds = bench.ladder.workload.rounds
-    headings = (
-        "collectives\nper step",
-        "MB sent\nper step",
-        "gradients\nMB",
-        "state\nMB",
-        f"loss after\n{rounds} steps",
-    )
-    table = make_empty_table(
-        "Bytes that a rank sends in a step, and that the fullest rank keeps between steps", "variant", headings
-    )
+def make_memory_table(bench: Bench) -> Table:
+    """Return a table of time, traffic and memory, with a row for each variant."""
+    memory = [f"{kind}\n{when}" for when in ("peak", "kept") for kind in ("param", "grad", "state")]
+    headings = ("step\nms", "laun-\nches", "MB\nsent", *memory)
+    table = make_empty_table("Launches, MB sent in a step, and MB on the fullest rank", "variant", headings)
+    table.caption = "Peak: in a step on one token per rank, with buckets as gradients. Kept: between steps."
+    table.caption_justify = "left"
     for row in bench.make_rows():
-        cells = (f"{row.sent_mb:.2f}", f"{row.grad_mb:.2f}", f"{row.state_mb:.2f}", f"{row.loss:.5f}")
-        table.add_row(row.variant, f"{row.collectives:g}", *cells)
+        peak = (row.peak_param_mb, row.peak_grad_mb, row.peak_state_mb)
+        kept = (row.param_mb, row.grad_mb, row.state_mb)
+        megabytes = (format_number(value, 2) for value in (row.sent_mb, *peak, *kept))
+        table.add_row(row.variant, format_number(row.step_ms.median, 1), f"{row.collectives:g}", *megabytes)
     return table
+
+
+def format_number(value: float, digits: int) -> str:
+    """Return a number with `digits` decimal places; without any if the text would be longer than five characters."""
+    text = f"{value:.{digits}f}"
+    return text if len(text) <= 5 else f"{value:.0f}"
 
 
 def make_sweep_table(bench: Bench) -> Table:

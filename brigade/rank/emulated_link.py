@@ -36,7 +36,8 @@ import torch.distributed as dist
 from brigade.events import OPPOSITES
 from brigade.rank import locks
 from brigade.rank.locks import private
-from brigade.rank.recording import METHODS, RecordedWork, Recorder, RecordingGroup, list_tensors
+from brigade.rank.memory import list_tensors
+from brigade.rank.recording import METHODS, RecordedWork, Recorder, RecordingGroup
 
 locks.trust(globals())
 

@@ -19,8 +19,6 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from brigade.rank.recording import list_tensors
-
 _counting = True
 
 
@@ -33,6 +31,15 @@ def uncounted() -> Iterator[None]:
         yield
     finally:
         _counting = before
+
+
+def list_tensors(value: Any) -> list[torch.Tensor]:
+    """Return a flat list of all tensors in `value`: a tensor, a list of tensors, or a list of lists of tensors."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [tensor for item in value for tensor in list_tensors(item)]
+    return []
 
 
 class LiveMemory(TorchDispatchMode):

@@ -29,6 +29,7 @@ from torch.distributed import distributed_c10d as c10d
 from brigade.course.submission import PACKAGE
 from brigade.rank import locks
 from brigade.rank.locks import hidden_attribute, make_sealed_metaclass, private
+from brigade.rank.memory import list_tensors, uncounted
 
 locks.trust(globals())
 COLLECTIVES = locks.CodeOf(c10d)  # before any submission can change it
@@ -229,6 +230,7 @@ class RecordedWork(dist.Work, metaclass=make_sealed_metaclass(dist.Work)):
         return True
 
     @private
+    @uncounted()
     def _await(self, timeout: timedelta | None) -> None:
         """Wait until the result is there. On CUDA, make the current stream wait."""
         if timeout is None or timeout == timedelta(0):
@@ -343,6 +345,7 @@ class RecordingGroup(dist.ProcessGroup, metaclass=make_sealed_metaclass(dist.Pro
         return RecordedWork(work, self._recorder, index)
 
     @private
+    @uncounted()  # gloo's reduce-scatter copies its input
     def _perform(self, method: str, args: list[Any], kwargs: dict[str, Any]) -> dist.Work:
         work = getattr(self._inner, method)(*args, **kwargs)
         return Finished() if work is None else work
@@ -433,15 +436,6 @@ def find_callers() -> tuple[str | None, str | None]:
 def find_options(args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Return the options object of a collective, such as `AllreduceOptions`, or None."""
     return next((arg for arg in args if hasattr(arg, "timeout")), kwargs.get("opts"))
-
-
-def list_tensors(value: Any) -> list[torch.Tensor]:
-    """Return a flat list of all tensors in `value`: a tensor, a list of tensors, or a list of lists of tensors."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, (list, tuple)):
-        return [tensor for item in value for tensor in list_tensors(item)]
-    return []
 
 
 def is_self_copy(tensors: Sequence[Any]) -> bool:

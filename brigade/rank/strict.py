@@ -27,8 +27,8 @@ import torch.distributed as dist
 from brigade.events import OPPOSITES
 from brigade.rank import locks
 from brigade.rank.locks import hidden_attribute, private
-from brigade.rank.memory import uncounted
-from brigade.rank.recording import METHODS, RecordedWork, Recorder, RecordingGroup, find_options, list_tensors
+from brigade.rank.memory import list_tensors, uncounted
+from brigade.rank.recording import METHODS, RecordedWork, Recorder, RecordingGroup, find_options
 
 locks.trust(globals())
 

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from brigade.checks.reference import compute_loss, copy_gradients
 from brigade.rank import locks, recording
-from brigade.rank.recording import list_tensors
+from brigade.rank.memory import list_tensors
 from scenarios.training import build, move_to_device, reallocate_buffers, wrap
 
 # These return the whole tensor under another name. They cut nothing out, and code needs them to write without autograd.

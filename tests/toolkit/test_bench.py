@@ -234,11 +234,16 @@ def test_the_numbers_of_a_row_are_those_of_the_run(written_files):
     assert naive.exposed_ms.median == pytest.approx(sum(a - b for a, b in zip(steps, alone)) / 2)
     nbytes = results.ladder.model_bytes
     assert nbytes == 4 * sum(p.numel() for p in ladder.TinyLM(SIZES["tiny"]).parameters())
-    assert (naive.grad_mb, naive.state_mb) == (nbytes / 1e6, nbytes / 1e6)  # SGD keeps one momentum per parameter
+    assert naive.param_mb == naive.grad_mb == naive.state_mb == nbytes / 1e6  # SGD keeps one momentum per parameter
     assert ddp.grad_mb == 2 * nbytes / 1e6  # and the buckets
     assert nbytes / 2e6 <= zero.state_mb <= 0.51 * nbytes / 1e6
     assert 0.45 * nbytes / 1e6 <= sharded.state_mb <= 0.55 * nbytes / 1e6
     assert naive.sent_mb == nbytes / 1e6
+    for row, buckets in ((naive, 0), (zero, 0), (ddp, nbytes)):
+        assert (row.peak_param_mb, row.peak_state_mb) == (row.param_mb, row.state_mb)
+        least = (nbytes + buckets) / 1e6
+        largest_mb = 4 * 256 * 128 / 1e6  # the embedding's gradient, before it is added to a buffer
+        assert least <= row.peak_grad_mb <= least + 2 * largest_mb
 
 
 def test_the_link_has_the_ratio_that_was_asked_for(written_files):
@@ -256,6 +261,7 @@ def test_the_table_can_be_read_by_other_programs(written_files):
         assert line["variant"] == row.variant
         assert float(line["exposed_ms_upper"]) == row.exposed_ms.upper
         assert float(line["state_mb"]) == row.state_mb
+        assert float(line["peak_grad_mb"]) == row.peak_grad_mb
     assert len(lines) == 4
     assert written_files.png.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 

@@ -164,8 +164,24 @@ def test_the_ranks_keep_what_is_planned(results):
     by_label = plan_by_label(make_small_setting(OPTIMIZERS["sgd"]), ETHERNET)
     for label in ("8 ZeroOptimizer", "9 PrefetchedZeroOptimizer", "10 Zero2Optimizer", "11 FullyShardedDDP"):
         measured, planned = results.get_measurement(label), by_label[label].memory
-        assert max(measured.grad_bytes) == planned["gradients"], label
-        assert max(measured.state_bytes) <= planned["optimizer state"], label  # module 8's state has no padding
+        assert measured.kept_bytes["gradients"] == planned["gradients"], label
+        # Module 8's state has no padding.
+        assert measured.kept_bytes["optimizer state"] <= planned["optimizer state"], label
+
+
+@pytest.mark.parametrize("label", ["11 FullyShardedDDP", "torch fully_shard"])
+def test_whole_units_count_at_the_peak(results, label):
+    measured = results.get_measurement(label)
+    root_bytes, *unit_bytes = make_small_setting(OPTIMIZERS["sgd"]).unit_bytes
+    peak, kept = measured.peak_bytes["parameters"], measured.kept_bytes["parameters"]
+    assert kept + max(unit_bytes) <= peak <= kept + root_bytes + 2 * max(unit_bytes)
+
+
+def test_live_buckets_count_at_the_peak(results):
+    measured = results.get_measurement("10 Zero2Optimizer")
+    largest = max(make_small_setting(OPTIMIZERS["sgd"]).layout_buckets.nbytes)
+    peak, kept = measured.peak_bytes["gradients"], measured.kept_bytes["gradients"]
+    assert kept + largest < peak <= kept + (2 + 1 + 1 + 1) * largest  # live, filling, two averages, one gradient
 
 
 def test_the_sharded_optimizer_launches_what_is_planned():

@@ -15,7 +15,8 @@ from brigade.lab.ladder import TORCH_DDP, TORCH_ZERO, Ladder, Measurement, Workl
 def make_measurement(label, step_s=0.1, state=100):
     """Return a variant of two ranks with three rounds, whose buffers have 400 bytes and whose state has `state`."""
     marks = [[[0.0, 0.0, 0.0, 0.0, step_s]] * 3] * 2
-    return Measurement(label, marks, [[0.1] * 3] * 2, 1, 1, [1.0, 1.0], [400, 400], [state, state])
+    kept = {"parameters": 400, "gradients": 400, "optimizer state": state}
+    return Measurement(label, marks, [[0.1] * 3] * 2, 1, 1, [1.0, 1.0], kept, kept)
 
 
 def make_bench(**changes):
