@@ -129,11 +129,11 @@ def split_label(label: str) -> tuple[float, str]:
 
 def plan(setting: Setting, link: Link, selected: Sequence[Variant] | None = None) -> list[PlannedStep]:
     """Return the predicted step of each selected variant, by default of all in `list_variants()`."""
-    alone_s = simulate(make_program(COMPUTATION, setting), link)
+    alone_s = simulate(make_program(COMPUTATION, setting), link).end_s
     steps = []
     for variant in list_variants() if selected is None else selected:
         program = make_program(variant, setting)
-        step_s = simulate(program, link)
+        step_s = simulate(program, link).end_s
         sent = sum(count_sent_bytes(launch.op, launch.nbytes, setting.world_size) for launch in program.launches)
         steps.append(
             PlannedStep(

@@ -144,6 +144,9 @@ class Buckets:
     param_indices: list[list[int]]
     nbytes: list[int]
 
+    def __iter__(self) -> Iterator[tuple[list[int], int]]:
+        return zip(self.param_indices, self.nbytes)
+
 
 @functools.cache
 def import_solution(name: str) -> Callable:

@@ -2,7 +2,7 @@
 
     program = make_program(variant, setting)
     program.launches            the collectives, in launch order
-    simulate(program, link)     seconds until the end, on a link
+    simulate(program, link)     when each instruction runs, on a link
 
 Each variant's launch rule is repeated here as the instructions of one rank, in a few lines. All ranks are assumed to do
 the same at the same time, so a collective starts when this rank launches it.
@@ -10,8 +10,9 @@ the same at the same time, so a collective starts when this rank launches it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from brigade.lab.ladder import FP32_BYTES, Variant
 from brigade.lab.plan_config import Buckets, Setting, load_planner
@@ -22,17 +23,24 @@ LIVE_BUCKETS = 2  # the default of module 10's max_live_buckets
 
 @dataclass(frozen=True)
 class Compute:
-    """Keep the processor busy for some seconds."""
+    """Keep the processor busy for some seconds.
 
+    `kind` is "forward", "backward", "step" for the optimizer's computation, or "copy" for copies and divisions of
+    gradients. `param_indices` are the parameters whose gradients or outputs are computed, if they are known.
+    """
+
+    kind: str
     seconds: float
+    param_indices: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Launch a collective on a buffer of `nbytes`, and continue."""
+    """Launch a collective on a buffer of `nbytes`, which contains the parameters `param_indices`, and continue."""
 
     op: str
     nbytes: int
+    param_indices: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -50,16 +58,16 @@ class Program:
         self.instructions: list[Compute | Launch | Wait] = []
         self.launches: list[Launch] = []
 
-    def compute(self, seconds: float) -> None:
-        self.instructions.append(Compute(seconds))
+    def compute(self, kind: str, seconds: float, param_indices: Sequence[int] = ()) -> None:
+        self.instructions.append(Compute(kind, seconds, param_indices))
 
     def move(self, nbytes: float) -> None:
         """Read and write memory: `nbytes` counts both."""
-        self.compute(nbytes / self.setting.machine.copy_bytes_per_s)
+        self.compute("copy", nbytes / self.setting.machine.copy_bytes_per_s)
 
-    def launch(self, op: str, nbytes: int) -> int:
+    def launch(self, op: str, nbytes: int, param_indices: Sequence[int]) -> int:
         """Launch a collective. Return its number, for `wait`."""
-        self.instructions.append(Launch(op, nbytes))
+        self.instructions.append(Launch(op, nbytes, param_indices))
         self.launches.append(self.instructions[-1])
         return len(self.launches) - 1
 
@@ -71,47 +79,46 @@ class Program:
 
         Return the numbers of the launches. Without buckets there are none.
         """
-        complete = (
-            {bucket[-1]: nbytes for bucket, nbytes in zip(buckets.param_indices, buckets.nbytes)} if buckets else {}
-        )
+        complete = {bucket[-1]: (nbytes, bucket) for bucket, nbytes in buckets or ()}
         launched = []
         for i in range(len(self.setting.parameters))[::-1]:
-            self.compute(self.setting.machine.backward_s[i])
+            self.compute("backward", self.setting.machine.backward_s[i], [i])
             if i in complete:
-                self.move(2 * copies * complete[i])
-                launched.append(self.launch(op, complete[i]))
+                self.move(2 * copies * complete[i][0])
+                launched.append(self.launch(op, *complete[i]))
         return launched
 
     def add_step(self, part: float = 1.0, itemsize: int | None = None) -> None:
         """Run the optimizer on a part of all elements: it reads gradients, and reads and writes weights and state."""
         touched = 2 + 1 + 2 * self.setting.optimizer.values
         nbytes = part * self.setting.numel * touched * (itemsize or self.setting.itemsize)
-        self.compute(nbytes / self.setting.machine.step_bytes_per_s)
+        self.compute("step", nbytes / self.setting.machine.step_bytes_per_s)
 
 
 def run_forward(program: Program) -> None:
-    program.compute(program.setting.machine.forward_s)
+    program.compute("forward", program.setting.machine.forward_s)
 
 
 def run_prefetched_forward(program: Program) -> None:
     """Wait for each bucket's weights just before they are used. The step before has launched the all-gathers."""
-    buckets, machine = program.setting.layout_buckets, program.setting.machine
-    gathered = gather_weights(program, buckets.nbytes[::-1])
-    for number, param_indices in zip(gathered, buckets.param_indices[::-1]):
+    machine = program.setting.machine
+    buckets = [(param_indices[::-1], nbytes) for param_indices, nbytes in program.setting.layout_buckets][::-1]
+    for number, (param_indices, _) in zip(gather_weights(program, buckets), buckets):
         share = sum(machine.backward_s[i] for i in param_indices) / sum(machine.backward_s)
         program.wait(number)
-        program.compute(share * machine.forward_s)
+        program.compute("forward", share * machine.forward_s, param_indices)
 
 
-def gather_weights(program: Program, buckets: Iterable[int]) -> list[int]:
+def gather_weights(program: Program, buckets: Iterable[tuple[list[int], int]]) -> list[int]:
     """Launch the all-gathers of weights for buckets of so many bytes of fp32. Return the numbers of the launches."""
-    return [program.launch("all_gather", n * program.setting.itemsize // FP32_BYTES) for n in buckets]
+    itemsize = program.setting.itemsize
+    return [program.launch("all_gather", n * itemsize // FP32_BYTES, indices) for indices, n in buckets]
 
 
 def schedule_naive(program: Program) -> None:
     program.add_backward()
-    for nbytes in program.setting.nbytes:
-        program.wait(program.launch("all_reduce", nbytes))
+    for i, nbytes in enumerate(program.setting.nbytes):
+        program.wait(program.launch("all_reduce", nbytes, [i]))
         program.move(2 * nbytes)  # to divide
     program.add_step()
 
@@ -120,7 +127,7 @@ def schedule_flat(program: Program) -> None:
     nbytes = sum(program.setting.nbytes)
     program.add_backward()
     program.move(2 * nbytes)  # into the flat tensor
-    program.wait(program.launch("all_reduce", nbytes))
+    program.wait(program.launch("all_reduce", nbytes, range(len(program.setting.parameters))))
     program.move(4 * nbytes)  # to divide and to copy back
     program.add_step()
 
@@ -142,7 +149,7 @@ def schedule_bucketed(program: Program) -> None:
 
 def average_copies(program: Program, buckets: Buckets, moves: int) -> None:
     """Copy and reduce the buckets in backward. Wait for each, then read or write its bytes `moves` times."""
-    for number, nbytes in zip(program.add_backward("all_reduce", buckets, copies=1), buckets.nbytes):
+    for number, (_, nbytes) in zip(program.add_backward("all_reduce", buckets, copies=1), buckets):
         program.wait(number)
         program.move(moves * nbytes)
 
@@ -154,21 +161,22 @@ def schedule_buffered(program: Program) -> None:
 
 def schedule_coalesced(program: Program) -> None:
     """Use one bucket per group. A group is gathered when half of the gradients of the next one are ready."""
-    buckets = program.setting.layout_buckets
+    buckets = [*program.setting.layout_buckets]
     reduced: list[int] = []
     gathered: list[int] = []
 
     def gather() -> None:
         index = len(gathered)
         program.wait(reduced[index])
-        gathered.append(program.launch("all_gather", buckets.nbytes[index]))
+        param_indices, nbytes = buckets[index]
+        gathered.append(program.launch("all_gather", nbytes, param_indices))
 
-    for param_indices, nbytes in zip(buckets.param_indices, buckets.nbytes):
+    for param_indices, nbytes in buckets:
         for ready, i in enumerate(param_indices, 1):
-            program.compute(program.setting.machine.backward_s[i])
+            program.compute("backward", program.setting.machine.backward_s[i], [i])
             if 2 * ready >= len(param_indices) and len(gathered) < len(reduced):
                 gather()
-        reduced.append(program.launch("reduce_scatter", nbytes))
+        reduced.append(program.launch("reduce_scatter", nbytes, param_indices))
     gather()
     program.wait(*gathered)
     program.add_step()
@@ -178,7 +186,7 @@ def schedule_zero(program: Program) -> None:
     buckets = program.setting.layout_buckets
     program.wait(*program.add_backward("reduce_scatter", buckets))
     program.add_step(1 / program.setting.world_size, FP32_BYTES)
-    program.wait(*gather_weights(program, buckets.nbytes))
+    program.wait(*gather_weights(program, buckets))
 
 
 def schedule_prefetched(program: Program) -> None:
@@ -191,27 +199,34 @@ def schedule_grad_shards(program: Program) -> None:
     """Schedule module 10: before a bucket is launched, wait for the one that is LIVE_BUCKETS before it."""
     buckets = program.setting.layout_buckets
     reduced: list[int] = []
-    for param_indices, nbytes in zip(buckets.param_indices, buckets.nbytes):
-        program.compute(sum(program.setting.machine.backward_s[i] for i in param_indices))
+    for param_indices, nbytes in buckets:
+        for i in param_indices:
+            program.compute("backward", program.setting.machine.backward_s[i], [i])
         program.move(2 * nbytes)  # into the bucket
         program.wait(*reduced[-LIVE_BUCKETS : len(reduced) - LIVE_BUCKETS + 1])
-        reduced.append(program.launch("reduce_scatter", nbytes))
+        reduced.append(program.launch("reduce_scatter", nbytes, param_indices))
     program.wait(*reduced[-LIVE_BUCKETS:])
     program.add_step(1 / program.setting.world_size, FP32_BYTES)
-    program.wait(*gather_weights(program, buckets.nbytes))
+    program.wait(*gather_weights(program, buckets))
 
 
 def schedule_sharded(program: Program) -> None:
     """Schedule module 8's other optimizer, on a plain model."""
     program.add_backward()
-    program.wait(*[program.launch("reduce", nbytes) for nbytes in sorted(program.setting.nbytes, reverse=True)])
+    launch_largest_first(program, "reduce")
     step_on_owners(program)
 
 
 def step_on_owners(program: Program) -> None:
     """Step on the parameters that the fullest rank owns, and broadcast each parameter."""
     program.add_step(max(program.setting.owned_bytes) / sum(program.setting.nbytes))
-    program.wait(*[program.launch("broadcast", nbytes) for nbytes in sorted(program.setting.nbytes, reverse=True)])
+    launch_largest_first(program, "broadcast")
+
+
+def launch_largest_first(program: Program, op: str) -> None:
+    """Launch a collective for each parameter, and wait for all of them."""
+    largest_first = sorted(enumerate(program.setting.nbytes), key=lambda item: -item[1])
+    program.wait(*[program.launch(op, nbytes, [i]) for i, nbytes in largest_first])
 
 
 def schedule_torch_ddp(program: Program) -> None:
@@ -249,15 +264,15 @@ def run_units(program: Program, backward: bool) -> list[int]:
         if action != "compute" and not setting.unit_bytes[unit]:
             continue  # an empty root
         if action == "gather":
-            gathers[unit] = program.launch("all_gather", setting.unit_bytes[unit])
+            gathers[unit] = program.launch("all_gather", setting.unit_bytes[unit], setting.units[unit])
         elif action == "reduce":
             program.move(2 * setting.unit_bytes[unit])  # into the flat tensor
-            reductions.append(program.launch("reduce_scatter", setting.unit_bytes[unit]))
+            reductions.append(program.launch("reduce_scatter", setting.unit_bytes[unit], setting.units[unit]))
         else:
             if unit in gathers:  # backward has the root from forward
                 program.wait(gathers[unit])
             share = sum(machine.backward_s[i] for i in setting.units[unit]) / sum(machine.backward_s)
-            program.compute(share * total_s)
+            program.compute("backward" if backward else "forward", share * total_s, setting.units[unit])
     return reductions
 
 
@@ -327,20 +342,54 @@ def make_program(variant: Variant, setting: Setting) -> Program:
     return program
 
 
-def simulate(program: Program, link: Link) -> float:
-    """Return the seconds until the end of the program.
+class Busy(NamedTuple):
+    """A rank computes or waits from `start_s` to `end_s`."""
+
+    instruction: Compute | Wait
+    start_s: float
+    end_s: float
+
+
+class Transfer(NamedTuple):
+    """A collective that was launched at `launched_s` and occupied the link from `start_s` to `end_s`."""
+
+    launch: Launch
+    launched_s: float
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """When a rank computes and waits and what the link carries, in seconds since the program began."""
+
+    busy: list[Busy]
+    transfers: list[Transfer]
+    end_s: float
+
+
+def simulate(program: Program, link: Link) -> Simulation:
+    """Return when each instruction of the program runs.
 
     The rule is that of `emulated_link.py`: a collective starts when all ranks, here at once, have launched it and the
     link is free, and occupies the link for its latency and its bytes / bandwidth.
     """
     machine, world_size = program.setting.machine, program.setting.world_size
-    now, ends = 0.0, [0.0]  # the rank's time; the end of each launch, after a dummy entry
+    now, link_free = 0.0, 0.0
+    busy: list[Busy] = []
+    transfers: list[Transfer] = []
     for instruction in program.instructions:
+        start = now
+        if isinstance(instruction, Launch):
+            now += machine.launch_s + instruction.nbytes * machine.launch_s_per_byte
+            begin = max(now, link_free)
+            link_free = begin + link.seconds(instruction.op, instruction.nbytes, world_size)
+            transfers.append(Transfer(instruction, now, begin, link_free))
+            continue
         if isinstance(instruction, Compute):
             now += instruction.seconds
-        elif isinstance(instruction, Launch):
-            now += machine.launch_s + instruction.nbytes * machine.launch_s_per_byte
-            ends.append(max(now, ends[-1]) + link.seconds(instruction.op, instruction.nbytes, world_size))
-        elif now < ends[instruction.launch + 1]:
-            now = ends[instruction.launch + 1] + machine.wake_s
-    return now
+        elif now < transfers[instruction.launch].end_s:
+            now = transfers[instruction.launch].end_s + machine.wake_s
+        if now > start:
+            busy.append(Busy(instruction, start, now))
+    return Simulation(busy, transfers, now)

@@ -323,7 +323,7 @@ def test_a_ladder_is_compared_with_its_plan(results):
     assert {point.label for point in points} == {*BY_HAND} - {"8 ShardedOptimizer"}
     assert all(point.measured_ms == results.get_measurement(point.label).median_ms for point in points)
     setting = validate.make_setting(results, validate.Overheads(1e10, 0.0, 0.0, 0.0))
-    alone_s = schedules.simulate(schedules.make_program(ladder.COMPUTATION, setting), results.link)
+    alone_s = schedules.simulate(schedules.make_program(ladder.COMPUTATION, setting), results.link).end_s
     assert 1e3 * alone_s == pytest.approx(results.computation.median_ms)
     console = Console(width=80, record=True, file=io.StringIO())
     console.print(validate.make_validation_table(points))
