@@ -366,7 +366,7 @@ def show_timelines(timelines: Sequence[Timeline], titles: Sequence[str]) -> None
 
     from brigade.lab.timeline import draw_panels
 
-    figure = plt.figure(figsize=(15, 1.6 + (0.6 + 1.1 * timelines[0].world_size) * len(timelines)))
+    figure = plt.figure(figsize=(15, 1.7 + sum(0.8 + 0.5 * timeline.height for timeline in timelines)))
     draw_panels(figure, timelines, titles, size=15)
     plt.show()
 

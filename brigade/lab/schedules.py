@@ -343,7 +343,7 @@ def make_program(variant: Variant, setting: Setting) -> Program:
 
 
 class Busy(NamedTuple):
-    """A rank computes or waits from `start_s` to `end_s`."""
+    """A rank computes or waits from `start_s` to `end_s`. A wait takes no time if the collective is complete."""
 
     instruction: Compute | Wait
     start_s: float
@@ -390,6 +390,5 @@ def simulate(program: Program, link: Link) -> Simulation:
             now += instruction.seconds
         elif now < transfers[instruction.launch].end_s:
             now = transfers[instruction.launch].end_s + machine.wake_s
-        if now > start:
-            busy.append(Busy(instruction, start, now))
+        busy.append(Busy(instruction, start, now))
     return Simulation(busy, transfers, now)

@@ -19,8 +19,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from brigade.checks.tiny_lm import Size
@@ -58,21 +60,30 @@ STYLES = {  # of collectives: shades of one colour, and hatches in case the shad
 }
 OTHER = {"facecolor": "#ffffff", "edgecolor": "#6b4a00"}
 WAITING = {"facecolor": "#ffffff", "edgecolor": "#999999", "hatch": "////"}
+EXPOSED = ("wait", "finish", "copy")  # kinds of spans that one process would not need
 GAP_S = 1e-4  # shorter waits are ignored
-LANES = 2.6  # the distance from one rank to the next
+EXPOSED_COLOUR = "#d55e00"
+LATENCY_COLOUR = "#6b4a00"
+BACKWARD_END = {"color": "black", "linestyle": "--", "linewidth": 1.2}
+LAUNCHED = {"color": "black", "marker": "v", "markersize": 4, "linestyle": "none"}
+MEMORY = {"facecolor": "#cc79a7", "edgecolor": "#5c2a48"}
+LANES = 2.75  # the distance from one rank to the next
+MEMORY_LANES = 0.5  # the distance from one lane of memory to the next
 
 
 @dataclass(frozen=True)
 class Span:
     """What one rank did from `start_ms` to `end_ms`, relative to the start of the step.
 
-    `kind` is one of `ladder.PHASES`, or "wait" if the rank waited for a collective in one of them.
+    `kind` is one of `ladder.PHASES`, or "wait" if the rank waited for a collective in one of them. In a schematic it
+    may also be "copy". `label` is what the picture says about it.
     """
 
     rank: int
     kind: str
     start_ms: float
     end_ms: float
+    label: str = ""
 
 
 @dataclass(frozen=True)
@@ -83,7 +94,8 @@ class Collective:
     because it carries one collective at a time. If its end was not recorded, it ends with the step. The rank waited for
     it until `waited_ms`; None means that it never waited. `number` counts the launches of its `op` in the step, and
     `parts` the tensors in a coalesced launch. `name` is that of the parameter, if the launch is on one. `row` separates
-    collectives that overlap, from 0. `line` is the line of the wrapper that launched it, if there is one.
+    collectives that overlap, from 0. `line` is the line of the wrapper that launched it, if there is one. `label` is
+    what the picture says about it, and the first `latency_ms` are drawn dark.
     """
 
     rank: int
@@ -100,6 +112,8 @@ class Collective:
     waited_ms: float | None
     row: int
     line: str | None
+    label: str
+    latency_ms: float = 0.0
 
     @property
     def title(self) -> str:
@@ -108,7 +122,7 @@ class Collective:
 
     @property
     def labels(self) -> list[str]:
-        """Possible labels for its block, the longest first."""
+        """Possible labels for its block in `timeline_view.py`, the longest first."""
         number, size = str(self.number), f"{self.nbytes / 1e6:.2g} MB"
         short = (self.name or "").removesuffix(".weight")
         return [*([f"{short}, {size}", short] if short else []), f"{number}: {size}", number]
@@ -119,7 +133,8 @@ class Timeline:
     """One step of one variant: the step that has the median length of all timed steps.
 
     `exposed_ms` is how much longer a step takes than without communication (median over the timed rounds). `link` is
-    the emulated link, and `backward_ms` is the time of backward alone.
+    the emulated link, and `backward_ms` is the time of backward alone. A schematic (`schematic.py`) has one rank, which
+    stands for all. Its `memory` contains a span for each time that the memory in its label exists.
     """
 
     label: str
@@ -129,6 +144,7 @@ class Timeline:
     exposed_ms: float
     link: Link | None
     backward_ms: float
+    memory: Sequence[Span] = ()
 
     @property
     def end_ms(self) -> float:
@@ -146,6 +162,16 @@ class Timeline:
         return f"{self.end_ms:.0f} ms, {max(0.0, self.exposed_ms):.0f} ms exposed"
 
     @property
+    def memory_lanes(self) -> list[str]:
+        """The labels of `memory`, each once."""
+        return list(dict.fromkeys(span.label for span in self.memory))
+
+    @property
+    def height(self) -> float:
+        """The height of its panel, where a computation has 0.8."""
+        return LANES * self.world_size - 0.35 + MEMORY_LANES * len(self.memory_lanes)
+
+    @property
     def link_text(self) -> str:
         """A sentence about the link that carried the gradients."""
         if self.link is None:
@@ -155,6 +181,10 @@ class Timeline:
     def get_span(self, rank: int, kind: str) -> Span:
         """Return the span of a rank in one of `ladder.PHASES`."""
         return next(span for span in self.spans if span.rank == rank and span.kind == kind)
+
+    def find_backward_end_ms(self, rank: int) -> float:
+        """Return when a rank's backward ended."""
+        return max(span.end_ms for span in self.spans if span.rank == rank and span.kind == "backward")
 
     def get_collectives(self, rank: int) -> list[Collective]:
         """Return the collectives of a rank, in launch order."""
@@ -250,6 +280,7 @@ def make_collectives(rank: int, launched: Sequence[Launch], zero: float, one_at_
                 waited_ms=None if launch.wait_end is None else 1e3 * (launch.wait_end - zero),
                 row=row,
                 line=launch.line,
+                label=str(number),
             )
         )
     return collectives
@@ -323,33 +354,38 @@ def convert_to_us(ms: float) -> int:
 def draw(timelines: Sequence[Timeline], path: Path, titles: Sequence[str] | None = None, *, width: int = 900) -> None:
     """Draw the timelines below each other on one time axis, as a PNG file `width` pixels wide.
 
-    `titles` are above each timeline, by default its label and number of collectives; lengths are on the right.
+    `titles` are above each timeline, by default its label and number of collectives. The file's description contains
+    the lengths of the steps.
     """
-    ranks = timelines[0].world_size
-    figure = Figure(figsize=(width / 100, 0.95 + (0.3 + ranks) * len(timelines)), dpi=100, layout="constrained")
+    height = 1.0 + sum(0.5 + 0.45 * timeline.height for timeline in timelines)
+    figure = Figure(figsize=(width / 100, height), dpi=100, layout="constrained")
     draw_panels(figure, timelines, titles or [f"{t.label}, {t.count}" for t in timelines], size=9)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="png")
+    figure.savefig(path, format="png", facecolor="white", metadata={"Description": describe_lengths(timelines)})
+
+
+def describe_lengths(timelines: Sequence[Timeline]) -> str:
+    """Return the lengths of the steps in one line."""
+    return " and ".join(timeline.lengths for timeline in timelines)
 
 
 def draw_panels(figure: Figure, timelines: Sequence[Timeline], titles: Sequence[str], size: float) -> None:
-    """Draw a panel for each timeline, with a legend below. `size` is the text size in points."""
-    panels = figure.subplots(len(timelines), sharex=True, squeeze=False)[:, 0]
+    """Draw a panel for each timeline, with a legend below. `size` is the text size in points.
+
+    The length of each step is in a second line below its title.
+    """
+    heights = [timeline.height for timeline in timelines]
+    panels = figure.subplots(len(timelines), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     for axes, timeline, title in zip(panels, timelines, titles):
         draw_panel(axes, timeline, size)
-        axes.set_title(title, loc="left", fontsize=size + 1)
-        axes.set_title(timeline.lengths, loc="right", fontsize=size + 1)
+        axes.set_title(f"{title}\n{timeline.lengths}", loc="left", fontsize=size + 1)
     panels[-1].set_xlim(0, 1.01 * max(timeline.end_ms for timeline in timelines))
-    panels[-1].set_xlabel("time since the step began (ms)")
-    present = {collective.op for timeline in timelines for collective in timeline.launched}
-    ops = [*filter(present.__contains__, STYLES), *sorted(present - STYLES.keys())]
-    handles = [Patch(facecolor=COLOURS[kind], label=NAMES.get(kind, kind)) for kind in PHASES]
-    handles += [Patch(**WAITING, label="waits")]
-    handles += [Patch(**STYLES.get(op, OTHER), label=op.replace("_", "-")) for op in ops]
+    panels[-1].set_xlabel("time (ms)", fontsize=size + 1)
+    handles = make_legend(timelines)
     figure.legend(
         handles=handles,
         loc="outside lower center",
-        ncols=len(handles),
+        ncols=-(-len(handles) // 2),
         frameon=False,
         fontsize=size,
         handlelength=1.5,
@@ -359,28 +395,67 @@ def draw_panels(figure: Figure, timelines: Sequence[Timeline], titles: Sequence[
     figure.draw_without_rendering()  # computes the room in each block
     for axes, timeline in zip(panels, timelines):
         for rank in range(timeline.world_size):
-            label_collectives(axes, timeline.get_collectives(rank), LANES * rank, size - 1)
+            label_blocks(axes, timeline, rank, size - 1)
+
+
+def make_legend(timelines: Sequence[Timeline]) -> list[Artist]:
+    """Return the legend's entries for what is in the timelines."""
+    kinds = {span.kind for timeline in timelines for span in timeline.spans}
+    ops = {collective.op for timeline in timelines for collective in timeline.launched}
+    handles: list[Artist] = [
+        Patch(facecolor=COLOURS[kind], label=NAMES.get(kind, kind)) for kind in COLOURS if kind in kinds
+    ]
+    handles += [Patch(**WAITING, label="waits"), Patch(facecolor=EXPOSED_COLOUR, label="exposed")]
+    handles += [Line2D([], [], **BACKWARD_END, label="end of backward"), Line2D([], [], **LAUNCHED, label="launch")]
+    handles += [
+        Patch(**STYLES.get(op, OTHER), label=op.replace("_", "-"))
+        for op in [*filter(ops.__contains__, STYLES), *sorted(ops - STYLES.keys())]
+    ]
+    if any(collective.latency_ms for timeline in timelines for collective in timeline.launched):
+        handles.append(Patch(facecolor=LATENCY_COLOUR, label="latency α"))
+    if any(timeline.memory for timeline in timelines):
+        handles.append(Patch(**MEMORY, label="memory exists"))
+    return handles
 
 
 def draw_panel(axes: Axes, timeline: Timeline, size: float) -> None:
-    """Draw two lanes for each rank, from the top: computation, and running collectives."""
+    """Draw two lanes for each rank, from the top: computation, and running collectives. Memory is below all ranks.
+
+    Between the lanes of a rank are the exposed times and the launches.
+    """
     ticks: dict[str, float] = {}
     for rank in range(timeline.world_size):
         top = LANES * rank
-        ticks |= {f"rank {rank} computes": top + 0.4, f"rank {rank} communicates": top + 1.5}
+        names = (f"rank {rank} computes", f"rank {rank} communicates")
+        ticks |= dict(zip(("computation", "link") if timeline.world_size == 1 else names, (top + 0.4, top + 1.75)))
         for span in timeline.spans:
             if span.rank == rank:
                 style = WAITING if span.kind == "wait" else {"facecolor": COLOURS[span.kind], "edgecolor": "white"}
                 length = span.end_ms - span.start_ms
                 axes.barh(top, length, 0.8, span.start_ms, align="edge", linewidth=0.4, **style)
+                if span.kind in EXPOSED:
+                    axes.barh(top + 0.84, length, 0.12, span.start_ms, align="edge", color=EXPOSED_COLOUR, linewidth=0)
         collectives = timeline.get_collectives(rank)
         for collective, (block_top, height) in zip(collectives, compute_blocks(collectives, top)):
             length = collective.end_ms - collective.start_ms
             style = STYLES.get(collective.op, OTHER)
             axes.barh(block_top, length, height, collective.start_ms, align="edge", linewidth=0.7, **style)
+            latency = {"color": LATENCY_COLOUR, "linewidth": 0}
+            axes.barh(block_top, collective.latency_ms, height, collective.start_ms, align="edge", **latency)
+        launched = [collective.launched_ms for collective in collectives]
+        axes.plot(launched, [top + 1.1] * len(launched), **LAUNCHED)
+        axes.plot(2 * [timeline.find_backward_end_ms(rank)], [top - 0.1, top + 2.35], **BACKWARD_END)
+    for lane, name in enumerate(timeline.memory_lanes):
+        top = LANES * timeline.world_size - 0.2 + MEMORY_LANES * lane
+        ticks[name] = top + 0.2
+        for span in timeline.memory:
+            if span.label == name:
+                length = span.end_ms - span.start_ms
+                axes.barh(top, length, 0.4, span.start_ms, align="edge", linewidth=0.7, **MEMORY)
     axes.set_yticks([*ticks.values()], [*ticks], fontsize=size)
     axes.tick_params(axis="y", length=0)
-    axes.set_ylim(LANES * timeline.world_size - 0.5, -0.15)
+    axes.tick_params(axis="x", labelsize=size)
+    axes.set_ylim(timeline.height, -0.15)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(visible=False, axis="y")
     axes.grid(axis="x", color="#dddddd", linewidth=0.6)
@@ -390,21 +465,39 @@ def draw_panel(axes: Axes, timeline: Timeline, size: float) -> None:
 def compute_blocks(collectives: Sequence[Collective], top: float) -> list[tuple[float, float]]:
     """Return top and height of the block of each collective. Collectives that overlap share the lane's height."""
     depth = 1 + max((collective.row for collective in collectives), default=0)
-    return [(top + 0.95 + collective.row * 1.1 / depth, 1.1 / depth) for collective in collectives]
+    return [(top + 1.25 + collective.row * 1.0 / depth, 1.0 / depth) for collective in collectives]
 
 
-def label_collectives(axes: Axes, collectives: Sequence[Collective], top: float, size: float) -> None:
-    """Write into each block the longest of its labels that fits, or nothing."""
-    for collective, (block_top, height) in zip(collectives, compute_blocks(collectives, top)):
-        middle = (collective.start_ms + collective.end_ms) / 2, block_top + height / 2
-        (left, below), (right, above) = axes.transData.transform(
-            [(collective.start_ms, block_top + height), (collective.end_ms, block_top)]
-        )
-        for label in collective.labels:
-            ground = {"facecolor": STYLES.get(collective.op, OTHER)["facecolor"], "edgecolor": "none", "pad": 0.8}
-            text = axes.text(*middle, label, fontsize=size, ha="center", va="center", bbox=ground)
-            text.set_in_layout(False)
-            extent = text.get_window_extent()
-            if extent.width + 5 <= right - left and extent.height + 2 <= above - below:
-                break
-            text.remove()
+def label_blocks(axes: Axes, timeline: Timeline, rank: int, size: float) -> None:
+    """Write the label of each span and each collective of a rank into its block, if it fits."""
+    top = LANES * rank
+    for span in timeline.spans:
+        if span.rank == rank and span.label:
+            ink = "white" if span.kind == "backward" else "black"
+            write_inside(axes, span.label, (span.start_ms, span.end_ms), (top, 0.8), size, COLOURS[span.kind], ink)
+    collectives = timeline.get_collectives(rank)
+    for collective, block in zip(collectives, compute_blocks(collectives, top)):
+        free = collective.start_ms + collective.latency_ms, collective.end_ms
+        write_inside(axes, collective.label, free, block, size, STYLES.get(collective.op, OTHER)["facecolor"], "black")
+
+
+def write_inside(
+    axes: Axes,
+    label: str,
+    interval_ms: tuple[float, float],
+    block: tuple[float, float],
+    size: float,
+    ground: str,
+    ink: str,
+) -> None:
+    """Write a label into the middle of a block, given by its times, its top and its height, or nothing."""
+    (start, end), (top, height) = interval_ms, block
+    box = {"facecolor": ground, "edgecolor": "none", "pad": 0.8}
+    text = axes.text(
+        (start + end) / 2, top + height / 2, label, fontsize=size, color=ink, ha="center", va="center", bbox=box
+    )
+    text.set_in_layout(False)
+    (left, below), (right, above) = axes.transData.transform([(start, top + height), (end, top)])
+    extent = text.get_window_extent()
+    if extent.width + 5 > right - left or extent.height + 2 > above - below:
+        text.remove()

@@ -252,17 +252,20 @@ def test_the_readings_have_their_pictures_redrawn(quick, monkeypatch, tmp_path, 
     monkeypatch.setattr(modules, "ROOT", tmp_path)
     monkeypatch.setattr(sys, "argv", ["figures"])
     assert figures.main() == 0
-    assert capsys.readouterr().out.count(" ms exposed") == 3
+    assert capsys.readouterr().out.count(" ms exposed") == 6  # in schematics and in timelines
     assert (tmp_path / "lessons" / "m00_ring" / "ring.png").is_file()
     for entry in select_modules("1-2"):
-        assert read_colours(tmp_path / "lessons" / entry.package / "timeline.png")[1] == 900
+        for name in ("schematic.png", "timeline.png"):
+            assert read_colours(tmp_path / "lessons" / entry.package / name)[1] == 900
 
 
 def test_one_reading_has_its_picture_redrawn(monkeypatch, capsys):
     drawn = []
     monkeypatch.setattr(figures, "trace", lambda variants: [])
     monkeypatch.setattr(figures, "draw", lambda timelines, path, titles: drawn.append(path))
-    monkeypatch.setattr(sys, "argv", ["figures", "3"])
-    assert figures.main() == 0 and drawn == [get_module(3).lesson / "timeline.png"]
+    for arguments, names in ((["3"], ("schematic.png", "timeline.png")), (["3", "--computed"], ("schematic.png",))):
+        drawn.clear()
+        monkeypatch.setattr(sys, "argv", ["figures", *arguments])
+        assert figures.main() == 0 and drawn == [get_module(3).lesson / name for name in names]
     monkeypatch.setattr(sys, "argv", ["figures", "77"])
     assert figures.main() == 2 and capsys.readouterr().err.startswith("figures: there is no module 77")

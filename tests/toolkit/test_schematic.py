@@ -1,0 +1,116 @@
+"""The schematics: each shows what its reading says, in times that follow from α, the transfer time and the layers."""
+
+import pytest
+from PIL import Image
+
+from brigade.course.modules import TRAINING_MODULES, get_module
+from brigade.lab.figures import list_compared
+from brigade.lab.ladder import get_variant
+from brigade.lab.schematic import (
+    ALPHA_MS,
+    BACKWARD_MS,
+    COPY_MS,
+    FORWARD_MS,
+    LAYERS,
+    STEP_MS,
+    TRANSFER_MS,
+    make_timelines,
+)
+from brigade.lab.timeline import describe_lengths
+
+BACKWARD_END_MS = LAYERS * (FORWARD_MS + BACKWARD_MS)
+BUCKET_MS = ALPHA_MS + 2 * TRANSFER_MS  # the all-reduce of two layers
+EXPOSED_MS = {
+    1: LAYERS * (ALPHA_MS + TRANSFER_MS + COPY_MS),
+    2: ALPHA_MS + LAYERS * (TRANSFER_MS + 3 * COPY_MS),
+    # All-reduces follow each other from the first gradient on; the last one is then divided.
+    3: LAYERS * (ALPHA_MS + TRANSFER_MS) - (LAYERS - 1) * BACKWARD_MS + COPY_MS,
+    # Each bucket is copied in; the last one is then divided and copied back.
+    4: BUCKET_MS + LAYERS * COPY_MS + 4 * COPY_MS,
+    5: BUCKET_MS,
+    6: BUCKET_MS,
+    7: BUCKET_MS,
+    8: BUCKET_MS / 2 + LAYERS / 2 * BUCKET_MS / 2,
+    9: BUCKET_MS / 2 + BUCKET_MS / 2,
+    10: BUCKET_MS / 2 + LAYERS / 2 * BUCKET_MS / 2 + LAYERS * COPY_MS,
+}
+
+
+def compute(number):
+    """Return the module's timeline in its schematic."""
+    return make_timelines([get_variant(module) for module in list_compared(get_module(number))])[-1]
+
+
+@pytest.mark.parametrize("number", EXPOSED_MS)
+def test_the_exposed_time_follows_from_the_cost_model(number):
+    assert compute(number).exposed_ms == pytest.approx(EXPOSED_MS[number])
+
+
+def test_the_flat_all_reduce_follows_backward():
+    [collective] = compute(2).launched
+    assert collective.start_ms == pytest.approx(BACKWARD_END_MS + LAYERS * COPY_MS)
+    assert collective.latency_ms == pytest.approx(ALPHA_MS)
+    assert collective.end_ms - collective.start_ms == pytest.approx(ALPHA_MS + LAYERS * TRANSFER_MS)
+
+
+@pytest.mark.parametrize(("number", "per_launch"), [(3, 1), (4, 2), (5, 2)])
+def test_launches_follow_their_gradients(number, per_launch):
+    timeline = compute(number)
+    ready = [span.end_ms for span in timeline.spans if span.kind == "backward"]
+    copies_ms = per_launch * COPY_MS if number == 4 else 0
+    launched = [collective.launched_ms for collective in timeline.launched]
+    assert launched == pytest.approx([time + copies_ms for time in ready[per_launch - 1 :: per_launch]])
+    # Only the link delays an all-reduce, and the last one runs after the end of backward.
+    starts = [collective.start_ms for collective in timeline.launched]
+    ends = [0.0, *(collective.end_ms for collective in timeline.launched)]
+    assert starts == pytest.approx([max(pair) for pair in zip(launched, ends)])
+    assert starts[-1] >= timeline.find_backward_end_ms(0)
+
+
+def test_the_last_bucket_takes_alpha_and_a_part_of_the_transfer():
+    last = compute(4).launched[-1]
+    assert last.end_ms - last.start_ms == pytest.approx(ALPHA_MS + LAYERS * TRANSFER_MS / 3)
+
+
+def test_coalesced_groups_are_gathered_after_they_are_reduced():
+    ops = [(collective.op, collective.label) for collective in compute(6).launched]
+    assert ops == [(op, group) for group in ("5 4", "3 2", "1 0") for op in ("reduce_scatter", "all_gather")]
+    assert compute(7).launched == compute(6).launched and compute(7).spans == compute(6).spans
+
+
+def test_weights_are_gathered_after_the_step_or_during_the_next_forward():
+    for number in (8, 9):
+        timeline = compute(number)
+        [step] = [span for span in timeline.spans if span.kind == "step"]
+        gathers = [collective for collective in timeline.launched if collective.op == "all_gather"]
+        assert step.end_ms - step.start_ms == pytest.approx(STEP_MS / 2)
+        assert [gather.launched_ms for gather in gathers] == 3 * [step.end_ms]
+    forward = [span for span in timeline.spans if span.kind == "forward"]
+    assert [span.label for span in forward] == [gather.label for gather in gathers] == ["0 1", "2 3", "4 5"]
+    assert forward[0].start_ms == gathers[0].end_ms < gathers[2].start_ms < forward[-1].start_ms
+
+
+def find_living(timeline, time_ms):
+    """Return what has memory at a time."""
+    return [span.label for span in timeline.memory if span.start_ms < time_ms < span.end_ms]
+
+
+def test_memory_exists_only_while_it_is_needed():
+    buckets, units = compute(10), compute(11)
+    assert buckets.memory_lanes == ["bucket 5 4", "bucket 3 2", "bucket 1 0"]
+    assert find_living(buckets, BACKWARD_END_MS - LAYERS * BACKWARD_MS) == []
+    last = next(span for span in buckets.spans if span.kind == "step")
+    assert max(span.end_ms for span in buckets.memory) == pytest.approx(last.start_ms)
+    for span in units.spans:
+        if span.kind in ("forward", "backward"):
+            living = find_living(units, (span.start_ms + span.end_ms) / 2)
+            assert {"unit 0", f"unit {span.label}"} <= {*living} and len(living) <= 3
+    gathered = [collective.label for collective in units.launched if collective.op == "all_gather"]
+    assert sorted(gathered) == sorted([*"012345", *"12345"])
+
+
+@pytest.mark.parametrize("entry", TRAINING_MODULES, ids=lambda entry: entry.package)
+def test_the_pictures_show_what_is_computed(entry):
+    timelines = make_timelines([get_variant(module) for module in list_compared(entry)])
+    with Image.open(entry.lesson / "schematic.png") as picture:
+        assert picture.text["Description"] == describe_lengths(timelines), f"make figures MODULE={entry.number}"
