@@ -101,7 +101,7 @@ def test_the_files_of_a_module_are_there(entry):
     example = get_module(3)
     files = re.findall(r"^\| `([\w./]+)` \| (.*?) \|", TEXT, re.MULTILINE)
     names = [(name, what) for name, what in files if example.name in name]
-    assert len(names) == 13
+    assert len(names) == 14
     for name, what in names:
         path = name.replace(example.package[1:], entry.package[1:]).replace(example.name, entry.name)
         assert (ROOT / path).is_file() or what.startswith("optional: "), f"there is no {path}: {what}"
