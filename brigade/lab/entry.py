@@ -28,6 +28,7 @@ WORLD_SIZE = 2
 BACKEND = "gloo"
 SETTINGS = {"ranks": WORLD_SIZE, "backend": BACKEND, "workload": round_numbers(asdict(EMULATED))}
 SEED = 1  # of the checks
+KINDS = ("param", "grad", "state")  # of memory, in the names of a row's fields
 MAX_NAME = 40  # characters
 MAX_BYTES = 50_000  # of a line; one with all modules has about 10 000
 HASHED = (
@@ -39,12 +40,17 @@ HASHED = (
 
 @dataclass(frozen=True)
 class Result:
-    """What a module of an entry has reached: the step time relative to torch DDP, and MB (10^6 bytes) on a rank."""
+    """What a module of an entry has reached: the step time relative to torch DDP, and MB (10^6 bytes) on a rank.
 
-    module: str  # the variant's label, such as "4 BucketedDDP"
+    `module` is the label of the variant. `peak_mb` and `kept_mb` are the memory for parameters, gradients and optimizer
+    state, at the peak of a step and between steps.
+    """
+
+    module: str
     ratio: Spread
     sent_mb: float
-    kept_mb: float  # gradients and optimizer state between steps
+    peak_mb: float
+    kept_mb: float
 
 
 @dataclass(frozen=True)
@@ -147,7 +153,8 @@ def read_results(rows: Sequence[dict[str, Any]]) -> tuple[Result, ...]:
             row["variant"],
             Spread(*(read_number(row["ratio"][name]) for name in ("median", "lower", "upper"))),
             read_number(row["sent_mb"]),
-            read_number(row["grad_mb"]) + read_number(row["state_mb"]),
+            sum(read_number(row[f"peak_{kind}_mb"]) for kind in KINDS),
+            sum(read_number(row[f"{kind}_mb"]) for kind in KINDS),
         )
         for row in rows
         if row["variant"] in labels

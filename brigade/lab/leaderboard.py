@@ -46,8 +46,14 @@ CATEGORIES = (
         lambda result: f"{result.sent_mb:.2f}",
     ),
     Category(
-        "Least memory",
-        "MB of gradients and state on a rank",
+        "Least memory at the peak of a step",
+        "MB on the fullest rank",
+        lambda result: result.peak_mb,
+        lambda result: f"{result.peak_mb:.2f}",
+    ),
+    Category(
+        "Least memory between steps",
+        "MB on the fullest rank",
         lambda result: result.kept_mb,
         lambda result: f"{result.kept_mb:.2f}",
     ),
