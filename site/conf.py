@@ -4,6 +4,8 @@ import re
 import sys
 from pathlib import Path
 
+from docutils import nodes
+from docutils.utils.math.latex2mathml import tex2mathml
 from pygments.lexers.special import TextLexer
 from sphinx import addnodes
 from sphinx.application import Sphinx
@@ -15,32 +17,35 @@ sys.path[:0] = [str(SITE.parent), str(SITE)]  # so that autodoc describes these 
 
 import links  # noqa: E402
 
-from brigade.course.modules import MODULES  # noqa: E402
+from brigade.course.modules import HAS_SOLUTIONS, MODULES  # noqa: E402
 
 project = "Bucket Brigade"
-copyright = "MIT licence"
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.viewcode", "sphinx_copybutton", "sphinx_design"]
 root_doc = "site/index"
 include_patterns = ["site/*.md", "assignments.md", "docs/*.md", "lessons/*/README.md", "notebooks/*.ipynb"]
+include_patterns += [] if HAS_SOLUTIONS else ["README.md"]  # of the student edition
 exclude_patterns = [".*", "out"]
 
-myst_enable_extensions = ["colon_fence"]
+myst_enable_extensions = ["colon_fence", "dollarmath"]
 myst_heading_anchors = 4
 nb_execution_mode = "off"  # the pages show the outputs that the notebooks contain
 nb_ipywidgets_js = {}  # pages load nothing from other sites
 default_role = "code"
+highlight_language = "none"
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 maximum_signature_line_length = 88
 
 html_theme = "furo"
+pygments_dark_style = "github-dark"
 html_title = project
 html_static_path = ["_static"]
 html_css_files = ["course.css"]
 html_extra_path = ["_extra"]
 html_copy_source = False
+html_show_copyright = False
 html_show_sphinx = False
-copybutton_exclude = ".linenos, .gp, .go"
+html_math_renderer = "mathml"
 
 
 class LinkToFile(SphinxTransform):
@@ -71,6 +76,12 @@ def keep_layout(app: Sphinx, what: str, name: str, thing: object, options: objec
     lines[:] = re.sub(r"(?m)^(\S.*)\n\n(?=    )", r"\1\n\n::\n\n", "\n".join(lines)).split("\n")
 
 
+def write_formula(translator: nodes.NodeVisitor, node: nodes.Element) -> None:
+    """Write a formula as MathML, which browsers draw without a script."""
+    translator.body.append(tex2mathml(node.astext(), as_block=isinstance(node, nodes.math_block)))
+    raise nodes.SkipNode
+
+
 def check_links(app: Sphinx, error: Exception | None) -> None:
     for problem in links.find_problems(Path(app.outdir)) if error is None else ():
         logging.getLogger("links").warning(problem)
@@ -78,6 +89,7 @@ def check_links(app: Sphinx, error: Exception | None) -> None:
 
 def setup(app: Sphinx) -> None:
     app.add_lexer("mermaid", TextLexer)  # a code host draws these diagrams; the site shows their text
+    app.add_html_math_renderer("mathml", (write_formula, None), (write_formula, None))
     app.add_transform(LinkToFile)
     app.connect("source-read", list_modules)
     app.connect("autodoc-process-docstring", keep_layout)

@@ -30,7 +30,7 @@ from brigade.course.modules import MODULES, ROOT, CourseError, get_module
 INCLUDED = (".gitignore", "LICENSE", "assignments.md", "pyproject.toml", "setup.mk")
 INCLUDED += (*editions.CORE, "brigade/lab/**/*.py", "brigade/lab/*.html", *editions.CHECKS)
 INCLUDED += ("docs/claims.md", "docs/glossary.md", "docs/gpus.md", "docs/leaderboard.md", "docs/plan.md")
-INCLUDED += ("lessons/*/README.md", "lessons/*/hints.md", "lessons/*/*.png", "lessons/*/*.py")
+INCLUDED += ("lessons/*/README.md", "lessons/*/hints.md", "lessons/*/*.png", "lessons/*/*.py", "site/**/*")
 PACKAGES = ("torch", "pytest", "numpy", "matplotlib", "rich", "psutil")  # of requirements.txt
 HINT_LEVELS = 2  # of three
 OUT = ROOT / "out" / "student"
@@ -50,7 +50,8 @@ def collect_files(hint_levels: int = HINT_LEVELS, with_answers: bool = False) ->
     tracked = list_tracked_files() - {Path(__file__).resolve()}
     paths = [path for pattern in INCLUDED for path in ROOT.glob(pattern) if path in tracked]
     contents = {path.relative_to(ROOT): path.read_bytes() for path in paths}
-    contents |= {Path(path.name): path.read_bytes() for path in (ROOT / "student").glob("*") if path in tracked}
+    own = [path for path in (ROOT / "student").rglob("*") if path in tracked]
+    contents |= {path.relative_to(ROOT / "student"): path.read_bytes() for path in own}
     for entry in MODULES:
         for folder in ("lessons", skeletons.STORED_SKELETONS):
             contents[folder / entry.path] = skeletons.make_skeleton(entry).encode()

@@ -170,6 +170,19 @@ def test_links_lead_somewhere(edition):
     assert {str(path): dead for path in documents if (dead := find_dead_links(path))} == {}
 
 
+def test_its_site_names_only_its_own_pages(edition):
+    """`make site STUDENT=1` builds the site in the edition's directory."""
+    pages = sorted((edition / "site").glob("*.md"))
+    targets = re.findall(
+        r"^(?:.*<|:link: |)(\.\./[\w/*]+)>?$", "".join(page.read_text() for page in pages), re.MULTILINE
+    )
+    assert [page.name for page in pages] == ["api.md", "index.md"] and len(targets) > 5
+    assert [target for target in targets if not list((edition / "site").glob(f"{target}.md"))] == []
+    described = re.findall(r"automodule:: ([\w.]+)", (edition / "site" / "api.md").read_text())
+    assert [name for name in described if not (edition / f"{name.replace('.', '/')}.py").exists()] == []
+    assert not {"clusters.md", "contributing.md", "instructors.md"} & {path.name for path in edition.rglob("*.md")}
+
+
 def test_targets_of_make_and_commands_of_the_readme_exist(edition):
     make = ["make", "--dry-run", "--always-make"]
     for target in re.findall(r"make (\w+) ", (edition / "Makefile").read_text()):
