@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from brigade.checks.server import start_server
 from brigade.cli.options import ABOVE_ZERO, add_number
 from brigade.course.modules import CORE, MODULES, CourseError, Module, resolve_results_file, select_modules
-from brigade.grade import classroom, formats, incoming, isolation, static_look
+from brigade.grade import classroom, formats, incoming, isolation, roster, similarity, static_look, visibility
 from brigade.grade.outcome import Grading, make_empty_grading
 from brigade.runner import machine, ranks, sandbox
 
@@ -33,6 +33,12 @@ def add_grade_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gradebook", metavar="FILE.csv", help="with --class: the file to write, with one row per student"
     )
+    parser.add_argument(
+        "--roster", metavar="FILE.csv", help="with --class: the students, with columns such as name, id and email"
+    )
+    parser.add_argument(
+        "--feedback", metavar="DIR", help="with --class: write each student's results there, as text and as a web page"
+    )
     memory = "with --class: the memory for all gradings together, in GB (default: 4)"
     add_number(parser, "--memory-gb", ABOVE_ZERO, default=4.0, metavar="N", help=memory)
     parser.add_argument("--out", metavar="FILE", help="the results file (default: print to the terminal)")
@@ -45,6 +51,14 @@ def add_grade_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="NAME=VALUE",
         help="a field in the classroom50 format; you can repeat this option",
+    )
+    parser.add_argument(
+        "--visibility",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="what students see on Gradescope. NAME is a part such as core, a module such as 3, or a check such as "
+        f"test_subgroups; VALUE is {', '.join(visibility.VALUES)}; you can repeat this option",
     )
     selection = parser.add_mutually_exclusive_group()
     selection.add_argument("--modules", default="", metavar="LIST", help="such as 1-4 or 2,5, all of one part")
@@ -122,7 +136,9 @@ def run_one(options: argparse.Namespace, entries: Sequence[Module], console: Con
     """Grade --submission and write the results to --out."""
     if options.gradebook:
         raise CourseError("--gradebook works only with --class; for one submission, use --out")
-    render = choose_format(options)
+    if options.roster or options.feedback:
+        raise CourseError("--roster and --feedback work only with --class")
+    render = choose_format(options, entries)
     out = resolve_results_file(options.out, options.submission)
     columns = (TextColumn("checks"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
@@ -182,10 +198,15 @@ def run_one(options: argparse.Namespace, entries: Sequence[Module], console: Con
 
 def run_class(options: argparse.Namespace, entries: Sequence[Module], console: Console) -> int:
     """Grade the submissions in the directory --class into --gradebook. Return the exit status."""
-    if not options.gradebook or options.out or options.format or options.meta:
-        raise CourseError("--class needs --gradebook FILE.csv, and does not work with --out, --format or --meta")
+    if not options.gradebook or options.out or options.format or options.meta or options.visibility:
+        raise CourseError(
+            "--class needs --gradebook FILE.csv, and does not work with --out, --format, --meta or --visibility"
+        )
     gradebook = resolve_results_file(options.gradebook)
-    everyone, others = classroom.list_students(Path(options.class_directory).resolve(), gradebook)
+    people = roster.read_roster(Path(options.roster)) if options.roster else []
+    feedback = Path(options.feedback).resolve() if options.feedback else None
+    written = [feedback] if feedback else []
+    everyone, others = classroom.list_students(Path(options.class_directory).resolve(), gradebook, *written)
     passed_on = ["--prior", options.prior, "--backend", options.backend, "--limit", str(options.limit)]
     passed_on += ["--modules", options.modules] if options.modules else ["--part", options.part]
     passed_on += ["--seed", str(1 if options.seed is None else options.seed)]  # the same cases for all, and for repeats
@@ -205,7 +226,7 @@ def run_class(options: argparse.Namespace, entries: Sequence[Module], console: C
 
             def follow(student: classroom.Student) -> None:
                 left_to_grade.discard(student)
-                table = classroom.save(gradebook, everyone, entries, left_to_grade)
+                table = classroom.save(gradebook, everyone, entries, left_to_grade, people).table
                 line = table[everyone.index(student)]
                 note = "" if student.fingerprint_file.exists() else f"; not graded: {line['note']}"
                 console.print(f"{student.name}: {line['score']} points{note}", markup=False)
@@ -213,16 +234,25 @@ def run_class(options: argparse.Namespace, entries: Sequence[Module], console: C
                 left = (time.monotonic() - started) / done * (len(waiting) - done)
                 progress.update(task, completed=done, left=f"about {left:.0f} s left" if done < len(waiting) else "")
 
-            classroom.save(gradebook, everyone, entries, left_to_grade)
+            classroom.save(gradebook, everyone, entries, left_to_grade, people)
             at_once = max(1, min(room, machine.count_cores()))
             command = [sys.executable, "-m", "brigade.cli.grade_student", *passed_on]
             classroom.grade_all(waiting, command, at_once=at_once, lock=lock, on_finish=follow)
-    table = classroom.save(gradebook, everyone, entries)
+    identified = classroom.save(gradebook, everyone, entries, people=people)
+    table = identified.table
     report = Console(highlight=False, soft_wrap=True, markup=False)
     kept = len(everyone) - len(waiting)
     report.print(f"{len(everyone)} submissions, {kept} of them unchanged since an earlier grading: {gradebook}")
     for name in others:
         report.print(f"  ignored, because it is neither a directory nor an archive: {name}")
+    if feedback:
+        report.print(f"  feedback for {classroom.write_feedback(feedback, everyone)} submissions: {feedback}")
+    if identified.unknown:
+        report.print(f"  not in the roster: {', '.join(identified.unknown)}")
+    if identified.missing:
+        report.print(f"  no submission: {', '.join(identified.missing)}")
+    for key, names in identified.several.items():
+        report.print(f"  several submissions of {key}: {', '.join(names)}")
     if watched := [line["student"] for line in table if line.get(static_look.HEADING)]:
         report.print(
             f"  please look: {', '.join(map(str, watched))} (they use names that no answer needs; see the gradebook)"
@@ -231,19 +261,28 @@ def run_class(options: argparse.Namespace, entries: Sequence[Module], console: C
         report.print(f"  {conflict}: decide which one counts")
     for check, count in classroom.count_failures(table)[:10]:
         report.print(f"  {count} of {len(everyone)} submissions fail {check}")
-    for group in classroom.find_near_identical(everyone, entries):
+    for group in similarity.find_groups(classroom.read_class(everyone, entries)):
         names = ", ".join(group.names)
         report.print(f"  near-identical in module {group.module}: {names} ({group.share:.0%})")
     return 0 if all(student.fingerprint_file.exists() for student in everyone) else 1
 
 
-def choose_format(options: argparse.Namespace) -> Callable[[Grading], str]:
-    """Return the function that formats the results. Raise CourseError if --meta is malformed or misplaced."""
-    if options.format == "classroom50":
+def choose_format(options: argparse.Namespace, entries: Sequence[Module]) -> Callable[[Grading], str]:
+    """Return the function that formats the results.
+
+    Raise CourseError if --meta or --visibility is malformed or misplaced.
+    """
+    form = options.format or ("gradescope" if options.out else "text")
+    if options.visibility:
+        if form != "gradescope":
+            raise CourseError("--visibility works only with --format gradescope")
+        chosen = visibility.resolve_visibility(options.visibility, entries)
+        return lambda grading: formats.format_gradescope(grading, chosen)
+    if form == "classroom50":
         if malformed := [pair for pair in options.meta if "=" not in pair]:
             raise CourseError(f"--meta {malformed[0]}: write it as NAME=VALUE")
         metadata = formats.read_classroom50_metadata(dict(pair.split("=", 1) for pair in options.meta))
         return lambda grading: formats.format_classroom50(grading, metadata)
     if options.meta:
         raise CourseError("--meta works only with --format classroom50")
-    return formats.WRITERS[options.format or ("gradescope" if options.out else "text")]
+    return formats.WRITERS[form]

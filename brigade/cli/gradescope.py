@@ -1,11 +1,13 @@
 """Build out/gradescope.zip, which an instructor uploads to Gradescope: python -m brigade.cli.gradescope
 
-All other arguments are options of `brigade grade`, used for every submission.
+All other arguments are options of `brigade grade`, used for every submission. Without `--seed`, a seed is drawn and
+written into the archive, so that all uploads are graded with the same cases.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import sys
 from collections.abc import Sequence
 
@@ -13,14 +15,16 @@ from brigade.cli.grade import select_graded_modules
 from brigade.cli.main import parse
 from brigade.course.modules import ROOT, CourseError
 from brigade.grade import gradescope_package
+from brigade.grade.visibility import resolve_visibility
 
 
-def check_options(options: Sequence[str]) -> None:
-    """Raise CourseError, or exit as argparse does, for options that `brigade grade` would refuse on Gradescope."""
+def check_options(options: Sequence[str]) -> argparse.Namespace:
+    """Return the options of `brigade grade`. Raise CourseError, or exit as argparse does, if it would refuse them."""
     chosen = parse(["grade", "--submission", "", *options])
     if chosen.submission or chosen.out or chosen.format:
         raise CourseError("leave out --submission, --out and --format, which run_autograder sets")
-    select_graded_modules(chosen)
+    resolve_visibility(chosen.visibility, select_graded_modules(chosen))
+    return chosen
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,12 +37,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _, options = parser.parse_known_args(arguments)
     archive = ROOT / "out" / "gradescope.zip"
     try:
-        check_options(options)
+        seed = check_options(options).seed
+        if seed is None:
+            seed = random.randrange(10**6)
+            options += ["--seed", str(seed)]
         count = gradescope_package.build(archive, options)
     except CourseError as error:
         print(f"brigade: {error}", file=sys.stderr)
         return 2
     print(f"{archive.relative_to(ROOT)} contains {count} files: upload it as the autograder")
+    print(f"All uploads are graded with seed {seed}. To keep it in a new archive, pass --seed {seed}.")
     return 0
 
 

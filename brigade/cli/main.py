@@ -1,4 +1,4 @@
-"""The command line: check, next, hint, answers, reset, submit, grade, skeletons, bench, leaderboard, trace, plan."""
+"""The command line: the table of commands, and how one of them is run."""
 
 from __future__ import annotations
 
@@ -40,6 +40,20 @@ COMMANDS = (
         "grade",
         "Grade one submission, or a directory of submissions.",
         "brigade grade --submission DIR --out results.json",
+        needs_solutions=True,
+    ),
+    Command(
+        "gradebook",
+        "gradebook",
+        "Merge gradebooks, or export one for Canvas or Moodle.",
+        "brigade gradebook merge week1.csv week2.csv --keep best --out grades.csv",
+        needs_solutions=True,
+    ),
+    Command(
+        "similarity",
+        "similarity",
+        "Write a report on similar submissions of a class.",
+        "brigade similarity submissions --out report.html",
         needs_solutions=True,
     ),
     Command(

@@ -8,10 +8,8 @@ interrupted or repeated run uses the existing results.
 from __future__ import annotations
 
 import contextlib
-import csv
 import fcntl
 import hashlib
-import io
 import json
 import re
 import subprocess
@@ -24,16 +22,15 @@ from pathlib import Path
 
 from brigade.course.modules import MODULES, ROOT, CourseError, Module
 from brigade.course.submission import MAX_SOURCE_BYTES, find
-from brigade.grade import formats, incoming, similarity
+from brigade.grade import feedback, formats, incoming, roster, similarity
+from brigade.grade.gradebook import Row, format_csv
+from brigade.grade.roster import Identified, Person
 from brigade.grade.static_look import HEADING
 
 GRADING_BYTES = 1_000_000_000  # memory for one grading with four ranks: 0.7 GB measured, plus a margin
 TRIES = 2  # attempts, if a grader is killed
 END_S = 20.0  # limit for a grader to clean up
-FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")  # a spreadsheet evaluates cells that begin with one of these
 CODE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
-
-Row = dict[str, "str | int"]
 
 
 @dataclass(frozen=True)
@@ -61,14 +58,15 @@ def get_results_path(gradebook: Path) -> Path:
     return gradebook.with_name(gradebook.name + ".results")
 
 
-def list_students(directory: Path, gradebook: Path) -> tuple[list[Student], list[str]]:
+def list_students(directory: Path, gradebook: Path, *written: Path) -> tuple[list[Student], list[str]]:
     """Return the submissions in a class's directory (directories and archives), and the names of its other entries.
 
-    Raise CourseError if there are no submissions.
+    The gradebook, its results and other files that are `written` are neither. Raise CourseError if there are no
+    submissions.
     """
     if not directory.is_dir():
         raise CourseError(f"there is no directory {directory}")
-    ours = (gradebook, get_results_path(gradebook))
+    ours = (gradebook, get_results_path(gradebook), *written)
     entries = [path for path in sorted(directory.iterdir()) if path.name[0] != "." and path not in ours]
     found = [path for path in entries if path.is_dir() or path.name.lower().endswith(incoming.ARCHIVES)]
     if not found:
@@ -231,29 +229,35 @@ def collect_notes(student: Student, *notes: str) -> str:
     return " / ".join(filter(None, [student.conflict, *notes]))
 
 
-def format_csv(table: Sequence[Row]) -> str:
-    """Return the table as CSV, with the columns of all rows."""
-    longest = max(table, key=len)  # contains all checks, in order
-    columns = list(dict.fromkeys(column for row in (longest, *table) for column in row))
-    text = io.StringIO()
-    writer = csv.DictWriter(text, columns, restval="")
-    writer.writeheader()
-    writer.writerows({key: escape_formula(value) for key, value in row.items()} for row in table)
-    return text.getvalue()
-
-
-def escape_formula(value: str | int) -> str | int:
-    """Return a cell that a spreadsheet does not evaluate as a formula."""
-    return "'" + value if isinstance(value, str) and value.startswith(FORMULA) else value
-
-
 def save(
-    gradebook: Path, everyone: Sequence[Student], entries: Sequence[Module], waiting: Container[Student] = ()
-) -> list[Row]:
-    """Write the gradebook and return its rows. Those of students who are still `waiting` have no score."""
+    gradebook: Path,
+    everyone: Sequence[Student],
+    entries: Sequence[Module],
+    waiting: Container[Student] = (),
+    people: Sequence[Person] = (),
+) -> Identified:
+    """Write the gradebook and return its rows. Those of students who are still `waiting` have no score.
+
+    `people` is the roster, if there is one.
+    """
     table = [make_row(student, entries, waiting) for student in everyone]
-    formats.write(gradebook, format_csv(table))
-    return table
+    names = [remove_archive_suffix(student.path) for student in everyone]
+    identified = roster.identify(table, people, names) if people else Identified(table, [], [], {})
+    formats.write(gradebook, format_csv(identified.table))
+    return identified
+
+
+def write_feedback(directory: Path, everyone: Sequence[Student]) -> int:
+    """Write each graded student's feedback as text and as a web page. Return the number of students."""
+    directory.mkdir(mode=0o700, exist_ok=True)
+    count = 0
+    for student in everyone:
+        with contextlib.suppress(FileNotFoundError):  # the grader gave no results
+            result = json.loads(student.results.read_text())
+            formats.write(directory / f"{student.path.name}.txt", feedback.format_text(result))
+            formats.write(directory / f"{student.path.name}.html", feedback.format_html(student.name, result))
+            count += 1
+    return count
 
 
 def count_failures(table: Sequence[Row]) -> list[tuple[str, int]]:
@@ -263,8 +267,8 @@ def count_failures(table: Sequence[Row]) -> list[tuple[str, int]]:
     ).most_common()
 
 
-def find_near_identical(everyone: Sequence[Student], entries: Sequence[Module]) -> list[similarity.Group]:
-    """Return groups of students with similar modules.
+def read_class(everyone: Sequence[Student], entries: Sequence[Module]) -> similarity.ClassTexts:
+    """Return the texts of all students, and those that everybody has: skeletons, readings and hints.
 
     The course's own answers are compared too, under the names of their directories.
     """
@@ -283,4 +287,4 @@ def find_near_identical(everyone: Sequence[Student], entries: Sequence[Module]) 
             ),  # the skeleton, and the measuring scripts
             *map(textwrap.dedent, CODE.findall(reading)),
         ]
-    return similarity.find_groups(texts, given)
+    return similarity.ClassTexts(texts, given, reference=set(texts) - {student.name for student in everyone})

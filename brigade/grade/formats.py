@@ -19,8 +19,10 @@ from brigade.checks import render
 from brigade.checks.verdict import Outcome, Verdict
 from brigade.course import written
 from brigade.course.modules import CourseError, get_module
+from brigade.grade import feedback
 from brigade.grade.outcome import UNFINISHED, Grading
 from brigade.grade.static_look import HEADING
+from brigade.grade.visibility import VISIBLE, Visibility
 
 SCREEN_LINES, SCREEN_CHARACTERS = 40, 4_000  # of feedback for one check
 PRINTED_LINES, PRINTED_CHARACTERS = 10, 200  # of each rank, and of each line
@@ -56,10 +58,12 @@ def write(path: Path, text: str) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def format_heading(grading: Grading) -> str:
+def format_heading(grading: Grading, shows_score: bool = True) -> str:
     """Return the score, the seed, the written points that are not in it and the remarks, one per line."""
-    score = f"{grading.score} of {grading.max_score} points, seed {grading.seed}"
-    return "\n".join([score, *filter(None, [format_written_points(grading)]), *list_remarks(grading)])
+    lines = feedback.list_heading(encode_grading(grading))
+    if not shows_score:
+        lines[0] = f"Some checks are hidden, and so is the score. Seed {grading.seed}"
+    return "\n".join(lines)
 
 
 def format_written_points(grading: Grading) -> str:
@@ -107,7 +111,12 @@ def make_printable(text: str) -> str:
 
 def format_json(grading: Grading) -> str:
     """Return the complete grading as JSON."""
-    result = {
+    return json.dumps(encode_grading(grading), indent=2) + "\n"
+
+
+def encode_grading(grading: Grading) -> dict[str, Any]:
+    """Return the complete grading as a dict that JSON can represent."""
+    return {
         "score": grading.score,
         "max_score": grading.max_score,
         "seed": grading.seed,
@@ -133,7 +142,6 @@ def format_json(grading: Grading) -> str:
             for outcome in grading.outcomes
         ],
     }
-    return json.dumps(result, indent=2) + "\n"
 
 
 def encode_verdict(verdict: Verdict) -> dict[str, Any]:
@@ -150,8 +158,14 @@ def encode_verdict(verdict: Verdict) -> dict[str, Any]:
     return asdict(verdict) | cut | {"location": place}
 
 
-def format_gradescope(grading: Grading) -> str:
-    """Return Gradescope's results.json."""
+def format_gradescope(grading: Grading, visibility: Visibility | None = None) -> str:
+    """Return Gradescope's results.json.
+
+    If students do not see all checks, the text for them has no score, and there is no leaderboard. Gradescope hides the
+    total then.
+    """
+    visibility = visibility or {}
+    shows_all = all(value == VISIBLE for value in visibility.values())
     tests = [
         {
             "score": outcome.score,
@@ -162,7 +176,7 @@ def format_gradescope(grading: Grading) -> str:
             "output": format_feedback(outcome),
             "output_format": "text",
             "tags": [f"module {outcome.check.module}", outcome.check.name],
-            "visibility": "visible",
+            "visibility": visibility.get((number, outcome.check.name), VISIBLE),
         }
         for number, outcomes in grading.modules()
         for place, outcome in enumerate(outcomes, 1)
@@ -182,12 +196,13 @@ def format_gradescope(grading: Grading) -> str:
     result = {
         "score": grading.score,
         "execution_time": round(grading.seconds, 3),
-        "output": format_heading(grading),
-        "visibility": "visible",
+        "output": format_heading(grading, shows_all),
+        "visibility": VISIBLE,
         "stdout_visibility": "hidden",
         "tests": tests,
-        "leaderboard": [{"name": "Points", "value": grading.score, "order": "desc"}],
     }
+    if shows_all:
+        result["leaderboard"] = [{"name": "Points", "value": grading.score, "order": "desc"}]
     return json.dumps(result, indent=2) + "\n"
 
 
@@ -254,6 +269,7 @@ def read_classroom50_metadata(given: Mapping[str, str]) -> dict[str, Any]:
 
 def format_junit(grading: Grading) -> str:
     """Return JUnit XML with a suite for each module. The system-out of each contains the score and the remarks."""
+    heading = format_heading(grading)
     top = ElementTree.Element("testsuites", name="Bucket Brigade", time=f"{grading.seconds:.3f}")
     for number, outcomes in grading.modules():
         package = get_module(number).package
@@ -274,7 +290,7 @@ def format_junit(grading: Grading) -> str:
             if not outcome.passed:
                 failure = ElementTree.SubElement(case, "failure", message=f"0 of {outcome.check.points} points")
                 failure.text = format_feedback(outcome)
-        ElementTree.SubElement(suite, "system-out").text = format_heading(grading)
+        ElementTree.SubElement(suite, "system-out").text = heading
     if findings := format_findings(grading):
         counts = dict.fromkeys(("tests", "failures", "errors", "skipped"), "0")
         suite = ElementTree.SubElement(top, "testsuite", name=HEADING, **counts)
@@ -285,18 +301,11 @@ def format_junit(grading: Grading) -> str:
 
 def format_text(grading: Grading) -> str:
     """Return text for people: the score, then every module, with the feedback on failed checks."""
-    lines = [format_heading(grading), f"{grading.started:%Y-%m-%d %H:%M:%S} UTC", ""]
-    for number, outcomes in grading.modules():
-        earned, possible = sum(o.score for o in outcomes), sum(o.check.points for o in outcomes)
-        lines.append(f"Module {number}: {get_module(number).title}, {earned} of {possible} points")
-        for outcome in outcomes:
-            mark = "+" if outcome.passed else "-"
-            lines.append(f"  {mark} {outcome.score}/{outcome.check.points}  {outcome.check.title}")
-            lines += [" " * 9 + line for line in format_feedback(outcome).splitlines()]
-        lines.append("")
+    text = feedback.format_text(encode_grading(grading))
     if findings := format_findings(grading):
-        lines += [HEADING.capitalize(), *(" " * 2 + line for line in findings.splitlines()), ""]
-    return "\n".join(lines)
+        lines = [HEADING.capitalize(), *(" " * 2 + line for line in findings.splitlines()), ""]
+        text += "\n" + "\n".join(lines)
+    return text
 
 
 WRITERS: dict[str, Callable[[Grading], str]] = {

@@ -17,19 +17,39 @@ from __future__ import annotations
 
 import ast
 import io
+import itertools
 import keyword
 import tokenize
 import warnings
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
-from itertools import combinations
 
 RUN = 12  # tokens, about two lines
 ENOUGH = 150  # the smallest number of own runs of a module that is compared
 ALIKE = 0.65
+FEW = 40  # the same for the report on pairs, which shows the texts, so that a person can decide
+SHOWN = 0.3
+MOST_PLACES = 20  # of a run in one text
 
 LEFT_OUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.ENCODING, tokenize.ENDMARKER}
 KINDS = {tokenize.NUMBER, tokenize.STRING, tokenize.INDENT, tokenize.DEDENT}
+
+
+Runs = dict[int, "list[tuple[range, ...]]"]  # by hash: the places of a run, which are the lines of its tokens
+Matches = tuple["dict[int, int]", "dict[int, int]"]  # lines of each of two texts, each with its line in the other text
+
+
+@dataclass(frozen=True)
+class ClassTexts:
+    """The texts to compare: `own[name][n]` is module n of a submission, and `given[n]` are texts that everybody has.
+
+    `reference` names those of the submissions that are the course's own answers.
+    """
+
+    own: Mapping[str, Mapping[int, str]]
+    given: Mapping[int, Sequence[str]]
+    reference: Collection[str] = ()
 
 
 @dataclass(frozen=True)
@@ -39,6 +59,19 @@ class Group:
     module: int
     names: tuple[str, ...]
     share: float
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two submissions with a similar module, and how similar they are, from 0 to 1.
+
+    `size` is the number of runs in the shorter one that not everybody has.
+    """
+
+    module: int
+    names: tuple[str, str]
+    share: float
+    size: int
 
 
 class Plain(ast.NodeTransformer):
@@ -53,7 +86,7 @@ class Plain(ast.NodeTransformer):
         if isinstance(node, ast.arg):
             node.annotation = None
         if isinstance(node, ast.AnnAssign) and node.value:
-            return ast.Assign([node.target], node.value, lineno=node.lineno)
+            return ast.copy_location(ast.Assign([node.target], node.value), node)
         return node
 
 
@@ -62,50 +95,96 @@ def is_text(statement: ast.stmt) -> bool:
     return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
 
 
-def tokenize_text(text: str) -> list[str]:
-    """Return the tokens of a text up to the first error, with names and values replaced by their kinds."""
+def tokenize_text(text: str) -> list[tuple[str, int]]:
+    """Return the tokens of a text up to the first error, with names and values replaced by their kinds.
+
+    Each token comes with its line.
+    """
     tokens = []
     try:
         for token in tokenize.generate_tokens(io.StringIO(text).readline):
             if token.type in KINDS:
-                tokens.append(tokenize.tok_name[token.type])
+                tokens.append((tokenize.tok_name[token.type], token.start[0]))
             elif token.type == tokenize.NAME and not keyword.iskeyword(token.string):
-                tokens.append("NAME")
+                tokens.append(("NAME", token.start[0]))
             elif token.type not in LEFT_OUT:
-                tokens.append(token.string)
+                tokens.append((token.string, token.start[0]))
     except (tokenize.TokenError, SyntaxError):
         pass
     return tokens
 
 
-def hash_runs(text: str) -> set[int]:
-    """Return the hashes of all runs of RUN tokens within each function, or in the whole text if it has none."""
+def find_runs(text: str) -> Runs:
+    """Return all runs of RUN tokens within each function, or in the whole text if it has none.
+
+    Each run, as a hash, comes with its first MOST_PLACES places.
+    """
+    runs: Runs = {}
+    for part, lines_of in split_functions(text):
+        tokens = tokenize_text(part)
+        words = tuple(word for word, _ in tokens)
+        lines = tuple(lines_of.get(line, range(0)) for _, line in tokens)
+        for start in range(len(words) - RUN + 1):
+            places = runs.setdefault(hash(words[start : start + RUN]), [])
+            if len(places) < MOST_PLACES:
+                places.append(lines[start : start + RUN])
+    return runs
+
+
+def split_functions(text: str) -> list[tuple[str, dict[int, range]]]:
+    """Return each function's plain text, or the whole text if it has no functions or is not Python.
+
+    Each comes with the lines of `text` that became each of its lines.
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about a stranger's escape sequences
             tree = Plain().visit(ast.parse(text))
         functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-        parts = [ast.unparse(node) for node in functions or [tree]]
+        parts = [(ast.unparse(node), node) for node in functions or [tree]]
+        return [(part, match_lines(node, ast.parse(part))) for part, node in parts]
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        parts = [text]
-    words = [tokenize_text(part) for part in parts]
-    return {hash(tuple(part[place : place + RUN])) for part in words for place in range(len(part) - RUN + 1)}
+        return [(text, {line: range(line, line + 1) for line in range(1, text.count("\n") + 2)})]
 
 
-def find_groups(texts: Mapping[str, Mapping[int, str]], given: Mapping[int, Iterable[str]]) -> list[Group]:
-    """Return the groups of similar submissions, by module. Each member shares ALIKE or more with another member.
+def match_lines(node: ast.AST, plain: ast.AST) -> dict[int, range]:
+    """Return, for each line of `plain`, the lines of the same statement in `node`: of a block, only the first."""
+    theirs = [statement for statement in ast.walk(node) if isinstance(statement, ast.stmt)]
+    ours = [statement for statement in ast.walk(plain) if isinstance(statement, ast.stmt)]
+    lines = {}
+    for one, other in zip(theirs, ours):
+        if hasattr(one, "lineno"):  # `Plain` adds `pass` to an empty function
+            is_simple = not any(isinstance(child, ast.stmt) for child in ast.iter_child_nodes(one))
+            lines[other.lineno] = range(one.lineno, (one.end_lineno if is_simple else one.lineno) + 1)
+    return lines
 
-    `texts[name][n]` is the text of module n. `given[n]` are the texts of module n that everybody has.
-    """
+
+def find_common_runs(texts: ClassTexts, number: int) -> frozenset[int]:
+    """Return the runs of a module that everybody has."""
+    return frozenset().union(*map(find_runs, texts.given[number]))
+
+
+def find_own_runs(texts: ClassTexts, number: int, fewest: int) -> dict[str, frozenset[int]]:
+    """Return the runs in each submission's module that not everybody has, if they are at least `fewest`, by name."""
+    common = find_common_runs(texts, number)
+    own = {name: frozenset(find_runs(texts.own[name].get(number, ""))) - common for name in sorted(texts.own)}
+    return {name: runs for name, runs in own.items() if len(runs) >= fewest}
+
+
+def compute_share(one: Set[int], other: Set[int]) -> float:
+    """Return the share of the smaller set of runs that is in the larger one."""
+    return len(one & other) / min(len(one), len(other))
+
+
+def find_groups(texts: ClassTexts) -> list[Group]:
+    """Return the groups of similar submissions, by module. Each member shares ALIKE or more with another member."""
     groups = []
-    for number, everybodys in given.items():
-        common = set().union(*map(hash_runs, everybodys))
-        own = {name: hash_runs(modules[number]) - common for name, modules in texts.items() if number in modules}
-        own = {name: found for name, found in own.items() if len(found) >= ENOUGH}
+    for number in texts.given:
+        own = find_own_runs(texts, number, ENOUGH)
         joined = {name: {name} for name in own}
         shares = {}
-        for one, other in combinations(sorted(own), 2):
-            share = len(own[one] & own[other]) / min(len(own[one]), len(own[other]))
+        for one, other in itertools.combinations(own, 2):
+            share = compute_share(own[one], own[other])
             if share >= ALIKE:
                 shares[one] = min(share, shares.get(one, share))
                 both = joined[one] | joined[other]
@@ -113,3 +192,45 @@ def find_groups(texts: Mapping[str, Mapping[int, str]], given: Mapping[int, Iter
         for names in sorted({tuple(sorted(names)) for names in joined.values() if len(names) > 1}):
             groups.append(Group(number, names, min(shares[name] for name in names if name in shares)))
     return groups
+
+
+def find_pairs(texts: ClassTexts) -> list[Pair]:
+    """Return the pairs of submissions that share SHOWN or more of a module, the most similar first.
+
+    Pairs of the course's own answers are left out.
+    """
+    pairs = []
+    for number in texts.given:
+        own = find_own_runs(texts, number, FEW)
+        for one, other in itertools.combinations(own, 2):
+            share = compute_share(own[one], own[other])
+            if share >= SHOWN and not (one in texts.reference and other in texts.reference):
+                pairs.append(Pair(number, (one, other), share, min(len(own[one]), len(own[other]))))
+    return sorted(pairs, key=lambda pair: (-pair.share, -pair.size, pair.module, pair.names))
+
+
+def match_pairs(pairs: Sequence[Pair], texts: ClassTexts) -> list[Matches]:
+    """Return the lines that the submissions of each pair share."""
+    common = {number: find_common_runs(texts, number) for number in {pair.module for pair in pairs}}
+    matches = []
+    for pair in pairs:
+        one, other = (
+            {run: places for run, places in runs.items() if run not in common[pair.module]}
+            for runs in (find_runs(texts.own[name][pair.module]) for name in pair.names)
+        )
+        matches.append((match_runs(one, other), match_runs(other, one)))
+    return matches
+
+
+def match_runs(one: Runs, other: Runs) -> dict[int, int]:
+    """Return the lines of a submission that are in another one too, each with its line there.
+
+    A run can be in several places. A line belongs to the one with which it shares most runs.
+    """
+    votes: dict[int, Counter[int]] = {}
+    for run in one.keys() & other.keys():
+        for place, theirs in itertools.product(one[run], other[run]):
+            for end in (0, -1):  # a run has about two lines
+                for line in place[end]:
+                    votes.setdefault(line, Counter()).update(theirs[end][:1])
+    return {line: max(sorted(found), key=found.get) for line, found in sorted(votes.items()) if found}

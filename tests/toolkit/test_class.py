@@ -15,10 +15,13 @@ import zipfile
 import psutil
 import pytest
 
+from brigade.checks.verdict import Outcome, Verdict
 from brigade.cli import main as cli
+from brigade.course.listing import list_checks
 from brigade.course.modules import MODULES, ROOT, CourseError, get_module
-from brigade.grade import classroom, similarity
-from brigade.grade.outcome import UNFINISHED
+from brigade.grade import classroom, formats, gradebook, similarity, similarity_report
+from brigade.grade.outcome import UNFINISHED, Grading
+from brigade.grade.static_look import Finding
 
 
 def answer(number, place="solutions"):
@@ -89,7 +92,7 @@ def small_class(directory, **points):
 
 def test_a_class_from_beginning_to_end(tmp_path):
     """Two right submissions, one with a mistake, one that is not Python, one without modules; and an essay."""
-    directory, gradebook = tmp_path / "submissions", tmp_path / "grades.csv"
+    directory, table_file = tmp_path / "submissions", tmp_path / "grades.csv"
     wrong = answer(1).replace("[*module.parameters(), *module.buffers()]", "module.parameters()")
     hand_in(directory, "ada", {1: answer(1), 4: answer(4)})
     hand_in(directory, "ada.zip", {1: wrong, 2: answer(2)})
@@ -98,7 +101,7 @@ def test_a_class_from_beginning_to_end(tmp_path):
     (directory / "dora").mkdir()
     (directory / "dora" / "notes.ipynb").write_text("{}")
     (directory / "essay.pdf").write_text("not code")
-    command = [sys.executable, "-m", "brigade.cli", "grade", "--class", str(directory), "--gradebook", str(gradebook)]
+    command = [sys.executable, "-m", "brigade.cli", "grade", "--class", str(directory), "--gradebook", str(table_file)]
     done = subprocess.run([*command, "--modules", "1"], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert (
@@ -110,7 +113,7 @@ def test_a_class_from_beginning_to_end(tmp_path):
     [copy] = [line for line in done.stdout.splitlines() if "near-identical" in line]
     assert copy == "  near-identical in module 1: =bob-flat, tests/alternatives/ (100%)"
     assert sorted(done.stderr.splitlines())[0] == "=bob-flat: 8 points"
-    table = gradebook_rows(gradebook)
+    table = gradebook_rows(table_file)
     assert [(row["student"], row["score"], row["max"], row["1.buffers_start_equal"]) for row in table] == [
         ("'=bob-flat", "8", "8", "1"),
         ("ada", "8", "8", "1"),
@@ -297,9 +300,9 @@ def test_names_of_submissions(tmp_path):
 
 @pytest.mark.parametrize("name", ["=1+1", "+1", "-1", "@A1", "\t=1", "\r=1"])
 def test_a_name_is_no_formula(name):
-    [row] = csv.DictReader(classroom.format_csv([{"student": name, "score": 1}]).splitlines(keepends=True))
+    [row] = csv.DictReader(gradebook.format_csv([{"student": name, "score": 1}]).splitlines(keepends=True))
     assert row["student"].startswith("'")
-    assert classroom.escape_formula(-1) == -1 and classroom.escape_formula("o=o") == "o=o"
+    assert gradebook.escape_formula(-1) == -1 and gradebook.escape_formula("o=o") == "o=o"
 
 
 def test_columns_do_not_depend_on_who_comes_first():
@@ -307,8 +310,37 @@ def test_columns_do_not_depend_on_who_comes_first():
     unknown = {"student": "a", "score": 0, "max": 8, "module 1": 0, "note": "did not finish"}
     nothing = {"student": "c", "score": 0, "note": "the grader gave no results: see c.log"}
     for table in ([unknown, known, nothing], [nothing, known, unknown]):
-        assert classroom.format_csv(table).splitlines()[0] == "student,score,max,module 1,1.a,1.b,note"
+        assert gradebook.format_csv(table).splitlines()[0] == "student,score,max,module 1,1.a,1.b,note"
     assert classroom.count_failures([known, unknown, nothing, known]) == [("1.b", 2)]
+
+
+# What students get
+
+
+def test_feedback_is_text_and_a_page_in_which_nothing_is_markup(tmp_path):
+    outcomes = [Outcome(check) for check in list_checks(get_module(1))[:2]]
+    outcomes[0].status, outcomes[1].status = "passed", "failed"
+    outcomes[1].verdict = Verdict("averages", "<script>alert(1)</script>")
+    grading = Grading(
+        outcomes, 7, findings=[Finding("naive_ddp.py", (1,), "os", "for the instructor only")], finished=True
+    )
+    for name in ("<b>ada", "bob"):
+        (tmp_path / name).mkdir()
+    [ada, bob], _ = classroom.list_students(tmp_path, tmp_path / "grades.csv")
+    ada.results.parent.mkdir()
+    ada.results.write_text(formats.format_json(grading))
+    assert classroom.write_feedback(tmp_path / "feedback", [ada, bob]) == 1
+    text, page = [(tmp_path / "feedback" / f"<b>ada.{ending}").read_text() for ending in ("txt", "html")]
+    assert text.startswith("1 of 2 points, seed 7\n") and f"  + 1/1  {outcomes[0].check.title}\n" in text
+    assert "Got:          <script>alert(1)</script>\n" in text
+    assert "&lt;script&gt;alert(1)" in page and "<script" not in page and "Feedback for &lt;b&gt;ada</h1>" in page
+    assert "instructor" not in text + page
+    assert not list((tmp_path / "feedback").glob("bob*"))
+    assert [s.name for s in classroom.list_students(tmp_path, tmp_path / "x", tmp_path / "feedback")[0]] == [
+        "<b>ada",
+        "bob",
+        "grades.csv.results",
+    ]
 
 
 # Copies
@@ -352,7 +384,8 @@ def disguise(text):
 def groups(number, texts):
     """Return the groups reported for module n, as names -> share."""
     everyone = [SimpleStudent(name, {number: text}) for name, text in texts.items()]
-    return {group.names: group.share for group in classroom.find_near_identical(everyone, [get_module(number)])}
+    texts = classroom.read_class(everyone, [get_module(number)])
+    return {group.names: group.share for group in similarity.find_groups(texts)}
 
 
 class SimpleStudent:
@@ -388,6 +421,28 @@ def test_what_is_not_copied_is_not_reported(entry, texts_given):
     assert groups(entry.number, {"ada": skeleton, "bob": skeleton, "carl": "", "dora": "def f(:\n" * 9}) == {}
     if entry.number in (1, 2, 3, 7):
         assert groups(entry.number, {"ada": answer(entry.number), "bob": disguise(answer(entry.number))}) == {}
+
+
+@pytest.mark.parametrize("number", [1, 4])
+def test_the_report_ranks_copies_first_and_shows_both_texts(number, texts_given, monkeypatch):
+    """In a short and a long module, renamed copies come before the reference and the alternative."""
+    monkeypatch.setattr(similarity, "SHOWN", 0)  # list independent answers too
+    original = answer(number) + "\n# <script>alert(1)</script>\n"
+    copies = {"ada": original, "bob": disguise(original), "carl": answer(number, "tests/alternatives"), "dora": "x = 1"}
+    everyone = [SimpleStudent(name, {number: text}) for name, text in copies.items()]
+    texts = classroom.read_class(everyone, [get_module(number)])
+    pairs = similarity.find_pairs(texts)
+    copied = {("ada", "bob"), ("ada", "solutions/"), ("bob", "solutions/"), ("carl", "tests/alternatives/")}
+    assert {pair.names for pair in pairs[:4]} == copied and len(pairs) > 4
+    assert pairs[3].share > 0.95 and pairs[4].share < 0.2
+    page = similarity_report.format_report(pairs, texts)
+    assert "&lt;script&gt;alert(1)" in page and "<script" not in page and "dora" not in page
+    [(marked, _)] = similarity.match_pairs([pair for pair in pairs if pair.names == ("ada", "bob")], texts)
+    first_words = [
+        (original.splitlines()[line - 1].split()[0], copies["bob"].splitlines()[other - 1].replace("_2", "").split()[0])
+        for line, other in marked.items()
+    ]
+    assert len(first_words) > 10 and not [pair for pair in first_words if pair[0] != pair[1]]
 
 
 def test_answers_along_the_hints_are_not_reported(texts_given):

@@ -23,6 +23,7 @@ from brigade.course.modules import CORE_MODULES, MODULES, ROOT, CourseError, get
 from brigade.course.parts import Part
 from brigade.grade import formats, grading
 from brigade.grade.outcome import UNFINISHED, Grading, make_empty_grading
+from brigade.grade.visibility import resolve_visibility
 from brigade.runner import ranks
 
 INTEGER, NUMBER, TEXT = {"type": "integer", "minimum": 0}, {"type": "number", "minimum": 0}, {"type": "string"}
@@ -49,6 +50,7 @@ def some(of):
 
 SHOWN = {"enum": ["hidden", "after_due_date", "after_published", "visible"]}
 GRADESCOPE = make_object_schema(
+    "leaderboard",
     score=INTEGER,
     execution_time=NUMBER,
     output=TEXT,
@@ -297,6 +299,22 @@ def test_results_are_valid_in_every_state(form, monkeypatch):
         text = formats.format_classroom50(state, metadata) if form == "classroom50" else formats.WRITERS[form](state)
         assert read_validated(text, form) == (score, most, unfinished)
         assert text.isprintable() or set(filter(lambda c: not c.isprintable(), text)) == {"\n"}
+
+
+def test_students_see_what_the_instructor_chooses():
+    """A check's own setting counts before its module's, and that before its part's. A hidden check hides the score."""
+    [state, *_] = states()
+    settings = ["test_steps_and_subgroups=visible", "4=hidden", "core=after_due_date"]
+    chosen = resolve_visibility(settings, CORE_MODULES)
+    result = json.loads(formats.format_gradescope(state[0], chosen))
+    validate(result, GRADESCOPE)
+    seen = {tuple(test["tags"]): test["visibility"] for test in result["tests"]}
+    assert seen["module 4", "test_steps_and_subgroups"] == "visible"
+    assert seen["module 4", "test_gradients_are_averaged"] == "hidden"
+    assert seen["module 1", "test_gradients_are_averaged"] == "after_due_date"
+    assert "leaderboard" not in result and "of 100 points" not in result["output"] and "Seed 7" in result["output"]
+    everything = json.loads(formats.format_gradescope(state[0], resolve_visibility(["core=visible"], CORE_MODULES)))
+    assert everything == json.loads(formats.format_gradescope(state[0]))
 
 
 def test_classroom50_fields_come_from_options_and_environment(monkeypatch):
@@ -641,6 +659,9 @@ def test_what_could_meddle_is_named(grade, submit):
 # What the user typed
 
 
+GRADESCOPE_OPTIONS = ["--submission", "lessons", "--format", "gradescope", "--visibility"]
+
+
 @pytest.mark.parametrize(
     ("options", "line"),
     [
@@ -655,6 +676,10 @@ def test_what_could_meddle_is_named(grade, submit):
         (["--submission", "lessons", "--format", "classroom50", "--meta", "shoe=4"], "shoe: Classroom 50 has no such"),
         (["--submission", "lessons", "--format", "classroom50", "--meta", "owner"], "write it as NAME=VALUE"),
         (["--submission", "lessons", "--meta", "owner=ada"], "--meta works only with --format classroom50"),
+        (["--submission", "lessons", "--visibility", "core=hidden"], "works only with --format gradescope"),
+        ([*GRADESCOPE_OPTIONS, "core"], "write it as NAME=VALUE; VALUE is visible, hidden, after_due_date"),
+        ([*GRADESCOPE_OPTIONS, "9=hidden"], "9 is not a part (core), a module (1, 2, "),
+        (["--submission", "lessons", "--roster", "a.csv"], "--roster and --feedback work only with --class"),
         (["--submission", "lessons", "--gradebook", "a.csv"], "--gradebook works only with --class"),
         (["--submission", "lessons", "--limit", "nan"], "--limit nan: expected a number above 0"),
         (["--class", "lessons", "--memory-gb", "-1"], "--memory-gb -1: expected a number above 0"),

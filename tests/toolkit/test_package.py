@@ -164,6 +164,7 @@ def test_its_requirements_are_the_pinned_ones_for_grading(archive):
         (["--limit", "soon"], "invalid float value: 'soon'"),
         (["--class", "."], "not allowed with"),
         (["--out", "x.json"], "which run_autograder sets"),
+        (["--visibility", "test_nothing=hidden"], "test_nothing is not a part (core), a module (1, "),
     ],
 )
 def test_wrong_options_are_found_when_it_is_built(options, line, monkeypatch, capsys):
@@ -173,6 +174,18 @@ def test_wrong_options_are_found_when_it_is_built(options, line, monkeypatch, ca
     except SystemExit as leaving:
         status = leaving.code
     assert status == 2 and line in capsys.readouterr().err
+
+
+def test_all_uploads_get_one_seed(monkeypatch, capsys):
+    """It is drawn when the archive is made, unless the instructor gives one."""
+    built = []
+    monkeypatch.setattr(package, "build", lambda archive, options: built.append(options) or 1)
+    for options in ([], [], ["--modules", "1", "--seed", "7"]):
+        assert package_command.main(options) == 0
+    first, second, given = built
+    assert given == ["--modules", "1", "--seed", "7"]
+    assert first != second and [name for name, _ in (first, second)] == ["--seed", "--seed"]
+    assert f"with seed {first[1]}." in capsys.readouterr().out
 
 
 def test_setup_prints_its_commands_and_runs_none(archive, tmp_path):

@@ -1,0 +1,88 @@
+"""brigade gradebook: merge the gradebooks of a term, and export them for a platform."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from rich.console import Console
+
+from brigade.course.modules import CourseError, resolve_results_file
+from brigade.grade import formats, gradebook
+
+
+def add_gradebook_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the actions of `brigade gradebook` and their options."""
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    merge = actions.add_parser(
+        "merge",
+        help="merge gradebooks into one",
+        description="Merge gradebooks into one, with one row per student and the points of all modules.",
+        epilog="Example: brigade gradebook merge week2.csv week2-late.csv --keep best --late week2-late.csv=20 "
+        "--out grades.csv",
+    )
+    merge.add_argument("gradebooks", nargs="+", metavar="FILE.csv", help="gradebooks, the earliest first")
+    merge.add_argument(
+        "--keep", required=True, choices=("best", "last"), help="which points to keep if several have the same module"
+    )
+    merge.add_argument(
+        "--late",
+        action="append",
+        default=[],
+        metavar="FILE.csv=PERCENT",
+        help="take this percentage off the points in a gradebook; you can repeat this option",
+    )
+    merge.set_defaults(action=merge_gradebooks)
+    export = actions.add_parser(
+        "export",
+        help="write a gradebook for Canvas or Moodle",
+        description="Write the points of each module in the form that Canvas or Moodle imports. The gradebook needs "
+        "the columns of a roster: grade the class with --roster.",
+        epilog="Example: brigade gradebook export grades.csv --to canvas --out canvas.csv",
+    )
+    export.add_argument("gradebook", metavar="FILE.csv", help="a gradebook, merged or not")
+    export.add_argument("--to", required=True, choices=tuple(gradebook.EXPORTS), help="the platform")
+    export.set_defaults(action=export_gradebook)
+    for action in (merge, export):
+        action.add_argument("--out", required=True, metavar="FILE.csv", help="the file to write")
+
+
+def run_gradebook(options: argparse.Namespace) -> int:
+    """Run the chosen action. Return the exit status 0."""
+    out = resolve_results_file(options.out)
+    console = Console(highlight=False, soft_wrap=True, markup=False)
+    options.action(options, out, console)
+    return 0
+
+
+def merge_gradebooks(options: argparse.Namespace, out: Path, console: Console) -> None:
+    """Merge the gradebooks into `out`. Raise CourseError if one is not a gradebook, or if --late is wrong."""
+    penalties = dict(parse_penalty(text, options.gradebooks) for text in options.late)
+    tables = {name: gradebook.read_gradebook(Path(name)) for name in options.gradebooks}
+    table = gradebook.merge(tables, options.keep, penalties)
+    formats.write(out, gradebook.format_csv(table))
+    console.print(f"{len(table)} students from {len(tables)} gradebooks: {out}")
+
+
+def parse_penalty(text: str, names: list[str]) -> tuple[str, float]:
+    """Return the gradebook and the percentage of "week2-late.csv=20". Raise CourseError if it is neither."""
+    name, _, percent = text.rpartition("=")
+    if name not in names:
+        raise CourseError(f"--late {text}: write it as FILE.csv=PERCENT, with one of the gradebooks to merge")
+    try:
+        value = float(percent)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 100:
+        raise CourseError(f"--late {text}: expected a percentage from 0 to 100")
+    return name, value
+
+
+def export_gradebook(options: argparse.Namespace, out: Path, console: Console) -> None:
+    """Export the gradebook to `out` and list the students who are left out."""
+    table = gradebook.read_gradebook(Path(options.gradebook))
+    text, others = gradebook.EXPORTS[options.to](table)
+    formats.write(out, text)
+    console.print(f"{len(table) - len(others)} students for {options.to.capitalize()}: {out}")
+    for student in others:
+        console.print(f"  left out, because the roster does not identify them: {student}")

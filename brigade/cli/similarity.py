@@ -1,0 +1,33 @@
+"""brigade similarity: compare the submissions of a class with each other and with the course's answers."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from rich.console import Console
+
+from brigade.course.modules import MODULES, resolve_results_file
+from brigade.grade import classroom, formats, similarity, similarity_report
+
+PRINTED = 10  # pairs in the terminal
+
+
+def add_similarity_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `brigade similarity`."""
+    parser.add_argument("directory", metavar="DIR", help="a directory with one entry per student, as for grade --class")
+    parser.add_argument("--out", required=True, metavar="FILE.html", help="the report to write, one web page")
+
+
+def run_similarity(options: argparse.Namespace) -> int:
+    """Write the report on similar pairs and print the first of them. Return the exit status 0."""
+    out = resolve_results_file(options.out)
+    everyone, _ = classroom.list_students(Path(options.directory).resolve(), out)
+    texts = classroom.read_class(everyone, MODULES)
+    pairs = similarity.find_pairs(texts)
+    formats.write(out, similarity_report.format_report(pairs, texts))
+    console = Console(highlight=False, soft_wrap=True, markup=False)
+    console.print(f"{len(everyone)} submissions, {len(pairs)} similar pairs: {out}")
+    for pair in pairs[:PRINTED]:
+        console.print(f"  {pair.share:4.0%} of module {pair.module}: {' and '.join(pair.names)}")
+    return 0

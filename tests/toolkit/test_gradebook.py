@@ -1,0 +1,162 @@
+"""Gradebooks of a term: the roster, merging, and what Canvas and Moodle import. No submission is graded here."""
+
+import csv
+
+import pytest
+
+from brigade.cli import main as cli
+from brigade.course.modules import CourseError, get_module
+from brigade.grade import gradebook, roster
+
+HAND_MADE = "key,name,email,section\nteam1,Ada L,=ada@x.org,A\n,Jane Doe,jane@x.org,B\n,Carl M,carl@x.org,B\n"
+CANVAS = (
+    "Student,ID,SIS User ID,SIS Login ID,Section,Module 1 (77)\n    Points Possible,,,,,8\n"
+    '"Doe, Jane",12345,S2,jane,B,\n"Student, Test",99,,test,B,\n'
+)
+MOODLE = "\ufeffFirst name;Last name;ID number;Email address\nJane;Doe;S2;jane@x.org\n"
+
+
+@pytest.fixture
+def read(tmp_path):
+    def read_roster(text):
+        (tmp_path / "roster.csv").write_text(text)
+        return roster.read_roster(tmp_path / "roster.csv")
+
+    return read_roster
+
+
+@pytest.mark.parametrize(
+    ("text", "submission", "key"),
+    [
+        (HAND_MADE, "Team1", "team1"),
+        (HAND_MADE, "Jane Doe_98765_assignsubmission_file", "jane@x.org"),
+        (HAND_MADE, "jane@x.org", "jane@x.org"),
+        (HAND_MADE, "Jane", None),
+        (CANVAS, "doejane_12345_678_submission", "jane"),
+        (CANVAS, "doejane_LATE_12345_678_submission", "jane"),
+        (CANVAS, "12345_x", None),
+        (MOODLE, "Jane Doe_1_assignsubmission_file", "jane@x.org"),
+        (MOODLE, "S2", "jane@x.org"),
+    ],
+)
+def test_a_submission_is_found_in_the_roster(text, submission, key, read):
+    person = roster.find_person(submission, read(text))
+    assert (person and roster.get_key(person)) == key
+
+
+def test_two_students_of_one_name_are_not_confused(read):
+    people = read("name,email\nJane Doe,jane@x.org\nJane Doe,doe@x.org\n")
+    assert roster.find_person("Jane Doe_1_assignsubmission_file", people) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("email\na@x.org\nA@x.org\n", "two students have the email a@x.org"),
+        ("name\nJane\nJane\n", "two students have the name jane, and nothing else tells them apart"),
+        ("shoe size\n40\n", "has no students; it needs a heading such as key, login, email, id, canvas id, name"),
+    ],
+)
+def test_what_is_no_roster_is_refused(text, line, read):
+    with pytest.raises(CourseError, match=line):
+        read(text)
+
+
+def test_a_gradebook_gets_the_rosters_columns(read):
+    table = [{"student": name, "score": 8, "module 1": 8, "note": ""} for name in ("team1", "eve", "jane@x.org.zip")]
+    done = roster.identify(table, read(HAND_MADE), ["team1", "eve", "jane@x.org"])
+    assert (done.unknown, done.missing, done.several) == (["eve"], ["carl@x.org"], {})
+    text = gradebook.format_csv(done.table)
+    assert text.splitlines() == [
+        "student,submission,email,name,section,score,module 1,note",
+        "team1,team1,'=ada@x.org,Ada L,A,8,8,",
+        "eve,eve,,,,8,8,not in the roster",
+        "jane@x.org,jane@x.org.zip,jane@x.org,Jane Doe,B,8,8,",
+        "carl@x.org,,carl@x.org,Carl M,B,,,no submission",
+    ]
+    twice = roster.identify(table[:2], read(HAND_MADE), ["team1", "Ada L"])
+    assert twice.several == {"team1": ["team1", "eve"]}
+
+
+# Merging and exporting
+
+WEEK1 = """student,id,login,name,section,score,max,module 1,1.subgroups,written 1,note
+ada,S1,ada,Ada L,A,7,8,7,0,5,
+bob,S2,bob,Bob M,B,2,8,2,0,,
+carl,S3,carl,=Carl,B,,8,,,,no submission
+"""
+LATE = """student,id,login,name,section,score,max,module 1,1.subgroups,note
+ada,S1,ada,Ada L,A,8,8,8,1,
+bob,S2,bob,Bob M,B,8,8,8,1,grade again
+"""
+WEEK2 = "student,score,max,module 2,2.volume,note\nada,8,8,8,2,\neve,4,8,4,0,not in the roster\n"
+
+
+@pytest.fixture
+def term(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, text in (("week1.csv", WEEK1), ("late.csv", LATE), ("week2.csv", WEEK2)):
+        (tmp_path / name).write_text(text)
+
+    def run(*options):
+        assert cli.main(["gradebook", *options, "--out", "out.csv"]) == 0
+        return list(csv.DictReader((tmp_path / "out.csv").read_text().splitlines()))
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("options", "ada", "bob"),
+    [
+        (["--keep", "best"], ("16", "8", "1"), ("8", "8", "1")),
+        (["--keep", "best", "--late", "late.csv=20"], ("15", "7", "0"), ("6.4", "6.4", "1")),
+        (["--keep", "last", "--late", "late.csv=20"], ("14.4", "6.4", "1"), ("6.4", "6.4", "1")),
+    ],
+)
+def test_gradebooks_are_merged_module_by_module(options, ada, bob, term):
+    table = {row["student"]: row for row in term("merge", "week1.csv", "late.csv", "week2.csv", *options)}
+    assert list(table) == ["ada", "bob", "carl", "eve"]
+    seen = [tuple(table[name][key] for key in ("score", "module 1", "1.subgroups")) for name in ("ada", "bob")]
+    assert seen == [ada, bob]
+    assert {row["max"] for row in table.values()} == {str(get_module(1).points + get_module(2).points)}
+    assert table["ada"]["written 1"] == "5" and table["ada"]["2.volume"] == "2"
+    assert (table["carl"]["score"], table["carl"]["note"]) == ("", "no submission")
+    assert (table["eve"]["score"], table["eve"]["module 1"], table["eve"]["note"]) == ("4", "", "not in the roster")
+    late = "module 1: 20 % off (late.csv) / " if "--late" in options else ""
+    assert table["bob"]["note"] == late + "grade again"
+
+
+def test_canvas_gets_its_columns(term):
+    rows = term("export", "week1.csv", "--to", "canvas")
+    assert list(rows[0]) == ["Student", "ID", "SIS User ID", "SIS Login ID", "Section", "Module 1"]
+    assert list(rows[0].values()) == ["Points Possible", "", "", "", "", "8"]
+    assert list(rows[1].values()) == ["Ada L", "", "S1", "ada", "A", "7"]
+    assert list(rows[3].values()) == ["'=Carl", "", "S3", "carl", "B", ""]
+
+
+def test_moodle_gets_one_identifier_and_the_grades(term, capfd):
+    term("merge", "week1.csv", "week2.csv", "--keep", "best")
+    (rows, printed) = term("export", "out.csv", "--to", "moodle"), capfd.readouterr().out
+    assert [tuple(row.items()) for row in rows][0] == (("ID number", "S1"), ("Module 1", "7"), ("Module 2", "8"))
+    assert [row["ID number"] for row in rows] == ["S1", "S2", "S3"]
+    assert printed.endswith("  left out, because the roster does not identify them: eve\n")
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (["merge", "week1.csv", "advanced.csv", "--keep", "best"], "the core and the advanced have separate totals"),
+        (["merge", "other.csv", "--keep", "best"], "other.csv is not a gradebook of `brigade grade --class`"),
+        (["merge", "words.csv", "--keep", "best"], "ada: module 1 has 'many' instead of points"),
+        (["merge", "week1.csv", "--keep", "best", "--late", "late.csv=20"], "with one of the gradebooks to merge"),
+        (["merge", "week1.csv", "--keep", "best", "--late", "week1.csv=all"], "expected a percentage from 0 to 100"),
+        (["export", "week2.csv", "--to", "canvas"], "has no column canvas id or id or login, by which Canvas finds"),
+        (["export", "nowhere.csv", "--to", "moodle"], "nowhere.csv: No such file"),
+    ],
+)
+def test_wrong_input_gets_one_line(options, line, term, tmp_path, capfd):
+    for name, column, cell in (("advanced", "module 9", 1), ("words", "module 1", "many"), ("other", "shoe size", 40)):
+        (tmp_path / f"{name}.csv").write_text(f"student,{column}\nada,{cell}\n")
+    assert cli.main(["gradebook", *options, "--out", "out.csv"]) == 2
+    _, errors = capfd.readouterr()
+    assert errors.startswith("brigade: ") and errors.count("\n") == 1 and line in errors, errors
