@@ -1,0 +1,274 @@
+/* The sliders of explore.md: they change the settings of cost_model.js, and the figure and the numbers follow. */
+"use strict";
+
+(() => {
+  const COLOURS = {forward: "#8fcdf0", backward: "#0072b2", all_reduce: "#e69f00", all_gather: "#e69f00",
+    reduce_scatter: "#f7cf7c", latency: "#6b4a00", exposed: "#d55e00", memory: "#009e73"};
+  const MIB = 2 ** 20;
+  const BUCKETS_MIB = [1, 2, 3, 4, 6, 8, 12, 16, 25, 32, 48, 64, 96, 128, 192, 384];
+  const LINK_CONTROLS = [
+    {name: "alpha", label: "α, latency of a message", unit: "µs", first: 10,
+      values: [0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000]},
+    {name: "beta", label: "β, bandwidth of the link", unit: "Gbit/s", first: 100,
+      values: [1, 2.5, 5, 10, 25, 50, 100, 200, 400, 800]},
+    {name: "ranks", label: "N, number of ranks", unit: "", first: 64, values: [2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]},
+  ];
+  const MANY = 80; // more buckets than this are drawn without borders
+  const LANE = 26;
+
+  const formatMs = (seconds) => `${(1e3 * seconds).toFixed(1)} ms`;
+  const formatMB = (nbytes) => `${(nbytes / 1e6).toFixed(nbytes < 1e8 ? 1 : 0)} MB`;
+
+  /** Return a new element with attributes and text. Names that begin with "svg:" are SVG elements. */
+  function make(name, attributes = {}, text = null) {
+    const element = name.startsWith("svg:")
+      ? document.createElementNS("http://www.w3.org/2000/svg", name.slice(4))
+      : document.createElement(name);
+    for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
+    if (text !== null) element.textContent = text;
+    return element;
+  }
+
+  /** Return the smallest round number that is at least `value`. */
+  function roundUp(value) {
+    const power = 10 ** Math.floor(Math.log10(value));
+    return [1, 1.2, 1.6, 2, 3, 4, 6, 8, 10].map((part) => part * power).find((round) => round >= value * (1 - 1e-9));
+  }
+
+  /** A figure with a horizontal axis of time. */
+  class Figure {
+    constructor(width, height, seconds, title) {
+      this.width = width;
+      this.svg = make("svg:svg", {width, height, role: "img", "aria-label": title});
+      this.scale = (width - 12) / roundUp(seconds);
+      const pattern = make("svg:pattern", {id: "exposed", width: 8, height: 8, patternUnits: "userSpaceOnUse"});
+      pattern.append(make("svg:path", {d: "M-2 2L2 -2M0 8L8 0M6 10L10 6", stroke: COLOURS.exposed, "stroke-width": 2}));
+      this.svg.append(pattern);
+      this.drawAxis(height, roundUp(seconds));
+    }
+
+    place(seconds) {
+      return 2 + seconds * this.scale;
+    }
+
+    drawAxis(height, seconds) {
+      for (let tick = 0; tick <= 4; tick++) {
+        const x = this.place(seconds * tick / 4);
+        const anchor = ["start", "middle", "middle", "middle", "end"][tick];
+        this.draw("line", {class: "grid", x1: x, x2: x, y1: 0, y2: height - 16});
+        const text = `${Number((250 * seconds * tick).toPrecision(6))}${tick === 4 ? " ms" : ""}`;
+        this.write(x, height - 3, text, anchor);
+      }
+    }
+
+    draw(name, attributes) {
+      return this.svg.appendChild(make(`svg:${name}`, attributes));
+    }
+
+    write(x, y, text, anchor = "start", fill = "") {
+      const element = this.svg.appendChild(make("svg:text", {x, y, "text-anchor": anchor}, text));
+      if (fill) element.style.fill = fill;
+    }
+
+    /** Draw a block of a lane, with its label if there is room. */
+    block(top, start, end, colour, label = "", attributes = {}) {
+      const x = this.place(start);
+      const width = this.place(end) - x;
+      this.draw("rect", {x, y: top, width, height: LANE, fill: colour, class: "block", ...attributes});
+      if (Math.round(width) > 7 * label.length + 6) {
+        this.write(x + width / 2, top + 17, label, "middle", colour === COLOURS.backward ? "#ffffff" : "#1a1a1a");
+      }
+    }
+
+    /** Draw what the link carries. The latency of each transfer is dark. */
+    transfers(top, transfers, labels, link, ranks) {
+      const border = transfers.length > MANY ? {"stroke-width": 0} : {};
+      transfers.forEach(({op, start, end}, index) => {
+        this.block(top, start, end, COLOURS[op], labels[index], border);
+        const latency = costModel.computeSeconds(link, op, 0, ranks);
+        const width = latency * this.scale;
+        if (width >= 0.5) {
+          this.draw("rect", {x: this.place(start), y: top + LANE - 7, width, height: 7, fill: COLOURS.latency});
+        }
+      });
+    }
+
+    /** Mark each launch below the lane of computation. */
+    launches(top, transfers) {
+      const size = transfers.length > MANY ? 1.5 : 4;
+      for (const {launched} of transfers) {
+        const x = this.place(launched);
+        this.draw("path", {class: "launch", d: `M${x - size} ${top}L${x + size} ${top}L${x} ${top + 8}Z`});
+      }
+    }
+
+    /** Draw exposed communication: the rank waits from `start` to `end`. */
+    exposed(top, start, end) {
+      if (end > start) this.block(top, start, end, "url(#exposed)", "", {class: "block exposed"});
+    }
+
+    /** Draw a dashed line with a name. */
+    mark(seconds, height, text) {
+      const x = this.place(seconds);
+      this.draw("line", {class: "mark", x1: x, x2: x, y1: 2, y2: height});
+      this.write(x > 0.6 * this.width ? x - 5 : x + 5, 12, text, x > 0.6 * this.width ? "end" : "start");
+    }
+  }
+
+  function drawBuckets(settings, width) {
+    const {link, ranks} = settings;
+    const step = costModel.simulateBuckets(link, ranks, settings.bucket * MIB);
+    const {numBuckets, transfers, backward} = step;
+    const figure = new Figure(width, 148, step.end, `A step with ${numBuckets} buckets`);
+    const names = transfers.map((_, index) => String(index));
+    const shown = numBuckets > MANY ? [{start: 0, end: backward}] : names.map((_, index) => ({
+      start: backward * index / numBuckets, end: backward * (index + 1) / numBuckets}));
+    figure.write(2, 30, "computation: backward");
+    shown.forEach(({start, end}, index) => figure.block(34, start, end, COLOURS.backward, shown.length > 1 ? names[index] : ""));
+    figure.exposed(34, backward, step.end);
+    figure.launches(62, transfers);
+    figure.write(2, 86, "link: all-reduce");
+    figure.transfers(90, transfers, names, link, ranks);
+    figure.mark(backward, 118, "end of backward");
+    const [first] = transfers;
+    return {
+      figures: [figure.svg, drawCurve(settings, width)],
+      numbers: [
+        ["buckets", "buckets", `${numBuckets} of ${formatMB(first.nbytes)}`],
+        ["collective", "one all-reduce", formatMs(first.end - first.start)],
+        ["latency", "of which latency", formatMs(costModel.computeSeconds(link, "all_reduce", 0, ranks))],
+        ["backward", "backward", formatMs(backward)],
+        ["exposed", "exposed", formatMs(step.exposed)],
+        ["end", "backward and exposed", formatMs(step.end)],
+      ],
+    };
+  }
+
+  /** Draw the exposed time against the size of a bucket, on logarithmic axes, and mark the chosen size. */
+  function drawCurve({link, ranks, bucket}, width) {
+    const height = 170;
+    const svg = make("svg:svg", {width, height, role: "img", "aria-label": "Exposed time against the size of a bucket"});
+    const values = BUCKETS_MIB.map((mib) => 1e3 * costModel.simulateBuckets(link, ranks, mib * MIB).exposed);
+    const lowest = Math.floor(Math.log10(Math.min(...values)));
+    const highest = Math.ceil(Math.log10(Math.max(...values)));
+    const left = 44;
+    const findX = (mib) => left + 8 + (width - left - 24) * Math.log(mib) / Math.log(BUCKETS_MIB.at(-1));
+    const findY = (ms) => 26 + (height - 62) * (highest - Math.log10(ms)) / (highest - lowest);
+    const write = (x, y, text, anchor) => svg.append(make("svg:text", {x, y, "text-anchor": anchor}, text));
+    for (let power = lowest; power <= highest; power++) {
+      const y = findY(10 ** power);
+      svg.append(make("svg:line", {class: "grid", x1: left, x2: width, y1: y, y2: y}));
+      write(left - 5, y + 4, String(Number((10 ** power).toPrecision(1))), "end");
+    }
+    for (const mib of [1, 4, 16, 64, 384]) write(findX(mib), height - 20, String(mib), "middle");
+    write(2, 12, "exposed (ms)", "start");
+    write(width - 2, height - 4, "size of a bucket (MiB)", "end");
+    const points = values.map((ms, index) => `${findX(BUCKETS_MIB[index])},${findY(ms)}`).join(" ");
+    const chosen = {cx: findX(bucket), cy: findY(values[BUCKETS_MIB.indexOf(bucket)]), r: 6, fill: COLOURS.exposed};
+    svg.append(make("svg:polyline", {class: "curve", points}), make("svg:circle", chosen));
+    return svg;
+  }
+
+  function drawPrefetch({link, ranks, prefetch}, width) {
+    const steps = costModel.PLANS.map((_, depth) => costModel.simulatePrefetch(link, ranks, depth));
+    const step = steps[prefetch];
+    const total = costModel.UNIT_BYTES.reduce((sum, nbytes) => sum + nbytes);
+    const figure = new Figure(width, 246, step.end, `A step with prefetch ${prefetch}`);
+    const {computed, transfers, allocations} = step;
+    const numUnits = costModel.UNIT_BYTES.length;
+    const name = (unit) => (unit ? String(unit) : "root");
+    figure.write(2, 30, "computation: forward, backward");
+    let free = 0;
+    computed.forEach(({unit, start, end}, index) => {
+      figure.exposed(34, free, start);
+      figure.block(34, start, end, index < numUnits ? COLOURS.forward : COLOURS.backward, name(unit));
+      free = end;
+    });
+    figure.exposed(34, free, step.end);
+    figure.launches(62, transfers);
+    const units = costModel.PLANS[prefetch].join(" ").split(" ").filter((action) => action[0] !== "c");
+    figure.write(2, 86, "link: all-gather g, reduce-scatter r");
+    figure.transfers(90, transfers, units, link, ranks);
+    figure.mark(computed[numUnits].start, 118, "backward");
+
+    figure.write(2, 140, "memory of whole weights");
+    const times = [...new Set(allocations.flatMap(({start, end}) => [start, end]))].sort((one, other) => one - other);
+    const base = 224;
+    times.slice(0, -1).forEach((time, index) => {
+      const alive = allocations.filter(({start, end}) => start <= time && time < end);
+      const nbytes = alive.reduce((sum, {unit}) => sum + costModel.UNIT_BYTES[unit], 0);
+      const height = 72 * nbytes / total;
+      const x = figure.place(time);
+      const width = figure.place(times[index + 1]) - x;
+      figure.draw("rect", {x, y: base - height, width, height, fill: COLOURS.memory});
+    });
+    const peak = base - 72 * step.peakBytes / total;
+    figure.draw("line", {class: "mark", x1: 2, x2: width - 10, y1: peak, y2: peak});
+    figure.write(width - 10, peak - 4, `peak ${formatMB(step.peakBytes)} of ${formatMB(total)}`, "end");
+
+    const table = make("table");
+    const head = table.appendChild(make("thead")).appendChild(make("tr"));
+    head.append(...["prefetch", "peak of whole weights", "exposed"].map((text) => make("th", {scope: "col"}, text)));
+    const body = table.appendChild(make("tbody"));
+    steps.forEach(({peakBytes, exposed}, depth) => {
+      const row = body.appendChild(make("tr", depth === prefetch ? {class: "chosen", "aria-current": "true"} : {}));
+      row.append(...[depth, formatMB(peakBytes), formatMs(exposed)].map((text) => make("td", {}, String(text))));
+    });
+    return {
+      figures: [figure.svg, table],
+      numbers: [
+        ["peak", "peak of whole weights", formatMB(step.peakBytes)],
+        ["exposed", "exposed", formatMs(step.exposed)],
+        ["end", "forward, backward and exposed", formatMs(step.end)],
+      ],
+    };
+  }
+
+  const MODELS = {
+    buckets: {draw: drawBuckets, controls: [
+      {name: "bucket", label: "size of a bucket", unit: "MiB", first: 25, values: BUCKETS_MIB}, ...LINK_CONTROLS]},
+    prefetch: {draw: drawPrefetch, controls: [
+      {name: "prefetch", label: "prefetch", unit: "", first: 1, values: [0, 1, 2, 3]}, ...LINK_CONTROLS]},
+  };
+
+  /** Fill an element with sliders, numbers and figures. */
+  function start(element) {
+    const {draw, controls} = MODELS[element.dataset.model];
+    const settings = Object.fromEntries(controls.map(({name, first}) => [name, first]));
+    const sliders = element.appendChild(make("div", {class: "sliders"}));
+    const numbers = element.appendChild(make("div", {class: "numbers", role: "status"}));
+    const figures = element.appendChild(make("div", {class: "figures"}));
+
+    function update() {
+      if (!figures.clientWidth) return; // the page has no layout yet
+      const link = {latencyS: 1e-6 * settings.alpha, bytesPerS: 1.25e8 * settings.beta};
+      const drawn = draw({...settings, link}, figures.clientWidth);
+      numbers.replaceChildren(...drawn.numbers.map(([name, label, value]) => {
+        const pair = make("div");
+        pair.append(make("span", {}, label), make("strong", {"data-name": name}, value));
+        return pair;
+      }));
+      figures.replaceChildren(...drawn.figures);
+    }
+
+    for (const {name, label, unit, values, first} of controls) {
+      const row = sliders.appendChild(make("label", {}, label));
+      const output = make("output");
+      const slider = make("input", {type: "range", name, min: 0, max: values.length - 1, value: values.indexOf(first)});
+      const show = () => {
+        settings[name] = values[slider.value];
+        output.textContent = `${settings[name]} ${unit}`.trim();
+        slider.setAttribute("aria-valuetext", output.textContent);
+      };
+      slider.addEventListener("input", () => {
+        show();
+        update();
+      });
+      show();
+      row.append(slider, output);
+    }
+    new ResizeObserver(update).observe(figures); // also calls update() once
+  }
+
+  document.querySelectorAll(".explorer").forEach(start);
+})();
