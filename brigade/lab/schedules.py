@@ -259,20 +259,34 @@ def run_units(program: Program, backward: bool) -> list[int]:
     with load_planner("plan_schedule") as plan_schedule:
         actions = plan_schedule(len(setting.units), 1, backward)
     total_s = sum(machine.backward_s) if backward else machine.forward_s
+    shares = [sum(machine.backward_s[i] for i in unit) / sum(machine.backward_s) for unit in setting.units]
+    kind = "backward" if backward else "forward"
+    computations = [Compute(kind, share * total_s, unit) for share, unit in zip(shares, setting.units)]
+    return perform_actions(program, actions, setting.unit_bytes, computations)
+
+
+def perform_actions(
+    program: Program, actions: Iterable[tuple[str, int]], unit_bytes: Sequence[float], computations: Sequence[Compute]
+) -> list[int]:
+    """Perform the actions of a pass of module 11. Return the numbers of the reductions.
+
+    `unit_bytes` are the bytes of each unit's weights, and `computations` what each unit computes in this pass. Before a
+    reduction is launched, the previous one has to be complete.
+    """
     gathers, reductions = {}, []
     for action, unit in actions:
-        if action != "compute" and not setting.unit_bytes[unit]:
+        if action != "compute" and not unit_bytes[unit]:
             continue  # an empty root
         if action == "gather":
-            gathers[unit] = program.launch("all_gather", setting.unit_bytes[unit], setting.units[unit])
+            gathers[unit] = program.launch("all_gather", unit_bytes[unit], computations[unit].param_indices)
         elif action == "reduce":
-            program.move(2 * setting.unit_bytes[unit])  # into the flat tensor
-            reductions.append(program.launch("reduce_scatter", setting.unit_bytes[unit], setting.units[unit]))
+            program.wait(*reductions[-1:])
+            program.move(2 * unit_bytes[unit])  # into the flat tensor
+            reductions.append(program.launch("reduce_scatter", unit_bytes[unit], computations[unit].param_indices))
         else:
             if unit in gathers:  # backward has the root from forward
                 program.wait(gathers[unit])
-            share = sum(machine.backward_s[i] for i in setting.units[unit]) / sum(machine.backward_s)
-            program.compute("backward" if backward else "forward", share * total_s, setting.units[unit])
+            program.instructions.append(computations[unit])
     return reductions
 
 
