@@ -1,11 +1,11 @@
 """Redraw the pictures of every lesson, or of one: python -m brigade.lab.figures 3
 
-Computed pictures are the same on every machine: module 0's ring.png shows which chunks travel around a ring, and the
-schematic.png of the other modules a step as the α–β model predicts it.
-Measured pictures are timeline.png and memory.png. A timeline shows real runs on the emulated link of
-`timeline.WORKLOAD`, on which moving all gradients takes 0.8 of backward. Advanced modules also have memory.png: the
-bytes that are alive during a step.
-In each picture, a step of the module is below a step of the previous core module.
+Computed pictures are the same on every machine: the concept diagrams of `diagrams.py`, and the schematic.png of the
+modules that train, which shows a step as the α–β model predicts it.
+Measured pictures are timeline.png, memory.png and module 7's views.png. A timeline shows real runs on the emulated
+link of `timeline.WORKLOAD`, on which moving all gradients takes 0.8 of backward. Advanced modules also have memory.png:
+the bytes that are alive during a step.
+In timelines and schematics, a step of the module is below a step of the previous core module.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import argparse
 import sys
 
 from brigade.course.modules import ADVANCED, CORE_MODULES, MODULES, ROOT, TRAINING_MODULES, Module, get_module
-from brigade.lab import memory_over_step
+from brigade.lab import memory_over_step, views_figure
+from brigade.lab.diagrams import DIAGRAMS
 from brigade.lab.ladder import get_variant
-from brigade.lab.ring_figure import draw_ring
 from brigade.lab.schematic import make_timelines
 from brigade.lab.script import run_to_status
 from brigade.lab.timeline import describe_lengths, draw, trace
@@ -25,12 +25,12 @@ from brigade.lab.timeline import describe_lengths, draw, trace
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m brigade.lab.figures",
-        description="Draw the readings' pictures again: module 0's ring.png, and the other modules' schematic.png "
-        "from the cost model and timeline.png from real runs on an emulated link.",
+        description="Draw the readings' pictures again: the concept diagrams, schematic.png from the cost model, and "
+        "timeline.png, memory.png and module 7's views.png from real runs.",
         epilog="Example: python -m brigade.lab.figures 3",
     )
     parser.add_argument("number", nargs="?", metavar="N", help="the module's number (default: all modules)")
-    parser.add_argument("--computed", action="store_true", help="draw only what needs no run: ring.png, schematic.png")
+    parser.add_argument("--computed", action="store_true", help="draw only what needs no run: diagrams, schematic.png")
     options = parser.parse_args()
     return run_to_status("figures", lambda: draw_figures(options.number, options.computed))
 
@@ -38,10 +38,12 @@ def main() -> int:
 def draw_figures(number: str | None = None, only_computed: bool = False) -> int:
     """Draw the pictures of one module, or of all. Raise CourseError if there is no such module."""
     entries = [get_module(number)] if number else MODULES
-    if MODULES[0] in entries:
-        path = MODULES[0].lesson / "ring.png"
-        draw_ring(path)
-        print(f"{path.relative_to(ROOT)} written")
+    for entry in entries:
+        if entry.number in DIAGRAMS:
+            name, draw_diagram = DIAGRAMS[entry.number]
+            path = entry.lesson / f"{name}.png"
+            draw_diagram(path)
+            print(f"{path.relative_to(ROOT)} written")
     for entry in TRAINING_MODULES:
         if entry not in entries:
             continue
@@ -54,6 +56,10 @@ def draw_figures(number: str | None = None, only_computed: bool = False) -> int:
             timelines = make(variants)
             draw(timelines, path, titles)
             print(f"{path.relative_to(ROOT)} written: {describe_lengths(timelines)}")
+        if "CachedDDP" in entry.public and not only_computed:
+            path = entry.lesson / "views.png"
+            views_figure.draw(views_figure.measure(), path)
+            print(f"{path.relative_to(ROOT)} written")
         if entry.track == ADVANCED and not only_computed:
             path = entry.lesson / "memory.png"
             memory_over_step.draw(memory_over_step.measure(variants), path)

@@ -41,10 +41,10 @@ def draw_ring(path: Path, size: int = 4) -> None:
                     box = Rectangle((left + chunk + 0.08, rank + 0.08), 0.84, 0.84, fill=False, edgecolor=edge, lw=3)
                     axes.add_patch(box)
                 ink = "white" if count == size else "black"
-                axes.text(left + chunk + 0.5, rank + 0.52, count, ha="center", va="center", color=ink, fontsize=9)
+                axes.text(left + chunk + 0.5, rank + 0.52, count, ha="center", va="center", color=ink, fontsize=10)
         axes.text(left + size / 2, -0.25, f"step {column}" if column else "before", ha="center", fontsize=10)
         for chunk in range(size):
-            axes.text(left + chunk + 0.5, size + 0.5, chunk, ha="center", color="#777777", fontsize=8)
+            axes.text(left + chunk + 0.5, size + 0.5, chunk, ha="center", color="#555555", fontsize=10)
     for first, name in (
         (1, "ring_reduce_scatter: add what arrives"),
         (size, "ring_all_gather: replace by what arrives"),

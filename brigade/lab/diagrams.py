@@ -1,0 +1,202 @@
+"""The concept diagrams of the readings. They show what the solutions' own functions compute, on small examples.
+
+    draw_layout(Path("out/layout.png"))
+
+Colours are Okabe and Ito's. Labels, hatches and frames say the same as the colours, so the diagrams work in grey.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
+
+from brigade.lab.plan_config import load_planner
+from brigade.lab.ring_figure import draw_ring
+
+BLUE, LIGHT_BLUE, ORANGE, LIGHT_ORANGE, GREEN, GREY = "#0072b2", "#8fcdf0", "#e69f00", "#f6d58d", "#009e73", "#e0e0e0"
+EDGE = "#555555"
+INK = {BLUE: "white", GREEN: "white"}  # text on other colours is black
+FONT = 10  # points, at a width of 900 pixels
+
+# Module 5's reading has the same example: sizes of parameters in elements, in the buffer's order.
+NUMELS, BUCKET_NUMEL, NUM_RANKS = (100, 30, 200, 50), 150, 2
+RANK_STYLES = ({"colour": LIGHT_BLUE}, {"colour": ORANGE, "hatch": "//"})
+PADDING = {"colour": GREY, "hatch": "xx"}
+
+
+def make_axes(height: float, rows: Sequence[str], width: float) -> tuple[Figure, Axes]:
+    """Return a figure 900 pixels wide and axes with these rows from top to bottom, 1 high, and x from 0 to `width`."""
+    figure = Figure(figsize=(9, height), dpi=100, layout="constrained")
+    axes = figure.subplots()
+    axes.set_xlim(-0.004 * width, 1.004 * width)
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.set_yticks(range(len(rows)), rows, fontsize=FONT)
+    axes.set_xticks([])
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    return figure, axes
+
+
+def draw_box(axes: Axes, start: float, end: float, row: float, text: str, colour: str, **style: Any) -> None:
+    """Draw a box with a text in the middle. `style` are further options of the rectangle."""
+    style = {"edgecolor": EDGE, "linewidth": 0.8, "height": 0.76} | style
+    axes.add_patch(Rectangle((start, row - style["height"] / 2), end - start, facecolor=colour, **style))
+    if text:
+        plate = {"facecolor": colour, "edgecolor": "none", "pad": 1} if "hatch" in style else None
+        ink = INK.get(colour, "black")
+        axes.text((start + end) / 2, row, text, ha="center", va="center", fontsize=FONT, color=ink, bbox=plate)
+
+
+def draw_legend(figure: Figure, styles: dict[str, dict[str, Any]]) -> None:
+    """Draw a legend below the figure: a box in each style, and its name."""
+    handles = [
+        Patch(
+            facecolor=style["colour"],
+            label=name,
+            **{"edgecolor": EDGE} | {k: v for k, v in style.items() if k != "colour"},
+        )
+        for name, style in styles.items()
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=FONT)
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write the figure as a PNG file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="png")
+
+
+# ---- module 4: from the hook to the launch
+
+READY = (5, 3, 2, 4, 1, 0)  # parameters, in the order in which their gradients become ready on this rank
+BUCKETS = ((5, 4), (3, 2), (1, 0))
+
+
+def draw_queue(path: Path) -> None:
+    """Draw a launch queue after each hook of a backward in which bucket 1 is complete before bucket 0."""
+    launched: list[int] = []
+    names = [f"bucket {index}: " + ", ".join(f"p{i}" for i in bucket) for index, bucket in enumerate(BUCKETS)]
+    figure, axes = make_axes(3.4, ["hook of", *names, "launches"], len(READY))
+    with load_planner("BucketedDDP") as wrapper:
+        queue = sys.modules[wrapper.__module__].LaunchQueue([len(bucket) for bucket in BUCKETS], launched.append)
+    for column, parameter in enumerate(READY):
+        of_gradient = next(index for index, bucket in enumerate(BUCKETS) if parameter in bucket)
+        before = len(launched)
+        with load_planner("BucketedDDP"):
+            queue.mark_ready(of_gradient)
+        draw_box(axes, column + 0.28, column + 0.72, 0, f"p{parameter}", "white", height=0.5)
+        for index, pending in enumerate(queue.num_pending):
+            row, frame = index + 1, {"edgecolor": "black", "linewidth": 2.5} if index == of_gradient else {}
+            if index < queue.next_to_launch:
+                text, colour = "launched", ORANGE if index >= before else LIGHT_ORANGE
+            else:
+                text, colour = (f"{pending} pending", "white") if pending else ("complete,\nwaits", LIGHT_BLUE)
+            hatch = {"hatch": "//"} if not pending and index >= queue.next_to_launch else {}
+            draw_box(axes, column + 0.05, column + 0.95, row, text, colour, **frame, **hatch)
+        if new := launched[before:]:
+            text = "\n".join(f"all-reduce {index}" for index in new)
+            draw_box(axes, column + 0.05, column + 0.95, len(BUCKETS) + 1, text, ORANGE)
+    save(figure, path)
+
+
+# ---- modules 5 and 8: the buffer
+
+
+def make_buffer_axes(height: float, rows: Sequence[str]) -> tuple[Figure, Axes, Any]:
+    """Return a figure, axes whose x are the elements of the buffer, and its layout. Draw the two rows of the layout."""
+    with load_planner("plan_layout") as plan_layout:
+        layout = plan_layout(list(NUMELS), BUCKET_NUMEL, NUM_RANKS)
+    figure, axes = make_axes(height, ["parameters", *rows], layout.numel)
+    ends = [0]
+    for i, (start, end) in enumerate(layout.param_ranges):
+        draw_box(axes, start, end, 0, f"p{i}", BLUE)
+        ends.append(end)
+    starts = [start for start, _ in layout.param_ranges[1:]] + [layout.numel]
+    for start, end in zip(ends[1:], starts):
+        draw_box(axes, start, end, 0, "", **PADDING)
+    axes.set_xticks(sorted({edge for pair in (*layout.param_ranges, *layout.bucket_ranges) for edge in pair}))
+    axes.tick_params(axis="x", labelsize=9, length=3)
+    axes.set_xlabel("element of the buffer", fontsize=FONT)
+    for _, end in layout.bucket_ranges[:-1]:
+        axes.axvline(end, color=EDGE, linewidth=1, linestyle=":", zorder=0)
+    return figure, axes, layout
+
+
+def list_shards(layout: Any) -> list[tuple[int, int, int, int]]:
+    """Return (bucket, rank, start, end) of each rank's shard of each bucket."""
+    shards = []
+    for bucket, (start, end) in enumerate(layout.bucket_ranges):
+        length = (end - start) // NUM_RANKS
+        shards += [(bucket, rank, start + rank * length, start + (rank + 1) * length) for rank in range(NUM_RANKS)]
+    return shards
+
+
+def draw_layout(path: Path) -> None:
+    """Draw a buffer of module 5: parameters, padding, buckets, and the shards of the ranks."""
+    figure, axes, layout = make_buffer_axes(2.7, ["buckets", "shards"])
+    for index, (start, end) in enumerate(layout.bucket_ranges):
+        draw_box(axes, start, end, 1, f"bucket {index}", LIGHT_ORANGE)
+    for _, rank, start, end in list_shards(layout):
+        draw_box(axes, start, end, 2, f"rank {rank}", **RANK_STYLES[rank])
+    draw_legend(figure, {"padding": PADDING})
+    save(figure, path)
+
+
+def draw_pieces(path: Path) -> None:
+    """Draw which part of which parameter each rank's optimizer updates in module 8."""
+    figure, axes, layout = make_buffer_axes(3.0, [f"shards of rank {rank}" for rank in range(NUM_RANKS)])
+    for bucket, rank, shard_start, shard_end in list_shards(layout):
+        draw_box(axes, shard_start, shard_end, 1 + rank, "", **PADDING)
+        for i, (param_start, param_end) in enumerate(layout.param_ranges):
+            start, end = max(param_start, shard_start), min(param_end, shard_end)
+            if layout.bucket_of[i] == bucket and start < end:
+                text = f"p{i}\n{start - param_start}:{end - param_start}"
+                draw_box(axes, start, end, 1 + rank, text, **RANK_STYLES[rank])
+    draw_legend(figure, {"padding": PADDING})
+    save(figure, path)
+
+
+# ---- module 11: gather, compute, free
+
+
+SHARD = {"colour": GREEN}
+FREED = {"colour": "white", "linestyle": "--"}
+ON_ITS_WAY = {"colour": LIGHT_ORANGE, "hatch": "//"}
+WHOLE = {"colour": LIGHT_BLUE}
+COMPUTING = {"colour": LIGHT_BLUE, "edgecolor": "black", "linewidth": 2.5}
+
+
+def draw_units(path: Path) -> None:
+    """Draw which weights a rank has after each action of a forward with prefetch=1."""
+    num_units = 4
+    with load_planner("plan_schedule") as plan_schedule:
+        actions = plan_schedule(num_units, 1, False)
+    figure, axes = make_axes(3.5, ["action", "root", *(f"unit {unit}" for unit in range(1, num_units))], len(actions))
+    weights = [FREED] * num_units
+    for column, (action, current) in enumerate(actions):
+        # The unit that has computed is freed, except the root.
+        weights = [(WHOLE if unit == 0 else FREED) if now is COMPUTING else now for unit, now in enumerate(weights)]
+        weights[current] = ON_ITS_WAY if action == "gather" else COMPUTING
+        colour = ORANGE if action == "gather" else BLUE
+        draw_box(axes, column + 0.05, column + 0.95, 0, f"{action} {current}", colour, height=0.5)
+        for unit, style in enumerate(weights):
+            draw_box(axes, column + 0.05, column + 0.19, unit + 1, "", **SHARD)
+            draw_box(axes, column + 0.23, column + 0.95, unit + 1, "", **style)
+    names = ("own shard", "freed", "whole, being gathered", "whole", "whole, computing")
+    draw_legend(figure, dict(zip(names, (SHARD, FREED, ON_ITS_WAY, WHOLE, COMPUTING))))
+    save(figure, path)
+
+
+DIAGRAMS = {  # by the module's number: the name of the file, and the function that draws it
+    0: ("ring", draw_ring),
+    4: ("queue", draw_queue),
+    5: ("layout", draw_layout),
+    8: ("pieces", draw_pieces),
+    11: ("units", draw_units),
+}

@@ -1,0 +1,17 @@
+"""The concept diagrams: what the readings contain is what the code draws."""
+
+import pytest
+from matplotlib.testing.compare import compare_images
+
+from brigade.course.modules import get_module
+from brigade.lab.diagrams import DIAGRAMS
+
+
+@pytest.mark.parametrize("number", DIAGRAMS)
+def test_the_reading_has_the_diagram_that_the_code_draws(number, tmp_path):
+    name, draw_diagram = DIAGRAMS[number]
+    drawn, stored = tmp_path / "drawn.png", get_module(number).lesson / f"{name}.png"
+    draw_diagram(drawn)
+    assert f"]({name}.png)" in (stored.parent / "README.md").read_text()
+    difference = compare_images(str(stored), str(drawn), tol=3)
+    assert difference is None, f"make figures MODULE={number}: {difference}"
