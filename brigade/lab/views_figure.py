@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from matplotlib.figure import Figure
 
-from brigade.lab.plots import LINES, format_number
+from brigade.lab.plots import LINES
 from lessons.m07_cached_shards.views import make_getters, measure_us
 
 RANKS = (4, 8, 16, 32, 64, 128)
@@ -27,7 +27,7 @@ def draw(times_us: dict[str, list[float]], path: Path) -> None:
     axes = figure.subplots()
     for (way, times), style in zip(times_us.items(), LINES):
         axes.plot(RANKS, times, markersize=6, **style)
-        text = f"{way}: {format_number(times[-1], 2)} µs"
+        text = f"{way}: {float(f'{times[-1]:.2g}'):g} µs"
         axes.annotate(text, (RANKS[-1], times[-1]), (8, 0), textcoords="offset points", va="center", fontsize=10)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
