@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-# Okabe and Ito's vermillion, lighter in dark mode, where it must stand out against black.
+# Okabe and Ito's vermilion, lighter in dark mode, where it must stand out against black.
 PAGE = """<!doctype html>
 <html lang="en">
 <head>

@@ -7,7 +7,7 @@ import pytest
 
 from brigade.checks.collect import collect, import_from_tests
 from brigade.course import handout, written
-from brigade.course.modules import CORE_MODULES, MODULES, ROOT, CourseError
+from brigade.course.modules import ADVANCED, CORE_MODULES, MODULES, ROOT, CourseError, get_module
 
 
 def text(*parts):
@@ -88,6 +88,18 @@ def test_written_questions_of_the_core_count_50_points():
     }
     assert {kind.lower() for kind in kinds} == {"derive", "measure", "explain", "design", "and"}
     assert "| **total of the core** |  | **100** | **50** |" in text("assignments.md")
+
+
+def test_the_schedule_of_a_term_agrees_with_the_modules():
+    rows = re.findall(r"^\| \d \| ([\d, ]+) \| (\d+) \| (\d+) \| (\d+) \|", text("docs", "term.md"), re.MULTILINE)
+    planned = []
+    for numbers_in_row, *sums in rows:
+        entries = [get_module(number) for number in numbers_in_row.split(", ")]
+        points = sum(entry.points for entry in entries)
+        written_points = written.count_points(entry for entry in entries if entry.is_core)
+        assert sums == [str(n) for n in (sum(entry.minutes for entry in entries), points, written_points)]
+        planned += entries
+    assert planned == [entry for entry in MODULES if entry.track != ADVANCED]
 
 
 def test_questions_are_read_with_their_points(tmp_path):
