@@ -224,9 +224,11 @@ def find_failed_checks(entry: Module, target: str, seed: int) -> list[str]:
     """Run all checks of a module with the submission's own earlier modules. Return the names of those that fail."""
     from brigade.checks.collect import collect
     from brigade.checks.run import Conditions, run_checks
+    from brigade.cli.check import MAX_AT_A_TIME
     from brigade.runner import machine
 
-    outcomes = run_checks(collect([entry]), target, Conditions(seed), at_a_time=machine.count_cores())
+    at_a_time = min(MAX_AT_A_TIME, machine.count_cores())
+    outcomes = run_checks(collect([entry]), target, Conditions(seed), at_a_time=at_a_time)
     return [outcome.check.name.removeprefix("test_") for outcome in outcomes if not outcome.passed]
 
 

@@ -125,6 +125,7 @@ def draw(curves: Sequence[Curve], path: Path) -> None:
     panels[-1, 0].set_xlabel("one step: each layer's forward, each gradient")
     handles = [Patch(facecolor=COLOURS[kind], hatch=HATCHES[kind], edgecolor="#333333", label=kind) for kind in COLOURS]
     figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
 
 

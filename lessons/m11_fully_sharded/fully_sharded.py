@@ -17,7 +17,7 @@ Memory for weights: P / N bytes of shards, the whole root, and `prefetch` + 1 wh
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -83,7 +83,6 @@ class FlatShard:
         rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
         self.layout = plan_layout([p.numel() for p in self.params], None, size)
         self.full = self.params[0].detach().new_zeros(self.layout.numel)
-        self.full_bytes = self.full.nbytes
         self.handle: dist.Work | None = None  # of the collective that is on its way
         self.full_grad: Tensor | None = None  # (numel,) and
         self.grad_part: Tensor | None = None  # (numel / N,): input and output of the reduce-scatter
@@ -190,9 +189,7 @@ class FullyShardedDDP(GradSyncMixin, nn.Module):
         """Return an optimizer of this class for `shards()`. Raise ValueError unless it is elementwise."""
         shards = self.shards()
         if not is_elementwise(optimizer_cls, defaults, shards[0].device):
-            raise ValueError(
-                f"{optimizer_cls.__name__} cannot step on shards: it does not treat every element by itself"
-            )
+            raise ValueError(f"{optimizer_cls.__name__} cannot step on shards, because it is not elementwise")
         return optimizer_cls(shards, **defaults)
 
     def register_hooks(self, unit_of: dict[nn.Parameter, int], unit_types: UnitTypes) -> None:
@@ -203,8 +200,7 @@ class FullyShardedDDP(GradSyncMixin, nn.Module):
             is_unit = bool(name) and isinstance(submodule, unit_types) and not is_inside
             outermost = f"{name}." if is_unit else outermost
             for unit in {unit_of[parameter] for parameter in submodule.parameters(recurse=is_unit)}:
-                enter = partial(self.enter_forward, unit, name)
-                submodule.register_forward_pre_hook(lambda *_, enter=enter: enter())
+                submodule.register_forward_pre_hook(partial(self.enter_forward, unit, name))
                 if unit == 0:
                     continue  # the root is always there
                 enter, leave = partial(self.enter_backward, unit), partial(self.leave, unit)
@@ -234,7 +230,7 @@ class FullyShardedDDP(GradSyncMixin, nn.Module):
                 self.free(unit)
         return output
 
-    def enter_forward(self, unit: int, name: str) -> None:
+    def enter_forward(self, unit: int, name: str, *_: Any) -> None:
         """Prepare the forward of a unit. A pre-hook of the unit, or of its submodule with this name, calls this."""
         if not self.is_inside:
             raise RuntimeError(f"call the wrapper, not {name or 'the model'}: outside it the weights are not gathered")
@@ -329,13 +325,10 @@ class FullyShardedDDP(GradSyncMixin, nn.Module):
             weights |= {parameter: parameter.detach().to("cpu", copy=True) for parameter in flat.params}
             if is_free:
                 flat.free()
-        named = dict(self.module.named_parameters(remove_duplicate=False))
         state = self.module.state_dict()
-        for name, value in state.items():
-            if name in named:
-                state[name] = weights[named[name]]
-            elif isinstance(value, Tensor):
-                state[name] = value.to("cpu", copy=True)
+        state |= {name: weights[p] for name, p in self.module.named_parameters(remove_duplicate=False)}
+        buffers = self.module.named_buffers(remove_duplicate=False)
+        state |= {name: buffer.to("cpu", copy=True) for name, buffer in buffers if name in state}
         return state
 
     @torch.no_grad()

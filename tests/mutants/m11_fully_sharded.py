@@ -26,7 +26,7 @@ WINDOW = "order[: position + prefetch + 1]"
 REDUCED = 'schedule.append(("reduce", order[position - 1]))\n'
 OWN_PART = "self.full.chunk(size)[rank].clone(), self.params[0].requires_grad)\n"
 GATHER = "self.handle = all_gather(self.full, self.shard.detach(), self.process_group, async_op=True)\n"
-RESIZED = "self.full.untyped_storage().resize_(self.full_bytes)\n"
+RESIZED = "self.full.untyped_storage().resize_(self.full.nbytes)\n"
 FREE = "self.full.untyped_storage().resize_(0)\n"
 MOVED = "                view.copy_(parameter.grad)\n                parameter.grad = None\n"
 ADDED = "self.grad_part if self.shard.grad is None else self.shard.grad.add_(self.grad_part)\n"

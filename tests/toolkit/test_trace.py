@@ -241,8 +241,8 @@ def test_memory_over_a_step(tmp_path):
     assert zero1.between_steps - zero2.between_steps == gradients[1]
     assert zero2.peak > zero2.between_steps and zero2.peak < zero1.peak
     assert list(dict.fromkeys(zero2.phases)) == ["forward", "backward", "finish", "step"]
-    memory_over_step.draw([zero1, zero2], tmp_path / "memory.png")
-    assert png_size(tmp_path / "memory.png") == (900, 500)
+    memory_over_step.draw([zero1, zero2], tmp_path / "new" / "memory.png")
+    assert png_size(tmp_path / "new" / "memory.png") == (900, 500)
 
 
 def test_the_readings_have_their_pictures_redrawn(quick, monkeypatch, tmp_path, capsys):

@@ -14,7 +14,7 @@ MESSAGES = {
     "no unit": "ValueError: plan_units must return the name of every parameter, each in one unit",
     "outside": "RuntimeError: call the wrapper, not 2: outside it the weights are not gathered",
     "order": "RuntimeError: 0 is called again, or after a later unit: its weights are freed",
-    "optimizer": "ValueError: Adafactor cannot step on shards: it does not treat every element by itself",
+    "optimizer": "ValueError: Adafactor cannot step on shards, because it is not elementwise",
     "state_dict": "RuntimeError: the weights are in shards: call full_state_dict() on every rank",
     "load_state_dict": "RuntimeError: the weights are in shards: call load_full_state_dict(state) on every rank",
     "other names": "ValueError: the state dict does not fit the model: look at 0.bias, 2.bias, 2.weight",
