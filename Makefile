@@ -1,6 +1,6 @@
 # A newcomer needs only make demo and make test. Both create the virtual environment first.
 #   PYTHON, TORCH_INDEX            see setup.mk
-#   MODULE=3                       for make module and make unlock: the module; for make figures: draw only this module's picture
+#   MODULE=3                       for make module and make unlock: the module; for make figures, notebooks and slides: only this module's
 #   GRADE_OPTIONS="--modules 1-4"  for make gradescope: options of `brigade grade`, used for every submission
 #   MATRIX="3.12:2.13.0"           for make matrix: the pairs of Python and torch
 #   STUDENT=1                      for make site: build the site of the student edition instead
@@ -11,7 +11,7 @@
 COURSE := $(if $(STUDENT),out/student,.)
 SITE := $(if $(STUDENT),student-site,site)
 
-.PHONY: help demo test module figures site gradescope student unlock gpu-check claims promises soak matrix lint
+.PHONY: help demo test module figures notebooks slides site gradescope student unlock gpu-check claims promises soak matrix lint
 
 help:
 	@echo "make demo             train with every core module on real text, plot the result, check one right and one wrong answer"
@@ -19,6 +19,8 @@ help:
 	@echo "make module MODULE=3  run lint and the tests of one module, after you have changed it"
 	@echo "make setup            create the virtual environment .venv; then run: source .venv/bin/activate"
 	@echo "make figures          draw the pictures of the readings again, from runs on this machine"
+	@echo "make notebooks        execute all notebooks and store their outputs; do not run anything else at the same time"
+	@echo "make slides           write a deck of slides for each notebook to out/slides"
 	@echo "make site             build the course's site, out/site; with STUDENT=1 the students' site, out/student-site"
 	@echo "make gradescope       write the autograder for Gradescope, out/gradescope.zip"
 	@echo "make student          write the course without its answers, out/student and out/student.zip"
@@ -51,6 +53,12 @@ figures: setup
 	$(BIN)/python -m brigade.lab.figures $(MODULE)
 	$(if $(MODULE),,$(BIN)/python -m brigade.lab.memory --target solutions)
 	$(if $(MODULE),,$(BIN)/brigade bench --target solutions --comm-ratio 0.8 --png docs/ladder.png)
+
+notebooks: setup
+	$(BIN)/python -m brigade.lab.notebook_files $(MODULE)
+
+slides: setup
+	$(BIN)/python -m brigade.lab.slides $(MODULE)
 
 site: setup $(if $(STUDENT),student)
 	rm -rf out/$(SITE)

@@ -39,9 +39,7 @@ from brigade.runner.server import make_locked_directory
 
 if TYPE_CHECKING:
     from ipyparallel import AsyncResult
-    from IPython.display import Code
-
-    from brigade.lab.timeline import Timeline
+    from IPython.display import Markdown
 
 MARK = "BRIGADE_NOTEBOOK"  # in the environment of every process of the ranks: their directory
 START_S = 60.0
@@ -338,45 +336,12 @@ def end_everything(directory: Path) -> None:
     shutil.rmtree(directory, ignore_errors=True)
 
 
-def use_large_figures() -> None:
-    """Make matplotlib's next figures readable from the back row, and lines distinct without colour."""
-    import matplotlib.pyplot as plt
-
-    lines = plt.cycler(color=["#0072b2", "#d55e00", "#1a1a1a"], marker=["o", "s", "^"], linestyle=["-", "--", ":"])
-    plt.rcParams.update(
-        {
-            "figure.figsize": (12, 5.5),
-            "figure.constrained_layout.use": True,
-            "font.size": 18,
-            "lines.linewidth": 3.5,
-            "lines.markersize": 10,
-            "axes.prop_cycle": lines,
-            "axes.grid": True,
-            "grid.color": "#dddddd",
-            "axes.axisbelow": True,
-            "axes.spines.top": False,
-            "axes.spines.right": False,
-        }
-    )
-
-
-def show_timelines(timelines: Sequence[Timeline], titles: Sequence[str]) -> None:
-    """Draw the timelines below each other, on one time axis."""
-    import matplotlib.pyplot as plt
-
-    from brigade.lab.timeline import draw_panels
-
-    figure = plt.figure(figsize=(15, 1.7 + sum(0.8 + 0.5 * timeline.height for timeline in timelines)))
-    draw_panels(figure, timelines, titles, size=15)
-    plt.show()
-
-
-def show(number: int, name: str) -> Code:
+def show(number: int, name: str) -> Markdown:
     """Return the part of a module's solution called `name`, such as "NaiveDDP.finish_grad_sync", for display.
 
     For a function, this is its first line and the solution proper, without docstring and guidance.
     """
-    from IPython.display import Code
+    from IPython.display import Markdown
 
     text = (ROOT / "solutions" / get_module(number).path).read_text()
     body = ast.parse(text).body
@@ -388,4 +353,4 @@ def show(number: int, name: str) -> Code:
     end = next(i for i in range(begin, len(lines)) if END in lines[i])
     head = next(i for i in range(node.lineno - 1, len(lines)) if lines[i].endswith(":"))
     selected = [*lines[node.lineno - 1 : head + 1], *lines[begin + 1 : end]]
-    return Code(textwrap.dedent("\n".join(selected)), language="python")
+    return Markdown("\n".join(["```python", textwrap.dedent("\n".join(selected)), "```"]))

@@ -6,6 +6,7 @@ import ast
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -16,15 +17,16 @@ from pathlib import Path
 import nbformat
 import psutil
 import pytest
-from nbclient import NotebookClient
+from ipywidgets import IntSlider
 
 from brigade.course.modules import ADVANCED, MODULES, ROOT, get_module
 from brigade.events import launches
 from brigade.lab.notebook import Ranks, RanksError, show, start_ranks
+from brigade.lab.notebook_files import EXECUTED, execute, hash_code, list_notebooks
+from brigade.lab.notebook_plots import explore
+from brigade.lab.slides import make_deck
 
-STEMS = ["00_overview", *(entry.package.removeprefix("m") for entry in MODULES)]
-NOTEBOOKS = [ROOT / "notebooks" / f"{stem}.ipynb" for stem in STEMS]
-CELL_S = 120
+NOTEBOOKS = list_notebooks()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -52,6 +54,15 @@ def find_left_behind(temporary: Path) -> list[str]:
         except psutil.Error:
             continue
     return leftovers
+
+
+def list_errors(cell: nbformat.NotebookNode) -> list[str]:
+    """Return the names of the exceptions among a cell's outputs."""
+    return [output.ename for output in cell.get("outputs", []) if output.output_type == "error"]
+
+
+def list_expected_errors(cell: nbformat.NotebookNode) -> list[str]:
+    return ["RanksError"] if "raises-exception" in cell.metadata.get("tags", []) else []
 
 
 def expect_nothing_left(temporary: Path, within_s: float) -> None:
@@ -157,14 +168,38 @@ def test_nothing_outlives_a_killed_notebook(temporary: Path) -> None:
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebook_is_stored_without_outputs(path: Path) -> None:
+def test_notebook_is_stored_with_the_outputs_of_its_code(path: Path) -> None:
     assert path.is_file(), f"there is no {path.relative_to(ROOT)}, the demo of its module"
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
     assert notebook.metadata.kernelspec.name == "python3"
-    assert 8 <= len(notebook.cells) <= 14
-    for cell in notebook.cells:
-        assert not cell.get("outputs") and cell.get("execution_count") is None
+    executed = notebook.metadata[EXECUTED]
+    assert executed == hash_code(notebook), "code has changed since `make notebooks`"
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == [*range(1, len(code) + 1)]
+    assert all(set(cell.metadata) <= {"tags", "slideshow"} for cell in notebook.cells)
+    assert [list_errors(cell) for cell in code] == [list_expected_errors(cell) for cell in code]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_stored_outputs_are_small_and_from_no_particular_machine(path: Path) -> None:
+    text = path.read_text()
+    assert len(text) < 300_000
+    for private in (str(ROOT), str(Path.home()), tempfile.gettempdir(), socket.gethostname(), "widget-view"):
+        assert private not in text
+    for image in re.findall(r'"image/png": "([^"]*)"', text):
+        assert len(image) * 3 / 4 < 60_000
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_ends_with_a_run_sheet_and_has_slides(path: Path) -> None:
+    *cells, sheet = nbformat.read(path, as_version=4).cells
+    assert 8 <= len(cells) <= 16
+    rows = re.findall(r"^\| (\d+) \| ([^|]+) \| ([^|]+) \| ([^|]*)\|$", sheet.source, re.MULTILINE)
+    [total] = re.findall(r"^## Run sheet\n\nThis takes about (\d+) minutes\.$", sheet.source, re.MULTILINE)
+    assert 4 <= len(rows) <= 7 and sum(int(minutes) for minutes, *_ in rows) == int(total)
+    slides = [cell.metadata.slideshow.slide_type for cell in (*cells, sheet)]
+    assert slides[0] == "slide" and slides[-1] == "skip" and set(slides) <= {"slide", "subslide", "skip", "-"}
 
 
 ADVANCED_NUMBERS = [f"{entry.number:02}" for entry in MODULES if entry.track == ADVANCED]
@@ -179,18 +214,13 @@ def test_notebook_runs(path: Path, temporary: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
     for cell in notebook.cells:
         cell.source = re.sub(r"\brounds=\d+", "rounds=4, time=32", cell.source)  # enough to see that it runs
-    started_in = path.parent if get_module(1).package.endswith(path.stem) else ROOT
-    client = NotebookClient(
-        notebook, timeout=CELL_S, kernel_name="python3", resources={"metadata": {"path": str(started_in)}}
-    )
-    client.execute()
+    execute(notebook, path.parent if get_module(1).package.endswith(path.stem) else ROOT)
     for cell in notebook.cells:
         outputs = cell.get("outputs", [])
-        errors = [output.ename for output in outputs if output.output_type == "error"]
-        assert errors == (["RanksError"] if "raises-exception" in cell.metadata.get("tags", []) else [])
+        assert list_errors(cell) == list_expected_errors(cell)
         assert not [output.text for output in outputs if output.get("name") == "stderr"]
         drawn = [output for output in outputs if "image/png" in output.get("data", {})]
-        assert bool(drawn) == ("plt.show()" in cell.source or "show_timelines(" in cell.source)
+        assert bool(drawn) == bool(re.search(r"^(?:display\()?(?:draw_\w+|explore)\(", cell.source, re.MULTILINE))
     expect_nothing_left(temporary, within_s=15)
 
 
@@ -209,7 +239,31 @@ def list_student_parts(entry: object) -> list[str]:
 @pytest.mark.parametrize("entry", MODULES, ids=lambda entry: entry.package)
 def test_show_has_the_solution_without_its_marks(entry: object) -> None:
     for name in list_student_parts(entry):
-        text = show(entry.number, name).data
+        text = re.fullmatch(r"```python\n(.*)\n```", show(entry.number, name).data, re.DOTALL)[1]
         assert re.match(rf"(@contextmanager\n)?def {name.rpartition('.')[2]}\(", text)
         assert "SOLUTION" not in text and '"""' not in text
         compile(text, "shown", "exec")
+
+
+def test_a_slider_draws_the_figure_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = []
+
+    class Handle:
+        update = shown.append
+
+    monkeypatch.setattr("IPython.display.display", lambda value, display_id=None: shown.append(value) or Handle())
+    slider = IntSlider(2)
+    explore(lambda step: f"step {step}", step=slider)
+    slider.value = 3
+    assert [each for each in shown if isinstance(each, str)] == ["step 2", "step 3"]
+
+
+def test_a_deck_needs_no_network() -> None:
+    """It contains the scripts, styles, figures and formulas of module 4, and the stored outputs, but no run sheet."""
+    page = make_deck(ROOT / "notebooks" / "04_bucketed_ddp.ipynb")
+    markup = re.sub(r"<script>.*?</script>", "", page, flags=re.DOTALL)
+    assert (
+        re.findall(r"""<(?:img|link|script)[^>]*(?:src|href)=["'](?!data:)|@import|url\((?!["']?data:)""", markup) == []
+    )
+    assert "Reveal.initialize(" in page and 'src="data:image/svg+xml' in page and "data:image/png" in page
+    assert "the first buckets at 10 MiB:" in page and "Run sheet" not in page

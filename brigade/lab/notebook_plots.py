@@ -1,0 +1,408 @@
+"""The figures of the notebooks, large enough for the back row.
+
+Every function returns a figure, which a notebook shows if it is the last value of a cell or is passed to `display`.
+Colours are Okabe and Ito's; parts also differ in hatch or marker, so that they are distinct without colour.
+`explore` shows a figure with sliders that redraw it.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyArrowPatch, Patch, Polygon, Rectangle
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
+from PIL import Image
+
+from brigade.events import Event
+from brigade.lab.cost_model import BLOCK_BYTES, GRAD_BYTES, NUM_UNITS, ROOT_BYTES, simulate_buckets, simulate_prefetch
+from brigade.lab.ladder import Ladder
+from brigade.lab.plan_config import import_solution
+from brigade.lab.plots import COLOURS
+from brigade.lab.ring_figure import list_ring_states
+from brigade.lab.timeline import STYLES, Timeline, draw_panels
+from brigade.rank.emulated_link import Link
+
+if TYPE_CHECKING:
+    from ipywidgets import ValueWidget
+
+Range = tuple[int, int]
+Layout = tuple[Sequence[Range], Sequence[Range], int]  # of parameters, of buckets, and the number of elements
+
+WIDTH = 12.0  # inches
+SHOWN_DPI = 72  # pixels per inch on the page; the file has more, for projectors
+SAVED_DPI = 100
+BLACK, GREY, RED = "#1a1a1a", "#777777", "#d55e00"
+LINES = (  # the first is the widest, so that lines above each other are visible
+    {"color": "#0072b2", "marker": "o", "linestyle": "-", "linewidth": 6},
+    {"color": "#d55e00", "marker": "s", "linestyle": "--", "linewidth": 4},
+    {"color": "#1a1a1a", "marker": "^", "linestyle": ":", "linewidth": 3},
+    {"color": "#009e73", "marker": "D", "linestyle": "-.", "linewidth": 3},
+)
+PARTS = (  # of a stacked bar
+    {"facecolor": COLOURS["backward"]},
+    {"facecolor": COLOURS["collective"], "hatch": "/"},
+    {"facecolor": COLOURS["forward"], "hatch": ".."},
+    {"facecolor": COLOURS["finish"], "hatch": "x"},
+)
+CELLS = {  # of a grid
+    "plain": {"facecolor": "white"},
+    "partial": {"facecolor": COLOURS["forward"]},
+    "complete": {"facecolor": COLOURS["backward"]},
+    "moving": {"facecolor": COLOURS["collective"], "hatch": "//"},
+    "unused": {"facecolor": COLOURS["finish"]},
+    "wrong": {"facecolor": RED, "hatch": "xx"},
+}
+BUCKETS = ("#8fcdf0", "#e69f00", "#009e73", "#cc79a7")
+STYLE = {
+    "font.size": 18,
+    "lines.linewidth": 3.5,
+    "lines.markersize": 10,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlelocation": "left",
+    "grid.color": "#dddddd",
+    "legend.frameon": False,
+}
+
+
+class LargeFigure(Figure):
+    """A figure that a notebook shows as a small PNG file, with its title as alternative text."""
+
+    def _repr_png_(self) -> tuple[bytes, dict[str, Any]]:
+        drawn, reduced = io.BytesIO(), io.BytesIO()
+        self.savefig(drawn, format="png")
+        Image.open(drawn).convert("RGB").quantize(64).save(reduced, format="PNG", optimize=True)
+        titles = [axes.get_title(side) for axes in self.axes for side in ("left", "right")]
+        metadata = {"width": round(SHOWN_DPI * self.get_figwidth()), "alt": "; ".join(filter(None, titles))}
+        return reduced.getvalue(), metadata
+
+
+@contextmanager
+def make_figure(height: float, rows: int = 1) -> Iterator[tuple[LargeFigure, Any]]:
+    """Yield a figure and its axes, or an array of axes if there are several rows, in the notebooks' style."""
+    with matplotlib.rc_context(STYLE):
+        figure = LargeFigure(figsize=(WIDTH, height), dpi=SAVED_DPI, layout="constrained")
+        yield figure, figure.subplots(rows, sharex=True)
+
+
+def explore(draw: Callable[..., Figure], **sliders: ValueWidget) -> None:
+    """Show `draw(...)` for the sliders' first values, and below it the sliders, which redraw the figure.
+
+    The figure is an output of its own, so it stays visible where the sliders do not work.
+    """
+    from IPython.display import display
+    from ipywidgets import VBox
+
+    def draw_now() -> Figure:
+        return draw(**{name: slider.value for name, slider in sliders.items()})
+
+    handle = display(draw_now(), display_id=True)
+    for slider in sliders.values():
+        slider.observe(lambda change: handle.update(draw_now()), names="value")
+    display(VBox([*sliders.values()]))
+
+
+def draw_lines(
+    curves: Mapping[str, tuple[Sequence[float], Sequence[float]]],
+    *,
+    xlabel: str,
+    ylabel: str,
+    title: str,
+    points: Mapping[str, tuple[Sequence[float], Sequence[float]]] | None = None,
+    verticals: Mapping[str, Sequence[float]] | None = None,
+    log: str = "",
+    xticks: Mapping[float, str] | None = None,
+    are_steps: bool = False,
+    with_values: bool = False,
+) -> LargeFigure:
+    """Draw curves, given by name as x and y.
+
+    `points` have markers instead of a line, and the colours of the curves in the same order. `verticals` are dotted
+    lines with the label at their x. `log` names the axes with a logarithmic scale: "x", "y" or "xy". If `are_steps`, a
+    curve keeps each value until the next. If `with_values`, each point has its y as a label.
+    """
+    with make_figure(5.5) as (figure, axes):
+        for style, (name, (x, y)) in zip(LINES, curves.items()):
+            marker = style["marker"] if len(x) <= 20 and not points else ""
+            drawstyle = "steps-post" if are_steps else "default"
+            axes.plot(x, y, **style | {"marker": marker}, drawstyle=drawstyle, label=name)
+            for each_x, each_y in zip(x, y) if with_values else ():
+                text = f"{each_y:.1f}" if each_y < 10 else f"{each_y:.0f}"
+                axes.annotate(text, (each_x, each_y), (0, 12), textcoords="offset points", ha="center")
+        for style, (name, (x, y)) in zip(LINES, (points or {}).items()):
+            axes.plot(x, y, **style | {"linestyle": ""}, markersize=12, label=name)
+        for label, positions in (verticals or {}).items():
+            for position in positions:
+                line = axes.axvline(position, color=COLOURS["collective"], linewidth=3, linestyle=":", zorder=0)
+            line.set_label(label)
+        set_scales(axes, log)
+        if xticks:
+            axes.set_xticks([*xticks], [*xticks.values()])
+        axes.margins(y=0.15 if with_values else 0.05)
+        axes.set(xlabel=xlabel, ylabel=ylabel, title=title)
+        figure.legend(loc="outside lower center", ncols=2 if len(axes.get_lines()) > 3 else 3)
+    return figure
+
+
+def set_scales(axes: Axes, log: str) -> None:
+    """Make the axes named in `log` logarithmic, with ticks such as 0.1, 0.3 and 1.
+
+    A linear y axis begins at 0 unless all values are far from 0, and a linear x axis has integer ticks.
+    """
+    lowest, highest = axes.dataLim.intervaly
+    if "y" in log:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 3) if highest < 1000 * lowest else (1,)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    elif lowest < highest / 4:
+        axes.set_ylim(bottom=0)
+    if "x" in log:
+        axes.set_xscale("log")
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.minorticks_off()
+
+
+def draw_bars(
+    rows: Mapping[str, Mapping[str, float]],
+    *,
+    xlabel: str,
+    title: str,
+    spread: Mapping[str, tuple[float, float]] | None = None,
+) -> LargeFigure:
+    """Draw one stacked bar for each row, with its parts by name and their values at its end.
+
+    `spread` contains the quartiles of the whole bar, by row.
+    """
+    with make_figure(1.9 + 0.62 * len(rows)) as (figure, axes):
+        names = [*dict.fromkeys(name for parts in rows.values() for name in parts)]
+        for row, (label, parts) in enumerate(rows.items()):
+            left = 0.0
+            for name, value in parts.items():
+                style = PARTS[names.index(name) % len(PARTS)]
+                axes.barh(row, value, 0.66, left, edgecolor="black", **style)
+                left += value
+            end = left
+            if spread:
+                lower, upper = spread[label]
+                axes.errorbar(
+                    left, row, xerr=[[left - lower], [upper - left]], fmt="D", color=BLACK, linewidth=2, capsize=6
+                )
+                end = max(left, upper)
+            axes.annotate(
+                " + ".join(f"{value:.3g}" for value in parts.values()),
+                (end, row),
+                (10, 0),
+                textcoords="offset points",
+                va="center",
+            )
+        axes.set_yticks(range(len(rows)), [*rows])
+        axes.invert_yaxis()
+        axes.margins(x=0.25)
+        axes.set_xlim(left=0)
+        axes.grid(visible=False, axis="y")
+        axes.set(xlabel=xlabel, title=title)
+        handles = [Patch(edgecolor="black", label=name, **PARTS[i % len(PARTS)]) for i, name in enumerate(names)]
+        figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
+    return figure
+
+
+def draw_step_times(results: Ladder, title: str, labels: Sequence[str] | None = None) -> LargeFigure:
+    """Draw the median step of each variant: the step without communication, and what communication adds to it."""
+    alone = results.computation.median_ms
+    labels = labels or [variant.label for variant in results.variants]
+    rows = {
+        label: {"step without communication": alone, "exposed communication": max(0.0, variant.median_ms - alone)}
+        for label, variant in zip(labels, results.variants)
+    }
+    spread = {label: variant.quartiles_ms for label, variant in zip(labels, results.variants)}
+    return draw_bars(rows, xlabel="time of one training step (ms); lines: quartiles", title=title, spread=spread)
+
+
+def draw_grid(
+    rows: Mapping[str, Sequence[tuple[object, str]]],
+    *,
+    title: str,
+    columns: Sequence[object],
+    xlabel: str = "",
+    meanings: Mapping[str, str] | None = None,
+) -> LargeFigure:
+    """Draw a table of boxes, each given as a text and a key of `CELLS`. The legend explains the keys in `meanings`."""
+    with make_figure(1.7 + 0.72 * len(rows)) as (figure, axes):
+        for y, boxes in enumerate(rows.values()):
+            for x, (text, kind) in enumerate(boxes):
+                draw_box(axes, x, y, text, kind)
+        axes.set(xlim=(0, len(columns)), ylim=(len(rows), 0), xlabel=xlabel, title=title)
+        axes.set_xticks([x + 0.5 for x in range(len(columns))], columns)
+        axes.set_yticks([y + 0.5 for y in range(len(rows))], [*rows])
+        hide_frame(axes)
+        if meanings:
+            handles = [Patch(edgecolor="black", label=text, **CELLS[kind]) for kind, text in meanings.items()]
+            figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
+    return figure
+
+
+def draw_box(axes: Axes, x: float, y: float, text: object, kind: str) -> None:
+    """Draw one box of a grid, with its upper left corner at (x, y)."""
+    axes.add_patch(Rectangle((x + 0.04, y + 0.1), 0.92, 0.8, edgecolor="black", **CELLS[kind]))
+    paper = {"facecolor": "white", "edgecolor": "none", "pad": 2} if "hatch" in CELLS[kind] else None
+    ink = "white" if kind == "complete" else "black"
+    axes.text(x + 0.5, y + 0.5, text, ha="center", va="center", color=ink, bbox=paper)
+
+
+def hide_frame(axes: Axes) -> None:
+    """Remove grid, ticks and spines, and keep the labels."""
+    axes.grid(visible=False)
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+
+
+def draw_ring_step(size: int, step: int) -> LargeFigure:
+    """Draw the chunks of all ranks after one step of a ring all-reduce, and what this step has sent."""
+    last = 2 * (size - 1)
+    step = min(step, last)
+    states = list_ring_states(size)
+    boxes = {}
+    for rank, counts in enumerate(states[step]):
+        kinds = ["complete" if count == size else "partial" if count > 1 else "plain" for count in counts]
+        boxes[f"rank {rank}"] = [*zip(counts, kinds)]
+    phase = "before" if step == 0 else "reduce-scatter: add" if step < size else "all-gather: replace by"
+    figure = draw_grid(
+        boxes,
+        title=f"step {step} of {last}" + (f", {phase} what arrives" if step else ", before the first message"),
+        columns=range(size),
+        xlabel="chunk; the number says how many ranks' values its sum contains",
+        meanings={"partial": "partial sum", "complete": "sum of all ranks"},
+    )
+    [axes] = figure.axes
+    for rank in range(size if step else 0):
+        chunk = (rank - step - 1) % size  # arrives here from the previous rank
+        start = (chunk + 0.85, (rank - 1) % size + 0.5)
+        axes.add_patch(
+            FancyArrowPatch(
+                start, (chunk + 0.85, rank + 0.5), connectionstyle="arc3,rad=-0.3", arrowstyle="-|>",
+                mutation_scale=28, linewidth=4, color=RED, clip_on=False,
+            )
+        )  # fmt: skip
+    return figure
+
+
+def draw_layouts(layouts: Mapping[int, Layout], param_names: Sequence[str] | None = None) -> LargeFigure:
+    """Draw the buffer of module 5 for each number of ranks, given as (param_ranges, bucket_ranges, numel)."""
+    with make_figure(0.8 + 2.6 * len(layouts), rows=len(layouts)) as (figure, panels):
+        for axes, (dp_size, (param_ranges, bucket_ranges, numel)) in zip(panels, layouts.items()):
+            axes.add_patch(Rectangle((0, 0), numel, 1, facecolor=COLOURS["finish"], hatch="//", edgecolor=GREY))
+            for i, (start, end) in enumerate(param_ranges):
+                axes.add_patch(Rectangle((start, 0), end - start, 1, facecolor=COLOURS["forward"], edgecolor="black"))
+                axes.text((start + end) / 2, 0.5, i, ha="center", va="center")
+            for number, (start, end) in enumerate(bucket_ranges):
+                axes.add_patch(Rectangle((start, 0), end - start, 1, fill=False, edgecolor="black", linewidth=5))
+                axes.text(start + 6, 1.1, f"bucket {number}: {start} to {end}", fontsize=15)
+                for rank in range(1, dp_size):
+                    border = start + rank * (end - start) // dp_size
+                    axes.axvline(border, 0.02, 0.74, color=RED, linewidth=3.5, linestyle=":")
+            used = sum(end - start for start, end in param_ranges)
+            axes.set(ylim=(0, 1.35), yticks=[], xlim=(-4, max(layout[2] for layout in layouts.values()) + 4))
+            axes.set_title(f"N = {dp_size}: {numel} elements for {used} gradient elements")
+            axes.grid(visible=False)
+            axes.spines["left"].set_visible(False)
+        panels[-1].set_xlabel("element of the buffer; hatched: padding; dotted: borders between the N shards")
+    return figure
+
+
+def draw_launch_order(events_of_ranks: Sequence[Sequence[Event]], phase: str) -> LargeFigure:
+    """Draw, in order, the events "ready" and "launched" of each rank in a phase. Both have the field `bucket`."""
+    rows = [
+        [event for event in events if event["phase"] == phase and event["kind"] in ("ready", "launched")]
+        for events in events_of_ranks
+    ]
+    with make_figure(1.5 + 1.1 * len(rows)) as (figure, axes):
+        for y, row in enumerate(rows):
+            for x, event in enumerate(row):
+                colour, is_launch = BUCKETS[event["bucket"]], event["kind"] == "launched"
+                corners = [(x + 0.05, y + 0.05), (x + 0.95, y + 0.5), (x + 0.05, y + 0.95)]
+                arrow = Polygon(corners, facecolor=colour, edgecolor="black", linewidth=4)
+                axes.add_patch(arrow if is_launch else Rectangle((x + 0.1, y + 0.25), 0.8, 0.5, facecolor=colour))
+                axes.text(x + (0.33 if is_launch else 0.5), y + 0.52, event["bucket"], ha="center", va="center")
+        axes.set(xlim=(0, max(map(len, rows))), ylim=(len(rows), 0), xticks=[], xlabel="events in backward, in order")
+        axes.set_yticks([y + 0.5 for y in range(len(rows))], [f"rank {rank}" for rank in range(len(rows))])
+        axes.set_title(f"{phase}; box: a gradient of this bucket is ready; arrow: the bucket is launched", fontsize=16)
+        hide_frame(axes)
+    return figure
+
+
+def draw_timelines(timelines: Sequence[Timeline], titles: Sequence[str]) -> LargeFigure:
+    """Draw the timelines below each other, on one time axis."""
+    with matplotlib.rc_context(STYLE | {"font.size": 14}):
+        height = 1.4 + sum(0.64 + 0.4 * timeline.height for timeline in timelines)
+        figure = LargeFigure(figsize=(WIDTH, height), dpi=SAVED_DPI, layout="constrained")
+        draw_panels(figure, timelines, titles, size=12)
+    return figure
+
+
+def draw_bucket_model(bucket_mb: float, latency_us: float, gb_per_s: float, world_size: int) -> LargeFigure:
+    """Draw one backward of the α–β model with these buckets, and the exposed time for buckets of other sizes."""
+    link = Link(1e-6 * latency_us, 1e9 * gb_per_s)
+    step = simulate_buckets(link, world_size, 1e6 * bucket_mb)
+    with matplotlib.rc_context(STYLE):
+        figure = LargeFigure(figsize=(WIDTH, 7.0), dpi=SAVED_DPI, layout="constrained")
+        timeline, exposed = figure.subplots(2, height_ratios=(1, 1.5))
+        draw_lane(timeline, 0, [(0.0, step.backward_s)], {"facecolor": COLOURS["backward"]})
+        draw_lane(timeline, 1, [(each.start_s, each.end_s) for each in step.transfers], STYLES["all_reduce"])
+        timeline.axvspan(1e3 * step.backward_s, 1e3 * step.end_s, color=RED, alpha=0.15, zorder=0)
+        timeline.set_yticks([0, 1], ["backward", "link"])
+        timeline.set(ylim=(1.5, -0.5), xlabel="time (ms); shaded: exposed communication")
+        timeline.set_xlim(0, 1.02e3 * step.end_s)
+        timeline.set_title(f"buckets: {step.num_buckets}, exposed: {1e3 * step.exposed_s:.0f} ms")
+        sizes = [GRAD_BYTES / 1e6 / count for count in sorted({round(400 ** (i / 60)) for i in range(61)})]
+        times = [1e3 * simulate_buckets(link, world_size, 1e6 * size).exposed_s for size in sizes]
+        exposed.plot(sizes, times, color=COLOURS["backward"])
+        exposed.plot(bucket_mb, 1e3 * step.exposed_s, color=RED, marker="D", markersize=14)
+        exposed.set(xlabel="size of a bucket (MB)", ylabel="exposed (ms)")
+        set_scales(exposed, "x")
+        exposed.set_xticks([1, 3, 10, 30, 100, 400], ["1", "3", "10", "30", "100", "400"])
+    return figure
+
+
+def draw_prefetch_model(prefetch: int, gb_per_s: float, world_size: int) -> LargeFigure:
+    """Draw one step of module 11 in the α–β model with α = 20 µs, and the memory of the whole weights."""
+    step = simulate_prefetch(import_solution("plan_schedule"), Link(20e-6, 1e9 * gb_per_s), world_size, prefetch)
+    with make_figure(7.5, rows=2) as (figure, (timeline, memory)):
+        styles = {kind: {"facecolor": COLOURS[kind], "edgecolor": "white"} for kind in ("forward", "backward")}
+        styles |= {op: STYLES[op] for op in ("all_gather", "reduce_scatter")}
+        for index, (unit, start, end) in enumerate(step.computed):
+            kind = "forward" if index < NUM_UNITS else "backward"
+            draw_lane(timeline, 0, [(start, end)], styles[kind])
+            ink = "black" if kind == "forward" else "white"
+            timeline.text(500 * (start + end), 0, unit, ha="center", va="center", color=ink)
+        for transfer in step.transfers:
+            draw_lane(timeline, 1, [(transfer.start_s, transfer.end_s)], styles[transfer.launch.op])
+        timeline.set_yticks([0, 1], ["unit", "link"])
+        timeline.set(ylim=(1.5, -0.5))
+        peak_mb = step.peak_bytes / 1e6
+        timeline.set_title(f"prefetch={prefetch}: {1e3 * step.exposed_s:.0f} ms exposed, at most {peak_mb:.0f} MB")
+        sizes_mb = [each / 1e6 for each in (ROOT_BYTES, *[BLOCK_BYTES] * (NUM_UNITS - 1))]
+        times = sorted({edge for unit in step.allocations for edge in (unit.start_s, unit.end_s)})
+        alive = [[unit for unit in step.allocations if unit.start_s <= time < unit.end_s] for time in times]
+        curve = [1e3 * time for time in times], [sum(sizes_mb[each.unit] for each in units) for units in alive]
+        memory.fill_between(*curve, step="post", color=COLOURS["finish"])
+        memory.step(*curve, where="post", color=BLACK)
+        memory.set(xlabel="time (ms)", ylabel="whole weights\n(MB)", ylim=(0, 1.1 * sum(sizes_mb)))
+        handles = [Patch(**style, label=kind.replace("_", "-")) for kind, style in styles.items()]
+        figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
+    return figure
+
+
+def draw_lane(axes: Axes, y: int, spans: Sequence[tuple[float, float]], style: Mapping[str, str]) -> None:
+    """Draw boxes from start to end, given in seconds, in one lane of a timeline whose axis is in milliseconds."""
+    starts, lengths = [1e3 * start for start, _ in spans], [1e3 * (end - start) for start, end in spans]
+    axes.barh([y] * len(spans), lengths, 0.8, starts, linewidth=0.6, **style)

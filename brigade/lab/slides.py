@@ -1,0 +1,89 @@
+"""Write a deck of slides for each notebook: python -m brigade.lab.slides 4
+
+A deck is one HTML file that needs no network: it contains reveal.js, its styles, the figures and the formulas. Slides
+follow the notebooks' metadata (`slideshow.slide_type`). Figures and excerpts from the solutions appear without the code
+that shows them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import io
+import re
+import sys
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+
+import nbformat
+from matplotlib.font_manager import FontProperties
+from matplotlib.mathtext import math_to_image
+from nbconvert import SlidesExporter
+
+from brigade.course.modules import ROOT
+from brigade.lab.notebook_files import list_notebooks
+from brigade.lab.script import run_to_status
+
+TEMPLATE = ROOT / "brigade" / "lab" / "slides.html.j2"
+OUTPUT = ROOT / "out" / "slides"
+REVEAL = resources.files("sphinx_revealjs") / "_static" / "revealjs"
+STYLES = ("dist/reset.css", "dist/reveal.css", "dist/theme/white.css")
+SCRIPT = "dist/reveal.js"
+SHOWN = {"image/png", "text/markdown"}  # outputs that a deck shows without the code
+FORMULA_PT = 18
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m brigade.lab.slides",
+        description="Write a deck of slides for each notebook to out/slides, from the stored outputs.",
+        epilog="Example: python -m brigade.lab.slides 4",
+    )
+    parser.add_argument("number", nargs="?", metavar="N", help="the module's number (default: all notebooks)")
+    options = parser.parse_args()
+    return run_to_status("slides", lambda: write_decks(options.number))
+
+
+def write_decks(number: str | None = None) -> int:
+    """Write the deck of one module, or all of them. Raise CourseError if there is no such module."""
+    OUTPUT.mkdir(parents=True, exist_ok=True)
+    for notebook in list_notebooks(number):
+        path = OUTPUT / f"{notebook.stem}.html"
+        path.write_text(make_deck(notebook))
+        print(f"{path.relative_to(ROOT)} written")
+    return 0
+
+
+def make_deck(path: Path) -> str:
+    """Return the HTML page for one notebook."""
+    notebook = nbformat.read(path, as_version=4)
+    notebook.metadata["title"] = notebook.cells[0].source.partition("\n")[0].lstrip("# ")
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            cell.source = re.sub(r"\$([^$\n]+)\$", lambda formula: draw_formula(formula[1]), cell.source)
+        elif any(SHOWN & output.get("data", {}).keys() for output in cell.outputs):
+            cell.metadata["transient"] = {"remove_source": True}
+    exporter = SlidesExporter(raw_template=TEMPLATE.read_text(), embed_images=True)
+    deck = {"styles": join_files(STYLES), "script": join_files([SCRIPT])}
+    html, _ = exporter.from_notebook_node(notebook, resources={"deck": deck})
+    return html
+
+
+def draw_formula(tex: str) -> str:
+    """Return an inline image of a TeX formula, which is also its alternative text."""
+    drawn = io.BytesIO()
+    depth = math_to_image(f"${tex}$", drawn, prop=FontProperties(size=FORMULA_PT), format="svg")
+    data = base64.b64encode(drawn.getvalue()).decode()
+    style = f"vertical-align: {-depth:.0f}pt"
+    return f'<img class="math" alt="{tex}" style="{style}" src="data:image/svg+xml;base64,{data}">'
+
+
+def join_files(names: Sequence[str]) -> str:
+    """Return the text of files of reveal.js. Links to fonts and to source maps are left out."""
+    text = "\n".join((REVEAL / name).read_text() for name in names)
+    return re.sub(r"@import url\([^)]*\);|//# sourceMappingURL=\S+", "", text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
