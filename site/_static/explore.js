@@ -200,7 +200,7 @@
       const height = 72 * nbytes / total;
       const x = figure.place(time);
       const width = figure.place(times[index + 1]) - x;
-      figure.draw("rect", {x, y: base - height, width, height, fill: COLOURS.memory});
+      figure.draw("rect", {x, y: base - height, width: width + 0.5, height, fill: COLOURS.memory}); // without seams
     });
     const peak = base - 72 * step.peakBytes / total;
     figure.draw("line", {class: "mark", x1: 2, x2: width - 10, y1: peak, y2: peak});
