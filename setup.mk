@@ -1,9 +1,10 @@
 # The virtual environment, for the course and for the student edition.
 #   PYTHON=python3.12              the Python that creates it (3.10 or newer)
 #   TORCH_INDEX=https://...        the package index for torch, such as one with CPU builds only
+#   BRIGADE_VENV=/opt/venv         where the environment is, if it is not in .venv; an environment variable works too
 
 PYTHON ?= python3
-VENV := .venv
+VENV := $(or $(BRIGADE_VENV),.venv)
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 

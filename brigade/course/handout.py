@@ -1,4 +1,4 @@
-"""Generate the parts of documents that list all modules, from the table of modules, the checks and the readings.
+"""Generate the parts of documents that list all modules or contain the address of the course.
 
 `brigade skeletons` calls this. In each of `DOCUMENTS`, the text between two comments is generated, and the rest is
 written by hand:
@@ -6,6 +6,8 @@ written by hand:
     <!-- made by `brigade skeletons`: modules -->
     ...
     <!-- end -->
+
+In each of `BROWSER_NOTEBOOKS`, the value of `COURSE` is generated.
 """
 
 from __future__ import annotations
@@ -18,13 +20,21 @@ from brigade.course import written
 from brigade.course.listing import list_checks
 from brigade.course.modules import CORE_MODULES, MODULES, Module
 
-DOCUMENTS = ("README.md", "assignments.md")
+REPOSITORY = "YOUR-ORGANISATION/bucket-brigade"  # on GitHub; docs/instructors.md explains how to publish a copy
+DOCUMENTS = ("README.md", "assignments.md", "docs/browser.md")
+BROWSER_NOTEBOOKS = ("notebooks/kaggle.ipynb", "notebooks/colab.ipynb")
 GENERATED = re.compile(r"(<!-- made by `brigade skeletons`: (\w+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
 
 
 def make_documents(root: Path) -> dict[Path, str]:
     """Return the up-to-date text of each document of the course in `root`. Raise CourseError as `fill_in` does."""
-    return {root / name: fill_in((root / name).read_text(), root) for name in DOCUMENTS}
+    texts = {root / name: fill_in((root / name).read_text(), root) for name in DOCUMENTS}
+    return texts | {root / name: set_address((root / name).read_text()) for name in BROWSER_NOTEBOOKS}
+
+
+def set_address(notebook: str) -> str:
+    """Return the text of a notebook file in which `COURSE` is the address of the repository."""
+    return re.sub(r'(COURSE = \\")[^"\\]*', rf"\g<1>https://github.com/{REPOSITORY}", notebook)
 
 
 def fill_in(text: str, root: Path) -> str:
@@ -34,6 +44,8 @@ def fill_in(text: str, root: Path) -> str:
         "deliverables": make_deliverables_table,
         "assignments": make_assignments,
         "students": read_student_section,
+        "badges": make_badges,
+        "environments": make_environment_list,
     }
     return GENERATED.sub(lambda match: f"{match[1]}\n{makers[match[2]](root)}\n{match[3]}", text)
 
@@ -59,6 +71,41 @@ def make_module_table(root: Path) -> str:
 def read_student_section(root: Path) -> str:
     """Return the section for students of the README. The student edition's README contains it too."""
     return (root / "README.md").read_text().partition("\n## Students\n\n")[2].partition("\n## ")[0]
+
+
+def list_environments() -> list[tuple[str, str, str]]:
+    """Return where the course runs in a browser: the name, the address of its badge, and the address that opens it."""
+    notebooks = f"{REPOSITORY}/blob/main/notebooks"
+    return [
+        (
+            "Kaggle",
+            "https://kaggle.com/static/images/open-in-kaggle.svg",
+            f"https://kaggle.com/kernels/welcome?src=https://github.com/{notebooks}/kaggle.ipynb",
+        ),
+        (
+            "Colab",
+            "https://colab.research.google.com/assets/colab-badge.svg",
+            f"https://colab.research.google.com/github/{notebooks}/colab.ipynb",
+        ),
+        ("Codespaces", "https://github.com/codespaces/badge.svg", f"https://codespaces.new/{REPOSITORY}"),
+    ]
+
+
+def make_badges(root: Path) -> str:
+    """Return the README's badges: whether the tests pass, the site, and links that open the course in a browser."""
+    owner, _, name = REPOSITORY.partition("/")
+    workflows = f"https://github.com/{REPOSITORY}/actions/workflows"
+    badges = [
+        ("tests", f"{workflows}/tests.yml/badge.svg", f"{workflows}/tests.yml"),
+        ("site", f"{workflows}/site.yml/badge.svg", f"https://{owner}.github.io/{name}/"),
+        *((f"Open in {name}", badge, link) for name, badge, link in list_environments()),
+    ]
+    return " ".join(f"[![{text}]({image})]({link})" for text, image, link in badges) + "\n"
+
+
+def make_environment_list(root: Path) -> str:
+    """Return a list of links that open the course in a browser."""
+    return "".join(f"- [Open the course with {name}]({link})\n" for name, _, link in list_environments())
 
 
 def make_deliverables_table(root: Path) -> str:

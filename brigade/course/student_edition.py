@@ -29,7 +29,8 @@ from brigade.course.modules import MODULES, ROOT, CourseError, get_module
 
 INCLUDED = (".gitignore", "LICENSE", "assignments.md", "pyproject.toml", "setup.mk")
 INCLUDED += (*editions.CORE, "brigade/lab/**/*.py", "brigade/lab/*.html", *editions.CHECKS)
-INCLUDED += ("docs/claims.md", "docs/glossary.md", "docs/gpus.md", "docs/leaderboard.md", "docs/plan.md")
+INCLUDED += ("Dockerfile", ".dockerignore", ".devcontainer/devcontainer.json", *handout.BROWSER_NOTEBOOKS)
+INCLUDED += tuple(f"docs/{name}.md" for name in ("browser", "claims", "glossary", "gpus", "leaderboard", "plan"))
 INCLUDED += ("lessons/*/README.md", "lessons/*/hints.md", "lessons/*/*.png", "lessons/*/*.py", "site/**/*")
 PACKAGES = ("torch", "pytest", "numpy", "matplotlib", "rich", "psutil")  # of requirements.txt
 HINT_LEVELS = 2  # of three
@@ -61,7 +62,7 @@ def collect_files(hint_levels: int = HINT_LEVELS, with_answers: bool = False) ->
         answers = Path("solutions", entry.package, written.ANSWERS)
         if with_answers:
             contents[answers] = (ROOT / answers).read_bytes()
-    for document in (Path("README.md"), Path("assignments.md")):
+    for document in map(Path, handout.DOCUMENTS):
         text = handout.fill_in(contents[document].decode(), ROOT)
         contents[document] = re.sub(r"<!-- .* -->\n+", "", text).encode()
     return contents | {Path("requirements.txt"): editions.select_requirements(PACKAGES).encode()}

@@ -18,12 +18,13 @@ from test_skeletons import PARTS
 from brigade.cli import study
 from brigade.course import skeletons, student_edition
 from brigade.course import written as written_questions
+from brigade.course.handout import BROWSER_NOTEBOOKS
 from brigade.course.modules import MODULES, ROOT, get_module
 from brigade.grade.grading import grade
 
 FIRST = get_module(1)
 TELLING = 60  # characters of a line; shorter ones say the same in many programs
-KEPT_OUT = {"solutions", "mutants", "alternatives", "hostile", "toolkit", "notebooks", "grade", "slurm", "student"}
+KEPT_OUT = {"solutions", "mutants", "alternatives", "hostile", "toolkit", "grade", "slurm", "student"}
 
 
 def git(*arguments: str, cwd: Path = ROOT) -> str:
@@ -99,6 +100,7 @@ def written(edition: Path):
 def test_no_secret_is_in_it(edition):
     found = texts(edition)
     assert not [name for name in found if KEPT_OUT & {*Path(name).parts}]
+    assert {name for name in found if name.startswith("notebooks/")} == {*BROWSER_NOTEBOOKS}
     assert not [name for name, text in found.items() if "secret" in name or "a secret" in text]
     assert not [name for name, text in found.items() if "Mutant(" in text]
     assert {name for name, text in found.items() if "### BEGIN SOLUTION" in text} == {"brigade/course/skeletons.py"}

@@ -1,0 +1,106 @@
+"""The course runs elsewhere: on Kaggle and Colab, in a container, and in the workflows of GitHub."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import matrix
+import nbformat
+import pytest
+import yaml
+from nbclient import NotebookClient
+
+from brigade.course import handout
+from brigade.course.modules import ROOT
+
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+
+def list_runs(workflow: Path) -> list[str]:
+    """Return the commands of a workflow."""
+    jobs = yaml.safe_load(workflow.read_text())["jobs"].values()
+    return [step["run"] for job in jobs for step in job["steps"] if "run" in step]
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "expected"),
+    (
+        ("kaggle", 0, "torch 2.x: there are fewer than two GPUs, so the checks run on the CPU with gloo."),
+        ("kaggle", 2, "torch 2.x: there are 2 GPUs, so the checks use NCCL."),
+        ("colab", 0, "This runtime has no GPU, so only the checks with gloo have run."),
+        ("colab", 1, "brigade check 1 --backend nccl --share-gpu"),
+    ),
+)
+def test_a_browser_notebook_runs_from_top_to_bottom(name, gpus, expected, tmp_path, monkeypatch):
+    """As on Kaggle or Colab, but in another directory. Nothing is installed, and `brigade` only reads its options.
+
+    The workflow `matrix` runs the notebooks as they are.
+    """
+    text = (ROOT / "notebooks" / f"{name}.ipynb").read_text()
+    text = text.replace(f"https://github.com/{handout.REPOSITORY}", "clone")
+    notebook = nbformat.reads(re.sub("/kaggle/working|/content", str(tmp_path), text), as_version=4)
+    nbformat.validate(notebook)
+    shutil.copytree(ROOT / "lessons", tmp_path / "clone" / "lessons")
+    program = "import sys; from brigade.cli.main import parse; parse(sys.argv[1:])"
+    programs = {
+        "git": '[ "$1 $2 $3 $4" = "clone --quiet --depth 1" ] && cp -r "$5" "$6"',
+        "pip": 'echo pip "$@"',
+        "brigade": f"""PYTHONPATH={ROOT} {sys.executable} -c '{program}' "$@" && echo brigade "$@" """,
+    }
+    for command, line in programs.items():
+        (tmp_path / command).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / command).chmod(stat.S_IRWXU)
+    (tmp_path / "torch.py").write_text(f'__version__ = "2.x"\nclass cuda:\n    device_count = lambda: {gpus}\n')
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
+    monkeypatch.setenv("JUPYTER_PREFER_ENV_PATH", "1")  # the kernel of this environment, not of the user's
+    NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    lines = "".join(output.get("text", "") for output in outputs).splitlines()
+    assert lines[1:3] == ["pip install --quiet --no-deps --editable .", "pip install --quiet pytest rich"]
+    assert expected in lines and {"brigade check 1", "brigade submit"} < set(lines)
+    [shown] = [output.data["text/markdown"] for output in outputs if "text/markdown" in output.get("data", {})]
+    assert shown.startswith("# Module 1: ")
+
+
+def test_all_links_follow_the_address_of_the_repository(monkeypatch):
+    """Somebody who publishes a copy changes one line and runs `brigade skeletons`."""
+    monkeypatch.setattr(handout, "REPOSITORY", "ada/training")
+    texts = {path.relative_to(ROOT).as_posix(): text for path, text in handout.make_documents(ROOT).items()}
+    links = {name: text.count("ada/training") + text.count("ada.github.io/training") for name, text in texts.items()}
+    assert links == {
+        "README.md": 7,
+        "assignments.md": 0,
+        "docs/browser.md": 3,
+        **dict.fromkeys(handout.BROWSER_NOTEBOOKS, 1),
+    }
+    assert not [name for name, text in texts.items() if "YOUR-ORGANISATION" in text]
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_uses_targets_of_make_that_exist(workflow):
+    targets = [words[1] for line in list_runs(workflow) if (words := line.split())[0] == "make"]
+    assert targets
+    subprocess.run(["make", "--dry-run", *targets], cwd=ROOT, capture_output=True, check=True)
+
+
+def test_the_weekly_workflow_covers_the_supported_versions():
+    versions = yaml.safe_load((ROOT / ".github/workflows/matrix.yml").read_text())["jobs"]["versions"]
+    versions = versions["strategy"]["matrix"]
+    assert versions["python"] == [f"3.{minor}" for minor in range(10, 15)]
+    assert versions["torch"] == [matrix.parse_pair(pair).torch for pair in matrix.PAIRS]
+
+
+def test_make_uses_the_environment_of_the_container():
+    environment = os.environ | {"BRIGADE_VENV": "/opt/elsewhere"}
+    command = ["make", "--dry-run", "--always-make", "demo"]
+    planned = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
+    assert "/opt/elsewhere/bin/python -m brigade.cli.demo" in planned and ".venv" not in planned
+    assert "BRIGADE_VENV=/opt/venv" in (ROOT / "Dockerfile").read_text()
