@@ -17,7 +17,7 @@ COLOURS = {
     "forward": "#8fcdf0",
     "backward": "#0072b2",
     "finish": "#e0e0e0",
-    "copy": "#b0b0b0",
+    "copy": "#e0e0e0",
     "step": "#1a1a1a",
     "collective": "#e69f00",
 }

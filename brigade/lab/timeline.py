@@ -60,6 +60,7 @@ STYLES = {  # of collectives: shades of one colour, and hatches in case the shad
 }
 OTHER = {"facecolor": "#ffffff", "edgecolor": "#6b4a00"}
 WAITING = {"facecolor": "#ffffff", "edgecolor": "#999999", "hatch": "////"}
+COPYING = {"facecolor": COLOURS["copy"], "edgecolor": "#555555"}
 EXPOSED = ("wait", "finish", "copy")  # kinds of spans that one process would not need
 GAP_S = 1e-4  # shorter waits are ignored
 EXPOSED_COLOUR = "#d55e00"
@@ -403,7 +404,7 @@ def make_legend(timelines: Sequence[Timeline]) -> list[Artist]:
     kinds = {span.kind for timeline in timelines for span in timeline.spans}
     ops = {collective.op for timeline in timelines for collective in timeline.launched}
     handles: list[Artist] = [
-        Patch(facecolor=COLOURS[kind], label=NAMES.get(kind, kind)) for kind in COLOURS if kind in kinds
+        Patch(**get_style(kind), linewidth=0.4, label=NAMES.get(kind, kind)) for kind in COLOURS if kind in kinds
     ]
     handles += [Patch(**WAITING, label="waits"), Patch(facecolor=EXPOSED_COLOUR, label="exposed")]
     handles += [Line2D([], [], **BACKWARD_END, label="end of backward"), Line2D([], [], **LAUNCHED, label="launch")]
@@ -418,6 +419,12 @@ def make_legend(timelines: Sequence[Timeline]) -> list[Artist]:
     return handles
 
 
+def get_style(kind: str) -> dict[str, str]:
+    """Return the style of a span of this kind."""
+    styles = {"wait": WAITING, "copy": COPYING}
+    return styles[kind] if kind in styles else {"facecolor": COLOURS[kind], "edgecolor": "white"}
+
+
 def draw_panel(axes: Axes, timeline: Timeline, size: float) -> None:
     """Draw two lanes for each rank, from the top: computation, and running collectives. Memory is below all ranks.
 
@@ -430,9 +437,8 @@ def draw_panel(axes: Axes, timeline: Timeline, size: float) -> None:
         ticks |= dict(zip(("computation", "link") if timeline.world_size == 1 else names, (top + 0.4, top + 1.75)))
         for span in timeline.spans:
             if span.rank == rank:
-                style = WAITING if span.kind == "wait" else {"facecolor": COLOURS[span.kind], "edgecolor": "white"}
                 length = span.end_ms - span.start_ms
-                axes.barh(top, length, 0.8, span.start_ms, align="edge", linewidth=0.4, **style)
+                axes.barh(top, length, 0.8, span.start_ms, align="edge", linewidth=0.4, **get_style(span.kind))
                 if span.kind in EXPOSED:
                     axes.barh(top + 0.84, length, 0.12, span.start_ms, align="edge", color=EXPOSED_COLOUR, linewidth=0)
         collectives = timeline.get_collectives(rank)
