@@ -102,7 +102,8 @@ def test_a_class_from_beginning_to_end(tmp_path):
     (directory / "dora" / "notes.ipynb").write_text("{}")
     (directory / "essay.pdf").write_text("not code")
     command = [sys.executable, "-m", "brigade.cli", "grade", "--class", str(directory), "--gradebook", str(table_file)]
-    done = subprocess.run([*command, "--modules", "1"], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    command += ["--modules", "1", "--feedback", str(tmp_path / "feedback")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert (
         "5 submissions, 0 of them unchanged" in done.stdout
@@ -110,6 +111,8 @@ def test_a_class_from_beginning_to_end(tmp_path):
     )
     assert "  Possibly one student: ada, ada.zip. All of them are graded: decide which one counts\n" in done.stdout
     assert "3 of 5 submissions fail 1.buffers_start_equal" in done.stdout
+    assert f"feedback for 5 submissions: {tmp_path / 'feedback'}" in done.stdout
+    assert (tmp_path / "feedback" / "ada.zip.txt").read_text().startswith("7 of 8 points, seed 1\n")
     [copy] = [line for line in done.stdout.splitlines() if "near-identical" in line]
     assert copy == "  near-identical in module 1: =bob-flat, tests/alternatives/ (100%)"
     assert sorted(done.stderr.splitlines())[0] == "=bob-flat: 8 points"
@@ -262,6 +265,17 @@ def test_progress_has_an_estimate(stub, tmp_path, capfd, monkeypatch):
     assert cli.main(small_class(tmp_path / "class", **{f"student{n}": n for n in range(6)})) == 0
     errors = capfd.readouterr().err
     assert "6/6" in errors and "s left" in errors
+
+
+def test_the_roster_says_who_is_missing(stub, tmp_path, capfd):
+    command = [*small_class(tmp_path / "class", ada=8, eve=3), "--roster", str(tmp_path / "roster.csv")]
+    (tmp_path / "roster.csv").write_text("login,name\nada,Ada L\nzoe,Zoe M\n")
+    assert cli.main(command) == 0
+    printed = capfd.readouterr().out
+    assert "\n  not in the roster: eve\n" in printed and "\n  no submission: zoe\n" in printed
+    table = gradebook_rows(tmp_path / "grades.csv")
+    seen = [(row["student"], row["submission"], row["name"], row["score"]) for row in table]
+    assert seen == [("ada", "ada", "Ada L", "8"), ("eve", "eve", "", "3"), ("zoe", "", "Zoe M", "")]
 
 
 def test_two_runs_do_not_share_a_gradebook(stub, tmp_path, capfd):
