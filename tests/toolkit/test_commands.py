@@ -105,6 +105,9 @@ ACCOUNTS = [
     NotRun("brigade plan .*", "as with the other two; tests/toolkit/test_plan.py runs more"),
     Run("python -m brigade.lab.claims NAME"),
     NotRun("python -m brigade.lab.claims slice", "as with another name"),
+    NotRun(
+        "python -m brigade.lab.figures 3 --computed", "it writes into a lesson; tests/toolkit/test_trace.py does that"
+    ),
     NotRun("python -m brigade.lab.claims --write", "a minute; tests/toolkit/test_claims.py writes a page"),
     NotRun("python -m brigade.lab.(demo|memory|validate)", "long; tests/toolkit has tests of each"),
     NotRun(r"python lessons/\w+/\w+\.py", "tests/toolkit/test_experiments.py runs all scripts of the readings"),
