@@ -62,7 +62,7 @@ slides: setup
 
 site: setup $(if $(STUDENT),student)
 	rm -rf out/$(SITE)
-	$(BIN)/python -m sphinx -q -E -W --keep-going -j auto -d out/doctrees -c $(COURSE)/site $(COURSE) out/$(SITE)
+	$(BIN)/python -m sphinx -q -E -W --keep-going -d out/doctrees -c $(COURSE)/site $(COURSE) out/$(SITE)
 	@echo "out/$(SITE)/index.html is the start page"
 
 gradescope: setup
