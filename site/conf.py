@@ -58,7 +58,7 @@ class LinkToFile(SphinxTransform):
             if link.get("refdomain") == "doc" and link["reftarget"] not in self.env.found_docs:
                 target = f"/{link['reftarget']}.md"
                 link.replace_self(
-                    addnodes.download_reference("", *link.children, reftarget=target, refdoc=link["refdoc"])
+                    addnodes.download_reference("", "", *link.children, reftarget=target, refdoc=link["refdoc"])
                 )
 
 
@@ -72,7 +72,9 @@ def list_modules(app: Sphinx, docname: str, source: list[str]) -> None:
 
 
 def keep_layout(app: Sphinx, what: str, name: str, thing: object, options: object, lines: list[str]) -> None:
-    """Show the indented blocks of a docstring with their line breaks."""
+    """Show the indented blocks of a docstring with their line breaks, and no docstring that Python itself made."""
+    if "".join(lines).startswith("Alias for field number"):
+        lines.clear()
     lines[:] = re.sub(r"(?m)^(\S.*)\n\n(?=    )", r"\1\n\n::\n\n", "\n".join(lines)).split("\n")
 
 

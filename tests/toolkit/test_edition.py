@@ -174,11 +174,9 @@ def test_links_lead_somewhere(edition):
 
 def test_its_site_names_only_its_own_pages(edition):
     """`make site STUDENT=1` builds the site in the edition's directory."""
-    pages = sorted((edition / "site").glob("*.md"))
-    targets = re.findall(
-        r"^(?:.*<|:link: |)(\.\./[\w/*]+)>?$", "".join(page.read_text() for page in pages), re.MULTILINE
-    )
-    assert [page.name for page in pages] == ["api.md", "index.md"] and len(targets) > 5
+    text = "".join(page.read_text() for page in (edition / "site").glob("*.md"))
+    targets = re.findall(r"^(?:.*<|:link: |)(\.\./[\w/*]+)>?$", text, re.MULTILINE)
+    assert len(targets) > 5
     assert [target for target in targets if not list((edition / "site").glob(f"{target}.md"))] == []
     described = re.findall(r"automodule:: ([\w.]+)", (edition / "site" / "api.md").read_text())
     assert [name for name in described if not (edition / f"{name.replace('.', '/')}.py").exists()] == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 from pathlib import Path
 
@@ -41,6 +42,8 @@ def test_public_names_are_in_the_api_reference(site):
 def test_templates_for_answers_are_downloads(site):
     texts = {path.read_text() for path in site.glob("_downloads/*/answers.md")}
     assert make_template(MODULES[1]) in texts and len(texts) > 8
+    links = re.findall(r"<a [^>]*download[^>]*>(.*)</a>", (site / "assignments.html").read_text())
+    assert len(links) == len(texts) and all(">answers.md<" in link for link in links)
 
 
 def test_formulas_are_drawn_without_a_script(site):
