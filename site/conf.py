@@ -29,6 +29,7 @@ exclude_patterns = [".*", "out"]
 myst_enable_extensions = ["colon_fence", "dollarmath"]
 myst_heading_anchors = 4
 nb_execution_mode = "off"  # the pages show the outputs that the notebooks contain
+nb_render_markdown_format = "myst"  # so that links in outputs lead to pages too
 nb_ipywidgets_js = {}  # pages load nothing from other sites
 default_role = "code"
 highlight_language = "none"
