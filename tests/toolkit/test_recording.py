@@ -216,7 +216,8 @@ def event(kind: str, **fields: Any) -> Event:
 
 def launch_event(index: int, **fields: Any) -> Event:
     common = {"op": "all_reduce", "dtype": "float32", "numel": 3, "nbytes": 12, "parts": 1, "sync": False}
-    return event("launch", index=index, reduce_op="SUM", name=None, memory=None, peer=None, **(common | fields))
+    fields = common | {"name": None, "memory": None, "peer": None, "line": None} | fields
+    return event("launch", index=index, reduce_op="SUM", **fields)
 
 
 RECORD = [
