@@ -137,6 +137,12 @@ class Measurement:
     def quartiles_ms(self) -> tuple[float, float]:
         return compute_quartiles(self.step_ms)
 
+    def compute_phase_parts_ms(self) -> dict[str, float]:
+        """Return how the median step is divided into `PHASES`: on the slowest rank of each round, on average."""
+        slowest = [max(ranks, key=lambda marks: marks[-1] - marks[0]) for ranks in zip(*self.marks)]
+        parts = [[(end - start) / (marks[-1] - marks[0]) for start, end in zip(marks, marks[1:])] for marks in slowest]
+        return {phase: self.median_ms * fmean(shares) for phase, shares in zip(PHASES, zip(*parts))}
+
     def compute_phase_ms(self, phase: str) -> float:
         """Return the median time of one of `PHASES`, over rounds and ranks."""
         end = PHASES.index(phase) + 1

@@ -4,9 +4,9 @@
     measured[0].find_fullest(4)     bytes by kind of the first variant, on the fullest of 4 ranks
 
 Parameters, gradients and optimizer state are counted in the ranks (see `memory_accounting.py`), after two steps of
-AdamW. The picture also shows the formulas of ZeRO stage 1 (arXiv 1910.02054). In fp32 with P parameters on N ranks,
-this is 4P + 4P + 8P/N bytes: only the state is divided. Gradients stay whole, both in the formula and here, although a
-rank needs only 1/N of them after the reduce-scatter. Stage 2 frees the rest.
+AdamW. The picture also shows the peak of the second step, and the formulas of ZeRO stage 1 (arXiv 1910.02054). In fp32
+with P parameters on N ranks, this is 4P + 4P + 8P/N bytes: only the state is divided. Gradients stay whole, both in the
+formula and here, although a rank needs only 1/N of them after the reduce-scatter. Stage 2 frees the rest.
 
 Ranks import this file, so rich and matplotlib are imported where they are used.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -31,7 +32,7 @@ from brigade.course.modules import CORE_MODULES, ROOT, TARGETS, Module, find_mod
 from brigade.course.submission import Sources
 from brigade.lab.bench import select_written
 from brigade.lab.ladder import FP32_BYTES, TORCH_DDP, TORCH_ZERO, Variant, get_variant, load_class, read_reference
-from brigade.lab.memory_accounting import KINDS, Bytes, count_bytes_by_kind
+from brigade.lab.memory_accounting import KINDS, Bytes, PeakMemory, count_bytes_by_kind
 from brigade.lab.script import run_to_status
 from brigade.rank import recording
 from brigade.runner.ranks import run_ranks
@@ -88,15 +89,24 @@ class Case:
 
 @dataclass(frozen=True)
 class CaseBytes:
-    """The bytes counted for a case: `by_world_size[n][r]` are those by kind on rank r of n. `numel` is the model's."""
+    """The bytes counted for a case, whose model has `numel` parameters.
+
+    `by_world_size[n][r]` are those that rank r of n keeps between steps, by kind, and `peaks[n][r]` those at the peak
+    of a step.
+    """
 
     case: Case
     numel: int
     by_world_size: dict[int, list[Bytes]]
+    peaks: dict[int, list[Bytes]]
 
     def find_fullest(self, world_size: int) -> Bytes:
         """Return the bytes by kind of the rank that keeps most."""
         return max(self.by_world_size[world_size], key=sum_bytes)
+
+    def find_peak_mb(self, world_size: int) -> float:
+        """Return the MB at the peak of a step, on the rank with most."""
+        return max(map(sum_bytes, self.peaks[world_size])) / 1e6
 
     def compute_expected(self, world_size: int) -> Bytes:
         """Return the bytes by kind that the formula predicts."""
@@ -154,10 +164,11 @@ def measure(
     }
     with torch.device("meta"):
         numel = sum(parameter.numel() for parameter in TinyLM(size).parameters())
-    return [
-        CaseBytes(case, numel, {n: [rank[index] for rank in ranks] for n, ranks in results.items()})
-        for index, case in enumerate(selected)
-    ]
+    kept, peaks = (
+        [{n: [rank[index][which] for rank in ranks] for n, ranks in results.items()} for index in range(len(selected))]
+        for which in (0, 1)
+    )
+    return [CaseBytes(case, numel, *by_world_size) for case, *by_world_size in zip(selected, kept, peaks)]
 
 
 def make_memory_table(measured: Sequence[CaseBytes]) -> Table:
@@ -188,19 +199,47 @@ def format_cells(by_world_size: Sequence[Bytes]) -> list[str]:
     return [f"{number / 1e6:.2f}" for number in numbers]
 
 
+def merge_equal(measured: Sequence[CaseBytes]) -> dict[str, CaseBytes]:
+    """Return the first of all cases whose memory is equal within 1 %, by a label that names all of them."""
+    groups: list[list[CaseBytes]] = []
+    for entry in measured:
+        for group in groups:
+            pairs = zip(list_numbers_mb(entry), list_numbers_mb(group[0]))
+            if entry.case.formula == group[0].case.formula and all(math.isclose(*pair, rel_tol=0.01) for pair in pairs):
+                group.append(entry)
+                break
+        else:
+            groups.append([entry])
+    return {name_group(group): group[0] for group in groups}
+
+
+def name_group(group: Sequence[CaseBytes]) -> str:
+    """Return the label of a single case, or text such as: modules 2, 4"""
+    numbers = dict.fromkeys(entry.case.label.partition(" ")[0] for entry in group)
+    if len(group) == 1:
+        return group[0].case.label
+    return ("modules " if len(numbers) > 1 else "module ") + ", ".join(numbers)
+
+
+def list_numbers_mb(entry: CaseBytes) -> list[float]:
+    """Return the MB between steps and at the peak, for each number of ranks."""
+    kept = [sum_bytes(entry.find_fullest(n)) / 1e6 for n in entry.peaks]
+    return [*kept, *map(entry.find_peak_mb, entry.peaks)]
+
+
 def draw_memory(measured: Sequence[CaseBytes], path: Path) -> None:
-    """Draw a bar for each case, in one panel per number of ranks, as a PNG file 900 pixels wide."""
+    """Draw a bar for each kind of case, in one panel per number of ranks above 1, as a PNG file 900 pixels wide."""
     from matplotlib.figure import Figure
 
     from brigade.lab.plots import COLOURS
 
     # The ladder's colours: forward reads the parameters, backward makes the gradients, the step uses the state.
     colours = dict(zip(KINDS, (COLOURS["forward"], COLOURS["backward"], COLOURS["step"])))
-    rows = measured[::-1]  # matplotlib counts upwards
-    world_sizes = list(rows[0].by_world_size)
-    figure = Figure(figsize=(9, 1.3 + 0.36 * len(rows)), dpi=100, layout="constrained")
+    labels, rows = zip(*reversed(merge_equal(measured).items()))  # matplotlib counts upwards
+    world_sizes = [n for n in rows[0].peaks if n > 1]
+    figure = Figure(figsize=(9, 1.6 + 0.4 * len(rows)), dpi=100, layout="constrained")
     panels = figure.subplots(1, len(world_sizes), sharex=True, sharey=True, squeeze=False)[0]
-    widest = max(sum_bytes(entry.find_fullest(n)) / 1e6 for entry in rows for n in world_sizes)
+    widest = max(entry.find_peak_mb(n) for entry in rows for n in world_sizes)
     positions = range(len(rows))
     for axes, n in zip(panels, world_sizes):
         starts = [0.0] * len(rows)
@@ -208,6 +247,10 @@ def draw_memory(measured: Sequence[CaseBytes], path: Path) -> None:
             lengths = [entry.find_fullest(n)[kind] / 1e6 for entry in rows]
             axes.barh(positions, lengths, 0.66, starts, color=colours[kind], edgecolor="white", label=kind)
             starts = [start + length for start, length in zip(starts, lengths)]
+        peaks = [entry.find_peak_mb(n) for entry in rows]
+        more = [peak - start for peak, start in zip(peaks, starts)]
+        style = {"color": "white", "edgecolor": "#555555", "hatch": "////", "linewidth": 0.8}
+        axes.barh(positions, more, 0.66, starts, label="more at the peak of a step", **style)
         axes.scatter(
             [sum_bytes(entry.compute_expected(n)) / 1e6 for entry in rows],
             positions,
@@ -219,23 +262,17 @@ def draw_memory(measured: Sequence[CaseBytes], path: Path) -> None:
             zorder=3,
             label="formula",
         )
-        for position, end in zip(positions, starts):
-            axes.text(end + 0.05 * widest, position, f"{end:.1f}", va="center", fontsize=9)
-        axes.set_title("1 rank" if n == 1 else f"{n} ranks", loc="left", fontsize=10)
-        axes.set_xlim(0, 1.22 * widest)
-        axes.set_xlabel("MB on a rank")
+        for position, start, peak in zip(positions, starts, peaks):
+            axes.text(peak + 0.03 * widest, position, f"{start:.1f} → {peak:.1f}", va="center", fontsize=10)
+        axes.set_title(f"{n} ranks: MB between steps → at the peak", loc="left", fontsize=10)
+        axes.set_xlim(0, 1.35 * widest)
+        axes.set_xlabel("MB on the fullest rank")
         axes.spines[["top", "right"]].set_visible(False)
-    panels[0].set_yticks(positions, [entry.case.label for entry in rows])
-    handles = dict(zip(*panels[0].get_legend_handles_labels()[::-1]))
+    panels[0].set_yticks(positions, labels)
+    (formula, *handles), (_, *names) = panels[0].get_legend_handles_labels()
     formulas = dict.fromkeys(entry.case.formula.text for entry in measured)
-    figure.legend(
-        [handles[name] for name in (*KINDS, "formula")],
-        [*KINDS, f"formula: {' or '.join(formulas)}"],
-        loc="outside lower center",
-        ncols=len(handles),
-        frameon=False,
-        fontsize=9,
-    )
+    names.append(f"formula: {' or '.join(formulas)}")
+    figure.legend([*handles, formula], names, loc="outside lower center", ncols=3, frameon=False, fontsize=10)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
 
@@ -243,8 +280,8 @@ def draw_memory(measured: Sequence[CaseBytes], path: Path) -> None:
 # The code below runs in the ranks.
 
 
-def count_cases(size: dict, variants: list[dict]) -> list[Bytes]:
-    """Return, for each case, the bytes by kind that this rank keeps."""
+def count_cases(size: dict, variants: list[dict]) -> list[tuple[Bytes, Bytes]]:
+    """Return, for each case, the bytes by kind that this rank keeps, and those at the peak."""
     counts = []
     for variant in variants:
         recording.note("case")
@@ -253,8 +290,8 @@ def count_cases(size: dict, variants: list[dict]) -> list[Bytes]:
     return counts
 
 
-def count_case(variant: dict, model: nn.Module) -> Bytes:
-    """Train the model for two steps as the variant says, and return the bytes that are kept then."""
+def count_case(variant: dict, model: nn.Module) -> tuple[Bytes, Bytes]:
+    """Train the model for two steps as the variant says. Return the bytes that are kept then, and the second's peak."""
     wrapper, buckets = model, []
     if variant["wrapper"]:
         wrapper_class = load_class(*variant["wrapper"])
@@ -269,14 +306,19 @@ def count_case(variant: dict, model: nn.Module) -> Bytes:
         wrapper.register_comm_hook(buckets, keep_bucket)
     optimizer = make_optimizer(variant, model, wrapper)
     tokens = torch.randint(model.size.vocabulary, (1, 8))
-    for _ in range(2):
+
+    def take_step() -> None:
         buckets.clear()
         optimizer.zero_grad()
         language_loss(wrapper(tokens), tokens).backward()
         if hasattr(wrapper, "finish_grad_sync"):
             wrapper.finish_grad_sync()
         optimizer.step()
-    return count_bytes_by_kind(model, wrapper, optimizer, buckets)
+
+    take_step()
+    with PeakMemory(model, wrapper, optimizer) as memory:
+        take_step()
+    return count_bytes_by_kind(model, wrapper, optimizer, buckets), memory.at_peak
 
 
 def keep_bucket(buckets, bucket):  # no annotations: in this file they are strings, which torch refuses

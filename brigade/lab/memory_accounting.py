@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-import torch
 from torch import Tensor, nn, optim
 from torch.nn.parallel import DistributedDataParallel
 
@@ -74,10 +73,9 @@ def count_torch_bucket_bytes(wrapper: nn.Module) -> int:
     return sum(int(size) for size in sizes.split(","))
 
 
-@torch.no_grad()
 def get_local(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor of torch's fully_shard, and any other tensor itself."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor
 
 
 class PeakMemory(LiveMemory):
@@ -91,13 +89,15 @@ class PeakMemory(LiveMemory):
         self.objects = model, wrapper, optimizer
         kept = list_tensors_by_kind(*self.objects)
         self.params = kept["parameters"]
+        self.is_fully_sharded = any(hasattr(parameter, "to_local") for parameter in self.params)
         self.at_peak: Bytes = {}
         super().__init__(list_tensors([*kept.values()]))
 
     def _follow(self, tensors: Iterable[Tensor]) -> None:
         before = self.peak
-        # While a unit of torch's fully_shard computes, the model's parameters are others.
-        super()._follow(map(get_local, [*tensors, *self.objects[0].parameters()]))
+        if self.is_fully_sharded:  # while a unit computes, the model has other parameters
+            tensors = map(get_local, [*tensors, *self.objects[0].parameters()])
+        super()._follow(tensors)
         if self.peak > before:
             kinds = list_tensors_by_kind(*self.objects)
             kinds["parameters"] += self.params

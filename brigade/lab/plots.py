@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from rich import box
 from rich.table import Table
 
 from brigade.lab.bench import Bench, Row, Spread
-from brigade.lab.ladder import LOSS_TOLERANCE, PHASES, TORCH_DDP, Ladder
+from brigade.lab.ladder import FP32_BYTES, LOSS_TOLERANCE, PHASES, TORCH_DDP, Ladder
 
 # Okabe and Ito's palette for all kinds of colour vision. Lightness differs too, so it works in grey.
 COLOURS = {
@@ -164,51 +165,64 @@ def describe_losses(ladder: Ladder) -> str:
 def draw_ladder(ladder: Ladder, path: Path) -> None:
     """Draw how long each phase of a step takes, with one bar for each variant, as a PNG file.
 
-    A bar consists of each phase's median over all ranks. The marker is the table's median, that of the slowest rank, so
-    it is further right.
+    The phases of a bar are those of the slowest rank, scaled so that the bar ends at the median step. Hatched is what
+    forward and backward take beyond computation alone.
     """
     variants = ladder.variants[::-1]  # matplotlib counts upwards
-    figure = Figure(figsize=(9, 1.7 + 0.5 * len(variants)), dpi=100, layout="constrained")
+    figure = Figure(figsize=(9, 2.2 + 0.45 * len(variants)), dpi=100, layout="constrained")
     axes = figure.subplots()
-    positions = range(len(variants))
-    starts = [0.0] * len(variants)
-    for phase in PHASES:
-        lengths = [variant.compute_phase_ms(phase) for variant in variants]
-        axes.barh(
-            positions, lengths, 0.62, starts, color=COLOURS[phase], edgecolor="white", label=NAMES.get(phase, phase)
-        )
-        starts = [start + length for start, length in zip(starts, lengths)]
+    alone = ladder.computation
+    alone_ms = alone.compute_phase_parts_ms()
+    for position, variant in enumerate(variants):
+        start = 0.0
+        for phase, length in variant.compute_phase_parts_ms().items():
+            style = {"color": COLOURS[phase], "edgecolor": "white"}
+            axes.barh(position, length, 0.62, start, **style)
+            beyond = length - alone_ms[phase] if phase in ("forward", "backward") else 0.0
+            if beyond > 0.01 * variant.median_ms:
+                axes.barh(position, beyond, 0.62, start + length - beyond, hatch="////", **style)
+            start += length
     medians = [variant.median_ms for variant in variants]
     reach = [
         [m - r.quartiles_ms[0] for m, r in zip(medians, variants)],
         [r.quartiles_ms[1] - m for m, r in zip(medians, variants)],
     ]
-    axes.errorbar(
-        medians,
-        positions,
-        xerr=reach,
-        fmt="D",
-        color="#d55e00",
-        markersize=5,
-        capsize=4,
-        label="whole step: median, quartiles",
-    )
-    alone = ladder.computation
-    axes.axvline(alone.median_ms, color="#777777", linewidth=1, linestyle=":", zorder=0, label=alone.label)
-    ends = max(variant.quartiles_ms[1] for variant in variants)
-    for position, variant in enumerate(variants):
-        plural = "collective" if variant.collectives == 1 else "collectives"
-        axes.text(ends * 1.04, position, f"{variant.collectives:g} {plural}", va="center", fontsize=10)
-    axes.set_yticks(positions, [variant.label for variant in variants])
-    axes.set_xlim(0, ends * 1.25)
+    steps = axes.errorbar(medians, range(len(variants)), xerr=reach, fmt="D", color="#d55e00", markersize=5, capsize=4)
+    line = axes.axvline(alone.median_ms, color="#777777", linewidth=1, linestyle=":", zorder=0)
+    columns = [("ratio to\ntorch DDP", "launches\nper step")]
+    columns = [(f"{ladder.compute_ratio(variant):.2f}", f"{variant.collectives:g}") for variant in variants] + columns
+    for position, texts in enumerate(columns):
+        for offset, text in zip((65, 130), texts):  # points to the right of the axes
+            place = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "ha": "right"}
+            axes.annotate(text, (1, position), (offset, 0), va="center", fontsize=10, **place)
+    axes.set_yticks(range(len(variants)), [variant.label for variant in variants])
+    axes.set_xlim(0, 1.02 * max(variant.quartiles_ms[1] for variant in variants))
+    axes.set_ylim(-0.6, len(variants) + 0.4)
     axes.set_xlabel("time of one training step (ms)")
-    axes.set_title(
-        f"Training steps on {ladder.world_size} ranks: medians of {len(variants[0].step_ms)} steps", loc="left"
-    )
+    figure.suptitle(describe_setting(ladder), x=0.01, ha="left", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    handles = [Patch(facecolor=COLOURS[phase], label=NAMES.get(phase, phase)) for phase in PHASES]
+    handles.append(
+        Patch(facecolor="white", edgecolor="black", hatch="////", label="more than computation alone (waits, hooks)")
+    )
+    names = [*(handle.get_label() for handle in handles), "whole step: median, quartiles", alone.label]
+    figure.legend([*handles, steps, line], names, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
+
+
+def describe_setting(ladder: Ladder) -> str:
+    """Return lines on the ranks, the model and the link."""
+    lines = [
+        f"{ladder.world_size} ranks ({ladder.backend}), medians of {len(ladder.computation.step_ms)} steps; "
+        f"TinyLM with {ladder.model_bytes / FP32_BYTES / 1e6:.2f} million parameters in fp32"
+    ]
+    if ladder.link:
+        lines.append(
+            f"Emulated link: {ladder.link.description}\nAll-reduce of all gradients: {1e3 * ladder.link_s:.0f} ms; "
+            f"backward alone: {1e3 * ladder.backward_s:.0f} ms"
+        )
+    return "\n".join(lines)
 
 
 def draw_bench(bench: Bench, path: Path) -> None:

@@ -76,7 +76,8 @@ class LiveMemory(TorchDispatchMode):
 
     def total(self) -> int:
         """Return the bytes that are alive."""
-        return sum(storage.nbytes() for storage in self._list_live().values())
+        storages = [reference() for reference in list(self._storages.values())]
+        return sum(storage.nbytes() for storage in storages if storage is not None)
 
     def count(self, **kinds: Iterable[Any]) -> dict[str, int]:
         """Return the bytes that are alive, by kind: those of the tensors given for each, and "other" for the rest.

@@ -67,6 +67,9 @@ def test_step_times_are_those_of_the_slowest_rank():
     assert variant.median_ms == 7500
     assert variant.quartiles_ms == (6750, 8250)
     assert variant.compute_phase_ms("backward") == 1000
+    parts = variant.compute_phase_parts_ms()  # the slowest ranks take 1 of 6 s for forward, then 1 of 9 s
+    assert parts["forward"] == pytest.approx(7500 * (1 / 6 + 1 / 9) / 2)
+    assert sum(parts.values()) == pytest.approx(7500)
     assert variant.cpu_ms == [750, 1500]
 
 

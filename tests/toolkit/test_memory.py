@@ -83,6 +83,11 @@ def test_the_table_fits_a_terminal(counted):
     assert row.split()[2:4] == [f"{BYTES / 1e6:.2f}"] * 2
 
 
+def test_the_picture_has_one_row_for_equal_cases(counted):
+    labels = [*memory.merge_equal([*counted[0].values()])]
+    assert "modules 1, 3" in labels and "modules 2, 4" in labels and "8 ZeroOptimizer" in labels
+
+
 def test_the_picture_can_be_drawn(counted, tmp_path):
     path = tmp_path / "out" / "memory.png"
     memory.draw_memory([*counted[0].values()], path)
