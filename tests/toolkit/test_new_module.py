@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from brigade.course.handout import BROWSER_NOTEBOOKS
 from brigade.course.modules import ROOT
 
 PACKAGE = "m99_scratch"
@@ -101,7 +102,7 @@ def course(tmp_path: Path) -> Path:
     """A copy of what git knows, with the row and the solution of module 99."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in filter(None, listed.split("\0")):
-        if (ROOT / name).is_file() and not name.endswith((".png", ".ipynb")):
+        if (ROOT / name).is_file() and (not name.endswith((".png", ".ipynb")) or name in BROWSER_NOTEBOOKS):
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, tmp_path / name)
     table = tmp_path / TABLE

@@ -29,8 +29,9 @@ def course(tmp_path, monkeypatch) -> Path:
     """Return a copy of the course in which tests may write skeletons and documents."""
     for name in ("lessons", "solutions", "tests"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "*.bak"))
-    for name in handout.DOCUMENTS:
-        shutil.copy(ROOT / name, tmp_path)
+    for name in (*handout.DOCUMENTS, *handout.BROWSER_NOTEBOOKS):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
     monkeypatch.setattr(skeletons, "ROOT", tmp_path)
     return tmp_path
 
