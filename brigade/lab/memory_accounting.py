@@ -32,7 +32,9 @@ def list_tensors_by_kind(
     """Return the tensors of each kind that these objects have now, and some entries that are no tensors."""
     inner = getattr(optimizer, "optim", optimizer)
     grad_buffers = getattr(wrapper, "grad_buffers", [])
-    shards = wrapper.shards() if hasattr(wrapper, "shards") else []  # of module 11
+    stepped = [p for group in inner.param_groups for p in group["params"]]
+    # The shards of module 11, or of torch's fully_shard, whose model has whole parameters while they are gathered.
+    shards = wrapper.shards() if hasattr(wrapper, "shards") else [p for p in stepped if hasattr(p, "to_local")]
     return {
         "parameters": [*model.parameters(), *shards, *(b.param_data for b in grad_buffers)],
         "gradients": [
@@ -44,7 +46,7 @@ def list_tensors_by_kind(
         # The inner optimizer steps on slices of the parameters, counted above, or on main parameters.
         "optimizer state": [
             *(value for entries in inner.state.values() for value in entries.values()),
-            *(p for group in inner.param_groups for p in group["params"]),
+            *stepped,
         ],
     }
 
@@ -88,8 +90,7 @@ class PeakMemory(LiveMemory):
     def __init__(self, model: nn.Module, wrapper: nn.Module, optimizer: optim.Optimizer):
         self.objects = model, wrapper, optimizer
         kept = list_tensors_by_kind(*self.objects)
-        self.params = kept["parameters"]
-        self.is_fully_sharded = any(hasattr(parameter, "to_local") for parameter in self.params)
+        self.is_fully_sharded = any(hasattr(parameter, "to_local") for parameter in kept["parameters"])
         self.at_peak: Bytes = {}
         super().__init__(list_tensors([*kept.values()]))
 
@@ -100,7 +101,6 @@ class PeakMemory(LiveMemory):
         super()._follow(tensors)
         if self.peak > before:
             kinds = list_tensors_by_kind(*self.objects)
-            kinds["parameters"] += self.params
             nbytes = self.count(**{kind: map(get_local, list_tensors(kinds[kind])) for kind in KINDS})
             nbytes["gradients"] += nbytes.pop("other")
             self.at_peak = nbytes
