@@ -6,6 +6,7 @@ from pathlib import Path
 
 from docutils import nodes
 from docutils.utils.math.latex2mathml import tex2mathml
+from pygments.lexers import find_lexer_class_by_name
 from pygments.lexers.special import TextLexer
 from sphinx import addnodes
 from sphinx.application import Sphinx
@@ -91,6 +92,7 @@ def check_links(app: Sphinx, error: Exception | None) -> None:
 
 
 def setup(app: Sphinx) -> None:
+    app.add_lexer("python", find_lexer_class_by_name("ipython3"))  # cells contain commands such as !brigade
     app.add_lexer("mermaid", TextLexer)  # a code host draws these diagrams; the site shows their text
     app.add_html_math_renderer("mathml", (write_formula, None), (write_formula, None))
     app.add_transform(LinkToFile)

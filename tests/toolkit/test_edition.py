@@ -177,7 +177,7 @@ def test_its_site_names_only_its_own_pages(edition):
     text = "".join(page.read_text() for page in (edition / "site").glob("*.md"))
     targets = re.findall(r"^(?:.*<|:link: |)(\.\./[\w/*]+)>?$", text, re.MULTILINE)
     assert len(targets) > 5
-    assert [target for target in targets if not list((edition / "site").glob(f"{target}.md"))] == []
+    assert [target for target in targets if not list((edition / "site").glob(f"{target}.*"))] == []
     described = re.findall(r"automodule:: ([\w.]+)", (edition / "site" / "api.md").read_text())
     assert [name for name in described if not (edition / f"{name.replace('.', '/')}.py").exists()] == []
     assert not {"clusters.md", "contributing.md", "instructors.md"} & {path.name for path in edition.rglob("*.md")}
