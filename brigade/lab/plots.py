@@ -114,7 +114,7 @@ def make_memory_table(bench: Bench) -> Table:
     memory = [f"{kind}\n{when}" for when in ("peak", "kept") for kind in ("param", "grad", "state")]
     headings = ("step\nms", "laun-\nches", "MB\nsent", *memory)
     table = make_empty_table("Launches, MB sent in a step, and MB on the fullest rank", "variant", headings)
-    table.caption = "Peak: in a step on one token per rank, with buckets as gradients. Kept: between steps."
+    table.caption = "Peak: on one token per rank; gradients include buckets. Kept: between steps."
     table.caption_justify = "left"
     for row in bench.make_rows():
         peak = (row.peak_param_mb, row.peak_grad_mb, row.peak_state_mb)
