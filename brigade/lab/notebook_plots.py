@@ -122,12 +122,14 @@ def draw_lines(
     xticks: Mapping[float, str] | None = None,
     are_steps: bool = False,
     with_values: bool = False,
+    from_zero: bool = True,
 ) -> LargeFigure:
     """Draw curves, given by name as x and y.
 
     `points` have markers instead of a line, and the colours of the curves in the same order. `verticals` are dotted
     lines with the label at their x. `log` names the axes with a logarithmic scale: "x", "y" or "xy". If `are_steps`, a
-    curve keeps each value until the next. If `with_values`, each point has its y as a label.
+    curve keeps each value until the next. If `with_values`, each point has its y as a label. A
+    linear y axis begins at 0 if `from_zero`.
     """
     with make_figure(5.5) as (figure, axes):
         for style, (name, (x, y)) in zip(LINES, curves.items()):
@@ -143,27 +145,25 @@ def draw_lines(
             for position in positions:
                 line = axes.axvline(position, color=COLOURS["collective"], linewidth=3, linestyle=":", zorder=0)
             line.set_label(label)
-        set_scales(axes, log)
+        set_scales(axes, log, from_zero)
         if xticks:
             axes.set_xticks([*xticks], [*xticks.values()])
         axes.margins(y=0.15 if with_values else 0.05)
         axes.set(xlabel=xlabel, ylabel=ylabel, title=title)
-        figure.legend(loc="outside lower center", ncols=2 if len(axes.get_lines()) > 3 else 3)
+        longest = max(len(label) for label in axes.get_legend_handles_labels()[1])
+        figure.legend(loc="outside lower center", ncols=3 if longest < 25 else 2 if longest < 35 else 1)
     return figure
 
 
-def set_scales(axes: Axes, log: str) -> None:
-    """Make the axes named in `log` logarithmic, with ticks such as 0.1, 0.3 and 1.
-
-    A linear y axis begins at 0 unless all values are far from 0, and a linear x axis has integer ticks.
-    """
+def set_scales(axes: Axes, log: str, from_zero: bool) -> None:
+    """Make the axes in `log` logarithmic, with ticks such as 0.1, 0.3 and 1. A linear x axis has integer ticks."""
     lowest, highest = axes.dataLim.intervaly
     if "y" in log:
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 3) if highest < 1000 * lowest else (1,)))
         axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_formatter(NullFormatter())
-    elif lowest < highest / 4:
+    elif from_zero:
         axes.set_ylim(bottom=0)
     if "x" in log:
         axes.set_xscale("log")
@@ -368,7 +368,7 @@ def draw_bucket_model(bucket_mb: float, latency_us: float, gb_per_s: float, worl
         exposed.plot(sizes, times, color=COLOURS["backward"])
         exposed.plot(bucket_mb, 1e3 * step.exposed_s, color=RED, marker="D", markersize=14)
         exposed.set(xlabel="size of a bucket (MB)", ylabel="exposed (ms)")
-        set_scales(exposed, "x")
+        set_scales(exposed, "x", from_zero=True)
         exposed.set_xticks([1, 3, 10, 30, 100, 400], ["1", "3", "10", "30", "100", "400"])
     return figure
 

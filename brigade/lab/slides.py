@@ -2,7 +2,7 @@
 
 A deck is one HTML file that needs no network: it contains reveal.js, its styles, the figures and the formulas. Slides
 follow the notebooks' metadata (`slideshow.slide_type`). Figures and excerpts from the solutions appear without the code
-that shows them.
+that shows them, and outputs of long code without that code.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ REVEAL = resources.files("sphinx_revealjs") / "_static" / "revealjs"
 STYLES = ("dist/reset.css", "dist/reveal.css", "dist/theme/white.css")
 SCRIPT = "dist/reveal.js"
 SHOWN = {"image/png", "text/markdown"}  # outputs that a deck shows without the code
+LONGEST = 24  # lines of code that fit on a slide
 FORMULA_PT = 18
 
 
@@ -62,7 +63,9 @@ def make_deck(path: Path) -> str:
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
             cell.source = re.sub(r"\$([^$\n]+)\$", lambda formula: draw_formula(formula[1]), cell.source)
-        elif any(SHOWN & output.get("data", {}).keys() for output in cell.outputs):
+            continue
+        shows_more = any(SHOWN & output.get("data", {}).keys() for output in cell.outputs)
+        if shows_more or len(cell.source.splitlines()) > LONGEST:
             cell.metadata["transient"] = {"remove_source": True}
     exporter = SlidesExporter(raw_template=TEMPLATE.read_text(), embed_images=True)
     deck = {"styles": join_files(STYLES), "script": join_files([SCRIPT])}
