@@ -58,7 +58,7 @@ def add_grade_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="NAME=VALUE",
         help="what students see on Gradescope. NAME is a part such as core, a module such as 3, or a check such as "
-        f"test_subgroups; VALUE is {', '.join(visibility.VALUES)}; you can repeat this option",
+        f"test_subgroups; VALUE is one of {', '.join(visibility.VALUES)}; you can repeat this option",
     )
     selection = parser.add_mutually_exclusive_group()
     selection.add_argument("--modules", default="", metavar="LIST", help="such as 1-4 or 2,5, all of one part")
@@ -102,7 +102,8 @@ def select_graded_modules(options: argparse.Namespace) -> list[Module]:
     parts = list(dict.fromkeys(entry.track for entry in entries))
     if len(parts) > 1:
         raise CourseError(
-            f"--modules {options.modules}: the {' and the '.join(parts)} have separate totals; grade them separately"
+            f"--modules {options.modules}: the {' and the '.join(parts)} modules have separate totals; "
+            "grade them separately"
         )
     return entries
 

@@ -23,7 +23,10 @@ def add_gradebook_arguments(parser: argparse.ArgumentParser) -> None:
     )
     merge.add_argument("gradebooks", nargs="+", metavar="FILE.csv", help="gradebooks, the earliest first")
     merge.add_argument(
-        "--keep", required=True, choices=("best", "last"), help="which points to keep if several have the same module"
+        "--keep",
+        required=True,
+        choices=("best", "last"),
+        help="which points to keep if several gradebooks have points for a module",
     )
     merge.add_argument(
         "--late",
@@ -65,10 +68,12 @@ def merge_gradebooks(options: argparse.Namespace, out: Path, console: Console) -
 
 
 def parse_penalty(text: str, names: list[str]) -> tuple[str, float]:
-    """Return the gradebook and the percentage of "week2-late.csv=20". Raise CourseError if it is neither."""
+    """Return the gradebook and the percentage of "week2-late.csv=20". Raise CourseError for another form."""
     name, _, percent = text.rpartition("=")
     if name not in names:
-        raise CourseError(f"--late {text}: write it as FILE.csv=PERCENT, with one of the gradebooks to merge")
+        raise CourseError(
+            f"--late {text}: write it as FILE.csv=PERCENT, where FILE.csv is one of the gradebooks to merge"
+        )
     try:
         value = float(percent)
     except ValueError:

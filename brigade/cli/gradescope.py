@@ -1,7 +1,7 @@
 """Build out/gradescope.zip, which an instructor uploads to Gradescope: python -m brigade.cli.gradescope
 
-All other arguments are options of `brigade grade`, used for every submission. Without `--seed`, a seed is drawn and
-written into the archive, so that all uploads are graded with the same cases.
+All other arguments are options of `brigade grade`, used for every submission. Without `--seed`, this command draws a
+seed and writes it into the archive, so that all uploads are graded with the same cases.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", help="write all measurements to this file")
     parser.add_argument("--csv", metavar="FILE", help="write the table to this file")
     parser.add_argument("--png", metavar="FILE", help="draw the results into this file")
-    entry = "write the line NAME for a leaderboard: run the checks of modules 4 to 11, and compare those that pass"
+    entry = "enter a leaderboard as NAME: check modules 4 to 11, measure those that pass, and write entry-NAME.json"
     parser.add_argument("--entry", metavar="NAME", help=entry)
     deadline = "the deadline for all ranks (default: 900)"
     add_number(parser, "--deadline", ABOVE_ZERO, default=900.0, metavar="SECONDS", help=deadline)
@@ -153,7 +153,7 @@ def compare(
 ) -> Bench:
     """Measure the variants, print the tables and the remarks, and return the bench.
 
-    `how` are arguments of `ladder.run_benchmark`. Raise what it raises.
+    `how` contains arguments of `ladder.run_benchmark`. Raise what it raises.
     """
     from brigade.lab import ladder, plots, torchrun
     from brigade.lab.bench import Bench, estimate_seconds
@@ -206,7 +206,7 @@ def write_entry(options: argparse.Namespace) -> int:
     passing = [entry for entry in written if not failed[entry.number]]
     for entry in written:
         if names := failed[entry.number]:
-            console.print(f"Module {entry.number} is left out, because it fails: {', '.join(names)}.")
+            console.print(f"Module {entry.number} is left out, because it fails these checks: {', '.join(names)}.")
     if not passing:
         raise CourseError("no module from 4 on passes all its checks, so there is nothing to enter")
     console.print(f"All checks pass in modules {', '.join(str(entry.number) for entry in passing)}.")
@@ -383,7 +383,7 @@ def run_trace(options: argparse.Namespace) -> int:
             console.print(f"  {num_unwaited} of {len(shown.launched)} collectives of all ranks were never waited on")
     console.print(timelines[0].link_text)
     console.print(f"{shorten(files['png'])}  the picture", markup=False)
-    console.print(f"{shorten(files['html'])}  the same, to zoom and to point at", markup=False)
+    console.print(f"{shorten(files['html'])}  the same as an interactive page", markup=False)
     console.print(f"{shorten(files['json'])}  for https://ui.perfetto.dev or chrome://tracing", markup=False)
     return 0
 

@@ -39,7 +39,7 @@ def list_modules(result: Mapping[str, Any]) -> list[tuple[str, list[Mapping[str,
 
 
 def format_instant(instant: str) -> str:
-    """Return "2026-01-31T12:00:00Z" as people write it."""
+    """Return an instant such as "2026-01-31T12:00:00Z" in a readable form."""
     return instant.replace("T", " ").replace("Z", " UTC")
 
 
@@ -57,7 +57,7 @@ def format_text(result: Mapping[str, Any]) -> str:
 
 
 def format_html(student: str, result: Mapping[str, Any]) -> str:
-    """Return the same as one web page that needs no other file."""
+    """Return the same content as one web page that needs no other file."""
     lines = [f"<p>{escape(line)}</p>" for line in (*list_heading(result), format_instant(result["started"]))]
     for heading, checks in list_modules(result):
         lines += [f"<h2>{escape(heading)}</h2>", "<ul>"]

@@ -62,7 +62,7 @@ def format_heading(grading: Grading, shows_score: bool = True) -> str:
     """Return the score, the seed, the written points that are not in it and the remarks, one per line."""
     lines = feedback.list_heading(encode_grading(grading))
     if not shows_score:
-        lines[0] = f"Some checks are hidden, and so is the score. Seed {grading.seed}"
+        lines[0] = f"Some checks and the score are hidden. Seed {grading.seed}"
     return "\n".join(lines)
 
 
@@ -161,8 +161,8 @@ def encode_verdict(verdict: Verdict) -> dict[str, Any]:
 def format_gradescope(grading: Grading, visibility: Visibility | None = None) -> str:
     """Return Gradescope's results.json.
 
-    If students do not see all checks, the text for them has no score, and there is no leaderboard. Gradescope hides the
-    total then.
+    If students do not see all checks, the text for them has no score, and there is no leaderboard. Gradescope then
+    hides the total.
     """
     visibility = visibility or {}
     shows_all = all(value == VISIBLE for value in visibility.values())

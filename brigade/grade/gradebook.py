@@ -1,4 +1,4 @@
-"""Gradebooks: tables with one row for each student, as CSV files; how they are merged, and exported for a platform."""
+"""Read, merge and export gradebooks, which are CSV files with one row for each student."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def list_modules(table: Sequence[Mapping]) -> list[Module]:
 
 
 def read_points(row: Mapping, entry: Module) -> float | None:
-    """Return a student's points for a module, or None without any. Raise CourseError if the cell is not a number."""
+    """Return a student's points for a module, if there are any. Raise CourseError if the cell is not a number."""
     cell = row.get(f"module {entry.number}", "")
     if cell == "":
         return None
@@ -86,14 +86,16 @@ def merge(gradebooks: Mapping[str, Sequence[Row]], keep: str, penalties: Mapping
     """Merge gradebooks into one with the union of students and modules.
 
     If several rows have points for a module, `keep` the "best" or the "last"; the gradebooks are in order. `penalties`
-    are percentages of the points, by gradebook, that are taken off first. A module's checks come from the row that is
-    kept, with their full points. Of other columns, keep the last value. Raise CourseError if the modules belong to
+    contains, by gradebook, the percentage to take off the points first. A module's checks come from the row that is
+    kept, with their full points. For other columns, keep the last value. Raise CourseError if the modules belong to
     several parts of the course.
     """
     entries = list_modules([row for table in gradebooks.values() for row in table])
     parts = list(dict.fromkeys(entry.track for entry in entries))
     if len(parts) > 1:
-        raise CourseError(f"the {' and the '.join(parts)} have separate totals; merge their gradebooks separately")
+        raise CourseError(
+            f"the {' and the '.join(parts)} modules have separate totals; merge their gradebooks separately"
+        )
     students: dict[str, list[tuple[str, Row]]] = {}
     for name, table in gradebooks.items():
         for row in table:
@@ -104,7 +106,7 @@ def merge(gradebooks: Mapping[str, Sequence[Row]], keep: str, penalties: Mapping
 def merge_student(
     rows: Sequence[tuple[str, Row]], entries: Sequence[Module], keep: str, penalties: Mapping[str, float]
 ) -> Row:
-    """Return one row for the rows of one student, each with the name of its gradebook."""
+    """Merge the rows of one student into one. Each comes with the name of its gradebook."""
     taken = re.compile(rf"score|max|note|{HEADING}|module \d+|\d+\..*")
     merged: Row = {}
     for _, row in rows:
@@ -138,7 +140,7 @@ def merge_student(
 
 
 def join_texts(texts: Sequence[str]) -> str:
-    """Return the different texts that are not empty, in order."""
+    """Join the distinct texts that are not empty, in order."""
     return " / ".join(dict.fromkeys(filter(None, texts)))
 
 
@@ -183,7 +185,7 @@ def split_identified(table: Sequence[Row], columns: Sequence[str], platform: str
     identified = [row for row in table if any(row.get(column, "") != "" for column in columns)]
     if not identified:
         raise CourseError(
-            f"the gradebook has no column {' or '.join(columns)}, by which {platform} finds students; "
+            f"{platform} finds students by {' or '.join(columns)}, but the gradebook does not contain them; "
             "grade the class with --roster"
         )
     return identified, [str(row["student"]) for row in table if row not in identified]

@@ -1,7 +1,7 @@
-"""The roster of a class: who the students are, and which submission is whose (`brigade grade --class --roster`).
+"""Read the roster of a class, and find the student of each submission (`brigade grade --class --roster`).
 
 A roster is a CSV file with a header, such as Canvas's gradebook, Moodle's or Gradescope's list of students, or one
-written by hand. Its columns are known by the names in `FIELDS`; others are ignored.
+written by hand. `FIELDS` contains the headings that are read. Other columns are ignored.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from brigade.course.modules import CourseError
 from brigade.grade import formats
 from brigade.grade.gradebook import Row, read_csv
 
-# What identifies a student, in the order in which it is tried, and the headings for it, in lower case.
+# The fields that identify a student, in the order in which they are tried, and their headings in lower case.
 FIELDS = {
     "key": ("key", "submission"),
     "login": ("login", "sis login id", "username", "netid"),
@@ -39,7 +39,7 @@ Person = dict[str, str]  # the values of a student's fields
 
 @dataclass(frozen=True)
 class Identified:
-    """A gradebook's rows with the columns of the roster, and what does not fit."""
+    """A gradebook's rows with the columns of the roster, and the names that do not match."""
 
     table: list[Row]
     unknown: list[str]  # submissions without a student
@@ -70,7 +70,7 @@ def read_roster(path: Path) -> list[Person]:
 def refuse_repetition(path: Path, field: str, values: Sequence[str]) -> None:
     """Raise CourseError if two students of the roster have the same value."""
     if twice := [value for value, count in Counter(map(str.casefold, values)).items() if count > 1]:
-        raise CourseError(f"{path}: two students have the {field} {twice[0]}, and nothing else tells them apart")
+        raise CourseError(f"{path}: two students have the {field} {twice[0]}, so the grader cannot tell them apart")
 
 
 def find_value(cells: dict[str, str], headings: Sequence[str]) -> str:
@@ -84,7 +84,7 @@ def get_key(person: Person) -> str:
 
 
 def find_person(submission: str, people: Sequence[Person]) -> Person | None:
-    """Return the student whom a submission's name identifies: one of their fields, or a platform's name with one."""
+    """Return the student whom a submission's name identifies: it is, or contains, one of their fields."""
     wanted = dict.fromkeys(IDENTIFYING, submission)
     for field, pattern in DOWNLOADED.items():
         if match := pattern.fullmatch(submission):

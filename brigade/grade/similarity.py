@@ -134,7 +134,7 @@ def find_runs(text: str) -> Runs:
 def split_functions(text: str) -> list[tuple[str, dict[int, range]]]:
     """Return each function's plain text, or the whole text if it has no functions or is not Python.
 
-    Each comes with the lines of `text` that became each of its lines.
+    Each comes with a dict from its lines to the lines of `text` that they come from.
     """
     try:
         with warnings.catch_warnings():
@@ -148,7 +148,7 @@ def split_functions(text: str) -> list[tuple[str, dict[int, range]]]:
 
 
 def match_lines(node: ast.AST, plain: ast.AST) -> dict[int, range]:
-    """Return, for each line of `plain`, the lines of the same statement in `node`: of a block, only the first."""
+    """Return, for each line of `plain`, the lines of the same statement in `node`; for a block, only the first."""
     theirs = [statement for statement in ast.walk(node) if isinstance(statement, ast.stmt)]
     ours = [statement for statement in ast.walk(plain) if isinstance(statement, ast.stmt)]
     lines = {}
@@ -165,7 +165,7 @@ def find_common_runs(texts: ClassTexts, number: int) -> frozenset[int]:
 
 
 def find_own_runs(texts: ClassTexts, number: int, fewest: int) -> dict[str, frozenset[int]]:
-    """Return the runs in each submission's module that not everybody has, if they are at least `fewest`, by name."""
+    """Return the runs in each submission's module that not everybody has, by name, if there are at least `fewest`."""
     common = find_common_runs(texts, number)
     own = {name: frozenset(find_runs(texts.own[name].get(number, ""))) - common for name in sorted(texts.own)}
     return {name: runs for name, runs in own.items() if len(runs) >= fewest}
@@ -225,7 +225,7 @@ def match_pairs(pairs: Sequence[Pair], texts: ClassTexts) -> list[Matches]:
 def match_runs(one: Runs, other: Runs) -> dict[int, int]:
     """Return the lines of a submission that are in another one too, each with its line there.
 
-    A run can be in several places. A line belongs to the one with which it shares most runs.
+    A run can be in several places. A line is matched with the line with which it shares the most runs.
     """
     votes: dict[int, Counter[int]] = {}
     for run in one.keys() & other.keys():

@@ -25,7 +25,7 @@ summary { font-weight: bold; margin: 1rem 0 .5rem; cursor: pointer; }
 
 
 def is_striking(pair: Pair) -> bool:
-    """Return whether independent answers are hardly ever so similar."""
+    """Return whether a pair is so similar that independent work is unlikely."""
     return pair.share >= ALIKE and pair.size >= ENOUGH
 
 
@@ -35,10 +35,11 @@ def format_report(pairs: Sequence[Pair], texts: ClassTexts) -> str:
     matches = match_pairs(shown, texts)
     lines = [
         "<p>The comparison ignores names, numbers, comments, formatting, the order of functions, and all code that the "
-        f"course gives to everybody. Pairs in bold share {ALIKE:.0%} or more of a long answer. Short answers that are "
-        "independent can be similar too. A listed pair is a reason to read both texts, not a proof.</p>",
-        f"<p>{len(shown)} of {len(pairs)} similar pairs, the most similar first. Length is the number of runs of {RUN} "
-        "tokens in the shorter answer. The second number of a marked line is its line in the other text.</p>",
+        f"course gives to everybody. Pairs in bold share {ALIKE:.0%} or more of a long answer. Independent short "
+        "answers can be similar too. A listed pair is a reason to read both texts, not proof.</p>",
+        f"<p>Here are {len(shown)} of {len(pairs)} similar pairs, the most similar first. Length is the number of "
+        f"runs of {RUN} tokens in the shorter answer. The second number of a marked line is its line in the other "
+        "text.</p>",
         "<table><tr><th>Shared</th><th>Module</th><th>Submissions</th><th>Shared lines</th><th>Length</th></tr>",
     ]
     for number, pair in enumerate(shown):

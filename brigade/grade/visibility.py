@@ -17,8 +17,8 @@ Visibility = Mapping[tuple[int, str], str]  # by module and name of the check; t
 def resolve_visibility(settings: Iterable[str], entries: Sequence[Module]) -> Visibility:
     """Return the visibility of the graded checks that settings such as "core=hidden" name.
 
-    A name is a part of the course (`core`), a module (`3`) or a check (`test_subgroups`). A check's own setting
-    replaces that of its module, which replaces that of its part. Raise CourseError for anything else.
+    A name is a part of the course (`core`), a module (`3`) or a check (`test_subgroups`). A setting for a check
+    overrides that for its module, which overrides that for its part. Raise CourseError for anything else.
     """
     checks = [(entry, check.name) for entry in entries for check in list_checks(entry)]
     known = [{entry.track for entry in entries}, {str(entry.number) for entry in entries}, {name for _, name in checks}]
@@ -26,7 +26,7 @@ def resolve_visibility(settings: Iterable[str], entries: Sequence[Module]) -> Vi
     for setting in settings:
         name, _, value = setting.partition("=")
         if value not in VALUES:
-            raise CourseError(f"--visibility {setting}: write it as NAME=VALUE; VALUE is {', '.join(VALUES)}")
+            raise CourseError(f"--visibility {setting}: write it as NAME=VALUE; VALUE is one of {', '.join(VALUES)}")
         if not any(name in names for names in known):
             parts, modules, _ = (", ".join(sorted(names)) for names in known)
             raise CourseError(

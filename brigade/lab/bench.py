@@ -65,8 +65,8 @@ class Row:
     """The numbers of one variant. Times are those of a step on the slowest rank, in ms; MB are 10^6 bytes.
 
     `bucket_mb` is in MiB. `ratio` (step time) and `cpu_ratio` (processor time) are relative to torch DDP with the same
-    buckets, within a round. The memory is that of the fullest rank: at the moment of a step when most is in use, and
-    between steps. `peak_grad_mb` includes buckets and other buffers for communication. `loss` is the mean over ranks.
+    buckets, within a round. The memory is that of the fullest rank, at the peak of a step and between steps.
+    `peak_grad_mb` includes buckets and other buffers for communication. `loss` is the mean over ranks.
     """
 
     variant: str

@@ -81,7 +81,7 @@ def simulate_buckets(
     grad_bytes: float = GRAD_BYTES,
     backward_s: float = BACKWARD_S,
 ) -> BucketStep:
-    """Simulate a backward with K equal buckets of at most `bucket_bytes`, which become ready at equal distances."""
+    """Simulate a backward with K equal buckets of at most `bucket_bytes`, which become ready at equal intervals."""
     num_buckets = math.ceil(grad_bytes / bucket_bytes)
     program = make_program(world_size)
     for bucket in range(num_buckets):
@@ -104,7 +104,7 @@ def simulate_prefetch(
 ) -> PrefetchStep:
     """Simulate forward and backward of module 11 with its `plan_schedule`.
 
-    All units but the root, which is unit 0, have equal sizes; none is empty. Units compute in proportion to their
+    All units except the root, which is unit 0, have equal sizes; none is empty. Units compute in proportion to their
     bytes, and backward takes twice as long as forward. A unit has memory from the launch of its gather until it has
     computed; the root keeps its memory until the end of backward.
     """

@@ -1,9 +1,9 @@
 """Entries for the leaderboard of a class. `brigade bench --entry NAME` writes one, `brigade leaderboard` reads them.
 
 An entry is one line of JSON: the rows of a bench with fixed settings, the versions and the machine, the results of the
-checks, and SHA-256 checksums of the modules, of the course's files and of the line itself. The checksums show that a
-file has changed since, not that the numbers are true: the line was written on the student's machine, where everything
-can be changed. An instructor who doubts an entry repeats it with the submission that has the same checksum.
+checks, and SHA-256 checksums of the modules, of the course's files and of the line itself. The checksums show whether a
+file has changed since. They do not show that the numbers are true, because the student can change everything on their
+machine. An instructor who doubts an entry repeats it with the submission that has the same checksum.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ HASHED = (
 
 @dataclass(frozen=True)
 class Result:
-    """What a module of an entry has reached: the step time relative to torch DDP, and MB (10^6 bytes) on a rank.
+    """The results of a module in an entry: the step time relative to torch DDP, and MB (10^6 bytes) on a rank.
 
     `module` is the label of the variant. `peak_mb` and `kept_mb` are the memory for parameters, gradients and optimizer
     state, at the peak of a step and between steps.
@@ -70,7 +70,7 @@ class Entry:
 def check_name(name: str) -> str:
     """Return the name of an entry. Raise CourseError if a table cannot show it."""
     if not isinstance(name, str) or not name.isprintable() or not 1 <= len(name.strip()) == len(name) <= MAX_NAME:
-        raise CourseError(f"the name of an entry has 1 to {MAX_NAME} printable characters")
+        raise CourseError(f"the name of an entry must have 1 to {MAX_NAME} printable characters")
     return name
 
 
@@ -82,8 +82,8 @@ def make_file_name(name: str) -> str:
 def make_line(name: str, results: Bench, sources: Sources, failed: dict[int, list[str]], left_out: list[str]) -> str:
     """Return the line of an entry.
 
-    `failed` has, for each module that was checked, the names of the checks that it did not pass, and `left_out` has
-    sentences on the modules that are not written.
+    `failed` contains the names of the failed checks of each module that was checked. `left_out` contains sentences on
+    the modules that are not written.
     """
     content = {
         "format": FORMAT,

@@ -402,7 +402,7 @@ def make_measurement(
 
 
 def find_fullest(ranks: Sequence[Bytes]) -> Bytes:
-    """Return the bytes by kind of the rank with most."""
+    """Return the bytes by kind of the rank that has the most."""
     return max(ranks, key=lambda nbytes: sum(nbytes.values()))
 
 
@@ -542,7 +542,7 @@ def count_kept_bytes(setup: TrainingSetup) -> dict[str, int]:
 
 
 def measure_peak(setup: TrainingSetup, tokens: Tensor, targets: Tensor) -> Bytes:
-    """Return the bytes by kind at the peak of a step on these tokens, in which the variant trains."""
+    """Return the bytes by kind at the peak of a step on these tokens. The step trains the variant."""
     with PeakMemory(setup.model, setup.wrapper, setup.optimizer) as memory:
         take_step(setup, tokens, targets)
     if setup.overlaps:

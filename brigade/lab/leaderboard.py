@@ -17,7 +17,7 @@ from brigade.course.submission import open_no_follow
 from brigade.lab.entry import MAX_BYTES, Entry, Result, hash_course, read_line
 from brigade.lab.plots import format_quartiles, make_empty_table
 
-PATTERN = "*entry*.json*"  # learning platforms put names in front of a file's name, and numbers behind it
+PATTERN = "*entry*.json*"  # learning platforms put names in front of a file's name, and numbers after it
 MOST_FILES = 2_000
 MOST_LINES = 2_000  # of a file
 
@@ -87,9 +87,11 @@ def read_entries(directory: Path) -> tuple[list[Entry], list[str]]:
                 problems.append(f"{place}, line {number}, was left out: {error}.")
                 continue
             if entry.course != hash_course():
-                problems.append(f"{place}, line {number}: the checks or the bench are not those of this course.")
+                problems.append(f"{place}, line {number}: the checks or the bench differ from this course's.")
             if entry.name in by_name:
-                problems.append(f"{place}, line {number}: there are several entries of this name; the last one counts.")
+                problems.append(
+                    f"{place}, line {number}: there are several entries with this name; the last one counts."
+                )
             by_name[entry.name] = max(by_name.get(entry.name, entry), entry, key=lambda one: one.date)
     if not by_name:
         raise CourseError(" ".join([f"there is no valid entry in {directory}.", *problems]).rstrip("."))
@@ -97,7 +99,7 @@ def read_entries(directory: Path) -> tuple[list[Entry], list[str]]:
 
 
 def read_lines(path: Path) -> list[str]:
-    """Return the lines of a file that are not empty. Raise CourseError if it is no ordinary file or too large."""
+    """Return the lines of a file that are not empty. Raise CourseError if it is not an ordinary file or too large."""
     try:
         with open(path, "rb", opener=open_no_follow) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):

@@ -1,4 +1,4 @@
-"""The bytes of parameters, gradients and optimizer state that a variant has on a rank: between two steps, and at most.
+"""The bytes of parameters, gradients and optimizer state that a variant has on a rank, between steps and at the peak.
 
 Each block of memory is counted once and whole, even if several tensors are views of it. Memory that exists only during
 a step is not kept between steps: activations, and the flat tensors of modules 2 and 4. `PeakMemory` counts it.
@@ -81,7 +81,7 @@ def get_local(tensor: Tensor) -> Tensor:
 
 
 class PeakMemory(LiveMemory):
-    """Count the bytes by kind at the moment of the block when most are alive: `at_peak`.
+    """Count the bytes by kind at the moment in the block when most bytes are alive, as `at_peak`.
 
     Everything that is neither a parameter nor optimizer state counts as gradients: buckets, flat tensors, other buffers
     for communication, and activations. Run a step on few tokens in the block, so that activations are small.

@@ -38,7 +38,7 @@ WIDTH = 12.0  # inches
 SHOWN_DPI = 72  # pixels per inch on the page; the file has more, for projectors
 SAVED_DPI = 100
 BLACK, GREY, RED = "#1a1a1a", "#777777", "#d55e00"
-LINES = (  # the first is the widest, so that lines above each other are visible
+LINES = (  # the first is the widest, so that lines that coincide are visible
     {"color": "#0072b2", "marker": "o", "linestyle": "-", "linewidth": 6},
     {"color": "#d55e00", "marker": "s", "linestyle": "--", "linewidth": 4},
     {"color": "#1a1a1a", "marker": "^", "linestyle": ":", "linewidth": 3},
@@ -341,7 +341,7 @@ def draw_launch_order(events_of_ranks: Sequence[Sequence[Event]], phase: str) ->
 
 
 def draw_timelines(timelines: Sequence[Timeline], titles: Sequence[str]) -> LargeFigure:
-    """Draw the timelines below each other, on one time axis."""
+    """Draw the timelines one below the other, on one time axis."""
     with matplotlib.rc_context(STYLE | {"font.size": 14}):
         height = 1.4 + sum(0.64 + 0.4 * timeline.height for timeline in timelines)
         figure = LargeFigure(figsize=(WIDTH, height), dpi=SAVED_DPI, layout="constrained")

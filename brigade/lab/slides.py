@@ -83,7 +83,7 @@ def draw_formula(tex: str) -> str:
 
 
 def join_files(names: Sequence[str]) -> str:
-    """Return the text of files of reveal.js. Links to fonts and to source maps are left out."""
+    """Return the text of files of reveal.js, without links to fonts and source maps."""
     text = "\n".join((REVEAL / name).read_text() for name in names)
     return re.sub(r"@import url\([^)]*\);|//# sourceMappingURL=\S+", "", text)
 

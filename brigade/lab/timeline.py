@@ -135,7 +135,7 @@ class Timeline:
 
     `exposed_ms` is how much longer a step takes than without communication (median over the timed rounds). `link` is
     the emulated link, and `backward_ms` is the time of backward alone. A schematic (`schematic.py`) has one rank, which
-    stands for all. Its `memory` contains a span for each time that the memory in its label exists.
+    stands for all. Its `memory` contains a span for each period in which the memory that its label names exists.
     """
 
     label: str
@@ -169,7 +169,7 @@ class Timeline:
 
     @property
     def height(self) -> float:
-        """The height of its panel, where a computation has 0.8."""
+        """The height of its panel, in units in which a computation is 0.8 high."""
         return LANES * self.world_size - 0.35 + MEMORY_LANES * len(self.memory_lanes)
 
     @property
@@ -496,7 +496,7 @@ def write_inside(
     ground: str,
     ink: str,
 ) -> None:
-    """Write a label into the middle of a block, given by its times, its top and its height, or nothing."""
+    """Write a label into the middle of a block, if it fits. The block is given by its times, its top and its height."""
     (start, end), (top, height) = interval_ms, block
     box = {"facecolor": ground, "edgecolor": "none", "pad": 0.8}
     text = axes.text(

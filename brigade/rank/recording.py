@@ -421,7 +421,7 @@ def find_callers() -> tuple[str | None, str | None]:
     """Return the innermost line of the submission on the stack, and the name of its outermost function.
 
     For example: "coalesced.py:59 in all_gather", "full_state_dict". Both are None if the submission is not on the
-    stack, as when torch DDP's reducer launches a collective.
+    stack, for example when torch DDP's reducer launches a collective.
     """
     line = caller = None
     frame = sys._getframe(1)

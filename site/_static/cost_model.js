@@ -45,7 +45,7 @@ const costModel = (() => {
     }
   }
 
-  /** Simulate a backward with K equal buckets of at most `bucketBytes`, which become ready at equal distances. */
+  /** Simulate a backward with K equal buckets of at most `bucketBytes`, which become ready at equal intervals. */
   function simulateBuckets(link, worldSize, bucketBytes) {
     const numBuckets = Math.ceil(GRAD_BYTES / bucketBytes);
     const rank = new Rank(link, worldSize);

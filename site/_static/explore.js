@@ -1,4 +1,4 @@
-/* The sliders of explore.md: they change the settings of cost_model.js, and the figure and the numbers follow. */
+/* The sliders of explore.md: they change the settings of cost_model.js and redraw the figures and the numbers. */
 "use strict";
 
 (() => {

@@ -677,7 +677,7 @@ GRADESCOPE_OPTIONS = ["--submission", "lessons", "--format", "gradescope", "--vi
         (["--submission", "lessons", "--format", "classroom50", "--meta", "owner"], "write it as NAME=VALUE"),
         (["--submission", "lessons", "--meta", "owner=ada"], "--meta works only with --format classroom50"),
         (["--submission", "lessons", "--visibility", "core=hidden"], "works only with --format gradescope"),
-        ([*GRADESCOPE_OPTIONS, "core"], "write it as NAME=VALUE; VALUE is visible, hidden, after_due_date"),
+        ([*GRADESCOPE_OPTIONS, "core"], "write it as NAME=VALUE; VALUE is one of visible, hidden, after_due_date"),
         ([*GRADESCOPE_OPTIONS, "9=hidden"], "9 is not a part (core), a module (1, 2, "),
         (["--submission", "lessons", "--roster", "a.csv"], "--roster and --feedback work only with --class"),
         (["--submission", "lessons", "--gradebook", "a.csv"], "--gradebook works only with --class"),
@@ -761,7 +761,7 @@ def test_a_part_of_the_course_is_graded_alone(submit, capfd):
     assert cli.main(["grade", "--submission", str(submit()), "--part", "warm-up"]) == 0
     assert " of 10 points" in capfd.readouterr().out.splitlines()[0]
     assert cli.main(["grade", "--submission", str(submit()), "--modules", "0-1"]) == 2
-    assert "the warm-up and the core have separate totals" in capfd.readouterr().err
+    assert "the warm-up and the core modules have separate totals" in capfd.readouterr().err
 
 
 # Killed

@@ -53,7 +53,7 @@ def test_two_students_of_one_name_are_not_confused(read):
     ("text", "line"),
     [
         ("email\na@x.org\nA@x.org\n", "two students have the email a@x.org"),
-        ("name\nJane\nJane\n", "two students have the name jane, and nothing else tells them apart"),
+        ("name\nJane\nJane\n", "two students have the name jane, so the grader cannot tell them apart"),
         ("shoe size\n40\n", "has no students; it needs a heading such as key, login, email, id, canvas id, name"),
     ],
 )
@@ -145,12 +145,18 @@ def test_moodle_gets_one_identifier_and_the_grades(term, capfd):
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        (["merge", "week1.csv", "advanced.csv", "--keep", "best"], "the core and the advanced have separate totals"),
+        (
+            ["merge", "week1.csv", "advanced.csv", "--keep", "best"],
+            "the core and the advanced modules have separate totals",
+        ),
         (["merge", "other.csv", "--keep", "best"], "other.csv is not a gradebook of `brigade grade --class`"),
         (["merge", "words.csv", "--keep", "best"], "ada: module 1 has 'many' instead of points"),
-        (["merge", "week1.csv", "--keep", "best", "--late", "late.csv=20"], "with one of the gradebooks to merge"),
+        (
+            ["merge", "week1.csv", "--keep", "best", "--late", "late.csv=20"],
+            "where FILE.csv is one of the gradebooks to merge",
+        ),
         (["merge", "week1.csv", "--keep", "best", "--late", "week1.csv=all"], "expected a percentage from 0 to 100"),
-        (["export", "week2.csv", "--to", "canvas"], "has no column canvas id or id or login, by which Canvas finds"),
+        (["export", "week2.csv", "--to", "canvas"], "Canvas finds students by canvas id or id or login, but"),
         (["export", "nowhere.csv", "--to", "moodle"], "nowhere.csv: No such file"),
     ],
 )

@@ -79,7 +79,7 @@ def test_an_entry_says_what_was_measured_and_with_what(enter, tmp_path):
 
 def test_only_modules_that_pass_all_checks_are_entered(enter, tmp_path):
     done = enter(failed=[8])
-    assert "Module 8 is left out, because it fails: state, norm." in done.stdout
+    assert "Module 8 is left out, because it fails these checks: state, norm." in done.stdout
     content = read_content(tmp_path / "entry-Ada.json")
     assert "8 ZeroOptimizer" not in [row["variant"] for row in content["rows"]]
     assert content["failed_checks"] == {"4": [], "8": ["state", "norm"]}
@@ -101,8 +101,8 @@ def test_the_checks_of_a_module_are_run(tmp_path):
         (["--entry", "Ada", "--rounds", 40], "so --rounds cannot be used with it"),
         (["--entry", "Ada", "--comm-ratio", 0.5], "so --comm-ratio cannot be used with it"),
         (["--entry", "Ada", "--save"], "so --save cannot be used with it"),
-        (["--entry", ""], "the name of an entry has 1 to 40 printable characters"),
-        (["--entry", "a\nb"], "the name of an entry has 1 to 40 printable characters"),
+        (["--entry", ""], "the name of an entry must have 1 to 40 printable characters"),
+        (["--entry", "a\nb"], "the name of an entry must have 1 to 40 printable characters"),
     ],
 )
 def test_settings_are_fixed(brigade, options, sentence):
@@ -215,8 +215,8 @@ def test_what_is_no_entry_costs_a_sentence(brigade, line, tmp_path):
     assert done.returncode == 0 and "2030-01-01" in done.stdout, "the last one of a name counts"
     assert done.stdout.splitlines()[-6:] == [
         "entry-a.json, line 2, was left out: it is not a line that `brigade bench --entry` wrote.",
-        "entry-a.json, line 3: the checks or the bench are not those of this course.",
-        "entry-a.json, line 3: there are several entries of this name; the last one counts.",
+        "entry-a.json, line 3: the checks or the bench differ from this course's.",
+        "entry-a.json, line 3: there are several entries with this name; the last one counts.",
         "entry-b.json was left out: it cannot be read: Too many levels of symbolic links.",
         "entry-c.json was left out: it is not text.",
         "entry-d.json was left out: it has more than 2000 lines, or a line has more than 50000 characters.",

@@ -102,9 +102,9 @@ def find_repeated_reduction(record: Sequence[Event], step: int | None, numel: in
 def find_skipped_call(events: Sequence[Sequence[Event]], kind: str) -> str:
     """Describe a collective method that only some ranks have called, in a run that ended in a deadlock or a mismatch.
 
-    In each process group, find the first launch that the ranks made in different methods. In a "deadlock", it may be
-    missing on a rank. A rank that made the launch before it in the same method may have entered the method and left it
-    early: then name no cause.
+    In each process group, find the first launch that the ranks made in different methods. In a "deadlock", this launch
+    may be missing on a rank. If a rank made its previous launch in the same method, it may have left the method early,
+    so name no cause.
     """
     groups = {event["group"]: event["ranks"] for own in events for event in own if event["kind"] == "launch"}
     for group, ranks in groups.items():
