@@ -105,7 +105,7 @@ class CaseBytes:
         return max(self.by_world_size[world_size], key=sum_bytes)
 
     def find_peak_mb(self, world_size: int) -> float:
-        """Return the MB at the peak of a step, on the rank with most."""
+        """Return the MB at the peak of a step, on the rank that has the most."""
         return max(map(sum_bytes, self.peaks[world_size])) / 1e6
 
     def compute_expected(self, world_size: int) -> Bytes:
@@ -200,7 +200,7 @@ def format_cells(by_world_size: Sequence[Bytes]) -> list[str]:
 
 
 def merge_equal(measured: Sequence[CaseBytes]) -> dict[str, CaseBytes]:
-    """Return the first of all cases whose memory is equal within 1 %, by a label that names all of them."""
+    """Group cases whose memory is equal within 1 %. Return the first case of each group, by a label for the group."""
     groups: list[list[CaseBytes]] = []
     for entry in measured:
         for group in groups:
@@ -291,7 +291,7 @@ def count_cases(size: dict, variants: list[dict]) -> list[tuple[Bytes, Bytes]]:
 
 
 def count_case(variant: dict, model: nn.Module) -> tuple[Bytes, Bytes]:
-    """Train the model for two steps as the variant says. Return the bytes that are kept then, and the second's peak."""
+    """Train the model for two steps. Return the bytes that are kept afterwards, and those at the second step's peak."""
     wrapper, buckets = model, []
     if variant["wrapper"]:
         wrapper_class = load_class(*variant["wrapper"])

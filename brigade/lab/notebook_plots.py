@@ -128,8 +128,8 @@ def draw_lines(
 
     `points` have markers instead of a line, and the colours of the curves in the same order. `verticals` are dotted
     lines with the label at their x. `log` names the axes with a logarithmic scale: "x", "y" or "xy". If `are_steps`, a
-    curve keeps each value until the next. If `with_values`, each point has its y as a label. A
-    linear y axis begins at 0 if `from_zero`.
+    curve keeps each value until the next. If `with_values`, each point has its y as a label. A linear y axis begins at
+    0 if `from_zero`.
     """
     with make_figure(5.5) as (figure, axes):
         for style, (name, (x, y)) in zip(LINES, curves.items()):

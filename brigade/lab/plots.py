@@ -165,8 +165,8 @@ def describe_losses(ladder: Ladder) -> str:
 def draw_ladder(ladder: Ladder, path: Path) -> None:
     """Draw how long each phase of a step takes, with one bar for each variant, as a PNG file.
 
-    The phases of a bar are those of the slowest rank, scaled so that the bar ends at the median step. Hatched is what
-    forward and backward take beyond computation alone.
+    The phases of a bar are those of the slowest rank, scaled so that the bar ends at the median step. The hatched part
+    is the time that forward and backward take beyond computation alone.
     """
     variants = ladder.variants[::-1]  # matplotlib counts upwards
     figure = Figure(figsize=(9, 2.2 + 0.45 * len(variants)), dpi=100, layout="constrained")
