@@ -49,7 +49,8 @@ def test_equals_unsharded(submission):
         jobs = make_jobs(case, recipe, None if world == 1 else 1, bucket_numel, groups=groups, finish=True)
         results = submission.run(m08_zero.train, jobs, world_size=world)
         what = f"weights after 20 steps of {recipe['optimizer']} equal those of the plain optimizer ({model} model)"
-        with diagnosis.explain_incomplete():
+        trainable = [name for name, parameter in case.parameters().items() if parameter.requires_grad]
+        with diagnosis.explain_incomplete(submission, jobs, results.events, trainable):
             expect_trained(what, results, compute_weights(case, recipe), case.start(), ranks=case.group)
         if bucket_numel == BUCKET_NUMEL:
             require_shared_state([results[rank] for rank in case.group], case, recipe["optimizer"])
@@ -72,7 +73,7 @@ def test_step_waits_for_no_weights(submission):
                     f"step launches one all-gather for each of {len(groups)} groups, of "
                     f"{join_names(sorted(numel for _, numel, _ in groups))} elements",
                     summarize(launched),
-                    partial(diagnosis.explain_gathers, launched, launches(events, step)),
+                    partial(diagnosis.explain_gathers, launched, launches(events)),
                     rank=rank,
                     step=step,
                 )
@@ -109,14 +110,13 @@ def test_weights_are_awaited_just_before_use(submission):
                     rank=rank,
                     step=step,
                 )
-                actual = locate_waits(events, step, gathers)
-                where = [f"{count} before {name}" for name, count in expected.items() if count]
+                actual, where = locate_waits(events, step, gathers), describe_waits(expected)
                 expect(
                     {name: count for name, count in actual.items() if count}
                     == {name: count for name, count in expected.items() if count},
-                    f"forward waits for groups just before the module that needs them first: {join_names(where)}",
-                    join_names([f"{count} before {name}" for name, count in actual.items() if count]) or "no wait",
-                    partial(diagnosis.explain_places, actual, expected, bool(listed)),
+                    f"forward waits for groups just before the module that needs them first: {where}",
+                    describe_waits(actual) or "no wait",
+                    partial(diagnosis.explain_places, actual, expected, bool(listed), events),
                     rank=rank,
                     step=step,
                 )
@@ -233,6 +233,12 @@ def locate_waits(events, step, gathers):
             counts[key] = counts.get(key, 0) + num_waits
             num_waits = 0
     return counts
+
+
+def describe_waits(counts):
+    """Return where forward waits for how many groups, in words, from counts as in `locate_waits`."""
+    places = {name: f"before {name}" if name else "in the wrapper's forward before any module" for name in counts}
+    return join_names([f"{count} {places[name]}" for name, count in counts.items() if count])
 
 
 def step_alone(case, recipe, steps):

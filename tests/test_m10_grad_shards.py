@@ -49,12 +49,14 @@ def test_equals_unsharded(submission):
         )
         recipe = make_recipe(name, **({"max_norm": 0.5} if world == 2 else {}))
         jobs = make_jobs(case, world, recipe=recipe, groups=groups, micro_batches=1, finish_each=False)
-        results = submission.run(m10_grad_shards.train, jobs, world_size=world)
+        with diagnosis.explain_failed_run(groups):
+            results = submission.run(m10_grad_shards.train, jobs, world_size=world)
         weights, _, norms = train_alone(case, recipe)
         expect_no_gradient(results, case)
         what = f"weights after 20 steps of {name} equal those of the plain optimizer ({model} model)"
         why = partial(diagnosis.suspect_mistakes, case, recipe)
-        expect_trained(what, results, weights, case.start(), why, ranks=case.group)
+        with diagnosis.explain_clearing(submission, jobs):
+            expect_trained(what, results, weights, case.start(), why, ranks=case.group)
         if norms:
             ranks_norms = [results[rank]["norms"] for rank in case.group]
             expect_norms(ranks_norms, norms, get_rounding(results), len(case.parameters()))
@@ -71,7 +73,8 @@ def test_gradient_memory(submission):
         buckets = [4 * numel for _, numel, _ in list_groups(case.parameters(), world, 1)]
         largest = max(4 * parameter.numel() for parameter in case.parameters().values())
         kept = sum(buckets) // world
-        bound = (max_live + 1) * max(buckets) + largest + kept + max(buckets) // world
+        allowed = kept + max(buckets) // world
+        bound = (max_live + 1) * max(buckets) + largest + allowed
         setting = f"(max_live_buckets={max_live}, {world} ranks)"
         for rank, result in enumerate(results):
             expect(
@@ -88,16 +91,16 @@ def test_gradient_memory(submission):
                     f"at most {max(buckets)} bytes, a gradient of at most {largest}, the shards of {kept}, and the "
                     f"output of a reduce-scatter {setting}",
                     f"{hook['nbytes']} bytes at the hook of {hook['name']}",
-                    partial(diagnosis.explain_bytes, result["hooks"], result["finished"], sum(buckets)),
+                    partial(diagnosis.explain_bytes, result, allowed, buckets, kept),
                     rank=rank,
                     step=hook["step"],
                 )
             for step, nbytes in enumerate(result["finished"]):
                 expect(
-                    nbytes <= kept + max(buckets) // world,
+                    nbytes <= allowed,
                     f"after finish_grad_sync only the shards are alive, {kept} bytes {setting}",
                     f"{nbytes} bytes",
-                    diagnosis.NOT_FREED,
+                    partial(diagnosis.explain_left, nbytes, result["left"][step], buckets, kept),
                     rank=rank,
                     step=step,
                 )
@@ -144,7 +147,7 @@ def test_accumulation(submission):
             results,
             compute_weights(case, recipe),
             case.start(),
-            partial(diagnosis.suspect_accumulation, case, recipe),
+            partial(diagnosis.suspect_accumulation, case, recipe, finish_each),
         )
         expect_no_gradient(results, case)
         require_shards(results.events, case)
@@ -159,7 +162,7 @@ def test_accumulation(submission):
             ("after optimizer.zero_grad()", 0),
             ("after ddp.zero_grad() and a finish", 0),
         ):
-            with diagnosis.explain_point(name):
+            with diagnosis.explain_point(name, points):
                 expect_equal(
                     f"the shards of the gradients have {factor} times the averages of one backward "
                     f"({'after two finishes' if name == 'two' else name})",
@@ -181,7 +184,7 @@ def test_volume_and_dtypes(submission):
         jobs = make_jobs(case, 2, grad_dtype, recipe=make_recipe("AdamW"), finish_each=False, micro_batches=1)
         results = submission.run(m10_grad_shards.train, jobs, world_size=world)
         numel = compute_padded_numel(case.parameters().values(), world)
-        weights = str(dtype).removeprefix("torch.")
+        weights, is_wider = str(dtype).removeprefix("torch."), grad_dtype.itemsize > dtype.itemsize
         for rank, events in enumerate(results.events):
             for step in range(3):
                 launched = [launch for launch in launches(events, step) if launch.numel > 16]  # flags are allowed
@@ -197,7 +200,7 @@ def test_volume_and_dtypes(submission):
                         f"{join_names(phases)} launch {op}s of all {numel} elements of the buckets once, in {name}, "
                         "and nothing else",
                         summarize(own),
-                        partial(diagnosis.explain_volume, own, op, numel, name),
+                        partial(diagnosis.explain_volume, own, op, numel, name, is_wider),
                         rank=rank,
                         step=step,
                     )
@@ -239,7 +242,7 @@ def expect_bounded_launches(launched, buckets, max_live, ready, rank, step):
         not late,
         f"a bucket is launched when its last gradient is ready, in backward{setting}",
         f"{len(late)} of {len(launched)} buckets were launched in {join_names(sorted({x.phase for x in late}))}",
-        diagnosis.LATE,
+        partial(diagnosis.explain_late, launched),
         rank=rank,
         step=step,
     )
@@ -250,7 +253,7 @@ def expect_bounded_launches(launched, buckets, max_live, ready, rank, step):
             oldest is None or (oldest.waits and oldest.waits[0] < launch.place),
             f"backward waits for bucket {number - max_live} before it launches bucket {number}{setting}",
             "it launches without this wait",
-            diagnosis.UNBOUNDED,
+            partial(diagnosis.explain_unbounded, launched, max_live),
             rank=rank,
             step=step,
         )

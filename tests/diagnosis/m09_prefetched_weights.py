@@ -4,12 +4,19 @@ import contextlib
 
 from brigade.checks.expectations import join_names
 from brigade.checks.verdict import CheckFailed
+from brigade.events import launches
+from brigade.runner.ranks import PerRank
+from scenarios import m09_prefetched_weights
 
 AS_MODULE_8 = "step waits for the all-gathers, as in module 8. It may only launch them; forward waits."
 NEVER_AWAITED = "the forward pre-hook of the module that owns these weights does not wait for their group."
 INCOMPLETE = (
     "a module ran, or an optimizer stepped, with weights that had not arrived. The strict process group fills the "
     "outputs of an all-gather with NaN until its handle is awaited."
+)
+NOTHING_AWAITED = (
+    "no all-gather is ever awaited, although finish_param_sync is called. wait_for must call finish_param_sync of each "
+    "group that is in flight."
 )
 LAUNCH_ORDER = (
     "the groups are launched in the order of the buffers, which contain the parameters in reverse. Forward needs the "
@@ -40,20 +47,89 @@ def explain_reading(read):
 
 
 @contextlib.contextmanager
-def explain_incomplete():
-    """Explain weights that are NaN in the block: something read them before their all-gather was awaited."""
+def explain_incomplete(submission, jobs, events_by_rank, trainable):
+    """Explain weights that are NaN in the block: something read them before their all-gather was awaited.
+
+    The ranks recorded `events_by_rank` with `jobs`. `trainable` are the names of the trainable parameters.
+    """
     try:
         yield
     except CheckFailed as failed:
-        raise (failed.with_cause(INCOMPLETE) if "nan" in failed.verdict.got else failed) from None
+        if "nan" in failed.verdict.got:
+            cause = find_unfinished(events_by_rank) or find_early_forward(submission, jobs, trainable) or INCOMPLETE
+            failed = failed.with_cause(cause)
+        raise failed from None
+
+
+def find_unfinished(events_by_rank):
+    """Return which all-gathers the last finish_param_sync did not wait for; "" if there are none."""
+    for own in events_by_rank:
+        gathers = [launch for launch in launches(own, phase="step") if launch.op == "all_gather"]
+        if gathers and not any(launch.sync or launch.waits for launch in gathers):
+            return NOTHING_AWAITED
+        last = [launch for launch in gathers if launch.step == gathers[-1].step]
+        left = [launch for launch in last if not launch.sync and not launch.waits]
+        if left:
+            return (
+                f"finish_param_sync does not wait for {len(left)} of the last step's {len(last)} all-gathers. It must "
+                "wait for every group in flight."
+            )
+    return ""
+
+
+def find_early_forward(submission, jobs, trainable):
+    """Observe the forwards of the same training without micro-batches, and return why one of them was too early."""
+    alone = PerRank(job | {"batches": [[micro[-1]] for micro in job["batches"]]} for job in jobs)
+    results = submission.try_run(m09_prefetched_weights.observe, alone, world_size=len(alone))
+    causes = (explain_forward(own, trainable) for own in results.events) if results else ()
+    return next(filter(None, causes), "")
+
+
+def explain_forward(events, trainable):
+    """Return why the first forward after an all-gather used incomplete weights; "" if it did not.
+
+    Later forwards do not count, because NaN spreads to all weights.
+    """
+    places = {event["step"]: place for place, event in enumerate(events) if event["kind"] == "step"}
+    forward = [event for event in events[places[1] : places[2]] if event["phase"] == "forward"]
+    owned = {}
+    for name in trainable:
+        owned.setdefault(name.rpartition(".")[0], []).append(name)
+    started = {}
+    for event, after in zip(forward, forward[1:]):
+        if event["kind"] != "module" or event["at"] != "start":
+            continue
+        owner, incomplete = event["name"], set(event["incomplete"])
+        started[owner] = incomplete
+        late = [name for name in owned.get(owner, []) if name in incomplete]
+        if not late:
+            continue
+        if after["kind"] == "wait":
+            return f"{owner} waits for its weights after it has run. Register a forward pre-hook, which runs before."
+        arrived = [name for name in owned[owner] if name not in incomplete]
+        if arrived:
+            return (
+                f"{owner} runs with {join_names(arrived)} complete, but {join_names(late)} incomplete. The parameters "
+                "of a module may be in several groups. Its pre-hook must wait for all of them."
+            )
+        return f"{owner} runs before its weights have arrived. Its pre-hook must wait for the groups of its parameters."
+    first = next(iter(started.values()), set())  # when the model's own forward began
+    silent = [owner for owner, names in owned.items() if owner not in started and first.intersection(names)]
+    if silent:
+        return (
+            f"forward does not call {join_names(silent)}, so no hook waits for these weights. The wrapper's forward "
+            "must wait for the groups of modules that are never called."
+        )
+    return ""
 
 
 def explain_gathers(gathers, launched):
-    """Return why step does not launch one all-gather per group."""
+    """Return why step does not launch one all-gather per group. `launched` are all launches of the rank."""
     if not gathers:
         elsewhere = sorted({launch.phase for launch in launched if launch.op == "all_gather"})
         return (
-            f"the all-gathers are launched in {join_names(elsewhere)}, and the link is idle until then."
+            f"the all-gathers are launched only in {join_names(elsewhere)}, and the link is idle until then. step must "
+            "launch them."
             if elsewhere
             else "step does not gather the weights."
         )
@@ -67,11 +143,16 @@ def explain_early_wait(awaited):
     return AS_MODULE_8
 
 
-def explain_places(actual, expected, is_listed):
-    """Return why forward waits in the wrong places."""
+def explain_places(actual, expected, is_listed, events):
+    """Return why forward waits in the wrong places, according to the rank's record."""
     total = sum(expected.values())
     if actual.get("", 0) == total:
-        return "the wrapper's forward waits for all groups at once, before the first module runs."
+        if not any(event["kind"] == "hooks" and event["count"] for event in events):
+            return "no module has a forward pre-hook, so the wrapper's forward waits for all groups."
+        return (
+            "modules have forward pre-hooks, but the wrapper's forward waits for all groups before they run. It may "
+            "wait only for the groups of modules that have never been called."
+        )
     after = [name for name, count in actual.items() if count and name.startswith("the end of")]
     if after:
         return "forward waits after a module has run, so this module used incomplete weights."

@@ -1,47 +1,106 @@
 """Likely causes of failures of module 10's checks."""
 
 import contextlib
+import re
 from functools import partial
 
+from brigade.checks.diagnose.evidence import find_wrong_group
 from brigade.checks.expectations import join_names
 from brigade.checks.verdict import CheckFailed
 from expected.m08_zero_optimizer import compute_weights
+from scenarios import m10_grad_shards
 
 WHOLE_AT_START = (
     "the constructor allocates the gradients of all buckets, as module 5's GradBuffer does. Allocate a bucket when its "
     "first gradient is ready."
 )
-NOT_FREED = "something still refers to a whole bucket, or p.grad was not set to None."
-UNBOUNDED = "launch does not wait for the oldest live bucket first."
 TOO_EARLY = "backward waits for a reduce-scatter although fewer than max_live_buckets are running, so nothing overlaps."
 LATE = "the finish launches buckets that were already complete in backward."
+NO_LAUNCH = "backward launches no bucket. The gradient hook that completes a bucket must launch it."
 NO_VALUE_ERROR = "the constructor does not check max_live_buckets."
 GRADIENTS_LEFT = "the hook copies p.grad into the bucket and does not set it to None."
 NOT_SCATTERED = "gradients are averaged on every rank, as in module 5, or not at all."
 NARROW_SUM = "gradients accumulate in the parameters' dtype. In bfloat16, 256 + 1 is 256."
+NEVER_CLEARED = "zero_grad does not clear the shards, so every step adds to the gradients of all earlier steps."
+KEPT_BY_WRAPPER = "ddp.zero_grad() does not clear the shards. It must set grad_data to zero."
+KEPT_BY_OPTIMIZER = (
+    "ddp.zero_grad() clears the shards, but optimizer.zero_grad() does not. The optimizer's zero_grad must call "
+    "ddp.zero_grad()."
+)
 POINTS = {
     "two": "the second finish overwrites the shards. It must add to them.",
     "after step": "step clears the shards. Only zero_grad does.",
-    "after optimizer.zero_grad()": "the optimizer's zero_grad does not clear the shards.",
+    "after optimizer.zero_grad()": KEPT_BY_OPTIMIZER,
     "after ddp.zero_grad() and a finish": (
-        "ddp.zero_grad() does not clear the gradients that accumulated inside no_sync, or does not clear the shards."
+        "ddp.zero_grad() does not clear the gradients that accumulated inside no_sync."
     ),
 }
 
 
 @contextlib.contextmanager
-def explain_point(name):
-    """Explain wrong shards in the block by the point at which they were copied."""
+def explain_point(name, points):
+    """Explain wrong shards in the block by the point at which they were copied, one of `points`."""
     try:
         yield
     except CheckFailed as failed:
-        raise failed.with_cause(POINTS[name]) from None
+        is_kept = "zero_grad" in name and points["after ddp.zero_grad()"].any()
+        raise failed.with_cause(KEPT_BY_WRAPPER if is_kept else POINTS[name]) from None
 
 
-def explain_bytes(hooks, finished, whole):
-    """Return why too many bytes are alive at a hook."""
-    if any(nbytes >= whole for nbytes in finished):
-        return NOT_FREED
+@contextlib.contextmanager
+def explain_clearing(submission, jobs):
+    """Explain shards that are never cleared in the block by the zero_grad that does not clear them."""
+    try:
+        yield
+    except CheckFailed as failed:
+        is_kept = failed.verdict.likely_cause == NEVER_CLEARED
+        results = is_kept and submission.try_run(m10_grad_shards.accumulate, jobs, world_size=len(jobs))
+        if results and results[0]["after ddp.zero_grad()"].any():
+            failed = failed.with_cause(KEPT_BY_WRAPPER)
+        elif results and results[0]["after optimizer.zero_grad()"].any():
+            failed = failed.with_cause(KEPT_BY_OPTIMIZER)
+        raise failed from None
+
+
+@contextlib.contextmanager
+def explain_failed_run(groups):
+    """Explain a failed run in the block by a collective outside its group, or by a wrong piece of a shard."""
+    try:
+        yield
+    except CheckFailed as failed:
+        wrong_groups = (find_wrong_group(failed.events, group) for group in groups)
+        cause = next(filter(None, wrong_groups), "") or find_wrong_piece(failed.verdict)
+        raise (failed.with_cause(cause) if cause else failed) from None
+
+
+def find_wrong_piece(verdict):
+    """Return why a part of a parameter gets a gradient of another length; "" if this is not what happened."""
+    lengths = re.search(r"assign a gradient of size '\[(\d+)\]' to a tensor of size '\[(\d+)\]'", verdict.message)
+    if not lengths or not verdict.location or not verdict.location.function.startswith("prepare_grad"):
+        return ""
+    return (
+        f"the piece of grad_data has {lengths[1]} elements instead of {lengths[2]}, because its position in the shard "
+        "is wrong. Rank r's shard begins at r * len(shard) in the bucket."
+    )
+
+
+def explain_left(nbytes, gradients, buckets, kept):
+    """Return why `nbytes` are alive after a finish, of which p.grad has `gradients` and the shards have `kept`."""
+    if gradients:
+        return GRADIENTS_LEFT
+    if nbytes - kept == sum(buckets):
+        return (
+            f"after the finish, all {len(buckets)} whole buckets are still alive, although their reduce-scatters are "
+            "complete. Drop every reference to a bucket after the wait."
+        )
+    return f"after the finish, {nbytes - kept} bytes beside the shards are still alive. Drop every reference to them."
+
+
+def explain_bytes(result, allowed, buckets, kept):
+    """Return why too many bytes are alive at a hook. After a finish, `allowed` bytes may be alive."""
+    hooks, finished, whole = result["hooks"], result["finished"], sum(buckets)
+    if finished[0] > allowed:
+        return explain_left(finished[0], result["left"][0], buckets, kept)
     growth = [hook["nbytes"] for hook in hooks if hook["step"] == 0]
     if growth == sorted(growth) and growth[-1] >= whole:
         return "no bucket is freed in backward. Free each bucket after the wait for its reduce-scatter."
@@ -62,15 +121,36 @@ def explain_launches(launched, numels):
     return "a bucket is launched twice, a bucket is missing, or the buckets do not follow module 5's rule."
 
 
-def explain_volume(launched, op, numel, dtype):
-    """Return why the launches have another volume."""
+def explain_late(launched):
+    """Return why buckets are launched after backward."""
+    return LATE if any(launch.phase == "backward" for launch in launched) else NO_LAUNCH
+
+
+def explain_unbounded(launched, max_live):
+    """Return why more than `max_live` buckets are between launch and wait."""
+    if not any("backward" in launch.wait_phases for launch in launched):
+        return "backward waits for no bucket. launch must first wait for the oldest live bucket if there are too many."
+    most = 0
+    for number, launch in enumerate(launched):
+        live = [one for one in launched[:number] if not one.waits or one.waits[0] > launch.place]
+        most = max(most, len(live) + 1)
+    return f"launch waits too late: up to {most} buckets are live, but max_live_buckets is {max_live}."
+
+
+def explain_volume(launched, op, numel, dtype, is_wider):
+    """Return why the launches have another volume. `is_wider` says whether grad_dtype is wider than the weights."""
     if any(launch.op == "all_reduce" for launch in launched):
         return "an all-reduce sends twice the bytes of a reduce-scatter."
     others = sorted({launch.dtype for launch in launched} - {dtype})
     if others:
-        return (
-            f"{join_names(others)} is sent. Gradients travel in grad_dtype if it is wider, weights in their own dtype."
+        if op == "all_gather":
+            return f"weights are sent in {join_names(others)}. They must be sent in their own dtype."
+        rule = (
+            "grad_dtype is wider than the parameters, so buckets and shards must have grad_dtype."
+            if is_wider
+            else "grad_dtype is narrower than the parameters, so it must be ignored."
         )
+        return f"gradients are sent in {join_names(others)}. {rule}"
     total = sum(launch.numel for launch in launched if launch.op == op)
     return "something is sent twice." if total > numel else "some buckets are missing."
 
@@ -85,19 +165,20 @@ def suspect_mistakes(case, recipe):
         "gradients are divided twice by the number of ranks.": partial(
             compute_weights, case, recipe | {"loss_scale": 1 / size}
         ),
-        "zero_grad does not clear the shards, so every step adds to the gradients of all earlier steps.": partial(
-            compute_weights, case, recipe | {"never_zero": True}
-        ),
+        NEVER_CLEARED: partial(compute_weights, case, recipe | {"never_zero": True}),
     }
 
 
-def suspect_accumulation(case, recipe):
+def suspect_accumulation(case, recipe, finish_each):
     """Return causes, and the weights to which each of them leads: mistakes in accumulating micro-batches."""
     last = [[step[-1:] for step in batches] for batches in case.batches]
-    return {
-        "only the last micro-batch of each step counts. A finish must add to the shards, and no_sync must keep "
-        "gradients.": partial(compute_with_batches, case, recipe, last),
-    }
+    rule = (
+        "A finish must add the averages to the shards, not overwrite them."
+        if finish_each
+        else "In no_sync, a hook must add the gradient to the bucket, not overwrite it."
+    )
+    cause = f"only the last micro-batch of each step counts. {rule}"
+    return {cause: partial(compute_with_batches, case, recipe, last)}
 
 
 def compute_with_batches(case, recipe, batches):

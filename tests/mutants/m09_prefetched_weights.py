@@ -24,16 +24,17 @@ MUTANTS = [
     Mutant(
         "launched by the next forward",
         f"{LAUNCH}        {IN_FLIGHT}",
-        f"self.due = True\n\n    def launch_due(self):\n        self.due = False\n        {LAUNCH}        {IN_FLIGHT}",
+        "hook = self.register_forward_pre_hook(lambda *_: (hook.remove(), self.launch_all())[1])\n\n"
+        f"    def launch_all(self):\n        {LAUNCH}        {IN_FLIGHT}",
         STEP,
-        "step does not gather the weights",
+        "launched only in forward",
     ),
     Mutant(
         "all awaited by the wrapper's forward",
         UNCALLED,
         "            self.wait_for(groups)",
         PLACES,
-        "waits for all groups at once",
+        "modules have forward pre-hooks, but",
     ),
     Mutant(
         "launched in the order of the buffers", ORDER, "self.forward_order = list(self.groups)", PLACES, "in reverse"
@@ -43,22 +44,22 @@ MUTANTS = [
         REGISTER,
         "owner.register_forward_hook(lambda m, i, o: self.before_forward(m, i))",
         EQUALS + PLACES,
-        "had not arrived",
+        "after it has run",
     ),
-    Mutant("no hook at all", REGISTER, "pass", PLACES, "waits for all groups at once"),
+    Mutant("no hook at all", REGISTER, "pass", PLACES, "no module has a forward pre-hook"),
     Mutant(
         "modules that are never called forgotten",
         UNCALLED,
         "            pass",
         EQUALS,
-        "had not arrived",
+        "does not call layers.0, so no hook",
     ),
     Mutant(
         "each hook waits for one group only",
         "self.wait_for(self.groups_of[owner])",
         "self.wait_for(self.groups_of[owner][:1])",
         EQUALS,
-        "had not arrived",
+        "may be in several groups",
     ),
     Mutant(
         "each hook waits for everything",
@@ -79,7 +80,7 @@ MUTANTS = [
         WAIT,
         "self.in_flight.remove(group)",
         EQUALS,
-        "had not arrived",
+        "no all-gather is ever awaited",
     ),
     Mutant(
         "state_dict without a wait",
@@ -100,7 +101,7 @@ MUTANTS = [
         "self.wait_for(self.forward_order)",
         "self.wait_for(self.forward_order[::2])",
         EQUALS,
-        "",
+        "finish_param_sync does not wait for",
     ),
 ]
 

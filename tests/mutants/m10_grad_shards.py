@@ -23,8 +23,8 @@ GRAD = "grad = shard[max(0, part.buffer_slice.start - shard_start) :][: part.sha
 
 MUTANTS = [
     Mutant("a sum instead of an average", AVG, AVG.replace("AVG", "SUM"), EQUALS, "sum"),
-    Mutant("process_group ignored", AVG, "dist.ReduceOp.AVG, None", EQUALS, ""),
-    Mutant("no bucket freed", FREE, "self.buffer.whole[bucket].zero_()", MEMORY, "still refers to a whole bucket"),
+    Mutant("process_group ignored", AVG, "dist.ReduceOp.AVG, None", EQUALS, "group=self.process_group"),
+    Mutant("no bucket freed", FREE, "self.buffer.whole[bucket].zero_()", MEMORY, "whole buckets are still alive"),
     Mutant(
         "all buckets allocated at construction",
         INIT_WHOLE,
@@ -32,7 +32,7 @@ MUTANTS = [
         MEMORY,
         "the constructor allocates",
     ),
-    Mutant("nothing awaited before the finish", OLDEST, "", LIVE + MEMORY, "does not wait for the oldest"),
+    Mutant("nothing awaited before the finish", OLDEST, "", LIVE + MEMORY, "backward waits for no bucket"),
     Mutant(
         "one bucket too many",
         OLDEST,
@@ -40,7 +40,7 @@ MUTANTS = [
             "index - self.max_live_buckets", "index - self.max_live_buckets - 1"
         ),
         LIVE,
-        "does not wait for the oldest",
+        "launch waits too late",
     ),
     Mutant(
         "each launch awaited immediately",
@@ -56,19 +56,21 @@ MUTANTS = [
         "    def mark_ready(self, index, i):\n        self.units[index].buffer.accumulate_into_buffer(i)\n\n"
         "    def finish_all(self):\n",
         LIVE,
-        "already complete in backward",
+        "backward launches no bucket",
     ),
     Mutant(
-        "the second finish overwrites", ADD_SHARD, ADD_SHARD.replace("add_", "copy_"), ACCUMULATION, "only the last"
+        "the second finish overwrites", ADD_SHARD, ADD_SHARD.replace("add_", "copy_"), ACCUMULATION, "A finish must add"
     ),
-    Mutant("micro-batches overwrite each other", ADD, ADD.replace("add_", "copy_"), ACCUMULATION, "only the last"),
+    Mutant(
+        "micro-batches overwrite each other", ADD, ADD.replace("add_", "copy_"), ACCUMULATION, "In no_sync, a hook must"
+    ),
     Mutant("p.grad left", "            p.grad = None\n", "", EQUALS + MEMORY, "does not set it to None"),
     Mutant(
         "zero_grad forgets the shards",
         CLEAR,
         "            buffer.whole.clear()",
         EQUALS + ACCUMULATION,
-        "does not clear the shards",
+        "ddp.zero_grad() does not clear the shards",
     ),
     Mutant(
         "zero_grad forgets what no_sync accumulated",
@@ -82,7 +84,7 @@ MUTANTS = [
         "        self.ddp.zero_grad()",
         "        super().zero_grad(set_to_none)",
         EQUALS,
-        "does not clear the shards",
+        "but optimizer.zero_grad() does not",
     ),
     Mutant(
         "the ValueError forgotten",
@@ -91,20 +93,20 @@ MUTANTS = [
         LIVE,
         "does not check max_live_buckets",
     ),
-    Mutant("the slice of another rank", "buffer.rank * len(shard)", "0 * len(shard)", EQUALS),
+    Mutant("the slice of another rank", "buffer.rank * len(shard)", "0 * len(shard)", EQUALS, "Rank r's shard begins"),
     Mutant(
         "accumulated in the parameters' dtype",
         "self.grad_dtype = grad_dtype if is_wider else first.dtype",
         "self.grad_dtype = first.dtype",
         VOLUME,
-        "bfloat16 is sent",
+        "must have grad_dtype",
     ),
     Mutant(
         "every grad_dtype taken",
         "self.grad_dtype = grad_dtype if is_wider else first.dtype",
         "self.grad_dtype = grad_dtype or first.dtype",
         VOLUME,
-        "bfloat16 is sent",
+        "it must be ignored",
     ),
     Mutant(
         "an all-reduce, of which the shard is kept",

@@ -34,11 +34,17 @@ def insert_list(model: nn.Module, count: int) -> None:
 
 
 def note_forwards(model: nn.Module) -> None:
-    """Record an event "module" when the forward of each submodule starts, after its other pre-hooks, and ends."""
+    """Record an event "module" when the forward of each submodule starts, after its other pre-hooks, and ends.
+
+    At the start, `incomplete` are the parameters of the model that contain NaN. Record the number of modules that
+    already have a pre-hook as an event "hooks".
+    """
+    recording.note("hooks", count=sum(bool(module._forward_pre_hooks) for module in model.modules()))
     for name, module in model.named_modules():
 
         def note_start(_: nn.Module, inputs: Any, name: str = name) -> None:
-            recording.note("module", name=name, at="start")
+            incomplete = [parameter for parameter, p in model.named_parameters() if p.isnan().any()]
+            recording.note("module", name=name, at="start", incomplete=incomplete)
 
         def note_end(_: nn.Module, inputs: Any, output: Any, name: str = name) -> None:
             recording.note("module", name=name, at="end")

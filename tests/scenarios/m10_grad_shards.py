@@ -55,7 +55,7 @@ def measure(job: dict) -> dict:
     """Return the bytes of gradients that are alive at each gradient hook and after each finish.
 
     They are what is alive beside the parameters and the activations of the bare model at the same hook. "constructed"
-    is what the constructor added.
+    is what the constructor added, and "left" are the bytes of the parameters' p.grad after each finish.
     """
     bare, model = (m08_zero.build(job) for _ in range(2))
     recording.watch_gradients(model)
@@ -74,7 +74,7 @@ def count_at_hooks(
 ) -> dict[str, Any]:
     """Train on each batch, without an optimizer. Count what is alive beside parameters and a bare model's gradients."""
     names = {parameter: name for name, parameter in model.named_parameters()}
-    constructed, hooks, finished = 0, [], []
+    constructed, hooks, finished, left = 0, [], [], []
     with LiveMemory(model.parameters()) as memory:
         ddp = make_wrapper(model)
 
@@ -99,7 +99,8 @@ def count_at_hooks(
                 with phase("finish"):
                     ddp.finish_grad_sync()
             finished.append(count())
-    return {"constructed": constructed, "hooks": hooks, "finished": finished}
+            left.append(sum(p.grad.nbytes for p in names if p.grad is not None))
+    return {"constructed": constructed, "hooks": hooks, "finished": finished, "left": left}
 
 
 def accumulate(job: dict) -> dict[str, torch.Tensor]:
@@ -128,6 +129,7 @@ def accumulate(job: dict) -> dict[str, torch.Tensor]:
     with ddp.no_sync():
         backward()
     ddp.zero_grad()
+    points["after ddp.zero_grad()"] = copy_shards()
     ddp.finish_grad_sync()
     points["after ddp.zero_grad() and a finish"] = copy_shards()
     return points
