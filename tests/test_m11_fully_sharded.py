@@ -62,7 +62,7 @@ def test_forward_schedule(submission):
     for case, actions in plan_schedules(submission, backward=False):
         expect_order(case, actions, list(range(case[0])), list(range(case[0])))
         reduced = [unit for action, unit in actions if action == "reduce"]
-        expect(not reduced, f"{call(case)} reduces nothing", f"it reduces units {join_names(reduced)}")
+        expect(not reduced, f"{call(case)} reduces nothing", f"it reduces {name_units(reduced)}")
 
 
 @pytest.mark.points(3)
@@ -80,7 +80,7 @@ def test_backward_schedule(submission):
                 f"{call(case)} reduces unit {unit} once, after it computes"
                 + (f" and before unit {unit - 1} computes" if unit else ""),
                 f"it returned {actions}",
-                partial(diagnosis.explain_reduce, places, done),
+                partial(diagnosis.explain_reduce, actions, places, done),
             )
 
 
@@ -98,7 +98,8 @@ def test_each_rank_has_its_part(submission):
     jobs[0] = PerRank(job | {"cast": torch.float64} for job in jobs[0])
     results = run(submission, scenarios.construct, join_jobs(jobs), world_size=world)
     for number, (case, (model, more)) in enumerate(zip(cases, kinds.items())):
-        units = lay_out(case, more.get("unit_type", "Block"), torch.float64 if number == 0 else None)
+        kind = (more.get("unit_type", "Block"), torch.float64 if number == 0 else None)
+        units = lay_out(case, *kind)
         expected = [(layout["numel"] // world, dtype) for unit in units for dtype, (layout, _) in unit.items()]
         for rank, result in enumerate(results):
             got = [(shard.numel(), shard.dtype) for shard in result[number]["shards"]]
@@ -106,7 +107,7 @@ def test_each_rank_has_its_part(submission):
                 got == expected and all(shard.dim() == 1 for shard in result[number]["shards"]),
                 f"shards() of {model} are 1-D, 1/{world} of each padded flat tensor: {describe_sizes(expected)}",
                 describe_sizes(got),
-                partial(diagnosis.explain_sizes, got, expected, world),
+                partial(diagnosis.explain_sizes, got, expected, case, *kind),
                 rank=rank,
             )
             expect(
@@ -119,7 +120,7 @@ def test_each_rank_has_its_part(submission):
                 not result[number]["alive"],
                 "after construction whole weights have no memory",
                 f"{join_names(result[number]['alive'], 4)} have memory",
-                diagnosis.NEVER_FREED,
+                partial(diagnosis.explain_memory, result[number]["alive"], result[number]["storages"]),
                 rank=rank,
             )
         start = {name: value for name, value in case.start().items() if case.parameters()[name].requires_grad}
@@ -187,15 +188,16 @@ def test_shards_have_average_gradients(submission):
         own = [result[number] for result in results]
         expect_nothing_whole(own, case)
         expect_shapes(own, case)
-        expect_equal(
-            "after the finish the shards have the average of the gradients"
-            + (", and those of a second backward and finish are added" if number else ""),
-            [join_shards([result["gradients"][0] for result in own], lay_out(case), case)],
-            case.gradients(),
-            hypotheses=partial(diagnosis.suspect_gradients, case),
-            scale=case.largest_entries(),
-            tolerance=ONE_STEP,
-        )
+        with explain_failures([], partial(diagnosis.explain_unawaited, results.events)):
+            expect_equal(
+                "after the finish the shards have the average of the gradients"
+                + (", and those of a second backward and finish are added" if number else ""),
+                [join_shards([result["gradients"][0] for result in own], lay_out(case), case)],
+                case.gradients(),
+                hypotheses=partial(diagnosis.suspect_gradients, case),
+                scale=case.largest_entries(),
+                tolerance=ONE_STEP,
+            )
 
 
 @pytest.mark.points(2)
@@ -235,8 +237,9 @@ def test_weights_are_freed(submission):
         whole = [sum(layout["numel"] * 8 for layout, _ in unit.values()) for unit in lay_out(case)]
         for rank, result in enumerate(results):
             entries, bare = result[number]["boundaries"], result[number]["bare"]
+            after = {unit_of[name] for name in result[number]["after"]}
             for entry, alone in zip(entries, bare):
-                expect_bounded(entry, alone, unit_of, whole, prefetch, rank)
+                expect_bounded(entry, alone, unit_of, whole, prefetch, after, rank)
             expect(
                 not result[number]["after"],
                 "after the finish no whole weights have memory",
@@ -298,7 +301,7 @@ def test_accumulation(submission):
                 accumulated == names,
                 "after a backward in no_sync every parameter has its whole gradient in p.grad",
                 f"{len(accumulated)} of {len(names)} parameters have one",
-                diagnosis.REDUCED_EARLY,
+                partial(diagnosis.explain_accumulated, results.events[rank], step),
                 rank=rank,
                 step=step,
             )
@@ -345,7 +348,7 @@ def test_checkpoints(submission):
     for number, case in enumerate(cases):
         plain = build(case)
         for rank, result in enumerate(saved):
-            expect_state_dict(result[number]["weights"], plain.state_dict(), rank)
+            expect_state_dict(result[number]["weights"], plain.state_dict(), result[number]["gradients"][0], rank)
         own, weights = [result[number] for result in saved], train_plain(case, range(half), range(first))[0]
         expect_trained(own, case, weights, f"the state dict after {half} steps")
     state = own[0]["weights"]
@@ -431,7 +434,7 @@ def test_other_forwards_between(submission):
 
 def run(submission, scenario, jobs, world_size):
     """Run a scenario with one list of jobs per rank."""
-    with diagnosis.explain_run():
+    with diagnosis.explain_run(submission, scenario, jobs):
         return submission.run(scenario, jobs, world_size=world_size)
 
 
@@ -491,8 +494,8 @@ def expect_order(case, actions, computed, gathered):
         got = [unit for kind, unit in actions if kind == action]
         expect(
             got == expected,
-            f"{call(case)} has the {action} actions of units {expected}, in this order",
-            f"of units {got}",
+            f"{call(case)} {action}s {name_units(expected)}" + ", in this order" * (len(expected) > 1),
+            f"it {action}s {name_units(got)}. It returned {actions}",
             partial(diagnosis.explain_order, action, got, expected, case),
         )
     for position, unit in enumerate(computed):
@@ -500,10 +503,15 @@ def expect_order(case, actions, computed, gathered):
         allowed = [u for u in computed[: position + case[1] + 1] if u in gathered]
         expect(
             before == allowed,
-            f"when unit {unit} computes, {call(case)} has gathered units {allowed}",
-            f"units {before}. It returned {actions}",
+            f"when unit {unit} computes, {call(case)} has gathered {name_units(allowed)}",
+            f"it has gathered {name_units(before)}. It returned {actions}",
             partial(diagnosis.explain_prefetch, before, allowed, unit),
         )
+
+
+def name_units(units):
+    """Return text such as "no unit", "unit 0" or "units 0 and 1"."""
+    return f"unit{'s' * (len(units) > 1)} {join_names(units, 50)}" if units else "no unit"
 
 
 def describe_sizes(sizes):
@@ -557,20 +565,24 @@ def expect_trained(results, case, expected, what, tolerance=MANY_STEPS, otherwis
         )
 
 
-def expect_bounded(entry, alone, unit_of, whole, prefetch, rank):
-    """Expect a boundary to have no more whole weights and gradients than allowed. `alone` is the bare model's."""
+def expect_bounded(entry, alone, unit_of, whole, prefetch, after, rank):
+    """Expect a boundary to have no more whole weights and gradients than allowed. `alone` is the bare model's.
+
+    The units in `after` have whole weights after the finish.
+    """
     name, direction = entry["name"], entry["direction"]
     unit = unit_of[name] if direction == "backward" else unit_of.get(f"{name}.weight", 0)
     alive = sorted({unit_of[parameter] for parameter in entry["alive"]} - {0})
     window = range(unit, unit + prefetch + 1) if direction == "forward" else range(unit - prefetch, unit + 1)
     fits = set(alive) <= set(window) if unit else len(alive) <= prefetch + 1
     where = f"in {direction}, at {name} in unit {unit}," if unit else f"in {direction}, at {name} in the root,"
-    allowed = f"units {join_names([u for u in window if 0 < u < len(whole)])}" if unit else f"{prefetch + 1} units"
+    more = f"{prefetch + 1} other unit{'s' * (prefetch > 0)}"
+    allowed = name_units([u for u in window if 0 < u < len(whole)]) if unit else more
     expect(
         fits,
         f"{where} at most the root and {allowed} have memory (prefetch={prefetch})",
-        f"units {join_names(alive)} have memory",
-        partial(diagnosis.explain_alive, alive, unit, direction, prefetch),
+        f"{name_units(alive)} {'have' if len(alive) > 1 else 'has'} memory",
+        partial(diagnosis.explain_alive, alive, unit, direction, prefetch, after),
         rank=rank,
     )
     bound = whole[0] + sum(whole[u] for u in alive)
@@ -638,7 +650,7 @@ def expect_overlap(events, step, units, prefetch, rank):
             gather.place < min(ready[ahead]),
             f"unit {unit} is gathered before unit {ahead} computes in backward (prefetch={prefetch})",
             "the gather was launched later",
-            diagnosis.LATE_GATHER,
+            diagnosis.OTHER_PREFETCH["backward"],
             **at,
         )
         expect(
@@ -696,8 +708,11 @@ def expect_volume(events, step, case, rank, gathers, passes=1):
     )
 
 
-def expect_state_dict(state, plain, rank):
-    """Expect a state dict to have the keys, dtypes and shapes of the plain module's, on the CPU."""
+def expect_state_dict(state, plain, shards, rank):
+    """Expect a state dict to have the keys, dtypes and shapes of the plain module's, on the CPU.
+
+    `shards` are the gradients of this rank's shards.
+    """
     expect(
         list(state) == list(plain),
         f"full_state_dict has the keys of the plain module's state_dict, {join_names(plain, 4)}",
@@ -709,6 +724,7 @@ def expect_state_dict(state, plain, rank):
             (state[name].dtype, state[name].shape, state[name].device.type) == (value.dtype, value.shape, "cpu"),
             f"{name} is a {value.dtype} tensor of shape {tuple(value.shape)} on the CPU",
             f"{state[name].dtype}, {tuple(state[name].shape)}, {state[name].device}",
+            partial(diagnosis.explain_entry, state[name], value, shards),
             rank=rank,
             parameter=name,
         )

@@ -1,30 +1,40 @@
 """Likely causes of failures of module 11's checks."""
 
 import contextlib
+import re
+from collections import Counter
 
 import torch
 
-from brigade.checks.diagnose.evidence import join_names
+from brigade.checks import edge_case_models
+from brigade.checks.diagnose.evidence import find_no_sync_launches, join_names
 from brigade.checks.verdict import CheckFailed
-from expected.m11_fully_sharded import build, cut_shards, find_units, join_shards
-from scenarios.m11_fully_sharded import UNIT_TYPES
+from brigade.events import launches
+from brigade.runner.ranks import PerRank
+from expected.m11_fully_sharded import build, cut_shards, find_units, join_shards, lay_out
+from scenarios.m11_fully_sharded import UNIT_TYPES, cast_layers
 
 # Units
 OUTERMOST = "a submodule that is inside another one of these types is no unit: only the outermost one is."
-BEGINNING = "the names in a submodule begin with its name and a dot: layer10 is not inside layer1."
+BEGINNING = "the names in a submodule begin with its name and a dot: layer1.weight0 does not belong to layer."
 SUBCLASS = "a subclass of a unit type is a unit too. Use isinstance."
 TIED = "a parameter with more than one name belongs to the root."
-ROOT_FIRST = "The root comes first, even if it is empty."
+ROOT_FIRST = "the root comes first, even if it is empty."
 EMPTY = "a unit without parameters is omitted."
 
 # Schedule
 ROOT_GATHERED = "backward does not gather the root: it stays until the end of backward."
 FORWARD_ORDER = "backward visits the units in reverse."
-TOO_FEW = "a unit is gathered too late, or never: gather as far ahead as `prefetch` allows."
+TOO_FEW = (
+    "when a unit computes, it and the next `prefetch` units must be gathered. Here one of them is gathered too late, "
+    "or never."
+)
 TOO_FAR = "a unit is gathered too far ahead: at most `prefetch` units after the one that computes may be gathered."
 
 # Flat shards
 NEVER_FREED = "`free` never releases the memory. Resize the storage of the flat tensor to 0 bytes."
+COPIED = "no two parameters share a storage, so they are copies. Let parameter.data be its view of the flat tensor."
+UNSHARDED = "shards() returns the model's own parameters: nothing is sharded."
 WHOLE = "each rank keeps the whole flat tensor, not one of N equal parts."
 FROZEN_SHARDS = "the shard of frozen parameters is trainable. It must have requires_grad=False, as they do."
 OWN_WEIGHTS = "each rank keeps a part of its own weights. The constructor must first broadcast those of rank 0."
@@ -33,12 +43,27 @@ REPLACED = "the storage is replaced, but autograd remembers the old one. Resize 
 OTHER_LAYOUT = "the views are not at the places that `layout.param_ranges` says."
 OVERWRITTEN = "the second reduction replaces shard.grad instead of adding to it."
 SUMMED = "gradients are summed over the ranks but not divided by the group size."
+UNAWAITED = {
+    "reduce_scatter": "`finish_reduce` must wait before it adds the average to shard.grad.",
+    "all_gather": '`perform` must wait for the weights in the action "compute".',
+}
 WHOLE_GRADIENTS = "start_reduce must set p.grad to None after it has copied the gradient."
 
 # Wrapper
 ROOT_STAYS = "they are not freed at the end of backward. The root is freed there too."
 NOT_FREED = "a unit that has computed is not freed."
 IN_THE_ROOT = "units are not freed after they have computed, or are gathered too far ahead."
+LEFT_OVER = "units keep their memory after the finish: `leave` must free each unit when it has computed in backward."
+OTHER_PREFETCH = {
+    "forward": (
+        "units are gathered before forward reaches them. If plan_schedule passes its checks, `forward` does not give "
+        "it the wrapper's `prefetch`."
+    ),
+    "backward": (
+        "the schedule of backward has the gather too late. If plan_schedule passes its checks, `begin_backward` does "
+        "not give it the wrapper's `prefetch`."
+    ),
+}
 COPIES = {
     "forward": "there are copies of whole weights besides the parameters.",
     "backward": (
@@ -53,11 +78,30 @@ EARLY_REDUCE_WAIT = "a reduction is awaited where it is launched. Let it run unt
 ON_ITS_WAY = "a skipped unit is freed while its gather is on its way. Wait for the gather first."
 GATHERED_AGAIN = "without reshard_after_forward the weights are still there in backward: leave its gathers out."
 REDUCED_AGAIN = "a backward in no_sync reduces. Leave its reduce actions out."
-REDUCED_EARLY = "a backward in no_sync does not leave the whole gradients in p.grad."
+REDUCED_EARLY = "a backward in no_sync launches reduce-scatters. `begin_backward` must leave its reduce actions out."
+NOT_KEPT = "a backward in no_sync reduces nothing, but it does not leave the whole gradients in p.grad."
 OWN_NORM = "it is the norm of this rank's own shards. Sum the squares over all ranks."
+SUM_OF_NORMS = (
+    "the norms of the shards are added without squaring them. Add the squares of all norms, over shards and ranks, and "
+    "then take the square root."
+)
 NOT_SCALED = "the gradients of all shards must be scaled by max_norm / norm, but at most 1."
-NOT_OWN_PART = "a rank does not load its own part of the flat tensors."
+NOT_OWN_PART = "load_full_state_dict must load into each shard this rank's own part of the flat tensor."
+CONVERTED = "full_state_dict converts the weights: the shards have the right dtype. Return the dtype of the shards."
 FROZEN_REDUCED = "frozen parameters have no gradients: their flat tensor is never reduced."
+SKIPPED = (
+    "ranks that skip a unit do not perform the same actions as the other ranks. `reach` must perform every action of a "
+    "skipped unit, also its reduction, with zeros as gradients."
+)
+UNFINISHED = (
+    "a backward in no_sync left actions undone, because the rank skips units. The next `forward` must first perform "
+    "them."
+)
+ROOT_FREED = "the root is freed before forward has ended. `leave` must not free the root in forward."
+FREED_BETWEEN = (
+    "an evaluation between a forward and its backward frees weights that this backward needs. As long as a backward is "
+    "due, an evaluation must not free the root."
+)
 CRASHED = "a freed weight is used: on the CPU this crashes the process. Its unit is freed too early or not gathered."
 
 
@@ -103,25 +147,48 @@ def explain_prefetch(before, allowed, unit):
     return TOO_FAR if len(before) > len(allowed) else TOO_FEW
 
 
-def explain_reduce(places, done):
-    """Return why the reduce actions of a unit, at these places of the schedule, are wrong. It computes at `done`."""
+def explain_reduce(actions, places, done):
+    """Return why the reduce actions of a unit, at these places of a schedule, are wrong. It computes at `done`."""
+    for place, (action, unit) in enumerate(actions):
+        if action == "reduce" and ("compute", unit) in actions[place:]:
+            return f"unit {unit} is reduced before it has computed. Reduce the unit that has just computed."
     if not places:
         return "this unit is never reduced."
     if len(places) > 1:
         return "this unit is reduced more than once."
-    if places[0] < done:
-        return "this unit is reduced before it has computed."
     return "this unit is reduced too late: the reduction must run while the next unit computes."
 
 
 # ---- flat shards
 
 
-def explain_sizes(got, expected, world):
-    """Return why shards have other sizes than expected."""
+def explain_sizes(got, expected, case, unit_type, cast):
+    """Return why shards have other sizes than expected. For `unit_type` and `cast` see `lay_out`."""
+    world, model = len(case.group), build(case)
     if got == [(world * numel, dtype) for numel, dtype in expected]:
         return WHOLE
-    return FROZEN_SHARDS if len(got) > len(expected) else ""
+    cast_layers({} if cast is None else {"cast": cast}, model)
+    if got == [(p.numel(), p.dtype) for p in model.parameters() if p.requires_grad]:
+        return UNSHARDED
+    frozen = lay_out(case, unit_type, cast, trainable=False)
+    sizes = [(layout["numel"] // world, dtype) for unit in frozen for dtype, (layout, _) in unit.items()]
+    return FROZEN_SHARDS if sizes and Counter(got) == Counter(expected + sizes) else ""
+
+
+def explain_memory(alive, storages):
+    """Return why parameters, in this number of storages, have memory after construction."""
+    return COPIED if storages == len(alive) > 1 else NEVER_FREED
+
+
+def explain_unawaited(records):
+    """Return which launches of a step no rank waits for, if they are all of one kind."""
+    launched = [x for events in records for x in launches(events) if x.step is not None]
+    forgotten = Counter(x.op for x in launched if not x.waits)
+    if len(forgotten) != 1 or not forgotten.keys() <= UNAWAITED.keys():
+        return ""
+    [(op, count)] = forgotten.items()
+    total = sum(x.op == op for x in launched)
+    return f"no rank waits for {count} of {total} launches of {op}, whose results are NaN until then. {UNAWAITED[op]}"
 
 
 def suspect_parts(case, units):
@@ -144,7 +211,8 @@ def explain_whole(whole, case, unit_type):
     units = find_units(build(case), UNIT_TYPES[unit_type])
     for number, names in enumerate(units):
         if whole == names:
-            return f"{'the root' if number == 0 else f'unit {number}'} is never reduced."
+            name = "the root" if number == 0 else f"unit {number}"
+            return f"{name} is never reduced: its action is not in the schedule, or it is not performed."
     return WHOLE_GRADIENTS
 
 
@@ -152,16 +220,90 @@ def explain_whole(whole, case, unit_type):
 
 
 @contextlib.contextmanager
-def explain_run():
-    """Explain a rank that crashes."""
+def explain_run(submission, scenario, jobs):
+    """Explain a run of a scenario that fails. jobs[rank] are the jobs of a rank."""
     try:
         yield
     except CheckFailed as failed:
-        raise (failed.with_cause(CRASHED) if failed.verdict.ending == "died" else failed) from None
+        cause = find_wrong_group(failed.events, jobs) or explain_failure(failed, submission, scenario, jobs)
+        raise (failed.with_cause(cause) if cause else failed) from None
 
 
-def explain_alive(alive, unit, direction, prefetch):
-    """Return why other units than allowed have memory at a boundary."""
+def explain_failure(failed, submission, scenario, jobs):
+    """Return a more specific cause than that of the failure, or ""."""
+    if failed.verdict.ending == "died":
+        return CRASHED
+    if failed.verdict.hypothesis == "freed":
+        return explain_freed(failed, submission, scenario, jobs)
+    if failed.verdict.hypothesis in ("usual for mismatch", "usual for deadlock"):
+        return explain_skips(submission, scenario, jobs)
+    return ""
+
+
+def succeeds(submission, scenario, jobs, change):
+    """Return whether a scenario runs when change(job, job of rank 0) is the job of each rank."""
+    changed = PerRank([job | change(job, first) for job, first in zip(own, jobs[0])] for own in jobs)
+    return submission.try_run(scenario, changed, world_size=len(jobs)) is not None
+
+
+def find_wrong_group(records, jobs):
+    """Describe an all-gather or a reduce-scatter on another group than the wrapper's."""
+    for rank, (events, own) in enumerate(zip(records, jobs)):
+        for group in (group for job in own for group in job.get("groups", []) if rank in group):
+            for event in events:
+                is_ours = event["kind"] == "launch" and event["op"] in ("all_gather", "reduce_scatter")
+                if is_ours and event["ranks"] != group:
+                    return (
+                        f"rank {rank} launched {event['op']} on the group of ranks {join_names(event['ranks'])}, but "
+                        f"the wrapper's process_group has the ranks {join_names(group)}. Pass process_group to "
+                        f"{event['op']}."
+                    )
+    return ""
+
+
+def explain_freed(failed, submission, scenario, jobs):
+    """Return why a rank used a freed weight, if it is the root's or an evaluation freed it."""
+    if any(job.get("extra") for job in jobs[0]):
+        return FREED_BETWEEN if succeeds(submission, scenario, jobs, lambda *_: {"extra": False}) else ""
+    rank, shape = failed.verdict.rank, re.search(r"sizes \[([\d, ]+)\]", failed.verdict.message)
+    is_forward = failed.events[rank][-1]["phase"] == "forward"
+    return ROOT_FREED if is_forward and shape and is_late_root(shape[1], jobs[rank]) else ""
+
+
+def is_late_root(shape, jobs):
+    """Return whether only parameters of the root have this shape, or its transpose, and none in its first submodule.
+
+    The forward that uses such a parameter has already used the root.
+    """
+    shape = [int(size) for size in shape.split(",")]
+    found = []
+    for job in jobs:
+        model = edge_case_models.build(job["model"], job["sizes"], job["state"], job["dtype"])
+        root = find_units(model, UNIT_TYPES[job["unit_type"]])[0]
+        owner = root[0].rpartition(".")[0] if root else ""
+        names = [name for name, p in model.named_parameters() if list(p.shape) in (shape, shape[::-1])]
+        found += [name in root and name.rpartition(".")[0] != owner for name in names]
+    return bool(found) and all(found)
+
+
+def explain_skips(submission, scenario, jobs):
+    """Return why ranks launch different collectives, if they do not do so when they skip the same units."""
+    branches = [[[micro["branch"] for micro in step] for job in own for step in job["batches"]] for own in jobs]
+    if all(own == branches[0] for own in branches):
+        return ""
+    if not succeeds(submission, scenario, jobs, lambda _, first: {"batches": first["batches"]}):
+        return ""
+    has_no_sync = any(len(step) > 1 for step in branches[0])
+    is_unfinished = has_no_sync and succeeds(
+        submission, scenario, jobs, lambda job, _: {"batches": [step[-1:] for step in job["batches"]]}
+    )
+    return UNFINISHED if is_unfinished else SKIPPED
+
+
+def explain_alive(alive, unit, direction, prefetch, after):
+    """Return why other units than allowed have memory at a boundary. Those of `after` have it after the finish."""
+    if not unit and direction == "forward":
+        return LEFT_OVER if set(alive) & set(after) else OTHER_PREFETCH["forward"]
     if not unit:
         return IN_THE_ROOT
     distances = [other - unit if direction == "forward" else unit - other for other in alive]
@@ -178,8 +320,25 @@ def explain_volume(got, expected):
 
 def explain_norm(gradients, got, expected):
     """Return why a norm is wrong. gradients[rank] are the gradients of a rank's shards."""
-    for shards in gradients:
-        own = float(torch.stack([torch.linalg.vector_norm(grad) for grad in shards]).square().sum().sqrt())
-        if abs(own - got) <= 1e-5 * own:
-            return OWN_NORM
-    return ""
+    norms = [torch.stack([torch.linalg.vector_norm(grad) for grad in shards]) for shards in gradients]
+    if any(is_close(got, float(own.square().sum().sqrt())) for own in norms):
+        return OWN_NORM
+    total = float(torch.cat(norms).sum())
+    return SUM_OF_NORMS if is_close(got, total) or is_close(got, total**0.5) else ""
+
+
+def is_close(got, value):
+    """Return whether two norms agree up to float32 rounding."""
+    return abs(got - value) <= 1e-5 * value
+
+
+def explain_accumulated(events, step):
+    """Return why whole gradients are not in p.grad after a backward in no_sync."""
+    is_reduced = any(launch.op == "reduce_scatter" for launch in find_no_sync_launches(events, step))
+    return REDUCED_EARLY if is_reduced else NOT_KEPT
+
+
+def explain_entry(got, expected, shards):
+    """Return why an entry of full_state_dict is wrong. `shards` are the gradients of this rank's shards."""
+    dtypes = {shard.dtype for shard in shards if shard is not None}
+    return CONVERTED if expected.dtype in dtypes and got.dtype not in dtypes else ""

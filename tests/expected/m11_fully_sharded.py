@@ -27,10 +27,10 @@ def build(case):
     return edge_case_models.build(case.model, case.sizes, case.start(), case.dtype)
 
 
-def lay_out(case, unit_type="Block", cast=None):
+def lay_out(case, unit_type="Block", cast=None, trainable=True):
     """Return, for each unit, {dtype: (layout, names)} of its trainable parameters, for the case's number of ranks.
 
-    `cast` is the dtype that `cast_layers` gives to some of them.
+    `cast` is the dtype that `cast_layers` gives to some of them. If not `trainable`, return the frozen ones instead.
     """
     model = build(case)
     cast_layers({} if cast is None else {"cast": cast}, model)
@@ -39,7 +39,7 @@ def lay_out(case, unit_type="Block", cast=None):
     for names in find_units(model, UNIT_TYPES[unit_type]):
         kinds = {}
         for name in names:
-            if named[name].requires_grad:
+            if named[name].requires_grad == trainable:
                 kinds.setdefault(named[name].dtype, []).append(name)
         size = len(case.group)
         units.append({k: (compute_layout([named[n].numel() for n in v], None, size), v) for k, v in kinds.items()})

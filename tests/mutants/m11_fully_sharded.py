@@ -86,7 +86,7 @@ UNIT_MISTAKES = [
         (UNITS,),
         "isinstance",
     ),
-    Mutant("the root last", TAIL, "return [*filter(None, units.values()), root]\n", (UNITS,), "The root comes first"),
+    Mutant("the root last", TAIL, "return [*filter(None, units.values()), root]\n", (UNITS,), "the root comes first"),
     Mutant(
         "an empty root omitted",
         TAIL,
@@ -120,7 +120,7 @@ SCHEDULE_MISTAKES = [
         REDUCED,
         REDUCED.replace("[position - 1]", "[position]"),
         (BACKWARD,),
-        "never reduced",
+        "reduced before it has computed",
     ),
     Mutant(
         "all reduced at the end",
@@ -162,6 +162,7 @@ SHARD_MISTAKES = [
         "parameter.data = view.copy_(parameter.data)\n",
         "view.copy_(parameter.data)\n            parameter.data = parameter.data.clone()\n",
         (PART,),
+        "they are copies",
     ),
     Mutant("gradients summed", "dist.ReduceOp.AVG", "dist.ReduceOp.SUM", (GRADIENTS,), "not divided by the group size"),
     Mutant("the shard's gradient overwritten", ADDED, "self.grad_part\n", (GRADIENTS,), "replaces shard.grad"),
@@ -170,14 +171,24 @@ SHARD_MISTAKES = [
         "        self.wait()\n        self.shard.grad",
         "        self.shard.grad",
         (GRADIENTS,),
-        "NaN",
+        "`finish_reduce` must wait",
     ),
     Mutant(
         "whole gradients stay in p.grad", MOVED, "                view.copy_(parameter.grad)\n", (GRADIENTS,), "p.grad"
     ),
-    Mutant("gathered on the default group", GATHER, GATHER.replace("self.process_group", "None"), (WEIGHTS,)),
     Mutant(
-        "reduced on the default group", "dist.ReduceOp.AVG, self.process_group", "dist.ReduceOp.AVG, None", (WEIGHTS,)
+        "gathered on the default group",
+        GATHER,
+        GATHER.replace("self.process_group", "None"),
+        (WEIGHTS,),
+        "Pass process_group to all_gather",
+    ),
+    Mutant(
+        "reduced on the default group",
+        "dist.ReduceOp.AVG, self.process_group",
+        "dist.ReduceOp.AVG, None",
+        (WEIGHTS,),
+        "Pass process_group to reduce_scatter",
     ),
     Mutant(
         "a gradient of None",
@@ -192,22 +203,23 @@ WRAPPER_MISTAKES = [
         "def call_in_backward",
         PLAIN + "def call_in_backward",
         (PART, VIEWS, GRADIENTS, FREED, WEIGHTS),
+        "nothing is sharded",
     ),
     Mutant(
         "everything gathered at the start of forward",
         "self.prefetch, backward=False",
         "len(self.units), backward=False",
         (FREED,),
-        "too far ahead",
+        "`forward` does not give it the wrapper's `prefetch`",
     ),
     Mutant("nothing freed in forward", STAYS, "if self.is_backward:\n", (FREED,), "not freed"),
-    Mutant("nothing freed in backward", STAYS, "if not self.is_backward and unit != 0:\n", (FREED,), "not freed"),
+    Mutant("nothing freed in backward", STAYS, "if not self.is_backward and unit != 0:\n", (FREED,), "in backward"),
     Mutant(
         "the root freed with the first unit",
         STAYS,
         "if self.is_backward or self.reshard_after_forward:\n",
         (GRADIENTS, FREED),
-        "freed weight",
+        "must not free the root in forward",
     ),
     Mutant(
         "the root stays after backward",
@@ -235,6 +247,7 @@ WRAPPER_MISTAKES = [
         "                flat.wait()\n            else:",
         "                pass\n            else:",
         (GRADIENTS, WEIGHTS),
+        "`perform` must wait",
     ),
     Mutant(
         "each gather awaited at once",
@@ -251,7 +264,11 @@ WRAPPER_MISTAKES = [
         "Let it run",
     ),
     Mutant(
-        "no prefetch in backward", "self.prefetch, backward=True", "0, backward=True", (OVERLAP,), "launched too late"
+        "no prefetch in backward",
+        "self.prefetch, backward=True",
+        "0, backward=True",
+        (OVERLAP,),
+        "`begin_backward` does not give it the wrapper's `prefetch`",
     ),
     Mutant(
         "gathered again without resharding",
@@ -265,22 +282,30 @@ WRAPPER_MISTAKES = [
         "if not self.require_grad_sync:\n            actions",
         "if False:\n            actions",
         (ACCUMULATION,),
-        "no_sync",
+        "`begin_backward` must leave its reduce actions out",
     ),
     Mutant(
         "a backward in no_sync not completed",
         "        self.reach(None)\n        self.is_backward = False\n",
         "        self.schedule.clear()\n        self.is_backward = False\n",
         (SKIPPED,),
+        "must first perform them",
     ),
     Mutant("each rank clips by its own norm", SQUARES, "pass\n", (CLIPPING,), "own shards"),
-    Mutant("norms summed without squares", "for g in grads]).square().sum()", "for g in grads]).sum()", (CLIPPING,)),
+    Mutant(
+        "norms summed without squares",
+        "for g in grads]).square().sum()",
+        "for g in grads]).sum()",
+        (CLIPPING,),
+        "without squaring them",
+    ),
     Mutant("small gradients scaled up", ".clamp(max=1.0)", "", (CLIPPING,), "at most 1"),
     Mutant(
         "weights in another dtype",
         'parameter.detach().to("cpu", copy=True)',
         "parameter.detach().float().cpu()",
         (CHECKPOINTS,),
+        "full_state_dict converts the weights",
     ),
     Mutant(
         "full_state_dict on one rank only",
@@ -294,7 +319,7 @@ WRAPPER_MISTAKES = [
         "[dist.get_rank(self.process_group)])\n",
         "[0])\n",
         (CHECKPOINTS,),
-        "own part",
+        "load_full_state_dict",
     ),
     Mutant("frozen parameters reduced", HAS_GRADIENTS, HAS_GRADIENTS.partition("        if")[0], (FROZEN,), "frozen"),
     Mutant(
@@ -310,8 +335,15 @@ WRAPPER_MISTAKES = [
         "            self.schedule = deque(action for action in self.schedule if action != ('reduce', index))\n"
         "            self.leave(index)\n        ### END",
         (SKIPPED,),
+        "`reach` must perform every action",
     ),
-    Mutant("an evaluation frees the root", "elif not self.awaits_backward:", "else:", (BETWEEN,), "freed weight"),
+    Mutant(
+        "an evaluation frees the root",
+        "elif not self.awaits_backward:",
+        "else:",
+        (BETWEEN,),
+        "an evaluation must not free",
+    ),
 ]
 MUTANTS = UNIT_MISTAKES + SCHEDULE_MISTAKES + SHARD_MISTAKES + WRAPPER_MISTAKES
 SAMPLE = ("gradients summed", "the shard's gradient overwritten")

@@ -147,6 +147,7 @@ def construct(jobs: list[dict]) -> list[dict]:
                 "shards": [shard.detach() for shard in shards],
                 "trainable": [isinstance(shard, nn.Parameter) and shard.requires_grad for shard in shards],
                 "alive": list_alive(model),
+                "storages": len({p.untyped_storage().data_ptr() for p in model.parameters()} - {0}),
             }
         )
     return results

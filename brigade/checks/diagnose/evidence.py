@@ -118,8 +118,9 @@ def find_skipped_call(events: Sequence[Sequence[Event]], kind: str) -> str:
                 method = methods.pop()
                 absent = [rank for rank, caller in zip(ranks, callers) if caller != method]
                 return (
-                    f"{method} is collective, because it gathers shards from every rank, but it was not called on "
-                    f"rank {join_names(absent)}. Call it on every rank."
+                    f"{method} is collective, because it gathers shards from every rank, but "
+                    f"rank{'s' * (len(absent) > 1)} {join_names(absent)} did not launch its collectives. Every rank "
+                    "must call it and launch all of them."
                 )
             if not all(calls) or len({*map(make_signature, calls)}) > 1:
                 break  # what follows is a consequence

@@ -71,7 +71,7 @@ def explain_unequal_shards(failure: RankFailure, sources: Sources) -> str:
     whole, given = re.search(UNEQUAL_SHARDS, failure.message).groups()
     return (
         f"reduce_scatter(output, input) received an input of {given} elements, but the outputs of all ranks have "
-        f"{whole} elements in total. The output must be the rank's own shard. The input must be the whole bucket, "
+        f"{whole} elements in total. The output must be the rank's own shard. The input must be the whole flat tensor, "
         "which is as long as all shards together."
     )
 
