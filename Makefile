@@ -1,5 +1,6 @@
 # A newcomer needs only make demo and make test. Both create the virtual environment first.
 #   PYTHON, TORCH_INDEX            see setup.mk
+#   EVERYTHING=1                   for make test: also run the tests marked "extended"
 #   MODULE=3                       for make module and make unlock: the module; for make figures, notebooks and slides: only this module's
 #   GRADE_OPTIONS="--modules 1-4"  for make gradescope: options of `brigade grade`, used for every submission
 #   MATRIX="3.12:2.13.0"           for make matrix: the pairs of Python and torch
@@ -36,7 +37,7 @@ demo: setup
 	$(BIN)/python -m brigade.cli.demo
 
 test: setup lint
-	$(BIN)/python -m pytest -q -rs -n 3 --dist worksteal --target solutions
+	$(BIN)/python -m pytest -q -rs -n 3 --dist worksteal --target solutions $(if $(EVERYTHING),--everything)
 
 module: setup lint
 	$(if $(MODULE),,$(error say which module, as in `make module MODULE=3`))

@@ -1,17 +1,20 @@
 """`pytest --module 3` runs every test that says something about module 3: `make module MODULE=3`.
 
-The fixture `brigade` is what the tests of commands share.
+Fixtures: `brigade` runs a command, and `site` is the course's site, built once for all tests that read it.
 """
 
 from __future__ import annotations
 
+import fcntl
+import subprocess
+import sys
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from brigade.course.modules import CourseError, Module, get_module
+from brigade.course.modules import ROOT, CourseError, Module, get_module
 
 Done = namedtuple("Done", "returncode stdout stderr")
 
@@ -31,19 +34,39 @@ def brigade(capfd: pytest.CaptureFixture[str]) -> Callable[..., Done]:
     return run
 
 
+@pytest.fixture(scope="session")
+def site(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+    """Return the directory of the site, built as `make site` does. The workers of one test run share it."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base if worker_id == "master" else base.parent
+    out = shared / "site"
+    with open(shared / "site.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not out.exists():
+            command = [sys.executable, "-m", "sphinx", "-q", "-E", "-W", "--keep-going", "-d", shared / "doctrees"]
+            done = subprocess.run([*command, "-c", ROOT / "site", ROOT, out], capture_output=True, text=True)
+            assert done.returncode == 0 and not done.stderr, done.stderr
+    return out
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--module", metavar="N", help="only tests about module N, and those about all modules together")
+    parser.addoption("--everything", action="store_true", help="also the tests marked extended")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "all_modules: the test is about all modules together")
-    config.addinivalue_line("markers", "module_loop: runs only with --module; make test runs one of its kind")
+    config.addinivalue_line(
+        "markers", "extended: runs only with --everything, or with --module if it is about that module"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep the tests about one module if the option names one; otherwise those that are not left to such a run."""
+    if config.option.everything:
+        return
     if config.option.module is None:
-        kept = [item for item in items if not item.get_closest_marker("module_loop")]
+        kept = [item for item in items if not item.get_closest_marker("extended")]
     else:
         try:
             entry = get_module(config.option.module)

@@ -420,6 +420,7 @@ def test_under_torchrun_an_error_is_one_sentence(tmp_path):
     assert "brigade/cli/main.py" not in done.stderr  # no traceback of ours; torchrun shows its own
 
 
+@pytest.mark.extended
 def test_under_torchrun_a_rank_that_fails_says_why(tmp_path):
     raising = r"\1if dist.get_rank() == 1:\n\1    raise ValueError('no more')\n\1\2"
     target = make_submission(tmp_path, [(1, r"( +)(dist\.all_reduce\(.*\))", raising)])
@@ -429,6 +430,7 @@ def test_under_torchrun_a_rank_that_fails_says_why(tmp_path):
     assert done.stderr.count("brigade: ") == 1, "only the rank that failed prints"
 
 
+@pytest.mark.extended
 def test_under_torchrun_a_peer_that_hangs_is_not_waited_for(tmp_path):
     hanging = r"\1if dist.get_rank() == 1:\n\1    __import__('time').sleep(1000)\n\1\2"
     target = make_submission(tmp_path, [(1, r"( +)(dist\.all_reduce\(.*\))", hanging)])
@@ -439,6 +441,7 @@ def test_under_torchrun_a_peer_that_hangs_is_not_waited_for(tmp_path):
         assert re.search(rf"^brigade: stopped after 8 s: rank {rank} on .* {what}.*{where}", done.stderr, re.M)
 
 
+@pytest.mark.extended
 def test_under_torchrun_a_peer_that_cannot_be_reached_is_named(tmp_path):
     """The test itself is rank 1: it joins the store where all ranks meet, and never connects to rank 0."""
     with socket.socket() as free:

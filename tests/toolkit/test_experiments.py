@@ -5,13 +5,14 @@ import re
 import runpy
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
 from brigade.course.modules import MODULES, ROOT
 from brigade.course.skeletons import make_skeleton
-from brigade.lab import experiment
+from brigade.lab import experiment, ladder
 from brigade.runner import ranks
 from brigade.runner.ranks import run_ranks
 
@@ -88,6 +89,7 @@ PRINTED = {
         "prefetch=1: at most 1.87 of", "prefetch=2: at most 2.67 of",
         "reshard_after_forward=False: at most 3.48 of 3.48 MB; 5 all_gather, 3.48 MB, 5 reduce_scatter, 3.48 MB",
     ],
+    "m11/exposed": ["computation alone: ", *(f"prefetch={depth}: .* ms exposed" for depth in (0, 1, 2))],
     "m11/against": [*(f"{name}: 9 all_gather, 5 reduce_scatter" for name in ("torch", "ours")), "ours / torch: "],
     "m08/elementwise": ["Adafactor: refused", "Adam: elementwise", "LBFGS: refused", "Muon: refused"],
 }  # fmt: skip
@@ -116,6 +118,7 @@ def test_a_script_prints_what_its_reading_says(path, monkeypatch, capsys):
     if name(path) in ROUNDS:
         monkeypatch.setattr(ranks, "run_ranks", run_few)
         monkeypatch.setattr(experiment, "run_ranks", run_few)
+    monkeypatch.setattr(ladder, "EMULATED", replace(ladder.EMULATED, batch_size=8, time=32, rounds=2, warmup=0))
     monkeypatch.setattr(sys, "argv", [str(path), *(["solutions"] if path in RUNS_MODULES else [])])
     runpy.run_path(str(path), run_name="__main__")
     printed = capsys.readouterr().out

@@ -351,7 +351,7 @@ def test_one_buffer_that_was_not_broadcast():
 
 def record(*steps: str) -> list[dict[str, Any]]:
     """A step for each text: "r" is a gradient that becomes ready, "l" a launch, "f" the beginning of the finish."""
-    fields = ("dtype", "numel", "nbytes", "parts", "sync", "reduce_op", "peer", "name", "memory")
+    fields = ("dtype", "numel", "nbytes", "parts", "sync", "reduce_op", "peer", "line", "name", "memory")
     launch = {"op": "all_reduce", "time": 0.0} | dict.fromkeys(fields)
     events = []
     for step, text in enumerate(steps):

@@ -63,6 +63,7 @@ def test_all_stages_on_gloo(tmp_path, monkeypatch, capsys):
         assert f"| `mutant 2: {name}` | passed |" in report
 
 
+@pytest.mark.extended
 def test_a_stage_is_ended_when_its_time_is_used_up():
     started = time.monotonic()
     stage = gpu_check.run_mutant_stage(Plan("gloo"), started + 2)

@@ -45,7 +45,9 @@ def select(number, items):
     """Select as the option does. Return what is left of the items, and how many were deselected."""
     deselected = []
     hook = SimpleNamespace(pytest_deselected=lambda items: deselected.extend(items))
-    pytest_collection_modifyitems(SimpleNamespace(option=SimpleNamespace(module=number), hook=hook), items)
+    pytest_collection_modifyitems(
+        SimpleNamespace(option=SimpleNamespace(module=number, everything=False), hook=hook), items
+    )
     return items, len(deselected)
 
 

@@ -19,7 +19,7 @@ import psutil
 import pytest
 from ipywidgets import IntSlider
 
-from brigade.course.modules import ADVANCED, MODULES, ROOT, get_module
+from brigade.course.modules import MODULES, ROOT, get_module
 from brigade.events import launches
 from brigade.lab.notebook import Ranks, RanksError, show, start_ranks
 from brigade.lab.notebook_files import EXECUTED, execute, hash_code, list_notebooks
@@ -204,10 +204,9 @@ def test_notebook_ends_with_a_run_sheet_and_has_slides(path: Path) -> None:
     assert slides[0] == "slide" and slides[-1] == "skip" and set(slides) <= {"slide", "subslide", "skip", "-"}
 
 
-ADVANCED_NUMBERS = [f"{entry.number:02}" for entry in MODULES if entry.track == ADVANCED]
-TO_RUN = [  # make test runs those of the warm-up and the core; make module runs the others
-    pytest.param(path, marks=[pytest.mark.module_loop] * (path.stem[:2] in ADVANCED_NUMBERS)) for path in NOTEBOOKS
-]
+# make test runs three of them; make module and make notebooks run the others.
+ALWAYS = ("00_overview", "04_bucketed_ddp", "08_zero_optimizer")
+TO_RUN = [pytest.param(path, marks=[pytest.mark.extended] * (path.stem not in ALWAYS)) for path in NOTEBOOKS]
 
 
 @pytest.mark.parametrize("path", TO_RUN, ids=lambda path: path.stem)
@@ -222,7 +221,7 @@ def test_notebook_runs(path: Path, temporary: Path) -> None:
         assert list_errors(cell) == list_expected_errors(cell)
         assert not [output.text for output in outputs if output.get("name") == "stderr"]
         drawn = [output for output in outputs if "image/png" in output.get("data", {})]
-        assert bool(drawn) == bool(re.search(r"^(?:display\()?(?:draw_\w+|explore)\(", cell.source, re.MULTILINE))
+        assert bool(drawn) == bool(re.search(r"^ *(?:display\()?(?:draw_\w+|explore)\(", cell.source, re.MULTILINE))
     expect_nothing_left(temporary, within_s=15)
 
 

@@ -51,7 +51,7 @@ HEADINGS = [
         entry,
         heading,
         id=f"{entry.number}-{get_last_letter(heading)}",
-        marks=[pytest.mark.module_loop] * (entry.track == ADVANCED),  # make module runs it
+        marks=[pytest.mark.extended] * (entry.track == ADVANCED),  # make module runs it
     )
     for entry in DIVIDED
     for heading in list_headings(entry)[:-1]

@@ -245,6 +245,7 @@ def test_memory_over_a_step(tmp_path):
     assert png_size(tmp_path / "new" / "memory.png") == (900, 500)
 
 
+@pytest.mark.extended
 def test_the_readings_have_their_pictures_redrawn(quick, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(figures, "MODULES", MODULES[:3])
     monkeypatch.setattr(figures, "CORE_MODULES", MODULES[1:3])

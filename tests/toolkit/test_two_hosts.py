@@ -110,6 +110,7 @@ def test_two_hosts_train_as_one_process_does(tmp_path, nothing_left):
     assert 0.9 * transfer_s <= two_hosts.real_s  # tc lets a burst of 256 kB pass immediately
 
 
+@pytest.mark.extended
 def test_a_host_that_fails_leaves_nothing(tmp_path, nothing_left):
     status, _, err = finish(start(tmp_path, *SMALL, "--batch", 3))
     assert status != 0
