@@ -270,7 +270,7 @@ def test_gathers_and_reductions_overlap(submission):
 
 @pytest.mark.points(1)
 def test_volume(submission):
-    """A step gathers each unit twice and the root once, and reduces each once. Without resharding all gather once."""
+    """A step gathers each unit twice, the root once, and reduces each once. Without resharding, it gathers all once."""
     [world] = submission.worlds(3)
     reshards = (True, False)
     cases = [submission.case("Blocks", world, steps=2, dtype=torch.float64, hidden_layers=5) for _ in reshards]

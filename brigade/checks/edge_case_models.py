@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 
 class Plain(nn.Module):
-    """A multilayer perceptron with biases, without an edge case."""
+    """A multilayer perceptron with biases and no edge cases."""
 
     def __init__(self, sizes: Sequence[int]):
         super().__init__()
@@ -187,5 +187,5 @@ def build(name: str, sizes: Sequence[int], state: dict[str, Tensor], dtype: torc
 
 
 def copy_state(model: nn.Module) -> dict[str, Tensor]:
-    """Copy all parameters and buffers by name, including those outside the `state_dict`. A tied one appears once."""
+    """Copy parameters and buffers by name, including those outside the `state_dict`. Tied parameters appear once."""
     return {name: tensor.detach().clone() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}

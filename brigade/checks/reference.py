@@ -123,7 +123,7 @@ class Case:
         return {name: p.detach() for name, p in model.named_parameters()}, losses
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
-        """Return the parameters of the model by name. A tied one appears once."""
+        """Return the parameters of the model by name. Tied parameters appear once."""
         return dict(self._build().named_parameters())
 
     def _build(self) -> torch.nn.Module:

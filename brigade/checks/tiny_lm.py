@@ -19,7 +19,7 @@ dynamo_stub.import_torch()  # keeps initial weights on the meta device from impo
 
 @dataclass(frozen=True)
 class Size:
-    """The shape of a TinyLM; `context` is the longest sequence in tokens."""
+    """The shape of a TinyLM; `context` is the maximum sequence length in tokens."""
 
     d_model: int
     d_ff: int

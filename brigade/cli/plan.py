@@ -120,7 +120,7 @@ def run_plan(options: argparse.Namespace) -> int:
         f"All ranks form one ring. The link between neighbours {name_link(options)}carries "
         f"{link.bytes_per_s / 1e9:,.4g} GB/s in each direction, and each message has a latency of "
         f"{link.latency_s * 1e6:g} us. Collectives run one at a time.",
-        f"Buckets have {options.bucket_mb:g} MiB. Gradients become ready from the last layer to the first.",
+        f"The bucket size is {options.bucket_mb:g} MiB. Gradients become ready from the last layer to the first.",
         "Memory counts parameters, gradients and optimizer state on the fullest rank between two steps, but no "
         "activations.",
     ]

@@ -16,7 +16,7 @@ PRINTED = 10  # pairs in the terminal
 def add_similarity_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `brigade similarity`."""
     parser.add_argument("directory", metavar="DIR", help="a directory with one entry per student, as for grade --class")
-    parser.add_argument("--out", required=True, metavar="FILE.html", help="the report to write, one web page")
+    parser.add_argument("--out", required=True, metavar="FILE.html", help="the HTML file for the report")
 
 
 def run_similarity(options: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""What `brigade check` does when a module passes: remember it, compare it with the module before, name next steps."""
+"""When a module passes, `brigade check` records it, compares it with the previous module, and names next steps."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def cut_hints(text: str, levels: int) -> str:
 
 
 def build(target: Path, hint_levels: int = HINT_LEVELS, with_answers: bool = False) -> int:
-    """Make the edition in `target` and return the number of its files.
+    """Make the edition in `target` and return its number of files.
 
     Raise CourseError outside of a clone, or if the course contradicts itself or a check cannot be imported.
     """

@@ -225,7 +225,7 @@ def match_pairs(pairs: Sequence[Pair], texts: ClassTexts) -> list[Matches]:
 def match_runs(one: Runs, other: Runs) -> dict[int, int]:
     """Return the lines of a submission that are in another one too, each with its line there.
 
-    A run can be in several places. A line is matched with the line with which it shares the most runs.
+    A run can occur in several places. A line is matched with the line with which it shares the most runs.
     """
     votes: dict[int, Counter[int]] = {}
     for run in one.keys() & other.keys():
