@@ -98,17 +98,25 @@ PRINTED = {
 ROUNDS = {"m02/launches": 2, "m06/ends": 2, "m08/against": 7, "m11/against": 15, "m08/wire": 2}
 
 
+# Those that measure for seconds run with --everything, or with their module.
+LONG = {"m00/measure", "m06/ends", "m07/views", "m08/against", "m08/masters", "m08/traffic", "m11/against"}
+
+
 def name(path):
     return f"{path.parent.name[:3]}/{path.stem}"
 
 
+def mark_long(paths):
+    return [pytest.param(path, marks=[pytest.mark.extended] * (name(path) in LONG)) for path in paths]
+
+
 def test_the_readings_name_their_scripts():
-    assert set(PRINTED) | set(ROUNDS) <= {name(path) for path in SCRIPTS}
+    assert set(PRINTED) | set(ROUNDS) | LONG <= {name(path) for path in SCRIPTS}
     for path in SCRIPTS:
         assert f"python {path.relative_to(ROOT)}" in path.with_name("README.md").read_text()
 
 
-@pytest.mark.parametrize("path", SCRIPTS, ids=name)
+@pytest.mark.parametrize("path", mark_long(SCRIPTS), ids=name)
 def test_a_script_prints_what_its_reading_says(path, monkeypatch, capsys):
     """In this process, so that all share one fork server."""
 
@@ -125,7 +133,7 @@ def test_a_script_prints_what_its_reading_says(path, monkeypatch, capsys):
     assert re.search(".*".join(PRINTED.get(name(path), ["."])), printed, re.DOTALL), printed
 
 
-@pytest.mark.parametrize("path", RUNS_MODULES, ids=name)
+@pytest.mark.parametrize("path", mark_long(RUNS_MODULES), ids=name)
 def test_a_skeleton_is_one_sentence(path, tmp_path, monkeypatch, capsys):
     for entry in MODULES:
         (tmp_path / entry.path.name).write_text(make_skeleton(entry))

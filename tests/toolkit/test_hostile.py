@@ -40,7 +40,16 @@ from brigade.grade.outcome import Grading, make_empty_grading
 from brigade.runner import monitor, ranks, sandbox, server
 from scenarios import training
 
-CASES = hostile.list_cases()
+# These take several seconds each, and run with --everything.
+LONG = {
+    "1500 directories in each other", "FSDP and replicate", "ZeroRedundancyOptimizer", "a frame of a gigabyte",
+    "events that grow a hundred times in memory", "frames without end", "fully_shard under another name",
+    "result: a million values", "result: many empty lists",
+}  # fmt: skip
+CASES = [
+    pytest.param(case, id=case.name.replace(" ", "-"), marks=[pytest.mark.extended] * (case.name in LONG))
+    for case in hostile.list_cases()
+]
 PROOF = Path("/tmp/was-here")  # what attacks write when they run where they should not
 CAP_SYS_ADMIN, PR_CAPBSET_DROP = 21, 24
 
@@ -196,7 +205,11 @@ def expect_fair(case: hostile.Hostile, directory: Path, uid: int, monkeypatch: p
     assert graded.out.read_text() == graded.text
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "-"))
+def test_the_long_cases_exist():
+    assert {case.name for case in hostile.list_cases()} >= LONG
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_it_gets_what_it_is_worth_and_leaves_nothing(case, user, usual_s, submission, monkeypatch):
     expect_fair(case, submission, user, monkeypatch)
 
@@ -468,7 +481,7 @@ def bare(user: int) -> Iterator[None]:
 WITHOUT_NAMESPACES = (
     "reads the course's files",
     "writes results wherever it may, and is right",
-    "a directory 1500 deep",
+    pytest.param("a directory 1500 deep", marks=pytest.mark.extended),
     "a daemon that waits for the end, and then writes results",
     "processes that stop the process that ends them",
     "files, links and pipes everywhere, and directories that nobody may enter",
@@ -477,5 +490,5 @@ WITHOUT_NAMESPACES = (
 
 @pytest.mark.parametrize("name", WITHOUT_NAMESPACES)
 def test_without_namespaces_too(name, bare, user, submission, monkeypatch):
-    [case] = [case for case in CASES if case.name == name]
+    [case] = [case for case in hostile.list_cases() if case.name == name]
     expect_fair(case, submission, user, monkeypatch)

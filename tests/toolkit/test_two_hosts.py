@@ -97,6 +97,7 @@ def nothing_left(tmp_path):
     assert set(psutil.net_if_addrs()) <= before[1]
 
 
+@pytest.mark.extended
 def test_two_hosts_train_as_one_process_does(tmp_path, nothing_left):
     """The losses are the same, and an all-reduce takes the time of the wire between the hosts."""
     path = tmp_path / "bench.json"
