@@ -39,7 +39,7 @@ def demo() -> int:
     from brigade.lab import ladder, plots
     from brigade.lab.bench import select_written
 
-    workload = replace(ladder.EMULATED, batch_size=16, rounds=ROUNDS)
+    workload = replace(ladder.EMULATED, batch_size=12, rounds=ROUNDS)
     entries, sources, left_out = select_written(REFERENCE, CORE_MODULES)
     variants = [ladder.get_variant(entry) for entry in entries]
     console.print(
@@ -54,7 +54,7 @@ def demo() -> int:
     if not HAS_SOLUTIONS:  # finds a deadlock in the student's code within seconds
         ladder.dry_run(workload, variants, sources, world_size=2)
     with show_progress("training steps", ladder.count_steps(workload, [*variants, *ladder.TORCH])) as advance:
-        results = ladder.run_ladder(workload, variants, sources, on_step=advance)
+        results = ladder.run_ladder(workload, variants, sources, on_step=advance, with_peaks=False)
     console.print()
     console.print(plots.make_ladder_table(results))
     if wrong := results.list_wrong_losses():

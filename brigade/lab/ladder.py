@@ -295,17 +295,18 @@ def run_benchmark(
     deadline: float = DEADLINE_S,
     on_step: Callable[[], None] | None = None,
     run: Callable[..., RankResults] = run_ranks,
+    with_peaks: bool = True,
 ) -> Ladder:
     """Train all variants alternately on `world_size` ranks, then one process, and return their measurements.
 
     `sources` are the submission's modules, by default the solutions. `on_step` is called when a step begins. `run`
-    replaces `run_ranks`. Raise ValueError if the ranks cannot share a batch equally, CourseError if an emulated link is
+    replaces `run_ranks`. Without `with_peaks` no peaks of memory are measured. Raise ValueError if the ranks cannot share a batch equally, CourseError if an emulated link is
     requested on NCCL, and RankFailure or CourseError as `run_ranks` does.
     """
     sources = read_reference() if sources is None else sources
     how = {"backend": backend, "share_gpu": share_gpu, "deadline": deadline, "on_step": on_step}
     together = [*variants, COMPUTATION]
-    results = run_variants(workload, together, sources, world_size=world_size, run=run, with_peaks=True, **how)
+    results = run_variants(workload, together, sources, world_size=world_size, run=run, with_peaks=with_peaks, **how)
     [single_result] = run_variants(replace(workload, link=None), [ONE_PROCESS], sources, world_size=1, **how)
     *measurements, computation = [make_measurement(workload, together, variant, results) for variant in together]
     return Ladder(
