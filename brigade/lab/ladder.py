@@ -47,6 +47,8 @@ FP32_BYTES = 4
 DEADLINE_S = 900.0
 CALIBRATION = 9  # an emulated link follows the median backward of so many rounds: a busy machine's speed changes
 
+HELD_OUT = 16  # sequences that the final loss is computed on
+
 # Nats per token on held-out text, on any rank. SGD does not amplify rounding as Adam does. With this workload in fp32,
 # we measured that correct answers differ from one process by at most 3e-7, and that the mistakes in `tests/mutants`
 # which change the numbers of two ranks make a difference of at least 3e-3.
@@ -300,8 +302,9 @@ def run_benchmark(
     """Train all variants alternately on `world_size` ranks, then one process, and return their measurements.
 
     `sources` are the submission's modules, by default the solutions. `on_step` is called when a step begins. `run`
-    replaces `run_ranks`. Without `with_peaks` no peaks of memory are measured. Raise ValueError if the ranks cannot share a batch equally, CourseError if an emulated link is
-    requested on NCCL, and RankFailure or CourseError as `run_ranks` does.
+    replaces `run_ranks`. Without `with_peaks`, no peaks of memory are measured. Raise ValueError if the ranks cannot
+    share a batch equally, CourseError if an emulated link is requested on NCCL, and RankFailure or CourseError as
+    `run_ranks` does.
     """
     sources = read_reference() if sources is None else sources
     how = {"backend": backend, "share_gpu": share_gpu, "deadline": deadline, "on_step": on_step}
@@ -520,7 +523,7 @@ def train(workload: dict, variants: list[dict], with_peaks: bool) -> dict:
                 setup.wrapper.finish_param_sync()
     recording.note("step", step=None)  # the evaluation may communicate
     kept = {c.label: count_kept_bytes(c) for c in setups}  # before a forward gathers weights again
-    tokens, targets = (tensor.to(device()) for tensor in corpus.draw_batch(text, 64, workload["time"], generator))
+    tokens, targets = (tensor.to(device()) for tensor in corpus.draw_batch(text, HELD_OUT, workload["time"], generator))
     with torch.no_grad():
         losses = {c.label: language_loss(c.wrapper(tokens), targets).item() for c in setups}
     emulated_link.use(None)
