@@ -178,6 +178,7 @@ class Ranks:
     def _spawn(self, part: str, *options: str, **environment: str) -> subprocess.Popen:
         own = {MARK: str(self._directory), "IPYTHONDIR": str(self._directory), "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
         own |= {"TORCHINDUCTOR_CACHE_DIR": str(self._directory / "inductor"), "PYTHONPATH": make_import_path()}
+        own |= {"TMPDIR": str(self._directory)}  # even looking for it leaves a file, if the process is killed then
         with open(self._directory / "output", "ab") as output:
             return subprocess.Popen(
                 [sys.executable, "-m", f"ipyparallel.{part}", f"--profile-dir={self._directory}", *options],

@@ -155,7 +155,7 @@ def mark_slow(name):
     return pytest.param(name, marks=[pytest.mark.extended] * name.startswith("DTensor"))
 
 
-@pytest.mark.parametrize("name", map(mark_slow, NO_OVERLAP))
+@pytest.mark.parametrize("name", [*map(mark_slow, NO_OVERLAP)])
 def test_no_overlap_in_module_3(name, backend, two_ranks):
     expect_next_to_nothing(get_module(3), NO_OVERLAP[name], backend)
 

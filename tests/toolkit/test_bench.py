@@ -413,6 +413,7 @@ def test_under_torchrun_no_link_is_emulated_between_machines(monkeypatch):
         torchrun.run_on_torchrun(ladder.train, {}, [], mode="emulate")
 
 
+@pytest.mark.extended
 def test_under_torchrun_an_error_is_one_sentence(tmp_path):
     done = under_torchrun(tmp_path, *SMALL, "--batch", 5)
     assert done.returncode != 0

@@ -268,6 +268,7 @@ def read_help(run: Callable[..., object], program: str) -> str:
     """Return what a program prints for --help in this process, which has imported torch already."""
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
         patch.setattr(sys, "argv", [program, "--help"])
+        patch.delitem(sys.modules, program, raising=False)  # runpy warns about a module that is imported already
         with pytest.raises(SystemExit) as left:
             run(program, run_name="__main__")
     assert not left.value.code

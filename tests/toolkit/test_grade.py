@@ -576,7 +576,9 @@ HANGS = {
 
 
 @pytest.mark.parametrize("hangs", HANGS.values(), ids=HANGS.keys())
-@pytest.mark.parametrize("prior", ["auto", "own", "reference"])
+@pytest.mark.parametrize(
+    "prior", ["auto", *(pytest.param(prior, marks=pytest.mark.extended) for prior in ("own", "reference"))]
+)
 def test_every_module_hangs_and_the_limit_of_the_packages_suffices(monkeypatch, prior, hangs):
     """The worst that an honest student hands in: other checks fail after a second, and nobody runs out of time."""
     simulated = Simulated(monkeypatch, lambda module, index, _: OWN_HANGS if hangs(module, index) else ("failed", 1.0))
@@ -810,7 +812,9 @@ def is_gone(processes):
     return not psutil.wait_procs(processes, timeout=30)[1]
 
 
-@pytest.mark.parametrize("moment", ["the file is there", "torch is imported", "checks run"])
+@pytest.mark.parametrize(
+    "moment", ["the file is there", pytest.param("torch is imported", marks=pytest.mark.extended), "checks run"]
+)
 def test_killed_at_any_moment_the_results_are_valid(moment, grader):
     sample(grader, lambda finished: finished >= (3 if moment == "checks run" else 0))
     if moment == "torch is imported":
@@ -823,7 +827,7 @@ def test_killed_at_any_moment_the_results_are_valid(moment, grader):
     assert is_gone(children)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.extended)])
 def test_interrupted_it_puts_everything_away(number, grader):
     sample(grader, lambda finished: finished >= (2 if number == signal.SIGINT else 0))
     if number == signal.SIGTERM:

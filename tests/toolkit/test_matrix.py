@@ -40,7 +40,9 @@ def test_a_python_that_is_missing_or_does_not_start_is_not_a_success(tmp_path, m
     assert "no Python 3.9 on this machine" in output and "no Python 3.8" in output and "passed" not in output
 
 
-@pytest.mark.parametrize(("body", "status"), (("assert True", 0), ("assert False", 1)))
+@pytest.mark.parametrize(
+    ("body", "status"), (pytest.param("assert True", 0, marks=pytest.mark.extended), ("assert False", 1))
+)
 def test_the_exit_status_is_that_of_the_tests(body, status, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Pair, "directory", tmp_path)
     monkeypatch.setattr(matrix, "install", lambda *_: Path(sys.executable))

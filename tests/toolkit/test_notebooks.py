@@ -49,7 +49,7 @@ def find_left_behind(temporary: Path) -> list[str]:
     leftovers = [path.name for path in temporary.iterdir()]
     for process in psutil.process_iter():
         try:
-            if process.environ().get("TMPDIR") == str(temporary):
+            if process.environ().get("TMPDIR", "").startswith(str(temporary)):
                 leftovers.append(" ".join(process.cmdline()))
         except psutil.Error:
             continue
@@ -204,8 +204,8 @@ def test_notebook_ends_with_a_run_sheet_and_has_slides(path: Path) -> None:
     assert slides[0] == "slide" and slides[-1] == "skip" and set(slides) <= {"slide", "subslide", "skip", "-"}
 
 
-# make test runs three of them; make module and make notebooks run the others.
-ALWAYS = ("00_overview", "04_bucketed_ddp", "08_zero_optimizer")
+# make test runs two of them; make module and make notebooks run the others.
+ALWAYS = ("00_ring", "08_zero_optimizer")
 TO_RUN = [pytest.param(path, marks=[pytest.mark.extended] * (path.stem not in ALWAYS)) for path in NOTEBOOKS]
 
 

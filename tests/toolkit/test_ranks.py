@@ -565,6 +565,7 @@ def test_two_processes_run_ranks_at_the_same_time(tmp_path):
 # ---- speed
 
 
+@pytest.mark.extended
 def test_ranks_start_at_least_ten_times_as_fast_as_with_spawn(tmp_path, monkeypatch, capsys):
     def seconds(action: Callable[[], Any]) -> float:
         start = time.perf_counter()

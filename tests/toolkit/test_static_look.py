@@ -33,17 +33,24 @@ def list_names(text):
 # No false alarms
 
 
+def mutants(entry):
+    return importlib.import_module(f"mutants.{entry.package}").MUTANTS
+
+
 def course_texts(entry):
     """Return all texts of the module in the course: answers, the skeleton, mutants."""
     reference = (ROOT / "solutions" / entry.path).read_text()
     yield "the reference", reference
     yield "the alternative", (ROOT / "tests" / "alternatives" / f"{entry.package}.py").read_text()
     yield "the skeleton", (ROOT / "lessons" / entry.path).read_text()
-    for mutant in importlib.import_module(f"mutants.{entry.package}").MUTANTS:
+    for mutant in mutants(entry):
         yield mutant.name, mutant.apply(reference)
 
 
-@pytest.mark.parametrize("entry", MODULES, ids=lambda entry: entry.package)
+ENTRIES = [pytest.param(entry, marks=[pytest.mark.extended] * (len(mutants(entry)) > 50)) for entry in MODULES]
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.package)
 def test_nothing_of_the_course_is_listed(entry):
     for name, text in course_texts(entry):
         assert look({str(entry.path): text}) == [], name
