@@ -2,6 +2,7 @@
 
 import io
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -84,8 +85,13 @@ def test_the_table_fits_a_terminal(counted):
 
 
 def test_the_picture_has_one_row_for_equal_cases(counted):
-    labels = [*memory.merge_equal([*counted[0].values()])]
-    assert "modules 1, 3" in labels and "modules 2, 4" in labels and "8 ZeroOptimizer" in labels
+    """Two peaks that differ by less than 1 % are equal; on a busy machine gloo keeps a bucket longer."""
+    by_label = counted[0]
+    first, other, third = (by_label[label] for label in ("1 NaiveDDP", "3 OverlappedDDP", "8 ZeroOptimizer"))
+    for factor, labels in ((1.005, ["modules 1, 3"]), (1.02, ["1 NaiveDDP", "3 OverlappedDDP"])):
+        peaks = {n: [{kind: factor * size for kind, size in p.items()} for p in first.peaks[n]] for n in first.peaks}
+        other = replace(other, peaks=peaks, by_world_size=first.by_world_size)
+        assert [*memory.merge_equal([first, other, third])] == [*labels, "8 ZeroOptimizer"]
 
 
 def test_the_picture_can_be_drawn(counted, tmp_path):
