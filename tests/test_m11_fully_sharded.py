@@ -190,7 +190,7 @@ def test_shards_have_average_gradients(submission):
         expect_shapes(own, case)
         with explain_failures([], partial(diagnosis.explain_unawaited, results.events)):
             expect_equal(
-                "after the finish the shards have the average of the gradients"
+                "after finish_grad_sync the shards have the average of the gradients"
                 + (", and those of a second backward and finish are added" if number else ""),
                 [join_shards([result["gradients"][0] for result in own], lay_out(case), case)],
                 case.gradients(),
@@ -242,7 +242,7 @@ def test_weights_are_freed(submission):
                 expect_bounded(entry, alone, unit_of, whole, prefetch, after, rank)
             expect(
                 not result[number]["after"],
-                "after the finish no whole weights have memory",
+                "after finish_grad_sync, the full weights of every unit are freed",
                 f"{join_names(result[number]['after'], 4)} have memory",
                 diagnosis.ROOT_STAYS,
                 rank=rank,
@@ -334,7 +334,8 @@ def test_clipping(submission):
     own = [result[0] for result in results]
     what = f"weights after 6 steps with gradients clipped to the norm {limit:.4g}"
     # torch adds 1e-6 to the norm. It is right to add it or not, and to round the factor to float32.
-    expect_trained(own, case, weights, what, tolerance=1e-5, otherwise=diagnosis.NOT_SCALED)
+    suspects = partial(diagnosis.suspect_clipping, case, limit)
+    expect_trained(own, case, weights, what, 1e-5, otherwise=diagnosis.NOT_SCALED, hypotheses=suspects)
 
 
 @pytest.mark.points(1)
@@ -537,7 +538,7 @@ def expect_nothing_whole(results, case, unit_type="Block"):
         for step, (alive, whole) in enumerate(zip(result["alive"], result["whole"])):
             expect(
                 not alive,
-                "after the finish no whole weights have memory",
+                "after finish_grad_sync, the full weights of every unit are freed",
                 f"{join_names(alive, 4)} have memory",
                 diagnosis.ROOT_STAYS,
                 rank=rank,
@@ -545,7 +546,7 @@ def expect_nothing_whole(results, case, unit_type="Block"):
             )
             expect(
                 not whole,
-                "after the finish p.grad is None for every parameter of the model",
+                "after finish_grad_sync p.grad is None for every parameter of the model",
                 f"{join_names(whole, 4)} have a gradient",
                 partial(diagnosis.explain_whole, whole, case, unit_type),
                 rank=rank,
@@ -553,7 +554,7 @@ def expect_nothing_whole(results, case, unit_type="Block"):
             )
 
 
-def expect_trained(results, case, expected, what, tolerance=MANY_STEPS, otherwise=""):
+def expect_trained(results, case, expected, what, tolerance=MANY_STEPS, otherwise="", hypotheses=None):
     """Expect each rank's state dict to have the weights `expected`."""
     with explain_failures([], lambda: otherwise):
         expect_equal(
@@ -562,13 +563,14 @@ def expect_trained(results, case, expected, what, tolerance=MANY_STEPS, otherwis
             expected,
             ranks=case.group[: len(results)],
             tolerance=tolerance,
+            hypotheses=hypotheses,
         )
 
 
 def expect_bounded(entry, alone, unit_of, whole, prefetch, after, rank):
     """Expect a boundary to have no more whole weights and gradients than allowed. `alone` is the bare model's.
 
-    The units in `after` have whole weights after the finish.
+    The units in `after` have whole weights after finish_grad_sync.
     """
     name, direction = entry["name"], entry["direction"]
     unit = unit_of[name] if direction == "backward" else unit_of.get(f"{name}.weight", 0)

@@ -522,7 +522,8 @@ def expect_silence(events: Sequence[Sequence[Event]], ranks: Iterable[int], step
                 not early,
                 "backward passes inside no_sync launch nothing",
                 f"these backward passes made {len(early)} of the step's {len(launches(events[rank], step))} launches",
-                "the hook ignores the flag of no_sync. Test the flag before you count or launch anything."
+                "the hook ignores the flag of no_sync, or no_sync does not clear the flag. Inside the block the flag "
+                "must be False, and the hook must test it before it counts or launches anything."
                 if first
                 else "an inner no_sync switches synchronisation on when it ends. It must restore the previous state.",
                 rank=rank,

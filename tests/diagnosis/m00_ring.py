@@ -1,6 +1,11 @@
 """Likely causes when a check of module 0 fails."""
 
+import contextlib
+
 import torch
+
+from brigade.checks.verdict import CheckFailed
+from brigade.events import OPPOSITES, launches
 
 UNEVEN = "the function does not check the remainder. Compare len(batch) % world_size with 0."
 NOT_CONTIGUOUS = "the function never calls tensor.is_contiguous(). A message must be one piece of memory."
@@ -8,7 +13,10 @@ COLLECTIVE = "the code calls a collective. This module asks you to send messages
 CHANGED = "a tensor is written while isend still reads it, or read before irecv has filled it."
 NOT_AWAITED = "the code never waits on a handle. Until wait() returns, the message may still be in transit."
 OTHER_ROOT = "dst and src name ranks of the world. Use group_dst and group_src for ranks of the group."
-OTHER_VIEW = "the function returns a copy or another chunk. Return chunk r itself, as a slice of the tensor."
+OTHER_VIEW = (
+    "the tensor has the right sum, but the function returns a copy of it or another chunk. Return chunk r as a slice "
+    "of the tensor. A slice of a clone is not a view of the tensor."
+)
 WHOLE_TENSOR = "a message carries more than one chunk. Send one chunk per step."
 
 
@@ -84,6 +92,40 @@ def explain_ring(num_phases, launched, chunk_bytes):
         f"the messages do not form a ring. In each of the N − 1 steps of {phases}, rank r of the group sends to rank r "
         "+ 1 and receives from rank r − 1, modulo N. Pass ranks of the group as group_dst and group_src."
     )
+
+
+@contextlib.contextmanager
+def suspect_schedule():
+    """Explain messages of unequal lengths, in a ring, from the ranks' other messages."""
+    try:
+        yield
+    except CheckFailed as failed:
+        cause = explain_lengths(failed.events) if failed.verdict.ending == "mismatch" else ""
+        raise failed.with_cause(cause) if cause else failed from None
+
+
+def explain_lengths(events):
+    """Return why a rank receives a chunk of another length than it expects; "" if the messages do not show it."""
+    launched = [launches(own) for own in events]
+    if len(launched) < 3 or any(launch.op not in OPPOSITES for own in launched for launch in own):
+        return ""
+    sends = [[launch for launch in own if launch.op == "send"] for own in launched]
+    peers = {(rank, launch.peer) for rank, own in enumerate(sends) for launch in own}
+    if peers and all(peer == (rank - 1) % len(sends) for rank, peer in peers):
+        rank, peer = min(peers)
+        return (
+            f"rank {rank} sends to rank {peer}, so the ring runs the other way. Rank r must send to rank r + 1 and "
+            "receive from rank r − 1, modulo N."
+        )
+    for call in {launch.step for own in sends for launch in own}:
+        lengths = [[launch.numel for launch in own if launch.step == call] for own in sends]
+        is_constant = all(len(own) > 1 and len(set(own)) == 1 for own in lengths)
+        if is_constant and len({own[0] for own in lengths}) > 1:  # otherwise all chunks are equally long
+            return (
+                "every rank sends the same chunk in each step of the loop. Which chunk a rank sends depends on the "
+                "step: after the first step, send on the chunk that arrived in the step before."
+            )
+    return ""
 
 
 def explain_memory(most, nbytes):

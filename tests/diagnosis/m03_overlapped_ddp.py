@@ -64,7 +64,10 @@ def explain_race(events, step):
 def explain_noise(nested):
     """Explain launches inside no_sync, of which `nested` were made inside the inner of two blocks."""
     if nested:
-        return "the hook ignores the flag of no_sync. Test the flag before each launch."
+        return (
+            "the hook ignores the flag of no_sync, or no_sync does not clear the flag. Inside the block the flag must "
+            "be False, and the hook must test it before each launch."
+        )
     return "the inner no_sync switches synchronisation on when it ends. It must restore the previous state."
 
 

@@ -68,11 +68,11 @@ def find_unfinished(events_by_rank):
         if gathers and not any(launch.sync or launch.waits for launch in gathers):
             return NOTHING_AWAITED
         last = [launch for launch in gathers if launch.step == gathers[-1].step]
-        left = [launch for launch in last if not launch.sync and not launch.waits]
+        left = [place for place, launch in enumerate(last, 1) if not launch.sync and not launch.waits]
         if left:
             return (
-                f"finish_param_sync does not wait for {len(left)} of the last step's {len(last)} all-gathers. It must "
-                "wait for every group in flight."
+                f"finish_param_sync does not wait for {len(left)} of the last step's {len(last)} all-gathers, in the "
+                f"order of their launches number {join_names(left)}. It must wait for every group in flight."
             )
     return ""
 

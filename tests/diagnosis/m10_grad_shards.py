@@ -90,10 +90,13 @@ def explain_left(nbytes, gradients, buckets, kept):
         return GRADIENTS_LEFT
     if nbytes - kept == sum(buckets):
         return (
-            f"after the finish, all {len(buckets)} whole buckets are still alive, although their reduce-scatters are "
-            "complete. Drop every reference to a bucket after the wait."
+            f"after finish_grad_sync, all {len(buckets)} whole buckets are still alive, although their reduce-scatters "
+            "are complete. Drop every reference to a bucket after the wait."
         )
-    return f"after the finish, {nbytes - kept} bytes beside the shards are still alive. Drop every reference to them."
+    return (
+        f"after finish_grad_sync, {nbytes - kept} bytes beside the shards are still alive. Drop every reference to "
+        "them."
+    )
 
 
 def explain_bytes(result, allowed, buckets, kept):

@@ -11,7 +11,8 @@ from brigade.checks.diagnose.evidence import find_no_sync_launches, join_names
 from brigade.checks.verdict import CheckFailed
 from brigade.events import launches
 from brigade.runner.ranks import PerRank
-from expected.m11_fully_sharded import build, cut_shards, find_units, join_shards, lay_out
+from diagnosis.m08_zero_optimizer import scale_to
+from expected.m11_fully_sharded import build, cut_shards, find_units, join_shards, lay_out, train_plain
 from scenarios.m11_fully_sharded import UNIT_TYPES, cast_layers
 
 # Units
@@ -50,10 +51,15 @@ UNAWAITED = {
 WHOLE_GRADIENTS = "start_reduce must set p.grad to None after it has copied the gradient."
 
 # Wrapper
-ROOT_STAYS = "they are not freed at the end of backward. The root is freed there too."
+ROOT_STAYS = (
+    "they are not freed at the end of backward. During backward, `leave` must free every unit, also the root, and "
+    "finish_grad_sync must complete the schedule."
+)
 NOT_FREED = "a unit that has computed is not freed."
 IN_THE_ROOT = "units are not freed after they have computed, or are gathered too far ahead."
-LEFT_OVER = "units keep their memory after the finish: `leave` must free each unit when it has computed in backward."
+LEFT_OVER = (
+    "units keep their memory after finish_grad_sync: `leave` must free each unit when it has computed in backward."
+)
 OTHER_PREFETCH = {
     "forward": (
         "units are gathered before forward reaches them. If plan_schedule passes its checks, `forward` does not give "
@@ -87,7 +93,7 @@ SUM_OF_NORMS = (
 )
 NOT_SCALED = "the gradients of all shards must be scaled by max_norm / norm, but at most 1."
 NOT_OWN_PART = "load_full_state_dict must load into each shard this rank's own part of the flat tensor."
-CONVERTED = "full_state_dict converts the weights: the shards have the right dtype. Return the dtype of the shards."
+CONVERTED = "full_state_dict converts the weights to another dtype. Return them in the dtype of the shards."
 FROZEN_REDUCED = "frozen parameters have no gradients: their flat tensor is never reduced."
 SKIPPED = (
     "ranks that skip a unit do not perform the same actions as the other ranks. `reach` must perform every action of a "
@@ -301,7 +307,7 @@ def explain_skips(submission, scenario, jobs):
 
 
 def explain_alive(alive, unit, direction, prefetch, after):
-    """Return why other units than allowed have memory at a boundary. Those of `after` have it after the finish."""
+    """Return why other units than allowed have memory at a boundary. Those of `after` keep it until the end."""
     if not unit and direction == "forward":
         return LEFT_OVER if set(alive) & set(after) else OTHER_PREFETCH["forward"]
     if not unit:
@@ -316,6 +322,20 @@ def explain_volume(got, expected):
     if counts["reduce_scatter"] > 0:
         return REDUCED_AGAIN
     return GATHERED_AGAIN if counts["all_gather"] > 0 else ""
+
+
+def suspect_clipping(case, max_norm):
+    """Return mistakes of clip_grad_norm_, with the weights that each of them gives."""
+    causes = {
+        "gradients are not clipped: clip_grad_norm_ does not scale the gradients of the shards.": {
+            "max_norm": float("inf")
+        },
+        "gradients whose norm is below max_norm are scaled up. They must not change.": {
+            "max_norm": max_norm,
+            "clip": scale_to,
+        },
+    }
+    return {cause: [train_plain(case, **how)[0]] * len(case.group) for cause, how in causes.items()}
 
 
 def explain_norm(gradients, got, expected):

@@ -70,7 +70,7 @@ def join_shards(shards, units, case):
     }
 
 
-def train_plain(case, steps=None, ranks=None, start=None, max_norm=None):
+def train_plain(case, steps=None, ranks=None, start=None, max_norm=None, clip=torch.nn.utils.clip_grad_norm_):
     """Return the weights of plain training, by name, and the norm before clipping of each step.
 
     A parameter without a gradient counts as one with a gradient of zeros.
@@ -85,6 +85,6 @@ def train_plain(case, steps=None, ranks=None, start=None, max_norm=None):
         for batch in (batch for rank in ranks for batch in case.batches[rank][step]):
             (compute_loss(model, batch) / len(ranks)).backward()
         if max_norm is not None:
-            norms.append(float(torch.nn.utils.clip_grad_norm_(trainable, max_norm)))
+            norms.append(float(clip(trainable, max_norm)))
         optimizer.step()
     return {name: p.detach() for name, p in model.named_parameters()}, norms

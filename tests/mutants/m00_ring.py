@@ -95,6 +95,7 @@ MUTANTS = [
         EXCHANGE,
         EXCHANGE.replace("(rank + 1)", "(rank + size - 1)").replace("(rank - 1)", "(rank + 1)"),
         (*REDUCED, "test_ring_all_gather"),
+        "so the ring runs the other way",
     ),
     Mutant(
         "the handle of isend is forgotten",
@@ -108,6 +109,7 @@ MUTANTS = [
         GATHER_TURN,
         GATHER_TURN.replace("rank - step)", "rank)"),
         GATHERED,
+        "every rank sends the same chunk in each step",
     ),
     Mutant(
         "the whole tensor goes around",

@@ -299,7 +299,7 @@ WRAPPER_MISTAKES = [
         (CLIPPING,),
         "without squaring them",
     ),
-    Mutant("small gradients scaled up", ".clamp(max=1.0)", "", (CLIPPING,), "at most 1"),
+    Mutant("small gradients scaled up", ".clamp(max=1.0)", "", (CLIPPING,), "scaled up"),
     Mutant(
         "weights in another dtype",
         'parameter.detach().to("cpu", copy=True)',
