@@ -230,9 +230,9 @@ FIGURES = {
     r"package sets `--limit` to (\d+) s": LIMIT,
     r"fit into `--memory-gb` \(default: (\d+)\)": default("grade", "memory_gb"),
     r"groups that share (\d+) % or more": 100 * similarity.ALIKE,
-    r"over after (\d+) % of `--minutes`": 100 * gpu_check.CHECKS_PART,
-    r"mutants after (\d+) %": 100 * gpu_check.MUTANTS_PART,
-    r"each run of ranks after (\d+) s": gpu_check.RUN_DEADLINE_S,
+    r"finish within (\d+) % of `--minutes`": 100 * gpu_check.CHECKS_PART,
+    r"mutants within (\d+) %": 100 * gpu_check.MUTANTS_PART,
+    r"each run of ranks within (\d+) s": gpu_check.RUN_DEADLINE_S,
     r"The defaults are (\d+) % of an H100's peak": 100 * links.UTILISATION,
     r"for dense matrices \((\d+) TFLOPS in fp32": plan.DEVICE_TFLOPS["fp32"],
 }
