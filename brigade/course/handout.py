@@ -1,7 +1,7 @@
 """Generate the parts of documents that list all modules or contain the address of the course.
 
-`brigade skeletons` calls this. In each of `DOCUMENTS`, the text between two comments is generated, and the rest is
-written by hand:
+`brigade skeletons` calls this module. In each of `DOCUMENTS`, the text between two comments is generated, and the
+rest is written by hand:
 
     <!-- made by `brigade skeletons`: modules -->
     ...
@@ -27,7 +27,7 @@ GENERATED = re.compile(r"(<!-- made by `brigade skeletons`: (\w+) -->\n).*?(<!--
 
 
 def make_documents(root: Path) -> dict[Path, str]:
-    """Return the up-to-date text of each document of the course in `root`. Raise CourseError as `fill_in` does."""
+    """Return the up-to-date text of each document of the course in `root`. Raise CourseError if `fill_in` does."""
     texts = {root / name: fill_in((root / name).read_text(), root) for name in DOCUMENTS}
     return texts | {root / name: set_address((root / name).read_text()) for name in BROWSER_NOTEBOOKS}
 
@@ -69,12 +69,12 @@ def make_module_table(root: Path) -> str:
 
 
 def read_student_section(root: Path) -> str:
-    """Return the section for students of the README. The student edition's README contains it too."""
+    """Return the README's section for students. The student edition's README contains it too."""
     return (root / "README.md").read_text().partition("\n## Students\n\n")[2].partition("\n## ")[0]
 
 
 def list_environments() -> list[tuple[str, str, str]]:
-    """Return where the course runs in a browser: the name, the address of its badge, and the address that opens it."""
+    """Return the services that run the course in a browser: name, address of the badge, address of the course."""
     notebooks = f"{REPOSITORY}/blob/main/notebooks"
     return [
         (
@@ -92,7 +92,7 @@ def list_environments() -> list[tuple[str, str, str]]:
 
 
 def make_badges(root: Path) -> str:
-    """Return the README's badges: whether the tests pass, the site, and links that open the course in a browser."""
+    """Return the README's badges: the state of the tests, the site, and links that open the course in a browser."""
     owner, _, name = REPOSITORY.partition("/")
     workflows = f"https://github.com/{REPOSITORY}/actions/workflows"
     badges = [
@@ -109,7 +109,7 @@ def make_environment_list(root: Path) -> str:
 
 
 def make_deliverables_table(root: Path) -> str:
-    """Return the handout's table of files and points, of the code and of the written answers."""
+    """Return the handout's table of modules: code files, points for the code, and points for the written answers."""
     rows = [
         (
             f"{e.number}. {e.title}",
@@ -154,7 +154,7 @@ def make_assignment(entry: Module, root: Path) -> str:
 
 
 def make_check_rows(entry: Module, root: Path) -> list[tuple[str, object, str]]:
-    """Return a module's checks with their points and titles, each heading of its parts in a row of its own."""
+    """Return a module's checks with their points and titles as rows of a table. A heading of parts has its own row."""
     rows: list[tuple[str, object, str]] = []
     parts = ""
     for check in list_checks(entry, root):
@@ -166,7 +166,7 @@ def make_check_rows(entry: Module, root: Path) -> list[tuple[str, object, str]]:
 
 
 def make_points_remark(entry: Module, root: Path) -> str:
-    """Return the points of a module's written questions in brackets, or "" if they have none."""
+    """Return the points of a module's written questions in brackets, or "" if it has none."""
     points = written.count_points([entry], root)
     answers = f"lessons/{entry.package}/{written.ANSWERS}"
     return f" ({written.format_points(points)}), answered in [{written.ANSWERS}]({answers})" if points else ""

@@ -544,7 +544,7 @@ def check_epoch_saving() -> Finding:
     saved_s = 19 * 50e-6 * 1000
     return Finding(
         f"computed: {saved_s:.2f} s if every launch delays the step. This is {100 * saved_s / (1000 * 0.452):.1f} % of "
-        "an epoch, because the article's own steps take 452 ms",
+        "an epoch, in which each step takes 452 ms in the article",
         judge(abs(saved_s / 0.95 - 1) < 0.05),
     )
 
@@ -814,7 +814,7 @@ def check_billions_fit() -> Finding:
 
 
 @claim(
-    "equal-shares", 8, "Memory of the optimizer is divided by the number of ranks", BUCKETS,
+    "equal-shares", 8, "The optimizer's memory is divided by the number of ranks", BUCKETS,
     "right if the fullest of 2, 8, 64 and 512 ranks has at most 1 % more than the mean, with whole parameters and "
     "with shards; wrong if in no case", "depends",
 )  # fmt: skip
