@@ -3,22 +3,22 @@
 An event is a small dict. Every event has `kind`, `time` (seconds of `time.perf_counter`, which all processes of one
 machine share) and `phase` (what the training loop was doing). `rank/recording.py` reports these kinds:
 
-    launch   the rank calls a collective. `index` counts the launches of the rank. `group` is the name of the group and
-             `ranks` are its global ranks. `op`, `dtype`, `numel` and `nbytes` describe the full buffer; `parts` is the
-             number of tensors in a coalesced call, else 1. `reduce_op`, `root` (a rank in the group) and `sync` are
-             arguments of the call. `peer` is the global rank that a send goes to or a receive comes from;
-             it is None for a receive from any rank and for collectives. `name` is the parameter that the call
-             concerns, if known, and `memory` says whether that is the parameter's "weight" or its "gradient". `line` is
-             the line of the submission that made the call, and `caller` its outermost function on the stack, such as
-             "full_state_dict", if there is one.
+    launch   the rank calls a collective. `index` numbers the launches of the rank from 0. `group` is the name of the
+             group, and `ranks` are its global ranks. `op`, `dtype`, `numel` and `nbytes` describe the full buffer;
+             `parts` is the number of tensors in a coalesced call, else 1. `reduce_op`, `root` (a rank in the group)
+             and `sync` are arguments of the call. `peer` is the global rank that a send goes to or a receive comes
+             from; it is None for a receive from any rank and for collectives. `name` is the parameter whose memory the
+             call uses, if known, and `memory` says whether this is its "weight" or its "gradient". `line` is the line
+             of the submission that made the call. `caller` is the submission's outermost function on the stack, such
+             as "full_state_dict". Both are None if the submission is not on the stack.
     wait     the rank begins to wait for launch `index`
     done     the rank has the result of launch `index`
-    end      launch `index` is complete. On CUDA `time` is when the kernel was queued; for gloo's reduce_scatter it is
-             when the wait for it ended. `began` is when the emulated link began to carry it.
+    end      launch `index` is complete. On CUDA, `time` is when the kernel was queued; for gloo's reduce_scatter, it is
+             when the rank's wait ended. `began` is when the emulated link began to transfer the data.
     phase    the training loop enters this phase
     race     a tensor of launch `index` was changed between launch and wait (`rank/strict.py`)
     ready    backward is about to add the gradient of the parameter `name` to its `.grad`
-    step     the following events belong to step `step` of the training loop, or to no step if it is None
+    step     the following events belong to step `step` of the training loop, or to no step if `step` is None
 
 Scenarios add kinds of their own with `note`. The parent validates each event once, when it arrives (`validate`).
 All other code may rely on the fields.
@@ -34,9 +34,9 @@ from typing import Any, NamedTuple
 Event = dict[str, Any]
 Fields = dict[str, tuple[type, ...]]
 
-OUTSIDE = "setup"  # the phase outside the phases of the training loop
-OPPOSITES = {"send": "recv", "recv": "send"}  # point-to-point calls -> what the peer must call
-MAX_NUMBER = 1 << 20  # of a launch or a step; a malicious rank could choose numbers that collide in the parent's dicts
+OUTSIDE = "setup"  # the phase of events outside the training loop's phases
+OPPOSITES = {"send": "recv", "recv": "send"}  # point-to-point call -> the call that the peer must make
+MAX_NUMBER = 1 << 20  # limit for launch and step numbers; a malicious rank could send large ones that collide in dicts
 
 COMMON_FIELDS: Fields = {"kind": (str,), "time": (float,), "phase": (str,)}
 FIELDS: dict[str, Fields] = {
@@ -56,7 +56,7 @@ FIELDS: dict[str, Fields] = {
 
 
 def validate(event: Any, num_launches: int) -> None:
-    """Raise ValueError unless a recorder can have reported this event after `num_launches` launches of its rank."""
+    """Raise ValueError unless a recorder could have reported this event after `num_launches` launches of its rank."""
     if type(event) is not dict:
         raise ValueError("an event is a dict")
     kind = event.get("kind")
@@ -97,14 +97,14 @@ class Launch:
     sync: bool
     reduce_op: str | None
     name: str | None
-    memory: str | None  # of the parameter of that name: its "weight" or its "gradient"
-    peer: int | None  # of a send or a receive; None: from any rank, or a collective
-    line: str | None  # of the submission that made the call, such as "naive_ddp.py:59 in finish_grad_sync"
+    memory: str | None  # which memory of the parameter `name`: "weight" or "gradient"
+    peer: int | None  # of a send or a receive; None for a receive from any rank, and for a collective
+    line: str | None  # line of the submission that made the call, such as "naive_ddp.py:59 in finish_grad_sync"
     phase: str
-    step: int | None  # of the training loop; None before the first
+    step: int | None  # of the training loop; None outside the steps
     place: int
     start: float
-    began: float | None = None  # when the emulated link began to carry it
+    began: float | None = None  # when the emulated link began to transfer the data
     end: float | None = None
     wait_start: float | None = None  # when the rank first began to wait for it ...
     wait_end: float | None = None  # ... and when that wait was over
@@ -174,7 +174,7 @@ def _events_of_step(events: Sequence[Event], step: int) -> list[tuple[int, Event
 
 
 def summarize(launched: Sequence[Launch], limit: int = 8) -> str:
-    """Return the launches in words, such as: 2 launches (all_reduce of 12 float32, all_reduce of 4 float32)"""
+    """Describe launches, for example "2 launches (all_reduce of 12 float32, all_reduce of 4 float32)"."""
     words = [f"{launch.op} of {launch.numel} {launch.dtype}" for launch in launched[:limit]]
     if len(launched) > limit:
         words.append(f"and {len(launched) - limit} more")
@@ -183,9 +183,9 @@ def summarize(launched: Sequence[Launch], limit: int = 8) -> str:
 
 
 def describe(launch: Event) -> str:
-    """Return a launch in words.
+    """Describe a launch.
 
-    For example: all_reduce #3 (fc2.weight, float32, 4096 B), or: send #0 to rank 1 (float32, 12 B)
+    Examples: "all_reduce #3 (fc2.weight, float32, 4096 B)" and "send #0 to rank 1 (float32, 12 B)".
     """
     if launch["op"] == "barrier":
         return f"barrier #{launch['index']}"
@@ -194,12 +194,12 @@ def describe(launch: Event) -> str:
 
 
 def describe_with_line(launch: Event) -> str:
-    """Return a launch in words, with the line of the submission that made the call, if it is known."""
+    """Describe a launch, with the line of the submission that made the call, if this line is known."""
     return describe(launch) + (f" at {launch['line']}" if launch["line"] else "")
 
 
 def describe_call(launch: Event) -> str:
-    """Return a launch without its data, such as: recv #2 from rank 0"""
+    """Describe a launch without its data, for example "recv #2 from rank 0"."""
     peer = ""
     if launch["op"] in OPPOSITES:
         peer = (" to " if launch["op"] == "send" else " from ") + (
@@ -217,7 +217,7 @@ class RankRecord:
     def __init__(self) -> None:
         self.events: list[Event] = []
         self.launches: list[Event] = []
-        self.waiting: Event | None = None  # the launch that it waits for now
+        self.waiting: Event | None = None  # the launch that the rank is waiting for
 
     def add(self, event: Event) -> None:
         """Add the rank's next event."""
@@ -230,13 +230,14 @@ class RankRecord:
             self.waiting = None
 
     def describe_last_launch(self) -> str:
-        """Return the rank's last launch in words, such as: after all_reduce #3 (fc2.weight, float32, 4096 B)"""
+        """Describe the rank's last launch, for example "after all_reduce #3 (fc2.weight, float32, 4096 B)"."""
         return f"after {describe(self.launches[-1])}" if self.launches else "having launched nothing"
 
     def describe_activity(self, missing_peers: Sequence[int] = ()) -> str:
-        """Return what the rank is doing, such as: waits in all_reduce #3 (float32, 4096 B), which rank 1 never launched
+        """Describe what the rank is doing.
 
-        `missing_peers` are the ranks that have not launched what it waits for.
+        For example: "waits in all_reduce #3 (float32, 4096 B), which rank 1 never launched". `missing_peers` are the
+        ranks that have not launched the collective that this rank waits for.
         """
         if self.waiting:
             names = " and ".join(f"rank {peer}" for peer in missing_peers)
@@ -252,7 +253,7 @@ class RankRecord:
 
 
 class Mismatch(NamedTuple):
-    """Two ranks that called different collectives as the same launch of a group."""
+    """Two ranks of a group whose launches with the same number in the group do not match."""
 
     rank: int
     launch: Event
@@ -265,7 +266,7 @@ class Progress:
 
     def __init__(self, world_size: int):
         self.ranks = [RankRecord() for _ in range(world_size)]
-        self._collectives: dict[tuple[str, int], list[Event]] = {}  # (group, rank) -> its launches there
+        self._collectives: dict[tuple[str, int], list[Event]] = {}  # (group, rank) -> the rank's launches in it
         self._messages: dict[tuple[str, int, str, int | None], list[Event]] = {}  # (group, rank, op, peer) -> launches
 
     def add(self, rank: int, event: Event) -> None:
@@ -283,9 +284,9 @@ class Progress:
         return self._collectives.get((group, rank), [])
 
     def describe_activity(self, rank: int) -> str:
-        """Return what a rank is doing, in words: see `RankRecord.describe_activity`.
+        """Describe what a rank is doing: see `RankRecord.describe_activity`.
 
-        If it waits for a message, the text also says what the peer waits for instead.
+        If the rank waits for a message, the text also says what its peer waits for instead.
         """
         missing = self.find_missing_peers(rank)
         text = self.ranks[rank].describe_activity(missing)
@@ -306,10 +307,10 @@ class Progress:
         return [peer for peer in members if len(self.list_collectives(group, peer)) <= number]
 
     def _is_answered(self, rank: int, launch: Event) -> bool:
-        """Return whether the peer has made, or may have made, the call that belongs to a send or a receive.
+        """Return whether the peer has made, or may have made, the call that matches a send or a receive.
 
-        With gloo a send ends when the peer receives. Tags are not compared. A receive from any rank may belong to any
-        send. In that case this returns True, and a run that hangs ends at the deadline.
+        With gloo, a send ends when the peer receives. Tags are not compared. A receive from any rank may match any
+        send. If there is such a receive, return True; if the run hangs, it then ends only at the deadline.
         """
         group, op, peer = launch["group"], launch["op"], launch["peer"]
         if peer is None or not 0 <= peer < len(self.ranks) or (group, peer, "recv", None) in self._messages:
@@ -318,17 +319,17 @@ class Progress:
         return len(self._messages.get((group, peer, OPPOSITES[op], rank), ())) > number
 
     def is_deadlocked(self, settled: Collection[int]) -> bool:
-        """Return whether no rank can continue by itself. `settled` ranks have returned, raised or ended.
+        """Return whether no rank can continue by itself. `settled` contains the ranks that have finished or failed.
 
         A rank can continue if all its peers have launched what it waits for, because every group completes its
-        collectives in order and independently of other groups. Such a rank only lacks processor time, and may still
+        collectives in order and independently of other groups. Such a rank only needs processor time, and may still
         launch what others wait for.
         """
         unsettled = [rank for rank in range(len(self.ranks)) if rank not in settled]
         return bool(unsettled) and all(self.find_missing_peers(rank) for rank in unsettled)
 
     def find_unequal_message(self) -> Mismatch | None:
-        """Return the first message for which the receiver expects another length, or None. Tags are not compared."""
+        """Return the first message whose receiver expects a different length, or None. Tags are not compared."""
         for (group, rank, op, peer), sent in self._messages.items():
             received = self._messages.get((group, peer, "recv", rank), []) if op == "send" else []
             for send, recv in zip(sent, received):
@@ -355,7 +356,7 @@ def find_position(launch: Event, launched: Sequence[Event]) -> int:
 
 
 def make_signature(launch: Event) -> tuple:
-    """Return the fields that all ranks must agree on. In a gather, the root's side may differ."""
+    """Return the fields of a launch that must be equal on all ranks. In a gather, the root may have other sizes."""
     if launch["op"] in ("gather", "scatter", "all_to_all"):
         return (launch["op"], launch["root"])
     return tuple(launch[name] for name in ("op", "dtype", "numel", "reduce_op", "root"))

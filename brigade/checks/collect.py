@@ -1,4 +1,4 @@
-"""The only collector of graded checks: the list from `course.listing` with the functions added."""
+"""The only collector of graded checks. It adds the functions to the list from `course.listing`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Check(GradedCheck):
 
 
 def collect(entries: Sequence[Module]) -> list[Check]:
-    """Return all graded checks of the modules, in order. Import their files, and therefore torch."""
+    """Return all graded checks of the modules, in order. This imports their files, and therefore torch."""
     return [
         Check(**asdict(check), function=getattr(import_from_tests(entry.checks.stem), check.name))
         for entry in entries

@@ -52,10 +52,10 @@ TURN = threading.Lock()
 
 @dataclass
 class CheckContext:
-    """The submission that a check examines. It runs scenarios on it and draws random cases.
+    """The argument of a check. It runs scenarios on the submission and draws random cases.
 
-    It contains the text of the submission's modules; only ranks import them. No run may continue after `ends_at`, a
-    time of time.monotonic().
+    `sources` contains the text of the submission's modules; only ranks import them. No run may continue after
+    `ends_at`, a value of time.monotonic().
     """
 
     sources: Sources
@@ -74,7 +74,7 @@ class CheckContext:
 
     @contextlib.contextmanager
     def take_turn(self) -> Iterator[None]:
-        """Wait for this check's turn and keep it inside the block, except while ranks run."""
+        """Wait for this check's turn, and keep the turn during the block, except while ranks run."""
         with TURN:
             self.has_turn = True
             try:
@@ -131,7 +131,7 @@ class CheckContext:
         except ranks.RankFailure as failure:
             self.output = failure.output
             note = (
-                "The time for the checks of this module ended here."
+                "The time limit for the checks of this module was reached here."
                 if failure.kind == "deadline" and left_s < usual_s
                 else ""
             )
@@ -154,7 +154,7 @@ class CheckContext:
 
 
 def to_failure(failure: ranks.RankFailure, sources: Sources, note: str = "") -> CheckFailed:
-    """Return the failed check for a failed run of `sources`."""
+    """Return the exception that reports a failed run of `sources` as a failed check."""
     if failure.part:
         got = "it is still the skeleton's `raise NotImplementedError`"
         return CheckFailed(Verdict(f"{failure.part} is written", got, ending="exception", part=failure.part))
@@ -200,7 +200,7 @@ def find_location(failure: ranks.RankFailure, sources: Sources) -> Location | No
 
 
 def count_gpus() -> int:
-    """Return the number of GPUs of this machine."""
+    """Return the number of GPUs on this machine."""
     import torch
 
     return torch.cuda.device_count()

@@ -1,7 +1,7 @@
 """Small models, each with an edge case that breaks typical data-parallel code. Inputs are (batch, features).
 
-They register their parameters in order of use (Buffers has its norm at the end). The checks draw `sizes` at random:
-the number of input features, the widths of the hidden layers, and the number of output features.
+They register their parameters in order of use (except that Buffers registers its norm last). The checks draw `sizes` at
+random: the number of input features, the widths of the hidden layers, and the number of output features.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Plain(nn.Module):
 
 
 class Tied(Plain):
-    """The first and last layer share their weight, which has one gradient from two uses."""
+    """The first and last layer share a weight, whose gradient is the sum over both uses."""
 
     def __init__(self, sizes: Sequence[int]):
         super().__init__([*sizes[:-1], sizes[1], sizes[0]])
@@ -52,7 +52,7 @@ class Frozen(Plain):
 
 
 class Branches(Plain):
-    """Two layers of which `branch` selects one per batch (-1: neither), and one layer that no batch uses."""
+    """For each batch, `branch` selects one of two layers (-1: neither). No batch uses a third layer."""
 
     def __init__(self, sizes: Sequence[int]):
         super().__init__(sizes)
@@ -70,7 +70,7 @@ class Branches(Plain):
 
 
 class Buffers(Plain):
-    """A BatchNorm with float running statistics and an int64 count, and a boolean mask."""
+    """The buffers are a BatchNorm's float statistics and int64 count, a boolean mask, and a float vector."""
 
     def __init__(self, sizes: Sequence[int]):
         super().__init__(sizes)
@@ -86,7 +86,7 @@ class Buffers(Plain):
 
 
 class MixedDtypes(Plain):
-    """Layers alternate between float32, bfloat16 and float64. The output is float32."""
+    """The layers cycle through float32, bfloat16 and float64. The output is float32."""
 
     def __init__(self, sizes: Sequence[int]):
         super().__init__(sizes)
@@ -109,7 +109,10 @@ class Transposed(Plain):
 
 
 class Reordered(Plain):
-    """Four parallel layers of different widths. `branch` sets the order of use, and so the ready order of gradients."""
+    """Four parallel layers of different widths.
+
+    `branch` sets the order in which they run, and thus the order in which their gradients become ready.
+    """
 
     def __init__(self, sizes: Sequence[int]):
         super().__init__(sizes)
@@ -161,7 +164,7 @@ class TiedBlocks(Blocks):
 
 
 class FrozenBlocks(Blocks):
-    """The block in the middle, the norm of the first block and the bias of the last layer are frozen."""
+    """The middle block, the norm of the first block, and the bias of the last layer are frozen."""
 
     def __init__(self, sizes: Sequence[int]):
         super().__init__(sizes)
@@ -175,7 +178,7 @@ MODELS = {model.__name__: model for model in ALL}
 
 
 def build(name: str, sizes: Sequence[int], state: dict[str, Tensor], dtype: torch.dtype | None = None) -> nn.Module:
-    """Build the named model with these weights and buffers, including those outside its `state_dict`."""
+    """Build the named model with these weights and buffers, including the buffers outside its `state_dict`."""
     model = MODELS[name](sizes)
     if dtype is not None:
         model.to(dtype)
@@ -187,5 +190,5 @@ def build(name: str, sizes: Sequence[int], state: dict[str, Tensor], dtype: torc
 
 
 def copy_state(model: nn.Module) -> dict[str, Tensor]:
-    """Copy parameters and buffers by name, including those outside the `state_dict`. Tied parameters appear once."""
+    """Copy parameters and buffers by name, including buffers outside the `state_dict`. Tied parameters appear once."""
     return {name: tensor.detach().clone() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}

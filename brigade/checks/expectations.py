@@ -1,6 +1,6 @@
-"""The statements of checks about numbers, launches and overlap. A failure says what was expected and got, and why.
+"""Assertions about numbers, launches and overlap. A failure says what was expected, what the check got, and why.
 
-The likely cause is computed only after a statement has failed: see `diagnose`.
+The likely cause is computed only after an assertion has failed: see `diagnose`.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 Hypotheses = Mapping[str, Sequence[Tensors]]  # a likely cause -> the values, by rank, that it would produce
 
-# Allowed differences of one step's gradients, relative to the largest entry of any rank's own gradient.
+# Tolerances for the gradients of one step, relative to the largest entry of any rank's own gradient.
 ONE_STEP = {torch.float32: 1e-5, torch.float64: 1e-10, torch.bfloat16: 2**-7}
-MANY_STEPS = 1e-8  # in float64, relative to the largest entry; in float32 Adam turns rounding into 1e-2 within 20 steps
+MANY_STEPS = 1e-8  # for float64, relative to the largest entry; in float32, Adam turns rounding into 1e-2 in 20 steps
 
 
 def expect(
@@ -45,7 +45,7 @@ def expect(
     step: int | None = None,
     parameter: str | None = None,
 ) -> None:
-    """Raise CheckFailed unless `condition`. Pass a function as the likely cause if it is expensive to compute.
+    """Raise CheckFailed unless `condition`. If the likely cause is expensive to compute, pass a function.
 
     The message names `rank`, `step` and `parameter`, if they are given, in front of `got`.
     """
@@ -99,7 +99,10 @@ def explain_no_broadcast(events: Sequence[Sequence[Event]] | None, case: Case) -
 
 
 def suspect_one_kind(expected: Tensors, case: Case) -> Hypotheses:
-    """Return what ranks have if only frozen or transposed parameters, or buffers of integers, keep their own values."""
+    """Return one hypothesis for each kind of tensor: only tensors of this kind keep the rank's own values.
+
+    The kinds are frozen parameters, transposed parameters, and buffers of integers or booleans.
+    """
     parameters = case.parameters()
     kinds = {
         "this rank still has its own frozen parameters. Broadcast them too.": {
@@ -131,7 +134,7 @@ def expect_gradients(
     hypotheses: Hypotheses | Callable[[], Hypotheses] | None = None,
     tolerance: Mapping[torch.dtype, float] | float = ONE_STEP,
 ) -> None:
-    """Expect every rank of the case's group to have the average gradients after the first finish_grad_sync."""
+    """Expect every rank of the case's group to have the averaged gradients after the first finish_grad_sync."""
     size = len(case.group)
 
     def make_hypotheses() -> Hypotheses:
@@ -168,7 +171,7 @@ def expect_gradients(
 
 @contextmanager
 def explain_failures(events: Sequence[Sequence[Event]], *causes: Callable[[], str]) -> Iterator[None]:
-    """Give a failure in the block without a specific cause the first cause that `causes` or the records provide."""
+    """If a failure in the block has no specific cause, add the first one that `causes` or the records provide."""
     try:
         yield
     except CheckFailed as failed:
@@ -206,13 +209,13 @@ def find_wrong_start(results: Sequence[Mapping[str, Any]], case: Case) -> str:
 
 
 def gather_evidence(results: Sequence[Mapping[str, Any]], case: Case) -> Evidence:
-    """Return what the first step's records reveal, and whether the replicas started equal."""
+    """Return what the first step's records reveal, and whether all replicas started with equal weights."""
     evidence = collect_evidence(getattr(results, "events", None), case)
     return replace(evidence, mistake=find_wrong_start(results, case) or evidence.mistake)
 
 
 def expect_weights(results: Sequence[Mapping[str, Any]], case: Case) -> None:
-    """Expect every rank of the case's group to have, after all steps, the weights that one process gets."""
+    """Expect every rank of the case's group to end with the weights from training in one process."""
     what = f"after {len(case.batches[0])} steps of {case.optimizer} on {format_ranks(case.group)}, the weights "
     try:
         with explain_failures(getattr(results, "events", [])):
@@ -230,7 +233,7 @@ def expect_trained(what: str, trained: Sequence[Tensors], case: Case) -> None:
         accumulated, _ = case.train(zero=False)
         cause = (
             "the gradients still include those of earlier steps, as if they were never zeroed. If zero_grad sets "
-            "p.grad to None, a wrapper with a buffer must zero the old gradient there."
+            "p.grad to None, a wrapper with a buffer must zero the old gradient in the buffer."
         )
         return {cause: [accumulated] * len(trained)}
 
@@ -263,10 +266,10 @@ def expect_equal(
 
     `actual[i]` are the tensors of rank `ranks[i]`, by name. `hypotheses` and `evidence` (what the record shows), or
     functions that compute them, help to find the likely cause. `tolerance` is relative to the largest of three numbers:
-    the largest entry of the expected tensor, that of the terms it was summed from (`scale`, by name), and 1/10 of the
-    largest entry of all tensors. A gradient whose terms cancel keeps their rounding errors, which are as large as those
-    of other gradients. In fp32 a sum of n terms is off by about sqrt(n) * 6e-8 of them, 7e-7 for 6 examples of 24
-    features.
+    the largest entry of the expected tensor, the largest entry of the terms that were summed (`scale`, by name), and
+    1/10 of the largest entry of all tensors. If the terms of a gradient cancel, their rounding errors remain, and these
+    are as large as the errors of other gradients. In fp32, the error of a sum of n terms is about sqrt(n) * 6e-8 times
+    the size of the terms: 7e-7 for 6 examples of 24 features.
     """
     ranks = list(range(len(actual))) if ranks is None else list(ranks)
     wrong = find_differences(what, actual, expected, ranks, tolerance, scale or {})
@@ -289,7 +292,7 @@ def expect_equal(
 
 
 def describe_extent(wrong: Sequence[Difference], names: Sequence[str], ranks: Sequence[int], total: int) -> str:
-    """Return how many of the `total` tensors of a rank are wrong, and on which ranks. `names` are those of `wrong`."""
+    """Describe how many of a rank's `total` tensors are wrong, and on which ranks. `names` are the names in `wrong`."""
     indices = sorted({entry.index for entry in wrong})
     where = format_ranks([ranks[index] for index in indices])
     if total == 1:
@@ -354,11 +357,11 @@ def expect_overlap(
 ) -> None:
     """Expect one launch per bucket, in order, that overlaps with backward.
 
-    Each launch must come before the next bucket is complete. No launch may be waited for in backward, and every launch
-    must be waited for in the finish. `buckets` contains the parameter names of each bucket, and `unit` is the student's
-    word for a bucket. With `gathered`, a launch may be waited for in backward once a gradient of the next bucket is
-    ready, because its second half can start then. `why_late` is the cause of late launches. `events` are those of
-    `rank`. The expected text ends with `setting`, such as " (buckets_per_group=2)".
+    Each launch must come before the next bucket is complete. Backward must not wait for any launch, and
+    finish_grad_sync must wait for every launch. `buckets` contains the parameter names of each bucket, and `unit` is
+    the word for a bucket in messages. With `gathered`, backward may wait for a launch once a gradient of the next
+    bucket is ready, because the second half of the launch can start then. `why_late` is the likely cause if launches
+    are late. `events` is the record of `rank`. The expected text ends with `setting`, such as " (buckets_per_group=2)".
     """
     at = {"rank": rank, "step": step}
     launched = launches(events, step)
@@ -395,7 +398,7 @@ def expect_overlap(
         f"backward launches all {unit}s and waits for none of them"
         + (f" before a gradient of the next {unit} is ready" if gathered else "")
         + setting,
-        f"backward waited for {len(blocking)} of {len(launched)} launches, and {len(late)} came after backward",
+        f"of {len(launched)} launches, backward waited for {len(blocking)}, and {len(late)} were made after backward",
         cause if blocking else "",
         **at,
     )
@@ -412,17 +415,17 @@ def expect_overlap(
 
 
 def describe_gradients(names: Sequence[str]) -> str:
-    """Return the gradients of these parameters as the subject of a sentence, with its verb."""
+    """Return the start of a sentence about these gradients, such as "the gradients of a and b were"."""
     return f"the gradient{'s' * (len(names) != 1)} of {join_names(names)} {'was' if len(names) == 1 else 'were'}"
 
 
 def describe_phase(launch: Launch) -> str:
-    """Return in words whether a launch was made in or after backward."""
+    """Return when a launch was made: "in backward" or "after backward"."""
     return "in backward" if launch.phase == "backward" else "after backward"
 
 
 def explain_early_launch(missing: Sequence[str], names: Sequence[str], unit: str) -> str:
-    """Return why a launch came when the gradients `missing`, of all `names`, were not ready."""
+    """Return why a launch came before some gradients of its bucket (`missing` of `names`) were ready."""
     if len(missing) > 1:
         return f"a {unit} does not wait for its last gradient. It must count the gradients that are ready."
     before = "the hook runs before accumulation. Use register_post_accumulate_grad_hook."
@@ -437,7 +440,7 @@ def explain_unawaited(unawaited: Sequence[Launch], unit: str) -> str:
 
 
 def blocks_backward(launch: Launch, after: Sequence[str], ready_at: Mapping[str, int]) -> bool:
-    """Return whether backward waited for the launch before any gradient of `after` was ready, by `ready_at`."""
+    """Return whether backward waited for the launch before any gradient of `after` was ready (see `ready_at`)."""
     first = min((ready_at[name] for name in after if name in ready_at), default=float("inf"))
     waits = [place for place, phase in zip(launch.waits, launch.wait_phases) if phase == "backward"]
     return launch.sync or any(place < first for place in waits)
@@ -456,7 +459,8 @@ def require_launches(
 
     `accepts` decides whether the launches of a step are of that kind. It examines nothing else, so that a mistake that
     belongs to another check costs no points here. Call this after comparing the numbers, because a solution of an
-    earlier module computes the same numbers. A rank that is alone may skip its collectives. With `in_backward`, the
+    earlier module computes the same numbers. A rank that is alone in its group may skip its
+    collectives. With `in_backward`, the
     message counts the launches that do not overlap with backward. `explain` returns a cause for a rank's events and a
     step, or "".
     """
@@ -477,7 +481,7 @@ def require_launches(
 
 
 def explain_launches(explain: Callable[[Sequence[Event], int], str], events: Sequence[Event], step: int) -> str:
-    """Return why the launches of a step are not of the module's kind; without a known cause, what to look for."""
+    """Return why the launches of a step are not of the module's kind or, if no cause is known, what to look for."""
     return explain(events, step) or (
         "the wrapper launches collectives as in an earlier module, or it has a mistake that another check of "
         "this module names."
@@ -485,7 +489,7 @@ def explain_launches(explain: Callable[[Sequence[Event], int], str], events: Seq
 
 
 def overlaps(launch: Launch) -> bool:
-    """Return whether backward made the launch and did not wait for it. It may wait for a reduce-scatter."""
+    """Return whether backward made the launch and did not wait for it. Waiting for a reduce-scatter is allowed."""
     is_awaited = "backward" in launch.wait_phases and launch.op != "reduce_scatter"
     return launch.phase == "backward" and not launch.sync and not is_awaited
 
@@ -506,14 +510,14 @@ def expect_restored(events: Sequence[Sequence[Event]], ranks: Iterable[int], ste
 
 
 def explain_silence(events: Sequence[Event], step: int) -> str:
-    """Return why a step in which exceptions end the no_sync blocks launches nothing in its last backward."""
+    """Return why the last backward of a step launches nothing after exceptions have ended the no_sync blocks."""
     begin = next(i for i, event in enumerate(events) if event["kind"] == "step" and event["step"] == step)
     restored = "no_sync restores its state only if the block ends normally. Use try ... finally."
     return find_leftover(events[:begin]) or restored
 
 
 def expect_silence(events: Sequence[Sequence[Event]], ranks: Iterable[int], steps: int = 1) -> None:
-    """Expect the backward passes inside no_sync (all of a step except the last one) to launch nothing."""
+    """Expect the backward passes inside no_sync (all passes of a step except the last) to launch nothing."""
     for rank in ranks:
         for step in range(steps):
             early = find_no_sync_launches(events[rank], step)
@@ -532,7 +536,7 @@ def expect_silence(events: Sequence[Sequence[Event]], ranks: Iterable[int], step
 
 
 def format_distinct(*numbers: float) -> list[str]:
-    """Format numbers for a message, with at least six digits and as many as needed to tell unequal ones apart."""
+    """Format numbers for a message, with at least six digits and as many as needed to tell unequal numbers apart."""
     for digits in range(6, 18):  # 17 digits distinguish any two float64 numbers
         texts = [f"{number:.{digits}g}" for number in numbers]
         if len(set(texts)) >= len({repr(float(number)) for number in numbers}):
@@ -541,7 +545,7 @@ def format_distinct(*numbers: float) -> list[str]:
 
 
 def absolute_difference(actual: Tensor | None, expected: Tensor) -> Tensor:
-    """Return the absolute differences in float64, flat; NaN where the actual value is NaN."""
+    """Return the absolute differences as a flat float64 tensor, with NaN where the actual value is NaN."""
     wide = expected.flatten().to(torch.float64)
     return (wide - (0 if actual is None else actual.flatten().to(torch.float64))).abs()
 

@@ -5,7 +5,7 @@ argument, `submission`, which is a `CheckContext`:
 
     @pytest.mark.points(2)
     def test_gradients_are_averaged(submission):
-        \"""After finish_grad_sync every gradient is the average over the group.\"""
+        \"""After finish_grad_sync, every gradient is the average over the group.\"""
         case = submission.case("Plain", world_size=2)
         results = submission.run(training.train, case.make_jobs(...), world_size=2)
         expect_equal("...", [result["gradients"][0] for result in results], case.gradients())
@@ -37,14 +37,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--target", default="lessons", help="lessons (default), solutions, or the directory to check")
     group.addoption("--prior", default="own", choices=("own", "reference"), help="which earlier modules are used")
     group.addoption("--backend", default=None, choices=("gloo", "nccl"), help="default: nccl if there are enough GPUs")
-    group.addoption("--share-gpu", action="store_true", help="several NCCL ranks on one GPU, for correctness only")
+    group.addoption("--share-gpu", action="store_true", help="let NCCL ranks share a GPU, to check correctness only")
     group.addoption("--seed", type=int, default=None, help="repeat the random cases of an earlier run")
     group.addoption("--deadline", type=float, default=None, help="time limit for one run of ranks, in seconds")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "points(n): the points of a graded check")
-    config.addinivalue_line("markers", "parts(heading): which parts this graded check and those after it are about")
+    config.addinivalue_line("markers", "parts(heading): which parts this check and the following checks are about")
     if config.getoption("--seed") is None:
         config.option.seed = random.randrange(10**6)
     try:
@@ -103,7 +103,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Iterator[Any]:
-    """Report the points of a graded check and what a student reads about it, without a traceback."""
+    """Report the points of a graded check and its feedback, without a traceback."""
     result = yield
     report = result.get_result()
     check, outcome = item.stash.get(CHECK, None), item.stash.get(OUTCOME, None)

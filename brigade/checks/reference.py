@@ -30,7 +30,7 @@ class Case:
     """A model from `edge_case_models`, `world_size` sets of starting weights, and batches[rank][step][micro].
 
     `rng` determines all shapes and numbers. `branches[rank]` is the branch that a rank's batches take. `group` contains
-    the global ranks that train together (all by default). Training starts with the weights of the group's first rank.
+    the global ranks that train together (default: all). Training starts with the weights of the group's first rank.
     """
 
     def __init__(
@@ -71,9 +71,10 @@ class Case:
         return self.states[self.group[0]]
 
     def gradients(self, ranks: Sequence[int] | None = None, micro: slice = slice(None)) -> Gradients:
-        """Return the first step's gradients, averaged over `ranks` (default: the group), summed over its micro-batches.
+        """Return the gradients of step 0, averaged over `ranks` (default: the group).
 
-        Each rank's gradients are computed in the parameters' dtypes and averaged in float64.
+        They are summed over the micro-batches that `micro` selects. Each rank's gradients are computed in the dtypes of
+        the parameters and averaged in float64.
         """
         local = self._local_gradients(self.group if ranks is None else ranks, micro)
         averages: Gradients = {}
@@ -102,9 +103,9 @@ class Case:
         return local
 
     def train(self, zero: bool = True) -> tuple[dict[str, Tensor], list[float]]:
-        """Return the weights after all steps, and the loss of each step (the mean over group and micro-batches).
+        """Return the weights after all steps, and each step's loss (averaged over the group and its micro-batches).
 
-        Without `zero`, gradients are never zeroed, so each step adds to those of all earlier steps.
+        Without `zero`, gradients are never zeroed, so each step adds its gradients to those of all earlier steps.
         """
         model = self._build()
         optimizer = OPTIMIZERS[self.optimizer]([p for p in model.parameters() if p.requires_grad])
@@ -148,7 +149,7 @@ class Case:
 
 
 def draw_sizes(rng: random.Random, count: int) -> list[int]:
-    """Draw layer sizes that all differ, as do the sizes of the weights. The size of a gradient then identifies it."""
+    """Draw different layer sizes whose weights also differ in size, so that the size of a gradient identifies it."""
     while True:
         sizes = rng.sample(range(5, 24), count)
         numels = [a * b for a, b in zip(sizes, sizes[1:])]

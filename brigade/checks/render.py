@@ -1,4 +1,4 @@
-"""Outcomes of checks as text."""
+"""Format the outcomes of checks as text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def format_plain(outcome: Outcome) -> str:
 
 
 def format_with_prints(outcome: Outcome) -> str:
-    """Return the same text with the last lines that the ranks printed; one line for a part that is not written yet."""
+    """Return the text of `format_plain` and the last lines that the ranks printed; one line for an unwritten part."""
     if outcome.status == "not written":
         return f"to do: {outcome.verdict.part}"
     return "\n".join([format_plain(outcome), *list_printed_lines(outcome)])

@@ -1,4 +1,4 @@
-"""The one way to run a check on a submission: `run_check`. Commands, graders, mutants and pytest call it."""
+"""`run_check`, the only way to run a check on a submission. Commands, graders, mutant tests and pytest call it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Conditions:
     backend: str = "gloo"
     share_gpu: bool = False
     deadline_s: float | None = None  # for one run of ranks
-    ends_at: float = math.inf  # the time.monotonic() by which a check has to end
+    ends_at: float = math.inf  # the value of time.monotonic() by which a check has to end
     is_debugged: bool = False
 
 
@@ -47,7 +47,8 @@ def run_check(
 ) -> Outcome:
     """Run one check on the submission in `target`, or on the texts `sources` instead, and return the outcome.
 
-    `prior_source` selects the earlier modules (see `submission.read`). Only Ctrl-C and similar exceptions are raised.
+    `prior_source` selects the earlier modules (see `submission.read`). Only KeyboardInterrupt and similar exceptions
+    are raised.
     """
     started = time.monotonic()
     outcome = Outcome(
@@ -93,7 +94,8 @@ def run_checks(
 ) -> Iterator[Outcome]:
     """Run checks, several at a time, and yield their outcomes in the order of the checks.
 
-    Ranks mostly wait for each other, so two checks at a time use two cores better than one. Once a check has reached
+    Ranks mostly wait for each other, so running two checks at a time uses two cores better than
+    running one. Once a check has reached
     its deadline, later checks get less time. After `HUNG_LIMIT` such checks, no other check runs.
     """
     hung = 0
@@ -103,7 +105,7 @@ def run_checks(
     def run_next(check: Check) -> Outcome:
         nonlocal hung
         if hung >= HUNG_LIMIT:
-            reason = f"{hung} checks before it reached their time limit"
+            reason = f"{hung} earlier checks reached their time limit"
             return Outcome(
                 check, verdict=make_not_run(reason), repeat=make_repeat_command(check, target, conditions, prior_source)
             )
@@ -117,7 +119,7 @@ def run_checks(
         )
         if outcome.ending == "deadline":
             if is_shortened:
-                note = "It got less time than usual, because an earlier check reached its time limit."
+                note = "This check got less time than usual because an earlier check reached its time limit."
                 outcome.verdict = replace(outcome.verdict, note=note)
             hung += 1
         return outcome
@@ -145,7 +147,7 @@ def compile_student_files(target: str | Path, number: int, prior_source: str) ->
             [codes] = ranks.run_ranks(compile_texts, sources, world_size=1)
             keep_code(sources, codes)
     except (CourseError, ranks.RankFailure):
-        pass  # every check reports it
+        pass  # every check reports this error
 
 
 def prepare() -> None:
@@ -156,7 +158,7 @@ def prepare() -> None:
 
     import brigade.checks.reference  # noqa: F401
 
-    torch.set_num_threads(1)  # expected values are small; on a busy machine a second thread only adds waiting time
+    torch.set_num_threads(1)  # the tensors are small; on a busy machine, a second thread only adds waiting time
 
 
 def read_sources(target: str | Path, number: int, prior_source: str) -> Sources:

@@ -1,6 +1,6 @@
 """TinyLM: a small decoder-only transformer, and its sizes.
 
-The block is the usual one since LLaMA: RMSNorm, rotary attention, SwiGLU, no biases. Parameters are registered in
+The block follows LLaMA: RMSNorm, rotary attention, SwiGLU, no biases. Parameters are registered in
 the order in which forward uses them, so their gradients become ready in the reverse order.
 """
 
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from brigade.rank import dynamo_stub
 
-dynamo_stub.import_torch()  # keeps initial weights on the meta device from importing the compiler
+dynamo_stub.import_torch()  # otherwise, initialising weights on the meta device imports the compiler
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ SIZES = {
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward network, each behind a norm and around a residual connection."""
+    """Attention and a feed-forward network, each with a norm before it and a residual connection around it."""
 
     def __init__(self, size: Size):
         super().__init__()
@@ -73,7 +73,7 @@ class Block(nn.Module):
 
 
 class TinyLM(nn.Module):
-    """Maps tokens of shape (batch, time) to logits of shape (batch, time, vocabulary)."""
+    """Map tokens of shape (batch, time) to logits of shape (batch, time, vocabulary)."""
 
     def __init__(self, size: Size):
         super().__init__()
@@ -93,18 +93,18 @@ class TinyLM(nn.Module):
 
 
 def make_tiny_lm(size: str = "tiny", device: str = "cpu") -> TinyLM:
-    """Return a TinyLM of a named size. With device "meta" it has shapes but takes no memory."""
+    """Return a TinyLM of a named size. On the device "meta", it has shapes but takes no memory."""
     with torch.device(device):
         return TinyLM(SIZES[size])
 
 
 def language_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean cross-entropy per token, in nats. Logits (batch, time, vocabulary), targets (batch, time)."""
+    """Return the mean cross-entropy per token, in nats. Shapes: (batch, time, vocabulary) and (batch, time)."""
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def compute_rotations(time: int, d_head: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines of rotary position embedding (arXiv 2104.09864), each (time, d_head / 2)."""
+    """Return the cosines and sines for rotary position embedding (arXiv 2104.09864), each (time, d_head / 2)."""
     frequency = 10_000 ** (-torch.arange(0, d_head, 2, device=like.device) / d_head)
     angle = torch.arange(time, device=like.device)[:, None] * frequency
     return angle.cos().to(like.dtype), angle.sin().to(like.dtype)

@@ -1,4 +1,4 @@
-"""The result of a check, as data until it is rendered.
+"""The result of a check, kept as data until it is rendered.
 
 A failing check raises `CheckFailed` with a `Verdict`; `run.run_check` returns an `Outcome`. This file does not import
 torch, so that commands can start before torch is imported.
@@ -14,10 +14,10 @@ from brigade.course.listing import GradedCheck
 from brigade.course.parts import Part
 
 LABELS = ("Expected:", "Got:", "Likely cause:", "Repeat:")
-LABEL_WIDTH = 14  # such as "Likely cause: "
+LABEL_WIDTH = 14  # the length of "Likely cause: "
 
 # How the run behind a verdict ended. The strings in the unpacked tuple are the kinds of `RankFailure`.
-COMPLETE = "complete"  # every rank returned a result, and it is wrong
+COMPLETE = "complete"  # every rank returned a result, but not the expected one
 NOT_RUN = "not run"
 ENDINGS = (
     COMPLETE,
@@ -41,7 +41,7 @@ class Location:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why a check did not pass. `got` describes `rank`, `step` and `parameter`, where they are known.
+    """Why a check did not pass. `got` is about `rank`, `step` and `parameter`, if they are known.
 
     `hypothesis` is the name of the rule that found the likely cause. `part` is the part of the module that is not
     written yet. `error` is the type of a rank's exception and `message` its text. `note` adds a fact, such as the time
@@ -73,7 +73,7 @@ class Verdict:
 
     @property
     def described(self) -> str:
-        """The value of `got` with its place in front."""
+        """The value of `got` with the place of the failure in front."""
         return f"{self.where}: {self.got}" if self.where else self.got
 
     def __str__(self) -> str:
@@ -94,14 +94,14 @@ def make_not_run(reason: str) -> Verdict:
 
 
 class CheckFailed(AssertionError):
-    """Raised by a check that does not pass. `events` is what each rank recorded, if a rank failed."""
+    """Raised by a check that does not pass. `events` contains the record of each rank, if a rank failed."""
 
     def __init__(self, verdict: Verdict, events: Sequence[Sequence[dict[str, Any]]] = ()):
         super().__init__(verdict)
         self.verdict, self.events = verdict, events
 
     def with_cause(self, likely_cause: str, hypothesis: str = "") -> CheckFailed:
-        """Return the same failure with another likely cause. Drop the note on an exception that had none."""
+        """Return the same failure with another likely cause. Drop the note that an exception without a cause has."""
         note = "" if self.verdict.ending == "exception" else self.verdict.note
         verdict = replace(self.verdict, likely_cause=likely_cause, hypothesis=hypothesis, note=note)
         return CheckFailed(verdict, self.events)
@@ -113,7 +113,7 @@ class Outcome:
 
     `status` is "passed", "failed", "not written", "error" (the check could not finish) or "not run". If the check did
     not pass, `verdict` says why. `printed` is what each rank printed. `repeat` is the command that runs the check alone
-    on the same random cases. `exception` is what the check itself raised by accident.
+    on the same random cases. `exception` is an unexpected exception of the check itself.
     """
 
     check: GradedCheck
@@ -121,7 +121,7 @@ class Outcome:
     verdict: Verdict | None = None
     printed: list[str] = field(default_factory=list)
     seconds: float = 0.0
-    prior_source: str = "own"  # of the earlier modules that it ran with
+    prior_source: str = "own"  # whose earlier modules it ran with
     repeat: str = ""
     exception: BaseException | None = None
 
@@ -140,5 +140,5 @@ class Outcome:
 
     @property
     def ending(self) -> str:
-        """How the run behind the verdict ended; "" after a pass and before the run."""
+        """How the run behind the verdict ended; "" if the check passed or has not run."""
         return self.verdict.ending if self.verdict else ""

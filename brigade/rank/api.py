@@ -1,4 +1,4 @@
-"""The interface of a rank for scenarios: its device, and the student's code."""
+"""What scenarios can use in a rank: its device, and the student's code."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def use_gpu(index: int) -> None:
 
 
 def student(module: str, name: str) -> Any:
-    """Return a public name of a module of the submission, such as student("m01_naive_ddp", "NaiveDDP").
+    """Return an object by its name from a module of the submission, such as student("m01_naive_ddp", "NaiveDDP").
 
     Raise NameError if the module does not define it.
     """

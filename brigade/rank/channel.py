@@ -1,7 +1,7 @@
 """The channel between a rank and the parent. The rank receives one request, and sends events and a result or exception.
 
-A message to the parent has a letter, an 8-byte length and that many bytes. The letters: E for events (a JSON list), R
-for the result (`wire.py`), X for an exception (JSON). The request has no letter.
+A message to the parent consists of a letter, an 8-byte length and that many bytes. The letters are E for events (a JSON
+list), R for the result (`wire.py`), and X for an exception (JSON). The request has no letter.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""Stubs for two parts of torch that the course does not use, because their imports take longer than that of the rest.
+"""Stubs for two parts of torch that the course does not use. Importing them takes longer than importing the rest.
 
-The first optimizer and `init_process_group` import torch's compiler, torch._dynamo, only to tell it what it need not
-compile. The import takes a second, and makes up half of the memory that a fork copies. `import_torch` replaces it by a
-stub that answers these calls. Any other use replaces the stub by the real module.
+The first optimizer and `init_process_group` import torch's compiler, torch._dynamo, only to tell it what not to
+compile. The import takes a second, and causes half of the memory that a fork copies. `import_torch` replaces the
+compiler with a stub that answers these calls. Any other use replaces the stub with the real module.
 
-`import torch` spends a third of its time on torch._meta_registrations: kernels in Python for the meta device. There,
-parameters can be created without them. Torch's compiler, FakeTensor and DTensor need them, and import the compiler or
-one of `KERNEL_MODULES` first. `postpone_meta_kernels`, which `import brigade` calls, leaves them out until then, but
-only in the version of torch that requirements.txt names: another one may need these modules for something else.
+`import torch` spends a third of its time on torch._meta_registrations, which contains Python kernels for the meta
+device. Creating parameters on this device does not need the kernels. Torch's compiler, FakeTensor and DTensor need
+them, and first import the compiler or one of `KERNEL_MODULES`. `postpone_meta_kernels`, which `import brigade` calls,
+leaves the kernels out until then, but only in the version of torch that requirements.txt names. Other versions may need
+these modules for something else.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ from typing import Any
 
 COMPILER = "torch._dynamo"
 META_KERNELS = "torch._meta_registrations"
-KERNELS_STUB_VERSION = "2.13."  # of torch, in which nothing else needs the kernels or their packages
-KERNEL_MODULES = {  # they and the kernels import each other
+KERNELS_STUB_VERSION = "2.13."  # of torch: nothing else in it needs the kernels or their packages
+KERNEL_MODULES = {  # these modules and the kernels import each other
     "torch._decomp", "torch._prims", "torch._prims_common.wrappers", "torch._refs", "torch.utils._content_store",
 }  # fmt: skip
 
 
 def import_torch() -> None:
-    """Import torch, with the stub for torch._dynamo. The real one is imported in this process when it is first used."""
+    """Import torch, with the stub for torch._dynamo. The real module is imported when it is first used."""
     collects = gc.isenabled()
-    gc.disable()  # none of the new objects can be freed, and the search takes a tenth of the time
+    gc.disable()  # garbage collection could not free any new object, and takes a tenth of the time
     importlib.import_module("torch")
     if collects:
         gc.enable()
@@ -137,7 +138,7 @@ class MetaKernelsStub(types.ModuleType):
 
 
 class MetaKernels(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Find the stub for torch._meta_registrations. Find `KERNEL_MODULES` by importing the real one."""
+    """Find the stub for torch._meta_registrations. Find `KERNEL_MODULES` by importing the real module."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if fullname == META_KERNELS and sys.modules["torch"].__version__.startswith(KERNELS_STUB_VERSION):
@@ -145,14 +146,14 @@ class MetaKernels(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if fullname not in KERNEL_MODULES or not isinstance(sys.modules.get(META_KERNELS), MetaKernelsStub):
             return None
         import_meta_kernels()
-        sys.modules[fullname].__spec__ = None  # otherwise Python would use this one and execute the module again
+        sys.modules[fullname].__spec__ = None  # otherwise, Python would use this spec and execute the module again
         return ModuleSpec(fullname, self)
 
     def create_module(self, spec: ModuleSpec) -> types.ModuleType:
         return MetaKernelsStub(META_KERNELS) if spec.name == META_KERNELS else sys.modules[spec.name]
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """Do the only thing that torch needs of these modules at once. `KERNEL_MODULES` have been executed."""
+        """Do the only work of these modules that torch needs immediately. `KERNEL_MODULES` were executed earlier."""
         if module.__name__ == META_KERNELS:
             torch = sys.modules["torch"]
             torch._C._set_generator_metaclass(torch._opaque_base.OpaqueBaseMeta)

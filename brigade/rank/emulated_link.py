@@ -1,18 +1,18 @@
-"""A recording process group whose collectives take the time of an emulated link. It needs no network.
+"""A recording process group whose collectives take as long as on an emulated link. It needs no network.
 
 Every rank has one link, which sends and receives at the same time. A collective occupies the links of all ranks of its
 group in both directions. It starts when the last of these ranks has launched it and their links are free, and ends
 latency + bytes / bandwidth later, on every rank at the same time. A message occupies the sender's link in one direction
-and the receiver's in the other, as soon as both have called. Launches follow each other in the order in which they were
-called by all their ranks.
+and the receiver's link in the other, once both ranks have launched it. The launches on a link run in the order in which
+the last rank of each launch called it.
 
 The real collective runs on gloo as soon as all ranks have launched it. A rank that waits for it sleeps until the
-modelled end, which takes no processor time. If gloo needs longer than the model says, the collective ends when gloo
-has finished. Barriers and receives from any rank are not delayed, and nothing is delayed before `use` names a link.
+modelled end, so that it takes no processor time. If gloo needs longer than the model says, the collective ends when
+gloo has finished. Barriers and receives from any rank are not delayed. Nothing is delayed before `use` names a link.
 
-The rank that launches a collective last computes its start and its end, and writes them into memory that all ranks of
-the run share (`share_launches`). This needs one clock: `time.perf_counter` reads the same clock in all processes of a
-machine, on Linux and on macOS. Ranks on several machines have no common clock, so `torchrun.py` refuses a link there.
+The last rank to launch a collective computes when it starts and ends, and writes these times to memory that all ranks
+of the run share (`share_launches`). This needs one clock: `time.perf_counter` reads the same clock in all processes of
+a machine, on Linux and on macOS. Ranks on several machines have no common clock, so `torchrun.py` refuses a link there.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from brigade.rank.recording import METHODS, RecordedWork, Recorder, RecordingGro
 
 locks.trust(globals())
 
-MAX_LAUNCHES = 2**20  # of one group in one run. The file has room for them; unused room takes no space on the disk.
-LOOK_S = 1e-4  # pause between two checks whether the last rank has launched
+MAX_LAUNCHES = 2**20  # of one group in one run. The file has room for this many; unused room takes no disk space.
+LOOK_S = 1e-4  # pause between two checks of whether the last rank has launched
 BLOCKED_S = 1e-3  # waiting for a collective that gloo has finished takes less time
 
-# Ring algorithms, as in nccl-tests/doc/PERFORMANCE.md: (k, v) means k (N - 1) messages one after the other, and
-# v (N - 1) / N times the buffer sent by each rank. A broadcast or a reduce passes the whole buffer on in small pieces.
+# Ring algorithms, as in nccl-tests/doc/PERFORMANCE.md: (k, v) means k (N - 1) messages one after the other, in
+# which each rank sends v (N - 1) / N times the buffer. A broadcast or a reduce passes on the whole buffer in pieces.
 RINGS = {"all_reduce": (2, 2), "reduce_scatter": (1, 1), "all_gather": (1, 1)}
 
 
@@ -65,14 +65,14 @@ class Link:
     @property
     def description(self) -> str:
         """The link in words."""
-        return f"{1e6 * self.latency_s:.1f} us a message and {8e-9 * self.bytes_per_s:.3g} Gbit/s in each direction"
+        return f"{1e6 * self.latency_s:.1f} us per message and {8e-9 * self.bytes_per_s:.3g} Gbit/s in each direction"
 
     def message_s(self, nbytes: float) -> float:
         """Return how long one message from one rank to another takes."""
         return self.latency_s + nbytes / self.bytes_per_s
 
     def seconds(self, op: str, nbytes: float, world_size: int) -> float:
-        """Return the seconds for a collective on a buffer of `nbytes`, which counts all parts of a coalesced one."""
+        """Return how many seconds a collective takes. `nbytes` counts the full buffer, all parts together."""
         if world_size == 1:
             return 0.0
         messages = RINGS.get(op, (1, 1))[0] * (world_size - 1)
@@ -84,8 +84,8 @@ class Link:
 class Pace:
     """A link relative to computation, so that it has the same effect on slow and on fast machines.
 
-    An all-reduce of all gradients takes `comm_ratio` times as long as backward alone, plus a latency for each
-    all-reduce, which is `latency_ratio` times as long as backward.
+    An all-reduce of all gradients takes `comm_ratio` times as long as backward alone. Each all-reduce also has a
+    latency, which is `latency_ratio` times as long as backward.
     """
 
     comm_ratio: float
@@ -111,7 +111,7 @@ def use(link: Link | None) -> None:
 
 
 class SharedLaunches:
-    """Information on launches that all ranks of a run share, in files of one directory that they map into memory."""
+    """Information about launches, which all ranks of a run share in memory-mapped files of one directory."""
 
     def __init__(self, directory: str | os.PathLike, world_size: int):
         self._directory = Path(directory)
@@ -121,7 +121,7 @@ class SharedLaunches:
         self._free_at = self.map("link-free", 2 * world_size)  # for each direction, when that link is free
 
     def map(self, name: str, count: int) -> memoryview:
-        """Map the file with this name as `count` numbers, zeros at first, shared by all ranks that map it."""
+        """Map the file with this name as `count` numbers, initially 0, which all ranks that map it share."""
         file = os.open(self._directory / name, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             os.ftruncate(file, 8 * count)  # has no effect if another rank has done this
@@ -140,11 +140,11 @@ class SharedLaunches:
                 fcntl.flock(self._lock_file, fcntl.LOCK_UN)
 
     def find_directions(self, senders: Sequence[int], receivers: Sequence[int]) -> list[int]:
-        """Return the numbers of the links' directions that carry data from these ranks, and to these ranks."""
+        """Return the numbers of the link directions that carry data from the `senders` and to the `receivers`."""
         return [*senders, *(self._world_size + rank for rank in receivers)]
 
     def occupy(self, directions: Sequence[int], seconds: float) -> tuple[float, float]:
-        """Put a launch on the links, now that all its ranks have called it. Return its start and end.
+        """Reserve the links for a launch that all its ranks have called. Return its start and end.
 
         The caller holds the lock.
         """
@@ -187,11 +187,11 @@ class LaunchSeries:
             if self._numbers[3 * number] == self._num_ranks:
                 start, end = self._shared.occupy(self._directions, seconds)
                 self._numbers[3 * number + 1] = start
-                self._numbers[3 * number + 2] = end  # last: a rank that sees the end may read the start
+                self._numbers[3 * number + 2] = end  # written last: a rank that sees the end can read the start
         return number
 
     def get_times(self, number: int) -> tuple[float, float] | None:
-        """Return the start and the end of a launch, or None while a rank has not launched it."""
+        """Return the start and end times of a launch, or None until every rank has launched it."""
         end = self._numbers[3 * number + 2]
         return (self._numbers[3 * number + 1], end) if end else None
 
@@ -199,8 +199,8 @@ class LaunchSeries:
 class EmulatedLinkGroup(RecordingGroup):
     """Perform each launch as soon as all ranks have called it, and complete it at its modelled end.
 
-    Gloo has one thread for a group, as in other modes. It performs the collectives in order, as the link does, and
-    each takes less time than on any link that is worth emulating, so gloo keeps up.
+    Gloo has one thread per group, as in other modes. It performs the collectives in order, as the link does. Each
+    collective takes less time than on any link that is worth emulating, so gloo keeps up.
     """
 
     def __init__(self, inner: dist.ProcessGroup, recorder: Recorder, name: str, ranks: list[int]):
@@ -227,7 +227,7 @@ class EmulatedLinkGroup(RecordingGroup):
 
     @private
     def _find_messages(self, op: str, peer: int) -> LaunchSeries:
-        """Return the messages to or from a rank of the group."""
+        """Return the series of messages to or from a rank of the group."""
         sender, receiver = (self.rank(), peer) if op == "send" else (peer, self.rank())
         if (sender, receiver) not in self._message_series:
             ranks = self._ranks[sender], self._ranks[receiver]
@@ -262,7 +262,7 @@ class EmulatedLinkWork(RecordedWork):
         self._future: torch.futures.Future | None = None
 
     def _finish(self) -> None:
-        """Return once the launch is complete. Raise what its collective raises, for example if a peer has gone."""
+        """Wait until the launch is complete. Raise the exception of its collective, for example if a peer has ended."""
         with self._lock:
             if self._is_over:
                 return
@@ -299,8 +299,8 @@ class EmulatedLinkWork(RecordedWork):
         with self._lock:
             if self._future is None:
                 begun: torch.futures.Future = torch.futures.Future()
-                # If `then` raises, C++ sees an exception. After `set_exception`, torch DDP's reducer would take the
-                # exception for tensors, and the process would abort.
+                # If `then` raises, C++ sees an exception. After `set_exception`, torch DDP's reducer would treat
+                # the exception as tensors, and the process would abort.
                 self._future = begun.then(self._finish_and_return)
                 get_completion_queue().put(begun)
         return self._future
@@ -314,7 +314,7 @@ _finishing: queue.SimpleQueue | None = None
 
 
 def get_completion_queue() -> queue.SimpleQueue:
-    """Return the queue of the futures that a thread completes in order, in `EmulatedLinkWork._finish_and_return`."""
+    """Return the queue of futures that a thread completes in order, each when its launch is complete."""
     global _finishing
     if _finishing is None:
         _finishing = queue.SimpleQueue()

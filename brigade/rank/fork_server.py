@@ -1,7 +1,7 @@
 """The process from which ranks are forked.
 
 Importing torch takes seconds, but forking a process that has imported it takes milliseconds. The server imports torch,
-then waits for orders on a Unix socket, one JSON line each:
+then waits on a Unix socket for orders, each of which is one line of JSON:
 
     {"fork": n, "sandbox": {...}, "directory": path}
                             with 3n file descriptors: fork n ranks, and run `brigade.rank.main.main` in each of
@@ -11,10 +11,10 @@ then waits for orders on a Unix socket, one JSON line each:
                             kill and reap their process groups, and all processes of the sandbox's user.
                             Answer: {"killed": [...]}
 
-When a rank ends by itself, the server sends {"exited": pid, "status": s}. When the other end of the socket closes,
-for whatever reason the parent ended, it kills every rank and removes the temporary directory. If the server itself is
-killed, Linux kills the ranks (PR_SET_PDEATHSIG); on other systems they notice it themselves. The server never imports a
-submission.
+When a rank ends by itself, the server sends {"exited": pid, "status": s}. When the other end of the socket closes
+because the parent has ended, the server kills every rank and removes the temporary directory. If the server itself is
+killed, Linux kills the ranks (PR_SET_PDEATHSIG); on other systems, the ranks detect this and end themselves. The server
+never imports a submission.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from brigade.runner import sandbox
 from brigade.runner.protocol import FDS_PER_RANK, kill_group, receive, send
 
 PR_SET_CHILD_SUBREAPER = 36
-PATIENCE_S = 10.0  # limit of the wait for killed ranks
+PATIENCE_S = 10.0  # limit on the wait for killed ranks
 
 
 def serve(descriptor: int, lock: int, scratch: str, import_path: str, modules: Sequence[str]) -> None:
@@ -59,7 +59,7 @@ def serve(descriptor: int, lock: int, scratch: str, import_path: str, modules: S
     finally:
         kill(set(server.ranks), server.ranks, server.sandbox_settings)
         sandbox.remove(scratch)
-        os._exit(0)  # the parent waits for our end, and unloading torch would take long
+        os._exit(0)  # the parent waits for this process to end, and unloading torch would take long
 
 
 class ForkServer:
@@ -158,7 +158,7 @@ def fork_rank(own: list[int], others: list[int], sandbox_settings: dict | None, 
 
 
 def reap(ranks: set[int]) -> dict[int, int]:
-    """Reap all children that have ended. Return the exit statuses, as `subprocess` gives them, of those in `ranks`."""
+    """Reap all children that have ended. Return the exit statuses of those in `ranks`, as in `subprocess`."""
     ended = {}
     while True:
         try:
@@ -176,7 +176,7 @@ def reap(ranks: set[int]) -> dict[int, int]:
 def kill(doomed: set[int], ranks: set[int], sandbox_settings: dict | None = None) -> dict[int, int]:
     """Kill these ranks and everything that they started, and wait until they are reaped.
 
-    Return the exit statuses of other ranks that ended by themselves meanwhile.
+    Return the exit statuses of other ranks that ended by themselves in the meantime.
     """
     give_up = time.monotonic() + PATIENCE_S
     ended: dict[int, int] = {}
@@ -208,7 +208,7 @@ def kill_process(pid: int) -> None:
 
 
 def list_children() -> set[int]:
-    """Return the process ids of this process's children. Return none on systems other than Linux."""
+    """Return the process ids of this process's children. The set is empty on systems other than Linux."""
     if sys.platform != "linux":
         return set()
     try:  # usually there are none, and examining all processes takes longer than most runs

@@ -1,4 +1,4 @@
-"""Count the kernels that NCCL launched, with torch's profiler. A group launch is one kernel."""
+"""Use torch's profiler to count the kernels that NCCL launched. A group launch is one kernel."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ PREFIXES = ("ncclDevKernel", "ncclKernel")  # since NCCL 2.19, and before
 
 
 def count_nccl_kernels(names: Iterable[str]) -> dict[str, int] | None:
-    """Count each NCCL kernel in the names of all kernels that ran on the GPU, ignoring the types of its arguments.
+    """Count each NCCL kernel. `names` are all kernels that ran on the GPU; the types of their arguments are ignored.
 
-    Return None if there are no names, because the profiler cannot see this GPU. "nccl:all_reduce" is not a kernel, but
-    the range around one.
+    Return None if there are no names, because the profiler cannot see this GPU. "nccl:all_reduce" is not a kernel but
+    the profiler range around a kernel.
     """
     names = list(names)
     return dict(Counter(name.partition("(")[0] for name in names if name.startswith(PREFIXES))) if names else None

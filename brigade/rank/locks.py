@@ -1,6 +1,6 @@
 """Lock parts of the course's own code, so that student code in the same process cannot use them.
 
-Python has no private names. But each frame contains its code and the namespace of its module, so a function can refuse
+Python has no private names, but each frame contains its code and the namespace of its module, so a function can refuse
 a caller. The caller must be a module that has called `trust`, or a torch module that the lock names. These locks do not
 protect objects that student code can find in frames, closures or `__globals__`.
 """
@@ -19,7 +19,7 @@ _trusted: dict[int, dict[str, Any]] = {}  # namespaces by id; keeping them here 
 
 
 def trust(namespace: dict[str, Any]) -> None:
-    """Trust a module, which passes its globals(): its code may use hidden attributes and private methods."""
+    """Trust the module that passes its globals(). Its code may use hidden attributes and private methods."""
     _trusted[id(namespace)] = namespace
 
 
@@ -96,10 +96,10 @@ def reserve(owner: Any, name: str, sentence: str, users: Container[FrameType] = 
 
 
 class CodeOf:
-    """The code of a module at this moment, for tests such as `frame in CodeOf(module)`.
+    """The code of a module when this object was created, for tests such as `frame in CodeOf(module)`.
 
     A frame runs this code if its code object and its globals belong to the module. Names and file names are not enough,
-    because student code can use any.
+    because student code can use any name.
     """
 
     def __init__(self, module: ModuleType):
@@ -148,7 +148,7 @@ def imported_modules(package: ModuleType) -> Iterator[str]:
 
 
 def hide_packages(packages: set[str]) -> None:
-    """Make these packages impossible to import. Code that has imported them keeps them."""
+    """Make these packages impossible to import. Code that has already imported them can still use them."""
     for package in packages & sys.modules.keys():
         for name in list(imported_modules(sys.modules[package])):
             sys.modules.pop(name, None)

@@ -3,8 +3,8 @@
 A rank has three file descriptors. `channel.py` describes its `control` channel. Its standard output and error go to
 `output`. When it receives SIGUSR1, it prints its stacks to `trace`.
 
-After its result a rank waits to be killed. If it tore down gloo while a peer still uses the connection, the peer could
-abort.
+After sending its result, a rank waits to be killed. If it tore down gloo while a peer still used the connection, the
+peer could abort.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def perform(
 ) -> Any:
     """Become a rank: start the process group over `store`, and return what the request's function returns.
 
-    `local_rank` is the index of this rank on its machine, which selects its GPU. `timeout` is that of each collective.
+    `local_rank` is the index of this rank on its machine, which selects its GPU. `timeout` applies to each collective.
     """
     rank, world_size, backend = request["rank"], request["world_size"], request["backend"]
     dynamo_stub.import_torch()
@@ -95,7 +95,7 @@ def perform(
         submission.install(package, sources)
         request["packages"][package] = {
             name: (path, "") for name, (path, *_) in sources.items()
-        }  # drop texts and codes
+        }  # drop source texts and compiled code
     graded = {submission.PACKAGE, "scenarios"} <= request["packages"].keys()
     if graded:
         finished_answers.forbid()
@@ -122,7 +122,7 @@ def perform(
 
 
 def scatter(seed: int) -> list[torch.nn.Parameter]:
-    """Allocate parameters and return half of them, to keep while a model is built in the holes between them.
+    """Allocate parameters and return half of them. Keep these while a model is built in the gaps between them.
 
     Otherwise forked ranks would have equal addresses, and results that depend on addresses, such as the order of a set,
     would agree by accident.

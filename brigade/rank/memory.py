@@ -1,12 +1,12 @@
-"""Count the bytes of the tensors that are alive in a rank, whatever refers to them.
+"""Count the bytes of the tensors that are alive in a rank, regardless of what refers to them.
 
     with LiveMemory(model.parameters()) as memory:
         loss = FullyShardedDDP(model, ...)(x)
         memory.count(weights=model.parameters())  # {"weights": bytes, "other": bytes}
 
-The count comes from storages, at the time of the call: views of one block count once, a storage that was resized to
-nothing counts as nothing, and a block to which only autograd, a closure or a second name refers still counts. What
-no given tensor uses is "other". What the course's own process groups copy does not count.
+The count is the size of the storages at the time of the call. Views of one block count once, and a storage that was
+resized to 0 counts as 0. A block still counts if only autograd, a closure or a second name refers to it. Blocks that no
+given tensor uses are "other". Copies that the course's own process groups make do not count.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def list_tensors(value: Any) -> list[torch.Tensor]:
 
 
 class LiveMemory(TorchDispatchMode):
-    """Follow the storages of `tensors`, and of every tensor that an operation in the block returns.
+    """Track the storages of `tensors`, and of every tensor that an operation in the block returns.
 
     `peak` is the largest number of bytes that were alive at once.
     """
@@ -75,14 +75,14 @@ class LiveMemory(TorchDispatchMode):
         return {key: storage for key, storage in live.items() if storage is not None}
 
     def total(self) -> int:
-        """Return the bytes that are alive."""
+        """Return the number of live bytes."""
         storages = [reference() for reference in list(self._storages.values())]
         return sum(storage.nbytes() for storage in storages if storage is not None)
 
     def count(self, **kinds: Iterable[Any]) -> dict[str, int]:
-        """Return the bytes that are alive, by kind: those of the tensors given for each, and "other" for the rest.
+        """Return the number of live bytes by kind. Each kind is a list of tensors; "other" is the rest.
 
-        A block belongs to the first kind that has a tensor in it. Entries that are no tensors, such as a gradient that
+        A block belongs to the first kind that has a tensor in it. Entries that are not tensors, such as a gradient that
         is None, are ignored.
         """
         live = self._list_live()

@@ -1,13 +1,13 @@
 """A process group that records every collective, and changes nothing else.
 
-In every rank, `RecordingGroup` receives all calls of collectives and passes them on to gloo or NCCL: those of a
-submission, of a sub-group that it created, and of torch DDP's C++ reducer.
+In every rank, `RecordingGroup` receives all collective calls and passes them on to gloo or NCCL. They come
+from the submission, on the default group or on a sub-group that it created, and from torch DDP's C++ reducer.
 
-`brigade/events.py` lists the kinds of events and their fields. The parent reads events with it; ranks do not import it.
-Scenarios add their own kinds with `note`.
+`brigade/events.py` lists the kinds of events and their fields. The parent uses it to read the events. Scenarios add
+their own kinds with `note`.
 
 Student code has access to groups and handles. `locks.py` hides their inner parts, so that student code can neither
-communicate unrecorded nor change the record.
+communicate without being recorded nor change the record.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from brigade.rank.locks import hidden_attribute, make_sealed_metaclass, private
 from brigade.rank.memory import list_tensors, uncounted
 
 locks.trust(globals())
-COLLECTIVES = locks.CodeOf(c10d)  # before any submission can change it
+COLLECTIVES = locks.CodeOf(c10d)  # created before any submission can change c10d
 
 BACKEND = "brigade"  # the name under which the recording group is registered with torch
 GLOO_THREADS = 1  # torch's default of 2 can damage the memory of a rank: see docs/gloo_memory.md
 
 
 class Recorder:
-    """Number the launches of a rank, add times and phases to its events, and pass these to `sink`."""
+    """Number the launches of a rank, add times and phases to its events, and pass the events to `sink`."""
 
     def __init__(self, sink: Callable[[dict[str, Any]], None]):
-        # One phase for all threads, because on CUDA hooks run in autograd's threads. "setup" is `events.OUTSIDE`.
+        # One phase for all threads, because on CUDA, hooks run in autograd's threads. "setup" is `events.OUTSIDE`.
         self.phase = "setup"
         self._sink = sink
         self.end_with_wait: set[int] = set()  # launches without a future: their end is recorded when a wait ends
@@ -50,8 +50,8 @@ class Recorder:
         self._lock = threading.RLock()
         self._parameters: dict[str, torch.nn.Parameter] = {}
         self._nodes: dict[Any, str] = {}  # node that accumulates a gradient -> name of the parameter
-        self._accumulated: dict[str, int] = {}  # how often each parameter accumulated in this backward
-        self._task: int | None = -1  # the engine's number of this backward
+        self._accumulated: dict[str, int] = {}  # how often each gradient was accumulated in this backward
+        self._task: int | None = -1  # the engine's number for this backward
 
     def note(self, kind: str, **fields: Any) -> None:
         """Record an event."""
@@ -67,15 +67,15 @@ class Recorder:
         return index
 
     def name_parameters(self, module: torch.nn.Module) -> None:
-        """Name the parameters of `module`, so that launches on one, or on its current gradient, have its name."""
+        """Record later launches on a parameter of `module`, or on its current gradient, with the parameter's name."""
         self._parameters = dict(module.named_parameters())
 
     def watch_gradients(self, module: torch.nn.Module) -> None:
         """Record an event "ready" in each backward just before a gradient of the module is added to `.grad`.
 
-        The hook belongs to the node of the autograd graph: a parameter's own hooks can be cleared or called by anyone.
-        Tensor hooks of the parameter have run by then; its post-accumulate hooks run after it. A second call watches
-        another module instead of the first.
+        The hook belongs to the node of the autograd graph, because anyone can clear or call a parameter's own hooks. It
+        runs after the parameter's tensor hooks and before its post-accumulate hooks. A second call watches another
+        module instead of the first.
         """
         self._nodes = {}
         for name, parameter in module.named_parameters():
@@ -86,7 +86,7 @@ class Recorder:
 
     def _make_hook(self, node: Any, name: str) -> Callable[[Sequence[torch.Tensor | None]], None]:
         def note_ready(gradients: Sequence[torch.Tensor | None]) -> None:
-            # Ignore calls by student code, also those through the engine in a backward of its own.
+            # Ignore calls by student code, even if it calls the hook through a backward of its own.
             if get_current_node() is node and get_current_task() == self._task:
                 self._accumulated[name] = self._accumulated.get(name, 0) + 1
                 if gradients[0] is not None:
@@ -96,7 +96,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def backward_of(self, loss: torch.Tensor) -> Iterator[None]:
-        """Record "ready" in the backward of `loss`. Raise RuntimeError unless each gradient became ready once."""
+        """Record "ready" events in the backward of `loss`. Raise RuntimeError unless each gradient is ready once."""
         root = loss.grad_fn
 
         def note_start(_: Sequence[torch.Tensor | None]) -> None:
@@ -120,7 +120,7 @@ class Recorder:
                 )
 
     def find_owner(self, tensors: list[torch.Tensor]) -> tuple[str | None, str | None]:
-        """Return the name of the parameter that a launch concerns, and whether its "weight" or its "gradient".
+        """Return the name of the parameter whose memory a launch uses, and "weight" or "gradient".
 
         Return (None, None) for a copy, or for several tensors.
         """
@@ -153,20 +153,20 @@ def note(kind: str, **fields: Any) -> None:
 
 
 def name_parameters(module: torch.nn.Module) -> None:
-    """Name the parameters of `module` in later reports. Do nothing outside a rank."""
+    """Use the parameter names of `module` in later events. Do nothing outside a rank."""
     if _recorder:
         _recorder.name_parameters(module)
 
 
 def watch_gradients(module: torch.nn.Module) -> None:
-    """Record when gradients of `module` become ready from now on. Do nothing outside a rank."""
+    """From now on, record when gradients of `module` become ready. Do nothing outside a rank."""
     if _recorder:
         _recorder.watch_gradients(module)
 
 
 @contextlib.contextmanager
 def record_backward(loss: torch.Tensor) -> Iterator[None]:
-    """Record the block as the phase "backward". The caller runs the backward of `loss` in it, once.
+    """Record the block as the phase "backward". Inside the block, call `loss.backward()` exactly once.
 
     Raise RuntimeError unless each watched gradient that the loss depends on became ready exactly once.
     """
@@ -202,7 +202,7 @@ def phase(name: str) -> Iterator[None]:
         yield
         return
     before, _recorder.phase = _recorder.phase, name
-    _recorder.note("phase")  # in case nothing else happens in it, because it hangs
+    _recorder.note("phase")  # in case the phase hangs before it records another event
     try:
         yield
     finally:
@@ -210,7 +210,7 @@ def phase(name: str) -> Iterator[None]:
 
 
 class RecordedWork(dist.Work, metaclass=make_sealed_metaclass(dist.Work)):
-    """The handle of one launch. It passes all calls on, and records waits."""
+    """The handle of one launch. It passes all calls on and records waits."""
 
     _inner, _recorder, _index = hidden_attribute(), hidden_attribute(), hidden_attribute()
 
@@ -232,7 +232,7 @@ class RecordedWork(dist.Work, metaclass=make_sealed_metaclass(dist.Work)):
     @private
     @uncounted()
     def _await(self, timeout: timedelta | None) -> None:
-        """Wait until the result is there. On CUDA, make the current stream wait."""
+        """Wait until the result is available. On CUDA, make the current stream wait."""
         if timeout is None or timeout == timedelta(0):
             self._inner.wait()
         else:
@@ -274,7 +274,7 @@ class RecordedWork(dist.Work, metaclass=make_sealed_metaclass(dist.Work)):
 class Finished(dist.Work):
     """The handle of a call for which the inner group returned None.
 
-    Since torch 2.8 NCCL's group returns no handle for a call with async_op=False, which runs on the current stream.
+    Since torch 2.8, NCCL's group returns no handle for a call with async_op=False, which runs on the current stream.
     """
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -291,7 +291,7 @@ class Finished(dist.Work):
 
 
 # For each method of a process group: the operation, and the positions of outputs and inputs in its arguments. A
-# collective whose outputs are its inputs works in place. Some operations have different names since torch 2.13.
+# collective whose outputs are its inputs works in place. Torch 2.13 renamed some operations.
 METHODS: dict[str, tuple[str, int | None, int | None]] = {
     "allreduce": ("all_reduce", 0, 0),
     "allreduce_coalesced": ("all_reduce", 0, 0),
@@ -323,7 +323,7 @@ LIST_FIRST = {"allreduce", "broadcast", "reduce"}  # these also accept a single 
 
 
 class RecordingGroup(dist.ProcessGroup, metaclass=make_sealed_metaclass(dist.ProcessGroup)):
-    """Pass every collective on to `inner`, a complete process group, and record it.
+    """Record every collective and pass it on to `inner`, a complete process group.
 
     Subclasses override `call` to handle the tensors in another way.
     """
@@ -418,7 +418,7 @@ for _method in METHODS:
 
 
 def find_callers() -> tuple[str | None, str | None]:
-    """Return the innermost line of the submission on the stack, and the name of its outermost function.
+    """Return the innermost line of the submission on the stack, and the name of the submission's outermost function.
 
     For example: "coalesced.py:59 in all_gather", "full_state_dict". Both are None if the submission is not on the
     stack, for example when torch DDP's reducer launches a collective.
@@ -439,7 +439,7 @@ def find_options(args: list[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def is_self_copy(tensors: Sequence[Any]) -> bool:
-    """Return whether a copy has equal source and target. After `data[a:b] /= n` Python assigns the slice to itself."""
+    """Return whether a copy is from a slice to itself. Python makes such a copy at the end of `data[a:b] /= n`."""
     places = {(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors if isinstance(t, torch.Tensor)}
     return len(tensors) > 1 and all(isinstance(t, torch.Tensor) for t in tensors[:2]) and len(places) == 1
 
@@ -453,9 +453,9 @@ def start_process_group(
     world_size: int,
     timeout: timedelta | None = None,
 ) -> None:
-    """Start the default process group of this rank. It and all later groups are a `group_class` around `backend`.
+    """Start the default process group of this rank. This group and all later ones wrap `backend` in a `group_class`.
 
-    `backend` is "gloo" or "nccl", which still uses gloo for CPU tensors. `timeout` is that of each collective. None
+    `backend` is "gloo" or "nccl", which still uses gloo for CPU tensors. `timeout` applies to each collective. None
     means torch's default, which is 30 minutes with gloo.
     """
 
@@ -492,7 +492,7 @@ def register_backends(
 
 
 def register_stand_ins(group: dist.ProcessGroup, backend: str) -> None:
-    """Register backends without function for the recording group, because torch stores the group's name in them.
+    """Register backends that do nothing for the recording group, because torch stores the group's name in them.
 
     If these were the inner group's backends, any caller could get them from torch.
     """
@@ -554,9 +554,9 @@ _one_thread = False
 
 
 def forbid_other_ways() -> None:
-    """Forbid student code to communicate except through our groups, and to start threads.
+    """Prevent student code from communicating outside our groups and from starting threads.
 
-    Otherwise some of its work would not be recorded. The modes that count copies and views see only one thread.
+    Otherwise, some of its work would not be recorded. The modes that count copies and views see only one thread.
     """
     global _one_thread
     _one_thread = True

@@ -1,16 +1,16 @@
 """A recording process group that delivers a result only when the caller waits for it.
 
-On a fast machine a forgotten `wait()` is almost never noticed, because the collective is complete long before its
-result is read. Here it is noticed every time. A launch works on copies of its inputs and fills its outputs with NaN.
-Waiting on the handle of *that* launch (or asking for its future, its result, or whether it is complete) writes its
+On a fast machine, a forgotten `wait()` is almost never noticed, because the collective is complete long before its
+result is read. Here it is always noticed. A launch works on copies of its inputs and fills its outputs with NaN.
+Waiting on the handle of *that* launch (or asking for its future, its result, or whether it is complete) writes the
 result to the outputs. If a tensor is changed between launch and wait, which is a race on a GPU, an event of kind "race"
 is recorded. If its memory is freed, which corrupts memory on a GPU, the wait raises RuntimeError.
 
 With gloo, as with NCCL, the wait for a send ends only after the peer has posted the matching receive, whatever the size
 of the message. Ranks that all send first and receive afterwards therefore deadlock every time.
 
-Tensors must be contiguous, as on NCCL, because gloo accepts some others: it takes a transposed tensor as memory in
-another order, and reads the gaps of a slice.
+Tensors must be contiguous, as with NCCL. Gloo alone would accept some other tensors: it would read a transposed tensor
+in memory order, and a slice with the gaps in it.
 
 torch DDP is not run in this mode: its C++ reducer may wait in places that Python cannot see.
 """
@@ -40,7 +40,7 @@ class StrictGroup(RecordingGroup):
 
     def __init__(self, inner: dist.ProcessGroup, recorder: Recorder, name: str, ranks: list[int]):
         super().__init__(inner, recorder, name, ranks)
-        self._messages = []  # their handles: gloo loses a message whose handle is gone, and the peer waits forever
+        self._messages = []  # handles of messages: without its handle, gloo loses a message and the peer waits forever
 
     @private
     @uncounted()
@@ -54,8 +54,8 @@ class StrictGroup(RecordingGroup):
         for tensor in list_tensors(list(given.values())):
             if not is_contiguous(tensor):
                 raise ValueError(
-                    f"{op} needs a contiguous tensor, as on NCCL, but one of shape {tuple(tensor.shape)} has strides "
-                    f"{tensor.stride()}. Pass a contiguous copy, then copy the result back."
+                    f"{op} needs a contiguous tensor, as with NCCL. This one has shape {tuple(tensor.shape)} and "
+                    f"strides {tensor.stride()}. Pass a contiguous copy, then copy the result back."
                 )
         for position, copy in copies.items():
             args[position] = copy
@@ -119,7 +119,7 @@ class StrictWork(RecordedWork):
                 self._recorder.note("race", index=self._index)
             for target, result in zip(self._targets, self._results):
                 target.data.copy_(result)
-            # Like NCCL, a handle does not keep the memory of its tensors after the wait.
+            # As with NCCL, a handle does not keep its tensors alive after the wait.
             self._delivered_to = [weakref.ref(target) for target in self._targets]
             self._given, self._at_launch, self._targets, self._results = [], [], [], []
         return True
@@ -146,24 +146,24 @@ class StrictWork(RecordedWork):
 
 
 def is_contiguous(tensor: torch.Tensor) -> bool:
-    """Return whether torch's NCCL backend accepts the tensor: it is contiguous, or contiguous as channels_last.
+    """Return whether torch's NCCL backend accepts the tensor: it is contiguous, or contiguous in channels_last.
 
-    See check_gpu_single_tensor in torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp. For a send or a receive NCCL's
-    backend only warns, but gloo raises.
+    See check_gpu_single_tensor in torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp. For a send or a receive, NCCL's
+    backend only warns, but gloo raises an exception.
     """
     channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim(), torch.contiguous_format)
     return tensor.is_contiguous() or tensor.is_contiguous(memory_format=channels_last)
 
 
 def copy_tensors(value: Any) -> Any:
-    """Return the same structure of lists with a copy of every tensor, with equal strides."""
+    """Copy a tensor, or all tensors in nested lists. Each copy has the strides of its original."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     return [copy_tensors(item) for item in value]
 
 
 def get_filler(dtype: torch.dtype) -> Any:
-    """Return the value that fills a result before it is waited for."""
+    """Return the value that an output contains until the wait."""
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
     return True if dtype == torch.bool else torch.iinfo(dtype).min

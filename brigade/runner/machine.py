@@ -1,4 +1,4 @@
-"""The resources that this machine has for running ranks: processor cores, the loopback interface, and GPUs."""
+"""The resources of this machine for running ranks: processor cores, the loopback interface, and GPUs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def find_loopback_interface() -> str:
 
 
 def make_gloo_environment() -> dict[str, str]:
-    """Return the environment variables for gloo. If the user has set GLOO_SOCKET_IFNAME, it stays."""
+    """Return the environment variables for gloo. If the user has set GLOO_SOCKET_IFNAME, keep its value."""
     return {} if "GLOO_SOCKET_IFNAME" in os.environ else {"GLOO_SOCKET_IFNAME": find_loopback_interface()}
 
 
@@ -35,8 +35,8 @@ def make_nccl_environments(world_size: int, share_gpu: bool) -> list[dict[str, s
         return [{} for _ in range(world_size)]
     if not share_gpu:
         raise CourseError(
-            f"{world_size} ranks need {world_size} GPUs, but there are {gpus}; --share-gpu puts several ranks on one, "
-            "for correctness only"
+            f"{world_size} ranks need {world_size} GPUs, but there are {gpus}; --share-gpu puts several ranks on one "
+            "GPU, to check correctness only"
         )
     shared = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": find_loopback_interface()}
     return [shared | {"NCCL_HOSTID": f"brigade-{rank}"} for rank in range(world_size)]

@@ -2,8 +2,8 @@
 
 A run ends when every rank has delivered a result, or when
 
-- a rank raised, ended without a result or sent something unreadable ("failed"),
-- two ranks called different collectives as the same launch of a group ("mismatch"),
+- a rank raised an exception, ended without a result or sent something unreadable ("failed"),
+- launches with the same number in a group differ between two ranks ("mismatch"),
 - no rank can continue by itself ("deadlock"),
 - the deadline has passed ("deadline").
 
@@ -44,8 +44,8 @@ LISTEN_S = 0.001  # pause between reads: waking up for each event would take pro
 ANSWER_S = 0.5  # the time that ranks have to print their stacks
 MESSAGE_LIMIT = 4_000  # characters of an exception's message that are kept
 TRACE_LIMIT = 1 << 16  # bytes of a rank's stack that are kept
-FRAMES_LIMIT = 30  # of an exception that are kept
-SENT_LIMIT = 1 << 30  # bytes that a rank may send without a sandbox
+FRAMES_LIMIT = 30  # frames of an exception that are kept
+SENT_LIMIT = 1 << 30  # bytes that a rank may send, if there is no sandbox
 HEADER_BYTES = 9  # of a message: its letter and its size
 
 
@@ -58,7 +58,7 @@ class RankProcess:
         self.control, self._rank_control = socket.socketpair()
         self.output, self._rank_output = os.pipe()
         self.trace, self._rank_trace = os.pipe()
-        self.buffer = bytearray()  # the beginning of a message
+        self.buffer = bytearray()  # messages that are not complete yet
         self.num_received = 0  # bytes
 
     @property
@@ -73,12 +73,12 @@ class RankProcess:
         os.close(self._rank_trace)
 
     def send(self, data: bytes) -> None:
-        """Send the request. A rank that has ended already does not read it."""
+        """Send the request. Do nothing if the rank has already ended."""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self.control.sendall(struct.pack("<Q", len(data)) + data)
 
     def close(self) -> None:
-        """Read what the rank has printed since, then close all channels."""
+        """Read the rest of the rank's output, then close all channels."""
         if self.pid:
             os.set_blocking(self.output, False)
             with contextlib.suppress(OSError):
@@ -122,7 +122,7 @@ class Monitor:
         return [rank.state for rank in self.ranks]
 
     def fork(self, directory: Path) -> None:
-        """Let the server fork the ranks, with the run's `directory`."""
+        """Let the server fork the ranks. `directory` is the directory of the run."""
         descriptors = [fd for rank in self.ranks for fd in rank.descriptors]
         pids = SERVER.fork(descriptors, directory, [functools.partial(self._note_exit, rank) for rank in self.ranks])
         for rank, pid in zip(self.ranks, pids):
@@ -162,7 +162,7 @@ class Monitor:
             self._selector.close()
 
     def decode_results(self) -> list[Any]:
-        """Return the results of all ranks. Raise RankFailure if one cannot be decoded."""
+        """Return the results of all ranks. Raise RankFailure if a result cannot be decoded."""
         from brigade.runner import wire
 
         values = []
@@ -177,7 +177,7 @@ class Monitor:
     def _find_failure_kind(self, ends_at: float) -> str | None:
         """Return how the run has failed, or None if it has not failed yet."""
         now = time.monotonic()
-        if self._mismatch:  # even if all have delivered: some mismatched collectives complete
+        if self._mismatch:  # even if all ranks have delivered a result: some mismatched collectives complete
             return "mismatch"
         if all(state.result is not None for state in self.states):
             return None
@@ -296,14 +296,14 @@ class Monitor:
         )
 
     def _read_frame(self, file: Any, line: Any, function: Any, text: Any) -> Frame:
-        """Return one frame of an exception. Add the text of the line if the rank has only the code of the file."""
+        """Return one frame of an exception. Add the text of its line if the rank has only compiled code of the file."""
         if isinstance(file, str) and file in self._sealed_lines:
             lines = self._sealed_lines[file]
             text = lines[line - 1] if type(line) is int and 0 < line <= len(lines) else ""
         return (str(file)[:MESSAGE_LIMIT], int(line), str(function)[:MESSAGE_LIMIT], str(text)[:MESSAGE_LIMIT])
 
     def _request_stacks(self) -> None:
-        """Ask the ranks to print their stacks, and read these."""
+        """Ask the ranks to print their stacks, and read the stacks."""
         alive = [rank for rank in self.ranks if rank.state.status is None]
         for rank in alive:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -317,7 +317,7 @@ class Monitor:
 
 
 def append_limited(kept: bytearray, data: bytes, limit: int) -> None:
-    """Append data to `kept` until it has `limit` bytes."""
+    """Append data to `kept` until `kept` has `limit` bytes."""
     kept.extend(data[: max(0, limit - len(kept))])
 
 
@@ -334,9 +334,9 @@ def refuse_constant(name: str) -> None:
 
 
 def read_sealed_lines(packages: dict[str, Sources]) -> dict[str, list[str]]:
-    """Return the lines of the files that ranks receive as code only.
+    """Return the lines of the files that ranks receive only as compiled code.
 
-    The reference has no lines here if it is mixed with a student's modules: feedback must not show it.
+    If files of the reference are mixed with a student's modules, return no lines of them: feedback must not show them.
     """
     lines = {}
     for sources in packages.values():

@@ -23,7 +23,7 @@ def receive(channel: socket.socket) -> tuple[dict | None, list[int]]:
     """Return the next message and its descriptors, or (None, []) when the other end has closed."""
     line, descriptors = b"", []
     while not line.endswith(b"\n"):
-        # One byte at a time after the first keeps what belongs to the next message in the socket.
+        # Reading one byte at a time leaves the next message in the socket.
         data, fds, _, _ = socket.recv_fds(channel, 1, 250)
         descriptors += fds
         if not data:

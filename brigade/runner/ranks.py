@@ -6,7 +6,7 @@
     results.output[1]     its printed output
 
 `function` is a top-level function of a file. The ranks import that file, and the package that contains it, from their
-text. Each rank is a fresh process with an initialised default process group. Every rank must return a value that
+source text. Each rank is a fresh process with an initialised default process group. Every rank must return a value that
 `wire.py` can encode; otherwise `RankFailure` says what happened on which rank. When `run_ranks` returns or raises, all
 ranks have been killed and reaped, and their files have been removed.
 """
@@ -63,7 +63,7 @@ class RunOptions:
     seed: int | None = None  # None: a random seed
     share_gpu: bool = False  # whether several ranks may use one GPU
     terminal: bool = False  # run on this terminal without a deadline, for a debugger
-    # False: events arrive in batches, which disturb a measurement less. A deadlock then lasts until the deadline.
+    # False: events arrive in batches, which disturb a measurement less. A deadlock is then found only at the deadline.
     stream: bool = True
     on_event: Callable[[int, Event], None] | None = None  # called in this process with each event as it arrives
 
@@ -90,7 +90,7 @@ def run_ranks(function: Callable[..., Any], *args: Any, **options: Any) -> RankR
 
     directory = Path(tempfile.mkdtemp(prefix="run-", dir=SERVER.scratch))
     if SERVER.sandbox:
-        SERVER.scratch.chmod(0o711)  # the sandbox's user must reach the run's directory below
+        SERVER.scratch.chmod(0o711)  # the sandbox's user must be able to reach the run's directory
     monitor = Monitor(
         how.world_size,
         packages,

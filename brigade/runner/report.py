@@ -1,4 +1,4 @@
-"""What became of each rank of a run, and the report of a run that failed, in words."""
+"""The state of each rank of a run, and the report of a failed run in words."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ Frame = tuple[str, int, str, str]  # file, line, function, text of the line
 class RankFailure(Exception):
     """A run that did not end with a result from every rank.
 
-    `kind`: "exception" (a rank raised), "died" (its process ended), "deadline", "deadlock" (no rank can continue),
-    "mismatch" (the ranks called different collectives) or "garbled" (unreadable result).
-    `rank` is the first rank that failed, if one is to blame. `lines` describe the ranks, one line each. `error` is the
-    type name of the exception, `message` its message, and `frames` its frames in the files that ranks received, as
-    (file, line, function, text). `part` is the part of a skeleton that raised it. `output` and `events` are lists with
-    one entry per rank.
+    `kind` is "exception" (a rank raised one), "died" (a rank's process ended), "deadline", "deadlock" (no rank can
+    continue), "mismatch" (the ranks called different collectives) or "garbled" (unreadable result).
+    `rank` is the first rank that failed, if a single rank is to blame. `lines` describe the ranks, one line each.
+    `error` is the type name of the exception, `message` its message, and `frames` its frames in the files that ranks
+    received, as (file, line, function, text). `part` is the part of a skeleton that raised the exception. `output` and
+    `events` are lists with one entry per rank.
     """
 
     events: list[list[Event]]
@@ -89,8 +89,8 @@ class RankState:
     result: bytes | None = None
     error: RankError | None = None
     status: int | None = None  # exit status of its process, if that has ended
-    garbled: str = ""  # the error in what it sent, as the predicate of a sentence
-    is_closed: bool = False  # its channel
+    garbled: str = ""  # what was wrong with its messages, as the predicate of a sentence
+    is_closed: bool = False  # whether its channel is closed
 
     @property
     def is_settled(self) -> bool:
@@ -111,7 +111,7 @@ def describe_failure(
     deadline_s: float | None,
     packages: dict[str, Sources],
 ) -> RankFailure:
-    """Return the failure of a run, to tell the user. `kind` is "mismatch", "deadlock", "deadline" or "failed"."""
+    """Return the exception that reports a failed run. `kind` is "mismatch", "deadlock", "deadline" or "failed"."""
     if kind == "failed":
         failure = _describe_rank_failure(states, progress, packages)
     else:
@@ -171,7 +171,7 @@ def _describe_rank_failure(
 def find_culprit(states: Sequence[RankState]) -> RankState:
     """Return the rank that failed by itself, not because of a peer.
 
-    If a peer has ended, gloo or NCCL raises an exception in a rank, or aborts it.
+    If a peer has ended, gloo or NCCL raises an exception in a rank, or aborts the rank.
     """
     raised = [state for state in states if state.error]
     first_hand = [state for state in raised if not BROKEN_LINK.search(state.error.message)]
@@ -181,7 +181,7 @@ def find_culprit(states: Sequence[RankState]) -> RankState:
 
 
 def describe_state(state: RankState, progress: Progress, packages: dict[str, Sources]) -> str:
-    """Return one line that describes a rank, such as:
+    """Describe a rank in one line, for example:
 
     rank 0 waits in all_reduce #3 (fc2.weight, float32, 4096 B), which rank 1 never launched, at naive_ddp.py:4
     """
@@ -211,7 +211,7 @@ def locate(stack: bytes | bytearray, packages: dict[str, Sources]) -> str:
 
 
 def describe_exit(status: int) -> str:
-    """Return how a process ended, such as: killed by SIGKILL"""
+    """Describe how a process ended, for example "killed by SIGKILL"."""
     if status < 0:
         with contextlib.suppress(ValueError):
             return f"killed by {signal.Signals(-status).name}"

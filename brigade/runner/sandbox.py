@@ -1,18 +1,18 @@
 """Isolate a rank that runs a stranger's code, if the grader was started as root. Linux only.
 
-A rank calls `enter` before it receives the submission. From then on the process belongs to an unprivileged user, has
+A rank calls `enter` before it receives the submission. From then on, the process belongs to an unprivileged user, has
 limits on memory, processes and file sizes, and ends with the fork server. It cannot read hidden paths: the course's own
 files (tests, solutions, history), and the directories that the grader names.
 
 The kernel refuses some system calls (`filter_system_calls`): those that leave data in the kernel for a later process of
 the user (key rings, shared memory, semaphores, message queues), and those that create namespaces. If control groups are
-writable, all processes of the user share one. It limits their memory, and gives every grading an equal share of the
-processors, however many processes it starts.
+writable, all processes of the user share one group. The group limits their memory, and gives every grading an equal
+share of the processors, regardless of how many processes the grading starts.
 
 If namespaces are allowed, hidden paths are masked, the temporary directories are small and disappear with the rank,
-other users' processes are invisible, and the network is a loopback. If they are not allowed (in most containers), the
-grader has removed the permissions (`close_off`), but the network and the disk are open. The isolation is not complete:
-other files that anybody may read are readable, and the kernel is shared.
+other users' processes are invisible, and the network is only a loopback. If namespaces are not allowed (in most
+containers), the grader has removed the permissions on the hidden paths (`close_off`), but the network and the disk are
+open. The isolation is not complete: other files that anybody may read are readable, and the kernel is shared.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_SPEC_ALLOW = 1, 4
 CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWNET = 0x00020000, 0x08000000, 0x40000000
 MS_BIND, MS_REC, MS_PRIVATE, MS_NOSUID, MS_NODEV, MS_NOEXEC = 0x1000, 0x4000, 0x40000, 0x2, 0x4, 0x8
 SIOCSIFFLAGS, IFF_UP, IFF_RUNNING = 0x8914, 0x1, 0x40
-FIRST_UID = 64_100  # of the users of ranks; these need no accounts
+FIRST_UID = 64_100  # of the users that run ranks; these users need no accounts
 USERS = 64  # the number of graders that can run at a time on one machine
 PRIVATE_DIRECTORIES = (
     "/tmp",
@@ -56,9 +56,9 @@ NICENESS = 5  # of ranks, so that the grader and other processes have priority
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
 ORDINARY_SHARES = 4  # a grading gets the processor time of this many ordinary processes
 
-# System calls that a rank may not make, by machine: (its number in audit.h, seccomp, clone, clone3, refused ones).
-# Refused are add_key, request_key, keyctl; shmget, shmat, shmctl; msgget, msgsnd, msgrcv, msgctl; semget, semop,
-# semtimedop, semctl; mq_open; unshare, setns; ptrace, process_vm_readv, process_vm_writev.
+# System calls that a rank may not make, by machine: (its number in audit.h, seccomp, clone, clone3, refused calls).
+# The refused calls are add_key, request_key, keyctl; shmget, shmat, shmctl; msgget, msgsnd, msgrcv, msgctl; semget,
+# semop, semtimedop, semctl; mq_open; unshare, setns; ptrace, process_vm_readv, process_vm_writev.
 MACHINES = {
     "x86_64": (
         0xC000003E, 317, 56, 435,
@@ -84,13 +84,13 @@ class Sandbox:
     file: int = 64 << 20
     disk: int = 64 << 20  # of each private directory, which is in memory
     files: int = 10_000  # in each private directory
-    sent: int = 4 << 20  # by each rank; as Python objects in the grader it takes up to 20 times as much
+    sent: int = 4 << 20  # by each rank; the Python objects in the grader take up to 20 times as much
 
 
 def enter(settings: dict, directory: str, server: int) -> None:
     """Move this process into the sandbox, with the working files in `directory`. Raise OSError if that is impossible.
 
-    `settings` are the fields of a `Sandbox`, `server` is the process id of the fork server.
+    `settings` are the fields of a `Sandbox`, and `server` is the process id of the fork server.
     """
     join_groups(settings)
     os.nice(NICENESS)
@@ -124,10 +124,11 @@ def enter(settings: dict, directory: str, server: int) -> None:
 
 
 def filter_system_calls() -> bool:
-    """Make the kernel refuse the calls in MACHINES for this process and its children. Return whether it can.
+    """Make the kernel refuse the calls in MACHINES for this process and its children. Return whether it does.
 
-    A call that creates a namespace is refused by its flags. The flags of clone3 are in memory, which a filter cannot
-    read, so the filter answers clone3 as a kernel without it would. The C library then uses clone.
+    The filter recognises calls that create a namespace by their flags. The flags of clone3 are in memory, which a
+    filter cannot read. The filter therefore answers clone3 as a kernel without this call would, and the C library uses
+    clone.
     """
     machine = os.uname().machine
     if machine not in MACHINES:
@@ -136,7 +137,7 @@ def filter_system_calls() -> bool:
     load, equal, at_least, any_bit, answer = 0x20, 0x15, 0x35, 0x45, 0x06  # instructions of the Berkeley Packet Filter
     allow, permission, missing = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS
     number, architecture, first_argument = 0, 4, 16  # offsets in the kernel's description of a call
-    # (operation, how many instructions to skip if true, and if false, operand)
+    # (operation, instructions to skip if true, instructions to skip if false, operand)
     program = [(load, 0, 0, architecture), (equal, 1, 0, audit), (answer, 0, 0, permission), (load, 0, 0, number)]
     program += [(at_least, 0, 1, 0x4000_0000), (answer, 0, 0, permission)]  # x86_64's second table of calls
     for call in refused:
@@ -171,16 +172,16 @@ def join_groups(settings: dict) -> bool:
 
 
 def leave_groups(uid: int) -> None:
-    """Remove the user's control groups. This needs root, and a user without processes."""
+    """Remove the user's control groups. This needs root, and the user must have no processes."""
     for group in find_control_groups(uid):
         with contextlib.suppress(OSError):
             group.rmdir()
 
 
 def find_control_groups(uid: int) -> list[Path]:
-    """Return the directories of the user's control groups. They are below our own, so that our limits include them.
+    """Return the directories of the user's control groups. They are below our own groups, so our limits include them.
 
-    In version 2 a group with processes cannot divide its memory, so they are in the nearest group above that can.
+    In version 2, a group with processes cannot divide its memory, so the groups are in the nearest ancestor that can.
     """
     groups = []
     with contextlib.suppress(OSError):
@@ -222,7 +223,7 @@ def reserve_user() -> Iterator[int]:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 continue
-            kill_user(uid)  # a grader that was killed may have left something
+            kill_user(uid)  # a grader that was killed may have left processes and files
             remove_files(uid)
             try:
                 yield uid
@@ -250,7 +251,7 @@ def remove_files(uid: int) -> None:
     for directory in PRIVATE_DIRECTORIES:
         with contextlib.suppress(OSError):
             for entry in list(os.scandir(directory)):
-                with contextlib.suppress(FileNotFoundError):  # other processes may remove it first
+                with contextlib.suppress(FileNotFoundError):  # other processes may remove the entry first
                     if entry.stat(follow_symlinks=False).st_uid == uid:
                         remove(entry.path)
 
@@ -288,7 +289,7 @@ def unshare_mounts() -> bool:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(CLONE_NEWNS) != 0:
         return False
-    libc.unshare(CLONE_NEWIPC)  # if this fails, only System V shared memory of a rank can remain
+    libc.unshare(CLONE_NEWIPC)  # if this fails, only a rank's System V shared memory can remain
     return libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None) == 0
 
 
@@ -300,10 +301,10 @@ def leave_network() -> None:
 
 
 def mask_paths(settings: dict, directory: str) -> None:
-    """Mask the course, the hidden paths and the temporary directories. Mount what a rank needs below them again.
+    """Mask the course, the hidden paths and the temporary directories. Then mount again what a rank needs inside them.
 
-    The run's directory becomes private too, except for the file with which ranks meet. Only processes of the user stay
-    visible.
+    The run's directory becomes private too, except for the file through which the ranks find each other. Only the
+    user's processes remain visible.
     """
     limits = f"size={settings['disk']},nr_inodes={settings['files']}"
     needed = {path for path in (sys.prefix, sys.base_prefix, directory, *sys.path) if os.path.isdir(path)}
@@ -338,7 +339,7 @@ def mask_paths(settings: dict, directory: str) -> None:
 
 
 def list_closed_ancestors(path: str) -> list[str]:
-    """Return a list with the outermost directory above `path` that other users must not enter, if there is one."""
+    """Return a list with the outermost directory above `path` that other users cannot enter, if there is one."""
     for ancestor in reversed(Path(path).parents):
         if not ancestor.stat().st_mode & stat.S_IXOTH:
             return [str(ancestor)]

@@ -1,7 +1,7 @@
 """The parent's side of the fork server: start it, have it fork and kill ranks, and keep its temporary directory.
 
 `SERVER` is the server of this process. Several threads may use it, each for its own ranks. `protocol.py` contains the
-messages, `rank/fork_server.py` the server itself.
+messages, and `rank/fork_server.py` contains the server itself.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from brigade.runner import protocol, sandbox
 
 
 class ServerLost(CourseError):
-    """The fork server has ended, and its ranks with it. The next run starts another."""
+    """The fork server and its ranks have ended. The next run starts another server."""
 
 
 class Server:
@@ -35,7 +35,7 @@ class Server:
     def __init__(self) -> None:
         self._process: subprocess.Popen | None = None
         self._channel: socket.socket | None = None
-        self._ready = False  # whether it has answered: it has imported torch
+        self._ready = False  # whether the server has answered, which it does after importing torch
         self._lock = threading.RLock()  # held during an exchange of messages
         self._on_exit: dict[int, Callable[[int], None]] = {}  # by process id of each running rank
         self.scratch = Path()
@@ -51,7 +51,7 @@ class Server:
     def _start(self) -> None:
         self.close()
         sweep()
-        self.scratch, lock = make_locked_directory()  # the server holds the lock as long as it lives
+        self.scratch, lock = make_locked_directory()  # the server holds the lock as long as it runs
         channel, server_end = socket.socketpair()
         program = (
             f"import sys; sys.path[:1] = [{str(ROOT)!r}]; from brigade.rank.fork_server import serve; "
@@ -71,10 +71,10 @@ class Server:
     def _make_environment(self) -> dict[str, str]:
         """Return the environment of the server, which its ranks inherit."""
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "PYTHON"))}
-        if self.sandbox:  # a submission may know only these variables
+        if self.sandbox:  # a submission may see only these variables
             environment = {name: value for name, value in environment.items() if name in ("PATH", "LANG", "LC_ALL")}
         return environment | {
-            "OMP_NUM_THREADS": "1",  # no thread pools before the fork; each rank sets its own number later
+            "OMP_NUM_THREADS": "1",  # no thread pools before the fork; each rank sets its own number of threads later
             "OPENBLAS_NUM_THREADS": "1",
             "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",  # fewer, larger pages: a fork copies less
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # the search for GPUs must not initialise CUDA before the fork
@@ -100,7 +100,7 @@ class Server:
         for pid in pids:
             self._on_exit.pop(pid, None)
         if self._channel is None:
-            return  # the server was closed since, and its ranks ended with it
+            return  # the server has been closed in the meantime, and its ranks ended with it
         try:
             with self._exchange():
                 protocol.send(self._channel, {"kill": pids} | self._make_sandbox_fields())
@@ -120,9 +120,9 @@ class Server:
 
     @contextlib.contextmanager
     def _exchange(self) -> Iterator[None]:
-        """Hold the lock in the block. Close the channel if Ctrl-C interrupts it, because half a message may be left.
+        """Hold the lock in the block. If Ctrl-C interrupts the block, close the channel: half a message may be left.
 
-        Raise ServerLost if the server has ended, and kill what its ranks had started.
+        If the server has ended, kill the processes that its ranks had started, and raise ServerLost.
         """
         with self._lock:
             try:
@@ -161,7 +161,7 @@ class Server:
         return self._channel.fileno()
 
     def close(self) -> None:
-        """End the server and all its ranks. The next `start` starts another."""
+        """End the server and all its ranks. The next `start` starts a new server."""
         if self._channel:
             self._channel.close()
             self._channel = None
@@ -178,7 +178,10 @@ class Server:
 
 
 def make_locked_directory() -> tuple[Path, int]:
-    """Make a temporary directory. Return it and a descriptor that locks it; once that is closed, `sweep` removes it."""
+    """Make a temporary directory. Return it and a descriptor that locks it.
+
+    Once the descriptor is closed, `sweep` removes the directory.
+    """
     directory = Path(tempfile.mkdtemp(prefix="brigade-"))
     lock = os.open(directory / "new", os.O_CREAT | os.O_RDWR)
     fcntl.flock(lock, fcntl.LOCK_EX)

@@ -2,8 +2,8 @@
 
 Reading a pickle runs code chosen by its author, and a rank runs code that we do not trust. A value is None, a bool, a
 number, a string, bytes, a `torch.dtype`, a tensor, or a list, tuple or dict of values. The keys of a dict are strings
-or integers from 0 to 2^20. Otherwise a malicious rank could choose keys that collide in the parent, and a dict of them
-would take quadratic time.
+or integers from 0 to 2^20. Otherwise a malicious rank could choose keys that collide in the parent, and building
+the dict would take quadratic time.
 
     8 bytes                length of the header, little-endian
     header                 JSON {"value": tree, "sizes": [bytes of blob 0, bytes of blob 1, ...]}
@@ -29,9 +29,9 @@ DTYPES = {
 }  # fmt: skip
 
 
-MOST_VALUES = 200_000  # in one message: values inside values, and keys
-MOST_DEPTH = 100  # of values inside values
-MOST_KEY = 1 << 20  # of the integers that are keys
+MOST_VALUES = 200_000  # in one message, including nested values and keys
+MOST_DEPTH = 100  # of nested values
+MOST_KEY = 1 << 20  # the largest integer key
 MOST_DIGITS = 19  # of an integer
 MOST_DIMENSIONS = 64  # of a tensor
 MOST_ENTRIES = 1 << 40  # of a dimension
@@ -44,7 +44,7 @@ class WireError(ValueError):
 def encode(value: Any) -> bytes:
     """Return bytes from which `decode` makes an equal value.
 
-    Tensors arrive on the CPU, contiguous and without a gradient. Raise WireError for other types.
+    Tensors arrive on the CPU, contiguous and without a gradient. Raise WireError for a value of another type.
     """
     blobs: list[bytes] = []
     header = json.dumps({"value": _flatten(value, blobs), "sizes": [len(blob) for blob in blobs]}).encode()
@@ -101,14 +101,14 @@ def _check_key(key: Any) -> str | int:
 
 
 def read_int(digits: str) -> int:
-    """Return an integer in JSON. Raise WireError if it is longer than the 64 bits of counts and sizes."""
+    """Return an integer in JSON. Raise WireError if it has more digits than a 64-bit count or size."""
     if len(digits) > MOST_DIGITS + digits.startswith("-"):
         raise WireError("an integer is too long")
     return int(digits)
 
 
 class _Reader:
-    """Build a value from the tree in a header, up to a number of values and a depth."""
+    """Build a value from the tree in a header, with limits on the number of values and the depth."""
 
     def __init__(self, blobs: list[memoryview | None]):
         self._blobs = blobs
@@ -146,7 +146,7 @@ class _Reader:
         return torch.frombuffer(bytearray(blob), dtype=dtype).reshape(shape)
 
     def _take_blob(self, index: int) -> memoryview:
-        """Return blob `index`, which may be used only once: a thousand copies of it would fill our memory."""
+        """Return blob `index`, which may be used only once, because a thousand copies of it would fill our memory."""
         blob, self._blobs[index] = self._blobs[index], None
         if blob is None:
             raise WireError("a blob is used twice")

@@ -73,7 +73,7 @@ MUTANTS = [
         WHOLE,
         "whole = tensor.detach()",
         ("test_parameters_start_equal",),
-        "broadcast needs a contiguous tensor, as on NCCL",
+        "broadcast needs a contiguous tensor, as with NCCL",
     ),
     Mutant(
         "transposed parameters not copied back",

@@ -178,7 +178,7 @@ def test_the_command_writes_a_picture_and_a_trace(quick, brigade, tmp_path):
     status, out, err = brigade("trace", 2, "--target", "solutions", *options)
     assert status == 0 and not err
     assert "2 FlatDDP: a step of " in out and "torch DDP: a step of " in out and " ms exposed, 1 collective" in out
-    assert "The link is emulated, 500.0 us a message and 1 Gbit/s in each direction" in out
+    assert "The link is emulated, 500.0 us per message and 1 Gbit/s in each direction" in out
     assert all(str(path) in out for path in (picture, events, page))
     assert [shown["label"] for shown in read_page(page)[1]["timelines"]] == ["2 FlatDDP", "torch DDP"]
     assert timeline.COLOURS["collective"] in read_colours(picture)[0]

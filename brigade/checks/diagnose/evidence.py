@@ -1,6 +1,6 @@
 """Find the mistakes that the ranks' records reveal.
 
-Name a mistake only if the evidence excludes the equally likely ones: a wrong cause is worse than none.
+Name a mistake only if the evidence rules out equally likely mistakes: a wrong cause is worse than none.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ COLLECTIVE_METHODS = ("state_dict", "full_state_dict")  # methods that look loca
 
 @dataclass(frozen=True)
 class Evidence:
-    """What the ranks' record of one step shows. `mistake` describes an error that does not depend on the numbers."""
+    """What the ranks' records of one step show. `mistake` describes an error that does not depend on the numbers."""
 
     mistake: str = ""
     uses_avg: bool = False  # whether a collective's reduce op is AVG
     has_sync_launch: bool = False  # whether a collective was called without async_op=True, and so returned None
-    num_unawaited: int | None = None  # handles that nobody waited on in their step; None: unknown
+    num_unawaited: int | None = None  # number of handles that nobody waited on in their step; None: unknown
     num_handles: int = 0  # of asynchronous launches
     unawaited_ops: tuple[str, ...] = ()  # the operations of the handles that nobody waited on
     world_size: int | None = None  # of the run; the compared ranks may be only a part of it
@@ -59,7 +59,7 @@ def collect_evidence(events: Sequence[Sequence[Event]] | None, case: Case, step:
 
 
 def find_wrong_launch(record: Sequence[Event], case: Case, step: int | None) -> str:
-    """Describe a launch that reduces a weight, a gradient twice, or a gradient too early or while it changes."""
+    """Describe a launch that reduces a weight, or that reduces a gradient twice, too early or while it changes."""
     launched = [launch for launch in launches(record, step) if launch.phase in ("backward", "finish")]
     if any(launch.op == "all_reduce" and launch.memory == "weight" for launch in launched):
         return "the submission all-reduces the parameter itself. It must all-reduce the gradient, p.grad."
@@ -83,7 +83,10 @@ def find_wrong_launch(record: Sequence[Event], case: Case, step: int | None) -> 
 
 
 def find_repeated_reduction(record: Sequence[Event], step: int | None, numel: int | None = None) -> str:
-    """Describe a gradient that a step all-reduces again before backward adds to it. All gradients have `numel`."""
+    """Describe a gradient that a step all-reduces again before backward adds to it.
+
+    `numel` is the total number of elements of all gradients.
+    """
     readiness, last = list_ready_gradients(record, step), {}
     reductions = [x for x in select_sync_launches(record, step) if x.op == "all_reduce"]
     for launch in reductions:
@@ -129,7 +132,7 @@ def find_skipped_call(events: Sequence[Sequence[Event]], kind: str) -> str:
 
 
 def find_leftover(events: Sequence[Event]) -> str:
-    """Describe how a later step launches differently from step 0, which did the same work; "" if it does not.
+    """Describe how the launches of a later step differ from step 0, which did the same work; "" if they do not.
 
     If the record ends within a step, because the rank failed, compare only what step 0 had launched by then.
     """
@@ -149,21 +152,22 @@ def find_leftover(events: Sequence[Event]) -> str:
 
 
 def select_sync_launches(events: Sequence[Event], step: int | None) -> list[Launch]:
-    """Return the launches of a step that synchronise gradients: those in backward and in the finish."""
+    """Return the launches of a step that synchronise gradients: those in backward and in finish_grad_sync."""
     return [x for x in launches(events, step) if x.phase == "backward" or x.phase.startswith("finish")]
 
 
 def measure_progress(events: Sequence[Event], step: int, place: int) -> tuple[bool, int]:
-    """Return how far a step was at `place`: whether its finish had begun, and the number of ready gradients."""
+    """Return how far a step was at `place`: whether finish_grad_sync had begun, and the number of ready gradients."""
     begin = next(i for i, event in enumerate(events) if event.get("kind") == "step" and event.get("step") == step)
     is_over = any(event.get("phase", "").startswith("finish") for event in events[begin:place])
     return is_over, sum(at < place for at, _ in list_ready_gradients(events, step))
 
 
 def describe_difference(first: Sequence[Progressed], again: Sequence[Progressed], due: Sequence[str]) -> str:
-    """Describe how the launches of a step, `again`, differ from those of step 0, `first`; each with its progress.
+    """Describe how the launches of a step, `again`, differ from those of step 0, `first`.
 
-    `due` lists the operations of step 0 that the step should have launched by now.
+    Each launch comes with the progress of its step. `due` lists the operations of step 0 that the step should have
+    launched by now.
     """
     for op in dict.fromkeys(due):
         count = sum(launch.op == op for launch, _ in again)
@@ -177,7 +181,7 @@ def describe_difference(first: Sequence[Progressed], again: Sequence[Progressed]
 
 
 def describe_moment(is_over: bool, count: int) -> str:
-    """Return a moment of a step in words."""
+    """Describe a moment of a step, for example "when 2 gradients were ready"."""
     return "in finish_grad_sync" if is_over else f"when {count} gradient{' was' if count == 1 else 's were'} ready"
 
 
@@ -188,7 +192,7 @@ def find_no_sync_launches(events: Sequence[Event], step: int) -> list[Launch]:
 
 
 def find_wrong_group(events: Sequence[Sequence[Event]], group: Sequence[int]) -> str:
-    """Describe a launch in backward or in the finish that runs on a group other than `group`."""
+    """Describe a launch in backward or in finish_grad_sync that runs on a group other than `group`."""
     for rank in group if events else []:
         launched = [event for event in events[rank] if event["kind"] == "launch"]
         others = [e["ranks"] for e in launched if e["phase"] in ("backward", "finish") and e["ranks"] != group]
@@ -201,7 +205,7 @@ def find_wrong_group(events: Sequence[Sequence[Event]], group: Sequence[int]) ->
 
 
 def join_names(names: Sequence[Any], limit: int = 4) -> str:
-    """Return the names as a list in a sentence: all of them, or the first `limit` and the number of the others."""
+    """Join the names for use in a sentence: all names, or the first `limit` names and the number of the others."""
     names = [str(name) for name in names]
     shown = names[:limit] + [f"{len(names) - limit} more"] * (len(names) > limit)
     return " and ".join(filter(None, [", ".join(shown[:-1]), *shown[-1:]]))

@@ -1,6 +1,6 @@
 """Find the mistake behind a rank's exception from its message, the rank's record and the submission's text.
 
-Name a cause only if the evidence excludes the equally likely ones: a wrong cause is worse than none.
+Name a cause only if the evidence rules out equally likely causes: a wrong cause is worse than none.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 IN_PLACE = ("all_reduce", "broadcast", "reduce_scatter_tensor", "all_gather_into_tensor", "all_gather")
 MAIN_GRAD_AS_GRAD = (
     "main_grad and its parameter have different dtypes, so main_grad cannot be p.grad. Only finish_accumulation sets "
-    "p.grad, to a rounded copy, and forward attaches no views."
+    "p.grad, to a rounded copy. Forward must not attach views."
 )
 EMPTY_OVERLAP = (
-    "a shard without elements of a parameter has a param_slice with elements. If the two ranges do not overlap, both "
-    "slices must be empty. A negative stop counts from the end."
+    "a param_slice is not empty, but the shard has no elements of the parameter. If the two ranges do not overlap, "
+    "both slices must be empty. A negative stop counts from the end."
 )
 GATHERED_EARLY = (
     "a group is gathered before its reduce-scatter is launched. If gradients become ready in another order, half of "
@@ -38,7 +38,10 @@ CALLED_HOOK = "a hook is called on the line that registers it. Pass the function
 
 @dataclass(frozen=True)
 class Symptom:
-    """An exception of this type ("": any) whose message matches means `cause`, or nothing if `cause` returns ""."""
+    """A rule: if an exception has the type `error` ("": any type) and `message` matches its text, `cause` explains it.
+
+    A `cause` that is a function is called. If it returns "", the rule does not apply.
+    """
 
     name: str
     error: str
@@ -160,7 +163,7 @@ OPTIONS = "lr|betas|eps|momentum|weight_decay|dampening|nesterov|amsgrad|maximiz
 UNEQUAL_SHARDS = r"outputShape\[0\] \* worldSize == inputShape\[0\] \((\d+) vs\. (\d+)\)"
 FREED = (
     "a freed weight is used. Its unit is freed too early or not gathered, or its storage was replaced although "
-    "autograd remembers it."
+    "autograd still uses the old one."
 )
 HOOK_RESULT = "hook returned|hooks should return"
 NO_ATTRIBUTE = r"'NoneType' object has no attribute '(\w+)'"
@@ -179,7 +182,7 @@ SYMPTOMS = [
             "a rank sends a message to itself. A ring of one rank has no steps. In a group, "
             "pass group_dst and group_src."),
     Symptom("nothing to step", "ValueError", "got an empty parameter list", "this rank owns no parameter, and torch's "
-            "optimizers refuse an empty list. They accept groups without parameters: pass a list of groups."),
+            "optimizers refuse an empty list. They accept empty param_groups: pass a list of param_groups."),
     Symptom("signature", "TypeError",
             r"(missing|takes) .*argument|unexpected keyword argument|multiple values for argument", explain_signature),
     Symptom("assigned gradient", "RuntimeError", "assign a gradient|assigned grad", explain_assigned_gradient),
@@ -200,7 +203,7 @@ SYMPTOMS = [
 
 
 def explain_exception(failure: RankFailure, sources: Sources) -> tuple[str, str]:
-    """Return the likely cause of a rank's exception and the name of the symptom; two "" if there is none."""
+    """Return the likely cause of a rank's exception and the name of the symptom, or ("", "") if there is none."""
     registering = [text for _, _, function, text in failure.frames[:-1] if function != "<lambda>"]
     if any(re.search(r"register_\w*hook\(", text) for text in registering) and failure.own:
         return CALLED_HOOK, "called hook"  # the line that registers the hook was calling it
@@ -213,7 +216,7 @@ def explain_exception(failure: RankFailure, sources: Sources) -> tuple[str, str]
 
 
 def find_used_results(sources: Sources) -> Iterable[tuple[str, str]]:
-    """Yield (file and line, name) of each collective without async_op=True in these texts whose result is used."""
+    """Yield (file and line, name) for each collective whose result is used although it lacks async_op=True."""
     for path, text in sources.values():
         tree = parse(text)
         alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
@@ -227,7 +230,7 @@ def find_used_results(sources: Sources) -> Iterable[tuple[str, str]]:
 
 
 def find_optimizer_calls(sources: Sources) -> Iterable[str]:
-    """Yield file and line of each `super().__init__(...)` in a subclass of torch's Optimizer."""
+    """Yield the file and line of each `super().__init__(...)` in a subclass of torch's Optimizer."""
     for path, text in sources.values():
         for node in ast.walk(parse(text)):
             bases = node.bases if isinstance(node, ast.ClassDef) else []
@@ -257,7 +260,7 @@ def find_missing_returns(texts: Iterable[str]) -> list[str]:
 
 
 def returns_value(node: ast.AST) -> bool:
-    """Return whether a statement returns or yields something, apart from functions inside it."""
+    """Return whether a statement returns or yields something, ignoring the functions inside it."""
     if isinstance(node, (ast.FunctionDef, ast.Lambda, ast.ClassDef)):
         return False
     if isinstance(node, (ast.Yield, ast.YieldFrom)) or isinstance(node, ast.Return) and node.value is not None:

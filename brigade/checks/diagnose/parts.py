@@ -20,9 +20,10 @@ TASK = re.compile(r"((?:^ *#(?! TODO).*\n)*)^ *# TODO: part \((\w)\)\n", re.MULT
 
 
 def describe_part(failure: RankFailure, sources: Sources) -> str:
-    """Name the part of the module, and its task, in which an exception was raised; "" if it is in no part.
+    """Name the part of the module in which an exception was raised, and the task; "" if it was not in a part.
 
-    The innermost frame may be in a helper function that the student added. Then a caller in a part counts.
+    The innermost frame may be in a helper function that the student added. In that case, use the nearest caller that
+    is in a part.
     """
     for file, line, _, _ in reversed(failure.frames):
         for entry in MODULES:

@@ -1,4 +1,4 @@
-"""Find the mistake behind wrong tensors. After a check has failed, small hypotheses are tried in order."""
+"""Find the mistake behind wrong tensors. After a check has failed, try small hypotheses in order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Tensors = Mapping[str, "Tensor | None"]
 
 @dataclass(frozen=True)
 class Difference:
-    """A wrong tensor: `name` in entry `index` of the compared ones. `error` is its largest absolute error."""
+    """A wrong tensor: `name` in `Comparison.actual[index]`. `error` is its largest absolute error."""
 
     index: int
     name: str
@@ -42,12 +42,12 @@ class Comparison:
         return len(self.actual)
 
     def factors(self) -> list[float | None]:
-        """Return the factor by which each wrong tensor is wrong; None if it is not wrong by a factor."""
+        """Return, for each wrong tensor, k with actual = k × expected, or None if there is no such factor."""
         return [find_factor(entry.actual, entry.expected) for entry in self.wrong if entry.expected.any()]
 
 
 def explain_tensors(compared: Comparison) -> tuple[str, str]:
-    """Return a mistake that explains all wrong tensors and the name of its hypothesis; two "" if there is none."""
+    """Return a mistake that explains all wrong tensors and the name of its hypothesis, or ("", "")."""
     for hypothesis in HYPOTHESES:
         if cause := hypothesis(compared):
             return cause, hypothesis.__name__
@@ -69,8 +69,8 @@ def missing_gradient(compared: Comparison) -> str:
     if any(entry.actual is not None for entry in compared.wrong):
         return ""
     return (
-        "a gradient that is None on a rank is left out of the average. Use zeros in its place, and store the average "
-        "in it."
+        "a gradient that is None on a rank is left out of the average. Use zeros instead, and store the average in "
+        "p.grad."
     )
 
 
@@ -120,7 +120,7 @@ def is_rounded(entry: Difference, dtype: torch.dtype) -> bool:
 
 
 def one_factor(compared: Comparison) -> str:
-    """Explain tensors that are all wrong by the same factor, if a group size or a usual mistake gives this factor."""
+    """Explain tensors that are all wrong by the same factor, if a group size or a common mistake gives this factor."""
     factors = compared.factors()
     if not factors or None in factors or max(factors) - min(factors) >= 1e-3 * max(factors):
         return ""
@@ -165,7 +165,7 @@ def several_divisions(compared: Comparison) -> str:
 
 
 def displaced_entries(compared: Comparison) -> str:
-    """Explain wrong entries that are correct entries of other positions."""
+    """Explain wrong entries that are the correct entries of other positions."""
     moved, right, margin = collect_moved_entries(compared)
     if not len(moved):
         return ""
@@ -194,7 +194,10 @@ def mixed_entries(compared: Comparison) -> str:
 
 
 def collect_moved_entries(compared: Comparison) -> tuple[Tensor, Tensor, float]:
-    """Return the wrong entries, all correct ones, and the margin for equal ones. No entries if there are too few."""
+    """Return the wrong entries, all correct entries, and how much two entries may differ and still count as equal.
+
+    Return no wrong entries if there are too few to draw a conclusion.
+    """
     right, nothing = flatten_all(compared.expected.values()), torch.zeros(0, dtype=torch.float64)
     is_complete = all(entry.actual is not None and entry.expected.is_floating_point() for entry in compared.wrong)
     if not len(right) or not is_complete:
