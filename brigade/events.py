@@ -8,9 +8,9 @@ machine share) and `phase` (what the training loop was doing). `rank/recording.p
              `parts` is the number of tensors in a coalesced call, else 1. `reduce_op`, `root` (a rank in the group)
              and `sync` are arguments of the call. `peer` is the global rank that a send goes to or a receive comes
              from; it is None for a receive from any rank and for collectives. `name` is the parameter whose memory the
-             call uses, if known, and `memory` says whether this is its "weight" or its "gradient". `line` is the line
-             of the submission that made the call. `caller` is the submission's outermost function on the stack, such
-             as "full_state_dict". Both are None if the submission is not on the stack.
+             call uses, if known, and `memory` is "weight" or "gradient". `line` is the line of the submission that made
+             the call. `caller` is the submission's outermost function on the stack, such as "full_state_dict". Both
+             are None if the submission is not on the stack.
     wait     the rank begins to wait for launch `index`
     done     the rank has the result of launch `index`
     end      launch `index` is complete. On CUDA, `time` is when the kernel was queued; for gloo's reduce_scatter, it is
@@ -253,7 +253,7 @@ class RankRecord:
 
 
 class Mismatch(NamedTuple):
-    """Two ranks of a group whose launches with the same number in the group do not match."""
+    """Two ranks of a group whose launches with the same number do not match."""
 
     rank: int
     launch: Event
@@ -310,7 +310,7 @@ class Progress:
         """Return whether the peer has made, or may have made, the call that matches a send or a receive.
 
         With gloo, a send ends when the peer receives. Tags are not compared. A receive from any rank may match any
-        send. If there is such a receive, return True; if the run hangs, it then ends only at the deadline.
+        send. If there is such a receive, return True. A run that hangs then ends only at the deadline.
         """
         group, op, peer = launch["group"], launch["op"], launch["peer"]
         if peer is None or not 0 <= peer < len(self.ranks) or (group, peer, "recv", None) in self._messages:

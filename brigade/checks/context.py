@@ -105,7 +105,7 @@ class CheckContext:
         return Case(self.rng, model, world_size, **options)
 
     def run(self, scenario: Callable[..., Any], *args: Any, world_size: int, mode: str = "strict") -> ranks.RankResults:
-        """Run the scenario and return the result of each rank. Raise CheckFailed if a rank returns nothing.
+        """Run the scenario and return the result of each rank. Raise CheckFailed if a rank has no result.
 
         If there are fewer GPUs than ranks and sharing is not allowed, the ranks run on the CPU.
         """
@@ -142,7 +142,7 @@ class CheckContext:
     def try_run(self, scenario: Callable[..., Any], *args: Any, world_size: int) -> ranks.RankResults | None:
         """Run a scenario that only looks for a cause. Return the result of each rank, or None if the run fails.
 
-        Keep what the ranks of the failed check printed.
+        Keep the output of the failed check's ranks.
         """
         output = self.output
         try:

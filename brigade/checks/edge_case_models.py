@@ -52,7 +52,7 @@ class Frozen(Plain):
 
 
 class Branches(Plain):
-    """For each batch, `branch` selects one of two layers (-1: neither). No batch uses a third layer."""
+    """For each batch, `branch` selects one of two layers (-1: neither). A third layer is never used."""
 
     def __init__(self, sizes: Sequence[int]):
         super().__init__(sizes)
@@ -79,7 +79,7 @@ class Buffers(Plain):
         self.register_buffer("scratch", torch.randn(3), persistent=False)
 
     def forward(self, x: Tensor, branch: int = 0) -> Tensor:
-        x = self.norm(torch.tanh(self.layers[0](x))) * self.mask  # a bias directly before a norm would get no gradient
+        x = self.norm(torch.tanh(self.layers[0](x))) * self.mask  # without tanh, the bias would have a zero gradient
         for layer in self.layers[1:]:
             x = layer(torch.tanh(x))
         return x + self.scratch.sum()

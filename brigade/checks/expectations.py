@@ -227,7 +227,7 @@ def expect_weights(results: Sequence[Mapping[str, Any]], case: Case) -> None:
 
 
 def expect_trained(what: str, trained: Sequence[Tensors], case: Case) -> None:
-    """Expect the weights `trained` of each of the case's ranks to equal those from training in one process."""
+    """Expect `trained`, the weights of each of the case's ranks, to equal those from training in one process."""
 
     def make_hypotheses() -> Hypotheses:
         accumulated, _ = case.train(zero=False)
@@ -458,11 +458,10 @@ def require_launches(
     """Fail a check whose numbers are right but whose launches are not of its module's `kind`.
 
     `accepts` decides whether the launches of a step are of that kind. It examines nothing else, so that a mistake that
-    belongs to another check costs no points here. Call this after comparing the numbers, because a solution of an
-    earlier module computes the same numbers. A rank that is alone in its group may skip its
-    collectives. With `in_backward`, the
-    message counts the launches that do not overlap with backward. `explain` returns a cause for a rank's events and a
-    step, or "".
+    another check covers costs no points here. Call this after comparing the numbers, because a solution of an earlier
+    module computes the same numbers. A rank that is alone in its group may skip its collectives. With `in_backward`,
+    the message counts the launches that do not overlap with backward. `explain` returns a cause for a rank's events and
+    a step, or "".
     """
     for rank in ranks if len(ranks) > 1 else []:
         for step in range(steps):

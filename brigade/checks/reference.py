@@ -29,8 +29,9 @@ OPTIMIZERS = {
 class Case:
     """A model from `edge_case_models`, `world_size` sets of starting weights, and batches[rank][step][micro].
 
-    `rng` determines all shapes and numbers. `branches[rank]` is the branch that a rank's batches take. `group` contains
-    the global ranks that train together (default: all). Training starts with the weights of the group's first rank.
+    `rng` determines all shapes and numbers. `branches[rank]` is the branch that this rank's batches take. `group`
+    contains the global ranks that train together (default: all). Training starts with the weights of the first rank of
+    the group.
     """
 
     def __init__(
@@ -149,7 +150,7 @@ class Case:
 
 
 def draw_sizes(rng: random.Random, count: int) -> list[int]:
-    """Draw different layer sizes whose weights also differ in size, so that the size of a gradient identifies it."""
+    """Draw distinct layer sizes for which all weights differ in size, so that a gradient's size identifies it."""
     while True:
         sizes = rng.sample(range(5, 24), count)
         numels = [a * b for a, b in zip(sizes, sizes[1:])]

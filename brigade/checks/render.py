@@ -37,7 +37,7 @@ def is_same(one: Outcome, other: Outcome) -> bool:
 
 
 def make_key(verdict: Verdict) -> tuple[object, ...]:
-    """Return a key that is equal for verdicts with the same underlying mistake, whatever the rank."""
+    """Return a key that is equal for verdicts with the same underlying mistake, regardless of the rank."""
     if verdict.error:
         message = re.sub(r"\d[\d, ]*", "#", verdict.message)  # sizes are random
         return (verdict.error, message, verdict.location, verdict.likely_cause)

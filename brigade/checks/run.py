@@ -28,7 +28,7 @@ HUNG_LIMIT = 2  # once this many checks have reached their deadline, no other ch
 
 @dataclass(frozen=True)
 class Conditions:
-    """How checks run. The same seed gives the same random cases."""
+    """The conditions under which checks run. The same seed gives the same random cases."""
 
     seed: int = 0
     backend: str = "gloo"
@@ -94,9 +94,8 @@ def run_checks(
 ) -> Iterator[Outcome]:
     """Run checks, several at a time, and yield their outcomes in the order of the checks.
 
-    Ranks mostly wait for each other, so running two checks at a time uses two cores better than
-    running one. Once a check has reached
-    its deadline, later checks get less time. After `HUNG_LIMIT` such checks, no other check runs.
+    Ranks mostly wait for each other, so running two checks at a time uses two cores better than running one. Once a
+    check has reached its deadline, later checks get less time. After `HUNG_LIMIT` such checks, no other check runs.
     """
     hung = 0
     if len(checks) > 1:

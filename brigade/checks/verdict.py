@@ -94,7 +94,7 @@ def make_not_run(reason: str) -> Verdict:
 
 
 class CheckFailed(AssertionError):
-    """Raised by a check that does not pass. `events` contains the record of each rank, if a rank failed."""
+    """The exception of a check that does not pass. `events` contains the record of each rank, if a rank failed."""
 
     def __init__(self, verdict: Verdict, events: Sequence[Sequence[dict[str, Any]]] = ()):
         super().__init__(verdict)

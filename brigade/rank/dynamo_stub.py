@@ -1,7 +1,7 @@
 """Stubs for two parts of torch that the course does not use. Importing them takes longer than importing the rest.
 
 The first optimizer and `init_process_group` import torch's compiler, torch._dynamo, only to tell it what not to
-compile. The import takes a second, and causes half of the memory that a fork copies. `import_torch` replaces the
+compile. The import takes a second, and accounts for half of the memory that a fork copies. `import_torch` replaces the
 compiler with a stub that answers these calls. Any other use replaces the stub with the real module.
 
 `import torch` spends a third of its time on torch._meta_registrations, which contains Python kernels for the meta
@@ -26,7 +26,7 @@ from typing import Any
 
 COMPILER = "torch._dynamo"
 META_KERNELS = "torch._meta_registrations"
-KERNELS_STUB_VERSION = "2.13."  # of torch: nothing else in it needs the kernels or their packages
+KERNELS_STUB_VERSION = "2.13."  # version of torch in which nothing else needs the kernels
 KERNEL_MODULES = {  # these modules and the kernels import each other
     "torch._decomp", "torch._prims", "torch._prims_common.wrappers", "torch._refs", "torch.utils._content_store",
 }  # fmt: skip
@@ -94,7 +94,7 @@ class DynamoStub(types.ModuleType):
             """Do nothing, because there is no cache. Called by `init_process_group`."""
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # code that inspects all modules, for example for their files, does not compile
+        if name.startswith("__"):  # code that inspects all modules, for example to list their files, does not compile
             raise AttributeError(name)
         return getattr(import_compiler(), name)
 

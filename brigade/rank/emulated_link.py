@@ -43,7 +43,7 @@ locks.trust(globals())
 
 MAX_LAUNCHES = 2**20  # of one group in one run. The file has room for this many; unused room takes no disk space.
 LOOK_S = 1e-4  # pause between two checks of whether the last rank has launched
-BLOCKED_S = 1e-3  # waiting for a collective that gloo has finished takes less time
+BLOCKED_S = 1e-3  # waiting for a collective that gloo has finished takes less time than this
 
 # Ring algorithms, as in nccl-tests/doc/PERFORMANCE.md: (k, v) means k (N - 1) messages one after the other, in
 # which each rank sends v (N - 1) / N times the buffer. A broadcast or a reduce passes on the whole buffer in pieces.
@@ -166,7 +166,7 @@ def share_launches(directory: str | os.PathLike, world_size: int) -> None:
 class LaunchSeries:
     """The collectives of one group, or the messages from one rank to another, in shared memory.
 
-    All ranks that take part number them from 0 in the same way.
+    All ranks that take part number the launches from 0 in the same way.
     """
 
     def __init__(self, shared: SharedLaunches, name: str, num_ranks: int, directions: Sequence[int]):
@@ -183,7 +183,7 @@ class LaunchSeries:
             if number == MAX_LAUNCHES:
                 raise RuntimeError(f"the emulated link has room for only {MAX_LAUNCHES} launches of a group")
             self._count += 1
-            self._numbers[3 * number] += 1  # ranks that have called it
+            self._numbers[3 * number] += 1  # number of ranks that have called it
             if self._numbers[3 * number] == self._num_ranks:
                 start, end = self._shared.occupy(self._directions, seconds)
                 self._numbers[3 * number + 1] = start
@@ -323,6 +323,6 @@ def get_completion_queue() -> queue.SimpleQueue:
 
 
 def complete_futures(futures: queue.SimpleQueue) -> None:
-    """Complete the futures of a queue in order, forever. Runs in a thread."""
+    """Complete the futures of a queue in order, forever. This runs in a thread."""
     while True:
         futures.get().set_result(None)

@@ -8,7 +8,7 @@ then waits on a Unix socket for orders, each of which is one line of JSON:
                             them with its own three descriptors, in the sandbox if there is one (`sandbox.py`).
                             Answer: {"forked": [pid, ...]}
     {"kill": [pid, ...], "sandbox": {...}}
-                            kill and reap their process groups, and all processes of the sandbox's user.
+                            kill and reap these process groups, and all processes of the sandbox's user.
                             Answer: {"killed": [...]}
 
 When a rank ends by itself, the server sends {"exited": pid, "status": s}. When the other end of the socket closes
@@ -39,7 +39,7 @@ PATIENCE_S = 10.0  # limit on the wait for killed ranks
 
 
 def serve(descriptor: int, lock: int, scratch: str, import_path: str, modules: Sequence[str]) -> None:
-    """Serve until the socket closes, then remove the directory `scratch`. `lock` is an open file in it.
+    """Serve until the socket closes, then remove the directory `scratch`. `lock` is an open file there.
 
     `modules` are imported before the first fork, so that ranks need not import them.
     """
@@ -67,7 +67,7 @@ class ForkServer:
 
     def __init__(self, channel: socket.socket, lock: int):
         self.ranks: set[int] = set()  # process ids
-        self.sandbox_settings: dict | None = None  # of the last rank with a sandbox
+        self.sandbox_settings: dict | None = None  # the settings of the last rank with a sandbox
         self._channel = channel
         self._lock = lock
         self._wake_read, self._wake_write = os.pipe()  # receives a byte when a child ends

@@ -33,7 +33,7 @@ from brigade.runner import wire
 
 MODES = {"record": recording.RecordingGroup, "strict": strict.StrictGroup, "emulate": emulated_link.EmulatedLinkGroup}
 
-SCATTERED = 100  # parameters to allocate; half of them are freed and leave holes for the model's
+SCATTERED = 100  # parameters to allocate; half of them are freed and leave gaps for those of the model
 
 
 def main(control_fd: int, output_fd: int, trace_fd: int, server: int) -> None:
@@ -122,7 +122,7 @@ def perform(
 
 
 def scatter(seed: int) -> list[torch.nn.Parameter]:
-    """Allocate parameters and return half of them. Keep these while a model is built in the gaps between them.
+    """Allocate parameters and return half of them. The caller keeps these while it builds a model.
 
     Otherwise forked ranks would have equal addresses, and results that depend on addresses, such as the order of a set,
     would agree by accident.

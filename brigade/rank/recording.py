@@ -1,7 +1,7 @@
 """A process group that records every collective, and changes nothing else.
 
-In every rank, `RecordingGroup` receives all collective calls and passes them on to gloo or NCCL. They come
-from the submission, on the default group or on a sub-group that it created, and from torch DDP's C++ reducer.
+In every rank, `RecordingGroup` receives all collective calls and passes them on to gloo or NCCL. The calls come from
+the submission (on the default group or on a sub-group that it created) and from torch DDP's C++ reducer.
 
 `brigade/events.py` lists the kinds of events and their fields. The parent uses it to read the events. Scenarios add
 their own kinds with `note`.
@@ -96,7 +96,10 @@ class Recorder:
 
     @contextlib.contextmanager
     def backward_of(self, loss: torch.Tensor) -> Iterator[None]:
-        """Record "ready" events in the backward of `loss`. Raise RuntimeError unless each gradient is ready once."""
+        """Record "ready" events during the backward of `loss`.
+
+        Raise RuntimeError unless each gradient became ready exactly once.
+        """
         root = loss.grad_fn
 
         def note_start(_: Sequence[torch.Tensor | None]) -> None:

@@ -40,7 +40,7 @@ class StrictGroup(RecordingGroup):
 
     def __init__(self, inner: dist.ProcessGroup, recorder: Recorder, name: str, ranks: list[int]):
         super().__init__(inner, recorder, name, ranks)
-        self._messages = []  # handles of messages: without its handle, gloo loses a message and the peer waits forever
+        self._messages = []  # handles of messages: if one is freed, gloo loses its message, and the peer waits forever
 
     @private
     @uncounted()
@@ -54,7 +54,7 @@ class StrictGroup(RecordingGroup):
         for tensor in list_tensors(list(given.values())):
             if not is_contiguous(tensor):
                 raise ValueError(
-                    f"{op} needs a contiguous tensor, as with NCCL. This one has shape {tuple(tensor.shape)} and "
+                    f"{op} needs a contiguous tensor, as with NCCL. This tensor has shape {tuple(tensor.shape)} and "
                     f"strides {tensor.stride()}. Pass a contiguous copy, then copy the result back."
                 )
         for position, copy in copies.items():

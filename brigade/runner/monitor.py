@@ -67,7 +67,7 @@ class RankProcess:
         return [self._rank_control.fileno(), self._rank_output, self._rank_trace]
 
     def close_rank_ends(self) -> None:
-        """Close our copies of the rank's ends of the channels. Its process has its own."""
+        """Close our copies of the rank's ends of the channels. The rank's process has its own copies."""
         self._rank_control.close()
         os.close(self._rank_output)
         os.close(self._rank_trace)

@@ -145,7 +145,7 @@ def make_requests(
 
 
 def find_sources(function: Callable[..., Any]) -> tuple[str, dict[str, Sources]]:
-    """Return the name of the module from which a rank imports the function, and the texts that this needs."""
+    """Return the name of the module from which a rank imports the function, and the texts that it needs for this."""
     name = function.__module__
     file = Path(inspect.getsourcefile(function))
     if name == "__main__":  # a script, or a module run with -m: ranks import it under its own name

@@ -47,7 +47,7 @@ class RankFailure(Exception):
 
     events: list[list[Event]]
     waiting: set[str] = frozenset()  # the operations in which ranks waited, or that mismatched
-    own = False  # whether `lines` show the submission's own code, if a rank raised
+    own = False  # whether `lines` show the submission's own code, if a rank raised an exception
 
     def __init__(
         self,
@@ -88,13 +88,13 @@ class RankState:
     stack: bytearray = field(default_factory=bytearray)  # printed on request, by faulthandler
     result: bytes | None = None
     error: RankError | None = None
-    status: int | None = None  # exit status of its process, if that has ended
+    status: int | None = None  # exit status of its process, if the process has ended
     garbled: str = ""  # what was wrong with its messages, as the predicate of a sentence
     is_closed: bool = False  # whether its channel is closed
 
     @property
     def is_settled(self) -> bool:
-        """Whether the rank has returned, raised or ended."""
+        """Whether the rank has returned a result, raised an exception or ended."""
         return self.error is not None or self.result is not None or self.status is not None
 
     def read_output(self) -> str:

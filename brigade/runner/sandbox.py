@@ -10,9 +10,9 @@ writable, all processes of the user share one group. The group limits their memo
 share of the processors, regardless of how many processes the grading starts.
 
 If namespaces are allowed, hidden paths are masked, the temporary directories are small and disappear with the rank,
-other users' processes are invisible, and the network is only a loopback. If namespaces are not allowed (in most
-containers), the grader has removed the permissions on the hidden paths (`close_off`), but the network and the disk are
-open. The isolation is not complete: other files that anybody may read are readable, and the kernel is shared.
+other users' processes are invisible, and the network has only a loopback interface. If namespaces are not allowed (in
+most containers), the grader has removed the permissions on the hidden paths (`close_off`), but the network and the disk
+are open. The isolation is not complete: other files that anybody may read are readable, and the kernel is shared.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def enter(settings: dict, directory: str, server: int) -> None:
 
 
 def filter_system_calls() -> bool:
-    """Make the kernel refuse the calls in MACHINES for this process and its children. Return whether it does.
+    """Make the kernel refuse the calls in MACHINES for this process and its children. Return whether this succeeded.
 
     The filter recognises calls that create a namespace by their flags. The flags of clone3 are in memory, which a
     filter cannot read. The filter therefore answers clone3 as a kernel without this call would, and the C library uses
@@ -234,7 +234,7 @@ def reserve_user() -> Iterator[int]:
 
 
 def kill_user(uid: int) -> None:
-    """Kill all processes of the user at once, from a process that they must not signal. This needs root."""
+    """Kill all processes of the user at once, from a process that they cannot signal. This needs root."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -294,7 +294,7 @@ def unshare_mounts() -> bool:
 
 
 def leave_network() -> None:
-    """Give this process and its children a network with only a loopback. Do nothing if that is not allowed."""
+    """Give this process and its children a network with only a loopback interface, if that is allowed."""
     if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNET) == 0:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
             fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", IFF_UP | IFF_RUNNING))

@@ -1,4 +1,4 @@
-"""The parent's side of the fork server: start it, have it fork and kill ranks, and keep its temporary directory.
+"""The parent's side of the fork server: start it, have it fork and kill ranks, and manage its temporary directory.
 
 `SERVER` is the server of this process. Several threads may use it, each for its own ranks. `protocol.py` contains the
 messages, and `rank/fork_server.py` contains the server itself.
@@ -127,7 +127,7 @@ class Server:
         with self._lock:
             try:
                 if self._channel is None:
-                    raise EOFError  # another thread has lost the server
+                    raise EOFError  # another thread has closed the channel
                 yield
             except KeyboardInterrupt:
                 self.close()

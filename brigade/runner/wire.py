@@ -2,8 +2,8 @@
 
 Reading a pickle runs code chosen by its author, and a rank runs code that we do not trust. A value is None, a bool, a
 number, a string, bytes, a `torch.dtype`, a tensor, or a list, tuple or dict of values. The keys of a dict are strings
-or integers from 0 to 2^20. Otherwise a malicious rank could choose keys that collide in the parent, and building
-the dict would take quadratic time.
+or integers from 0 to 2^20. Otherwise, a malicious rank could choose keys that collide in the parent, and building the
+dict would take quadratic time.
 
     8 bytes                length of the header, little-endian
     header                 JSON {"value": tree, "sizes": [bytes of blob 0, bytes of blob 1, ...]}

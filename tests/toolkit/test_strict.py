@@ -140,7 +140,7 @@ def test_coalescing_with_a_device_says_what_to_do():
 @pytest.mark.parametrize("op", ["all_reduce", "broadcast", "all_gather", "send"])
 def test_a_tensor_that_is_not_contiguous_is_refused_as_by_nccl(op, kind):
     strides = r"\(1, 6\)" if kind == "transposed" else r"\(6, 2\)"
-    message = rf"ValueError: {op} needs a contiguous tensor, as with NCCL. This one has shape .* and strides {strides}"
+    message = rf"ValueError: {op} needs a contiguous tensor, as with NCCL. This tensor has .* strides {strides}"
     with pytest.raises(RankFailure, match=message):
         run_ranks(functions.send_strided, op, kind, mode="strict")
 

@@ -134,7 +134,7 @@ def find_skipped_call(events: Sequence[Sequence[Event]], kind: str) -> str:
 def find_leftover(events: Sequence[Event]) -> str:
     """Describe how the launches of a later step differ from step 0, which did the same work; "" if they do not.
 
-    If the record ends within a step, because the rank failed, compare only what step 0 had launched by then.
+    If the record ends within a step, because the rank failed, compare only what step 0 had launched by that point.
     """
     steps = [event["step"] for event in events if event.get("kind") == "step"]
     for step in steps[1:]:

@@ -47,7 +47,7 @@ class Comparison:
 
 
 def explain_tensors(compared: Comparison) -> tuple[str, str]:
-    """Return a mistake that explains all wrong tensors and the name of its hypothesis, or ("", "")."""
+    """Return a mistake that explains all wrong tensors and the name of its hypothesis, or ("", "") if none does."""
     for hypothesis in HYPOTHESES:
         if cause := hypothesis(compared):
             return cause, hypothesis.__name__
@@ -109,7 +109,7 @@ def rounded_values(compared: Comparison) -> str:
 
 
 def is_rounded(entry: Difference, dtype: torch.dtype) -> bool:
-    """Return whether a wrong tensor is the expected one, rounded to a narrower dtype on the way."""
+    """Return whether a wrong tensor is the expected one, rounded to a narrower dtype."""
     actual, expected = entry.actual, entry.expected
     if actual is None or not actual.is_floating_point() or actual.numel() < 2:
         return False
@@ -229,7 +229,7 @@ HYPOTHESES: tuple[Callable[[Comparison], str], ...] = (
     mixed_entries,
     ranks_disagree,
 )
-# The causes of these hypotheses say little, so a more specific cause replaces them.
+# The causes of these hypotheses are vague, so a more specific cause replaces them.
 GENERAL = (early_read.__name__, ranks_disagree.__name__)
 
 
