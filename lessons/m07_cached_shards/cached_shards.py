@@ -1,8 +1,8 @@
-"""Module 7: the views of buckets and shards, created once.
+"""Module 7: create the views of buckets and shards only once.
 
-Module 6 cuts every bucket into all its shards whenever it communicates, although it needs only one of them. One view is
-cheap, but N views per bucket, twice per step, take CPU time in the middle of backward. Here each view is created when
-it is first needed. It is kept as long as the buffer keeps the flat tensor behind it.
+Module 6 creates views of all shards of a bucket whenever it communicates, although it needs only one of them. One view
+is cheap, but N views per bucket, twice per step, take CPU time in the middle of backward. In this module, each view is
+created when it is first needed, and kept until the buffer replaces the flat tensor behind it.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from ..m06_coalesced.coalesced import BucketGroup, CoalescedDDP
 
 
 class ShardCache:
-    """Create and keep views of one flat tensor with this layout, whose buckets `dp_size` ranks share."""
+    """Create and cache views of one flat tensor with this layout. Each bucket has `dp_size` shards."""
 
     def __init__(self, layout: BufferLayout, dp_size: int):
         self.layout = layout
         self.dp_size = dp_size
-        self.data: torch.Tensor | None = None  # (layout.numel,), which the views belong to
+        self.data: torch.Tensor | None = None  # (layout.numel,), the tensor that the views refer to
         self.views: dict[tuple[int, int | None], torch.Tensor] = {}
 
     def view(self, data: torch.Tensor, bucket: int, rank: int | None = None) -> torch.Tensor:
-        """Return a rank's shard of a bucket of `data`, or the whole bucket for None. Create each view only once.
+        """Return a rank's shard of a bucket of `data`, or the whole bucket if `rank` is None. Create each view once.
 
-        `data` may be another tensor than before, because `GradBuffer.reallocate` replaces it.
+        `data` may be a different tensor than in earlier calls, because `GradBuffer.reallocate` replaces it.
         """
         # TODO: part (a)
         raise NotImplementedError("module 7, part (a)")  # delete this line, then repair the code below
@@ -42,7 +42,7 @@ class ShardCache:
 
 
 class CachedBucketGroup(BucketGroup):
-    """Like `BucketGroup`, but it keeps its views."""
+    """Like `BucketGroup`, but with cached views."""
 
     def __init__(
         self, buffer: GradBuffer, bucket_indices: Sequence[int], process_group: dist.ProcessGroup | None = None
@@ -54,7 +54,7 @@ class CachedBucketGroup(BucketGroup):
         self.param_cache = ShardCache(buffer.layout, size)
 
     def shards(self, data: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return the same pairs as module 6, for `buffer.grad_data` or `buffer.param_data`."""
+        """Return the same pairs as in module 6. `data` is `buffer.grad_data` or `buffer.param_data`."""
         # TODO: part (b)
         raise NotImplementedError("module 7, part (b)")  # delete this line, then repair the code below
         cache = self.grad_cache if data.dtype == self.buffer.grad_data.dtype else self.param_cache
@@ -62,6 +62,6 @@ class CachedBucketGroup(BucketGroup):
 
 
 class CachedDDP(CoalescedDDP):
-    """Like `CoalescedDDP`, with the same arguments, but its groups keep their views."""
+    """Like `CoalescedDDP`, with the same arguments, but its bucket groups cache their views."""
 
     group_class = CachedBucketGroup

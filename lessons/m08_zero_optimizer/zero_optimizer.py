@@ -7,7 +7,7 @@ Both optimizers take a step in three phases. There are N ranks, and a bucket has
     1. gradients  one reduce per parameter, to its owner        one reduce-scatter per bucket, in backward (module 6)
     2. update     the inner optimizer steps on what this rank has
     3. weights    one broadcast per parameter, from its owner   one all-gather per bucket
-    bytes         those of one all-reduce of the gradients      the same, in two launches per group of buckets
+    bytes         as in one all-reduce of the gradients         the same, in two launches per group of buckets
     accepts       any optimizer, a model without a wrapper      elementwise optimizers, the wrapper of module 6 or 7
 
 With P parameters in fp32, Adam keeps 8 P / N bytes of state per rank instead of 8 P. `ZeroOptimizer` adds padding and,
@@ -45,29 +45,29 @@ class OuterOptimizer(Optimizer):
         self.optim = optimizer_cls([self.inner_group(group) for group in self.param_groups], **defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group and divide its parameters among the ranks."""
+        """Add a parameter group and distribute its parameters among the ranks."""
         super().add_param_group(param_group)
         self.divide(self.param_groups[-1]["params"])
         if self.optim:
             self.optim.add_param_group(self.inner_group(self.param_groups[-1]))
 
     def inner_group(self, group: dict[str, Any]) -> dict[str, Any]:
-        """Return the options of a group, such as its learning rate, with this rank's part of its parameters."""
+        """Return a parameter group's options, such as its learning rate, with this rank's part of its parameters."""
         return {**group, "params": [self.local[p] for p in group["params"] if p in self.local]}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step. A closure, if there is one, first computes the gradients; return its loss."""
+        """Take a step. If there is a closure, call it first to compute the gradients, and return its loss."""
         with torch.enable_grad():
             loss = closure() if closure else None
-        # Run the three phases. A scheduler may have changed options in `param_groups`: `inner_group` returns them.
+        # Run the three phases. A scheduler may have changed options in `param_groups`; `inner_group` returns them.
         # TODO: part (a)
         raise NotImplementedError("module 8, part (a)")
         return loss
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale the averaged gradients to a global 2-norm of at most `max_norm`. Return the old norm, in fp64."""
+        """Scale the averaged gradients to a global 2-norm of at most `max_norm`. Return the old norm in fp64."""
         grads = self.prepare_grads()
         # Use the factor of torch.nn.utils.clip_grad_norm_: max_norm / (norm + 1e-6), but at most 1.
         # TODO: part (e)
@@ -78,23 +78,23 @@ class OuterOptimizer(Optimizer):
 
 
 class ShardedOptimizer(OuterOptimizer):
-    """Shard any torch optimizer by whole parameters. Weights must be equal on all ranks. It makes no checkpoints."""
+    """Shard any torch optimizer by whole parameters. Weights must be equal on all ranks. It has no checkpoints."""
 
     def __init__(self, params: Params, optimizer_cls: type[Optimizer], process_group: ProcessGroup = None, **defaults):
-        self.owner: dict[nn.Parameter, int] = {}  # rank in the group
+        self.owner: dict[nn.Parameter, int] = {}  # the owner of each parameter: a rank in the group
         self.owned_bytes = [0] * dist.get_world_size(process_group)  # bytes of trainable parameters, by rank
         self.is_reduced = False  # whether the owners have the averaged gradients of this step
         super().__init__(params, optimizer_cls, process_group, defaults)
 
     def divide(self, parameters: list[nn.Parameter]) -> None:
-        """Choose an owner for each parameter, the same on every rank."""
+        """Choose an owner for each parameter. All ranks must choose the same owners."""
         # Balance the bytes. A frozen parameter adds none, because it has no state.
         # TODO: part (b)
         raise NotImplementedError("module 8, part (b)")
         self.local |= {p: p for p in parameters if self.owner[p] == dist.get_rank(self.process_group)}
 
     def prepare_grads(self) -> list[Tensor]:
-        """Average trainable gradients on their owners, once per step. Return those that this rank owns."""
+        """Average each trainable gradient on its owner, once per step. Return the gradients that this rank owns."""
         # A gradient that is None counts as zero. dist.reduce takes the root as group_dst, a rank in the group.
         # TODO: part (c)
         raise NotImplementedError("module 8, part (c)")
@@ -107,20 +107,20 @@ class ShardedOptimizer(OuterOptimizer):
         raise NotImplementedError("module 8, part (d)")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, and forget a reduction whose step was skipped."""
+        """Clear the gradients. The next step reduces again, even if this step was skipped after a reduction."""
         self.is_reduced = False
         super().zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        raise RuntimeError("ShardedOptimizer makes no checkpoints: each rank has its part of the state in .optim")
+        raise RuntimeError("ShardedOptimizer has no checkpoints: each rank has its part of the state in .optim")
 
 
 # ---- ZeroOptimizer: one shard of every bucket
 
 
 def is_elementwise(optimizer_cls: type[Optimizer], defaults: dict[str, Any], device: torch.device) -> bool:
-    """Return whether two parts of a vector train as the whole does, if each has its own optimizer."""
-    optimizer_cls([{"params": []}], **defaults)  # raises an error for wrong options
+    """Return whether updating two parts of a vector with separate optimizers equals updating the whole vector."""
+    optimizer_cls([{"params": []}], **defaults)  # raises an error if the options are invalid
     vector = torch.linspace(-1, 1, 8, dtype=torch.float64, device=device)
     whole, first, second = (nn.Parameter(values.clone()) for values in (vector, vector[:3], vector[3:]))
     try:
@@ -129,21 +129,22 @@ def is_elementwise(optimizer_cls: type[Optimizer], defaults: dict[str, Any], dev
             for factor in (1, 2, 3):
                 parameter.grad = factor * parameter.detach().neg().exp()
                 optimizer.step()
-    except (TypeError, ValueError, RuntimeError):  # it needs a closure, a matrix, or sparse gradients
+    except (TypeError, ValueError, RuntimeError):  # the optimizer needs a closure, a matrix, or sparse gradients
         return False
     return torch.allclose(whole, torch.cat([first, second]), rtol=1e-9)
 
 
 class ParamShard:
-    """The overlap, often empty, of parameter `i` of a buffer with this rank's shard of the bucket.
+    """The overlap of parameter `i` of a buffer with this rank's shard of the parameter's bucket. It is often empty.
 
-    `param_slice` is the overlap in the flattened parameter, and `buffer_slice` in the buffer. The inner optimizer steps
-    on `shard`, (overlap,): a view of the buffer or, for a 16-bit parameter, its main parameter, an fp32 copy.
+    `param_slice` is the overlap's range in the flattened parameter, and `buffer_slice` is its range in the buffer. The
+    inner optimizer steps on `shard`, of shape (overlap,). This is a view of the buffer or, for a 16-bit parameter, its
+    main parameter: an fp32 copy.
     """
 
     def __init__(self, buffer: GradBuffer, i: int, process_group: ProcessGroup):
         self.buffer, self.param, self.process_group = buffer, buffer.params[i], process_group
-        # The parameter and this rank's shard are two ranges of elements in the buffer. Intersect them.
+        # The parameter and this rank's shard are two ranges of elements in the buffer. Compute their intersection.
         # TODO: part (f)
         raise NotImplementedError("module 8, part (f)")
         weights = buffer.param_data[self.buffer_slice]
@@ -151,11 +152,11 @@ class ParamShard:
         self.shard = nn.Parameter(weights.float() if self.is_master else weights)
 
     def cut(self, full: Tensor) -> Tensor:
-        """Return this rank's part, (overlap,), of a tensor in the shape of the parameter."""
+        """Return this rank's part, of shape (overlap,), of a tensor with the shape of the parameter."""
         return full.flatten()[self.param_slice].clone()
 
     def all_gather_full(self, part: Tensor) -> Tensor:
-        """Return a tensor in the shape of the parameter, assembled from the parts, (overlap,), of all ranks."""
+        """Return a tensor with the shape of the parameter, assembled from all ranks' parts of shape (overlap,)."""
         full = part.new_zeros(self.param.numel())
         full[self.param_slice] = part
         dist.all_reduce(full, group=self.process_group)  # each element is zero on all ranks except one
@@ -163,22 +164,22 @@ class ParamShard:
 
 
 def map_like(like: Tensor, function: Callable[[Tensor], Tensor], state: dict[str, Any]) -> dict[str, Any]:
-    """Apply a function to the entries of a parameter's state in the shape of `like`. Copy the other entries."""
+    """Apply a function to the entries of a parameter's state that have the shape of `like`. Copy the other entries."""
     mapped = {key for key, v in state.items() if isinstance(v, Tensor) and v.shape == like.shape and key not in SCALARS}
     return {key: function(value) if key in mapped else copy.deepcopy(value) for key, value in state.items()}
 
 
 class ZeroOptimizer(OuterOptimizer):
-    """Shard any elementwise torch optimizer as the buckets of `ddp` are sharded. Others raise ValueError.
+    """Shard any elementwise torch optimizer in the same way as the buckets of `ddp`. Others raise ValueError.
 
-    Without `param_groups` there is one group of all parameters. `ddp.gather_grads` is turned off. Call
-    `ddp.finish_grad_sync()` before `clip_grad_norm_` and `step`. Load weights first: construction copies the fp32 main
-    parameters from them.
+    Without `param_groups`, there is one parameter group with all parameters. The constructor turns off
+    `ddp.gather_grads`. Call `ddp.finish_grad_sync()` before `clip_grad_norm_` and `step`. Load weights before you
+    construct the optimizer, because the constructor copies the fp32 main parameters from them.
     """
 
     def __init__(self, ddp: CoalescedDDP, optimizer_cls: type[Optimizer], param_groups: Params = None, **defaults):
         if not is_elementwise(optimizer_cls, defaults, next(ddp.parameters()).device):
-            raise ValueError(f"{optimizer_cls.__name__} cannot be divided: it does not treat every element by itself")
+            raise ValueError(f"{optimizer_cls.__name__} cannot be sharded, because it is not elementwise")
         self.ddp = ddp
         self.positions = {p: (buffer, i) for buffer in ddp.grad_buffers for i, p in enumerate(buffer.params)}
         self.param_shards: dict[int, ParamShard] = {}  # by the index of the parameter in a state dict
@@ -187,10 +188,10 @@ class ZeroOptimizer(OuterOptimizer):
         ddp.gather_grads = False
 
     def divide(self, parameters: list[nn.Parameter]) -> None:
-        """Find this rank's shard of each parameter. Raise ValueError if a trainable one is not in the buffers."""
+        """Find this rank's shard of each parameter. Raise ValueError if a trainable parameter is not in the buffers."""
         if any(p.requires_grad and p not in self.positions for p in parameters):
             self.param_groups.pop()
-            raise ValueError("ZeroOptimizer: the group has a parameter that is not in the wrapped model's buffers")
+            raise ValueError("ZeroOptimizer: a parameter of the group is not in the wrapped model's buffers")
         first = sum(len(group["params"]) for group in self.param_groups[:-1])
         for index, p in enumerate(parameters, first):
             if p in self.positions:
@@ -198,14 +199,14 @@ class ZeroOptimizer(OuterOptimizer):
                 self.local[p] = self.param_shards[index].shard
 
     def prepare_grads(self) -> list[Tensor]:
-        """Attach gradients and weights to the shards. Return the gradients, views of the buffers."""
-        # Take the flat tensors from the buffers in every step, because `reallocate` replaces them.
+        """Attach gradients and weights to the shards. Return the gradients as views of the buffers."""
+        # In every step, get the flat tensors from the buffers again, because `reallocate` replaces them.
         # TODO: part (g)
         raise NotImplementedError("module 8, part (g)")
         return [part.buffer.grad_data[part.buffer_slice] for part in self.param_shards.values()]
 
     def start_sharing(self) -> None:
-        """Round the main parameters into the buffers, then start to gather the weights of all ranks."""
+        """Copy the rounded main parameters into the buffers, then start to gather the weights of all ranks."""
         # TODO: part (h)
         raise NotImplementedError("module 8, part (h)")
 
@@ -216,15 +217,15 @@ class ZeroOptimizer(OuterOptimizer):
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """Return the unsharded optimizer's state dict plus the main parameters, "masters". Call it on every rank."""
-        result = super().state_dict() | {"masters": {}}  # the groups; the state is in `optim`
+        """Return the unsharded optimizer's state dict plus the main parameters ("masters"). Call it on every rank."""
+        result = super().state_dict() | {"masters": {}}  # the parameter groups; the state is in `optim`
         # `all_gather_full` communicates, so every rank must call it for every shard.
         # TODO: part (i)
         raise NotImplementedError("module 8, part (i)")
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict from any number of ranks or a plain optimizer. Main parameters default to the weights."""
+        """Load a state dict saved on any number of ranks or by a plain optimizer. Masters default to the weights."""
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         # The inner optimizer numbers the shards from 0, in the same order.
         # TODO: part (j)

@@ -1,12 +1,13 @@
 """Module 10: each rank keeps only its own shards of the gradients (ZeRO, stage 2).
 
-After the reduce-scatter of module 8, a rank needs only 1/N of a bucket, but the whole bucket stays in memory. Here the
-memory of a bucket exists from its first gradient until its reduce-scatter is complete. The averages are then added to a
-small buffer with this rank's shards. `max_live_buckets` limits how many buckets are on the way at the same time.
+After the reduce-scatter of module 8, a rank needs only 1/N of a bucket, but the whole bucket stays in memory. In this
+module, a bucket is allocated when its first gradient is ready, and freed when its reduce-scatter is complete. The
+averages are then added to a small buffer with this rank's shards. `max_live_buckets` limits how many reduce-scatters
+are in flight at the same time.
 
-For P parameters in fp32, a rank keeps 4 P / N bytes of gradients between two steps instead of 4 P, and a few more
-buckets in backward. The launches and bytes of a step are those of module 8. Accumulating over M micro-batches takes
-either M times as many reduce-scatters, or memory for whole gradients (`no_sync`).
+For P parameters in fp32, a rank keeps 4 P / N bytes of gradients between two steps instead of 4 P, plus a few buckets
+during backward. A step has the same launches and bytes as in module 8. Accumulating over M micro-batches takes either M
+times as many reduce-scatters, or memory for all gradients (`no_sync`).
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from ..m08_zero_optimizer.zero_optimizer import ParamShard, ZeroOptimizer
 
 
 class ShardedGradBuffer:
-    """The parameters of one dtype, whole, and this rank's shards of their gradients.
+    """The full parameters of one dtype, and this rank's shards of their gradients.
 
-    `param_data`, (layout.numel,), is the same as in module 6. `grad_data`, (layout.numel / N,), contains this rank's
-    shard of every bucket, one after the other. `whole[b]`, (bucket numel,), contains the gradients of bucket b while
-    this memory exists.
+    `param_data`, of shape (layout.numel,), is the same as in module 6. `grad_data`, of shape (layout.numel / N,),
+    contains this rank's shard of every bucket, one after the other. `whole[b]`, of shape (bucket numel,), contains the
+    gradients of bucket b while the bucket is allocated.
     """
 
     def __init__(
@@ -51,20 +52,20 @@ class ShardedGradBuffer:
         self.whole: dict[int, Tensor] = {}
 
     def get_whole(self, bucket: int) -> Tensor:
-        """Return the whole gradients of a bucket, (bucket numel,). Allocate zeros if they do not exist."""
+        """Return all gradients of a bucket, of shape (bucket numel,). Allocate zeros if the bucket is not allocated."""
         if bucket not in self.whole:
             begin, end = self.layout.bucket_ranges[bucket]
             self.whole[bucket] = self.param_data.new_zeros(end - begin, dtype=self.grad_dtype)
         return self.whole[bucket]
 
     def get_shard(self, bucket: int) -> Tensor:
-        """Return this rank's averaged shard of a bucket, (bucket numel / N,), a view of `grad_data`."""
-        # Every bucket before this one occupies 1/N of its elements in `grad_data`.
+        """Return this rank's averaged shard of a bucket: a view of `grad_data`, of shape (bucket numel / N,)."""
+        # In `grad_data`, every earlier bucket occupies 1/N of its elements.
         # TODO: part (a)
         raise NotImplementedError("module 10, part (a)")
 
     def accumulate_into_buffer(self, i: int) -> None:
-        """Add the gradient of parameter i to its whole bucket, and free the gradient. None counts as zeros."""
+        """Add the gradient of parameter i to its bucket, and free the gradient. A gradient of None counts as zeros."""
         p, bucket = self.params[i], self.layout.bucket_of[i]
         # The bucket starts at layout.bucket_ranges[bucket][0], and the parameter at layout.param_ranges[i][0].
         # TODO: part (b)
@@ -72,20 +73,20 @@ class ShardedGradBuffer:
 
 
 class ShardedBucket(CachedBucketGroup):
-    """A group of one bucket. After its reduce-scatter, only this rank's shard remains."""
+    """A bucket group with one bucket. After its reduce-scatter, only this rank's shard remains."""
 
     grad_handle: dist.Work | None = None
     averages: Tensor | None = None  # (bucket numel / N,), the output of the running reduce-scatter
 
     def start_grad_sync(self) -> None:
-        """Start the reduce-scatter of the whole bucket into new memory that is as large as a shard."""
+        """Start the reduce-scatter of the whole bucket into a new tensor with the size of a shard."""
         # Do not reduce into the shard itself, because finish_grad_sync *adds* to it. A rank without these gradients
         # contributes zeros.
         # TODO: part (c)
         raise NotImplementedError("module 10, part (c)")
 
     def finish_grad_sync(self) -> None:
-        """Wait, add the averages to this rank's shard, and free the bucket. Do nothing if nothing was launched."""
+        """Wait, add the averages to this rank's shard, and free the bucket. Do nothing if no launch is in flight."""
         # TODO: part (d)
         raise NotImplementedError("module 10, part (d)")
 
@@ -93,9 +94,9 @@ class ShardedBucket(CachedBucketGroup):
 class GradShardedDDP(CachedDDP):
     """Like `CachedDDP`, but a rank keeps only its own shards of the gradients, in `grad_buffers[k].grad_data`.
 
-    At most `max_live_buckets` buckets are between launch and wait. `finish_grad_sync` may be called after each
-    micro-batch: it adds to the shards. `zero_grad` clears them. The optimizer is `Zero2Optimizer`. Raise ValueError if
-    `max_live_buckets` is below 1.
+    At most `max_live_buckets` buckets are live, that is, between launch and wait. You may call `finish_grad_sync` after
+    each micro-batch: it adds to the shards. `zero_grad` clears the shards. Use `Zero2Optimizer` with this wrapper.
+    Raise ValueError if `max_live_buckets` is below 1.
     """
 
     group_class = ShardedBucket
@@ -109,7 +110,7 @@ class GradShardedDDP(CachedDDP):
         process_group: dist.ProcessGroup | None = None,
     ):
         if max_live_buckets < 1:
-            raise ValueError(f"max_live_buckets is {max_live_buckets}, but a launch needs at least 1 live bucket")
+            raise ValueError(f"max_live_buckets must be at least 1, but it is {max_live_buckets}")
         super().__init__(module, bucket_numel, 1, grad_dtype, process_group)
         self.max_live_buckets = max_live_buckets
         self.gather_grads = False
@@ -119,16 +120,16 @@ class GradShardedDDP(CachedDDP):
         return ShardedGradBuffer(params, bucket_numel, grad_dtype, self.process_group)
 
     def forward(self, *args, **kwargs):
-        return self.module(*args, **kwargs)  # module 5 attaches views here; this module has none
+        return self.module(*args, **kwargs)  # module 5 attaches views here; this module has no views to attach
 
     def launch(self, index: int) -> None:
-        """Start the reduce-scatter of a bucket. First finish the oldest live bucket if there are too many."""
+        """Start the reduce-scatter of a bucket. If too many buckets are live, finish the oldest one first."""
         # The queue launches buckets in order, so the oldest live bucket has the index `index - max_live_buckets`.
         # TODO: part (e)
         raise NotImplementedError("module 10, part (e)")
 
     def finish_grad_sync(self) -> None:
-        """Launch the remaining buckets and wait for all. The shards then contain the averages, and `p.grad` is None."""
+        """Launch the remaining buckets and wait for all. Then the shards contain the averages, and `p.grad` is None."""
         # TODO: part (f)
         raise NotImplementedError("module 10, part (f)")
 
@@ -140,19 +141,19 @@ class GradShardedDDP(CachedDDP):
 
 
 class Zero2Optimizer(ZeroOptimizer):
-    """Like `ZeroOptimizer`, for a `GradShardedDDP`."""
+    """Like `ZeroOptimizer`, but used with a `GradShardedDDP`."""
 
     def prepare_grads(self) -> list[Tensor]:
-        """Attach gradients and weights to the shards. Return the gradients, views of `grad_data`."""
+        """Attach gradients and weights to the shards. Return the gradients as views of `grad_data`."""
         return [self.prepare_grad(part) for part in self.param_shards.values()]
 
     def prepare_grad(self, part: ParamShard) -> Tensor:
-        """Attach the gradient and the weights of one part of a parameter. Return its gradient in `grad_data`."""
+        """Attach gradient and weights to the shard of one parameter. Return the gradient as a view of `grad_data`."""
         buffer, i = self.positions[part.param]
-        # `part.buffer_slice` is a range of the whole buffer. Convert it to a range of this rank's shard of the bucket.
+        # `part.buffer_slice` is a range in the whole buffer. Convert it to a range in this rank's shard of the bucket.
         # TODO: part (h)
         raise NotImplementedError("module 10, part (h)")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the shards of the gradients."""
+        """Clear the gradient shards."""
         self.ddp.zero_grad()

@@ -1,6 +1,6 @@
-"""What students repair in module 7: a cache that keeps a view too long, and creates others again in every step.
+"""The code that students repair in module 7: a cache that keeps some views too long and recreates others every step.
 
-The skeleton contains these blocks instead of the solution's.
+The skeleton contains these blocks instead of the solution's blocks.
 """
 
 

@@ -1,11 +1,12 @@
 """Module 9: the all-gathers of the weights run while the next forward computes.
 
 Module 8 waits for all weights at the end of every step. But the next forward needs the weights of the first layer
-first, and those of the last layer much later. Here `step` only launches the all-gathers, in the order in which forward
-needs the weights. Forward waits for each group of buckets just before the first module that uses its parameters runs.
+first, and the weights of the last layer much later. In this module, `step` only launches the all-gathers, in the order
+in which forward needs the weights. Forward waits for each bucket group just before the first module that uses its
+parameters runs.
 
-Cost per step: the launches and bytes of module 8. If forward is slow enough to hide the others, only the first group's
-all-gather is exposed. The price is a rule: between `step` and the next forward, weights are incomplete.
+Cost per step: the same launches and bytes as in module 8. If forward is slow enough to hide the other all-gathers, only
+the first group's all-gather is exposed. The drawback: between `step` and the next forward, weights are incomplete.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from ..m08_zero_optimizer.zero_optimizer import ZeroOptimizer
 
 
 class PrefetchedDDP(CachedDDP):
-    """Like `CachedDDP`, but a forward may follow `start_param_sync`: it waits for each group when it needs its weights.
+    """Like `CachedDDP`, but after `start_param_sync`, the next forward waits for each group when it is needed.
 
-    From `start_param_sync` until the module that uses them runs, weights are incomplete. Call `finish_param_sync`
-    before you read `ddp.module.weight` directly.
+    A module's weights are incomplete from `start_param_sync` until the module runs. Call `finish_param_sync` before you
+    read `ddp.module.weight` directly.
     """
 
     def __init__(
@@ -38,12 +39,12 @@ class PrefetchedDDP(CachedDDP):
         process_group: dist.ProcessGroup | None = None,
     ):
         super().__init__(module, bucket_numel, buckets_per_group, grad_dtype, process_group)
-        self.in_flight: list[BucketGroup] = []  # groups whose all-gather has been launched, but not awaited
+        self.in_flight: list[BucketGroup] = []  # groups whose all-gather has been launched but not awaited
         self.called: set[nn.Module] = set()  # modules whose forward has run at least once
-        self.groups_of: dict[nn.Module, list[BucketGroup]] = defaultdict(list)  # by the module that owns a parameter
-        # Fill groups_of: the groups that contain a parameter which the module owns directly. Set forward_order: the
-        # groups in the order in which forward needs them, that is, the order of `parameters()`. Register
-        # `before_forward` as a forward pre-hook of every module in groups_of.
+        self.groups_of: dict[nn.Module, list[BucketGroup]] = defaultdict(list)  # groups of a module's own parameters
+        # Fill groups_of: for each module, list the groups that contain a parameter that the module owns directly. Set
+        # forward_order: the groups in the order in which forward needs them, that is, the order of `parameters()`.
+        # Register `before_forward` as a forward pre-hook of every module in groups_of.
         ### BEGIN SOLUTION part (a)
         group_of = {group.buffer.params[i]: group for group in self.groups for i in group.param_indices}
         self.forward_order = list(dict.fromkeys(group_of[p] for p in module.parameters() if p in group_of))
@@ -64,7 +65,7 @@ class PrefetchedDDP(CachedDDP):
         ### END SOLUTION
 
     def wait_for(self, groups: list[BucketGroup]) -> None:
-        """Wait for the weights of these groups. A group that is not in flight is complete already."""
+        """Wait for the weights of these groups. A group that is not in flight is already complete."""
         ### BEGIN SOLUTION part (c)
         for group in groups:
             if group in self.in_flight:
@@ -73,7 +74,7 @@ class PrefetchedDDP(CachedDDP):
         ### END SOLUTION
 
     def before_forward(self, owner: nn.Module, inputs: Any) -> None:
-        """Wait for the weights of a module. Its forward pre-hook calls this, just before the module runs."""
+        """Wait for the weights of a module. The module's forward pre-hook calls this just before the module runs."""
         self.called.add(owner)
         self.wait_for(self.groups_of[owner])
 
@@ -98,32 +99,32 @@ class PrefetchedDDP(CachedDDP):
 
 
 class PrefetchedZeroOptimizer(ZeroOptimizer):
-    """Like `ZeroOptimizer`, for a `PrefetchedDDP`, but `step` returns while the weights are on their way.
+    """Like `ZeroOptimizer`, but used with a `PrefetchedDDP`. `step` returns while the all-gathers are in flight.
 
     `ddp(x)` and `ddp.state_dict()` use complete weights. Before you read weights in any other way, call
     `ddp.finish_param_sync()`.
     """
 
     def share_weights(self) -> None:
-        """Launch the all-gathers of the weights, and do not wait for them."""
+        """Launch the all-gathers of the weights without waiting for them."""
         ### BEGIN SOLUTION part (e)
         self.start_sharing()
         ### END SOLUTION
 
     def prepare_grads(self) -> list[Tensor]:
-        """Attach gradients and weights to the shards. Return the gradients, views of the buffers."""
-        # The inner optimizer is about to write weights. A group that no forward has used is still in flight.
+        """Attach gradients and weights to the shards. Return the gradients as views of the buffers."""
+        # The inner optimizer is about to write weights. A group that forward has not used is still in flight.
         ### BEGIN SOLUTION part (f)
         self.ddp.finish_param_sync()
         return super().prepare_grads()
         ### END SOLUTION
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group. Its shards start from complete weights."""
+        """Wait until all weights are complete, then add a parameter group."""
         self.ddp.finish_param_sync()
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict. Main parameters that are missing from it start from complete weights."""
+        """Wait until all weights are complete, then load a state dict. Main parameters default to the weights."""
         self.ddp.finish_param_sync()
         super().load_state_dict(state_dict)

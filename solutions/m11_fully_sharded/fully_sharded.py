@@ -1,17 +1,17 @@
 """Module 11: weights in shards (ZeRO stage 3; torch calls it FSDP).
 
-Each rank keeps 1/N of every weight, of its gradient and of its optimizer state. Some submodules of the model are
-*units*. What is left over is the *root* unit. A unit's whole weights exist only while it computes:
+Each rank keeps 1/N of all weights, gradients and optimizer state. Some submodules of the model are *units*. The rest of
+the model is the *root* unit. A unit's full weights exist only while the unit computes. There are three actions:
 
-    "gather"    all-gather the whole weights of a unit from the shards of all ranks
-    "compute"   run the unit's forward or backward, then free its whole weights
-    "reduce"    reduce-scatter the unit's whole gradients; each rank keeps the average of its own shard
+    "gather"    all-gather the full weights of a unit from the shards of all ranks
+    "compute"   run the unit's forward or backward, then free its full weights
+    "reduce"    reduce-scatter the unit's full gradients; each rank keeps the average of its own shard
 
 `plan_schedule` lists these actions in an order that is the same on all ranks. Hooks tell `FullyShardedDDP` how far this
-rank has come, and `FlatShard` performs the actions.
+rank has progressed, and `FlatShard` performs the actions.
 
-Cost per step, with P bytes of weights on N ranks: 3 P (N - 1) / N bytes per rank, 1.5 times those of an all-reduce.
-Memory for weights: P / N bytes of shards, the whole root, and `prefetch` + 1 whole units.
+Cost per step, with P bytes of weights on N ranks: each rank sends 3 P (N - 1) / N bytes, 1.5 times as many as in an
+all-reduce. Memory for weights: P / N bytes of shards, the full root, and `prefetch` + 1 full units.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ UnitTypes = tuple[type[nn.Module], ...]
 def plan_units(module: nn.Module, unit_types: UnitTypes) -> list[list[str]]:
     """Return the parameter names of each unit, as in `named_parameters()`. The first unit is the root.
 
-    Each outermost submodule of one of these types is a unit, in registration order; `module` itself is not. The root,
-    even if it is empty, has the other parameters, and those that are registered under more than one name. A unit
-    without parameters is omitted.
+    Each outermost submodule of one of these types is a unit; `module` itself is not. Units are in registration order.
+    The root has all other parameters, and all parameters that are registered under more than one name. It is listed
+    even if it is empty, but other units without parameters are omitted.
     """
-    # `named_parameters(remove_duplicate=False)` yields a tied parameter under all its names. The name of a submodule is
-    # the beginning of the names of its parameters.
+    # `named_parameters(remove_duplicate=False)` yields a tied parameter under all its names. The names of a submodule's
+    # parameters begin with the name of the submodule.
     ### BEGIN SOLUTION part (a)
     counts = Counter(parameter for _, parameter in module.named_parameters(remove_duplicate=False))
     prefixes: list[str] = []
@@ -66,12 +66,12 @@ def plan_units(module: nn.Module, unit_types: UnitTypes) -> list[list[str]]:
 
 
 def plan_schedule(num_units: int, prefetch: int, backward: bool) -> list[tuple[str, int]]:
-    """Return the actions of a forward or a backward pass, ("gather" | "compute" | "reduce", unit), in order.
+    """Return the actions of a forward or backward pass in order: tuples ("gather" | "compute" | "reduce", unit).
 
-    Forward computes units 0 (the root) to `num_units` - 1, backward computes them in reverse. Each unit is gathered
-    before it computes, as early as `prefetch` allows: when unit i computes, the next `prefetch` units are gathered too,
-    and no others. Backward reduces each unit after it has computed and before the next unit computes. The root is
-    gathered in forward only: it stays until the end of backward.
+    Forward computes units 0 (the root) to `num_units` - 1, and backward computes them in reverse order. Each unit is
+    gathered before it computes, as early as `prefetch` allows: while unit i computes, the next `prefetch` units are
+    gathered too, but no later units. Backward reduces each unit after it has computed and before the next unit
+    computes. The root is gathered only in forward, and stays gathered until the end of backward.
     """
     ### BEGIN SOLUTION part (b)
     order = list(range(num_units))[:: -1 if backward else 1]
@@ -93,10 +93,10 @@ def plan_schedule(num_units: int, prefetch: int, backward: bool) -> list[tuple[s
 class FlatShard:
     """Parameters of one unit and one dtype, all trainable or all frozen, in one flat tensor.
 
-    `full`, (numel,), has the layout of module 5 with a single bucket. The parameters are views of it. Rank r keeps part
-    r of N equal parts in `shard`, (numel / N,), on which the optimizer steps. `full` has memory only between
-    `start_gather` and `free`. Autograd remembers views of `full`, so `full` always keeps its storage object: the
-    storage is resized, never replaced.
+    `full`, of shape (numel,), has the layout of module 5 with a single bucket. The parameters are views of `full`.
+    Rank r keeps part r of N equal parts in `shard`, of shape (numel / N,). The optimizer steps on `shard`. `full` has
+    memory only between `start_gather` and `free`. Autograd saves views of `full`, so its storage is resized but never
+    replaced.
     """
 
     def __init__(self, params: Sequence[nn.Parameter], process_group: ProcessGroup):
@@ -105,11 +105,11 @@ class FlatShard:
         rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
         self.layout = plan_layout([p.numel() for p in self.params], None, size)
         self.full = self.params[0].detach().new_zeros(self.layout.numel)
-        self.handle: dist.Work | None = None  # of the collective that is on its way
-        self.full_grad: Tensor | None = None  # (numel,) and
-        self.grad_part: Tensor | None = None  # (numel / N,): input and output of the reduce-scatter
-        # Copy each parameter into its view of `full` and let parameter.data be that view. Create `shard`, a copy of
-        # this rank's part that is trainable if the parameters are. Then free `full`.
+        self.handle: dist.Work | None = None  # of the collective in flight
+        self.full_grad: Tensor | None = None  # (numel,), the input of the reduce-scatter
+        self.grad_part: Tensor | None = None  # (numel / N,), the output of the reduce-scatter
+        # Copy each parameter into its view of `full`, and set parameter.data to this view. Create `shard`, a copy of
+        # this rank's part that is trainable if the parameters are trainable. Then free `full`.
         ### BEGIN SOLUTION part (c)
         for parameter, view in zip(self.params, self.make_views(self.full)):
             parameter.data = view.copy_(parameter.data)
@@ -122,20 +122,20 @@ class FlatShard:
         return [flat[start:end].view(p.shape) for p, (start, end) in zip(self.params, self.layout.param_ranges)]
 
     def start_gather(self) -> None:
-        """Give `full` its memory and start the all-gather, without waiting."""
+        """Allocate the memory of `full` and start the all-gather without waiting."""
         ### BEGIN SOLUTION part (d)
         self.full.untyped_storage().resize_(self.full.nbytes)
         self.handle = all_gather(self.full, self.shard.detach(), self.process_group, async_op=True)
         ### END SOLUTION
 
     def free(self) -> None:
-        """Release the memory of `full`. Calling it again changes nothing. No all-gather may be on its way."""
+        """Release the memory of `full`. A second call does nothing. No all-gather may be in flight."""
         ### BEGIN SOLUTION part (e)
         self.full.untyped_storage().resize_(0)
         ### END SOLUTION
 
     def start_reduce(self) -> None:
-        """Move the parameters' gradients into one flat tensor and start to average it into this rank's part.
+        """Move the parameters' gradients into one flat tensor, and start the reduce-scatter that averages it.
 
         A gradient that is None counts as zeros. Afterwards parameter.grad is None. Frozen parameters have no gradients.
         """
@@ -154,7 +154,7 @@ class FlatShard:
         ### END SOLUTION
 
     def finish_reduce(self) -> None:
-        """Wait for the reduce-scatter and add the average to shard.grad. Release the memory of the whole gradients."""
+        """Wait for the reduce-scatter and add the average to shard.grad. Release the memory of the full gradients."""
         if not self.shard.requires_grad:
             return
         ### BEGIN SOLUTION part (g)
@@ -164,7 +164,7 @@ class FlatShard:
         ### END SOLUTION
 
     def wait(self) -> None:
-        """Wait for the collective that is on its way, if there is one."""
+        """Wait for the collective in flight, if there is one."""
         if self.handle is not None:
             self.handle.wait()
             self.handle = None
@@ -182,13 +182,13 @@ def make_flat_shards(params: Sequence[nn.Parameter], process_group: ProcessGroup
 
 
 class FullyShardedDDP(GradSyncMixin, nn.Module):
-    """Wrap a model; each rank keeps 1/N of all weights, and whole weights exist only while their unit computes.
+    """Wrap a model. Each rank keeps 1/N of all weights, and full weights exist only while their unit computes.
 
-    Give `shards()` to an elementwise torch optimizer, or use `make_optimizer`, and call `finish_grad_sync` before each
-    step. All ranks call the wrapper equally often, with one backward per forward, and run units in registration order.
-    A rank may skip units. Outside a call of the wrapper the model's own parameters have no memory: read them with
-    `full_state_dict()`. Without `reshard_after_forward`, whole weights stay until backward. `prefetch` units are
-    gathered ahead.
+    Pass `shards()` to an elementwise torch optimizer, or use `make_optimizer`. Call `finish_grad_sync` before each
+    step. All ranks must call the wrapper equally often, with one backward per forward, and run units in registration
+    order. A rank may skip units. Outside a call of the wrapper, the model's own parameters have no memory: read them
+    with `full_state_dict()`. Without `reshard_after_forward`, full weights stay in memory until backward. While a unit
+    computes, the next `prefetch` units are gathered.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class FullyShardedDDP(GradSyncMixin, nn.Module):
     ):
         super().__init__()
         if prefetch < 0:
-            raise ValueError(f"prefetch is a number of units, but it is {prefetch}")
+            raise ValueError(f"prefetch must be at least 0, but it is {prefetch}")
         if not any(isinstance(submodule, unit_types) for submodule in module.modules() if submodule is not module):
             raise ValueError(f"no submodule of {type(module).__name__} has one of the types {unit_types}")
         self.module = module
@@ -212,14 +212,14 @@ class FullyShardedDDP(GradSyncMixin, nn.Module):
         named = dict(module.named_parameters())
         plan = plan_units(module, unit_types)
         if sorted(named) != sorted(name for names in plan for name in names):
-            raise ValueError("plan_units must return the name of every parameter, each in one unit")
+            raise ValueError("plan_units must return the name of every parameter exactly once")
         self.units = [make_flat_shards([named[name] for name in names], process_group) for names in plan]
-        self.schedule: deque[tuple[str, int]] = deque()  # the actions of this forward or backward that are left
-        self.current: int | None = None  # the unit that computes
-        self.reducing: list[FlatShard] = []  # whose reduction is on its way
+        self.schedule: deque[tuple[str, int]] = deque()  # the remaining actions of this forward or backward
+        self.current: int | None = None  # the unit that is computing
+        self.reducing: list[FlatShard] = []  # the flat shards whose reduction is in flight
         self.is_inside = False  # whether forward is running
         self.is_backward = False  # whether `schedule` belongs to a backward
-        self.awaits_backward = False  # whether the next backward has no schedule yet
+        self.awaits_backward = False  # whether the backward of a forward has no schedule yet
         self.register_hooks({named[name]: unit for unit, names in enumerate(plan) for name in names}, unit_types)
 
     def shards(self) -> list[nn.Parameter]:
@@ -227,14 +227,14 @@ class FullyShardedDDP(GradSyncMixin, nn.Module):
         return [flat.shard for flat in itertools.chain(*self.units) if flat.shard.requires_grad]
 
     def make_optimizer(self, optimizer_cls: type[Optimizer], **defaults: Any) -> Optimizer:
-        """Return an optimizer of this class for `shards()`. Raise ValueError unless it is elementwise."""
+        """Return an optimizer of this class for `shards()`. Raise ValueError unless the class is elementwise."""
         shards = self.shards()
         if not is_elementwise(optimizer_cls, defaults, shards[0].device):
             raise ValueError(f"{optimizer_cls.__name__} cannot step on shards, because it is not elementwise")
         return optimizer_cls(shards, **defaults)
 
     def register_hooks(self, unit_of: dict[nn.Parameter, int], unit_types: UnitTypes) -> None:
-        """Register hooks on each unit, and on each submodule that has parameters of its own. They only call methods."""
+        """Register hooks on each unit and each submodule with parameters of its own. The hooks only call methods."""
         outermost = ""
         for name, submodule in self.module.named_modules():
             is_inside = bool(outermost) and name.startswith(outermost)
@@ -243,7 +243,7 @@ class FullyShardedDDP(GradSyncMixin, nn.Module):
             for unit in {unit_of[parameter] for parameter in submodule.parameters(recurse=is_unit)}:
                 submodule.register_forward_pre_hook(partial(self.enter_forward, unit, name))
                 if unit == 0:
-                    continue  # the root is always there
+                    continue  # the root is always gathered
                 enter, leave = partial(self.enter_backward, unit), partial(self.leave, unit)
                 submodule.register_forward_hook(lambda *args, enter=enter: call_in_backward(args[-1], enter))
                 if is_unit:
@@ -253,7 +253,7 @@ class FullyShardedDDP(GradSyncMixin, nn.Module):
                     )
 
     def forward(self, *args, **kwargs):
-        # First complete an earlier backward in no_sync. Then make the schedule of this forward, start its first
+        # First complete an earlier backward in no_sync. Then create the schedule of this forward, start its first
         # gathers, and wait for the root.
         ### BEGIN SOLUTION part (h)
         self.reach(None)
@@ -277,26 +277,26 @@ class FullyShardedDDP(GradSyncMixin, nn.Module):
         return output
 
     def enter_forward(self, unit: int, name: str, *_: Any) -> None:
-        """Prepare the forward of a unit. A pre-hook of the unit, or of its submodule with this name, calls this."""
+        """Prepare the forward of a unit. A pre-hook of the unit, or of its submodule `name`, calls this."""
         if not self.is_inside:
             raise RuntimeError(f"call the wrapper, not {name or 'the model'}: outside it the weights are not gathered")
-        if unit not in (0, self.current):  # the root is always there, and the current unit calls its submodules
+        if unit not in (0, self.current):  # the root is always gathered, and the current unit calls its submodules
             if ("compute", unit) not in self.schedule:
                 raise RuntimeError(f"{name} is called again, or after a later unit: its weights are freed")
             self.reach(unit)
 
     def enter_backward(self, unit: int) -> None:
-        """Prepare the backward of a unit. A hook on its output calls this."""
+        """Prepare the backward of a unit. A hook on the unit's output calls this."""
         self.begin_backward()
         if ("compute", unit) in self.schedule:
             self.reach(unit)
 
     def begin_backward(self) -> None:
-        """Make the schedule of a backward, once after each forward, and start its first gathers."""
+        """Create the schedule of a backward, once after each forward, and start its first gathers."""
         if not self.awaits_backward:
             return
         self.awaits_backward, self.is_backward = False, True
-        # Which actions does a backward not perform inside no_sync, or without reshard_after_forward?
+        # Which actions must a backward omit inside no_sync, and which ones without reshard_after_forward?
         ### BEGIN SOLUTION part (i)
         actions = plan_schedule(len(self.units), self.prefetch, backward=True)
         if not self.reshard_after_forward:
@@ -308,11 +308,11 @@ class FullyShardedDDP(GradSyncMixin, nn.Module):
         ### END SOLUTION
 
     def reach(self, unit: int | None) -> None:
-        """Perform the actions up to ("compute", unit), or (None) all that are left. Then `unit` is the current unit.
+        """Perform the actions up to ("compute", unit), or all actions if `unit` is None. Make `unit` current.
 
-        This rank skips the units on the way. They are gathered, freed and reduced as on the other ranks.
+        This rank skips the units in between. It gathers, frees and reduces them as the other ranks do.
         """
-        # Outside this method the first action that is left is always a "compute".
+        # When there is no current unit, the first remaining action is always a "compute".
         ### BEGIN SOLUTION part (j)
         self.leave(self.current)
         while self.schedule:
@@ -325,9 +325,9 @@ class FullyShardedDDP(GradSyncMixin, nn.Module):
         ### END SOLUTION
 
     def leave(self, unit: int | None) -> None:
-        """If `unit` is the current unit, it has computed: free it, then perform the actions before the next "compute".
+        """If `unit` is the current unit, it has computed. Free it, then perform the actions before the next "compute".
 
-        In forward some weights stay, because the backward of this forward does not gather them again.
+        In forward, some weights stay in memory, because the backward of this forward does not gather them again.
         """
         ### BEGIN SOLUTION part (k)
         if unit is None or unit != self.current:
@@ -339,12 +339,12 @@ class FullyShardedDDP(GradSyncMixin, nn.Module):
         ### END SOLUTION
 
     def perform_next(self) -> None:
-        """Perform the actions before the next "compute". None of them waits for what it starts."""
+        """Perform the actions before the next "compute". None of them waits for the collective that it starts."""
         while self.schedule and self.schedule[0][0] != "compute":
             self.perform(*self.schedule.popleft())
 
     def perform(self, action: str, unit: int) -> None:
-        """Perform one action. For "compute", wait for the unit's weights. At most one reduction is on its way."""
+        """Perform one action. For "compute", wait for the unit's weights. At most one reduction is in flight."""
         ### BEGIN SOLUTION part (l)
         if action == "reduce":
             self.finish_reduce()
@@ -359,19 +359,19 @@ class FullyShardedDDP(GradSyncMixin, nn.Module):
         ### END SOLUTION
 
     def free(self, unit: int) -> None:
-        """Free the whole weights of a unit."""
+        """Free the full weights of a unit."""
         for flat in self.units[unit]:
             flat.free()
 
     def finish_reduce(self) -> None:
-        """Wait for the reduction that is on its way, if there is one."""
+        """Wait for the reduction in flight, if there is one."""
         for flat in self.reducing:
             flat.finish_reduce()
         self.reducing = []
 
     def finish_grad_sync(self) -> None:
-        """Complete the backward. Afterwards the gradients of `shards()` are averages, and all weights are freed."""
-        # A rank without a backward has not made the schedule yet.
+        """Complete the backward. Then the gradients of `shards()` are averages, and all full weights are freed."""
+        # If this rank has not run a backward, the schedule does not exist yet.
         ### BEGIN SOLUTION part (m)
         self.begin_backward()
         self.reach(None)
@@ -379,14 +379,14 @@ class FullyShardedDDP(GradSyncMixin, nn.Module):
         ### END SOLUTION
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of `shards()`, and the whole gradients that no_sync has accumulated."""
+        """Clear the gradients of `shards()`, and the full gradients that no_sync has accumulated."""
         super().zero_grad(set_to_none)
         for shard in self.shards():
             shard.grad = None if set_to_none or shard.grad is None else shard.grad.zero_()
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale the gradients to a global 2-norm of at most `max_norm`. Return the old norm, in fp64."""
+        """Scale the gradients to a global 2-norm of at most `max_norm`. Return the old norm in fp64."""
         grads = [shard.grad for shard in self.shards()]
         # Use the factor of torch.nn.utils.clip_grad_norm_: max_norm / (norm + 1e-6), but at most 1.
         ### BEGIN SOLUTION part (n)
@@ -403,7 +403,7 @@ class FullyShardedDDP(GradSyncMixin, nn.Module):
 
     @torch.no_grad()
     def full_state_dict(self) -> dict[str, Any]:
-        """Return the plain module's state dict, on the CPU. Every rank must call this, because it gathers each unit."""
+        """Return the plain module's state dict on the CPU. Every rank must call this, because it gathers each unit."""
         weights = {}
         for flat in itertools.chain(*self.units):
             is_free = flat.full.untyped_storage().nbytes() == 0
@@ -420,7 +420,7 @@ class FullyShardedDDP(GradSyncMixin, nn.Module):
 
     @torch.no_grad()
     def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a plain module's state dict. Every rank passes the whole dict. Raise ValueError if it does not fit."""
+        """Load a plain module's state dict. Every rank passes the full dict. Raise ValueError if it does not fit."""
         named = dict(self.module.named_parameters(remove_duplicate=False))
         wrong = state.keys() ^ self.module.state_dict().keys()
         wrong |= {name for name, p in named.items() if name in state and state[name].shape != p.shape}
@@ -442,7 +442,7 @@ class FullyShardedDDP(GradSyncMixin, nn.Module):
 
 
 def call_in_backward(values: Any, function: Callable[[], None]) -> None:
-    """Call a function when backward has the gradient of a tensor in a nested structure of dicts, lists and tuples."""
+    """Call a function when backward has computed the gradient of a tensor in nested dicts, lists and tuples."""
     if isinstance(values, Tensor):
         if values.grad_fn is not None:
             values.register_hook(lambda _: function())

@@ -6,7 +6,7 @@ INIT = (
     "def __init__(self, layout: BufferLayout, dp_size: int):\n"
     "        self.layout = layout\n"
     "        self.dp_size = dp_size\n"
-    "        self.data: torch.Tensor | None = None  # (layout.numel,), which the views belong to\n"
+    "        self.data: torch.Tensor | None = None  # (layout.numel,), the tensor that the views refer to\n"
     "        self.views: dict[tuple[int, int | None], torch.Tensor] = {}"
 )
 IF_NEW = "if data is not self.data:"

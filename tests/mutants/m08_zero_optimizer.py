@@ -417,7 +417,7 @@ START_AND_FINISH = GATHER.replace("()\n", "()\n" + BETWEEN, 1)  # as the referen
 LOCAL_GRADS = "        return [part.buffer.grad_data[part.buffer_slice] for part in self.param_shards.values()]\n"
 SHARE_WEIGHTS = (
     "\n    def start_sharing(self) -> None:\n"
-    '        """Round the main parameters into the buffers, then start to gather the weights of all ranks."""\n'
+    '        """Copy the rounded main parameters into the buffers, then start to gather the weights of all ranks."""\n'
     "        ### BEGIN SOLUTION part (h)\n"
     "        for part in self.param_shards.values():\n"
     "            part.shard.grad = None\n"

@@ -118,9 +118,9 @@ MUTANTS = [
     ),
     Mutant(
         "step clears the shards",
-        '    def zero_grad(self, set_to_none: bool = True) -> None:\n        """Clear the shards of the gradients."""',
+        '    def zero_grad(self, set_to_none: bool = True) -> None:\n        """Clear the gradient shards."""',
         "    def share_weights(self):\n        super().share_weights()\n        self.ddp.zero_grad()\n\n"
-        '    def zero_grad(self, set_to_none: bool = True) -> None:\n        """Clear the shards of the gradients."""',
+        '    def zero_grad(self, set_to_none: bool = True) -> None:\n        """Clear the gradient shards."""',
         ACCUMULATION,
         "step clears the shards",
     ),
