@@ -279,7 +279,7 @@ class FullyShardedDDP(GradSyncMixin, nn.Module):
     def enter_forward(self, unit: int, name: str, *_: Any) -> None:
         """Prepare the forward of a unit. A pre-hook of the unit, or of its submodule `name`, calls this."""
         if not self.is_inside:
-            raise RuntimeError(f"call the wrapper, not {name or 'the model'}: outside it the weights are not gathered")
+            raise RuntimeError(f"call the wrapper, not {name or 'the model'}: only the wrapper gathers weights")
         if unit not in (0, self.current):  # the root is always gathered, and the current unit calls its submodules
             if ("compute", unit) not in self.schedule:
                 raise RuntimeError(f"{name} is called again, or after a later unit: its weights are freed")

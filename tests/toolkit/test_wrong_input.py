@@ -12,7 +12,7 @@ MESSAGES = {
     "types": "ValueError: no submodule of Sequential has one of the types",
     "prefetch": "ValueError: prefetch must be at least 0, but it is -1",
     "no unit": "ValueError: plan_units must return the name of every parameter exactly once",
-    "outside": "RuntimeError: call the wrapper, not 2: outside it the weights are not gathered",
+    "outside": "RuntimeError: call the wrapper, not 2: only the wrapper gathers weights",
     "order": "RuntimeError: 0 is called again, or after a later unit: its weights are freed",
     "optimizer": "ValueError: Adafactor cannot step on shards, because it is not elementwise",
     "state_dict": "RuntimeError: the weights are in shards: call full_state_dict() on every rank",
