@@ -1,10 +1,10 @@
 """Module 1: data parallelism in its plainest form.
 
-Every rank has a whole copy of the model and works on its own part of the batch. After backward, each gradient is
+Every rank has a full copy of the model and works on its own part of the batch. After backward, each gradient is
 averaged over the ranks with one all-reduce, so all copies take the same optimizer step.
 
-Cost per step: one launch per trainable parameter, all of them after backward, when there is nothing left to overlap
-with. Each all-reduce carries the bytes of one gradient. No memory is needed beyond the gradients.
+Cost per step: one launch per trainable parameter, all of them after backward, when no computation is left to overlap
+with. Each all-reduce carries the bytes of one gradient. No memory is needed beyond the gradients themselves.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ def broadcast_module_state(module: nn.Module, process_group: dist.ProcessGroup |
 
 
 class NaiveDDP(nn.Module):
-    """Wrap a model; its gradients are averaged over the ranks of a group, one by one, after backward.
+    """Wrap a model and average its gradients over the ranks of a group, one by one, after backward.
 
-    Construction makes all replicas equal. After each backward, call `finish_grad_sync` once, on all ranks. Afterwards
-    every `p.grad` is the average over the group.
+    The constructor makes all replicas equal. After each backward, call `finish_grad_sync` once, on all ranks.
+    Afterwards, every `p.grad` is the average over the group.
     """
 
     def __init__(self, module: nn.Module, process_group: dist.ProcessGroup | None = None):
@@ -43,7 +43,7 @@ class NaiveDDP(nn.Module):
         return self.module(*args, **kwargs)
 
     def finish_grad_sync(self) -> None:
-        """Average the gradient of each trainable parameter over the group, with one all-reduce each.
+        """Average the gradient of each trainable parameter over the group, with one all-reduce per parameter.
 
         All ranks must call the same collectives in the same order. If this rank did not use a parameter, its gradient
         is None and counts as zeros.

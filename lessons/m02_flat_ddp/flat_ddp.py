@@ -1,11 +1,11 @@
 """Module 2: the same average, in one all-reduce.
 
 Launching a collective takes time, even if it carries few bytes. After backward, all gradients are copied into one flat
-tensor, averaged with one all-reduce, and copied back. A collective carries one dtype, so each dtype of the parameters
-has its own flat tensor.
+tensor, averaged with one all-reduce, and copied back. A collective carries only one dtype, so each dtype of the
+parameters has its own flat tensor.
 
-Cost per step: one launch per dtype, after backward, and the same bytes as before. All gradients are copied twice (in
-and out) and, during the all-reduce, take twice the memory.
+Cost per step: one launch per dtype, after backward, and the same bytes as in module 1. All gradients are copied twice
+(in and out). During the all-reduce, they take twice the memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..m01_naive_ddp.naive_ddp import broadcast_module_state
 
 
 class FlatDDP(nn.Module):
-    """Wrap a model; its gradients are averaged after backward, with one all-reduce per dtype."""
+    """Wrap a model and average its gradients after backward, with one all-reduce per dtype."""
 
     def __init__(self, module: nn.Module, process_group: dist.ProcessGroup | None = None):
         super().__init__()
@@ -35,7 +35,7 @@ class FlatDDP(nn.Module):
         return self.module(*args, **kwargs)
 
     def finish_grad_sync(self) -> None:
-        """Average all gradients over the group. Afterwards each has its parameter's shape, dtype and strides.
+        """Average all gradients over the group. Each averaged gradient has its parameter's shape, dtype and strides.
 
         A gradient that is None counts as zeros, so that the flat tensor has the same length on all ranks.
         """

@@ -5,7 +5,7 @@ Gradients become ready in roughly reverse registration order, so neighbours in t
 ready in a different order on each rank, but all ranks launch buckets in the same order (`LaunchQueue`).
 
 Cost per step: about (bytes of gradients) / (bucket size) launches, most of them during backward, and the same bytes as
-before. Each gradient is copied into its bucket and back.
+in module 3. Each gradient is copied into its bucket and back.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from ..m03_overlapped_ddp.overlapped_ddp import GradSyncMixin
 
 
 def plan_buckets(params: Iterable[nn.Parameter], bucket_cap_bytes: int) -> list[list[nn.Parameter]]:
-    """Divide trainable parameters, given in registration order, into buckets, in reverse order.
+    """Assign trainable parameters, given in registration order, to buckets, in reverse order.
 
-    A bucket closes before a parameter that would exceed the cap. A parameter that fits exactly still goes into it. A
-    parameter larger than the cap has its own bucket. All parameters of a bucket have the same dtype. The function reads
-    shapes and dtypes only, so it works on the meta device.
+    A bucket closes before a parameter that would make it exceed the cap. A parameter that fits exactly still goes into
+    the bucket. A parameter larger than the cap gets its own bucket. All parameters of a bucket have the same dtype. The
+    function reads only shapes and dtypes, so it works on the meta device.
     """
     # TODO: part (a)
     raise NotImplementedError("module 4, part (a)")
@@ -41,7 +41,10 @@ class Bucket:
         self.handle: dist.Work | None = None
 
     def launch(self) -> None:
-        """Copy the gradients into one flat tensor and start its all-reduce without waiting. None counts as zeros."""
+        """Copy the gradients into one flat tensor and start its all-reduce without waiting.
+
+        A gradient that is None counts as zeros.
+        """
         # TODO: part (b)
         raise NotImplementedError("module 4, part (b)")
 
@@ -56,7 +59,7 @@ class LaunchQueue:
 
     A unit is whatever is launched together: a bucket, or in module 6 a group of buckets. Unit k is complete when
     `num_grads[k]` gradients are ready. `launch(k)` starts its communication without waiting. All ranks have the same
-    units, so they launch them in the same order.
+    units and therefore launch them in the same order.
     """
 
     def __init__(self, num_grads: Sequence[int], launch: Callable[[int], None]):
@@ -70,7 +73,7 @@ class LaunchQueue:
         self.next_to_launch = 0  # units 0 to next_to_launch - 1 are launched
 
     def mark_ready(self, unit: int) -> None:
-        """Count one more ready gradient of a unit. Then launch units, in order, up to the first incomplete one."""
+        """Count one more ready gradient of a unit. Then launch the next units, in order, while they are complete."""
         # TODO: part (d)
         raise NotImplementedError("module 4, part (d)")
 
@@ -81,7 +84,7 @@ class LaunchQueue:
 
 
 class BucketedDDP(GradSyncMixin, nn.Module):
-    """Wrap a model; its gradients are all-reduced bucket by bucket during backward. `bucket_cap_mb` counts MiB."""
+    """Wrap a model and all-reduce its gradients bucket by bucket during backward. `bucket_cap_mb` is in MiB."""
 
     def __init__(self, module: nn.Module, bucket_cap_mb: float = 25.0, process_group: dist.ProcessGroup | None = None):
         super().__init__()
@@ -100,6 +103,6 @@ class BucketedDDP(GradSyncMixin, nn.Module):
         raise NotImplementedError("module 4, part (g)")
 
     def finish_grad_sync(self) -> None:
-        """Launch the remaining buckets and wait for all of them. Afterwards each gradient is the average."""
+        """Launch the remaining buckets and wait for all buckets. Afterwards, each gradient is the average."""
         # TODO: part (h)
         raise NotImplementedError("module 4, part (h)")

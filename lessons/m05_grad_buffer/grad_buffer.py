@@ -27,37 +27,38 @@ from ..m04_bucketed_ddp.bucketed_ddp import LaunchQueue
 class BufferLayout:
     """A plan for a buffer of `numel` elements. Ranges are half-open: (start, end) in elements."""
 
-    param_ranges: tuple[tuple[int, int], ...]  # of parameter i
+    param_ranges: tuple[tuple[int, int], ...]  # the range of parameter i
     bucket_of: tuple[int, ...]  # the bucket of parameter i
-    bucket_ranges: tuple[tuple[int, int], ...]  # of bucket i, with its padding
+    bucket_ranges: tuple[tuple[int, int], ...]  # the range of bucket i, with its padding
     numel: int
 
 
 def plan_layout(
     numels: Sequence[int], bucket_numel: int | None, dp_size: int, pad_for_busbw: bool = False
 ) -> BufferLayout:
-    """Place parameters of these sizes from left to right, in the given order, and divide them into buckets.
+    """Place parameters of these sizes from left to right, in the given order, and assign them to buckets.
 
-    A parameter starts at a multiple of 64. A bucket closes once it contains `bucket_numel` elements or more (None: one
-    bucket). Its end is padded to a multiple of lcm(dp_size, 128), so that `dp_size` ranks can divide it equally, and
-    with `pad_for_busbw` also of 2^16. The rule is Megatron-LM's (megatron/core/optimizer/param_layout.py).
+    Each parameter starts at a multiple of 64. A bucket closes as soon as it contains at least `bucket_numel` elements.
+    With None, there is only one bucket. The end of a bucket is padded to a multiple of lcm(dp_size, 128), so that the
+    bucket splits into `dp_size` equal shards. With `pad_for_busbw`, the end is also a multiple of 2^16. Megatron-LM
+    uses the same rule (megatron/core/optimizer/param_layout.py).
     """
-    # Keep the end of the last parameter and the start of the open bucket. Round up as the rule says.
+    # Keep track of the end of the last parameter and the start of the open bucket. Round up as the rule says.
     # TODO: part (a)
     raise NotImplementedError("module 5, part (a)")
 
 
 def round_up(number: int, multiple: int) -> int:
-    """Round `number` up to a multiple of `multiple`."""
+    """Return `number`, rounded up to a multiple of `multiple`."""
     return -(-number // multiple) * multiple
 
 
 class GradBuffer:
-    """Contiguous gradient memory for parameters of one dtype, laid out in the given order. Callers pass them reversed.
+    """Contiguous gradient memory for parameters of one dtype, laid out in the given order.
 
-    `views[i]` is parameter i's part of `grad_data`, in its shape. It is `parameter.grad` itself or, if `grad_dtype` is
-    wider than the parameter's dtype, `parameter.main_grad`. `with_params` moves the parameters into `param_data`, which
-    has the same layout.
+    Callers pass the parameters in reverse order. `views[i]` is parameter i's part of `grad_data`, in that parameter's
+    shape. It is `parameter.grad` itself or, if `grad_dtype` is wider than the parameter's dtype, `parameter.main_grad`.
+    With `with_params`, the parameters are moved into `param_data`, which has the same layout.
     """
 
     def __init__(
@@ -81,7 +82,8 @@ class GradBuffer:
 
     def attach_views(self) -> None:
         """Create `views`, and make gradients and parameters point into the flat tensors. Their values do not change."""
-        # A gradient that exists moves into its view, except with main_grad. With param_data, parameter.data moves too.
+        # An existing gradient moves into its view, except with main_grad. If param_data exists, parameter.data moves
+        # into it.
         # TODO: part (b)
         raise NotImplementedError("module 5, part (b)")
 
@@ -100,12 +102,12 @@ class GradBuffer:
             # TODO: part (c)
             raise NotImplementedError("module 5, part (c)")
         else:
-            # The gradient *accumulates* in main_grad, from zero in each step. Move parameter.grad there.
+            # The gradient *accumulates* in main_grad, starting from zero in each step. Move parameter.grad there.
             # TODO: part (h)
             raise NotImplementedError("module 5, part (h)")
 
     def finish_accumulation(self, set_grads: bool = True) -> None:
-        """Let main_grad start from zero in the next step. With `set_grads`, store it rounded in `parameter.grad`."""
+        """Make main_grad start from zero in the next step. With `set_grads`, `parameter.grad` gets a rounded copy."""
         if self.has_main_grad:
             # TODO: part (i)
             raise NotImplementedError("module 5, part (i)")
@@ -132,9 +134,10 @@ class Bucket:
 
 
 class BufferedDDP(GradSyncMixin, nn.Module):
-    """Wrap a model; its gradients live in `grad_buffers`, one per parameter dtype, and are reduced in place.
+    """Wrap a model, keep its gradients in `grad_buffers` (one per parameter dtype), and reduce them in place.
 
-    `bucket_numel` counts elements. With a `grad_dtype` wider than the parameters', gradients accumulate in that dtype.
+    `bucket_numel` is a number of elements. If `grad_dtype` is wider than the dtype of the parameters, gradients
+    accumulate in `grad_dtype`.
     """
 
     def __init__(
@@ -165,18 +168,18 @@ class BufferedDDP(GradSyncMixin, nn.Module):
         return GradBuffer(params, bucket_numel, dist.get_world_size(self.process_group), grad_dtype)
 
     def make_units(self) -> list[Bucket]:
-        """Return the units of the queue, in launch order: here buckets, in module 6 groups of buckets."""
+        """Return the units of the queue, in launch order: buckets here, and groups of buckets in module 6."""
         return [Bucket(b, i, self.process_group) for b in self.grad_buffers for i in range(len(b.layout.bucket_ranges))]
 
     def forward(self, *args, **kwargs):
-        # Autograd adds in place to an existing gradient. So attach the views that zero_grad has removed.
+        # Autograd adds to an existing gradient in place. So attach the views that zero_grad has removed.
         # TODO: part (e)
         raise NotImplementedError("module 5, part (e)")
         return self.module(*args, **kwargs)
 
     def mark_ready(self, index: int, i: int) -> None:
         """Accumulate the gradient of parameter i, which belongs to unit `index`. The backward hook calls this."""
-        # Always accumulate it. Count it only outside no_sync.
+        # Always accumulate the gradient. Count it only outside no_sync.
         # TODO: part (f)
         raise NotImplementedError("module 5, part (f)")
 
@@ -185,7 +188,7 @@ class BufferedDDP(GradSyncMixin, nn.Module):
         self.units[index].start_grad_sync()
 
     def finish_grad_sync(self) -> None:
-        """Launch the remaining units and wait for all of them. Afterwards each gradient is the average."""
-        # A gradient that never arrived must be in the buffer too.
+        """Launch the remaining units and wait for all units. Afterwards, each gradient is the average."""
+        # If a gradient never arrived, its part of the buffer must still be correct.
         # TODO: part (g)
         raise NotImplementedError("module 5, part (g)")

@@ -21,7 +21,7 @@ from ..m01_naive_ddp.naive_ddp import broadcast_module_state
 
 
 class GradSyncMixin:
-    """Add `no_sync` to a wrapper, and the flag that it switches. All later wrappers use it."""
+    """Add `no_sync` to a wrapper, and the flag that `no_sync` switches. All later wrappers use this class."""
 
     require_grad_sync = True  # whether a backward pass communicates
 
@@ -41,7 +41,7 @@ class GradSyncMixin:
 
 
 class OverlappedDDP(GradSyncMixin, nn.Module):
-    """Wrap a model; its gradients are all-reduced one by one as backward produces them."""
+    """Wrap a model and all-reduce its gradients one by one, as backward produces them."""
 
     def __init__(self, module: nn.Module, process_group: dist.ProcessGroup | None = None):
         super().__init__()
@@ -68,7 +68,7 @@ class OverlappedDDP(GradSyncMixin, nn.Module):
         ### END SOLUTION
 
     def finish_grad_sync(self) -> None:
-        """Wait for every all-reduce of this step. Afterwards each gradient is the average over the group."""
+        """Wait for every all-reduce of this step. Afterwards, each gradient is the average over the group."""
         ### BEGIN SOLUTION part (d)
         for handle, parameter in self.in_flight:
             handle.wait()

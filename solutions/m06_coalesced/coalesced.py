@@ -1,11 +1,11 @@
 """Module 6: an all-reduce is a reduce-scatter and an all-gather, and several buckets can share one launch.
 
-After the reduce-scatter each rank has the averages of its own 1/N of every bucket, its shard. The all-gather brings the
-shards of all ranks together. Buckets form groups; the collectives of a group are *coalesced*: launched as one.
+After the reduce-scatter, each rank has the averages of its own shard, 1/N of every bucket. The all-gather copies all
+shards to all ranks. Buckets form groups, and the collectives of a group are *coalesced*, that is, launched as one.
 
 Cost per step: two launches per group instead of one per bucket, and the bytes of one all-reduce. A group is launched
-when its last bucket is ready, so large groups mean fewer launches and less overlap. Its all-gather follows when half of
-the next group is ready. The all-gather does not have to carry gradients: in module 8 it carries weights.
+when its last bucket is ready, so large groups mean fewer launches and less overlap. The all-gather of a group follows
+when half of the next group is ready. It does not have to carry gradients: in module 8, it carries weights.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class Handle(Protocol):
 def coalesce(process_group: dist.ProcessGroup | None = None) -> Iterator[Handle]:
     """Launch all collectives of the block as one, without waiting, when the block ends.
 
-    The block may call all_reduce, reduce_scatter or all_gather on whole tensors. Raise RuntimeError if the calls differ
-    in kind, reduce operation or dtype, or if blocks of one group are nested. After any exception in the block, nothing
-    is launched. Only this function uses torch's private `_coalescing_manager`.
+    The block may call all_reduce, reduce_scatter or all_gather on single tensors, not on lists. Raise RuntimeError if
+    the calls differ in kind, reduce operation or dtype, or if blocks of one group are nested. After any exception in
+    the block, nothing is launched. Only this function uses torch's private `_coalescing_manager`.
     """
-    # The manager keeps the calls in `captured[group]` until the block ends. Each has an op, a redop and a tensor. The
-    # manager does not compare enough, and after an exception it keeps capturing: later calls would never be launched.
+    # The manager keeps the calls in `captured[group]` until the block ends. Each call has an op, a redop and a tensor.
+    # The manager compares only the ops. After an exception, it keeps capturing, so later calls would never be launched.
     group = process_group or dist.group.WORLD
     captured = c10d._world.pg_coalesce_state
     ### BEGIN SOLUTION part (a)
@@ -64,9 +64,10 @@ def coalesce(process_group: dist.ProcessGroup | None = None) -> Iterator[Handle]
 
 
 class BucketGroup:
-    """Buckets of one buffer whose collectives are coalesced. `bucket_indices` index `buffer.layout.bucket_ranges`.
+    """A group of buckets of one buffer, whose collectives are coalesced.
 
-    Each bucket is divided into equal shards; shard r belongs to rank r.
+    `bucket_indices` are indices into `buffer.layout.bucket_ranges`. Each bucket is split into equal shards, and shard r
+    belongs to rank r.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class BucketGroup:
         self.param_handle: Handle | None = None
 
     def shards(self, data: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return (this rank's shard, whole bucket) for each bucket of the group, as views of a flat tensor."""
+        """Return (this rank's shard, whole bucket) for each bucket of the group, as views of `data`."""
         rank, size = dist.get_rank(self.process_group), dist.get_world_size(self.process_group)
         ### BEGIN SOLUTION part (b)
         ranges = [self.buffer.layout.bucket_ranges[index] for index in self.bucket_indices]
@@ -89,7 +90,7 @@ class BucketGroup:
         ### END SOLUTION
 
     def start_grad_sync(self) -> None:
-        """Start averaging the gradients: reduce-scatter every bucket into this rank's shard, in one launch."""
+        """Start averaging the gradients: reduce-scatter every bucket into this rank's shard, with one launch."""
         # Call `reduce_scatter` for each pair of `shards` in a `coalesce` block. Keep the block's handle.
         ### BEGIN SOLUTION part (c)
         with coalesce(self.process_group) as self.grad_handle:
@@ -98,12 +99,12 @@ class BucketGroup:
         ### END SOLUTION
 
     def finish_grad_sync(self) -> None:
-        """Wait. Then this rank's shard of each bucket is the average. The rest of the bucket is undefined."""
+        """Wait. Afterwards, this rank's shard of each bucket is the average. The rest of the bucket is undefined."""
         self.grad_handle.wait()
 
     def start_all_gather(self, data: torch.Tensor) -> Handle:
-        """Start the all-gather of the group's buckets in a flat tensor, in one launch."""
-        # Do the same with `all_gather`. Its input is this rank's shard, and its output the whole bucket.
+        """Start the all-gather of the group's buckets in `data`, a flat tensor, with one launch."""
+        # Do the same with `all_gather`. Its input is this rank's shard, and its output is the whole bucket.
         ### BEGIN SOLUTION part (d)
         with coalesce(self.process_group) as handle:
             for own, bucket in self.shards(data):
@@ -112,7 +113,7 @@ class BucketGroup:
         ### END SOLUTION
 
     def start_param_sync(self) -> None:
-        """Start the all-gather of the parameters, of which each rank has updated its own shards."""
+        """Start the all-gather of the parameters, after each rank has updated its own shards of them."""
         self.param_handle = self.start_all_gather(self.buffer.param_data)
 
     def finish_param_sync(self) -> None:
@@ -123,12 +124,12 @@ class BucketGroup:
 class CoalescedDDP(BufferedDDP):
     """Like `BufferedDDP`, but the parameters live in the buffers too, and buckets are launched in `groups`.
 
-    `buckets_per_group=None` makes one group of each buffer. With `gather_grads`, all gradients are averages after the
-    finish, so any optimizer works. Without it, only this rank's shards are averages. The optimizer then steps on shards
-    and calls `start_param_sync` and `finish_param_sync`.
+    `buckets_per_group=None` makes one group of each buffer. With `gather_grads`, all gradients are averages after
+    `finish_grad_sync`, so any optimizer works. Without it, only this rank's shards are averages. The optimizer then
+    steps on shards and calls `start_param_sync` and `finish_param_sync`.
     """
 
-    group_class = BucketGroup  # module 7 replaces it
+    group_class = BucketGroup  # module 7 replaces this class
 
     def __init__(
         self,
@@ -140,7 +141,7 @@ class CoalescedDDP(BufferedDDP):
     ):
         self.buckets_per_group = buckets_per_group
         self.gather_grads = True
-        self.gathers: list[Handle] = []  # all-gathers launched so far, of groups 0, 1, ...
+        self.gathers: list[Handle] = []  # handles of the all-gathers launched so far, of groups 0, 1, ...
         super().__init__(module, bucket_numel, grad_dtype, process_group)
 
     def make_buffer(self, params: list[nn.Parameter], bucket_numel: int | None, grad_dtype: torch.dtype | None):
@@ -173,7 +174,7 @@ class CoalescedDDP(BufferedDDP):
         super().launch(index)
 
     def launch_next_all_gather(self) -> None:
-        """Wait for the reduce-scatter of the first group that is not gathered yet, then start its all-gather."""
+        """Wait for the reduce-scatter of the first group that has not been gathered yet, then start its all-gather."""
         group = self.groups[len(self.gathers)]
         group.finish_grad_sync()
         self.gathers.append(group.start_all_gather(group.buffer.grad_data))
@@ -182,8 +183,8 @@ class CoalescedDDP(BufferedDDP):
         """Accumulate the gradient of parameter i, which belongs to group `index`. The backward hook calls this."""
         super().mark_ready(index, i)
         if self.gather_grads:
-            # All complete groups are launched by now. When half of the next group's gradients are ready, the
-            # reduce-scatter of the group before it has had time to finish. Then launch its all-gather.
+            # By now, all complete groups have been launched. When half of the next group's gradients are ready, the
+            # reduce-scatter of the previous group has had time to finish. Then launch the previous group's all-gather.
             ### BEGIN SOLUTION part (g)
             next_group = self.queue.next_to_launch
             if len(self.gathers) < next_group < len(self.groups):
@@ -193,9 +194,9 @@ class CoalescedDDP(BufferedDDP):
             ### END SOLUTION
 
     def finish_grad_sync(self) -> None:
-        """Launch the remaining groups and wait for all of them. With `gather_grads`, all-gather the averages."""
-        # A gradient that never arrived must be in the buffer too. The last group is not gathered yet. Keep no state of
-        # this step at the end.
+        """Launch the remaining groups and wait for all groups. With `gather_grads`, all-gather the averages."""
+        # If a gradient never arrived, its part of the buffer must still be correct. The last group has not been
+        # gathered yet. At the end, keep no state of this step.
         ### BEGIN SOLUTION part (f)
         for group in self.groups[self.queue.next_to_launch :]:
             for i in group.param_indices:
