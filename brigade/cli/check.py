@@ -28,7 +28,7 @@ from brigade.course.modules import MODULES, ROOT, CourseError, Module, get_modul
 from brigade.course.submission import find, read, resolve_target, select_used
 from brigade.runner import machine
 
-MAX_AT_A_TIME = 4  # checks; each has up to four ranks
+MAX_AT_A_TIME = 4  # checks that run at the same time; each has up to four ranks
 Outcomes = dict[Check, Outcome]  # of the previous run
 
 
@@ -36,43 +36,43 @@ def add_check_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `brigade check`."""
     parser.add_argument("number", nargs="?", metavar="N", help="the module's number (default: all modules)")
     add_next_arguments(parser)
-    parser.add_argument("--watch", action="store_true", help="run the checks again whenever the file is saved")
+    parser.add_argument("--watch", action="store_true", help="run the checks again whenever you save a module's file")
 
 
 def add_next_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `brigade next`: how checks run."""
+    """Add the options of `brigade next`, which control how checks run."""
     add_target(parser)
     add_prior(parser)
     parser.add_argument(
-        "--backend", choices=("gloo", "nccl"), help="the backend (default: nccl if there are at least two GPUs)"
+        "--backend",
+        choices=("gloo", "nccl"),
+        help="the backend (default: nccl if there are at least two GPUs, otherwise gloo)",
     )
     parser.add_argument(
         "--share-gpu", action="store_true", help="put several NCCL ranks on one GPU, to test correctness only"
     )
-    parser.add_argument(
-        "--seed", type=int, metavar="N", help="use the random cases of an earlier run that had this seed"
-    )
+    parser.add_argument("--seed", type=int, metavar="N", help="repeat the random cases of the run that used this seed")
     parser.add_argument("--only", metavar="NAME", help="run only the checks whose names contain NAME")
     parser.add_argument(
         "--debug",
         action="store_true",
-        help="for breakpoint(): use one rank without a deadline, and stop at the first failure",
+        help="prepare for breakpoint(): run one rank without a deadline, and stop at the first failure",
     )
 
 
 @dataclass
 class Report:
-    """Shows each graded check of a module as it ends, and keeps the score.
+    """Show each graded check of a module when it finishes, and keep the score.
 
-    With the outcomes of the previous run in `before`, it shows only what differs.
+    If `before` contains the outcomes of the previous run, show only the checks whose outcome has changed.
     """
 
     before: Outcomes
-    headings: Sequence[str] = ()  # of the checks, in order: parts of the module
+    headings: Sequence[str] = ()  # of the checks, in order; each names parts of the module
     is_quiet: bool = False
-    shows_prints: bool = False  # also of checks that pass
+    shows_prints: bool = False  # whether to show what passing checks print, too
     outcomes: list[Outcome] = field(default_factory=list)
-    first_checks: dict[tuple, str] = field(default_factory=dict)  # the reason of a failure: the first check with it
+    first_checks: dict[tuple, str] = field(default_factory=dict)  # the first check that fails for each reason
 
     def add(self, outcome: Outcome) -> None:
         heading = outcome.check.parts
@@ -119,11 +119,11 @@ class Report:
         return [outcome for outcome in self.outcomes if not outcome.passed]
 
     def count_silent_prints(self) -> int:
-        """Return how many checks pass whose ranks printed something."""
+        """Return the number of passing checks whose ranks printed something."""
         return sum(bool(render.list_printed_lines(outcome)) and outcome.passed for outcome in self.outcomes)
 
     def list_tallies(self) -> list[str]:
-        """Return how many checks pass under each heading, such as "Part (a): 1 of 1 passed"."""
+        """Return how many checks of each heading pass, such as "Part (a): 1 of 1 passed"."""
         tallies = []
         for heading in filter(None, self.headings):
             passed = [outcome.passed for outcome in self.outcomes if outcome.check.parts == heading]
@@ -132,7 +132,7 @@ class Report:
         return tallies
 
     def list_unchanged(self) -> str:
-        """Return one line on the checks that were not shown because they ended as before; "" if there are none."""
+        """Return a line about the checks that are not shown because nothing changed, or "" if there are none."""
         same = [outcome for outcome in self.outcomes if self.is_unchanged(outcome)]
         failing = [f"still fails: {outcome.check.title}" for outcome in same if not outcome.passed]
         passing = [f"{len(same) - len(failing)} pass as before"] if len(same) > len(failing) else []
@@ -142,7 +142,10 @@ class Report:
 def check_module(
     entry: Module, options: argparse.Namespace, before: Outcomes | None = None, is_quiet: bool = False
 ) -> Report:
-    """Run a module's graded checks in this process, those that failed before first. Raise CourseError if impossible."""
+    """Run a module's graded checks from this process, starting with those that failed in the previous run.
+
+    Raise CourseError if the checks cannot be imported, or if `options.only` matches none of them.
+    """
     with exit_on_ctrl_c():
         prepare()
         try:
@@ -169,7 +172,10 @@ def check_module(
 
 
 def select(checks: Sequence[Check], only: str) -> list[Check]:
-    """Return the checks whose name contains `only`, which may be several texts joined by "or". Raise CourseError."""
+    """Return the checks whose name contains `only`, or one of several texts that " or " separates in it.
+
+    Raise CourseError if there are none.
+    """
     wanted = [text.strip() for text in only.split(" or ")]
     selected = [check for check in checks if any(text in check.name for text in wanted)]
     if not selected:
@@ -182,9 +188,9 @@ def select(checks: Sequence[Check], only: str) -> list[Check]:
 
 @contextlib.contextmanager
 def exit_on_ctrl_c() -> Iterator[None]:
-    """Let Ctrl-C end the program at once in the block, because Python would notice it only after importing torch.
+    """Let Ctrl-C end the program immediately inside the block. Python would notice it only after importing torch.
 
-    The ranks' server ends when it sees that this process is gone.
+    The server of the ranks exits when it detects that this process has ended.
     """
     ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if ours:
@@ -201,14 +207,14 @@ def run_check(options: argparse.Namespace) -> int:
     options.target = str(resolve_target(options.target).resolve())
     if options.prior == "reference":
         resolve_target("solutions")
-    start_server()  # which imports torch meanwhile
+    start_server()  # imports torch in the meantime
     if options.backend == "nccl":
         machine.make_nccl_environments(2, options.share_gpu)
     entries = [get_module(options.number)] if options.number else list(MODULES)
     if options.debug:
         if not options.number:
             raise CourseError("--debug needs the number of a module, as in `brigade check 3 --debug`")
-        console.print("There is one rank and no deadline. Mistakes that show only with several ranks are not detected.")
+        console.print("--debug runs one rank without a deadline, so mistakes that need several ranks are not detected.")
     if not options.watch:
         return check_once(entries, options, {})
     if options.seed is None:
@@ -241,7 +247,7 @@ def check_once(entries: Sequence[Module], options: argparse.Namespace, before: O
         console.print(f"  {report.earned} of {report.possible} points, {seconds:.1f} s")
         if (silent := report.count_silent_prints()) and not options.only and not options.debug:
             times = "1 check that passed" if silent == 1 else f"{silent} checks that passed"
-            console.print(f"  The ranks printed something in {times}; --only NAME shows it.", markup=False)
+            console.print(f"  The ranks printed something in {times}. Use --only NAME to see it.", markup=False)
         if obstacle := find_obstacle(entry, report, options):
             console.print(f"  {obstacle}", markup=False)
         console.print()
@@ -261,9 +267,10 @@ def check_once(entries: Sequence[Module], options: argparse.Namespace, before: O
 
 
 def find_obstacle(entry: Module, report: Report, options: argparse.Namespace) -> str:
-    """Return a sentence on the first module before a failing one that it uses and that does not pass; "" for none.
+    """Return a sentence about the first earlier module that `entry` uses and that does not pass, or "" for none.
 
-    If it is not known whether a module passes, run its checks. A module that is not written counts only if it raised.
+    If it is not known whether an earlier module passes, run its checks. An unwritten module counts only if one of its
+    unwritten parts raised the exception of a failed check.
     """
     parts = [outcome.verdict.part for outcome in report.failed]
     others = {part.module for part in parts if part and part.module != entry.number}
@@ -286,7 +293,7 @@ def find_obstacle(entry: Module, report: Report, options: argparse.Namespace) ->
             reasons = {"fails": "does not pass all its checks", "broken": "is missing or broken"}
             advice = f"ask your instructor to unlock module {other.number}."
             if find(ROOT / "solutions", other):
-                advice = "--prior reference uses the reference's module instead."
+                advice = "use --prior reference to run these checks with the reference's module instead."
             command = f"brigade check {other.number}"
             what = reasons.get(state, "is not written yet")
             return f"Module {other.number} {what}; start there: `{command}`. If you are stuck on it, {advice}"
@@ -299,14 +306,14 @@ def watch(entries: Sequence[Module], options: argparse.Namespace) -> int:
     while True:
         save_times = read_save_times(entries, options)
         check_once(entries, options, outcomes)
-        console.print("Waiting until a file is saved. Press Ctrl-C to stop.")
+        console.print("Waiting for a file to change. Press Ctrl-C to stop.")
         while read_save_times(entries, options) == save_times:
             time.sleep(0.2)
         console.rule(time.strftime("%H:%M:%S"))
 
 
 def read_save_times(entries: Sequence[Module], options: argparse.Namespace) -> list[float]:
-    """Return when each of the modules' files was last saved; 0 for a missing file."""
+    """Return the time at which each module's file was last saved, or 0 for a missing file."""
     paths = [find(Path(options.target), entry) for entry in entries]
     return [path.stat().st_mtime if path else 0.0 for path in paths]
 

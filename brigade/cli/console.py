@@ -1,4 +1,4 @@
-"""The terminal that the commands write to, and how they write paths and details."""
+"""The console that the commands print to, and functions that format paths and indented text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.console import Console
 
 
 class Terminal(Console):
-    """A console that ends the program silently if its output is no longer read (`brigade check 3 | head`)."""
+    """A console that ends the program silently if nobody reads its output any more (`brigade check 3 | head`)."""
 
     def on_broken_pipe(self) -> None:
         os._exit(1)

@@ -1,6 +1,6 @@
 """A first look at the course: python -m brigade.cli.demo
 
-Train the ladder on real text, print and draw it, then check a correct answer to module 3 and a wrong one.
+Train every variant on real text, print and draw the results, then check a correct and a wrong answer to module 3.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ from brigade.course.modules import CORE_MODULES, HAS_SOLUTIONS, REFERENCE, ROOT,
 from brigade.lab.script import run_to_status, show_progress
 from brigade.runner import ranks
 
-ROUNDS = 12  # steps of each variant
+ROUNDS = 12  # steps per variant
 MODULE = 3
-MUTANT = "synchronous all-reduce in the hook"  # of tests/mutants: its numbers are correct, but nothing overlaps
+MUTANT = "synchronous all-reduce in the hook"  # in tests/mutants: its results are correct, but nothing overlaps
 
 
 def main() -> int:
-    """Return the exit status: 0 success, 1 a failure of the course, 2 it cannot run here, 130 stopped."""
+    """Run the demo and return its exit status.
+
+    The status is 0 for success, 1 for a failure of the course, 2 if the demo cannot run here, and 130 if it is stopped.
+    """
     argparse.ArgumentParser(
         prog="python -m brigade.cli.demo",
         description="Train a small language model on two ranks with every core module and with torch DDP, compare the "
@@ -33,8 +36,8 @@ def main() -> int:
 
 
 def demo() -> int:
-    """Train, draw and check; return the exit status."""
-    ranks.SERVER.start()  # imports torch while this process does
+    """Train, draw and check. Return the exit status."""
+    ranks.SERVER.start()  # imports torch at the same time as this process
     # Imported here, so that Ctrl-C prints no traceback while torch is loading.
     from brigade.lab import ladder, plots
     from brigade.lab.bench import select_written
@@ -44,8 +47,8 @@ def demo() -> int:
     variants = [ladder.get_variant(entry) for entry in entries]
     console.print(
         "Bucket Brigade: data-parallel training, built step by step.\n\n"
-        "Two processes on this machine train the same small language model on the source of Python's standard\n"
-        "library, once with each core module and once with torch DDP. Then one process trains it alone.\n"
+        "Two processes on this machine train the same small language model on the source code of Python's\n"
+        "standard library, once with each core module and once with torch DDP. Then one process trains it alone.\n"
         "The link between the two processes is emulated: an all-reduce of all gradients takes\n"
         f"{workload.link.comm_ratio:g} times as long as backward."
     )
@@ -63,7 +66,7 @@ def demo() -> int:
     console.print(plots.describe_losses(results))
     picture = ROOT / "out" / "ladder.png"
     plots.draw_ladder(results, picture)
-    console.print(f"{picture.relative_to(ROOT)} shows these times as a picture.\n")
+    console.print(f"{picture.relative_to(ROOT)} shows these times as a chart.\n")
     return show_checks() if HAS_SOLUTIONS else 0
 
 
@@ -91,7 +94,7 @@ def show_checks() -> int:
 
 
 def report_failure(status: int, sentence: str) -> int:
-    """Return the exit status after an unexpected check result; print the sentence unless the user stopped it."""
+    """Print the sentence, and return the exit status 1. If Ctrl-C stopped the checks, print nothing and return 130."""
     if status == 130:
         return 130
     print(f"demo: {sentence}", file=sys.stderr)

@@ -29,21 +29,26 @@ def add_grade_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `brigade grade`."""
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--submission", metavar="PATH", help="a directory or an archive with the modules")
-    what.add_argument("--class", dest="class_directory", metavar="DIR", help="a directory with one entry per student")
+    per_student = "a directory that contains one directory or archive per student"
+    what.add_argument("--class", dest="class_directory", metavar="DIR", help=per_student)
     parser.add_argument(
         "--gradebook", metavar="FILE.csv", help="with --class: the file to write, with one row per student"
     )
     parser.add_argument(
-        "--roster", metavar="FILE.csv", help="with --class: the students, with columns such as name, id and email"
+        "--roster",
+        metavar="FILE.csv",
+        help="with --class: a list of the students, with columns such as name, id and email",
     )
     parser.add_argument(
-        "--feedback", metavar="DIR", help="with --class: write each student's results there, as text and as a web page"
+        "--feedback",
+        metavar="DIR",
+        help="with --class: write each student's results to this directory, as text and as a web page",
     )
-    memory = "with --class: the memory for all gradings together, in GB (default: 4)"
+    memory = "with --class: the memory in GB that all gradings may use together (default: 4)"
     add_number(parser, "--memory-gb", ABOVE_ZERO, default=4.0, metavar="N", help=memory)
     parser.add_argument("--out", metavar="FILE", help="the results file (default: print to the terminal)")
     parser.add_argument(
-        "--format", choices=formats.FORMATS, help="the results' format (default: gradescope with --out, otherwise text)"
+        "--format", choices=formats.FORMATS, help="the output format (default: gradescope with --out, otherwise text)"
     )
     parser.add_argument(
         "--meta",
@@ -61,16 +66,17 @@ def add_grade_arguments(parser: argparse.ArgumentParser) -> None:
         f"test_subgroups; VALUE is one of {', '.join(visibility.VALUES)}; you can repeat this option",
     )
     selection = parser.add_mutually_exclusive_group()
-    selection.add_argument("--modules", default="", metavar="LIST", help="such as 1-4 or 2,5, all of one part")
+    selection.add_argument("--modules", default="", metavar="LIST", help="modules of one part, such as 1-4 or 2,5")
     selection.add_argument("--part", default=CORE, choices=PARTS, help="all modules of a part (default: core)")
     parser.add_argument(
         "--prior",
         default="auto",
         choices=("auto", "own", "reference"),
-        help="whose earlier modules to use (default: auto)",
+        help="where earlier modules come from: the submission (own), the reference, or the submission first and then, "
+        "for checks that fail, the reference (auto, the default)",
     )
     parser.add_argument(
-        "--seed", type=int, metavar="N", help="use the random cases of an earlier grading with this seed"
+        "--seed", type=int, metavar="N", help="repeat the random cases of the grading that used this seed"
     )
     parser.add_argument("--backend", default="gloo", choices=("gloo", "nccl"), help="the backend (default: gloo)")
     parser.add_argument("--share-gpu", action="store_true", help="put several NCCL ranks on one GPU")
@@ -85,7 +91,7 @@ def add_grade_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_grade(options: argparse.Namespace) -> int:
-    """Return the exit status: 0 if everything was graded, with any score; 1 if a part of the class was not."""
+    """Grade, and return the exit status: 0 if every submission was graded, whatever its score, otherwise 1."""
     entries = select_graded_modules(options)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     if options.backend == "nccl":
@@ -110,7 +116,7 @@ def select_graded_modules(options: argparse.Namespace) -> list[Module]:
 
 @contextlib.contextmanager
 def handle_sigterm_as_ctrl_c() -> Iterator[None]:
-    """Handle SIGTERM like Ctrl-C in the block, so that everything is cleaned up."""
+    """Handle SIGTERM like Ctrl-C inside the block, so that everything is cleaned up."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
@@ -120,7 +126,7 @@ def handle_sigterm_as_ctrl_c() -> Iterator[None]:
 
 @contextlib.contextmanager
 def delay_interrupts() -> Iterator[None]:
-    """Raise an interrupt in the block only at its end. Importing torch or numpy would swallow it, or break."""
+    """Delay interrupts until the end of the block. They could get lost in an import of torch or numpy, or break it."""
     arrived = []
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = [signal.signal(number, lambda *_: arrived.append(True)) for number in numbers]
@@ -157,8 +163,8 @@ def run_one(options: argparse.Namespace, entries: Sequence[Module], console: Con
         findings: list[static_look.Finding] = []
         latest = make_empty_grading(entries, random.randrange(10**6) if options.seed is None else options.seed)
         with delay_interrupts():
-            tempfile.gettempdir()  # tries the directory out with a file, which an interrupt would leave there
-        follow(latest)  # before torch is imported: that takes seconds
+            tempfile.gettempdir()  # tests the directory with a file, which an interrupt would leave behind
+        follow(latest)  # before torch is imported, which takes seconds
         try:
             with (
                 incoming.open_submission(options.submission) as submission,
@@ -198,7 +204,7 @@ def run_one(options: argparse.Namespace, entries: Sequence[Module], console: Con
 
 
 def run_class(options: argparse.Namespace, entries: Sequence[Module], console: Console) -> int:
-    """Grade the submissions in the directory --class into --gradebook. Return the exit status."""
+    """Grade all submissions in --class and write --gradebook. Return the exit status."""
     if not options.gradebook or options.out or options.format or options.meta or options.visibility:
         raise CourseError(
             "--class needs --gradebook FILE.csv, and does not work with --out, --format, --meta or --visibility"
@@ -210,9 +216,9 @@ def run_class(options: argparse.Namespace, entries: Sequence[Module], console: C
     everyone, others = classroom.list_students(Path(options.class_directory).resolve(), gradebook, *written)
     passed_on = ["--prior", options.prior, "--backend", options.backend, "--limit", str(options.limit)]
     passed_on += ["--modules", options.modules] if options.modules else ["--part", options.part]
-    passed_on += ["--seed", str(1 if options.seed is None else options.seed)]  # the same cases for all, and for repeats
+    passed_on += ["--seed", str(1 if options.seed is None else options.seed)]  # same cases for all, in every run
     passed_on += ["--share-gpu"] if options.share_gpu else []
-    if isolation.may_isolate():  # where ranks have no mounts of their own, one submission must not read another
+    if isolation.may_isolate():  # without private mounts, one submission could read another
         sandbox.close_off([Path(options.class_directory).resolve()])
     with classroom.lock_gradebook(gradebook) as lock:
         waiting = classroom.find_outdated(everyone, passed_on)
@@ -253,13 +259,13 @@ def run_class(options: argparse.Namespace, entries: Sequence[Module], console: C
     if identified.missing:
         report.print(f"  no submission: {', '.join(identified.missing)}")
     for key, names in identified.several.items():
-        report.print(f"  several submissions of {key}: {', '.join(names)}")
+        report.print(f"  several submissions by {key}: {', '.join(names)}")
     if watched := [line["student"] for line in table if line.get(static_look.HEADING)]:
         report.print(
             f"  please look: {', '.join(map(str, watched))} (they use names that no answer needs; see the gradebook)"
         )
     for conflict in dict.fromkeys(student.conflict for student in everyone if student.conflict):
-        report.print(f"  {conflict}: decide which one counts")
+        report.print(f"  {conflict}; decide which one counts")
     for check, count in classroom.count_failures(table)[:10]:
         report.print(f"  {count} of {len(everyone)} submissions fail {check}")
     for group in similarity.find_groups(classroom.read_class(everyone, entries)):

@@ -1,4 +1,4 @@
-"""`brigade grade` for one student of a class. It also ends when its standard input does, and so with its parent.
+"""Run `brigade grade` for one student of a class. Stop when standard input closes, as it does if the parent ends.
 
 python -m brigade.cli.grade_student --submission DIR --out FILE [options of brigade grade]
 """
@@ -14,7 +14,7 @@ from brigade.cli.main import main
 
 
 def end_with_parent() -> None:
-    """Wait until standard input ends, then terminate this process."""
+    """Wait until standard input closes, then terminate this process."""
     os.read(0, 1)
     os.kill(os.getpid(), signal.SIGTERM)
 

@@ -39,7 +39,7 @@ def add_gradebook_arguments(parser: argparse.ArgumentParser) -> None:
     export = actions.add_parser(
         "export",
         help="write a gradebook for Canvas or Moodle",
-        description="Write the points of each module in the form that Canvas or Moodle imports. The gradebook needs "
+        description="Write the points of each module in the format that Canvas or Moodle imports. The gradebook needs "
         "the columns of a roster: grade the class with --roster.",
         epilog="Example: brigade gradebook export grades.csv --to canvas --out canvas.csv",
     )
@@ -59,7 +59,7 @@ def run_gradebook(options: argparse.Namespace) -> int:
 
 
 def merge_gradebooks(options: argparse.Namespace, out: Path, console: Console) -> None:
-    """Merge the gradebooks into `out`. Raise CourseError if one is not a gradebook, or if --late is wrong."""
+    """Merge the gradebooks into `out`. Raise CourseError if a file is not a gradebook, or if --late is malformed."""
     penalties = dict(parse_penalty(text, options.gradebooks) for text in options.late)
     tables = {name: gradebook.read_gradebook(Path(name)) for name in options.gradebooks}
     table = gradebook.merge(tables, options.keep, penalties)
@@ -68,7 +68,7 @@ def merge_gradebooks(options: argparse.Namespace, out: Path, console: Console) -
 
 
 def parse_penalty(text: str, names: list[str]) -> tuple[str, float]:
-    """Return the gradebook and the percentage of "week2-late.csv=20". Raise CourseError for another form."""
+    """Return the gradebook and the percentage in text such as "week2-late.csv=20". Raise CourseError if malformed."""
     name, _, percent = text.rpartition("=")
     if name not in names:
         raise CourseError(
@@ -84,7 +84,7 @@ def parse_penalty(text: str, names: list[str]) -> tuple[str, float]:
 
 
 def export_gradebook(options: argparse.Namespace, out: Path, console: Console) -> None:
-    """Export the gradebook to `out` and list the students who are left out."""
+    """Export the gradebook to `out`, and list the students who are left out."""
     table = gradebook.read_gradebook(Path(options.gradebook))
     text, others = gradebook.EXPORTS[options.to](table)
     formats.write(out, text)

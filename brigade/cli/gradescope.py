@@ -1,7 +1,7 @@
 """Build out/gradescope.zip, which an instructor uploads to Gradescope: python -m brigade.cli.gradescope
 
-All other arguments are options of `brigade grade`, used for every submission. Without `--seed`, this command draws a
-seed and writes it into the archive, so that all uploads are graded with the same cases.
+Arguments other than --help are options of `brigade grade`, which Gradescope uses for every submission. Without
+`--seed`, this command draws a seed and writes it into the archive, so that all uploads are graded with the same cases.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from brigade.grade.visibility import resolve_visibility
 
 
 def check_options(options: Sequence[str]) -> argparse.Namespace:
-    """Return the options of `brigade grade`. Raise CourseError, or exit as argparse does, if it would refuse them."""
+    """Return the parsed options. If `brigade grade` would refuse them, raise CourseError or exit as argparse does."""
     chosen = parse(["grade", "--submission", "", *options])
     if chosen.submission or chosen.out or chosen.format:
         raise CourseError("leave out --submission, --out and --format, which run_autograder sets")
@@ -28,7 +28,7 @@ def check_options(options: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Build the archive. Return the exit status: 0 success, 2 the options are wrong."""
+    """Build the archive. Return the exit status: 0 for success, 2 if the options are wrong."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -45,8 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except CourseError as error:
         print(f"brigade: {error}", file=sys.stderr)
         return 2
-    print(f"{archive.relative_to(ROOT)} contains {count} files: upload it as the autograder")
-    print(f"All uploads are graded with seed {seed}. To keep it in a new archive, pass --seed {seed}.")
+    print(f"{archive.relative_to(ROOT)} contains {count} files. Upload it as the autograder.")
+    print(f"All uploads are graded with seed {seed}. To use the same seed in a new archive, pass --seed {seed}.")
     return 0
 
 

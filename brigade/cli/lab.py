@@ -1,4 +1,4 @@
-"""`brigade bench` and `brigade trace`. Modules that need torch are imported when they run."""
+"""brigade bench | trace: measure the modules, or draw a step. Modules that need torch are imported when these run."""
 
 from __future__ import annotations
 
@@ -35,26 +35,27 @@ SIZES = ("tiny", "small", "medium", "large", "xl")  # as in `tiny_lm.py`, which 
 SWEPT_MB = "0.03,0.1,0.3,1,4"  # the tiny model has 3.3 MiB of gradients
 SWEPT = "4,5,8"
 FIRST_WITH_BUCKETS = 4  # the first module with buckets
-MOST_RANKS = 64  # a timeline with more is unreadable
+MOST_RANKS = 64  # with more ranks, a timeline is unreadable
 TRACE_S = 300.0  # a run of `brigade trace` takes about 10 s on two cores
 
 
 def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `brigade bench`."""
     parser.description += (
-        " With all modules, on two idle cores, this takes about half a minute, and about two minutes with an emulated "
-        "link. A sweep takes about twice as long. An estimate for this machine is printed first."
+        " On two idle cores, the core modules take about half a minute, or about two minutes with an emulated link. A "
+        "sweep takes about twice as long. The command first prints an estimate for this machine."
     )
     number = {"type": int, "metavar": "N"}
-    parser.add_argument("--modules", default="", metavar="LIST", help="such as 1-4 or 2,5 (default: the core, 1 to 8)")
-    add_target(parser, "; modules that are not written are left out")
+    modules = "the modules, such as 1-4 or 2,5 (default: the core, 1 to 8)"
+    parser.add_argument("--modules", default="", metavar="LIST", help=modules)
+    add_target(parser, "; unwritten modules are left out")
     ranks = Range(int, lambda value: value >= 1, "at least one rank")
     add_number(
         parser,
         "--ranks",
         ranks,
         metavar="N",
-        help="the number of ranks (default: 2, or under torchrun the number that it has started)",
+        help="the number of ranks (default: 2, or under torchrun, the number of ranks that it has started)",
     )
     parser.add_argument(
         "--rounds",
@@ -62,7 +63,7 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         help="steps per variant; the first 5 are not timed (default: 30, or 35 on an emulated link)",
     )
     parser.add_argument("--size", choices=SIZES, default="tiny", help="the size of the model (default: tiny)")
-    batch = "sequences per step, all ranks together (default: 8, or 24 on an emulated link)"
+    batch = "sequences per step on all ranks together (default: 8, or 24 on an emulated link)"
     parser.add_argument("--batch", **number, help=batch)
     parser.add_argument("--time", **number, help="tokens per sequence (default: 64, or 128 on an emulated link)")
     size = "the size of the buckets in MiB (default: 1)"
@@ -72,7 +73,8 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const=SWEPT_MB,
         metavar="LIST",
-        help=f"instead, compare these bucket sizes in MiB (default: {SWEPT_MB}) for torch DDP and modules {SWEPT}",
+        help=f"compare bucket sizes instead of modules: run torch DDP and modules {SWEPT} with these sizes in MiB "
+        f"(default: {SWEPT_MB})",
     )
     parser.add_argument(
         "--backend",
@@ -85,11 +87,11 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--save",
         action="store_true",
-        help=f"write the table to {MEASUREMENTS} beside your modules; `brigade submit` hands it in",
+        help=f"write the table to {MEASUREMENTS} beside your modules, so that `brigade submit` includes it",
     )
     parser.add_argument("--json", metavar="FILE", help="write all measurements to this file")
     parser.add_argument("--csv", metavar="FILE", help="write the table to this file")
-    parser.add_argument("--png", metavar="FILE", help="draw the results into this file")
+    parser.add_argument("--png", metavar="FILE", help="draw the results and save the picture as this file")
     entry = "enter a leaderboard as NAME: check modules 4 to 11, measure those that pass, and write entry-NAME.json"
     parser.add_argument("--entry", metavar="NAME", help=entry)
     deadline = "the deadline for all ranks (default: 900)"
@@ -98,16 +100,16 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_bench(options: argparse.Namespace) -> int:
-    """brigade bench: run the bench on new ranks, or on the ranks that torchrun has started."""
+    """brigade bench: run the benchmark on new ranks, or on the ranks that torchrun has started."""
     from brigade.lab.torchrun import report_rank_failures
 
     return report_rank_failures(run_bench_on_ranks if options.entry is None else write_entry)(options)
 
 
 def run_bench_on_ranks(options: argparse.Namespace) -> int:
-    """Return the exit status: 1 if a variant trains differently from one process, else 0.
+    """Run the benchmark. Return the exit status: 1 if a variant trains differently from one process, else 0.
 
-    Raises what `ladder.run_benchmark` raises.
+    Raise the exceptions of `ladder.run_benchmark`.
     """
     from brigade.lab import ladder, plots, torchrun
     from brigade.lab.bench import (
@@ -144,16 +146,16 @@ def run_bench_on_ranks(options: argparse.Namespace) -> int:
             console.print(f"{getattr(options, kind)} written", markup=False)
     if measurements:
         save_measurements(results, measurements)
-        console.print(f"{shorten(measurements)} written; `brigade submit` hands it in", markup=False)
+        console.print(f"{shorten(measurements)} written; `brigade submit` includes it", markup=False)
     return 1 if results.ladder.list_wrong_losses() else 0
 
 
 def compare(
     variants: Sequence[Variant], sources: Sources, workload: Workload, target: str, how: dict[str, Any]
 ) -> Bench:
-    """Measure the variants, print the tables and the remarks, and return the bench.
+    """Measure the variants, print the tables and the remarks, and return the results.
 
-    `how` contains arguments of `ladder.run_benchmark`. Raise what it raises.
+    `how` contains arguments of `ladder.run_benchmark`. Raise the exceptions of that function.
     """
     from brigade.lab import ladder, plots, torchrun
     from brigade.lab.bench import Bench, estimate_seconds
@@ -163,7 +165,7 @@ def compare(
         console.print(f"{workload.rounds} rounds of {len(variants)} variants: about {duration} on this machine.")
     if torchrun.is_torchrun():
         how = how | {"run": torchrun.run_on_torchrun}
-    elif target != "solutions":  # finds a deadlock within seconds, not only at the deadline
+    elif target != "solutions":  # finds a deadlock within seconds instead of at the deadline
         ladder.dry_run(workload, variants, sources, **how)
     with show_progress("training steps", ladder.count_steps(workload, variants)) as advance:
         results = Bench(variants, ladder.run_benchmark(workload, variants, sources, on_step=advance, **how))
@@ -206,7 +208,7 @@ def write_entry(options: argparse.Namespace) -> int:
     passing = [entry for entry in written if not failed[entry.number]]
     for entry in written:
         if names := failed[entry.number]:
-            console.print(f"Module {entry.number} is left out, because it fails these checks: {', '.join(names)}.")
+            console.print(f"Module {entry.number} is left out because it fails these checks: {', '.join(names)}.")
     if not passing:
         raise CourseError("no module from 4 on passes all its checks, so there is nothing to enter")
     console.print(f"All checks pass in modules {', '.join(str(entry.number) for entry in passing)}.")
@@ -237,7 +239,7 @@ def choose_measurements_file(options: argparse.Namespace) -> Path | None:
     if not options.save:
         return None
     if options.target == "solutions":
-        raise CourseError("--save is for the modules that you hand in, not for those of --target solutions")
+        raise CourseError("--save works only with your own modules, not with --target solutions")
     return resolve_results_file(str(locate_measurements(resolve_target(options.target))))
 
 
@@ -247,7 +249,7 @@ def format_duration(seconds: float) -> str:
 
 
 def choose_world_size(wanted: int | None) -> int:
-    """Return torchrun's number of ranks, or `wanted` (default 2). Raise CourseError if both are known and differ."""
+    """Return torchrun's number of ranks, else `wanted` or 2. Raise CourseError if `wanted` contradicts torchrun."""
     from brigade.lab import torchrun
 
     if torchrun.is_torchrun():
@@ -259,7 +261,7 @@ def choose_world_size(wanted: int | None) -> int:
 
 
 def default_backend(world_size: int) -> str:
-    """Return nccl if several ranks on this machine can each have a GPU, else gloo."""
+    """Return "nccl" if there are several ranks and each rank on this machine can have its own GPU, else "gloo"."""
     import torch
 
     from brigade.lab import torchrun
@@ -269,7 +271,7 @@ def default_backend(world_size: int) -> str:
 
 
 def make_workload(options: argparse.Namespace, link: Link | Pace | None, world_size: int) -> Workload:
-    """Return the workload that the options ask for. Raise CourseError if it cannot be trained or timed."""
+    """Return the workload that the options describe. Raise CourseError if it cannot be trained or timed."""
     from brigade.checks.tiny_lm import SIZES
     from brigade.lab import ladder
 
@@ -284,10 +286,10 @@ def make_workload(options: argparse.Namespace, link: Link | Pace | None, world_s
         )
     if workload.batch_size < 1 or workload.batch_size % world_size:
         raise CourseError(
-            f"{world_size} ranks cannot share a batch of {workload.batch_size} sequences equally: change --batch"
+            f"{world_size} ranks cannot split a batch of {workload.batch_size} sequences equally: change --batch"
         )
     if workload.time < 1:
-        raise CourseError(f"--time {workload.time}: a sequence has at least one token")
+        raise CourseError(f"--time {workload.time}: a sequence needs at least one token")
     return workload
 
 
@@ -320,16 +322,16 @@ def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("number", metavar="N", help="the module's number")
     add_target(parser)
     add_prior(parser)
-    parser.add_argument("--torch", action="store_true", help="also draw torch DDP's step, from the same run")
+    parser.add_argument("--torch", action="store_true", help="also draw a step of torch DDP, measured in the same run")
     parser.add_argument("--ranks", type=int, default=2, metavar="N", help="the number of ranks (default: 2)")
     size = "the size of the buckets in MiB (default: 1)"
     add_number(parser, "--bucket-mb", ABOVE_ZERO, default=1.0, metavar="MB", help=size)
-    parser.add_argument("--memory", action="store_true", help="draw the memory during a step instead of a timeline")
-    picture = "the picture (default: out/trace-N.png, or out/memory-N.png with --memory)"
+    parser.add_argument("--memory", action="store_true", help="draw the memory use during a step instead of a timeline")
+    picture = "the file for the picture (default: out/trace-N.png, or out/memory-N.png with --memory)"
     parser.add_argument("--png", metavar="FILE", help=picture)
-    trace_file = "the trace for Perfetto or chrome://tracing (default: out/trace-N.json)"
+    trace_file = "the file for the trace, to open in Perfetto or chrome://tracing (default: out/trace-N.json)"
     parser.add_argument("--json", metavar="FILE", help=trace_file)
-    page = "the interactive timeline, one page for any browser (default: out/trace-N.html)"
+    page = "the file for the interactive timeline, a page for any browser (default: out/trace-N.html)"
     parser.add_argument("--html", metavar="FILE", help=page)
     add_link_arguments(parser, "an all-reduce of all gradients takes 0.8 times as long as backward")
     parser.add_argument(
@@ -355,7 +357,7 @@ def run_trace(options: argparse.Namespace) -> int:
 
     from brigade.runner.ranks import SERVER, RankFailure
 
-    SERVER.start()  # imports torch while this process does
+    SERVER.start()  # imports torch at the same time as this process
     from brigade.lab import ladder, timeline, timeline_view
 
     usual = timeline.WORKLOAD
@@ -380,21 +382,21 @@ def run_trace(options: argparse.Namespace) -> int:
     for shown in timelines:
         console.print(f"{shown.label}: a step of {shown.lengths}, {shown.count}")
         if num_unwaited := sum(collective.waited_ms is None for collective in shown.launched):
-            console.print(f"  {num_unwaited} of {len(shown.launched)} collectives of all ranks were never waited on")
+            console.print(f"  {num_unwaited} of {len(shown.launched)} collectives on all ranks were never waited for")
     console.print(timelines[0].link_text)
     console.print(f"{shorten(files['png'])}  the picture", markup=False)
-    console.print(f"{shorten(files['html'])}  the same as an interactive page", markup=False)
+    console.print(f"{shorten(files['html'])}  the timeline as an interactive page", markup=False)
     console.print(f"{shorten(files['json'])}  for https://ui.perfetto.dev or chrome://tracing", markup=False)
     return 0
 
 
 def draw_memory_over_step(entry: Module, sources: Sources, options: argparse.Namespace) -> int:
-    """brigade trace N --memory: draw the bytes that are alive on rank 0 during a step of module N."""
+    """brigade trace N --memory: draw how many bytes are allocated on rank 0 during a step of module N."""
     picture = resolve_results_file(options.png) or ROOT / "out" / f"memory-{entry.number}.png"
 
     from brigade.runner.ranks import SERVER, RankFailure
 
-    SERVER.start()  # imports torch while this process does
+    SERVER.start()  # imports torch at the same time as this process
     from brigade.lab import ladder, memory_over_step
 
     variants = [ladder.get_variant(entry), *([ladder.TORCH_DDP] if options.torch else [])]
@@ -411,10 +413,10 @@ def draw_memory_over_step(entry: Module, sources: Sources, options: argparse.Nam
 
 
 def add_link_arguments(parser: argparse.ArgumentParser, default: str) -> None:
-    """Add the options that say which link is emulated; `choose_link` reads them. `default` describes the default."""
+    """Add the options that describe the emulated link for `choose_link`. `default` says which link is the default."""
     ways = "Describe the link with --link, with --comm-ratio and --latency-ratio, or with --bandwidth-gbps and "
     group = parser.add_argument_group("an emulated link", f"{ways}--latency-us. By default, {default}.")
-    named = "this link, as fast relative to computation as between H100 GPUs"
+    named = "emulate this link, as fast relative to computation as it is between H100 GPUs"
     group.add_argument("--link", choices=links.NAMED, help=named)
     ratio = "an all-reduce of all gradients takes R times as long as backward alone"
     add_number(group, "--comm-ratio", ABOVE_ZERO, metavar="R", help=ratio)
@@ -427,7 +429,7 @@ def add_link_arguments(parser: argparse.ArgumentParser, default: str) -> None:
 
 
 def choose_link(options: argparse.Namespace, world_size: int) -> Link | Pace | None:
-    """Return the link that the options ask for. Raise CourseError if they contradict each other."""
+    """Return the link that the options describe. Raise CourseError if they contradict each other."""
     ways = {
         "--link": options.link,
         "--comm-ratio": options.comm_ratio,

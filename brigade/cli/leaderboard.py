@@ -13,11 +13,11 @@ from brigade.course.modules import resolve_results_file
 def add_leaderboard_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `brigade leaderboard`."""
     parser.add_argument("directory", metavar="DIR", help="a directory with files from `brigade bench --entry`")
-    parser.add_argument("--out", metavar="FILE.md", help="also write the tables to this page, in Markdown")
+    parser.add_argument("--out", metavar="FILE.md", help="also write the tables to this Markdown file")
 
 
 def run_leaderboard(options: argparse.Namespace) -> int:
-    """brigade leaderboard DIR: show the tables, and a sentence on each entry that has a problem."""
+    """brigade leaderboard DIR: show the tables, and a sentence about each entry that has a problem."""
     from brigade.lab import leaderboard
 
     page = resolve_results_file(options.out)

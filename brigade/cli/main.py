@@ -1,4 +1,4 @@
-"""The command line: the table of commands, and how one of them is run."""
+"""The command line: the table of commands, and the function that runs one of them."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ COMMANDS = (
     Command("check", "check", "Run the checks of one module or of all modules.", "brigade check 3 --watch"),
     Command("next", "check", "Show what to do next.", "brigade next"),
     Command("hint", "study", "Show the next hint for a part of a module.", "brigade hint 3"),
-    Command("answers", "study", "Show the model answers of a module that passes.", "brigade answers 3"),
+    Command("answers", "study", "Show the model answers for a module that passes.", "brigade answers 3"),
     Command("reset", "study", "Restore a module's skeleton. Your version is kept beside it.", "brigade reset 3"),
-    Command("submit", "study", "Create the zip file to hand in, in the current directory.", "brigade submit"),
+    Command("submit", "study", "Create the zip file that you hand in, in the current directory.", "brigade submit"),
     Command(
         "grade",
         "grade",
@@ -73,7 +73,7 @@ COMMANDS = (
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Return the command's options; `run` is its function. Exit as argparse does if they are wrong."""
+    """Return the command's options, with its function as `run`. Exit as argparse does if the arguments are wrong."""
     top = argparse.ArgumentParser(
         prog="brigade",
         description="Bucket Brigade: data-parallel training, built step by step.",
@@ -95,7 +95,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command. Return its exit status: 0 success, 1 checks failed, 2 the command cannot be done."""
+    """Run one command. Return its exit status: 0 success, 1 failure, 2 impossible command, 130 stopped."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if not HAS_SOLUTIONS and any(command.needs_solutions for command in COMMANDS if command.name in arguments[:1]):
         print(f"brigade: this edition has no solutions, which `brigade {arguments[0]}` needs", file=sys.stderr)

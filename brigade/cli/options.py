@@ -1,4 +1,4 @@
-"""Options that several commands share, and the ranges of numbers that options take."""
+"""Options that several commands have in common, and the ranges of numbers that options accept."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from brigade.course.modules import TARGETS, CourseError
 
 @dataclass(frozen=True)
 class Range:
-    """The numbers that an option takes, and how a message describes them."""
+    """The numbers that an option accepts, and their description in messages."""
 
     kind: type
     contains: Callable[[Any], bool]
@@ -22,11 +22,11 @@ class Range:
 
 ABOVE_ZERO = Range(float, lambda value: 0 < value < math.inf, "a number above 0")
 NOT_NEGATIVE = Range(float, lambda value: 0 <= value < math.inf, "a number that is not negative")
-FRACTION = Range(float, lambda value: 0 < value <= 1, "a number above 0, at most 1")
+FRACTION = Range(float, lambda value: 0 < value <= 1, "a number above 0 and at most 1")
 
 
 def add_number(parser: argparse._ActionsContainer, name: str, numbers: Range, **details: Any) -> None:
-    """Add an option that takes these numbers; parsing raises CourseError for any other number."""
+    """Add an option that accepts these numbers. Parsing raises CourseError for any other number."""
 
     def parse(text: str) -> Any:
         value = numbers.kind(text)
@@ -34,7 +34,7 @@ def add_number(parser: argparse._ActionsContainer, name: str, numbers: Range, **
             raise CourseError(f"{name} {text}: expected {numbers.description}")
         return value
 
-    parse.__name__ = numbers.kind.__name__  # for argparse's own message if the text is no number
+    parse.__name__ = numbers.kind.__name__  # for argparse's own message if the text is not a number
     parser.add_argument(name, type=parse, **details)
 
 
@@ -44,5 +44,8 @@ def add_target(parser: argparse.ArgumentParser, details: str = "") -> None:
 
 def add_prior(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--prior", default="own", choices=("own", "reference"), help="whose earlier modules to use (default: own)"
+        "--prior",
+        default="own",
+        choices=("own", "reference"),
+        help="use your own earlier modules, or those of the reference solution (default: own)",
     )

@@ -1,4 +1,4 @@
-"""`brigade plan`: print a table with all assumptions, or JSON. Modules that need torch are imported when it runs."""
+"""brigade plan: predict the step of each variant. Modules that need torch are imported only when it runs."""
 
 from __future__ import annotations
 
@@ -62,11 +62,12 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     add_number(parser, "--bandwidth-gbps", ABOVE_ZERO, metavar="X", help=rate)
     latency = "the latency of each message in microseconds (default: the latency of --link)"
     add_number(parser, "--latency-us", NOT_NEGATIVE, metavar="X", help=latency)
-    peak = "the peak rate of a rank's device (default: an H100's, 67 in fp32 and 989.4 in bf16; in TF32 it is 494.7)"
+    peak = "the peak rate of a rank's device in TFLOPS (default: an H100 with 67 in fp32 or 989.4 in bf16; "
+    peak += "for TF32, pass 494.7)"
     add_number(parser, "--tflops", ABOVE_ZERO, metavar="X", help=peak)
     part = f"the fraction of the peak that computation reaches (default: {UTILISATION})"
     add_number(parser, "--mfu", FRACTION, default=UTILISATION, metavar="X", help=part)
-    backward = "a measured time of backward, which replaces --tflops and --mfu"
+    backward = "a measured time of backward in milliseconds, which replaces --tflops and --mfu"
     add_number(parser, "--backward-ms", ABOVE_ZERO, metavar="X", help=backward)
     add("--json", action="store_true", help="print JSON instead of a table")
 
@@ -121,13 +122,13 @@ def run_plan(options: argparse.Namespace) -> int:
         f"{link.bytes_per_s / 1e9:,.4g} GB/s in each direction, and each message has a latency of "
         f"{link.latency_s * 1e6:g} us. Collectives run one at a time.",
         f"The bucket size is {options.bucket_mb:g} MiB. Gradients become ready from the last layer to the first.",
-        "Memory counts parameters, gradients and optimizer state on the fullest rank between two steps, but no "
+        "Memory includes parameters, gradients and optimizer state on the fullest rank between two steps, but no "
         "activations.",
     ]
     if options.dtype == "bf16":
         assumptions.append(
-            "In bf16, modules 5 to 8 accumulate and reduce gradients in fp32, and 8 ZeroOptimizer keeps fp32 main "
-            "parameters. Everything else, including the optimizer state, is in bf16, which saves memory and loses "
+            "In bf16, modules 5 to 8 accumulate and reduce gradients in fp32, and module 8's ZeroOptimizer keeps fp32 "
+            "main parameters. Everything else, including the optimizer state, is in bf16, which saves memory and loses "
             "precision."
         )
     assumptions += [f"Not planned: {item}." for item in missing]
@@ -139,8 +140,8 @@ def run_plan(options: argparse.Namespace) -> int:
             )
         )
         return 0
-    console.print(plan.make_plan_table(steps, f"One step of {options.model} on {ranks}, as predicted"))
-    console.print("\nAssumed:")
+    console.print(plan.make_plan_table(steps, f"Predicted step of {options.model} on {ranks}"))
+    console.print("\nAssumptions:")
     for item in assumptions:
         console.print(textwrap.fill(f"- {item}", WIDTH, subsequent_indent="  "), markup=False)
     for item in collect_warnings(options, steps, link):
@@ -149,13 +150,13 @@ def run_plan(options: argparse.Namespace) -> int:
 
 
 def check_name(option: str, name: str, known: Collection[str]) -> None:
-    """Raise CourseError for a name that is not known."""
+    """Raise CourseError if the name is unknown."""
     if name not in known:
         raise CourseError(f"{option} {name}: expected one of {', '.join(known)}")
 
 
 def make_link(options: argparse.Namespace) -> Link:
-    """Return the link of that name, with the numbers that the options give instead of its own."""
+    """Return the link that --link names, with the rate and the latency that other options override."""
     from brigade.rank.emulated_link import Link
 
     named = NAMED[options.link]
@@ -166,7 +167,7 @@ def make_link(options: argparse.Namespace) -> Link:
 
 
 def name_link(options: argparse.Namespace) -> str:
-    """Return the link's name in brackets if its own numbers are used, else ""."""
+    """Return the link's name in parentheses if no option overrides its rate or latency, else ""."""
     own = options.latency_us is None and options.bandwidth_gbps is None
     return f"({NAMED[options.link].what}) " if own else ""
 
@@ -182,8 +183,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def collect_warnings(options: argparse.Namespace, steps: list[PlannedStep], link: Link) -> list[str]:
-    """Return what a reader should know before believing the numbers."""
-
+    """Return remarks that a reader needs in order to judge the numbers."""
     warnings = explain_flat_lead(steps, link, options.dp)
     warnings.append(describe_fit(steps, options.model))
     if options.link == "nvlink4" and options.dp > 8:
@@ -192,7 +192,7 @@ def collect_warnings(options: argparse.Namespace, steps: list[PlannedStep], link
 
 
 def describe_fit(steps: list[PlannedStep], model: str) -> str:
-    """Return a sentence on the variants that leave a device memory for activations, and a remark if there is none."""
+    """Return a sentence about the variants that leave memory for activations, or about why no variant fits."""
     from brigade.lab import plan
 
     limit = f"the {plan.DEVICE_MEMORY_GB} GB of an {plan.DEVICE}"
@@ -200,17 +200,17 @@ def describe_fit(steps: list[PlannedStep], model: str) -> str:
     if len(fitting) == len(steps):
         return f"Every variant keeps less than {limit}. Activations need memory too."
     if fitting:
-        return f"Below {limit}, before activations: {', '.join(fitting)}. The others do not fit."
+        return f"Variants that need less than {limit}, before activations: {', '.join(fitting)}. The others do not fit."
     least = min(steps, key=lambda step: step.memory_bytes)
     return (
         f"No variant fits: a rank needs at least {least.memory_bytes / 1e9:,.0f} GB ({least.label}), more than "
-        f"{limit}. Data parallelism alone cannot train {model}: the model itself has to be divided too (tensor and "
+        f"{limit}. Data parallelism alone cannot train {model}: the model itself has to be split, too (tensor and "
         "pipeline parallelism)."
     )
 
 
 def explain_flat_lead(steps: list[PlannedStep], link: Link, world_size: int) -> list[str]:
-    """Return one sentence or two on why one flat all-reduce is faster than buckets, if it is."""
+    """Return an explanation if one flat all-reduce is faster than buckets, otherwise no text."""
     from brigade.lab.ladder import get_variant
 
     labels = [get_variant(find_module(name)).label for name in ("FlatDDP", "BucketedDDP")]
@@ -219,7 +219,7 @@ def explain_flat_lead(steps: list[PlannedStep], link: Link, world_size: int) -> 
         return []
     latency_s, more = link.seconds("all_reduce", 0, world_size), bucketed.launches - flat.launches
     return [
-        f"{flat.label} is ahead of {bucketed.label}: on {world_size} ranks, the latency of one launch is "
+        f"{flat.label} is faster than {bucketed.label}: on {world_size} ranks, the latency of one launch is "
         f"{format_seconds(latency_s)}. {bucketed.label} has {more} more launches, which add "
         f"{format_seconds(more * latency_s)} of latency. Overlap saves less than that. Larger buckets (--bucket-mb) "
         "need fewer launches."

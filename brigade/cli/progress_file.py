@@ -1,4 +1,4 @@
-"""What the commands remember about a student: hints shown, modules passed and failed. Losing it does no harm."""
+"""The progress that commands remember: hints shown, modules passed and failed. Losing it does no harm."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ PROGRESS = ROOT / ".brigade-progress.json"
 
 
 def recall(kind: str) -> dict[str, Any]:
-    """Return what is remembered about each module, by its package.
+    """Return what the commands remember about each module, by package.
 
-    `kind` is "hints" (how many hints of each part were shown), or "passed" or "failed" (the fingerprint of the sources
-    that last did).
+    `kind` is "hints" (how many hints of each part were shown), or "passed" or "failed" (the fingerprint of the last
+    sources that passed or failed).
     """
     try:
         return dict(json.loads(PROGRESS.read_text())[kind])
@@ -28,7 +28,7 @@ def recall(kind: str) -> dict[str, Any]:
 
 
 def remember(kind: str, package: str, value: Any) -> None:
-    """Store what `recall` returns. Do nothing if the directory is not writable."""
+    """Store what `recall` will return for a module. Do nothing if the directory is not writable."""
     content = {name: recall(name) for name in ("hints", "passed", "failed")}
     content[kind][package] = value
     with contextlib.suppress(OSError):

@@ -10,17 +10,18 @@ from rich.console import Console
 from brigade.course.modules import MODULES, resolve_results_file
 from brigade.grade import classroom, formats, similarity, similarity_report
 
-PRINTED = 10  # pairs in the terminal
+PRINTED = 10  # pairs shown in the terminal
 
 
 def add_similarity_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `brigade similarity`."""
-    parser.add_argument("directory", metavar="DIR", help="a directory with one entry per student, as for grade --class")
+    directory = "a directory that contains one directory or archive per student"
+    parser.add_argument("directory", metavar="DIR", help=directory)
     parser.add_argument("--out", required=True, metavar="FILE.html", help="the HTML file for the report")
 
 
 def run_similarity(options: argparse.Namespace) -> int:
-    """Write the report on similar pairs and print the first of them. Return the exit status 0."""
+    """Write the report on similar pairs, and print the first pairs. Return the exit status 0."""
     out = resolve_results_file(options.out)
     everyone, _ = classroom.list_students(Path(options.directory).resolve(), out)
     texts = classroom.read_class(everyone, MODULES)

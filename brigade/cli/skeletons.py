@@ -15,7 +15,7 @@ def add_skeletons_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_skeletons(options: argparse.Namespace) -> int:
-    """brigade skeletons [--check]: write, or check, all files that are generated from the solutions."""
+    """brigade skeletons [--check]: write all files that are generated from the solutions, or check them."""
     if not options.check:
         write_first_skeletons()
     validation.validate_course()
@@ -34,7 +34,7 @@ def run_skeletons(options: argparse.Namespace) -> int:
 
 
 def write_first_skeletons() -> None:
-    """Write the skeletons of new modules that still lack a reading, hints or checks: authors need them first."""
+    """Write the skeletons of new modules that still lack a reading, hints or checks. Authors need skeletons first."""
     for entry in MODULES:
         is_new = not (ROOT / "lessons" / entry.path).exists() and (ROOT / "solutions" / entry.path).exists()
         if is_new and validation.find_missing_files(entry):

@@ -1,4 +1,4 @@
-"""brigade hint | answers | reset | submit: the commands for students besides running checks."""
+"""brigade hint | answers | reset | submit: the commands for students, except those that run checks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from brigade.course.modules import CORE_MODULES, MODULES, ROOT, CourseError, Mod
 from brigade.course.parts import find_unwritten_parts
 from brigade.course.submission import find, read, resolve_target
 
-LEVELS = 3  # of hints: Nudge, Approach, Almost the code
+LEVELS = 3  # levels of hints: Nudge, Approach, Almost the code
 LEFT_OUT = "This was the last hint. Your instructor has left out the third hint, which gives away most of the code."
 LABEL = re.compile(r"^\*\*(\(\w\)(?:, \(\w\))*)\*\*", re.MULTILINE)  # in hints: **(b)**, or **(b), (c)**
 
@@ -27,9 +27,9 @@ def add_hint_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `brigade hint`."""
     parser.add_argument("number", metavar="N", help="the module's number")
     parser.add_argument(
-        "part", nargs="?", metavar="PART", help="the part, such as b (default: the first one that is not written)"
+        "part", nargs="?", metavar="PART", help="the part, such as b (default: the first part that is not written)"
     )
-    parser.add_argument("--again", action="store_true", help="show the first hint again")
+    parser.add_argument("--again", action="store_true", help="start again with the first hint")
 
 
 def add_answers_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +48,7 @@ def add_submit_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_hint(options: argparse.Namespace) -> int:
-    """brigade hint N [PART]: show the next hint on a part, by default on the first that is not written."""
+    """brigade hint N [PART]: show the next hint for a part. PART defaults to the first unwritten part."""
     entry = get_module(options.number)
     steps = (entry.lesson / "hints.md").read_text().split("\n## ")[1:]
     parts = sorted({part for step in steps for label in LABEL.findall(step) for part in re.findall(r"\w", label)})
@@ -98,19 +98,19 @@ def extract_part(step: str, part: str) -> str:
 
 
 def run_answers(options: argparse.Namespace) -> int:
-    """brigade answers N: show the model answers to a module's written questions, after the module has passed."""
+    """brigade answers N: show the model answers to a module's written questions once the module passes."""
     entry = get_module(options.number)
     path = ROOT / "solutions" / entry.package / written.ANSWERS
     if not path.is_file():
         raise CourseError(f"this edition has no model answers to the questions of module {entry.number}")
     if find_state(entry, ROOT / "lessons") != "passes":
         raise CourseError(
-            f"the model answers come after all checks of module {entry.number} pass, which is not known yet: run "
+            f"you can read the model answers after all checks of module {entry.number} pass: run "
             f"`brigade check {entry.number}`"
         )
     print_markdown(path.read_text())
     if find(ROOT / "solutions", entry):
-        console.print(f"\nThe reference solution is {shorten(ROOT / 'solutions' / entry.path)}.", markup=False)
+        console.print(f"\nThe reference solution is in {shorten(ROOT / 'solutions' / entry.path)}.", markup=False)
     return 0
 
 
@@ -118,7 +118,7 @@ def run_reset(options: argparse.Namespace) -> int:
     """brigade reset N: restore the skeleton, and keep the student's file beside it."""
     entry = get_module(options.number)
     backup = skeletons.reset(entry)
-    console.print(f"{shorten(ROOT / 'lessons' / entry.path)} is the skeleton again.")
+    console.print(f"{shorten(ROOT / 'lessons' / entry.path)} now contains the skeleton again.")
     if backup:
         console.print(f"Your version is kept in {shorten(backup)}.")
     return 0
@@ -183,7 +183,7 @@ def add_measurements(bundle: zipfile.ZipFile, target: Path) -> str:
     except CourseError as error:
         return f"Without {MEASUREMENTS}: {error}."
     bundle.writestr(MEASUREMENTS, raw)
-    return f"With {MEASUREMENTS}: the numbers of `brigade bench --save` of {content['date'][:20]}."
+    return f"With {MEASUREMENTS}: the numbers that `brigade bench --save` wrote on {content['date'][:20]}."
 
 
 def name_modules(numbers: Sequence[int]) -> str:

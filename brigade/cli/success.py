@@ -13,7 +13,7 @@ from brigade.runner.ranks import RankFailure
 
 
 def handle_success(entry: Module, sources: Sources, target: Path, show: bool) -> None:
-    """Remember that these sources pass. The first time, compare with the module before and name the next step."""
+    """Remember that these sources pass. The first time, compare with the previous module and show the next steps."""
     key = hash_submission(entry, sources)
     news = key != recall("passed").get(entry.package)
     remember("passed", entry.package, key)
@@ -26,7 +26,7 @@ def handle_success(entry: Module, sources: Sources, target: Path, show: bool) ->
 
 
 def compare(entry: Module, sources: Sources) -> None:
-    """Print the comparison with the module before, or why it cannot be measured."""
+    """Print the comparison with the previous module, or the reason why it failed."""
     from brigade.lab import comparison
     from brigade.lab.script import show_progress
 
@@ -43,13 +43,13 @@ def compare(entry: Module, sources: Sources) -> None:
 
 
 def list_next_steps(entry: Module, target: Path) -> list[str]:
-    """Return sentences on what a student can do after passing a module. Those after the last one close the course."""
+    """Return sentences on what a student can do after passing a module, or after completing the core."""
     sentences = []
     if entry.is_core and all(find_state(other, target) == "passes" for other in CORE_MODULES):
         sentences += [
             f"Module {entry.number} is done, and with it the core: all {len(CORE_MODULES)} modules pass. Well done!",
-            "`brigade bench --comm-ratio 0.8 --save` compares them with torch, the written questions are in "
-            "assignments.md, and `brigade submit` creates the zip file to hand in.",
+            "`brigade bench --comm-ratio 0.8 --save` compares them with torch. The written questions are in "
+            "assignments.md. `brigade submit` creates the zip file to hand in.",
         ]
     else:
         sentences.append(f"Module {entry.number} is done. `brigade next` shows what comes next.")

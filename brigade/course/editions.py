@@ -1,4 +1,4 @@
-"""The files that the student edition and the Gradescope package share: the core with its commands, and the checks."""
+"""The files that both the student edition and the Gradescope package contain: the core, its commands and the checks."""
 
 from __future__ import annotations
 

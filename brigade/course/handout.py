@@ -33,7 +33,7 @@ def make_documents(root: Path) -> dict[Path, str]:
 
 
 def set_address(notebook: str) -> str:
-    """Return the text of a notebook file in which `COURSE` is the address of the repository."""
+    """Return the text of a notebook file with `COURSE` set to the address of the repository."""
     return re.sub(r'(COURSE = \\")[^"\\]*', rf"\g<1>https://github.com/{REPOSITORY}", notebook)
 
 
@@ -166,7 +166,7 @@ def make_check_rows(entry: Module, root: Path) -> list[tuple[str, object, str]]:
 
 
 def make_points_remark(entry: Module, root: Path) -> str:
-    """Return the points of a module's written questions in brackets, or "" if it has none."""
+    """Return the points of a module's written questions in parentheses, or "" if it has none."""
     points = written.count_points([entry], root)
     answers = f"lessons/{entry.package}/{written.ANSWERS}"
     return f" ({written.format_points(points)}), answered in [{written.ANSWERS}]({answers})" if points else ""

@@ -14,8 +14,8 @@ from brigade.course.modules import ROOT, Module
 class GradedCheck:
     """One graded check. Students read `title`, the first line of its docstring.
 
-    `parts` is the heading of the parts that students have written when the check passes: "Parts (b) to (d): shards". It
-    is "" in a module whose checks have no headings.
+    `parts` is the heading above the check, which names the parts that it needs, such as "Parts (b) to (d): shards". If
+    the checks of the module have no headings, it is "".
     """
 
     module: int
@@ -29,7 +29,7 @@ def list_checks(entry: Module, root: Path = ROOT) -> list[GradedCheck]:
     """Return the graded checks of a module of the course in `root`, in order."""
     checks, parts = [], ""
     for node in list_check_functions(ast.parse((root / "tests" / entry.checks.name).read_text())):
-        parts = read_mark(node, "parts") or parts  # a heading holds until the next one
+        parts = read_mark(node, "parts") or parts  # a heading applies until the next one
         title = (ast.get_docstring(node) or node.name).splitlines()[0]
         checks.append(GradedCheck(entry.number, node.name, title, read_mark(node, "points") or 0, parts))
     return checks
@@ -41,6 +41,6 @@ def list_check_functions(tree: ast.Module) -> list[ast.FunctionDef]:
 
 
 def read_mark(check: ast.FunctionDef, name: str) -> Any:
-    """Return the argument of the decorator `pytest.mark.NAME`, or None without one."""
+    """Return the argument of the decorator `pytest.mark.NAME`, or None if there is none."""
     calls = [mark for mark in check.decorator_list if isinstance(mark, ast.Call)]
     return next((mark.args[0].value for mark in calls if ast.unparse(mark.func) == f"pytest.mark.{name}"), None)

@@ -1,7 +1,7 @@
-"""The numbers of the last `brigade bench --save`, which students hand in with their written answers.
+"""The results of the last `brigade bench --save`, which students hand in with their written answers.
 
 They are in `lessons/measurements.json`, beside the modules. `brigade bench --save` writes this file, `brigade submit`
-adds it to the zip, and a person who grades the answers reads it. The autograder ignores it.
+adds it to the zip, and the person who grades the answers reads it. The autograder ignores it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from brigade.course.modules import CourseError
 from brigade.course.submission import open_no_follow
 
 MEASUREMENTS = "measurements.json"
-MAX_BYTES = 100_000  # a bench of all modules takes about 5 000
+MAX_BYTES = 100_000  # the results of all modules have about 5 000
 
 
 def locate_measurements(target: Path) -> Path:
@@ -28,7 +28,7 @@ def locate_measurements(target: Path) -> Path:
 
 
 def read_measurements(path: Path) -> tuple[bytes, dict[str, Any]]:
-    """Return the file's bytes and its content. Raise CourseError unless `brigade bench --save` can have written it."""
+    """Return the file's bytes and its content. Raise CourseError if `brigade bench --save` cannot have written it."""
     try:
         with open(path, "rb", opener=open_no_follow) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -41,5 +41,5 @@ def read_measurements(path: Path) -> tuple[bytes, dict[str, Any]]:
             raise ValueError("its date or its rows are missing")
     except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise CourseError(f"it is not what `brigade bench --save` writes: {reason}") from None
+        raise CourseError(f"it is not what `brigade bench --save` writes ({reason})") from None
     return raw, content

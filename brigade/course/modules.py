@@ -1,4 +1,4 @@
-"""The table of modules. Everything that lists or walks modules reads it here."""
+"""The table of modules. All code that needs a list of modules reads this table."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]  # the course's own files: lessons, solutions, tests
-HAS_SOLUTIONS = not (ROOT / "skeletons").is_dir()  # False in the student edition, which may have a few: `make unlock`
+HAS_SOLUTIONS = not (ROOT / "skeletons").is_dir()  # False in the student edition, even after `make unlock` adds a few
 REFERENCE = "solutions" if HAS_SOLUTIONS else "lessons"  # the modules that the lab uses by default
-TARGETS = f"whose modules: {'lessons, solutions,' if HAS_SOLUTIONS else 'lessons,'} or a directory (default: lessons)"
+TARGETS = (
+    f"where the modules are: {'lessons, solutions,' if HAS_SOLUTIONS else 'lessons,'} or a directory (default: lessons)"
+)
 
 
 class CourseError(Exception):
-    """A request of the user cannot be fulfilled. The message is one sentence for the user."""
+    """Raised if a request of the user cannot be fulfilled. The message is one sentence for the user."""
 
 
-WARM_UP, CORE, ADVANCED = "warm-up", "core", "advanced"  # tracks. The core has 100 points; the others have their own
+# The tracks. The core has 100 points; the other tracks have separate totals.
+WARM_UP, CORE, ADVANCED = "warm-up", "core", "advanced"
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,7 @@ class Module:
     points: int
     minutes: int
     difficulty: int  # 1 (an easy start) to 5
-    public: tuple[str, ...]  # the names the checks use
+    public: tuple[str, ...]  # the names that the checks use
     idea: str  # one line for tables
     track: str = CORE
 
@@ -116,7 +119,7 @@ def list_numbers() -> str:
 
 
 def select_modules(text: str) -> list[Module]:
-    """Return the modules in a list such as "1-4,6", or the core if it is empty. Raise CourseError for anything else."""
+    """Return the modules of a list such as "1-4,6", or the core for "". Raise CourseError for any other text."""
     if not text:
         return list(CORE_MODULES)
     numbers: set[int] = set()
@@ -135,7 +138,7 @@ def select_modules(text: str) -> list[Module]:
 def resolve_results_file(path: str | None, submission: str | None = None) -> Path | None:
     """Return the absolute path of a results file, or None for None. Raise CourseError if it cannot be written.
 
-    Links are refused, including links to directories inside `submission`: its author could choose what we overwrite.
+    Refuse links, including links to directories inside `submission`: its author could choose what we overwrite.
     """
     if path is None:
         return None

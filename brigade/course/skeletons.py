@@ -1,7 +1,7 @@
 """Generate the skeletons from the solutions, the templates for written answers from the readings' questions, and the
 lists of modules in documents from the table.
 
-A solution marks what the student writes with comments, as in nbgrader:
+In a solution, comments mark the code that the student writes, as in nbgrader:
 
     ### BEGIN SOLUTION part (b)
     ...
@@ -10,7 +10,7 @@ A solution marks what the student writes with comments, as in nbgrader:
 The skeleton has a TODO and `raise NotImplementedError("module 3, part (b)")` instead. The comment above the marker
 stays. It says what the part has to do. Letters give the order in which students write the parts.
 
-If students repair a part instead of writing it, `given.py` beside the solution has a block with the same marks. The
+If students repair a part instead of writing it, `given.py` beside the solution has a block with the same markers. The
 skeleton contains that code below its `raise`.
 """
 
@@ -32,7 +32,7 @@ REPAIR = "  # delete this line, then repair the code below"
 
 
 def make_skeleton(entry: Module) -> str:
-    """Return the text of a module's skeleton. Raise CourseError if the marks in the solution do not form pairs."""
+    """Return the text of a module's skeleton. Raise CourseError if the markers in the solution do not form pairs."""
     if not HAS_SOLUTIONS:
         return (ROOT / STORED_SKELETONS / entry.path).read_text()
     solution = (ROOT / "solutions" / entry.path).read_text()
@@ -43,7 +43,7 @@ def make_skeleton(entry: Module) -> str:
 
 
 def make_todo(entry: Module, block: re.Match[str]) -> str:
-    """Return what the skeleton of a module has in place of a match of BLOCK."""
+    """Return the text that replaces a match of BLOCK in the skeleton of a module."""
     indent, part, _ = block.groups()
     given = read_given(entry).get(part, "")
     todo = f'{indent}# TODO: {part}\n{indent}raise NotImplementedError("module {entry.number}, {part}")'
@@ -51,7 +51,7 @@ def make_todo(entry: Module, block: re.Match[str]) -> str:
 
 
 def read_given(entry: Module) -> dict[str, str]:
-    """Return the code that students repair, by part; {} if they write the whole module."""
+    """Return the code that students repair, by part, or {} if they write the whole module."""
     path = ROOT / "solutions" / entry.package / GIVEN
     return {part: code for _, part, code in BLOCK.findall(path.read_text())} if path.is_file() else {}
 
@@ -96,12 +96,12 @@ def reset(entry: Module) -> Path | None:
 
 
 def replace(entry: Module, backups: Path) -> Path | None:
-    """Write the skeleton to `lessons`. Move a file that differs to `backups` and return its new path, else None."""
+    """Write the skeleton to `lessons`. If the existing file differs, move it to `backups` and return its new path."""
     return replace_file(ROOT / "lessons" / entry.path, make_skeleton(entry), backups)
 
 
 def replace_file(path: Path, text: str, backups: Path) -> Path | None:
-    """Write a file. Move an existing file that differs to `backups` and return its new path, else None."""
+    """Write a file. If the existing file differs, move it to `backups` and return its new path, otherwise None."""
     backup = None
     if path.exists() and path.read_bytes() != text.encode():
         backups.mkdir(parents=True, exist_ok=True)

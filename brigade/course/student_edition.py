@@ -9,9 +9,9 @@ of their edition. Then `--prior reference` uses this module instead of theirs:
 
 The edition contains the toolkit without the grader, and the other files named here, if git tracks them. Skeletons and
 the templates for written answers are generated.
-`student/` contains the files that differ from the course's own. All other files stay out. So do the third hints, which
-are almost the code, unless `--hints 3` asks for them, and the model answers to the written questions, unless
-`--answers` does.
+`student/` contains the files that differ from the course's own. All other files stay out. The third hints, which give
+away most of the code, are included only with `--hints 3`, and the model answers to the written questions only with
+`--answers`.
 """
 
 from __future__ import annotations
@@ -32,22 +32,24 @@ INCLUDED += (*editions.CORE, "brigade/lab/**/*.py", "brigade/lab/*.html", *editi
 INCLUDED += ("Dockerfile", ".dockerignore", ".devcontainer/devcontainer.json", *handout.BROWSER_NOTEBOOKS)
 INCLUDED += tuple(f"docs/{name}.md" for name in ("browser", "claims", "glossary", "gpus", "leaderboard", "plan"))
 INCLUDED += ("lessons/*/README.md", "lessons/*/hints.md", "lessons/*/*.png", "lessons/*/*.py", "site/**/*")
-PACKAGES = ("torch", "pytest", "numpy", "matplotlib", "rich", "psutil")  # of requirements.txt
+PACKAGES = ("torch", "pytest", "numpy", "matplotlib", "rich", "psutil")  # from requirements.txt
 HINT_LEVELS = 2  # of three
 OUT = ROOT / "out" / "student"
 
 
 def list_tracked_files() -> set[Path]:
-    """Return the files that git tracks. Raise CourseError outside of a clone."""
+    """Return the files that git tracks. Raise CourseError outside a clone."""
     try:
         listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
-        raise CourseError("make the student edition in a clone: it contains the files that git tracks") from None
+        raise CourseError(
+            "make the student edition in a clone, because it contains only files that git tracks"
+        ) from None
     return {ROOT / name for name in listed.split("\0") if name}
 
 
 def collect_files(hint_levels: int = HINT_LEVELS, with_answers: bool = False) -> dict[Path, bytes]:
-    """Return the contents of the edition's files by relative path. Raise CourseError outside of a clone."""
+    """Return the contents of the edition's files by relative path. Raise CourseError outside a clone."""
     tracked = list_tracked_files() - {Path(__file__).resolve()}
     paths = [path for pattern in INCLUDED for path in ROOT.glob(pattern) if path in tracked]
     contents = {path.relative_to(ROOT): path.read_bytes() for path in paths}
@@ -69,14 +71,14 @@ def collect_files(hint_levels: int = HINT_LEVELS, with_answers: bool = False) ->
 
 
 def cut_hints(text: str, levels: int) -> str:
-    """Return a module's hints without the levels after the first `levels`."""
+    """Return the first `levels` levels of a module's hints."""
     return "\n## ".join(text.split("\n## ")[: levels + 1]).rstrip("\n") + "\n"
 
 
 def build(target: Path, hint_levels: int = HINT_LEVELS, with_answers: bool = False) -> int:
     """Make the edition in `target` and return its number of files.
 
-    Raise CourseError outside of a clone, or if the course contradicts itself or a check cannot be imported.
+    Raise CourseError outside a clone, if the course is inconsistent, or if a check cannot be imported.
     """
     validation.validate_course()
     files = collect_files(hint_levels, with_answers)
@@ -89,7 +91,7 @@ def build(target: Path, hint_levels: int = HINT_LEVELS, with_answers: bool = Fal
 
 
 def write_unlock(number: str, out: Path) -> Path:
-    """Write the zip with the reference of a module to `out`, and return its path. Raise CourseError without one."""
+    """Write the zip with a module's reference to `out`, and return its path. Raise CourseError if there is none."""
     entry = get_module(number)
     path = Path("solutions") / entry.path
     archive = out / f"unlock-{entry.number}.zip"
@@ -103,7 +105,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m brigade.course.student_edition",
         description="Make the student edition, without solutions, mutants and answers, in out/student and "
-        "out/student.zip. Delete the previous contents of out/student.",
+        "out/student.zip. This deletes the previous contents of out/student.",
         epilog="Example: python -m brigade.course.student_edition --hints 3",
     )
     parser.add_argument(
@@ -111,17 +113,17 @@ def main() -> int:
         type=int,
         choices=(2, 3),
         default=HINT_LEVELS,
-        help="how many of a module's three hints to include; the third is almost the code (default: 2)",
+        help="how many of a module's three hints to include; the third gives away most of the code (default: 2)",
     )
     parser.add_argument("--answers", action="store_true", help="include the model answers to the written questions")
     parser.add_argument(
-        "--unlock", metavar="N", help="write only the reference of module N, as out/unlock-N.zip, and no edition"
+        "--unlock", metavar="N", help="make no edition; write only out/unlock-N.zip, with the reference of module N"
     )
     options = parser.parse_args()
     try:
         if options.unlock:
             archive = write_unlock(options.unlock, OUT.parent)
-            unpack = f"`python -m zipfile -e {archive.name} .` in the course's directory unpacks it"
+            unpack = f"to unpack it, run `python -m zipfile -e {archive.name} .` in the course's directory"
             print(f"{archive.relative_to(ROOT)}: {unpack}")
             return 0
         count = build(OUT, options.hints, options.answers)

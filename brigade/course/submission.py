@@ -1,9 +1,9 @@
 """Read the modules of a submission as text, and import them in ranks.
 
-A submission is the module files of `lessons`, `solutions` or any directory; other files are ignored. `read` reads their
-text and never imports them. Only a rank imports them (`install`), from what was sent to it, as one package called
-`submission`. So `from ..m05_grad_buffer.grad_buffer import GradBuffer` finds the module of the same submission,
-wherever that is on disk.
+A submission consists of the module files in `lessons`, `solutions` or any other directory; other files are ignored.
+`read` reads their text and never imports them. Only a rank imports them (`install`), from the text or code that it has
+received, as one package called `submission`. So `from ..m05_grad_buffer.grad_buffer import GradBuffer` finds the module
+of the same submission, wherever its file is on disk.
 
 A rank receives the text of the student's modules. It receives the course's own files (the reference's earlier modules,
 the scenarios) as compiled code (`prepare_for_ranks`), so that a submission cannot copy their text.
@@ -39,7 +39,7 @@ _student_code: dict[tuple[str, str], bytes] = {}  # by path and text; see `keep_
 
 @dataclass(frozen=True)
 class Submission:
-    """The modules to check, and the directory that they are from."""
+    """The modules to check, and the directory that contains them."""
 
     target: Path
     sources: Sources
@@ -60,7 +60,7 @@ def resolve_target(target: str | Path) -> Path:
     """Return the directory that "lessons", "solutions" or a path names. Raise CourseError if it does not exist."""
     if str(target) == "solutions" and not any(find(ROOT / "solutions", entry) for entry in MODULES):
         raise CourseError(
-            "this edition has no solutions: use --target lessons or a directory, and --prior own, or ask your "
+            "this edition has no solutions: use --target lessons or another directory with --prior own, or ask your "
             "instructor to unlock a module"
         )
     try:
@@ -78,11 +78,11 @@ def resolve_target(target: str | Path) -> Path:
 def read(target: str | Path, number: int, prior: str = "own") -> Submission:
     """Return module `number` in `target`, with the earlier modules that it may import.
 
-    If `prior` is "own", these are the submission's earlier modules. If it is "reference", they are those modules of the
-    reference that the module or its checks name, and the modules that these name in turn. In the student edition, the
-    submission's own modules replace those that are not unlocked. An earlier module that is missing or broken is left
-    out, because it may not be needed. Raise CourseError, with a message of one line, if the
-    module itself is missing, unreadable, outside of `target` or not Python.
+    If `prior` is "own", these are the submission's earlier modules. If it is "reference", they are the reference's
+    earlier modules that the module or its checks name, and the modules that those name in turn. In the student edition,
+    the submission's own modules replace reference modules that are not unlocked. An earlier module that is missing or
+    broken is left out, because it may not be needed. Raise CourseError, with a message of one line, if the module
+    itself is missing, unreadable, outside `target` or not Python.
     """
     target = resolve_target(target)
     entry = get_module(number)
@@ -108,7 +108,7 @@ def read(target: str | Path, number: int, prior: str = "own") -> Submission:
 
 
 def select_used(entry: Module, text: str, earlier: Sources) -> Sources:
-    """Return those of the `earlier` modules that the module or its checks name, and those that these name in turn."""
+    """Return the `earlier` modules that the module or its checks name, directly or through other earlier modules."""
     checks = [entry.checks, *(ROOT / "tests" / "scenarios").glob(f"m{entry.number:02}_*.py")]
     return select_named([text, *(path.read_text() for path in checks)], earlier)
 
@@ -128,7 +128,7 @@ def select_named(texts: list[str], sources: Sources) -> Sources:
 def read_source(path: Path, within: Path) -> str:
     """Return the text of a Python file.
 
-    Raise CourseError if it is unreadable, too long, outside of the directory `within` or not Python.
+    Raise CourseError if the file is unreadable, too long, outside the directory `within` or not Python.
     """
     try:
         if not path.resolve().is_relative_to(within.resolve()):
@@ -156,7 +156,7 @@ def open_no_follow(path: str, flags: int) -> int:
 
 @functools.lru_cache(maxsize=32)  # every check reads the same few files
 def find_syntax_error(name: str, text: str) -> str:
-    """Return in one line why the text of the file `name` is not Python, or "" if it is."""
+    """Return one line on why the text of the file `name` is not Python, or "" if it is Python."""
     try:
         ast.parse(text, filename=name)
     except SyntaxError as error:
@@ -169,7 +169,7 @@ def find_syntax_error(name: str, text: str) -> str:
 
 
 def prepare_for_ranks(sources: Sources) -> ForRanks:
-    """Return the sources as a rank receives them: with text, and with code if it is known.
+    """Return the sources as a rank receives them: the text, and the code if it is already compiled.
 
     The course's own files have code but no text.
     """
@@ -197,7 +197,7 @@ def compile_texts(sources: Sources) -> dict[str, bytes]:
     """Compile the texts that can be compiled. Return the codes by module name. Call this in a rank only."""
     codes = {}
     for name, (path, text) in sources.items():
-        with contextlib.suppress(Exception):  # importing the module raises it again
+        with contextlib.suppress(Exception):  # importing the module raises the exception again
             codes[name] = compile_code(path, text)
     return codes
 

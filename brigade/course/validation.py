@@ -1,4 +1,4 @@
-"""Check that the course is consistent, before a handout, student edition or autograder is made from it."""
+"""Check that the course is consistent before a handout, student edition or autograder is made from it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The written questions at the end of each reading: their points, and the template for the student's answers.
 
-A question that counts begins with its kind and points: `1. **Derive · 2 points.** Two ranks ...`. A person grades
-the answers, with the rubrics in `solutions/mNN_*/answers.md`. A reading without points is a warm-up.
+A question with points begins with its kind and its points: `1. **Derive · 2 points.** Two ranks ...`. A person grades
+the answers, using the rubrics in `solutions/mNN_*/answers.md`. The questions of the warm-up have no points.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def list_questions(entry: Module, root: Path = ROOT) -> list[Question]:
         kind, points = (label[1], int(label[2])) if label else ("", 0)
         found.append(Question(int(number), kind, points, text[label.end() :] if label else text))
     if len({question.points > 0 for question in found}) > 1:
-        raise CourseError(f"lessons/{entry.package}/README.md gives points to some of its questions only")
+        raise CourseError(f"lessons/{entry.package}/README.md gives points to only some of its questions")
     return found
 
 
@@ -64,7 +64,7 @@ def make_template(entry: Module, root: Path = ROOT) -> str:
     """Return the file into which students write their answers to a module's questions."""
     lines = [
         f"# Module {entry.number}: written answers\n",
-        "Write each answer below its question. `brigade submit` hands in this file with the module.",
+        "Write each answer below its question. `brigade submit` adds this file to the zip that you hand in.",
     ]
     for question in list_questions(entry, root):
         label = f" ({question.kind.lower()}, {format_points(question.points)})" if question.points else ""

@@ -1,1 +1,1 @@
-"""Grades one submission or a whole class. Only ranks import submissions; the verdict is computed here."""
+"""Grade one submission or a whole class. Only ranks import submissions; this package computes the scores."""

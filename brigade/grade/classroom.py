@@ -1,8 +1,8 @@
 """Grade a class (`brigade grade --class`): every submission in a directory, several at a time, into one gradebook.
 
-A separate process, `brigade grade --submission`, grades each submission. It writes a results file to the directory
-`GRADEBOOK.results`. Beside it is a hash of the modules' text, the course and the options. If the hash is unchanged, an
-interrupted or repeated run uses the existing results.
+A separate process, `brigade grade --submission`, grades each submission and writes a results file to the directory
+`GRADEBOOK.results`. A second file stores a hash of the modules' text, the course and the options. If the hash is
+unchanged, a repeated run, such as one after an interruption, uses the existing results.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Student:
 
     @property
     def fingerprint_file(self) -> Path:
-        """The file with the hash of the inputs of the results."""
+        """The file with the hash of all inputs from which the results were computed."""
         return self.results.with_suffix(".made-from")
 
     @property
@@ -61,8 +61,8 @@ def get_results_path(gradebook: Path) -> Path:
 def list_students(directory: Path, gradebook: Path, *written: Path) -> tuple[list[Student], list[str]]:
     """Return the submissions in a class's directory (directories and archives), and the names of its other entries.
 
-    The gradebook, its results and other files that are `written` are neither. Raise CourseError if there are no
-    submissions.
+    Skip the gradebook, its results and the other files that this command has `written`. Raise CourseError if there are
+    no submissions.
     """
     if not directory.is_dir():
         raise CourseError(f"there is no directory {directory}")
@@ -210,10 +210,10 @@ def make_row(student: Student, entries: Sequence[Module], waiting: Container[Stu
     except (OSError, ValueError):
         result = None
     if student in waiting:
-        earlier = f"; an earlier run under other conditions gave {result['score']}" if result else ""
+        earlier = f"; an earlier run under other conditions gave {result['score']} points" if result else ""
         return line | {"score": "", "note": collect_notes(student, f"not graded yet{earlier}")}
     if result is None:
-        note = f"the grader gave no results: see {student.log.name}"
+        note = f"the grader wrote no results: see {student.log.name}"
         return line | {"score": 0, "note": collect_notes(student, note)}
     line |= {"score": result["score"], "max": result["max_score"]}
     for entry in entries:
@@ -236,7 +236,7 @@ def save(
     waiting: Container[Student] = (),
     people: Sequence[Person] = (),
 ) -> Identified:
-    """Write the gradebook and return its rows. Those of students who are still `waiting` have no score.
+    """Write the gradebook and return its rows. The rows of students who are still `waiting` have no score.
 
     `people` is the roster, if there is one.
     """
@@ -252,7 +252,7 @@ def write_feedback(directory: Path, everyone: Sequence[Student]) -> int:
     directory.mkdir(mode=0o700, exist_ok=True)
     count = 0
     for student in everyone:
-        with contextlib.suppress(FileNotFoundError):  # the grader gave no results
+        with contextlib.suppress(FileNotFoundError):  # the grader wrote no results
             result = json.loads(student.results.read_text())
             formats.write(directory / f"{student.path.name}.txt", feedback.format_text(result))
             formats.write(directory / f"{student.path.name}.html", feedback.format_html(student.name, result))
@@ -261,14 +261,14 @@ def write_feedback(directory: Path, everyone: Sequence[Student]) -> int:
 
 
 def count_failures(table: Sequence[Row]) -> list[tuple[str, int]]:
-    """Count how many students fail each check. Return the checks that fail, most often first."""
+    """Return the checks that students fail, with the number of these students, the largest number first."""
     return Counter(
         column for row in table for column, value in row.items() if "." in column and value == 0
     ).most_common()
 
 
 def read_class(everyone: Sequence[Student], entries: Sequence[Module]) -> similarity.ClassTexts:
-    """Return the texts of all students, and those that everybody has: skeletons, readings and hints.
+    """Return the texts of all students, and the texts that everybody has: skeletons, readings and hints.
 
     The course's own answers are compared too, under the names of their directories.
     """

@@ -1,6 +1,6 @@
 """A student's results as text and as a web page, from the dict that `formats.encode_grading` returns.
 
-They do not contain the findings of the static look, which are for the instructor.
+They do not contain the findings of the static check, which are for the instructor.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ pre { grid-column: 2; background: var(--soft); margin: .3rem 0 .8rem; padding: .
 
 
 def list_heading(result: Mapping[str, Any]) -> list[str]:
-    """Return the score with the seed, the written points that are not in it, and the remarks."""
+    """Return the score with the seed, the written points that it does not include, and the remarks."""
     score = f"{result['score']} of {result['max_score']} points, seed {result['seed']}"
     return [score, *filter(None, [result["not_included"]]), *result["notes"]]
 

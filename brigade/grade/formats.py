@@ -25,9 +25,9 @@ from brigade.grade.static_look import HEADING
 from brigade.grade.visibility import VISIBLE, Visibility
 
 SCREEN_LINES, SCREEN_CHARACTERS = 40, 4_000  # of feedback for one check
-PRINTED_LINES, PRINTED_CHARACTERS = 10, 200  # of each rank, and of each line
+PRINTED_LINES, PRINTED_CHARACTERS = 10, 200  # lines per rank, and characters per line
 
-# Fields of Classroom 50's result, and where its runner has them in the environment.
+# The fields of Classroom 50's result, and the environment variables in which its runner passes them.
 # https://github.com/foundation50/classroom50/blob/main/schemas/result-v1.schema.json
 CLASSROOM50_FIELDS = {
     "classroom": "CLASSROOM",
@@ -59,10 +59,10 @@ def write(path: Path, text: str) -> None:
 
 
 def format_heading(grading: Grading, shows_score: bool = True) -> str:
-    """Return the score, the seed, the written points that are not in it and the remarks, one per line."""
+    """Return the score, the seed, the written points that the score does not include, and the remarks, one per line."""
     lines = feedback.list_heading(encode_grading(grading))
     if not shows_score:
-        lines[0] = f"Some checks and the score are hidden. Seed {grading.seed}"
+        lines[0] = f"Some checks and the score are hidden. The seed is {grading.seed}."
     return "\n".join(lines)
 
 
@@ -79,7 +79,7 @@ def list_remarks(grading: Grading) -> list[str]:
         lines.append(f"The grading {UNFINISHED}: {left} of {len(grading.outcomes)} checks have not run.")
     elif not grading.finished:
         lines.append(
-            f"The grading {UNFINISHED}: failed checks had not been repeated with the reference's earlier modules."
+            f"The grading {UNFINISHED}: not all failed checks were repeated with the reference's earlier modules."
         )
     return [*lines, *map(make_printable, grading.notes)]
 
@@ -99,13 +99,13 @@ def format_feedback(outcome: Outcome) -> str:
 
 
 def format_findings(grading: Grading) -> str:
-    """Return the findings of the static look for the instructor, or "" if there are none."""
+    """Return the findings of the static check for the instructor, or "" if there are none."""
     lines = [make_printable(str(finding)) for finding in grading.findings]
-    return "\n".join(["For the instructor only. This list changes no score.", *lines]) if lines else ""
+    return "\n".join(["For the instructor only. This list does not change the score.", *lines]) if lines else ""
 
 
 def make_printable(text: str) -> str:
-    """Replace characters that control a terminal, or are not allowed in XML or a database, by question marks."""
+    """Replace characters that control a terminal, or that XML or a database does not allow, with question marks."""
     return "".join(letter if letter.isprintable() or letter in "\n\t" else "?" for letter in text)
 
 
@@ -161,8 +161,8 @@ def encode_verdict(verdict: Verdict) -> dict[str, Any]:
 def format_gradescope(grading: Grading, visibility: Visibility | None = None) -> str:
     """Return Gradescope's results.json.
 
-    If students do not see all checks, the text for them has no score, and there is no leaderboard. Gradescope then
-    hides the total.
+    If students do not see all checks, their text has no score, and there is no leaderboard. Gradescope then hides the
+    total.
     """
     visibility = visibility or {}
     shows_all = all(value == VISIBLE for value in visibility.values())
@@ -182,7 +182,7 @@ def format_gradescope(grading: Grading, visibility: Visibility | None = None) ->
         for place, outcome in enumerate(outcomes, 1)
     ]
     if findings := format_findings(grading):
-        # A hidden test is shown to instructors only, and its absence from the points does not hide the total:
+        # Gradescope shows a hidden test only to instructors. Because it has no points, it does not hide the total:
         # https://gradescope-autograders.readthedocs.io/en/latest/specs/#controlling-test-case-visibility
         tests.append(
             {
@@ -212,7 +212,7 @@ def format_classroom50(grading: Grading, metadata: Mapping[str, Any]) -> str:
     open_end = "" if grading.finished else f" ({UNFINISHED})"
     result = {
         "schema": "classroom50/result/v1",
-        "datetime": now,  # of the submission; their runner replaces it with the commit's
+        "datetime": now,  # when it was submitted; Classroom 50's runner replaces it with the time of the commit
         **metadata,
         "graded_at": now,
         "score": grading.score,
@@ -240,11 +240,11 @@ def format_classroom50(grading: Grading, metadata: Mapping[str, Any]) -> str:
 def read_classroom50_metadata(given: Mapping[str, str]) -> dict[str, Any]:
     """Return the fields from the options or from the environment.
 
-    Raise CourseError if one is missing, unknown or wrong.
+    Raise CourseError if a field is missing, unknown or malformed.
     """
     if unknown := given.keys() - CLASSROOM50_FIELDS - set(CLASSROOM50_OPTIONAL):
         known = ", ".join([*CLASSROOM50_FIELDS, *CLASSROOM50_OPTIONAL])
-        raise CourseError(f"--meta {min(unknown)}: Classroom 50 has no such field; it has {known}")
+        raise CourseError(f"--meta {min(unknown)}: Classroom 50 has no such field; its fields are {known}")
     found: dict[str, Any] = {}
     for name, variable in CLASSROOM50_FIELDS.items():
         found[name] = given.get(name) or os.environ.get(variable)
@@ -268,7 +268,7 @@ def read_classroom50_metadata(given: Mapping[str, str]) -> dict[str, Any]:
 
 
 def format_junit(grading: Grading) -> str:
-    """Return JUnit XML with a suite for each module. The system-out of each contains the score and the remarks."""
+    """Return JUnit XML with a suite for each module. Each suite's system-out contains the score and the remarks."""
     heading = format_heading(grading)
     top = ElementTree.Element("testsuites", name="Bucket Brigade", time=f"{grading.seconds:.3f}")
     for number, outcomes in grading.modules():

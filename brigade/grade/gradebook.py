@@ -12,7 +12,7 @@ from brigade.course.modules import CourseError, Module, get_module
 from brigade.grade.static_look import HEADING
 
 FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")  # a spreadsheet evaluates cells that begin with one of these
-# The columns by which a platform finds a student, each with the gradebook's column.
+# The columns by which a platform identifies a student, and the columns of the gradebook that contain the same values.
 # https://github.com/instructure/canvas-lms/blob/master/lib/gradebook_importer.rb
 CANVAS = {"ID": "canvas id", "SIS User ID": "id", "SIS Login ID": "login"}
 # https://docs.moodle.org/405/en/Grade_import
@@ -42,7 +42,7 @@ def format_columns(columns: Sequence[str], table: Sequence[Row]) -> str:
 
 
 def read_csv(path: Path) -> list[dict[str, str]]:
-    """Return the rows of a CSV file with commas or semicolons. Raise CourseError if it is not one."""
+    """Return the rows of a CSV file with commas or semicolons. Raise CourseError for any other file."""
     try:
         text = path.read_text(encoding="utf-8-sig")
         delimiter = ";" if text.partition("\n")[0].count(";") > text.partition("\n")[0].count(",") else ","
@@ -53,7 +53,7 @@ def read_csv(path: Path) -> list[dict[str, str]]:
 
 
 def read_gradebook(path: Path) -> list[Row]:
-    """Return the rows of a gradebook. Raise CourseError if the file is not one."""
+    """Return the rows of a gradebook. Raise CourseError for any other file."""
     rows = read_csv(path)
     if not rows or "student" not in rows[0] or not list_modules(rows):
         raise CourseError(f"{path} is not a gradebook of `brigade grade --class`: it has no students or no modules")
@@ -78,17 +78,17 @@ def read_points(row: Mapping, entry: Module) -> float | None:
 
 
 def shorten(points: float) -> int | float:
-    """Return points with at most two decimals, as an int if they are whole."""
+    """Return the points rounded to two decimals, or as an int if they have no fraction."""
     return int(points) if points == int(points) else round(points, 2)
 
 
 def merge(gradebooks: Mapping[str, Sequence[Row]], keep: str, penalties: Mapping[str, float]) -> list[Row]:
     """Merge gradebooks into one with the union of students and modules.
 
-    If several rows have points for a module, `keep` the "best" or the "last"; the gradebooks are in order. `penalties`
-    contains, by gradebook, the percentage to take off the points first. A module's checks come from the row that is
-    kept, with their full points. For other columns, keep the last value. Raise CourseError if the modules belong to
-    several parts of the course.
+    If several rows of a student have points for a module, `keep` the "best" points or the "last" ones. The earliest
+    gradebook comes first. `penalties` maps gradebooks to the percentage to subtract from their points first. The scores
+    of a module's checks come from the row whose points are kept, without the penalty. For other columns, keep the last
+    value. Raise CourseError if the modules belong to several parts of the course.
     """
     entries = list_modules([row for table in gradebooks.values() for row in table])
     parts = list(dict.fromkeys(entry.track for entry in entries))
@@ -106,7 +106,7 @@ def merge(gradebooks: Mapping[str, Sequence[Row]], keep: str, penalties: Mapping
 def merge_student(
     rows: Sequence[tuple[str, Row]], entries: Sequence[Module], keep: str, penalties: Mapping[str, float]
 ) -> Row:
-    """Merge the rows of one student into one. Each comes with the name of its gradebook."""
+    """Merge the rows of one student into one row. Each row comes with the name of its gradebook."""
     taken = re.compile(rf"score|max|note|{HEADING}|module \d+|\d+\..*")
     merged: Row = {}
     for _, row in rows:
@@ -178,15 +178,15 @@ def list_points(row: Row) -> Row:
 
 
 def split_identified(table: Sequence[Row], columns: Sequence[str], platform: str) -> tuple[list[Row], list[str]]:
-    """Return the rows with a value in one of the columns, and the students of the others.
+    """Return the rows with a value in one of the columns, and the students of the other rows.
 
-    Raise CourseError if no row has one.
+    Raise CourseError if no row has such a value.
     """
     identified = [row for row in table if any(row.get(column, "") != "" for column in columns)]
     if not identified:
         raise CourseError(
-            f"{platform} finds students by {' or '.join(columns)}, but the gradebook does not contain them; "
-            "grade the class with --roster"
+            f"{platform} identifies students by {' or '.join(columns)}, but the gradebook does not have these "
+            "columns; grade the class with --roster"
         )
     return identified, [str(row["student"]) for row in table if row not in identified]
 

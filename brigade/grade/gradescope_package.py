@@ -14,13 +14,14 @@ from brigade.course.modules import ROOT
 SCRIPTS = Path(__file__).parent / "gradescope"
 NEEDED = ("LICENSE", *editions.CORE, "brigade/grade/**/*.py", "solutions/*/*.py", *editions.CHECKS)
 NEEDED += ("lessons/*/README.md",)  # the points of the written questions
-NEEDED_PACKAGES = ("torch", "pytest", "rich", "numpy")  # of requirements.txt; grading needs no notebooks and figures
+# From requirements.txt. Grading needs neither notebooks nor figures.
+NEEDED_PACKAGES = ("torch", "pytest", "rich", "numpy")
 
 
 def build(archive: Path, options: Sequence[str] = ()) -> int:
     """Write the zip and return its number of files. `options` are passed to `brigade grade` for every submission.
 
-    Raise CourseError if the course contradicts itself.
+    Raise CourseError if the course is inconsistent.
     """
     contents = {"options": "".join(f"{word}\n" for word in options)}
     validation.validate_course()

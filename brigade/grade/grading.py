@@ -1,7 +1,7 @@
 """Run all graded checks on one submission and keep the score.
 
-The maximal score is known before anything runs. The grading contains every check of the requested modules from the
-start, with zero points and the words "did not finish". A check whose ranks die, or that is never reached, stays so.
+The maximum score is known before anything runs. The grading contains every check of the requested modules from the
+start, with zero points and the words "did not finish". A check keeps this result if its ranks die or if it never runs.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def grade(
     notes: Sequence[str] = (),
     on_change: Callable[[Grading], None] = lambda grading: None,
 ) -> Grading:
-    """Grade the modules of `target`. `on_change` is called with the grading before the first check and after each.
+    """Grade the modules of `target`. Call `on_change` with the grading before the first check and after each check.
 
-    `on_change` may raise OSError after a check, for example if the disk is full. The grading then continues, and the
-    last call counts. With `prior` "auto" earlier modules are the submission's own. If a check fails while an earlier
-    module does not pass all its checks, it is repeated with the reference's earlier modules. So an error costs points
-    only once.
+    `on_change` may raise OSError after a check, for example if the disk is full. The grading then continues. Only an
+    exception of the first or last call is raised. With `prior` "auto", the earlier modules are the submission's own. If
+    a check fails, and an earlier module does not pass all its checks, the check is repeated with the reference's
+    earlier modules. So an error costs points only once.
     """
     torch.set_num_threads(1)  # expected values are small, and several gradings may run in parallel
     grading = Grading([Outcome(check) for check in collect(entries)], seed, notes=list(notes))
@@ -55,10 +55,10 @@ def grade(
 class Schedule:
     """Run the checks in an order in which no module can use up the time of the others.
 
-    First, every check runs once. A module gets an equal share of the remaining time, and is stopped after two checks
-    that reach their deadline. After a check that ends in a deadline or a deadlock, later modules run with the
+    First, every check runs once. Each module gets an equal share of the remaining time, and is stopped after two checks
+    that reach their deadline. After a check that reaches its deadline or deadlocks, later modules run with the
     reference's earlier modules, because they would probably hang with the submission's own. Then failed checks are
-    repeated with the other earlier modules.
+    repeated: with the reference's earlier modules if they ran with the submission's own, and vice versa.
     """
 
     def __init__(
@@ -79,10 +79,10 @@ class Schedule:
         self.began = time.monotonic()
         self.ends_at = self.began + total_s
         self.attempts: dict[tuple[int, str, str], Outcome] = {}  # by module, check and prior source
-        self.stalled: set[int] = set()  # modules with a deadline or a deadlock, or that used up their time
+        self.stalled: set[int] = set()  # modules that hung in a check or used up their time
 
     def run(self) -> None:
-        """Run every check once, then repeat what failed and may pass with other earlier modules."""
+        """Run every check once, then repeat failed checks that may pass with other earlier modules."""
         modules = self.grading.modules()
         for index, (number, outcomes) in enumerate(modules):
             now = time.monotonic()
@@ -108,7 +108,7 @@ class Schedule:
             return False
         if source == "reference":
             return has_failed_earlier(self.grading, outcome.check.module) or is_missing_name(outcome)
-        # It has run with the reference's modules, or not at all. A check that hung with these will also hang here.
+        # It has run with the reference's modules or not at all. If it hung with those, it would hang here, too.
         stopped = self.count_timeouts(outcome.check.module, "reference") >= PATIENCE
         before = self.get_earlier_outcome(outcome, "reference")
         return not stopped and not (before and before.ending in ("deadline", "deadlock"))
@@ -123,7 +123,7 @@ class Schedule:
             if time.monotonic() >= self.ends_at:
                 self.skip(outcome, f"the grading has used up its time limit ({self.total_s:.0f} s)")
             elif self.count_timeouts(number, source) >= patience:
-                self.skip(outcome, f"module {number} was stopped: {patience} of its checks did not end in time")
+                self.skip(outcome, f"module {number} was stopped: {patience} of its checks did not finish in time")
             elif time.monotonic() >= ends_at:
                 self.stalled.add(number)
                 share = f"its share of the time limit ({ends_at - started:.0f} s)"
@@ -138,7 +138,7 @@ class Schedule:
         self.report()
 
     def examine(self, outcome: Outcome, source: str, ends_at: float) -> None:
-        """Run one check. A repeated check can only gain points."""
+        """Run one check. Running a check again can only gain points."""
         conditions = replace(self.conditions, ends_at=ends_at)
         started = time.monotonic()
         for _ in range(2):
@@ -157,7 +157,7 @@ class Schedule:
         self.report()
 
     def report(self) -> None:
-        """Report the change of the grading."""
+        """Call `on_change` with the changed grading, and ignore an OSError."""
         self.grading.seconds = time.monotonic() - self.began
         with contextlib.suppress(OSError):
             self.on_change(self.grading)
@@ -177,7 +177,7 @@ class Schedule:
 
 
 def is_missing_name(outcome: Outcome) -> bool:
-    """Return whether the module imports a name that an earlier one does not have, which may still be correct."""
+    """Return whether the module imports a name that an earlier module does not define. It may still be correct."""
     return outcome.verdict is not None and outcome.verdict.error == "ImportError"
 
 

@@ -1,7 +1,7 @@
 """Find the modules in a submission: a clone, a lessons directory, flat files, or a directory or archive of these.
 
-Only the course's module files are used. Everything else is ignored. Notes tell the instructor that no module file was
-found, that there are several copies, or that some files may be an attempt to manipulate the grading.
+Only the course's module files are used. Everything else is ignored. Notes tell the instructor if no module file was
+found, if there are several copies, or if some files may be an attempt to manipulate the grading.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ MEDDLING = (
 )
 SKIPPED = (".git", ".venv", "venv", "node_modules", "__pycache__", "__MACOSX", ".ipynb_checkpoints")
 ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz")
-LOOKED_AT = 20_000  # entries of a directory tree that are examined, the upper ones first
+LOOKED_AT = 20_000  # how many entries of a directory tree are examined, the upper levels first
 MOST_ARCHIVE_BYTES = 30_000_000
-MOST_UNPACKED_BYTES = 300_000_000  # of a tar that are read; of a zip only module files are unpacked
-MOST_MEMBERS = 50_000  # of an archive
+MOST_UNPACKED_BYTES = 300_000_000  # read from a tar; from a zip, only module files are unpacked
+MOST_MEMBERS = 50_000  # members of an archive
 MOST_FILES = 100  # files with a module's name in an archive
 MOST_NAMED = 5  # names in one note
 BLOCK = 512  # bytes: the unit of a tar
-MOST_LONG_NAMES = 10_000_000  # bytes of a tar's headers that hold long names
+MOST_LONG_NAMES = 10_000_000  # bytes of those headers of a tar that contain long names
 WITHOUT_CONTENT = (
     tarfile.LNKTYPE,
     tarfile.SYMTYPE,
@@ -71,8 +71,8 @@ class Incoming:
 def open_submission(path: str | Path) -> Iterator[Incoming]:
     """Find the module files of a submission. Raise CourseError if nothing can be graded.
 
-    A directory is used in place. The module files of an archive are unpacked into a temporary directory. This is also
-    done for the only archive in a directory without module files.
+    A directory is used in place. The module files of an archive are unpacked into a temporary directory. A directory
+    with one archive and no module files is treated like the archive.
     """
     path = Path(path)
     if not path.is_dir():
@@ -87,7 +87,7 @@ def open_submission(path: str | Path) -> Iterator[Incoming]:
     if place is None and not any(find(path, entry) for entry in MODULES):
         if len(archives) > 1:
             raise CourseError(
-                f"no module file was found, but {len(archives)} archives: {format_names(archives)}; hand in only one"
+                f"found no module file, but {len(archives)} archives: {format_names(archives)}; hand in only one"
             )
         if archives:
             with unpack(path / archives[0], archives[0]) as incoming:
@@ -95,7 +95,9 @@ def open_submission(path: str | Path) -> Iterator[Incoming]:
             return
     notes = make_notes(files, place)
     if archives and place is not None:
-        notes.append(f"Not unpacked, because there are module files beside it: {format_names(archives)}")
+        notes.append(
+            f"Not unpacked, because the submission has module files outside archives: {format_names(archives)}"
+        )
     yield Incoming(path / (place or ""), notes)
 
 
@@ -105,7 +107,7 @@ def walk(top: Path) -> list[str]:
     waiting, left = deque([""]), LOOKED_AT
     while waiting and left > 0:
         place = waiting.popleft()
-        with contextlib.suppress(OSError):  # not readable, or its path is too long
+        with contextlib.suppress(OSError):  # the directory is not readable, or its path is too long
             with os.scandir(os.path.join(top, place)) as scan:
                 entries = sorted(itertools.islice(scan, left), key=lambda entry: entry.name)
             left -= len(entries)
@@ -135,7 +137,7 @@ def find_places(files: Iterable[str]) -> dict[str, list[str]]:
 
 
 def choose_place(files: Iterable[str]) -> str | None:
-    """Return the directory to grade: one with `lessons`, else the one with the most modules, else the uppermost."""
+    """Return the directory to grade: one with `lessons`, else the one with the most modules, else the topmost."""
 
     found = find_places(files)
 
@@ -156,7 +158,7 @@ def make_notes(files: Sequence[str], place: str | None) -> list[str]:
     notes = []
     if place is None:
         what = format_names(files) if files else "nothing"
-        notes.append(f"No module file was found, such as {CORE_MODULES[0].path.name}. Found instead: {what}")
+        notes.append(f"No module file such as {CORE_MODULES[0].path.name} was found. Found instead: {what}")
     given = [os.path.join(place or "", name) for name in ("solutions", "skeletons")]  # of a clone of the course
     others = [file for other, inside in find_places(files).items() if other not in (place, *given) for file in inside]
     if others:
@@ -175,17 +177,17 @@ def find_meddling(files: Iterable[str]) -> list[str]:
 
 
 def format_names(names: Sequence[str]) -> str:
-    """Return the first names and the number of the others, in one line."""
+    """Return one line with the first names and the number of the others."""
     line = ", ".join(make_printable(name).replace("\n", "?")[-100:] for name in names[:MOST_NAMED])
     return line + (f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else "")
 
 
 @contextlib.contextmanager
 def unpack(archive: Path, name: str) -> Iterator[Incoming]:
-    """Unpack the module files of an archive from its best place, each up to the maximal size of a module.
+    """Unpack the module files in the best place of an archive, each up to the maximum size of a module.
 
-    They are written to a new directory, at their paths relative to that place. No other part of a path in an archive is
-    ever used.
+    Write them to a new directory, at their paths relative to that place. No other part of a path in an archive is ever
+    used.
     """
     with tempfile.TemporaryDirectory(prefix="brigade-zip-") as directory:
         try:
@@ -220,7 +222,7 @@ def read_archive(file: BinaryIO, name: str) -> tuple[list[str], dict[str, bytes]
             path = "/".join(part for part in path.replace("\\", "/").split("/") if part != ".")
             parts = path.split("/")
             if "" in parts or ".." in parts or any(part in SKIPPED for part in parts):
-                continue  # absolute, outside of the archive, or irrelevant
+                continue  # absolute, outside the archive, or irrelevant
             files.append(path)
             if len(files) > MOST_MEMBERS:
                 raise ValueError(f"it has more than {MOST_MEMBERS} files")
@@ -237,7 +239,7 @@ Member = tuple[
 
 
 def iterate_zip(bundle: zipfile.ZipFile) -> Iterator[Member]:
-    """Yield the files of a zip, except links and files whose compression may need any amount of memory."""
+    """Yield the files of a zip, except links and files whose decompression may need an unlimited amount of memory."""
 
     def read_beginning(info: zipfile.ZipInfo, size: int) -> bytes:
         with bundle.open(info) as source:
@@ -252,8 +254,8 @@ def iterate_zip(bundle: zipfile.ZipFile) -> Iterator[Member]:
 def iterate_tar(stream: BinaryIO) -> Iterator[Member]:
     """Yield the ordinary files of a tar, which is read once from the beginning.
 
-    Only the parser of `tarfile` is used, because `tarfile.open` may need any amount of time and memory for a hostile
-    header.
+    Use only the parser of `tarfile`, because `tarfile.open` may need an unlimited amount of time and memory for a
+    hostile header.
     """
     unread = MOST_UNPACKED_BYTES
 

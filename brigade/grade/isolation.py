@@ -12,8 +12,8 @@ from brigade.course.modules import ROOT, CourseError
 from brigade.runner import ranks, sandbox
 
 UNFILTERED = (
-    "Graded without a filter of system calls, which this machine does not have: a submission may have left data in the "
-    "kernel for the next one."
+    "Graded without a filter for system calls, which this machine does not support: a submission may have left data in "
+    "the kernel for the next submission."
 )
 
 
@@ -22,14 +22,14 @@ def isolate_ranks(submission: str, out: str | None, backend: str) -> Iterator[li
     """Run ranks inside the block in a sandbox, if this process is root. Yield notes on what is not protected."""
     if not may_isolate():
         yield [
-            "Graded without isolation, because the grader was not started as root: the submission ran as the same "
-            "user, who can read the tests and write the results."
+            "Graded without isolation, because the grader was not started as root: the submission ran as the same user "
+            "as the grader, so it could read the tests and write the results."
         ]
         return
     private = [str(Path(path).resolve().parent) for path in (submission, out) if path]
     private = [path for path in private if path != "/"]
     with sandbox.reserve_user() as uid:
-        # CUDA reserves more addresses than any limit on them would allow.
+        # CUDA reserves more address space than any limit would allow.
         limits = {"memory": 0} if backend == "nccl" else {}
         ranks.SERVER.sandbox = sandbox.Sandbox(uid, hidden=private, **limits)
         try:
@@ -45,9 +45,9 @@ def may_isolate() -> bool:
 
 
 def verify_isolation() -> list[str]:
-    """Test the isolation with a rank without a submission. Raise CourseError if it does not work.
+    """Test the isolation with a rank that runs no submission. Raise CourseError if it does not work.
 
-    Return notes on locks that this machine does not have.
+    Return notes on protections that this machine does not have.
     """
     sandbox.close_off([ROOT / name for name in sandbox.SECRETS])
     try:

@@ -22,7 +22,7 @@ class Grading:
     seed: int
     started: datetime = field(default_factory=lambda: datetime.now(timezone.utc))
     seconds: float = 0.0
-    notes: list[str] = field(default_factory=list)  # for everybody: ignored files, and locks that were missing
+    notes: list[str] = field(default_factory=list)  # for everybody: ignored files and missing protections
     findings: list[Finding] = field(default_factory=list)  # for the instructor
     finished: bool = False
 

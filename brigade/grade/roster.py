@@ -1,4 +1,4 @@
-"""Read the roster of a class, and find the student of each submission (`brigade grade --class --roster`).
+"""Read the roster of a class, and find the student for each submission (`brigade grade --class --roster`).
 
 A roster is a CSV file with a header, such as Canvas's gradebook, Moodle's or Gradescope's list of students, or one
 written by hand. `FIELDS` contains the headings that are read. Other columns are ignored.
@@ -44,7 +44,7 @@ class Identified:
     table: list[Row]
     unknown: list[str]  # submissions without a student
     missing: list[str]  # students without a submission
-    several: dict[str, list[str]]  # submissions of students with more than one
+    several: dict[str, list[str]]  # the submissions of each student with more than one
 
 
 def read_roster(path: Path) -> list[Person]:
@@ -84,7 +84,7 @@ def get_key(person: Person) -> str:
 
 
 def find_person(submission: str, people: Sequence[Person]) -> Person | None:
-    """Return the student whom a submission's name identifies: it is, or contains, one of their fields."""
+    """Return the student whom a submission's name identifies: the name is, or contains, one of the student's fields."""
     wanted = dict.fromkeys(IDENTIFYING, submission)
     for field, pattern in DOWNLOADED.items():
         if match := pattern.fullmatch(submission):

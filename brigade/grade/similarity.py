@@ -1,16 +1,21 @@
 """Find submissions that are near-identical, function by function.
 
 A module's functions are parsed and written again, without comments, docstrings and type hints. Names, numbers and
-strings are replaced by their kinds. The result is the set of all runs of RUN tokens within a function, so renaming,
+strings are replaced by their kinds. A module's set contains all runs of RUN tokens within its functions, so renaming,
 reformatting and reordering functions change nothing. Runs in texts that everybody has (the skeleton, the code in the
 readings and hints) are left out. The similarity of two modules is the share of the smaller set that is in the larger.
 
-Measured on this course, with RUN = 12. Copies of the references and of the alternatives, renamed, reformatted,
-reordered, without comments: 1.00. References with a useless line after every second one: 0.71 to 0.86. The mutants,
-each a reference with one mistake: 0.70 to 1.00. Alternatives against references: 0.00 to 0.14. Two answers written
-along the hints for each of modules 2 to 4, against each other and the references: 0.10 to 0.49, the most where an
-answer is shortest. Of the references of modules 1, 2, 3 and 7, 81 to 105 runs are left, of the others 297 to 672: short
-answers are alike by themselves, and ENOUGH keeps them out.
+We measured these similarities in this course with RUN = 12:
+
+- 1.00 for copies of references and alternatives that were renamed, reformatted, reordered and stripped of comments
+- 0.71 to 0.86 for references with a useless line after every second line
+- 0.70 to 1.00 for the mutants, each a reference with one mistake
+- 0.00 to 0.14 for alternatives, compared with references
+- 0.10 to 0.49 for two answers that follow the hints, compared with each other and with the references, for modules 2 to
+  4. The shortest answers are the most similar.
+
+The references of modules 1, 2, 3 and 7 have sets of 81 to 105 runs, those of the other modules 297 to 672. Short
+answers are similar even if they are independent, so ENOUGH excludes them.
 """
 
 from __future__ import annotations
@@ -26,11 +31,11 @@ from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 RUN = 12  # tokens, about two lines
-ENOUGH = 150  # the smallest number of own runs of a module that is compared
+ENOUGH = 150  # a module is compared only if it has this many runs of its own
 ALIKE = 0.65
-FEW = 40  # the same for the report on pairs, which shows the texts, so that a person can decide
+FEW = 40  # like ENOUGH, for the report on pairs, which shows the texts so that a person can decide
 SHOWN = 0.3
-MOST_PLACES = 20  # of a run in one text
+MOST_PLACES = 20  # stored places of a run in one text
 
 LEFT_OUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.ENCODING, tokenize.ENDMARKER}
 KINDS = {tokenize.NUMBER, tokenize.STRING, tokenize.INDENT, tokenize.DEDENT}
@@ -44,7 +49,7 @@ Matches = tuple["dict[int, int]", "dict[int, int]"]  # lines of each of two text
 class ClassTexts:
     """The texts to compare: `own[name][n]` is module n of a submission, and `given[n]` are texts that everybody has.
 
-    `reference` names those of the submissions that are the course's own answers.
+    `reference` contains the names of those submissions that are the course's own answers.
     """
 
     own: Mapping[str, Mapping[int, str]]
@@ -65,7 +70,7 @@ class Group:
 class Pair:
     """Two submissions with a similar module, and how similar they are, from 0 to 1.
 
-    `size` is the number of runs in the shorter one that not everybody has.
+    `size` is the number of runs in the shorter module that not everybody has.
     """
 
     module: int
@@ -138,7 +143,7 @@ def split_functions(text: str) -> list[tuple[str, dict[int, range]]]:
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about a stranger's escape sequences
+            warnings.simplefilter("ignore")  # about escape sequences in a student's text
             tree = Plain().visit(ast.parse(text))
         functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
         parts = [(ast.unparse(node), node) for node in functions or [tree]]
@@ -223,14 +228,14 @@ def match_pairs(pairs: Sequence[Pair], texts: ClassTexts) -> list[Matches]:
 
 
 def match_runs(one: Runs, other: Runs) -> dict[int, int]:
-    """Return the lines of a submission that are in another one too, each with its line there.
+    """Return the lines of a submission that are also in another submission, each with its line there.
 
-    A run can occur in several places. A line is matched with the line with which it shares the most runs.
+    A run can occur in several places. Each line is matched with the line with which it has the most runs in common.
     """
     votes: dict[int, Counter[int]] = {}
     for run in one.keys() & other.keys():
         for place, theirs in itertools.product(one[run], other[run]):
-            for end in (0, -1):  # a run has about two lines
+            for end in (0, -1):  # a run covers about two lines
                 for line in place[end]:
                     votes.setdefault(line, Counter()).update(theirs[end][:1])
     return {line: max(sorted(found), key=found.get) for line, found in sorted(votes.items()) if found}

@@ -1,4 +1,4 @@
-"""The report on similar submissions (`brigade similarity`): a table of pairs, and both texts of each side by side."""
+"""Write the report on similar submissions (`brigade similarity`): a table of pairs, then the texts side by side."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def format_report(pairs: Sequence[Pair], texts: ClassTexts) -> str:
         "<p>The comparison ignores names, numbers, comments, formatting, the order of functions, and all code that the "
         f"course gives to everybody. Pairs in bold share {ALIKE:.0%} or more of a long answer. Independent short "
         "answers can be similar too. A listed pair is a reason to read both texts, not proof.</p>",
-        f"<p>Here are {len(shown)} of {len(pairs)} similar pairs, the most similar first. Length is the number of "
-        f"runs of {RUN} tokens in the shorter answer. The second number of a marked line is its line in the other "
-        "text.</p>",
+        f"<p>This report shows {len(shown)} of {len(pairs)} similar pairs, the most similar first. Length is the "
+        f"number of runs of {RUN} tokens in the shorter answer. The second number of a marked line is the number of "
+        "the matching line in the other text.</p>",
         "<table><tr><th>Shared</th><th>Module</th><th>Submissions</th><th>Shared lines</th><th>Length</th></tr>",
     ]
     for number, pair in enumerate(shown):

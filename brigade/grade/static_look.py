@@ -1,13 +1,13 @@
-"""Look at the text of a submission for names that no answer needs.
+"""Search the text of a submission for names that no answer needs.
 
 The recorder of collectives and the training loop run in the rank, beside the submission, so some attacks on them cannot
-be locked out. Their text still has to name what they use. This file parses the text of each module, runs nothing, and
-lists such names with file and line for the instructor. It changes no score. A name on the list proves nothing, and an
-empty list proves nothing either: see `docs/instructors.md`.
+be prevented. The text of an attack still has to name what it uses. This file parses the text of each module, runs
+nothing, and lists such names with file and line for the instructor. The list changes no score. A name on the list
+proves nothing, and an empty list proves nothing either: see `docs/instructors.md`.
 
-The rules are one table of names (`NAMES`) and these: imports must come from a short list. A submission must not assign
-to torch, pass a module on as a value, compute the name of an attribute, or use special and private names of other
-objects. The look also reads strings, even if they are put together from constant pieces.
+The rules are the table of names (`NAMES`) and the following: Imports must come from a short list. A submission must not
+assign to torch, pass a module on as a value, compute the name of an attribute, or use special and private names of
+other objects. The static check also searches strings, even if they are concatenated from constant parts.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from brigade.course.modules import MODULES, CourseError, Module
 from brigade.course.submission import find, read_source
 
 HEADING = "please look"
-MOST_FINDINGS = 20  # of one submission; the last finding gives the number of the others
-MOST_LINES = 4  # of one name
+MOST_FINDINGS = 20  # for one submission; the last finding gives the number of the others
+MOST_LINES = 4  # shown for one name
 MOST_NODES = 50_000  # of a file's syntax tree; those of the solutions have fewer than 2 000
 MOST_ALIASES = 4  # in a chain of aliases
 MOST_CHARACTERS = 200  # of a string or a dotted name; a longer one is not a name
 
 FRAMES = "reads the frames of other functions"
-INTERNALS = "reaches into functions, classes or modules"
+INTERNALS = "accesses the internals of functions, classes or modules"
 CODE = "runs text as code"
 HIDDEN = "can hide a name in data"
-SYSTEM = "reaches files, processes, threads or the interpreter"
+SYSTEM = "accesses files, processes, threads or the interpreter"
 OUTSIDE = "moves data where torch does not see it"
 TOOLKIT = "names a part of the course's toolkit"
-GROUP = "makes a process group or a store"
-HOOKS = "changes hooks or functions for everybody"
-ANSWER = "is torch's own answer"
+GROUP = "creates a process group or a store"
+HOOKS = "changes hooks or functions globally"
+ANSWER = "is torch's own solution"
 ENDING = "ends the process"
 
 
@@ -89,20 +89,20 @@ IMPORTS = split_words(
     operator random time torch types typing typing_extensions warnings weakref"""
 )
 LIBRARY = frozenset(sys.stdlib_module_names)
-SYSTEM_MODULES = split_words(  # of the library: as an attribute of anything, or as a string
+SYSTEM_MODULES = split_words(  # modules of the library that no answer needs as an attribute or in a string
     """_ctypes _io _posixsubprocess _thread asyncio atexit base64 binascii builtins codecs concurrent ctypes dis
     faulthandler fcntl gc importlib inspect marshal mmap multiprocessing os pathlib pdb pickle posix pty resource
     runpy shelve shutil signal socket subprocess sys tempfile threading traceback tracemalloc zipimport"""
 )
-TORCH_MODULES = split_words(  # of torch, which no answer needs
+TORCH_MODULES = split_words(  # parts of torch that no answer needs
     """_C backends classes cpp_extension export fx hub jit library load multiprocessing ops overrides package parallel
     rpc save serialization"""
 )
-KNOWN_MODULES = split_words(  # of torch: an answer may import them, but not pass them on as values
+KNOWN_MODULES = split_words(  # modules of torch that an answer may import, but not pass on as values
     """torch torch.autograd torch.cuda torch.distributed torch.distributed.distributed_c10d torch.nn torch.nn.functional
     torch.nn.utils torch.optim torch.utils"""
 )
-BASES = {"torch.Tensor": "a class of tensors of its own", "torch.distributed.ProcessGroup": GROUP}
+BASES = {"torch.Tensor": "a custom tensor class", "torch.distributed.ProcessGroup": "a custom process group"}
 
 METHODS = frozenset(  # special methods that an answer may define or call
     f"__{name}__"
@@ -127,7 +127,7 @@ DIRECTIONS = re.compile("[\u202a-\u202e\u2066-\u2069]")
 
 @dataclass(frozen=True)
 class Finding:
-    """A name in a file, the lines where it occurs, and the reason. Without lines it concerns the whole file."""
+    """A suspicious name in a file, its lines, and why it is suspicious. Without lines, it concerns the whole file."""
 
     file: str
     lines: tuple[int, ...]
@@ -178,12 +178,12 @@ def look(texts: Mapping[str, str]) -> list[Finding]:
 
 
 def parse(text: str) -> list[ast.AST]:
-    """Return the nodes of the text, parents before their children. This and later code does not recurse.
+    """Return the nodes of the text, parents before their children. No code here recurses into them.
 
     Raise ValueError if there are more than MOST_NODES, and the exceptions of `ast.parse`.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about a stranger's escape sequences
+        warnings.simplefilter("ignore")  # about escape sequences in a student's text
         tree = ast.parse(text)
     nodes = [node for node in ast.walk(tree) if not isinstance(node, (ast.expr_context, ast.operator))]
     if len(nodes) > MOST_NODES:
@@ -197,7 +197,7 @@ def find_odd_lines(text: str) -> Iterator[tuple[int, str, str]]:
         if number <= 2 and (declared := ENCODING.match(line)) and declared[1].lower() not in ("utf-8", "utf8"):
             yield number, declared[1], "declares an encoding"
         if DIRECTIONS.search(line):
-            yield number, "text direction", "has characters that change the order in which the line is shown"
+            yield number, "text direction", "has characters that change the order in which editors show the line"
 
 
 def find_private_names(nodes: Sequence[ast.AST]) -> Iterator[str]:
@@ -240,7 +240,7 @@ class FileLook:
         self.plain_uses = self.find_plain_uses()
 
     def resolve_paths(self) -> None:
-        """Follow names that start at the imports and their aliases."""
+        """Resolve dotted names that start at imports and their aliases."""
         for node in reversed(self.nodes):
             path = None
             if isinstance(node, ast.Name):
@@ -270,13 +270,13 @@ class FileLook:
         return f"{self.paths[id(base)]}.{attribute}" if id(base) in self.paths else None
 
     def find_attribute_by_name(self, node: ast.AST) -> str | None:
-        """Return the attribute that getattr or a similar function is asked for, if its name is known."""
+        """Return the name of the attribute that getattr or a similar function takes, or None if it is not known."""
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in BY_NAME[:4]:
             return self.strings.get(id(node.args[1])) if len(node.args) > 1 else None
         return None
 
     def find_module_by_name(self, node: ast.AST) -> str | None:
-        """Return the module in `__import__("x")` if an answer may import it."""
+        """Return the module that `__import__("x")` imports, or None if an answer may not import it."""
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "__import__":
             name = self.strings.get(id(node.args[0])) if len(node.args) == 1 and not node.keywords else None
             return name if name in IMPORTS else None
@@ -294,7 +294,7 @@ class FileLook:
         return allowed
 
     def list_findings(self) -> Iterator[tuple[int, str, str]]:
-        """Yield line, name and reason, in any order."""
+        """Yield the line, the name and the reason of each finding, in any order."""
         docstrings = {id(node.value) for node in self.nodes if isinstance(node, ast.Expr)}
         called = {id(node.func) for node in self.nodes if isinstance(node, ast.Call)}
         self.imports = {id(node.func) for node in self.nodes if self.find_module_by_name(node)}
@@ -308,7 +308,7 @@ class FileLook:
         path = self.paths.get(id(node))
         is_bound_here = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
         if path in KNOWN_MODULES and id(node) not in self.plain_uses and not is_bound_here:
-            yield path, "is a module that is passed on or changed as a value"
+            yield path, "is a module that is passed on as a value or changed"
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             yield from look_at_import(node)
         elif isinstance(node, ast.Name):
@@ -317,7 +317,7 @@ class FileLook:
             yield from self.look_at_attribute(node.value, node.attr, isinstance(node.ctx, ast.Load))
         elif isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
             if (base := self.paths.get(id(node.value))) and not base.endswith(".pg_coalesce_state"):
-                yield base, "is changed for everybody"
+                yield base, "is changed globally"
         elif isinstance(node, ast.Call):
             yield from self.look_at_call(node)
         elif isinstance(node, ast.ClassDef):
@@ -342,7 +342,7 @@ class FileLook:
         if name in BUILTINS and is_read:
             yield name, BUILTINS[name]
         elif name in BY_NAME and id(node) not in called:
-            yield name, "can take the name of an attribute that is computed"
+            yield name, "can take a computed attribute name"
         elif name in NAMES and id(node) not in self.imports:
             yield name, NAMES[name]
         elif name in LIBRARY and name not in self.bound and name not in self.imported:
@@ -365,15 +365,15 @@ class FileLook:
         elif path and path.startswith("torch.") and name in TORCH_MODULES:
             yield path, "is a part of torch that no answer needs"
         elif path and ".ProcessGroup." in path:
-            yield path, "uses the class of process groups instead of a group"
+            yield path, "uses the process group class instead of a group"
         elif path and "._world." in path and ".pg_coalesce_state" not in path:
             yield path, INTERNALS
         elif is_private(name) and (path or name not in self.own):
             yield name, "is a private name that this submission does not define"
         if path and not is_read:
-            yield path, "is changed for everybody"
+            yield path, "is changed globally"
         if not is_read and isinstance(base, ast.Call):
-            yield name, "is set on what a call returns, such as the class of a foreign object"
+            yield name, "is set on the result of a call, such as the class of another object"
 
     def look_at_call(self, node: ast.Call) -> Iterator[tuple[str, str]]:
         name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
@@ -387,7 +387,7 @@ class FileLook:
         for attribute in attributes or [node]:
             value = self.strings.get(id(attribute))
             if value is None:
-                yield name, "takes the name of an attribute that is computed"
+                yield name, "takes a computed attribute name"
             else:
                 for part in value.split("."):
                     if part:
@@ -404,7 +404,7 @@ def is_class(path: str) -> bool:
 
 
 def list_targets(node: ast.AST) -> list[ast.expr]:
-    """Return the targets of an assignment; none for other nodes, or without a value."""
+    """Return the targets of an assignment with a value, or [] for other nodes."""
     if isinstance(node, ast.Assign):
         return node.targets
     if isinstance(node, (ast.AnnAssign, ast.NamedExpr)) and node.value is not None:
@@ -413,7 +413,7 @@ def list_targets(node: ast.AST) -> list[ast.expr]:
 
 
 def list_imported_names(nodes: Sequence[ast.AST]) -> Iterator[tuple[str, str]]:
-    """Return the names that absolute imports bind, and what they refer to."""
+    """Yield the names that absolute imports bind, and what they refer to."""
     for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -425,7 +425,7 @@ def list_imported_names(nodes: Sequence[ast.AST]) -> Iterator[tuple[str, str]]:
 
 
 def look_at_import(node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str]]:
-    """Yield imports other than torch, IMPORTS and the course's other modules."""
+    """Yield each import other than IMPORTS and the course's other modules, with the reason."""
     names = [alias.name for alias in node.names]
     if isinstance(node, ast.ImportFrom) and node.level:
         top = (node.module or names[0]).partition(".")[0]
@@ -449,7 +449,7 @@ def look_at_import(node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str
 
 
 def look_at_string(value: str) -> Iterator[tuple[str, str]]:
-    """Yield the name that a string is, or the names in it that do not look like words."""
+    """Yield a string that is a suspicious name, or the suspicious names in it that do not look like words."""
     if DOTTED.fullmatch(value):
         for part in value.split("."):
             if part in SYSTEM_MODULES or part in ("eval", "exec"):
@@ -508,7 +508,7 @@ def join_strings(separator: str, parts: Iterator[str | None] | Sequence[str | No
 
 
 def fill(mark: str, text: str, parts: Sequence[str | None]) -> str | None:
-    """Put the parts in the places of `mark`."""
+    """Replace each `mark` in the text with the next part. Return None if a part is unknown or the numbers differ."""
     pieces = text.split(mark)
     if None in parts or len(pieces) != len(parts) + 1:
         return None

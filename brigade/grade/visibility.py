@@ -1,4 +1,4 @@
-"""Which checks students see on Gradescope (`brigade grade --visibility NAME=VALUE`)."""
+"""Choose which checks students see on Gradescope (`brigade grade --visibility NAME=VALUE`)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Visibility = Mapping[tuple[int, str], str]  # by module and name of the check; t
 def resolve_visibility(settings: Iterable[str], entries: Sequence[Module]) -> Visibility:
     """Return the visibility of the graded checks that settings such as "core=hidden" name.
 
-    A name is a part of the course (`core`), a module (`3`) or a check (`test_subgroups`). A setting for a check
-    overrides that for its module, which overrides that for its part. Raise CourseError for anything else.
+    A name is a part of the course (`core`), a module (`3`) or a check (`test_subgroups`). A check's setting
+    overrides its module's setting, which overrides its part's setting. Raise CourseError for any other setting.
     """
     checks = [(entry, check.name) for entry in entries for check in list_checks(entry)]
     known = [{entry.track for entry in entries}, {str(entry.number) for entry in entries}, {name for _, name in checks}]

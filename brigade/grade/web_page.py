@@ -1,4 +1,4 @@
-"""The frame of a web page that needs no other file and no script, in light and dark."""
+"""A template for web pages that need no other file and no script, with a light and a dark mode."""
 
 from __future__ import annotations
 
@@ -31,5 +31,5 @@ pre {{ overflow-x: auto; white-space: pre-wrap; }}
 
 
 def format_page(title: str, style: str, body: str, width: str = "50rem") -> str:
-    """Return a page. `title` is escaped here; `body` is HTML in which all foreign text is escaped already."""
+    """Return a page. `title` is escaped here; `body` is HTML, in which foreign text must already be escaped."""
     return PAGE.format(title=escape(title), style=style.lstrip(), body=body, width=width)

@@ -350,7 +350,7 @@ def run_variants(
     `stream` is passed to `run_ranks`, and `with_peaks` to `train`.
     """
     if workload.batch_size % world_size:
-        raise ValueError(f"{world_size} ranks cannot share a batch of {workload.batch_size} sequences equally")
+        raise ValueError(f"{world_size} ranks cannot split a batch of {workload.batch_size} sequences equally")
     if workload.link and backend != "gloo":
         raise CourseError(f"an emulated link needs the backend gloo: {backend} does not wait on the CPU")
 

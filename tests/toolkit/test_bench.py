@@ -114,9 +114,9 @@ def test_three_ways_to_say_which_link():
         (["--comm-ratio", 1, "--latency-ratio", -1], "--latency-ratio -1: expected a number that is not negative"),
         (["--comm-ratio", 1, "--ranks", 1], "--comm-ratio needs at least two ranks"),
         (["--ranks", 0], "--ranks 0: expected at least one rank"),
-        (["--ranks", 3], "3 ranks cannot share a batch of 8 sequences equally: change --batch"),
+        (["--ranks", 3], "3 ranks cannot split a batch of 8 sequences equally: change --batch"),
         (["--rounds", 6], "--rounds 6: use at least 7, because the first 5 are not timed"),
-        (["--time", 0], "--time 0: a sequence has at least one token"),
+        (["--time", 0], "--time 0: a sequence needs at least one token"),
         (["--bucket-mb", 0], "--bucket-mb 0: expected a number above 0"),
         (["--deadline", -1], "--deadline -1: expected a number above 0"),
         (["--modules", "99"], "there is no module"),
@@ -125,7 +125,7 @@ def test_three_ways_to_say_which_link():
         (["--target", "does/not/exist"], "there is no directory does/not/exist"),
         (["--target", "lessons", "--modules", "1-2"], "Module 2 is left out: module 2, part (a) is not written yet."),
         (["--json", "does/not/exist.json"], "there is no directory"),
-        (["--save"], "--save is for the modules that you hand in, not for those of --target solutions"),
+        (["--save"], "--save works only with your own modules, not with --target solutions"),
     ],
 )
 def test_wrong_input_gets_one_line(brigade, arguments, sentence):
@@ -158,7 +158,7 @@ def test_save_writes_the_numbers_that_are_handed_in(tmp_path, brigade):
     path = submission / "measurements.json"
     path.write_text("the numbers of an earlier run")
     done = brigade("--target", submission, "--modules", 1, *SMALL, "--comm-ratio", 0.5, "--save")
-    assert done.returncode == 0 and "measurements.json written; `brigade submit` hands it in" in done.stdout
+    assert done.returncode == 0 and "measurements.json written; `brigade submit` includes it" in done.stdout
     raw, content = read_measurements(path)
     assert len(raw) < MAX_BYTES / 10
     labels = [row["variant"] for row in content["rows"]]
@@ -417,7 +417,7 @@ def test_under_torchrun_no_link_is_emulated_between_machines(monkeypatch):
 def test_under_torchrun_an_error_is_one_sentence(tmp_path):
     done = under_torchrun(tmp_path, *SMALL, "--batch", 5)
     assert done.returncode != 0
-    assert done.stderr.count("brigade: 2 ranks cannot share a batch of 5 sequences equally") == 1
+    assert done.stderr.count("brigade: 2 ranks cannot split a batch of 5 sequences equally") == 1
     assert "brigade/cli/main.py" not in done.stderr  # no traceback of ours; torchrun shows its own
 
 

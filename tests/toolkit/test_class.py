@@ -109,7 +109,7 @@ def test_a_class_from_beginning_to_end(tmp_path):
         "5 submissions, 0 of them unchanged" in done.stdout
         and "neither a directory nor an archive: essay.pdf" in done.stdout
     )
-    assert "  Possibly one student: ada, ada.zip. All of them are graded: decide which one counts\n" in done.stdout
+    assert "  Possibly one student: ada, ada.zip. All of them are graded; decide which one counts\n" in done.stdout
     assert "3 of 5 submissions fail 1.buffers_start_equal" in done.stdout
     assert f"feedback for 5 submissions: {tmp_path / 'feedback'}" in done.stdout
     assert (tmp_path / "feedback" / "ada.zip.txt").read_text().startswith("7 of 8 points, seed 1\n")
@@ -127,7 +127,7 @@ def test_a_class_from_beginning_to_end(tmp_path):
     ]
     notes = [row["note"] for row in table]
     assert all("Possibly one student: ada, ada.zip" in note for note in notes[1:3]) and "Possibly" not in notes[0]
-    assert "No module file was found, such as naive_ddp.py. Found instead: notes.ipynb" in notes[4]
+    assert "No module file such as naive_ddp.py was found. Found instead: notes.ipynb" in notes[4]
     assert len(table[0]) == 4 + 7 + 2 and all(row["module 1"] == row["score"] for row in table)
     assert not list(tmp_path.glob(".*")) and [p.name for p in (tmp_path / "grades.csv.results").glob(".*")] == [".lock"]
 
@@ -234,7 +234,7 @@ def test_an_interrupted_regrade_leaves_no_mixed_table(stub, tmp_path, capfd, mon
 
         patch.setattr(classroom, "start_grader", interrupted)
         assert cli.main(regrade) == 130
-    earlier = "not graded yet; an earlier run under other conditions gave {}"
+    earlier = "not graded yet; an earlier run under other conditions gave {} points"
     table = gradebook_rows(tmp_path / "grades.csv")
     assert [(row["student"], row["score"], row["1.stub"], row["note"]) for row in table] == [
         ("ada", "7", "7", "Note one / Note two"),
@@ -323,7 +323,7 @@ def test_a_name_is_no_formula(name):
 def test_columns_do_not_depend_on_who_comes_first():
     known = {"student": "b", "score": 1, "max": 8, "module 1": 1, "1.a": 1, "1.b": 0, "note": ""}
     unknown = {"student": "a", "score": 0, "max": 8, "module 1": 0, "note": "did not finish"}
-    nothing = {"student": "c", "score": 0, "note": "the grader gave no results: see c.log"}
+    nothing = {"student": "c", "score": 0, "note": "the grader wrote no results: see c.log"}
     for table in ([unknown, known, nothing], [nothing, known, unknown]):
         assert gradebook.format_csv(table).splitlines()[0] == "student,score,max,module 1,1.a,1.b,note"
     assert classroom.count_failures([known, unknown, nothing, known]) == [("1.b", 2)]

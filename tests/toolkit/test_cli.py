@@ -139,7 +139,7 @@ def test_prints_of_a_check_that_passes(brigade, lessons):
     assert "✓ 1/1" in shown and "[rank 1] hello" in shown
     shown = brigade("check", 1, "--target", lessons).stdout
     assert "hello" not in shown
-    assert "The ranks printed something in 6 checks that passed; --only NAME shows it." in shown
+    assert "The ranks printed something in 6 checks that passed. Use --only NAME to see it." in shown
 
 
 def test_an_error_in_all_checks_is_shown_once(brigade, lessons):
@@ -243,7 +243,7 @@ def test_submit_adds_the_measurements(lessons, tmp_path, monkeypatch, capsys):
     assert cli.main(["submit", "--target", str(lessons)]) == 0
     [archive] = Path().glob("submission-*.zip")
     assert zipfile.ZipFile(archive).read("measurements.json").decode() == content
-    said = "With measurements.json: the numbers of `brigade bench --save` of 2026-11-22T08:07:15Z.\n"
+    said = "With measurements.json: the numbers that `brigade bench --save` wrote on 2026-11-22T08:07:15Z.\n"
     assert said in capsys.readouterr().out
 
 
@@ -272,7 +272,7 @@ def test_submit_leaves_out_measurements_that_bench_cannot_have_written(
     [archive] = Path().glob("submission-*.zip")
     assert zipfile.ZipFile(archive).namelist() == [get_module(1).path.as_posix()]
     [line] = [line for line in capsys.readouterr().out.splitlines() if "measurements.json" in line]
-    assert line.startswith("Without measurements.json: it is not what `brigade bench --save` writes: ") and why in line
+    assert line.startswith("Without measurements.json: it is not what `brigade bench --save` writes (") and why in line
 
 
 def submitted(brigade, lessons, directory, monkeypatch):
@@ -433,7 +433,7 @@ def watched(lessons):
 
 
 def test_watch_runs_again_after_a_save_and_shows_what_changed(watched, lessons):
-    lines = read_until(watched, "Waiting until a file")
+    lines = read_until(watched, "Waiting for a file")
     assert any("2 of 2 points" in line for line in lines)
     file = lessons / get_module(1).path
     right = file.read_text()
@@ -451,7 +451,7 @@ def test_watch_runs_again_after_a_save_and_shows_what_changed(watched, lessons):
         file.write_text(text)
         read_until(watched, "Module 1")
         began = time.monotonic() - saved
-        shown = "".join(read_until(watched, "Waiting until a file"))
+        shown = "".join(read_until(watched, "Waiting for a file"))
         assert began < 2 and all(line in shown for line in expected) and absent not in shown, (began, shown)
     watched.send_signal(signal.SIGINT)
     assert watched.wait(timeout=20) == 130

@@ -115,7 +115,7 @@ def test_questions_are_read_with_their_points(tmp_path):
     assert written.count_points(MODULES[:1], tmp_path) == 0
     assert "## Question 1\n\n> How many?\n" in written.make_template(MODULES[0], tmp_path)
     reading.write_text(beginning + "1. **Derive · 1 point.** How many?\n2. What?\n")
-    with pytest.raises(CourseError, match="gives points to some of its questions only"):
+    with pytest.raises(CourseError, match="gives points to only some of its questions"):
         written.list_questions(MODULES[0], tmp_path)
 
 

@@ -521,7 +521,7 @@ def test_an_endless_loop_costs_its_module_only(monkeypatch, seconds):
     )
     assert all(source == "reference" for module, _, source in simulated.attempts if module > 1)
     told = [outcome.verdict.got for outcome in state.list_outcomes(1)]
-    sentence = "module 1 was stopped: 2 of its checks did not end in time"
+    sentence = "module 1 was stopped: 2 of its checks did not finish in time"
     assert told == ["deadline on own"] * 2 + [sentence] * 5
     assert state.finished and not state.count_unfinished()
 

@@ -156,7 +156,7 @@ def test_moodle_gets_one_identifier_and_the_grades(term, capfd):
             "where FILE.csv is one of the gradebooks to merge",
         ),
         (["merge", "week1.csv", "--keep", "best", "--late", "week1.csv=all"], "expected a percentage from 0 to 100"),
-        (["export", "week2.csv", "--to", "canvas"], "Canvas finds students by canvas id or id or login, but"),
+        (["export", "week2.csv", "--to", "canvas"], "Canvas identifies students by canvas id or id or login, but"),
         (["export", "nowhere.csv", "--to", "moodle"], "nowhere.csv: No such file"),
     ],
 )

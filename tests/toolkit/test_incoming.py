@@ -109,18 +109,18 @@ NOTES = {
     "a notebook only": (
         {"work/analysis.ipynb": "{}", "report.pdf": ""},
         {},
-        "No module file was found, such as naive_ddp.py. Found instead: report.pdf, work/analysis.ipynb",
+        "No module file such as naive_ddp.py was found. Found instead: report.pdf, work/analysis.ipynb",
     ),
-    "nothing": ({}, {}, "No module file was found, such as naive_ddp.py. Found instead: nothing"),
+    "nothing": ({}, {}, "No module file such as naive_ddp.py was found. Found instead: nothing"),
     "many files": (
         {f"{n}.txt": "" for n in range(9)},
         {},
-        "No module file was found, such as naive_ddp.py. Found instead: 0.txt, 1.txt, 2.txt, 3.txt, 4.txt and 4 more",
+        "No module file such as naive_ddp.py was found. Found instead: 0.txt, 1.txt, 2.txt, 3.txt, 4.txt and 4 more",
     ),
     "a zip without modules": (
         {"submission.zip": make_zip({"notes.txt": ""})},
         {},
-        "No module file was found, such as naive_ddp.py. Found instead: notes.txt",
+        "No module file such as naive_ddp.py was found. Found instead: notes.txt",
     ),
     "several places": (
         {"week1/naive_ddp.py": "old", "week2/naive_ddp.py": "new", "week2/flat_ddp.py": "new"},
@@ -130,7 +130,7 @@ NOTES = {
     "a zip beside modules": (
         {"naive_ddp.py": "own", "old.zip": make_zip(LESSONS)},
         {1: "own"},
-        "Not unpacked, because there are module files beside it: old.zip",
+        "Not unpacked, because the submission has module files outside archives: old.zip",
     ),
     "what could meddle, in a zip": (
         {"submission.zip": make_zip({"naive_ddp.py": "own", "a/torch/__init__.py": "", "conftest.py": ""})},
@@ -140,7 +140,7 @@ NOTES = {
     "a name that commands a terminal": (
         {"\x1b[2J\n.txt": ""},
         {},
-        "No module file was found, such as naive_ddp.py. Found instead: ?[2J?.txt",
+        "No module file such as naive_ddp.py was found. Found instead: ?[2J?.txt",
     ),
 }  # fmt: skip
 
@@ -161,7 +161,7 @@ def get_refusal(path: Path) -> str:
 
 def test_two_archives_are_a_question(tmp_path):
     lay(tmp_path, {"one.zip": make_zip(LESSONS), "two.tar.gz": make_tar(LESSONS)})
-    assert get_refusal(tmp_path) == "no module file was found, but 2 archives: one.zip, two.tar.gz; hand in only one"
+    assert get_refusal(tmp_path) == "found no module file, but 2 archives: one.zip, two.tar.gz; hand in only one"
 
 
 # ---- hostile
@@ -200,7 +200,7 @@ def test_of_a_tar_only_ordinary_files_are_taken(tmp_path, data):
 @pytest.mark.parametrize("pack", [make_zip, make_tar])
 def test_paths_that_lead_out_are_not_taken(tmp_path, place, pack):
     modules, notes = read_modules(lay(tmp_path, {"submission.zip": pack(list_below(place))}))
-    assert modules == {} and notes.startswith("No module file was found")
+    assert modules == {} and notes.startswith("No module file such as")
     assert [path.name for path in tmp_path.rglob("*")] == ["submission.zip"]
     assert not Path("/tmp/was-here").exists()
 

@@ -87,7 +87,7 @@ def test_a_variant_that_sums_is_wrong():
 
 
 def test_ranks_that_cannot_share_a_batch_are_refused():
-    with pytest.raises(ValueError, match="2 ranks cannot share a batch of 3 sequences equally"):
+    with pytest.raises(ValueError, match="2 ranks cannot split a batch of 3 sequences equally"):
         ladder.run_ladder(replace(WORKLOAD, batch_size=3))
 
 

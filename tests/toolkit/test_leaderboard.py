@@ -79,7 +79,7 @@ def test_an_entry_says_what_was_measured_and_with_what(enter, tmp_path):
 
 def test_only_modules_that_pass_all_checks_are_entered(enter, tmp_path):
     done = enter(failed=[8])
-    assert "Module 8 is left out, because it fails these checks: state, norm." in done.stdout
+    assert "Module 8 is left out because it fails these checks: state, norm." in done.stdout
     content = read_content(tmp_path / "entry-Ada.json")
     assert "8 ZeroOptimizer" not in [row["variant"] for row in content["rows"]]
     assert content["failed_checks"] == {"4": [], "8": ["state", "norm"]}

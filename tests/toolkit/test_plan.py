@@ -253,7 +253,7 @@ def test_thousands_of_ranks_are_planned_in_seconds():
 def test_the_command_prints_a_table_and_its_assumptions(capsys):
     assert cli.main(["plan", "--model", "gpt3-175b", "--dp", "1024", "--dtype", "bf16"]) == 0
     text = capsys.readouterr().out
-    table, _, assumed = text.partition("Assumed:")
+    table, _, assumed = text.partition("Assumptions:")
     assert max(map(len, text.splitlines())) <= 80
     assert all(variant.label in table for variant in plan.list_variants())
     assumed = " ".join(assumed.split())
@@ -279,12 +279,12 @@ def test_a_lead_of_the_flat_all_reduce_is_explained(capsys):
     assert cli.main(["plan", "--dp", "64", "--tflops", "494.7"]) == 0
     latency_ms = 1e3 * 2 * 63 * 14e-6
     assert (
-        f"2 FlatDDP is ahead of 4 BucketedDDP: on 64 ranks, the latency of one launch is {latency_ms:.2f} ms. "
+        f"2 FlatDDP is faster than 4 BucketedDDP: on 64 ranks, the latency of one launch is {latency_ms:.2f} ms. "
         f"4 BucketedDDP has 242 more launches, which add {242 * latency_ms:.0f} ms of latency."
     ) in " ".join(capsys.readouterr().out.split())
     for options in (["--dp", "64"], ["--dp", "64", "--model", "tiny"], ["--dp", "1"]):  # behind, equal, equal
         assert cli.main(["plan", *options]) == 0
-        assert "ahead" not in capsys.readouterr().out
+        assert "faster" not in capsys.readouterr().out
 
 
 def lines(text):
@@ -310,7 +310,7 @@ def test_the_command_prints_json(capsys):
         (["--link", "string"], "--link string: expected one of nvlink4, pcie4, 100gbe, 10gbe"),
         (["--bucket-mb", "nan"], "--bucket-mb nan: expected a number above 0"),
         (["--latency-us", "-1"], "--latency-us -1: expected a number that is not negative"),
-        (["--mfu", "2"], "--mfu 2: expected a number above 0, at most 1"),
+        (["--mfu", "2"], "--mfu 2: expected a number above 0 and at most 1"),
     ],
 )
 def test_errors_are_one_sentence(options, sentence, capsys):

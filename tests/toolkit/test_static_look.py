@@ -1,4 +1,4 @@
-"""The static look lists names that no answer needs, and none from the course's own answers."""
+"""The static check lists names that no answer needs, and none from the course's own answers."""
 
 import importlib
 import json

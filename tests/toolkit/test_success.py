@@ -48,8 +48,8 @@ def test_an_earlier_module_that_fails_is_named(brigade, lessons, monkeypatch):
     change(lessons, FIRST, "tensor.detach().copy_(whole)", "tensor.detach().mul_(1)")  # transposed tensors only
     done = brigade("check", 2, "--target", lessons)
     assert done.returncode == 1 and find_sentence(done) == (
-        "Module 1 does not pass all its checks; start there: `brigade check 1`. If you are stuck on it, --prior "
-        "reference uses the reference's module instead."
+        "Module 1 does not pass all its checks; start there: `brigade check 1`. If you are stuck on it, use "
+        "--prior reference to run these checks with the reference's module instead."
     )
     ran = []
     usual = check.check_module
@@ -126,7 +126,7 @@ def test_the_last_module_of_the_core_closes_it():
 def test_model_answers_are_shown_when_the_module_passes(brigade, monkeypatch):
     text = (ROOT / "solutions" / FIRST.package / written.ANSWERS).read_text()
     refused = brigade("answers", 1)
-    assert refused.returncode == 2 and "the model answers come after all checks of module" in refused.stderr
+    assert refused.returncode == 2 and "you can read the model answers after all checks of module" in refused.stderr
     monkeypatch.setattr("brigade.cli.study.find_state", lambda *_: "passes")
     done = brigade("answers", 1)
     assert done.returncode == 0 and done.stdout.startswith(text) and str(FIRST.path) in done.stdout

@@ -115,7 +115,7 @@ def test_two_hosts_train_as_one_process_does(tmp_path, nothing_left):
 def test_a_host_that_fails_leaves_nothing(tmp_path, nothing_left):
     status, _, err = finish(start(tmp_path, *SMALL, "--batch", 3))
     assert status != 0
-    assert err.count("brigade: 2 ranks cannot share a batch of 3 sequences equally") == 1
+    assert err.count("brigade: 2 ranks cannot split a batch of 3 sequences equally") == 1
 
 
 def test_a_run_that_is_killed_leaves_nothing(tmp_path, nothing_left):

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Gradescope runs this once, as root, when it builds the image. DRY_RUN=1 prints the commands and runs none.
+# Gradescope runs this once, as root, when it builds the image. With DRY_RUN=1, it only prints the commands.
 set -euo pipefail
 cd "$(dirname "$0")"
 export DEBIAN_FRONTEND=noninteractive
@@ -11,9 +11,9 @@ run() {
 
 run apt-get update
 run apt-get install --yes python3 python3-venv
-run python3 -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "Python 3.10 or newer is needed: take a newer base image")'
+run python3 -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "Python 3.10 or newer is needed: use a newer base image")'
 run python3 -m venv .venv
 run .venv/bin/python -m pip install --quiet --index-url https://download.pytorch.org/whl/cpu "$(grep '^torch==' requirements.txt)"
 run .venv/bin/python -m pip install --quiet --requirement requirements.txt
 run chmod -R go-rwx tests solutions
-run .venv/bin/python -m brigade.cli grade --submission solutions --modules 1 # the log of the build shows 8 of 8 points
+run .venv/bin/python -m brigade.cli grade --submission solutions --modules 1 # the build log then shows 8 of 8 points
