@@ -420,8 +420,8 @@ def describe_gradients(names: Sequence[str]) -> str:
 
 
 def describe_phase(launch: Launch) -> str:
-    """Return when a launch was made: "in backward" or "after backward"."""
-    return "in backward" if launch.phase == "backward" else "after backward"
+    """Return when a launch was made: "during backward" or "after backward"."""
+    return "during backward" if launch.phase == "backward" else "after backward"
 
 
 def explain_early_launch(missing: Sequence[str], names: Sequence[str], unit: str) -> str:

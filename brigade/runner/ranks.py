@@ -81,7 +81,7 @@ def run_ranks(function: Callable[..., Any], *args: Any, **options: Any) -> RankR
     """
     how = RunOptions(**options)
     if how.world_size < 1:
-        raise CourseError(f"the world size is {how.world_size}, but must be at least 1")
+        raise CourseError(f"the world size is {how.world_size}, but it must be at least 1")
     module, sources = find_sources(function)
     packages = {**sources, **(how.packages or {})}
     requests = make_requests(module, function.__qualname__, args, packages, how)

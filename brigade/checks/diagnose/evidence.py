@@ -152,7 +152,7 @@ def find_leftover(events: Sequence[Event]) -> str:
 
 
 def select_sync_launches(events: Sequence[Event], step: int | None) -> list[Launch]:
-    """Return the launches of a step that synchronise gradients: those in backward and in finish_grad_sync."""
+    """Return the launches of a step that synchronise gradients: those during backward and finish_grad_sync."""
     return [x for x in launches(events, step) if x.phase == "backward" or x.phase.startswith("finish")]
 
 
@@ -192,7 +192,7 @@ def find_no_sync_launches(events: Sequence[Event], step: int) -> list[Launch]:
 
 
 def find_wrong_group(events: Sequence[Sequence[Event]], group: Sequence[int]) -> str:
-    """Describe a launch in backward or in finish_grad_sync that runs on a group other than `group`."""
+    """Describe a launch during backward or finish_grad_sync that runs on a group other than `group`."""
     for rank in group if events else []:
         launched = [event for event in events[rank] if event["kind"] == "launch"]
         others = [e["ranks"] for e in launched if e["phase"] in ("backward", "finish") and e["ranks"] != group]
