@@ -6,7 +6,7 @@ averages are then added to a small buffer with this rank's shards. `max_live_buc
 are in flight at the same time.
 
 For P parameters in fp32, a rank keeps 4 P / N bytes of gradients between two steps instead of 4 P, plus a few buckets
-during backward. A step has the same launches and bytes as in module 8. Accumulating over M micro-batches takes either M
+during backward. A step has the same launches and bytes as in module 8. Accumulating over M micro-batches needs either M
 times as many reduce-scatters, or memory for all gradients (`no_sync`).
 """
 
