@@ -1,7 +1,7 @@
-"""Grades a class of twelve mixed submissions and says how long it took and how much memory, Linux only.
+"""Grade a class of twelve mixed submissions, and print how much time and memory this takes (Linux only).
 
-Not part of `make test`: it takes minutes. Memory is the proportional set size of the class's whole process tree, once a
-second: pages that processes share count once.
+This is not part of `make test`, because it takes minutes. Memory is the proportional set size of the whole process
+tree, measured once per second; pages that several processes share count once.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ ALTERNATIVES = {e.number: (ROOT / "tests" / "alternatives" / f"{e.package}.py").
 
 
 def mutant(number: int, place: int) -> dict[int, str]:
-    """Module n with one of its mistakes."""
+    """Return the reference of a module with one of its mutants applied, by the module's number."""
     found = importlib.import_module(f"mutants.{get_module(number).package}").MUTANTS[place]
     return {number: found.apply(REFERENCE[number])}
 
 
 def replaced(number: int, old: str, new: str) -> dict[int, str]:
-    """Module n with another text in place of `old`, which it must have."""
+    """Return the reference of a module with `new` in place of `old`, by the module's number."""
     assert old in REFERENCE[number]
     return {number: REFERENCE[number].replace(old, new, 1)}
 
 
 def submissions() -> dict[str, dict[int, str]]:
-    """Twelve of them, by name: module number -> text."""
+    """Return the twelve submissions, by name. Each one maps the number of a module to its text."""
     return {
         "right": REFERENCE,
         "right.zip": REFERENCE,
@@ -70,7 +70,7 @@ def write(directory: Path) -> None:
 
 
 def resident(process: psutil.Process) -> int:
-    """Bytes of the process and all below it."""
+    """Return the bytes of the process and all its descendants."""
     total = 0
     for one in [process, *process.children(recursive=True)]:
         try:

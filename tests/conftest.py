@@ -1,4 +1,4 @@
-"""`pytest --module 3` runs every test that says something about module 3: `make module MODULE=3`.
+"""`pytest --module 3`, which `make module MODULE=3` calls, runs every test about module 3.
 
 Fixtures: `brigade` runs a command, and `site` is the course's site, built once for all tests that read it.
 """
@@ -50,8 +50,8 @@ def site(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--module", metavar="N", help="only tests about module N, and those about all modules together")
-    parser.addoption("--everything", action="store_true", help="also the tests marked extended")
+    parser.addoption("--module", metavar="N", help="run only tests about module N and about all modules together")
+    parser.addoption("--everything", action="store_true", help="also run the tests marked extended")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -62,7 +62,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the tests about one module if the option names one; otherwise those that are not left to such a run."""
+    """Keep the tests about one module with --module, all tests with --everything, and otherwise those not extended."""
     if config.option.everything:
         return
     if config.option.module is None:

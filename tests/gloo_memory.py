@@ -21,7 +21,7 @@ PROCESSES = multiprocessing.get_context("forkserver")
 
 
 def run_rank(rank, options, threads, file, pipe):
-    """Send the median time of a round in milliseconds."""
+    """Run all rounds. Send the median time of a round, in milliseconds, through `pipe`."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # hides the messages of glibc and of the peers
     gloo = dist.ProcessGroupGloo._Options()
     gloo._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]

@@ -1,4 +1,4 @@
-"""`make matrix`: every test, on the oldest, the pinned and the newest torch, each with its own Python.
+"""`make matrix`: run every test with the oldest, the pinned and the newest torch, each with its own Python.
 
 A pair such as 3.12:2.13.0 names a Python and a torch. Each pair gets a virtual environment in out/matrix, with the
 other packages of requirements.txt, and runs all tests there. A pair whose Python is not on this machine counts as
@@ -33,7 +33,7 @@ class Pair:
 
     @property
     def directory(self) -> Path:
-        """The pair's virtual environment and log live here."""
+        """The directory of the pair's virtual environment and logs."""
         return ROOT / "out" / "matrix" / f"python{Path(self.python).name.removeprefix('python')}-torch{self.torch}"
 
     def find_interpreter(self) -> str | None:
@@ -46,7 +46,7 @@ class Pair:
 
 
 def parse_pair(text: str) -> Pair:
-    """Parse PYTHON:TORCH. Raise argparse.ArgumentTypeError if it is neither a pair of versions nor a path and one."""
+    """Parse PYTHON:TORCH. Raise argparse.ArgumentTypeError if it is neither two versions nor a path and a version."""
     python, _, torch = text.rpartition(":")
     if not python or not re.fullmatch(r"\d+\.\d+\.\d+", torch):
         raise argparse.ArgumentTypeError(f"{text}: write it as PYTHON:TORCH, such as {PAIRS[0]}")
@@ -76,7 +76,7 @@ def install(pair: Pair, interpreter: str, log: Path) -> Path:
 
 
 def run_tests(python: Path, log: Path, arguments: list[str]) -> tuple[bool, str]:
-    """Return whether pytest passed, and its last line. Its whole output goes to `log`."""
+    """Return whether pytest passed, and its last line. Write its full output to `log`."""
     command = [python, "-m", "pytest", "-q", "-rs", "--target", "solutions", *arguments]
     with log.open("w") as output:
         done = subprocess.run(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, timeout=TESTS_S)

@@ -3,7 +3,7 @@
     python tests/plain_words.py         all documents, notebooks and Python files that git knows
     python tests/plain_words.py FILE... these files
 
-The exit status is 1 if there are any. A phrase in backquotes is code and is not looked at.
+The exit status is 1 if it finds any. Text in backquotes is code and is not searched.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ INSTEAD = {
     "the own": "its own",
     "(thereof|therein|thereby|wherein|whereby|hereby|hereof)": "name the thing",
     "lest": "so that ... not",
-    "(ere|nigh|oft|hence forth|henceforth)": "a word of this century",
+    "(ere|nigh|oft|hence forth|henceforth)": "a modern word",
     "nothing else than": "only",
     "(so|as) do(es)? who": "name the actor",
     "stands? in `": "is in",
@@ -53,7 +53,7 @@ def find_phrases(text: str) -> Iterator[tuple[int, str, str]]:
 
 
 def read_prose(path: Path) -> str:
-    """Return the text of a file; of a notebook, that of its cells."""
+    """Return the text of a file, or the text of all cells of a notebook."""
     if path.suffix != ".ipynb":
         return path.read_text()
     return "\n".join("".join(cell["source"]) for cell in json.loads(path.read_text())["cells"])

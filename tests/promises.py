@@ -1,8 +1,8 @@
 """`make promises`: measure what the course promises, on this machine.
 
-Each table has a command as its title, which prints the same figures. Run nothing else meanwhile, because other work
-makes the times meaningless. The exit status is 0 if all promises are kept, 1 if one is missed, 2 if a command fails,
-and 130 if the run is stopped.
+The title of each table is a command that prints the same figures. Do not run anything else at the same time, because
+other work makes the times meaningless. The exit status is 0 if all promises are kept, 1 if one is missed, 2 if a
+command fails, and 130 if the run is stopped.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from brigade.lab.ladder import TORCH_DDP, TORCH_ZERO, get_variant
 
 MODULE_S, TWO_MODULES_S, CHECKS_S, DEMO_S = 4.5, 10.0, 25.0, 60.0
 BUCKETED = (4, 5, 6, 7)  # modules with the same buckets as torch DDP
-ZERO = 8  # compared with torch's ZeroRedundancyOptimizer; it is two modules in one, with 12 checks
+ZERO = 8  # compared with torch's ZeroRedundancyOptimizer; module 8 is two modules in one, with 12 checks
 BUCKETED_RATIO, ZERO_RATIO = 1.05, 0.85
 BENCH = "brigade bench --comm-ratio 0.8 --target solutions"
 LEFT_COMMAND = "brigade check 5 --target solutions"  # the command that is killed
@@ -130,9 +130,9 @@ def find_processes(directory: Path) -> list[psutil.Process]:
 
 
 def check_left_after(how: str, end: Callable[[subprocess.Popen], None], again: bool = False) -> Promise:
-    """Start a run of checks, let `end` end it once its ranks exist, and look for what is left.
+    """Start a run of checks, let `end` end it once its ranks exist, and look for processes and files that are left.
 
-    With `again`, another run follows first, because some things are removed only by the next start.
+    With `again`, first run the command once more, because some things are removed only when the next run starts.
     """
     with tempfile.TemporaryDirectory(prefix="promises-") as directory:
         root = Path(directory)
@@ -187,7 +187,9 @@ def measure_all(repetitions: int, on_stage: Callable[[str], None]) -> list[Promi
     rows.append(check_left_after("after Ctrl-C", interrupt))
     rows.append(check_left_after("after SIGKILL", subprocess.Popen.kill))
     rows.append(
-        check_left_after("after SIGKILL of it and of its fork server, once another has run", kill_all, again=True)
+        check_left_after(
+            "after SIGKILL of the command and its fork server, once another run has ended", kill_all, again=True
+        )
     )
     return rows
 

@@ -1,6 +1,6 @@
 """`make soak`: run all graded checks on the reference many times, while busy loops occupy both cores.
 
-A correct answer must never fail. Ends at the first failure with the output of pytest.
+A correct answer must never fail. The command ends at the first failure and prints the output of pytest.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`brigade bench`: what is compared, and its results as rows, JSON and CSV.
+"""`brigade bench`: the variants that it compares, and its results as rows, JSON and CSV.
 
     results = Bench(variants, ladder)
     results.make_rows()[0].step_ms.median
@@ -42,13 +42,13 @@ from brigade.lab.ladder import (
 from brigade.rank.emulated_link import Link, Pace
 from brigade.runner import machine
 
-FORMAT = 3  # of the JSON
+FORMAT = 3  # of the JSON file
 TRUSTED_SHARE = 0.2  # the real collective may take at most this share of the emulated time
 
 
 @dataclass(frozen=True)
 class Spread:
-    """A median over rounds, with the quartiles."""
+    """The median and the quartiles of a value over all rounds."""
 
     median: float
     lower: float
@@ -62,10 +62,10 @@ def compute_spread(values: Sequence[float]) -> Spread:
 
 @dataclass(frozen=True)
 class Row:
-    """The numbers of one variant. Times are those of a step on the slowest rank, in ms; MB are 10^6 bytes.
+    """The results of one variant. Times are in ms, for a step on the slowest rank. One MB is 10^6 bytes.
 
     `bucket_mb` is in MiB. `ratio` (step time) and `cpu_ratio` (processor time) are relative to torch DDP with the same
-    buckets, within a round. The memory is that of the fullest rank, at the peak of a step and between steps.
+    buckets in the same round. Memory is that of the fullest rank, at the peak of a step and between steps.
     `peak_grad_mb` includes buckets and other buffers for communication. `loss` is the mean over ranks.
     """
 
@@ -126,7 +126,7 @@ class Bench:
         )
 
     def list_remarks(self) -> list[str]:
-        """Return sentences about the link, about whether to trust its emulation, and about ZeRO."""
+        """Return remarks about the link, the reliability of its emulation, and ZeRO."""
         ladder = self.ladder
         if ladder.world_size == 1:
             return []
@@ -164,7 +164,7 @@ class Bench:
 
 
 def set_bucket_size(variant: Variant, bucket_mb: float | None) -> Variant:
-    """Return the variant with buckets of this size (MiB) and the size in its label; unchanged for None."""
+    """Return the variant with buckets of this size (MiB), which its label names. Return it unchanged for None."""
     if bucket_mb is None:
         return variant
     return replace(variant, label=f"{variant.label}, {bucket_mb:g} MiB", bucket_mb=bucket_mb)
@@ -176,10 +176,10 @@ def make_sweep_variants(variants: Sequence[Variant], sizes: Sequence[float]) -> 
 
 
 def select_written(target: str, entries: Sequence[Module]) -> tuple[list[Module], Sources, list[str]]:
-    """Return the modules that can be run, the text of all modules of the target, and a sentence on each other module.
+    """Return the modules that can run, the text of all modules of the target, and a sentence on each other module.
 
-    A module can be run if it and everything that its variant uses are written. Raise CourseError if `target` is no
-    directory, or if no module can be run.
+    A module can run if it and everything that its variant uses are written. Raise CourseError if `target` is not a
+    directory, or if no module can run.
     """
     where = resolve_target(target)
     sources: Sources = {}
@@ -212,7 +212,7 @@ def select_written(target: str, entries: Sequence[Module]) -> tuple[list[Module]
 
 
 def list_needed_packages(entry: Module, texts: dict[str, str]) -> list[str]:
-    """Return the packages that a module's variant needs: its own, its wrapper's, and those that these import."""
+    """Return the packages that a module's variant needs: its own, its wrapper's, and all packages that they import."""
     needed: list[str] = []
     to_visit = [entry.package, get_variant(entry).wrapper[0]]
     while to_visit:
@@ -230,15 +230,15 @@ def save_json(results: Bench, path: Path) -> None:
 
 
 def save_measurements(results: Bench, path: Path) -> None:
-    """Write the table with its spread, the workload, the link, the versions, the machine and the date: some kB.
+    """Write the table with quartiles, the workload, the link, the versions, the machine and the date (a few kB).
 
-    Students hand this file in. See `brigade/course/measurements.py`.
+    Students hand in this file. See `brigade/course/measurements.py`.
     """
     path.write_text(json.dumps(round_numbers(summarize(results)), indent=1) + "\n")
 
 
 def summarize(results: Bench) -> dict[str, Any]:
-    """Return the table with its spread, the workload, the link, the versions, the machine and the date, for JSON."""
+    """Return the table with quartiles, the workload, the link, the versions, the machine and the date, for JSON."""
     ladder = results.ladder
     return {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
@@ -263,7 +263,7 @@ def describe_machine() -> dict[str, str | int | None]:
 
 
 def round_numbers(content: Any) -> Any:
-    """Return the content of a JSON file with all its floats rounded to six digits."""
+    """Return the content of a JSON file with all floats rounded to six significant digits."""
     if isinstance(content, float):
         return float(f"{content:.6g}")
     if isinstance(content, dict):
@@ -272,10 +272,10 @@ def round_numbers(content: Any) -> Any:
 
 
 def estimate_seconds(workload: Workload, num_variants: int, world_size: int) -> float:
-    """Return about how long a bench takes on the processors of this machine.
+    """Estimate how many seconds a bench takes on the processors of this machine.
 
-    Time one rank's computation here, in a few steps. Add a quarter for what a variant does besides computing, and half
-    the time of the link, because overlap hides the other half.
+    Time a few steps of one rank's computation. Add a quarter for everything else that a variant does, and half of the
+    link's time, because overlap hides the other half.
     """
     model = TinyLM(workload.size)
     tokens = torch.zeros(workload.batch_size // world_size, workload.time, dtype=torch.long)
@@ -333,7 +333,7 @@ def load_json(path: Path) -> Bench:
 
 
 def read_link(content: dict[str, float] | None) -> Link | Pace | None:
-    """Return the link with these fields; None for None."""
+    """Return the link with these fields, or None for None."""
     if content is None:
         return None
     return Pace(**content) if "comm_ratio" in content else Link(**content)

@@ -1,4 +1,4 @@
-"""What a claim is, and the list of all claims. `claimed.py` adds them; `claims.py` checks them."""
+"""The definition of a claim, and the list of all claims. `claimed.py` adds them; `claims.py` checks them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class CannotMeasure(Exception):
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of an experiment, in words with units and spread, and the verdict of the claim's rule."""
+    """The result of an experiment as text with units and spread, and the verdict according to the claim's rule."""
 
     measured: str
     verdict: str
@@ -23,9 +23,10 @@ class Finding:
 
 @dataclass(frozen=True)
 class Claim:
-    """A published claim. `verdict` is the reading's; without an experiment it is `CITED`, and `rule` says why.
+    """A published claim. `verdict` is the verdict that the reading gives.
 
-    `module` is the number of the module whose reading discusses the claim.
+    A claim without an experiment has the verdict `CITED`, and its `rule` says why it was not measured. `module` is the
+    number of the module whose reading discusses the claim.
     """
 
     name: str
@@ -43,7 +44,7 @@ CLAIMS: list[Claim] = []
 def claim(
     name: str, module: int, text: str, source: str, rule: str, verdict: str
 ) -> Callable[[Callable[[], Finding]], Callable[[], Finding]]:
-    """Add a claim, with the decorated function as its experiment."""
+    """Return a decorator that adds a claim, with the decorated function as its experiment."""
 
     def enter(experiment: Callable[[], Finding]) -> Callable[[], Finding]:
         CLAIMS.append(Claim(name, module, text, source, rule, verdict, experiment))

@@ -1,6 +1,6 @@
-"""The claims that the readings check, in their order, each with its experiment.
+"""The claims that the readings check, in the order of the readings, each with its experiment.
 
-If a script beside a reading measures the same, the experiment calls that script's function.
+If a script in a reading's directory measures the same thing, the experiment calls that script's function.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ MEGATRON = "[d98e8a64](https://github.com/NVIDIA/Megatron-LM/tree/d98e8a64ddf348
 
 
 def judge(condition: bool, otherwise: str = "wrong") -> str:
-    """Return "right" if the condition holds, else the other verdict."""
+    """Return "right" if the condition holds, and `otherwise` if it does not."""
     return "right" if condition else otherwise
 
 
 def judge_cases(holds: Sequence[bool]) -> str:
-    """Return "right" if the claim holds in all cases, "wrong" if in none, and "depends" otherwise."""
+    """Return "right" if the claim holds in all cases, "wrong" if it holds in none, and "depends" otherwise."""
     return judge(all(holds), "depends" if any(holds) else "wrong")
 
 
@@ -115,7 +115,8 @@ def check_xl_backward() -> Finding:
 @claim(
     "latency", 2, "With one all-reduce per parameter, latency dominates", BUCKETS,
     "right if one all-reduce per parameter takes more than twice as long as one flat all-reduce in all of these cases: "
-    "measured for TinyLM tiny, and computed for XL on two ranks with each link of `brigade plan`; wrong if in none",
+    "measured for TinyLM tiny, and computed for XL on two ranks with each link of `brigade plan`; wrong if in none of "
+    "them",
     "depends",
 )  # fmt: skip
 def check_latency() -> Finding:
@@ -129,9 +130,9 @@ def check_latency() -> Finding:
         computed[link.what] = one_by_one_s / pace.seconds("all_reduce", sum(sizes), 2)
     words = join_words([f"{ratio:.2f} ({what})" for what, ratio in computed.items()])
     return Finding(
-        f"TinyLM tiny on gloo, including the recorder's time: 39 all-reduces take {summarize(single)} ms, and a single "
-        f"one with the same bytes takes {summarize(together)} ms, a ratio of {summarize(ratios)}. For XL, computed "
-        f"with α from NCCL's table, the ratio is {words}",
+        f"for TinyLM tiny on gloo, including the recorder's time, 39 all-reduces take {summarize(single)} ms, and a "
+        f"single all-reduce of the same bytes takes {summarize(together)} ms, a ratio of {summarize(ratios)}. For XL, "
+        f"computed with α from NCCL's table, the ratio is {words}",
         judge_cases([median(ratios) > 2, *(ratio > 2 for ratio in computed.values())]),
     )
 
@@ -152,7 +153,7 @@ def check_flatten() -> Finding:
 
 @claim(
     "one-flat-tensor", 2, "One flat tensor holds all gradients", BUCKETS,
-    "right if gradients of fp32 and bf16 keep their dtypes in it", "wrong",
+    "right if fp32 and bf16 gradients keep their dtypes in it", "wrong",
 )  # fmt: skip
 def check_one_flat_tensor() -> Finding:
     flat = torch.cat([torch.ones(1), torch.ones(1, dtype=torch.bfloat16)])
@@ -191,7 +192,7 @@ def check_hook_argument() -> Finding:
     (3 * weight).backward()
     what = "the parameter" if given[0] is weight else "another tensor"
     return Finding(
-        f"its argument is {what}, with the value {given[0].item():g}; the parameter is 1 and the gradient 3",
+        f"its argument is {what}, with the value {given[0].item():g}; the parameter is 1 and the gradient is 3",
         judge(given[0] is weight.grad),
     )
 
@@ -245,7 +246,7 @@ def check_xl_170_buckets() -> Finding:
 
 
 @claim(
-    "xl-tensors", 4, "The QKV projections have 30 MB each, and the largest FFN matrices have 61 MB", XL,
+    "xl-tensors", 4, "The QKV projections take 30 MB each, and the largest FFN matrices take 61 MB", XL,
     "right within 5 %, in MB or in MiB", "wrong",
 )  # fmt: skip
 def check_xl_tensors() -> Finding:
@@ -256,8 +257,8 @@ def check_xl_tensors() -> Finding:
         return any(abs(nbytes / unit / claimed_mb - 1) < 0.05 for unit in (1e6, MIB))
 
     return Finding(
-        f"q, k and v have {q / 1e6:.2f} MB each, the FFN matrices have {ffn / 1e6:.2f} MB each, and the embedding and "
-        f"the head have {head / MIB:.1f} MiB each",
+        f"q, k and v take {q / 1e6:.2f} MB each, the FFN matrices take {ffn / 1e6:.2f} MB each, and the embedding and "
+        f"the head take {head / MIB:.1f} MiB each",
         judge(is_near(q, 30) and is_near(ffn, 61)),
     )
 
@@ -283,7 +284,7 @@ def check_xl_step_times() -> Finding:
 )  # fmt: skip
 def check_xl_headline() -> Finding:
     nbytes, slower_ms = count_xl_bytes(), 980.18 - 808.66
-    copies_ms = 1e3 * 4 * nbytes / (DEVICE_MEMORY_GBPS * 1e9)  # read and written, into the buckets and back
+    copies_ms = 1e3 * 4 * nbytes / (DEVICE_MEMORY_GBPS * 1e9)  # reads and writes, into the buckets and back
     carried_ms = 1e3 * count_sent_bytes("all_reduce", nbytes, 2) / 370e9
     return Finding(
         f"in the article's own tables, the best bucketed step takes {slower_ms:.0f} ms longer than the naive one, and "
@@ -332,7 +333,8 @@ def check_layer_parameters() -> Finding:
 
 @claim(
     "ring-length", 5, "NCCL's ring needs lengths divisible by lcm(N, 128, 2^16)", PADDING,
-    "right if a length that is not divisible by it cannot be all-reduced, or reduce-scattered in equal shards", "wrong",
+    "right if a tensor of any other length cannot be all-reduced, or cannot be reduce-scattered in equal shards",
+    "wrong",
 )  # fmt: skip
 def check_ring_length() -> Finding:
     odd, divisible = run_with_solutions(claimed_ranks.try_lengths, [65_537, 65_538], world_size=3)[0]
@@ -383,7 +385,7 @@ def check_bucket_size() -> Finding:
 
 @claim(
     "padding-overhead", 5, "The overhead of padding is under 1 %", PADDING,
-    "right if true in all of these cases, wrong if in none", "depends",
+    "right if this is true in all of these cases, wrong if it is true in none", "depends",
 )  # fmt: skip
 def check_padding_overhead() -> Finding:
     plan_layout, growth = import_solution("plan_layout"), {}
@@ -413,7 +415,7 @@ def check_published_layout() -> Finding:
         raised = "nothing"
     except TypeError:
         raised = "TypeError"
-    # 21 buckets of 3105 gradients: each is padded to a multiple of 32, their sum, 65 205, to one of 2^16.
+    # 21 buckets of 3105 gradients. Each bucket is padded to a multiple of 32; their sum, 65 205, to a multiple of 2^16.
     buffer = torch.zeros(65_536)
     last = [buffer[start : start + 3136] for start in range(0, 21 * 3136, 3136)][-1]
     return Finding(
@@ -443,11 +445,11 @@ def check_published_reversed() -> Finding:
         for parameter in bucket:
             parameter.register_post_accumulate_grad_hook(lambda _, number=number: count_ready(number))
     model(torch.zeros(1, 8, dtype=torch.long)).sum().backward()
-    first = len(buckets) - 1  # of the reversed list
+    first = len(buckets) - 1  # the first bucket of the reversed list
     return Finding(
-        f"of {len(buckets)} buckets of TinyLM tiny, the first one in the reversed list is number "
-        f"{complete.index(first) + 1} to become complete; without the reversal, the first one is number "
-        f"{complete.index(0) + 1}",
+        f"TinyLM tiny has {len(buckets)} buckets. In the order in which they become complete, the first bucket of the "
+        f"reversed list is number {complete.index(first) + 1}. Without the reversal, the first bucket of the list is "
+        f"number {complete.index(0) + 1}",
         judge(complete[0] == first),
     )
 
@@ -485,7 +487,7 @@ def check_bucket_view() -> Finding:
 
 cite(
     "nvls", 5, "Bandwidth rises from 120 to 320 GB/s, because alignment enables NVLS", PADDING,
-    "this needs NVLink switches; in NCCL 2.28.9 (`nvls.cc`) NVLS depends on hardware, operation and dtype",
+    "this needs NVLink switches; in NCCL 2.28.9 (`nvls.cc`), NVLS depends on hardware, operation and dtype",
 )  # fmt: skip
 
 
@@ -516,14 +518,14 @@ def check_coalesce_all() -> Finding:
 
 
 @claim(
-    "coalesce-175b", 6, "`bucket_size=40000000` makes about 20 buckets of a model with 175 billion parameters",
+    "coalesce-175b", 6, "`bucket_size=40000000` makes about 20 buckets for a model with 175 billion parameters",
     COALESCING, "right within a factor of two", "wrong",
 )  # fmt: skip
 def check_coalesce_175b() -> Finding:
     numels = [parameter.numel() for parameter in make_model(MODELS["gpt3-175b"]).parameters()]
     count = len(import_solution("plan_layout")(numels[::-1], 40_000_000, 8).bucket_ranges)
     return Finding(
-        f"{count} buckets for a model of GPT-3's shape, with {sum(numels) / 1e9:.0f} billion parameters, on 8 ranks",
+        f"{count} buckets for a model with GPT-3's shape and {sum(numels) / 1e9:.0f} billion parameters, on 8 ranks",
         judge(10 <= count <= 40),
     )
 
@@ -556,7 +558,7 @@ def check_epoch_saving() -> Finding:
 def check_published_param_sync() -> Finding:
     buckets = run_with_solutions(claimed_ranks.gather_one_shard)[0]
     return Finding(
-        f"it passes the same shard for every bucket: instead of [0, 1] and [2, 3] the buckets contain "
+        f"it passes the same shard for every bucket: instead of [0, 1] and [2, 3], the buckets contain "
         f"{buckets['first']} and {buckets['second']}; it also keeps no handle, so no code can wait for the all-gathers",
         judge(buckets["second"] == [2, 3]),
     )
@@ -565,8 +567,8 @@ def check_published_param_sync() -> Finding:
 cite(
     "nsight", 6, "Verify coalescing with Nsight Systems: look for a single NCCL group call", COALESCING,
     "this needs GPUs. `torch.profiler` can count kernels without Nsight, as module 6's check does. One call "
-    "is not always one kernel: the `nccl2` backend, default from torch 2.15 on, launches the collectives of a block "
-    "one after the other ([On GPUs](gpus.md))",
+    "is not always one kernel: the `nccl2` backend, the default from torch 2.15 on, launches the collectives of a "
+    "block one after the other ([On GPUs](gpus.md))",
 )  # fmt: skip
 
 
@@ -643,12 +645,13 @@ def check_benchmark_loop() -> Finding:
 @claim(
     "reduce-scatter-bytes", 6, "A reduce-scatter sends half of what an all-reduce sends",
     "nccl-tests, PERFORMANCE.md: (n−1)/n and 2(n−1)/n of the buffer",
-    "right if true within 10 % both on gloo and with a ring, wrong if with neither; the kernel counts a rank's bytes",
+    "right if this is true within 10 % both on gloo and with a ring, wrong if it is true with neither; the kernel "
+    "counts the bytes that a rank sends",
     "depends",
 )  # fmt: skip
 def check_reduce_scatter_bytes() -> Finding:
     if not Path("/proc/self/io").exists():
-        raise CannotMeasure("only Linux counts what a process writes")
+        raise CannotMeasure("only Linux counts the bytes that a process writes")
     gloo = {op: share for op, (share, _, _) in run_with_solutions(measure_sent_bytes)[0].items()}
     half, whole = run_with_solutions(claimed_ranks.count_ring_bytes)[0]
     ratios = [gloo["reduce_scatter"] / gloo["all_reduce"], half / whole]
@@ -706,7 +709,7 @@ def check_many_slices() -> Finding:
 @claim(
     "caching", 7, "With 20 buckets, caching saves about 1 ms per step", SHARDS,
     "right if, for 8, 32 and 128 ranks, slicing all shards of a bucket 40 times takes 0.5 to 2 ms longer than reading "
-    "them from a cache; wrong if for none of them", "depends",
+    "them from a cache; wrong if this is true for none of them", "depends",
 )  # fmt: skip
 def check_caching() -> Finding:
     cache = {(0, 3): torch.zeros(1)}
@@ -722,22 +725,22 @@ def check_caching() -> Finding:
 
 @claim(
     "cached-overlap", 7, "Caching views enables better overlap of computation and communication", SHARDS,
-    "right if a launch of a step starts with fewer gradients ready than without the cache", "wrong",
+    "right if a launch starts with fewer ready gradients than the same launch without the cache", "wrong",
 )  # fmt: skip
 def check_cached_overlap() -> Finding:
     without, cached = (count_ready_at_launches(wrapper, 1) for wrapper in ("CoalescedDDP", "CachedDDP"))
     same = "the same" if cached == without else "a different"
     return Finding(
         f"each of {len(cached)} launches of TinyLM tiny starts with {same} number of ready gradients, with and without "
-        "the cache; the row above says how much CPU time the cache saves",
+        "the cache; the row above shows how much CPU time the cache saves",
         judge(any(one < other for one, other in zip(cached, without))),
     )
 
 
 cite(
     "eager-views", 7, "Megatron-LM creates the views in the constructor", SHARDS,
-    "the constructor fills its lists with None; `start_grad_sync` and `start_param_sync` put views there at their "
-    f"first use ({MEGATRON})",
+    "the constructor fills its lists with None; `start_grad_sync` and `start_param_sync` put views there in their "
+    f"first call ({MEGATRON})",
 )  # fmt: skip
 
 
@@ -746,7 +749,7 @@ cite(
 
 @functools.cache
 def measure_kept_bytes() -> dict[str, memory.CaseBytes]:
-    """Return what each variant keeps on 1, 2 and 4 ranks, by label."""
+    """Return the bytes that each variant keeps on 1, 2 and 4 ranks, by label."""
     return {one.case.label: one for one in memory.measure()}
 
 
@@ -779,7 +782,7 @@ def check_optimizer_8_to_2() -> Finding:
     all_whole, all_part = (count_bytes_per_parameter("8 ZeroOptimizer", n) for n in (1, 4))
     return Finding(
         f"{whole:.2f} bytes of state per parameter become {part:.2f}; the total falls only from {all_whole:.2f} to "
-        f"{all_part:.2f}, because parameters and gradients stay whole",
+        f"{all_part:.2f}, because every rank keeps all parameters and gradients",
         judge(abs(4 * part / whole - 1) < 0.01),
     )
 
@@ -815,8 +818,8 @@ def check_billions_fit() -> Finding:
 
 @claim(
     "equal-shares", 8, "The optimizer's memory is divided by the number of ranks", BUCKETS,
-    "right if the fullest of 2, 8, 64 and 512 ranks has at most 1 % more than the mean, with whole parameters and "
-    "with shards; wrong if in no case", "depends",
+    "right if the fullest of 2, 8, 64 and 512 ranks has at most 1 % more than the mean, both with whole parameters and "
+    "with shards; wrong if this is true in no case", "depends",
 )  # fmt: skip
 def check_equal_shares() -> Finding:
     numels = [parameter.numel() for parameter in get_xl_parameters().values()]
@@ -842,7 +845,7 @@ def check_equal_shares() -> Finding:
     "half right",
 )  # fmt: skip
 def check_sharding_traffic() -> Finding:
-    from lessons.m08_zero_optimizer import traffic  # slow: it imports more of torch
+    from lessons.m08_zero_optimizer import traffic  # imported late, because it imports more of torch
 
     numel = sum(parameter.numel() for parameter in make_tiny_lm("tiny", "meta").parameters())
     one = count_sent_bytes("all_reduce", FP32_BYTES * numel, 2)
@@ -860,7 +863,7 @@ def check_sharding_traffic() -> Finding:
 
 cite(
     "all-gather-parameters", 8, '"All-gather the updated parameters"', BUCKETS,
-    "the published code does not all-gather: it broadcasts each parameter from its owner. It also skips the reduce if "
+    "the published code broadcasts each parameter from its owner instead of all-gathering. It also skips the reduce if "
     "`grad is None`, so ranks that use different layers wait for each other forever",
 )  # fmt: skip
 
@@ -879,7 +882,7 @@ def check_bf16_18_bytes() -> Finding:
 
 
 def join_words(values: Sequence[object]) -> str:
-    """Join values, such as: 1, 2 and 3"""
+    """Return the values as text, such as: 1, 2 and 3"""
     words = [str(value) for value in values]
     return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else words[0]
 

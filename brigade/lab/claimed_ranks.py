@@ -1,4 +1,4 @@
-"""What ranks do in the experiments of `claimed.py`."""
+"""The functions that ranks run in the experiments of `claimed.py`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 
 def time_copies(rounds: int) -> list[float]:
-    """Return the milliseconds of copying TinyLM's gradients into one tensor and back, as module 2 does."""
+    """Return how many ms each round of copying TinyLM's gradients into one tensor and back takes, as in module 2."""
     gradients = [torch.ones_like(parameter) for parameter in make_tiny_lm().parameters()]
     times = []
     for _ in range(rounds):
@@ -40,7 +40,7 @@ def time_copies(rounds: int) -> list[float]:
 def count_unfinished(attempts: int) -> int:
     """Count how often a large all-reduce is incomplete after the wait for a small one that was launched later.
 
-    The group has torch's own options, so it performs collectives on two threads. Groups of our ranks use one.
+    The group has torch's default options, so it runs collectives on two threads. The groups of our ranks use one.
     """
     store = dist.FileStore("torch's own group", dist.get_world_size())  # in the directory of the run
     group = dist.ProcessGroupGloo(store, dist.get_rank(), dist.get_world_size(), timedelta(seconds=60))
@@ -109,13 +109,16 @@ def gather_one_shard() -> dict[str, list[int]]:
 
 
 def count_torch_ddp_copies() -> dict[str, int]:
-    """Return the bytes that torch DDP's backward writes into buckets that are views, after each form of `zero_grad`."""
+    """Return the bytes that torch DDP copies into its buckets in backward, after each form of `zero_grad`.
+
+    The gradients are views of the buckets.
+    """
     copied = {}
     for name, set_to_none in (("to none", True), ("to zero", False)):
         model = make_tiny_lm()
         ddp = DistributedDataParallel(model, bucket_cap_mb=1, gradient_as_bucket_view=True)
         tokens = torch.randint(256, (2, 16))
-        for _ in range(4):  # DDP rebuilds its buckets after the first
+        for _ in range(4):  # DDP rebuilds its buckets after the first step
             model.zero_grad(set_to_none=set_to_none)
             loss = language_loss(ddp(tokens), tokens)
             with BucketLedger() as ledger:
@@ -125,7 +128,7 @@ def count_torch_ddp_copies() -> dict[str, int]:
 
 
 class BucketLedger(TorchDispatchMode):
-    """Count the bytes that torch DDP's reducer copies into its buckets, dividing by N on the way."""
+    """Count the bytes that torch DDP's reducer copies into its buckets. The same operation divides them by N."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,9 +157,9 @@ def run_ring(whole: Tensor, phases: int) -> None:
 
 
 def count_ring_bytes() -> list[float]:
-    """Return what this process sends in a ring's reduce-scatter and all-reduce, as a multiple of the tensor's bytes.
+    """Return the bytes that this process sends in a ring's reduce-scatter and all-reduce, per byte of the tensor.
 
-    This needs Linux, which counts them.
+    This works only on Linux, whose kernel counts the bytes that a process writes.
     """
 
     def count_written_bytes() -> int:

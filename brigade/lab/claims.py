@@ -1,8 +1,8 @@
 """Check claims about data parallelism by experiment: python -m brigade.lab.claims
 
 `claimed.py` contains the claims, in the order of the readings. Each has a rule that turns the measurements of its
-experiment into a verdict, and the verdict that the reading gives. If these differ, the command fails. A claim without
-an experiment cannot be measured here and only has a source.
+experiment into a verdict, and the verdict that the reading gives. If the two verdicts differ, the command fails. A
+claim without an experiment cannot be measured here; it only has a source.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class CheckedClaim:
 
     @property
     def holds(self) -> bool:
-        """Whether the reading's verdict agrees with the finding, as far as it could be measured."""
+        """Whether the reading's verdict agrees with the finding. True if nothing could be measured."""
         return self.finding is None or self.finding.verdict == self.claim.verdict
 
     @property
@@ -76,7 +76,7 @@ def describe_error(error: Exception) -> str:
 def select_claims(names: Sequence[str]) -> list[Claim]:
     """Return the claims with these names; all claims if there are no names. Raise CourseError for unknown names."""
     if str(ROOT) not in sys.path:
-        sys.path.append(str(ROOT))  # some experiments are scripts of the readings
+        sys.path.append(str(ROOT))  # some experiments call scripts of the readings
     from brigade.lab.claimed import CLAIMS
 
     known = {claim.name: claim for claim in CLAIMS}
@@ -98,8 +98,8 @@ def make_page(results: Iterable[CheckedClaim]) -> str:
         "`python -m brigade.lab.claims --write` writes this page.",
         "",
         "Unless a row says otherwise, we measured two ranks with gloo over loopback, on two CPU cores that also ran "
-        "other programs. Brackets contain quartiles. The experiments cannot measure *cited* claims, most of which "
-        "need GPUs or are about the source code of other projects.",
+        "other programs. The numbers in brackets are quartiles. The experiments cannot measure *cited* claims, most of "
+        "which need GPUs or are about the source code of other projects.",
     ]
     number = 0
     for checked in results:
@@ -121,7 +121,7 @@ def make_page(results: Iterable[CheckedClaim]) -> str:
 
 
 def make_claims_table(results: Iterable[CheckedClaim]) -> Table:
-    """Return the same table for the terminal, without the rules."""
+    """Return a table of the claims for the terminal, without the rules."""
     from rich import box
     from rich.table import Table
 
@@ -144,7 +144,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="a claim to check (default: all claims)")
     parser.add_argument("--list", action="store_true", help="list the claims without running anything")
-    parser.add_argument("--write", action="store_true", help="write docs/claims.md again; takes no names")
+    parser.add_argument("--write", action="store_true", help="rewrite docs/claims.md; takes no names")
     options = parser.parse_args()
     if options.write and options.names:
         parser.error("--write takes no names, because the page contains all claims")
@@ -152,15 +152,19 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Return the exit status: 0 success, 1 a verdict differs from the reading's, 2 it cannot run here, 130 stopped."""
+    """Return the exit status.
+
+    It is 0 for success, 1 if a verdict differs from the reading's, 2 if the command cannot run here, and 130 after
+    Ctrl-C.
+    """
     options = parse_arguments()
     write = PAGE if options.write else None
     return run_to_status("claims", lambda: run_claims(options.names, show_only=options.list, write=write))
 
 
 def run_claims(names: Sequence[str], *, show_only: bool = False, write: Path | None = None) -> int:
-    # Imported here, so that Ctrl-C is quiet even while torch is loading.
     """Check the named claims and print a table. Write the page if all verdicts agree. Return the exit status."""
+    # These imports come late, so that Ctrl-C does not print a traceback while they run.
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

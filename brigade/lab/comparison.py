@@ -1,7 +1,7 @@
 """Compare a step of a module with a step of the previous module, both from the same submission.
 
-The timed steps alternate on the emulated link of `ladder.EMULATED`. One more step, which is not timed, counts on rank 0
-what the submission's own lines copy and allocate, and how many views they make.
+The timed steps alternate on the emulated link of `ladder.EMULATED`. In a separate run, which is not timed, rank 0
+counts the bytes that the submission's own lines copy and allocate in one step, and the views that they create.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ COPIES = ("_foreach_copy_", "_to_copy", "cat", "clone", "copy_", "stack")
 class Comparison:
     """The numbers of one variant. `exposed_ms` is how much longer its timed steps take than computation alone.
 
-    `copied` and `allocated` are bytes, and `views` a number of views, all for one step.
+    `copied` and `allocated` are in bytes, and `views` is the number of new views, all for one step.
     """
 
     measurement: Measurement
@@ -69,7 +69,7 @@ def get_variants(entry: Module) -> list[Variant]:
 def compare_with_previous(
     entry: Module, sources: Sources, on_step: Callable[[], None] | None = None
 ) -> list[Comparison]:
-    """Measure both variants on two ranks, which takes some seconds.
+    """Measure both variants on two ranks. This takes a few seconds.
 
     Raise RankFailure if the previous module does not run.
     """
@@ -120,20 +120,20 @@ def make_table(rows: list[Comparison], previous: int) -> Table:
 
 
 def describe_doubts(rows: list[Comparison]) -> str:
-    """Return sentences on exposed times that are not significant; "" if there are none.
+    """Return sentences about exposed times that are not significant; "" if there are none.
 
-    A time is not if its quartiles reach below 0, and a difference is not if the quartiles overlap. On a busy machine
-    chance changes a step's time more than communication does.
+    An exposed time is not significant if its lower quartile is below 0, and a difference is not significant if the
+    quartiles overlap. On a busy machine, noise changes the time of a step more than communication does.
     """
     doubts = [
-        f"The exposed time of {row.measurement.label} is not significant: its quartiles reach below 0."
+        f"The exposed time of {row.measurement.label} is not significant: its lower quartile is below 0."
         for row in rows
         if row.exposed_ms.lower < 0
     ]
     spreads = [row.exposed_ms for row in rows]
     if len(rows) > 1 and max(s.lower for s in spreads) <= min(s.upper for s in spreads):
-        doubts.append("The difference of the exposed times is not significant: their quartiles overlap.")
-    longer = "`brigade bench --comm-ratio 0.8` measures for longer, about two minutes."
+        doubts.append("The difference between the exposed times is not significant: their quartiles overlap.")
+    longer = "`brigade bench --comm-ratio 0.8` measures for longer: about two minutes."
     return " ".join([*doubts, longer] if doubts else [])
 
 
@@ -141,7 +141,7 @@ def describe_doubts(rows: list[Comparison]) -> str:
 
 
 class Ledger(TorchDispatchMode):
-    """Add up what the submission does in the block: bytes copied, bytes of new memory, views made."""
+    """Add up what the submission does in the block: bytes copied, bytes of new memory, and new views."""
 
     def __init__(self) -> None:
         super().__init__()

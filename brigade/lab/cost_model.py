@@ -29,7 +29,7 @@ FORWARD_S = 0.05
 
 @dataclass(frozen=True)
 class BucketStep:
-    """A backward with an all-reduce for each of `num_buckets` buckets, until the last one is complete."""
+    """A backward pass with an all-reduce for each of `num_buckets` buckets, until the last all-reduce is complete."""
 
     num_buckets: int
     backward_s: float
@@ -38,13 +38,13 @@ class BucketStep:
 
     @property
     def exposed_s(self) -> float:
-        """How much longer the step takes than without communication."""
+        """The time by which communication lengthens the step."""
         return self.end_s - self.backward_s
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """The whole weights of one unit have memory from `start_s` to `end_s`."""
+    """The full weights of one unit are allocated from `start_s` to `end_s`."""
 
     unit: int
     start_s: float
@@ -53,7 +53,7 @@ class Allocation:
 
 @dataclass(frozen=True)
 class PrefetchStep:
-    """Forward and backward of module 11. `computed` contains (unit, start, end), forward first; times in seconds."""
+    """Forward and backward of module 11. `computed` contains (unit, start, end) in seconds, first those of forward."""
 
     computed: list[tuple[int, float, float]]
     transfers: list[Transfer]
@@ -64,12 +64,12 @@ class PrefetchStep:
 
     @property
     def exposed_s(self) -> float:
-        """How much longer the step takes than without communication."""
+        """The time by which communication lengthens the step."""
         return self.end_s - self.compute_s
 
 
 def make_program(world_size: int) -> Program:
-    """Return an empty program on a machine whose memory takes no time."""
+    """Return an empty program on a machine whose memory accesses take no time."""
     machine = Machine(0.0, (), step_bytes_per_s=math.inf, copy_bytes_per_s=math.inf)
     return Program(Setting([], world_size, bucket_mb=0.0, optimizer=OPTIMIZERS["sgd"], machine=machine))
 
@@ -81,7 +81,7 @@ def simulate_buckets(
     grad_bytes: float = GRAD_BYTES,
     backward_s: float = BACKWARD_S,
 ) -> BucketStep:
-    """Simulate a backward with K equal buckets of at most `bucket_bytes`, which become ready at equal intervals."""
+    """Simulate a backward pass whose equal buckets of at most `bucket_bytes` become ready at equal intervals."""
     num_buckets = math.ceil(grad_bytes / bucket_bytes)
     program = make_program(world_size)
     for bucket in range(num_buckets):
@@ -104,9 +104,10 @@ def simulate_prefetch(
 ) -> PrefetchStep:
     """Simulate forward and backward of module 11 with its `plan_schedule`.
 
-    All units except the root, which is unit 0, have equal sizes; none is empty. Units compute in proportion to their
-    bytes, and backward takes twice as long as forward. A unit has memory from the launch of its gather until it has
-    computed; the root keeps its memory until the end of backward.
+    All units except the root, which is unit 0, have equal sizes; none is empty. The computation time of a unit is
+    proportional to its bytes, and backward takes twice as long as forward. The weights of a unit are allocated from
+    the launch of their all-gather until the unit has computed; those of the root stay allocated until the end of
+    backward.
     """
     unit_bytes = [root_bytes] + [block_bytes] * (num_units - 1)
     program = make_program(world_size)

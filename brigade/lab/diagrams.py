@@ -1,8 +1,9 @@
-"""The concept diagrams of the readings. They show what the solutions' own functions compute, on small examples.
+"""The concept diagrams of the readings. They show what the solutions' own functions compute for small examples.
 
     draw_layout(Path("out/layout.png"))
 
-Colours are Okabe and Ito's. Labels, hatches and frames say the same as the colours, so the diagrams work in grey.
+Colours are Okabe and Ito's. Labels, hatches and frames show the same as the colours, so the diagrams also work in
+greyscale.
 """
 
 from __future__ import annotations
@@ -24,14 +25,17 @@ EDGE = "#555555"
 INK = {BLUE: "white", GREEN: "white"}  # text on other colours is black
 FONT = 10  # points, at a width of 900 pixels
 
-# Module 5's reading has the same example: sizes of parameters in elements, in the buffer's order.
+# Module 5's reading uses the same example: sizes of parameters in elements, in the buffer's order.
 NUMELS, BUCKET_NUMEL, NUM_RANKS = (100, 30, 200, 50), 150, 2
 RANK_STYLES = ({"colour": LIGHT_BLUE}, {"colour": ORANGE, "hatch": "//"})
 PADDING = {"colour": GREY, "hatch": "xx"}
 
 
 def make_axes(height: float, rows: Sequence[str], width: float) -> tuple[Figure, Axes]:
-    """Return a figure 900 pixels wide and axes with these rows from top to bottom, 1 high, and x from 0 to `width`."""
+    """Return a figure 900 pixels wide, and axes for these rows from top to bottom.
+
+    Each row has height 1, and x ranges from 0 to `width`.
+    """
     figure = Figure(figsize=(9, height), dpi=100, layout="constrained")
     axes = figure.subplots()
     axes.set_xlim(-0.004 * width, 1.004 * width)
@@ -44,7 +48,7 @@ def make_axes(height: float, rows: Sequence[str], width: float) -> tuple[Figure,
 
 
 def draw_box(axes: Axes, start: float, end: float, row: float, text: str, colour: str, **style: Any) -> None:
-    """Draw a box with a text in the middle. `style` are further options of the rectangle."""
+    """Draw a box with text in the middle. `style` contains further options of the rectangle."""
     style = {"edgecolor": EDGE, "linewidth": 0.8, "height": 0.76} | style
     axes.add_patch(Rectangle((start, row - style["height"] / 2), end - start, facecolor=colour, **style))
     if text:
@@ -54,7 +58,7 @@ def draw_box(axes: Axes, start: float, end: float, row: float, text: str, colour
 
 
 def draw_legend(figure: Figure, styles: dict[str, dict[str, Any]]) -> None:
-    """Draw a legend below the figure: a box in each style, and its name."""
+    """Draw a legend below the figure: a box in each style, with its name."""
     handles = [
         Patch(
             facecolor=style["colour"],
@@ -79,7 +83,7 @@ BUCKETS = ((5, 4), (3, 2), (1, 0))
 
 
 def draw_queue(path: Path) -> None:
-    """Draw a launch queue after each hook of a backward in which bucket 1 is complete before bucket 0."""
+    """Draw the launch queue after each hook of a backward pass in which bucket 1 is complete before bucket 0."""
     launched: list[int] = []
     names = [f"bucket {index}: " + ", ".join(f"p{i}" for i in bucket) for index, bucket in enumerate(BUCKETS)]
     figure, axes = make_axes(3.4, ["hook of", *names, "launches"], len(READY))
@@ -109,7 +113,7 @@ def draw_queue(path: Path) -> None:
 
 
 def make_buffer_axes(height: float, rows: Sequence[str]) -> tuple[Figure, Axes, Any]:
-    """Return a figure, axes whose x are the elements of the buffer, and its layout. Draw the two rows of the layout."""
+    """Return a figure, axes whose x axis counts the elements of the buffer, and the layout. Draw the first row."""
     with load_planner("plan_layout") as plan_layout:
         layout = plan_layout(list(NUMELS), BUCKET_NUMEL, NUM_RANKS)
     figure, axes = make_axes(height, ["parameters", *rows], layout.numel)
@@ -173,14 +177,14 @@ COMPUTING = {"colour": LIGHT_BLUE, "edgecolor": "black", "linewidth": 2.5}
 
 
 def draw_units(path: Path) -> None:
-    """Draw which weights a rank has after each action of a forward with prefetch=1."""
+    """Draw which weights a rank has after each action of a forward pass with prefetch=1."""
     num_units = 4
     with load_planner("plan_schedule") as plan_schedule:
         actions = plan_schedule(num_units, 1, False)
     figure, axes = make_axes(3.5, ["action", "root", *(f"unit {unit}" for unit in range(1, num_units))], len(actions))
     weights = [FREED] * num_units
     for column, (action, current) in enumerate(actions):
-        # The unit that has computed is freed, except the root.
+        # A unit is freed when it has computed, except the root.
         weights = [(WHOLE if unit == 0 else FREED) if now is COMPUTING else now for unit, now in enumerate(weights)]
         weights[current] = ON_ITS_WAY if action == "gather" else COMPUTING
         colour = ORANGE if action == "gather" else BLUE

@@ -2,8 +2,9 @@
 
 An entry is one line of JSON: the rows of a bench with fixed settings, the versions and the machine, the results of the
 checks, and SHA-256 checksums of the modules, of the course's files and of the line itself. The checksums show whether a
-file has changed since. They do not show that the numbers are true, because the student can change everything on their
-machine. An instructor who doubts an entry repeats it with the submission that has the same checksum.
+file has changed since the entry was written. They do not show that the numbers are true, because the student can change
+everything on their machine. An instructor who doubts an entry can repeat it with the submission that has the same
+checksum.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from brigade.lab.bench import TRUSTED_SHARE, Bench, Spread, round_numbers, summa
 from brigade.lab.ladder import EMULATED, get_variant
 
 FORMAT = 1
-MODULES = tuple(entry for entry in TRAINING_MODULES if entry.number >= 4)  # from the first one with buckets on
+MODULES = tuple(entry for entry in TRAINING_MODULES if entry.number >= 4)  # from the first module with buckets on
 WORLD_SIZE = 2
 BACKEND = "gloo"
 SETTINGS = {"ranks": WORLD_SIZE, "backend": BACKEND, "workload": round_numbers(asdict(EMULATED))}
 SEED = 1  # of the checks
-KINDS = ("param", "grad", "state")  # of memory, in the names of a row's fields
+KINDS = ("param", "grad", "state")  # kinds of memory, as in the names of a row's fields
 MAX_NAME = 40  # characters
-MAX_BYTES = 50_000  # of a line; one with all modules has about 10 000
+MAX_BYTES = 50_000  # of a line; a line with all modules has about 10 000
 HASHED = (
     "brigade/events.py",
     *(f"brigade/{folder}/**/*.py" for folder in ("runner", "rank", "checks", "lab")),
@@ -55,7 +56,10 @@ class Result:
 
 @dataclass(frozen=True)
 class Entry:
-    """A validated entry. `submission` and `course` are SHA-256 checksums of the modules, and of the checks and lab."""
+    """A validated entry.
+
+    `submission` is a SHA-256 checksum of the student's modules, and `course` is one of the files in `HASHED`.
+    """
 
     name: str
     date: str
@@ -82,8 +86,8 @@ def make_file_name(name: str) -> str:
 def make_line(name: str, results: Bench, sources: Sources, failed: dict[int, list[str]], left_out: list[str]) -> str:
     """Return the line of an entry.
 
-    `failed` contains the names of the failed checks of each module that was checked. `left_out` contains sentences on
-    the modules that are not written.
+    `failed` contains the names of the failed checks of each module that was checked. `left_out` contains sentences
+    about the modules that are not written.
     """
     content = {
         "format": FORMAT,
@@ -102,7 +106,7 @@ def make_line(name: str, results: Bench, sources: Sources, failed: dict[int, lis
 
 
 def compute_checksum(content: dict[str, Any]) -> str:
-    """Return a SHA-256 of an entry without its checksum."""
+    """Return the SHA-256 checksum of an entry without its field `checksum`."""
     return hash_text(json.dumps({key: content[key] for key in sorted(content) if key != "checksum"}, sort_keys=True))
 
 
@@ -112,7 +116,7 @@ def hash_text(text: str) -> str:
 
 
 def hash_course() -> str:
-    """Return a SHA-256 of the files that run the checks and the bench. It is the same in the student edition."""
+    """Return a SHA-256 checksum of the files that run the checks and the bench, equal in the student edition."""
     paths = sorted({path for pattern in HASHED for path in ROOT.glob(pattern)})
     return hash_text("\0".join(f"{path.relative_to(ROOT)}\0{path.read_text()}" for path in paths))
 
@@ -160,7 +164,7 @@ def read_results(rows: Sequence[dict[str, Any]]) -> tuple[Result, ...]:
         if row["variant"] in labels
     )
     if not results or len({result.module for result in results}) < len(results):
-        raise ValueError("no module, or one of them twice")
+        raise ValueError("no module, or one module twice")
     return results
 
 

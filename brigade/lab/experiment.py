@@ -1,4 +1,4 @@
-"""The entry point that the measuring scripts beside the readings share.
+"""The entry point that all measuring scripts of the readings share.
 
     def main(run):
         print(run(step, 3)[0])  # what rank 0 returned
@@ -6,7 +6,7 @@
     if __name__ == "__main__":
         run_experiment(main, module=3)
 
-Run them as `python lessons/m03_overlapped_ddp/order.py`, optionally followed by a directory of other modules.
+Run them as `python lessons/m03_overlapped_ddp/order.py`, optionally followed by another directory of modules.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from brigade.runner.ranks import RankFailure, RankResults, run_ranks
 
 
 def run_experiment(main: Callable[[Callable[..., RankResults]], Any], module: int) -> None:
-    """Call `main(run)`; `run` is `run_ranks` with the modules, up to this one, of the directory that the user names.
+    """Call `main(run)`, where `run` is `run_ranks` with the modules that the user has chosen, up to number `module`.
 
-    Exit with status 1 and one sentence if the directory or a module is missing, not written yet, or fails.
+    Exit with status 1 and one sentence if the directory is missing, or if a module is missing, not written yet, or
+    fails.
     """
     parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__)
     parser.add_argument(
-        "target", nargs="?", default="lessons", metavar="DIR", help="whose modules: lessons (default), or a directory"
+        "target", nargs="?", default="lessons", metavar="DIR", help="whose modules to run (default: lessons)"
     )
     target = parser.parse_args().target
     try:

@@ -1,4 +1,4 @@
-"""Redraw the pictures of every lesson, or of one: python -m brigade.lab.figures 3
+"""Redraw the pictures of all lessons, or of one lesson: python -m brigade.lab.figures 3
 
 Computed pictures are the same on every machine: the concept diagrams of `diagrams.py`, and the schematic.png of the
 modules that train, which shows a step as the α–β model predicts it.
@@ -25,18 +25,18 @@ from brigade.lab.timeline import describe_lengths, draw, trace
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m brigade.lab.figures",
-        description="Draw the readings' pictures again: the concept diagrams, schematic.png from the cost model, and "
+        description="Redraw the readings' pictures: the concept diagrams, schematic.png from the cost model, and "
         "timeline.png, memory.png and module 7's views.png from real runs.",
         epilog="Example: python -m brigade.lab.figures 3",
     )
     parser.add_argument("number", nargs="?", metavar="N", help="the module's number (default: all modules)")
-    parser.add_argument("--computed", action="store_true", help="draw only what needs no run: diagrams, schematic.png")
+    parser.add_argument("--computed", action="store_true", help="draw only the pictures that need no run")
     options = parser.parse_args()
     return run_to_status("figures", lambda: draw_figures(options.number, options.computed))
 
 
 def draw_figures(number: str | None = None, only_computed: bool = False) -> int:
-    """Draw the pictures of one module, or of all. Raise CourseError if there is no such module."""
+    """Draw the pictures of one module, or of all modules. Raise CourseError if there is no such module."""
     entries = [get_module(number)] if number else MODULES
     for entry in entries:
         if entry.number in DIAGRAMS:

@@ -1,12 +1,12 @@
 """Check everything that needs a GPU, in one command: python3 -m brigade.lab.gpu_check
 
-It needs this clone and a python3 with torch and pytest, but no set-up and no network. On NCCL it runs a first
+It needs this clone and a python3 with torch and pytest, but no set-up and no network. With NCCL, it runs a first
 all-reduce, the graded checks of all modules on the reference, two mutants of each module, which the checks must catch,
-and the ladder. With fewer GPUs than the checks have ranks, several ranks share one. Such a run shows whether results
-are correct and says nothing about time.
+and the ladder. If there are fewer GPUs than the checks have ranks, several ranks share one GPU. Such a run shows
+whether results are correct, but says nothing about speed.
 
 Every stage ends when its part of the time is used up. The report lists the tests that were not reached and the tests
-that failed; the exit status is then not zero.
+that failed. If there are any, the exit status is not zero.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ CHECKS_PART, MUTANTS_PART = 0.7, 0.85
 
 @dataclass(frozen=True)
 class Plan:
-    """What to run, and on which devices. `share_gpu` allows several ranks on one GPU, if there are too few."""
+    """What to run, and on which devices. `share_gpu` allows several ranks on one GPU if there are too few GPUs."""
 
     backend: str = "nccl"
     share_gpu: bool = False
@@ -52,7 +52,7 @@ class Plan:
     modules: tuple[Module, ...] = MODULES
     minutes: float = 30.0
     jobs: int = 1
-    workload: Workload | None = None  # of the ladder; by default one that suits the machine
+    workload: Workload | None = None  # of the ladder; None selects one that suits the machine
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class JobResult:
 
 @dataclass(frozen=True)
 class Stage:
-    """The result of one stage: `missing` counts planned tests that were not reached, `problem` says what went wrong."""
+    """The result of one stage. `missing` counts planned tests that were not reached; `problem` says what went wrong."""
 
     title: str
     seconds: float
@@ -101,7 +101,7 @@ class CheckReport:
 
 
 def describe_machine(backend: str) -> list[tuple[str, str]]:
-    """Return what the report says about the machine, as names and values. None of them identifies the machine."""
+    """Return the report's information about the machine, as (name, value). No value identifies the machine."""
     import torch
 
     rows = [("date", datetime.now(timezone.utc).strftime("%Y-%m-%d"))]
@@ -132,7 +132,7 @@ def read_driver_version() -> str:
 
 
 def run_first_launch() -> dict:
-    """Run in the ranks one all-reduce, then three coalesced ones, whose kernels are counted on a GPU."""
+    """Launch one all-reduce, then three coalesced ones, whose kernels are counted on a GPU. This runs in the ranks."""
     import torch
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _coalescing_manager
@@ -181,7 +181,7 @@ def run_launch_stage(plan: Plan) -> Stage:
 def run_check_stages(plan: Plan, deadline: float) -> Iterator[Stage]:
     """Run the graded checks of each module on the reference; yield each module's stage as it ends.
 
-    `plan.jobs` modules run at a time.
+    Up to `plan.jobs` modules run at the same time.
     """
 
     def run_checks(entry: Module) -> Stage:
@@ -194,7 +194,7 @@ def run_check_stages(plan: Plan, deadline: float) -> Iterator[Stage]:
 
 
 def run_mutant_stage(plan: Plan, deadline: float) -> Stage:
-    """Run the sample of mutants; the checks that each one names must catch it."""
+    """Run the sample of mutants. The checks that a mutant names must catch it."""
     mutants = [(entry.number, name) for entry in plan.modules for name in import_mutants(entry).SAMPLE]
     return run_jobs_stage("Mutants", plan, {"checks": [], "mutants": mutants}, deadline)
 
@@ -241,7 +241,7 @@ def stop_process(process: subprocess.Popen) -> str:
 
 
 def run_ladder_stage(plan: Plan, deadline: float) -> Stage:
-    """Train all variants on the GPUs; their losses must equal those of one process."""
+    """Train all variants on the GPUs. Their losses must equal that of one process."""
     from brigade.lab import ladder
     from brigade.runner.ranks import RankFailure
 
@@ -392,7 +392,7 @@ def list_failures(stages: Iterable[Stage]) -> Iterable[tuple[str, str]]:
 
 
 def make_plan(options: argparse.Namespace) -> Plan:
-    """Return what the options ask for on this machine. Raise CourseError if it is impossible."""
+    """Return the plan that the options request on this machine. Raise CourseError if it is impossible."""
     for name in ("torch", "pytest"):
         if find_spec(name) is None:
             raise CourseError(
@@ -438,7 +438,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--minutes", type=float, default=30.0, help="the time limit for all stages together (default: 30)"
     )
-    parser.add_argument("--jobs", type=int, default=1, help="how many modules to check at a time (default: 1)")
+    parser.add_argument("--jobs", type=int, default=1, help="how many modules to check at the same time (default: 1)")
     parser.add_argument(
         "--modules", type=int, nargs="+", metavar="N", help="run only the checks and mutants of these modules"
     )
@@ -452,7 +452,10 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return the exit status: 0 everything passed, 1 something failed, 2 it cannot run here, 130 stopped."""
+    """Return the exit status.
+
+    It is 0 if everything passed, 1 if something failed, 2 if the command cannot run here, and 130 after Ctrl-C.
+    """
     options = parse_arguments(arguments)
     return run_to_status("gpu-check", lambda: run_gpu_check(options))
 

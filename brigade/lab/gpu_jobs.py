@@ -21,7 +21,7 @@ from brigade.course.modules import Module, get_module
 
 
 def import_mutants(entry: Module) -> Any:
-    """Return the file of the module's mutants."""
+    """Import the file with the module's mutants, and return it."""
     return import_from_tests(f"mutants.{entry.package}")
 
 

@@ -9,7 +9,7 @@ All variants run in the same ranks and alternate. In each round, every variant t
 barrier, in an order that is shuffled for every round. A slow moment of the machine therefore affects all variants, and
 ratios are taken within a round. Times of different runs are not comparable.
 
-Ranks import this file, so it needs torch only; `plots.py` makes the table and the picture.
+Ranks import this file, so it needs only torch; `plots.py` makes the table and the picture.
 """
 
 from __future__ import annotations
@@ -41,26 +41,26 @@ from brigade.rank.emulated_link import Link, Pace, count_sent_bytes
 from brigade.runner.ranks import RankResults, run_ranks
 
 OVERLAPPING = ("PrefetchedDDP",)  # see `TrainingSetup.overlaps`
-STEP_BEFORE = "the step before"  # the phase of the launches that stand for those of the step before
+STEP_BEFORE = "the step before"  # the phase of launches that replace those of the previous step
 PHASES = ("forward", "backward", "finish", "step")  # of one training step; "step" is the optimizer's
 FP32_BYTES = 4
 DEADLINE_S = 900.0
-CALIBRATION = 9  # an emulated link follows the median backward of so many rounds: a busy machine's speed changes
+CALIBRATION = 9  # the median backward of this many rounds sets the link, because a busy machine's speed changes
 
 HELD_OUT = 16  # sequences that the final loss is computed on
 
 # Nats per token on held-out text, on any rank. SGD does not amplify rounding as Adam does. With this workload in fp32,
-# we measured that correct answers differ from one process by at most 3e-7, and that the mistakes in `tests/mutants`
-# which change the numbers of two ranks make a difference of at least 3e-3.
+# we measured that correct answers differ from one process by at most 3e-7, and that the mutants in `tests/mutants`
+# that change the numbers on two ranks differ by at least 3e-3.
 LOSS_TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What every variant trains: `batch_size` sequences of all ranks together, of `time` tokens each.
+    """What every variant trains on: `batch_size` sequences on all ranks together, of `time` tokens each.
 
-    `bucket_mb` (MiB) is for variants that have buckets, including torch DDP. With a `link`, collectives take the time
-    of that emulated link (`emulated_link.py`); otherwise they take what they take on this machine. If `named` is set,
+    `bucket_mb` (MiB) is for variants that have buckets, including torch DDP. With a `link`, collectives take as long as
+    on that emulated link (`emulated_link.py`); otherwise they take their real time on this machine. If `named` is set,
     each recorded launch contains the name of its parameter, if it has one; this takes a little time.
     """
 
@@ -86,8 +86,8 @@ EMULATED = Workload(batch_size=24, time=128, rounds=35, link=Pace(comm_ratio=0.8
 class Variant:
     """The classes that average gradients and take the step: (package, name) in the submission's modules or in torch.
 
-    Without a wrapper, as for one process, no gradients are averaged. Without an optimizer, every rank uses the plain
-    one. `bucket_mb` (MiB) replaces the workload's, unless it is None. `arguments` are additional arguments of the
+    Without a wrapper, as for one process, no gradients are averaged. Without an optimizer, every rank uses plain SGD.
+    `bucket_mb` (MiB) replaces the workload's value, unless it is None. `arguments` are additional arguments of the
     wrapper.
     """
 
@@ -111,10 +111,10 @@ class Measurement:
     """The measurements of one variant in a finished ladder. Everything except the losses excludes the warm-up.
 
     `marks[rank][round]` are seconds: the start of the step, and the end of each of its `PHASES`. `cpu_s[rank][round]`
-    is the processor time of the step, for all threads of the rank together. `collectives` and `sent_bytes` are per
-    step, the mean over ranks; `sent_bytes` is what a rank has to send with ring algorithms. `losses` are per rank, in
-    nats per token. `kept_bytes` are those between steps and `peak_bytes` those at the peak of a step, by kind and on
-    the fullest rank (see `memory_accounting.py`); `peak_bytes` is empty if no peak was measured.
+    is the processor time of the step, for all threads of the rank together. `collectives` and `sent_bytes` are means
+    over ranks, per step; `sent_bytes` is what a rank has to send with ring algorithms. `losses` are per rank, in nats
+    per token. `kept_bytes` and `peak_bytes` are the bytes between steps and at the peak of a step, by kind and on the
+    fullest rank (see `memory_accounting.py`); `peak_bytes` is empty if no peak was measured.
     """
 
     label: str
@@ -140,7 +140,10 @@ class Measurement:
         return compute_quartiles(self.step_ms)
 
     def compute_phase_parts_ms(self) -> dict[str, float]:
-        """Return how the median step is divided into `PHASES`: on the slowest rank of each round, on average."""
+        """Return how long each of `PHASES` takes in the median step.
+
+        Its share of the step is the mean over rounds, each on its slowest rank.
+        """
         slowest = [max(ranks, key=lambda marks: marks[-1] - marks[0]) for ranks in zip(*self.marks)]
         parts = [[(end - start) / (marks[-1] - marks[0]) for start, end in zip(marks, marks[1:])] for marks in slowest]
         return {phase: self.median_ms * fmean(shares) for phase, shares in zip(PHASES, zip(*parts))}
@@ -176,9 +179,9 @@ def compute_quartiles(values: Sequence[float]) -> tuple[float, float]:
 class Ladder:
     """The results of `run_ladder`. The last of `variants` belong to torch.
 
-    `expected_loss` is the loss of one process, in nats per token. `computation` contains the same steps without any
-    communication. `link` is the emulated link, and `backward_s` is the time of backward alone for which it was made.
-    `real_s` is the time that a real all-reduce of all gradients, `model_bytes`, takes.
+    `expected_loss` is the loss of one process, in nats per token. `computation` is the measurement of the same steps
+    without any communication. `link` is the emulated link, and `backward_s` is the time of backward alone for which it
+    was made. `real_s` is the time of a real all-reduce of all gradients, which have `model_bytes` bytes.
     """
 
     workload: Workload
@@ -206,18 +209,18 @@ class Ladder:
         return median(self.compute_ratios(variant))
 
     def compute_ratios(self, variant: Measurement, base: str = TORCH_DDP.label) -> list[float]:
-        """Return, for each round, the step time as a multiple of that of the variant with the label `base`."""
+        """Return, for each round, the ratio of the step time to that of the variant with the label `base`."""
         return [
             numerator / denominator
             for numerator, denominator in zip(variant.step_ms, self.get_measurement(base).step_ms)
         ]
 
     def compute_exposed_ms(self, variant: Measurement) -> list[float]:
-        """Return, for each round, how much longer the step took than without communication."""
+        """Return, for each round, the time by which communication lengthened the step."""
         return variant.compute_exposed_ms(self.computation)
 
     def compute_cpu_ratios(self, variant: Measurement, base: str = TORCH_DDP.label) -> list[float]:
-        """Return, for each round, the processor time as a multiple of that of the variant with the label `base`."""
+        """Return, for each round, the ratio of the processor time to that of the variant with the label `base`."""
         return [
             numerator / denominator for numerator, denominator in zip(variant.cpu_ms, self.get_measurement(base).cpu_ms)
         ]
@@ -236,7 +239,7 @@ class Ladder:
 def get_variant(entry: Module) -> Variant:
     """Return the variant of a module: the last of its public names.
 
-    If this is an optimizer, it steps for the module's own wrapper, or for that of the last module before it.
+    If this name is an optimizer, it is combined with the module's own wrapper, or else with the last wrapper before it.
     """
     wrappers = [
         (one.package, name)
@@ -250,12 +253,12 @@ def get_variant(entry: Module) -> Variant:
 
 
 def is_wrapper(name: str) -> bool:
-    """Return whether a public name is that of a wrapper."""
+    """Return whether a public name is the name of a wrapper."""
     return name.endswith("DDP")
 
 
 def add_torch_variants(variants: Sequence[Variant]) -> list[Variant]:
-    """Return the variants and torch's: DDP and ZeRO, and `fully_shard` if a fully sharded variant is compared."""
+    """Return the variants, then torch's: DDP and ZeRO, and `fully_shard` if a fully sharded variant is compared."""
     fully_sharded = any(variant.wrapper and variant.wrapper[1] == "FullyShardedDDP" for variant in variants)
     return [*variants, *TORCH, *([TORCH_FSDP] if fully_sharded else [])]
 
@@ -266,12 +269,12 @@ def get_course_variants() -> list[Variant]:
 
 
 def read_reference() -> Sources:
-    """Return the text of all solutions; in the student edition, which has none, of the student's own modules."""
+    """Return the text of all solutions, or of the student's own modules in the student edition, which has none."""
     return read(REFERENCE, TRAINING_MODULES[-1].number).sources
 
 
 def count_steps(workload: Workload, variants: Sequence[Variant]) -> int:
-    """Return how often `run_benchmark` calls `on_step`: one process and computation alone train too."""
+    """Return how often `run_benchmark` calls `on_step`, including the steps of one process and of computation alone."""
     return workload.rounds * (len(variants) + 2)
 
 
@@ -281,7 +284,7 @@ def run_ladder(
     sources: Sources | None = None,
     **how: Any,
 ) -> Ladder:
-    """Call `run_benchmark` with the variants (by default the course's), followed by torch's."""
+    """Call `run_benchmark` with the variants (default: the course's), followed by torch's."""
     variants = get_course_variants() if variants is None else variants
     return run_benchmark(workload or Workload(), add_torch_variants(variants), sources, **how)
 
@@ -301,10 +304,10 @@ def run_benchmark(
 ) -> Ladder:
     """Train all variants alternately on `world_size` ranks, then one process, and return their measurements.
 
-    `sources` are the submission's modules, by default the solutions. `on_step` is called when a step begins. `run`
-    replaces `run_ranks`. Without `with_peaks`, no peaks of memory are measured. Raise ValueError if the ranks cannot
-    share a batch equally, CourseError if an emulated link is requested on NCCL, and RankFailure or CourseError as
-    `run_ranks` does.
+    `sources` are the submission's modules (default: the solutions). `on_step` is called when a step begins. `run`
+    replaces `run_ranks`. Without `with_peaks`, no memory peaks are measured. Raise ValueError if a batch cannot be
+    split equally among the ranks, CourseError if an emulated link is requested on NCCL, and RankFailure or CourseError
+    as `run_ranks` does.
     """
     sources = read_reference() if sources is None else sources
     how = {"backend": backend, "share_gpu": share_gpu, "deadline": deadline, "on_step": on_step}
@@ -431,7 +434,7 @@ class TrainingSetup:
 
 
 def build_setup(variant: dict, model: nn.Module, workload: dict) -> TrainingSetup:
-    """Wrap the model as the variant says. Only this function knows how variants are constructed."""
+    """Construct the variant's wrapper and optimizer. Only this function knows how variants are constructed."""
     wrapper = model
     if variant["wrapper"]:
         wrapper_class = load_class(*variant["wrapper"])
@@ -484,13 +487,13 @@ def shard_fully(model: nn.Module) -> nn.Module:
 def train(workload: dict, variants: list[dict], with_peaks: bool) -> dict:
     """Take all steps of all variants. To measure peaks, take one more step of each, which is not timed.
 
-    Return by label "marks" and "cpu_s" (see `Measurement`), "losses" (on held-out text), "kept" and "peaks" (bytes by
-    kind), and also "link" (the two numbers of a `Link`, or None), "backward_s", "real_s" and "model_bytes" (see
+    Return, by label, "marks" and "cpu_s" (see `Measurement`), "losses" (on held-out text), "kept" and "peaks" (bytes by
+    kind). Also return "link" (the two numbers of a `Link`, or None), "backward_s", "real_s" and "model_bytes" (see
     `Ladder`).
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if world_size == 1:
-        torch.set_num_threads(1)  # it is not timed, and a second thread makes it slower on a busy machine
+        torch.set_num_threads(1)  # this run is not timed, and a second thread slows it down on a busy machine
     # Seeds differ between ranks, so only a wrapper that broadcasts starts from rank 0's weights, as one process does.
     start = TinyLM(Size(**workload["size"])).to(device())
     with recording.phase("construct"):
@@ -511,7 +514,7 @@ def train(workload: dict, variants: list[dict], with_peaks: bool) -> dict:
             setup = setups[index]
             dist.barrier()
             recording.note("step", step=turn * len(variants) + index, variant=variants[index]["label"])
-            if setup.overlaps:  # as the step before would have done, if no other variant had run in between
+            if setup.overlaps:  # as the previous step would have done if no other variant had run since
                 with recording.phase(STEP_BEFORE):
                     setup.wrapper.start_param_sync()
             if workload["named"]:
@@ -555,7 +558,7 @@ def measure_peak(setup: TrainingSetup, tokens: Tensor, targets: Tensor) -> Bytes
 
 
 def broadcast_text(text: bytes) -> bytes:
-    """Return rank 0's text on every rank, because another machine may have another Python."""
+    """Return rank 0's text on every rank, because another machine may have a different Python."""
     length = torch.tensor([len(text)], device=device())
     dist.broadcast(length, 0)
     whole = bytearray(text[: length.item()].ljust(length.item()))
@@ -566,7 +569,7 @@ def broadcast_text(text: bytes) -> bytes:
 
 
 class Calibration:
-    """Measures backward alone in every round, and sets the emulated link that follows from it.
+    """Measure the time of backward alone in every round, and set the emulated link that follows from it.
 
     `wanted` is a workload's `link`, as a dict. The link is in use from the first `measure` on.
     """
@@ -614,7 +617,7 @@ class Calibration:
         return Link(**self.wanted)
 
     def get_results(self) -> dict[str, Any]:
-        """Return fields of `Ladder`: the medians "backward_s" and "real_s", the "link" for them, and "model_bytes"."""
+        """Return fields of `Ladder`: the medians "backward_s" and "real_s", the resulting "link", and "model_bytes"."""
         link = self.make_link(self.backward_s)
         return {
             "link": [link.latency_s, link.bytes_per_s] if link else None,

@@ -24,7 +24,7 @@ MOST_LINES = 2_000  # of a file
 
 @dataclass(frozen=True)
 class Category:
-    """A table: the number that is compared, and what the best module of an entry has. Less is better."""
+    """A table of the leaderboard: the number that is compared, and the text that shows it. Lower is better."""
 
     title: str
     heading: str
@@ -60,13 +60,13 @@ CATEGORIES = (
 )
 ENTRIES_TITLE = "Entries"
 ENTRIES_HEADINGS = ("name", "date", "torch", "Python", "cores", "modules", "submission")
-UNSAFE = re.compile(r"[^\w .,:-]|_|(?<!\d)\.")  # in a cell of a table: all that could be Markdown, HTML or a link
+UNSAFE = re.compile(r"[^\w .,:-]|_|(?<!\d)\.")  # in a table cell: everything that could be Markdown, HTML or a link
 
 
 def read_entries(directory: Path) -> tuple[list[Entry], list[str]]:
-    """Return the entries in a directory and its subdirectories, and a sentence on each problem.
+    """Return the entries in a directory and its subdirectories, and a sentence about each problem.
 
-    Of several entries with one name, the one with the last date counts. Raise CourseError if there is no entry.
+    If several entries have the same name, the latest one counts. Raise CourseError if there is no entry.
     """
     if not directory.is_dir():
         raise CourseError(f"there is no directory {directory}")
@@ -90,7 +90,7 @@ def read_entries(directory: Path) -> tuple[list[Entry], list[str]]:
                 problems.append(f"{place}, line {number}: the checks or the bench differ from this course's.")
             if entry.name in by_name:
                 problems.append(
-                    f"{place}, line {number}: there are several entries with this name; the last one counts."
+                    f"{place}, line {number}: there are several entries with this name; the latest one counts."
                 )
             by_name[entry.name] = max(by_name.get(entry.name, entry), entry, key=lambda one: one.date)
     if not by_name:
@@ -99,7 +99,7 @@ def read_entries(directory: Path) -> tuple[list[Entry], list[str]]:
 
 
 def read_lines(path: Path) -> list[str]:
-    """Return the lines of a file that are not empty. Raise CourseError if it is not an ordinary file or too large."""
+    """Return the nonempty lines of a file. Raise CourseError if the file is not an ordinary file or is too large."""
     try:
         with open(path, "rb", opener=open_no_follow) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -116,7 +116,7 @@ def read_lines(path: Path) -> list[str]:
 
 
 def rank(entries: Sequence[Entry], category: Category) -> list[tuple[int, Entry, Result]]:
-    """Return the entries in order, each with its rank and its best module. Values that look equal share a rank."""
+    """Return the entries in order, each with its rank and best module. Equal rounded values have the same rank."""
     best = [(min(entry.results, key=category.compute_value), entry) for entry in entries]
     best.sort(key=lambda pair: (round(category.compute_value(pair[0]), 2), pair[1].name))
     values = [round(category.compute_value(result), 2) for result, _ in best]
@@ -166,7 +166,7 @@ def make_tables(entries: Sequence[Entry]) -> list[Table]:
 
 def make_page(entries: Sequence[Entry], today: str) -> str:
     """Return the tables as a page in Markdown."""
-    lines = ["# Leaderboard", "", f"Entries of {today}. [The rules](leaderboard.md) explain the numbers."]
+    lines = ["# Leaderboard", "", f"Entries as of {today}. [The rules](leaderboard.md) explain the numbers."]
     for title, rows in make_rows(entries).items():
         cells = [[escape(cell) for cell in row] for row in rows]
         cells.insert(1, ["---"] * len(rows[0]))
@@ -175,5 +175,5 @@ def make_page(entries: Sequence[Entry], today: str) -> str:
 
 
 def escape(text: str) -> str:
-    """Return the text for a cell of a table in Markdown, with character references for all that is not plain text."""
+    """Return the text for a cell of a Markdown table. Replace all unsafe characters with character references."""
     return UNSAFE.sub(lambda match: f"&#{ord(match[0])};", text)

@@ -1,10 +1,10 @@
-"""Links that have a name, which `brigade bench`, `trace` and `plan` emulate.
+"""The named links of `brigade bench`, `trace` and `plan`.
 
-A named link is defined relative to computation: what counts is how long communication takes compared with backward, and
-on a slow machine the link's own rate would hide this. Each link therefore has the two ratios of a `Pace` that it
-would have in one fixed GPU set-up, and the emulated link has the same ratios to this machine's backward.
+What counts is how long communication takes compared with backward. On a machine that computes more slowly than a GPU,
+the real rate of a link would make communication look negligible. A named link is therefore defined by the two ratios of
+a `Pace` that it would have in one fixed GPU set-up. The emulated link has the same ratios to this machine's backward.
 
-The set-up: NVIDIA H100 GPUs that reach 40 % of their dense bf16 peak, and train the XL model of module 4 with fp32
+The set-up: NVIDIA H100 GPUs reach 40 % of their dense bf16 peak, and train the XL model of module 4 with fp32
 gradients on 32 768 tokens per GPU and step. Backward takes two multiplications and two additions per parameter and
 token, not counting attention. With two ranks:
 
@@ -31,7 +31,7 @@ BACKWARD_FLOP = 4 * PARAMETERS * TOKENS
 BACKWARD_S = BACKWARD_FLOP / (UTILISATION * PEAK_FLOPS)
 GRAD_BYTES = 4 * PARAMETERS
 
-LATENCY_RATIO = 0.002  # the default for --comm-ratio
+LATENCY_RATIO = 0.002  # the default latency ratio of --comm-ratio
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class NamedLink:
 # Rates are nominal: NVLink 4 from the H100 datasheet (900 GB/s, both directions together); PCI Express 4.0 with 16
 # lanes of 16 GT/s and 128b/130b encoding; Ethernet by its name. Latencies are those that NCCL assumes for one
 # message of a ring with its Simple protocol, on NVLink, PCI and network: `hwLat` in its src/graph/tuning.cc, commit
-# b6475625. The 8.4 us that it adds once per launch are left out.
+# b6475625. The 8.4 us that NCCL adds once per launch are left out.
 NAMED = {
     "nvlink4": NamedLink("NVLink 4", 450e9, 3.4e-6),
     "pcie4": NamedLink("PCI Express 4.0 x16", 16e9 * 16 * (128 / 130) / 8, 5.7e-6),

@@ -4,9 +4,10 @@
     measured[0].find_fullest(4)     bytes by kind of the first variant, on the fullest of 4 ranks
 
 Parameters, gradients and optimizer state are counted in the ranks (see `memory_accounting.py`), after two steps of
-AdamW. The picture also shows the peak of the second step, and the formulas of ZeRO stage 1 (arXiv 1910.02054). In fp32
-with P parameters on N ranks, this is 4P + 4P + 8P/N bytes: only the state is divided. Gradients stay whole, both in the
-formula and here, although a rank needs only 1/N of them after the reduce-scatter. Stage 2 frees the rest.
+AdamW. The picture also shows the peak of the second step, and the formulas of ZeRO stage 1 (arXiv 1910.02054). For P
+fp32 parameters on N ranks, the formula gives 4P + 4P + 8P/N bytes: only the state is sharded. Every rank keeps all
+gradients, both in the formula and here, although it needs only 1/N of them after the reduce-scatter. Stage 2 frees the
+rest.
 
 Ranks import this file, so rich and matplotlib are imported where they are used.
 """
@@ -49,7 +50,7 @@ DEADLINE_S = 120.0
 
 @dataclass(frozen=True)
 class Formula:
-    """Bytes per parameter. If `is_divided`, the state is divided by the number of ranks; the rest is on every rank."""
+    """Bytes per parameter. If `is_divided`, the state is sharded over the ranks. Every rank has everything else."""
 
     parameters: int
     gradients: int
@@ -91,8 +92,8 @@ class Case:
 class CaseBytes:
     """The bytes counted for a case, whose model has `numel` parameters.
 
-    `by_world_size[n][r]` are those that rank r of n keeps between steps, by kind, and `peaks[n][r]` those at the peak
-    of a step.
+    `by_world_size[n][r]` are the bytes that rank r of n keeps between steps, by kind, and `peaks[n][r]` are its bytes
+    at the peak of a step.
     """
 
     case: Case
@@ -101,7 +102,7 @@ class CaseBytes:
     peaks: dict[int, list[Bytes]]
 
     def find_fullest(self, world_size: int) -> Bytes:
-        """Return the bytes by kind of the rank that keeps most."""
+        """Return the bytes by kind of the rank that keeps the most."""
         return max(self.by_world_size[world_size], key=sum_bytes)
 
     def find_peak_mb(self, world_size: int) -> float:
@@ -140,7 +141,7 @@ def measure(
 ) -> list[CaseBytes]:
     """Train every case of `entries` for two steps on each number of ranks, and count the bytes.
 
-    `sources` are the submission's modules, by default the solutions. `on_case` is called when a case begins. Raise
+    `sources` are the submission's modules (default: the solutions). `on_case` is called when a case begins. Raise
     RankFailure or CourseError as `run_ranks` does.
     """
 
@@ -188,7 +189,7 @@ def make_memory_table(measured: Sequence[CaseBytes]) -> Table:
 
 
 def format_cells(by_world_size: Sequence[Bytes]) -> list[str]:
-    """Return parameters and gradients on the largest number of ranks, then state and total on each number."""
+    """Return the MB of parameters and gradients on the largest number of ranks, and of state and total on each."""
     parameters, gradients, state = KINDS
     numbers = [
         by_world_size[-1][parameters],
@@ -200,7 +201,7 @@ def format_cells(by_world_size: Sequence[Bytes]) -> list[str]:
 
 
 def merge_equal(measured: Sequence[CaseBytes]) -> dict[str, CaseBytes]:
-    """Group cases whose memory is equal within 1 %. Return the first case of each group, by a label for the group."""
+    """Group cases whose memory is equal within 1 %. Return the first case of each group, by the label of the group."""
     groups: list[list[CaseBytes]] = []
     for entry in measured:
         for group in groups:
@@ -281,7 +282,7 @@ def draw_memory(measured: Sequence[CaseBytes], path: Path) -> None:
 
 
 def count_cases(size: dict, variants: list[dict]) -> list[tuple[Bytes, Bytes]]:
-    """Return, for each case, the bytes by kind that this rank keeps, and those at the peak."""
+    """Return, for each case, the bytes by kind that this rank keeps, and its bytes at the peak of a step."""
     counts = []
     for variant in variants:
         recording.note("case")
@@ -291,7 +292,7 @@ def count_cases(size: dict, variants: list[dict]) -> list[tuple[Bytes, Bytes]]:
 
 
 def count_case(variant: dict, model: nn.Module) -> tuple[Bytes, Bytes]:
-    """Train the model for two steps. Return the bytes that are kept afterwards, and those at the second step's peak."""
+    """Return the bytes kept after two training steps of the model, and the bytes at the peak of the second step."""
     wrapper, buckets = model, []
     if variant["wrapper"]:
         wrapper_class = load_class(*variant["wrapper"])
@@ -328,7 +329,7 @@ def keep_bucket(buckets, bucket):  # no annotations: in this file they are strin
 
 
 def make_optimizer(variant: dict, model: nn.Module, wrapper: nn.Module) -> torch.optim.Optimizer:
-    """Return AdamW, whole or divided as the variant says."""
+    """Return AdamW, unsharded or sharded as the variant requires."""
     if not variant["optimizer"]:
         return torch.optim.AdamW(model.parameters())
     divides_buckets = variant["wrapper"] and variant["optimizer"][0] != "torch"

@@ -1,7 +1,7 @@
-"""The bytes of parameters, gradients and optimizer state that a variant has on a rank, between steps and at the peak.
+"""Count a variant's bytes of parameters, gradients and optimizer state on a rank, between steps and at the peak.
 
-Each block of memory is counted once and whole, even if several tensors are views of it. Memory that exists only during
-a step is not kept between steps: activations, and the flat tensors of modules 2 and 4. `PeakMemory` counts it.
+Each block of memory is counted once and in full, even if several tensors are views of it. Activations, and the flat
+tensors of modules 2 and 4, are allocated only during a step. Only `PeakMemory` counts them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Bytes = dict[str, int]  # by kind
 def count_bytes_by_kind(
     model: nn.Module, wrapper: nn.Module, optimizer: optim.Optimizer, buckets: Sequence[Tensor] = ()
 ) -> Bytes:
-    """Return bytes by kind. `buckets` are torch DDP's flat tensors, which neither model nor wrapper shows."""
+    """Return bytes by kind. `buckets` are torch DDP's flat tensors, which neither the model nor the wrapper exposes."""
     kept, seen = list_tensors_by_kind(model, wrapper, optimizer, buckets), set()
     return {kind: count_new_bytes(kept[kind], seen) for kind in KINDS}
 
@@ -29,11 +29,11 @@ def count_bytes_by_kind(
 def list_tensors_by_kind(
     model: nn.Module, wrapper: nn.Module, optimizer: optim.Optimizer, buckets: Sequence[Tensor] = ()
 ) -> dict[str, list[object]]:
-    """Return the tensors of each kind that these objects have now, and some entries that are no tensors."""
+    """Return the tensors of each kind that these objects have now, and some values that are not tensors."""
     inner = getattr(optimizer, "optim", optimizer)
     grad_buffers = getattr(wrapper, "grad_buffers", [])
     stepped = [p for group in inner.param_groups for p in group["params"]]
-    # The shards of module 11, or of torch's fully_shard, whose model has whole parameters while they are gathered.
+    # The shards of module 11, or of torch's fully_shard, whose model has full parameters while they are gathered.
     shards = wrapper.shards() if hasattr(wrapper, "shards") else [p for p in stepped if hasattr(p, "to_local")]
     return {
         "parameters": [*model.parameters(), *shards, *(b.param_data for b in grad_buffers)],
@@ -43,7 +43,7 @@ def list_tensors_by_kind(
             *(buffer.grad_data for buffer in grad_buffers),
             *buckets,
         ],
-        # The inner optimizer steps on slices of the parameters, counted above, or on main parameters.
+        # The inner optimizer steps on slices of the parameters, which are counted above, or on main parameters.
         "optimizer state": [
             *(value for entries in inner.state.values() for value in entries.values()),
             *stepped,
@@ -66,8 +66,8 @@ def count_new_bytes(values: Iterable[object], seen: set[int]) -> int:
 def count_torch_bucket_bytes(wrapper: nn.Module) -> int:
     """Return the bytes of torch DDP's flat tensors, which it keeps between steps; 0 for other wrappers.
 
-    They come from DDP's own logging. A communication hook could measure the tensors themselves, but would slow down the
-    steps.
+    The sizes come from DDP's own logging. A communication hook could measure the tensors themselves, but would slow
+    down the steps.
     """
     if not isinstance(wrapper, DistributedDataParallel):
         return 0
@@ -81,7 +81,7 @@ def get_local(tensor: Tensor) -> Tensor:
 
 
 class PeakMemory(LiveMemory):
-    """Count the bytes by kind at the moment in the block when most bytes are alive, as `at_peak`.
+    """Set `at_peak` to the bytes by kind at the moment in the block when the most bytes are alive.
 
     Everything that is neither a parameter nor optimizer state counts as gradients: buckets, flat tensors, other buffers
     for communication, and activations. Run a step on few tokens in the block, so that activations are small.
@@ -96,7 +96,7 @@ class PeakMemory(LiveMemory):
 
     def _follow(self, tensors: Iterable[Tensor]) -> None:
         before = self.peak
-        if self.is_fully_sharded:  # while a unit computes, the model has other parameters
+        if self.is_fully_sharded:  # while a unit computes, the model has different parameters
             tensors = map(get_local, [*tensors, *self.objects[0].parameters()])
         super()._follow(tensors)
         if self.peak > before:

@@ -5,7 +5,8 @@
 
 The bytes are counted from storages (`rank/memory.py`) at every gradient hook, before every layer's forward, and after
 the phases of the step. The ranks use the strict process group, in which a handle keeps no memory after its wait.
-What is no parameter, gradient or optimizer state is "activations and buckets": whole buckets of module 10 belong there.
+Everything that is not a parameter, a gradient or optimizer state counts as "activations and buckets", including the
+full buckets of module 10.
 
 Ranks import this file, so matplotlib is imported where it is used.
 """
@@ -44,7 +45,7 @@ class Curve:
 
     @property
     def peak(self) -> int:
-        """The most bytes that are alive at a point."""
+        """The largest number of bytes that are alive at a point."""
         return max(sum(point.values()) for point in self.nbytes)
 
     @property
@@ -62,7 +63,7 @@ def measure(
     world_size: int = 2,
     deadline: float = DEADLINE_S,
 ) -> list[Curve]:
-    """Train each variant for two steps of SGD with momentum, then return rank 0's bytes in the third.
+    """Train each variant for two steps of SGD with momentum, then return rank 0's bytes in the third step.
 
     `bucket_mb` is in MiB. Raise RankFailure or CourseError as `run_ranks` does. torch DDP runs in mode "record",
     because a strict group cannot see where its reducer waits.

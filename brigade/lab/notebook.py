@@ -2,13 +2,13 @@
 
     ranks.deadline_s = 5      how long a cell may take from now on
     ranks["loss"]             the variable `loss` of every rank, in a list
-    ranks.read_events()       for each rank, what it recorded so far (see `recording.py`)
+    ranks.read_events()       for each rank, the events that it has recorded so far (see `recording.py`)
     ranks.stop()              end the ranks; they also end with the notebook's process, however that ends
 
 A rank is an ipyparallel engine with an initialised default process group that records every collective. The
 reference solutions are importable there: `from solutions.m01_naive_ddp.naive_ddp import NaiveDDP`. `%%px -t 1` runs a
 cell on rank 1 only. If a cell misses its deadline, a sentence for each rank says what it was doing, and the ranks end.
-For timings that need clean processes use `ladder.py` and `timeline.py`.
+For timings that need clean processes, use `ladder.py` and `timeline.py`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 MARK = "BRIGADE_NOTEBOOK"  # in the environment of every process of the ranks: their directory
 START_S = 60.0
-# An engine is ready after its second heartbeat. We detect ourselves if one dies.
+# An engine is ready only after its second heartbeat, so the period is short. `Ranks` itself detects dead engines.
 CONTROLLER = (
     "--nodb",
     "--IPController.use_threads=True",
@@ -51,7 +51,7 @@ CONTROLLER = (
     "--HeartMonitor.max_heartmonitor_misses=1000000",
 )
 ENGINE = ("--IPEngine.enable_nanny=False", "--IPEngine.max_heartbeat_misses=0", f"--IPEngine.timeout={START_S}")
-GRACE_S = 2.0  # after one rank has failed, the others have this time to finish
+GRACE_S = 2.0  # after one rank has failed, the others have this much time to finish
 
 
 class RanksError(Exception):
@@ -62,7 +62,7 @@ class RanksError(Exception):
 
 
 def start_ranks(n: int | None = None, *, mode: str = "record", deadline_s: float = 30.0) -> Ranks:
-    """Start `n` ranks, which replace the ranks started before; in a notebook, `%%px` then means them.
+    """Start `n` ranks, which replace ranks that were started before. In a notebook, `%%px` then runs on them.
 
     If `n` is None, start one rank per GPU with NCCL if there are at least two GPUs, else two ranks on gloo. `mode` is
     "record", "strict" (`strict.py`) or "emulate" (`emulated_link.py`). `deadline_s` applies to each cell. Raise
@@ -84,7 +84,7 @@ _running: Ranks | None = None
 
 
 class Ranks:
-    """The ranks of a notebook, returned by `start_ranks`. They are also a context manager."""
+    """The ranks of a notebook, returned by `start_ranks`. The object is also a context manager."""
 
     world_size: int
     backend: str
@@ -132,7 +132,7 @@ class Ranks:
     def run(self, code: str, ranks: Sequence[int] | None = None) -> None:
         """Execute Python text on all ranks (or on `ranks`), as a `%%px` cell does, and show what they print.
 
-        Raise RanksError if a rank raises, dies or misses the deadline. In the last two cases the ranks are ended.
+        Raise RanksError if a rank raises, dies or misses the deadline. In the last two cases, the ranks are ended.
         """
         self._require_running()
         ranks = list(range(self.world_size) if ranks is None else ranks)
@@ -178,7 +178,8 @@ class Ranks:
     def _spawn(self, part: str, *options: str, **environment: str) -> subprocess.Popen:
         own = {MARK: str(self._directory), "IPYTHONDIR": str(self._directory), "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
         own |= {"TORCHINDUCTOR_CACHE_DIR": str(self._directory / "inductor"), "PYTHONPATH": make_import_path()}
-        own |= {"TMPDIR": str(self._directory)}  # even looking for it leaves a file, if the process is killed then
+        # Even the search for a temporary directory leaves a file if the process is killed during the search.
+        own |= {"TMPDIR": str(self._directory)}
         with open(self._directory / "output", "ab") as output:
             return subprocess.Popen(
                 [sys.executable, "-m", f"ipyparallel.{part}", f"--profile-dir={self._directory}", *options],
@@ -190,7 +191,7 @@ class Ranks:
             )
 
     def _read_connection(self, side: str) -> dict[str, Any]:
-        """Return what the controller tells "engine" or "client", as soon as it does."""
+        """Wait for the file in which the controller describes its connections for `side`. Return its content."""
         file = self._directory / "security" / f"ipcontroller-{side}.json"
         ends_at = time.monotonic() + START_S
         while time.monotonic() < ends_at and self._controller.poll() is None:
@@ -207,7 +208,7 @@ class Ranks:
             raise RanksError("the ranks have ended; ranks = start_ranks() starts new ones")
 
     def _finish(self, result: AsyncResult, ranks: Sequence[int], deadline_s: float) -> Any:
-        """Wait for the ranks and return their values. If one fails, the others have `GRACE_S` left."""
+        """Wait for the ranks and return their values. If a rank fails, the others have `GRACE_S` seconds left."""
         parts = dict(zip(ranks, result.split()))
         ends_at = time.monotonic() + deadline_s
         reason = f"stopped after {deadline_s:g} s"
@@ -281,7 +282,7 @@ def read_solutions() -> Sources:
 
 
 def become_rank(request: dict[str, Any]) -> None:
-    """Turn an engine into a rank. Its events go to a file, which can be read while it hangs."""
+    """Turn an engine into a rank. Its events go to a file, which can be read even while the rank hangs."""
     from brigade.rank import main as rank
 
     number = int(os.environ["RANK"])
@@ -295,7 +296,7 @@ def become_rank(request: dict[str, Any]) -> None:
 
 
 def make_import_path() -> str:
-    """Return this process's PYTHONPATH, plus the course's directory: a notebook may have been started anywhere."""
+    """Return PYTHONPATH plus the course's directory, because a notebook may have been started anywhere."""
     return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
@@ -340,7 +341,7 @@ def end_everything(directory: Path) -> None:
 def show(number: int, name: str) -> Markdown:
     """Return the part of a module's solution called `name`, such as "NaiveDDP.finish_grad_sync", for display.
 
-    For a function, this is its first line and the solution proper, without docstring and guidance.
+    For a function, return its first line and its solution, without the docstring and the guidance.
     """
     from IPython.display import Markdown
 

@@ -103,7 +103,7 @@ def execute(notebook: NotebookNode, directory: Path) -> None:
 
 
 def clean(notebook: NotebookNode) -> None:
-    """Remove what differs between machines or needs a running kernel: versions, paths, widgets, empty outputs.
+    """Remove everything that differs between machines or needs a running kernel: versions, paths and widgets.
 
     Consecutive texts on the same stream become one output.
     """

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ipywidgets import ValueWidget
 
 Range = tuple[int, int]
-Layout = tuple[Sequence[Range], Sequence[Range], int]  # of parameters, of buckets, and the number of elements
+Layout = tuple[Sequence[Range], Sequence[Range], int]  # ranges of parameters and buckets, and the number of elements
 
 WIDTH = 12.0  # inches
 SHOWN_DPI = 72  # pixels per inch on the page; the file has more, for projectors
@@ -124,12 +124,12 @@ def draw_lines(
     with_values: bool = False,
     from_zero: bool = True,
 ) -> LargeFigure:
-    """Draw curves, given by name as x and y.
+    """Draw curves. `curves` contains the x and y values of each curve, by name.
 
-    `points` have markers instead of a line, and the colours of the curves in the same order. `verticals` are dotted
-    lines with the label at their x. `log` names the axes with a logarithmic scale: "x", "y" or "xy". If `are_steps`, a
-    curve keeps each value until the next. If `with_values`, each point has its y as a label. A linear y axis begins at
-    0 if `from_zero`.
+    `points` have markers instead of a line, and the colours of the curves in the same order. `verticals` contains the x
+    positions of dotted lines, by label. `log` names the axes with a logarithmic scale: "x", "y" or "xy". If
+    `are_steps`, a curve keeps each value until its next point. If `with_values`, each point is labelled with its y
+    value. A linear y axis begins at 0 if `from_zero`.
     """
     with make_figure(5.5) as (figure, axes):
         for style, (name, (x, y)) in zip(LINES, curves.items()):
@@ -179,7 +179,7 @@ def draw_bars(
     title: str,
     spread: Mapping[str, tuple[float, float]] | None = None,
 ) -> LargeFigure:
-    """Draw one stacked bar for each row, with its parts by name and their values at its end.
+    """Draw one stacked bar for each row, and write the values of its parts at its end.
 
     `spread` contains the quartiles of the whole bar, by row.
     """
@@ -260,14 +260,14 @@ def draw_box(axes: Axes, x: float, y: float, text: object, kind: str) -> None:
 
 
 def hide_frame(axes: Axes) -> None:
-    """Remove grid, ticks and spines, and keep the labels."""
+    """Remove the grid, the ticks and the spines, but keep the labels."""
     axes.grid(visible=False)
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
 
 
 def draw_ring_step(size: int, step: int) -> LargeFigure:
-    """Draw the chunks of all ranks after one step of a ring all-reduce, and what this step has sent."""
+    """Draw the chunks of all ranks after one step of a ring all-reduce, and the messages of this step."""
     last = 2 * (size - 1)
     step = min(step, last)
     states = list_ring_states(size)
@@ -350,7 +350,7 @@ def draw_timelines(timelines: Sequence[Timeline], titles: Sequence[str]) -> Larg
 
 
 def draw_bucket_model(bucket_mb: float, latency_us: float, gb_per_s: float, world_size: int) -> LargeFigure:
-    """Draw one backward of the α–β model with these buckets, and the exposed time for buckets of other sizes."""
+    """Draw one backward pass in the α–β model with these buckets, and the exposed time with other bucket sizes."""
     link = Link(1e-6 * latency_us, 1e9 * gb_per_s)
     step = simulate_buckets(link, world_size, 1e6 * bucket_mb)
     with matplotlib.rc_context(STYLE):
@@ -374,7 +374,7 @@ def draw_bucket_model(bucket_mb: float, latency_us: float, gb_per_s: float, worl
 
 
 def draw_prefetch_model(prefetch: int, gb_per_s: float, world_size: int) -> LargeFigure:
-    """Draw one step of module 11 in the α–β model with α = 20 µs, and the memory of the whole weights."""
+    """Draw one step of module 11 in the α–β model with α = 20 µs, and the memory of the full weights."""
     step = simulate_prefetch(import_solution("plan_schedule"), Link(20e-6, 1e9 * gb_per_s), world_size, prefetch)
     with make_figure(7.5, rows=2) as (figure, (timeline, memory)):
         styles = {kind: {"facecolor": COLOURS[kind], "edgecolor": "white"} for kind in ("forward", "backward")}

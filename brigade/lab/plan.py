@@ -2,9 +2,9 @@
 
     steps = plan(setting, link)
 
-A rank computes for as long as its floating-point operations and its memory traffic take, and launches by the rule of
-the variant (`schedules.py`). A collective starts when those before it are complete, and takes the time of a ring
-(`emulated_link.Link`). Nothing runs and no memory is allocated: the model is on the meta device.
+A rank computes for as long as its floating-point operations and its memory traffic take, and launches collectives by
+the rule of the variant (`schedules.py`). A collective starts when all earlier ones are complete, and takes as long as a
+ring algorithm (`emulated_link.Link`). Nothing runs and no memory is allocated: the model is on the meta device.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 # For plans only. Layers, d_model, heads, context: arXiv 2005.14165, table 2.1. GPT-3's feed-forward network has two
-# matrices of width 4 d_model. SwiGLU has three, which have the same total size if each is 8/3 d_model wide. Head and
-# embedding are not tied here.
+# matrices of width 4 d_model. SwiGLU has three, which have the same total size if each is 8/3 d_model wide. The head
+# and the embedding are not tied here.
 GPT3 = {
     "gpt3-6.7b": Size(d_model=4096, d_ff=10_944, layers=32, heads=32, vocabulary=50_257, context=2048),
     "gpt3-175b": Size(d_model=12_288, d_ff=32_768, layers=96, heads=96, vocabulary=50_257, context=2048),
@@ -43,7 +43,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 # NVIDIA H100 Tensor Core GPU datasheet, SXM. Its rates for Tensor Cores are "with sparsity"; dense matrices reach half.
 # fp32 is the rate without Tensor Cores: torch does not use TF32 for matrices unless it is allowed (since torch 1.12,
-# `torch.backends.cuda.matmul.allow_tf32`). With TF32 an H100 has 494.7.
+# `torch.backends.cuda.matmul.allow_tf32`). With TF32, an H100 reaches 494.7 TFLOPS.
 DEVICE = "H100"
 DEVICE_TFLOPS = {"fp32": 67.0, "bf16": PEAK_FLOPS / 1e12}
 DEVICE_MEMORY_GB = 80
@@ -77,7 +77,7 @@ def make_model(size: Size, dtype: str = "fp32") -> TinyLM:
 
 
 def find_units(model: TinyLM) -> list[list[int]]:
-    """Return the indices of the parameters of each unit if every block is one, the root first."""
+    """Return the indices of the parameters of each unit if every block is a unit. The root comes first."""
     unit_of = {p: unit for unit, block in enumerate(model.blocks, 1) for p in block.parameters()}
     units: list[list[int]] = [[] for _ in range(len(model.blocks) + 1)]
     for i, parameter in enumerate(model.parameters()):
@@ -89,8 +89,8 @@ def count_backward_flops(model: TinyLM, tokens: int, time: int) -> list[int]:
     """Return the floating-point operations of backward before each gradient is ready, in the order of registration.
 
     A matrix of n elements takes 2n operations per token in forward and 4n in backward. Causal attention over sequences
-    of `time` tokens takes 2 d_model time per token in forward and twice that in backward, before the gradient of v is
-    ready. Everything else counts as zero.
+    of `time` tokens takes 2 * d_model * time operations per token in forward, and twice as many in backward, before the
+    gradient of v is ready. Everything else counts as zero.
     """
     flops = dict.fromkeys(model.parameters(), 0)
     for module in model.modules():
@@ -104,9 +104,9 @@ def count_backward_flops(model: TinyLM, tokens: int, time: int) -> list[int]:
 def make_machine(
     flops: Sequence[int], flops_per_s: float, memory_bytes_per_s: float, backward_s: float | None = None
 ) -> Machine:
-    """Return a rank that does `flops` in backward and half as many in forward.
+    """Return the speed of a rank that does `flops` in backward and half as many in forward.
 
-    If `backward_s` is given, backward takes that long, divided in proportion to `flops`.
+    If `backward_s` is given, backward takes that long, and its parts are proportional to `flops`.
     """
     backward_s = sum(flops) / flops_per_s if backward_s is None else backward_s
     shares = tuple(backward_s * part_flops / sum(flops) for part_flops in flops)
@@ -114,7 +114,7 @@ def make_machine(
 
 
 def list_variants() -> list[Variant]:
-    """Return all variants that can be planned: those that have a rule, the course's first, in the order of modules."""
+    """Return all variants that have a rule: first the course's, in the order of the modules, then torch's."""
     advanced = [get_variant(entry) for entry in TRAINING_MODULES if not entry.is_core]
     found = select_with_rule([*(case.variant for case in list_cases()), *advanced])
     by_label = {variant.label: variant for variant in found}
@@ -128,7 +128,7 @@ def split_label(label: str) -> tuple[float, str]:
 
 
 def plan(setting: Setting, link: Link, selected: Sequence[Variant] | None = None) -> list[PlannedStep]:
-    """Return the predicted step of each selected variant, by default of all in `list_variants()`."""
+    """Return the predicted step of each selected variant. `selected` defaults to `list_variants()`."""
     alone_s = simulate(make_program(COMPUTATION, setting), link).end_s
     steps = []
     for variant in list_variants() if selected is None else selected:
@@ -150,7 +150,7 @@ def count_kept_bytes(variant: Variant, setting: Setting) -> Bytes:
     """
     rule, numel, itemsize = get_rule(variant), setting.numel, setting.itemsize
     needs_buffer = rule.params_in_buffer or rule.grads_in_buffer or rule.state == "shards"
-    buffer_bytes = sum(setting.layout_buckets.nbytes) if needs_buffer else 0  # of fp32
+    buffer_bytes = sum(setting.layout_buckets.nbytes) if needs_buffer else 0  # in fp32
     parameters = buffer_bytes * itemsize // FP32_BYTES if rule.params_in_buffer else numel * itemsize
     gradients = buffer_bytes if rule.grads_in_buffer else rule.grad_copies * numel * itemsize
     if rule.grads_in_shards:

@@ -27,9 +27,9 @@ class Machine:
     """How fast a rank computes: seconds, or bytes of memory traffic per second.
 
     `backward_s[i]` is the part of backward that ends with the gradient of parameter i, in the order of registration.
-    The other three fields describe emulated links. `launch_s` and `launch_s_per_byte` are the processor time that the
+    The last three fields describe emulated links. `launch_s` and `launch_s_per_byte` are the processor time that the
     real collective takes, per launch and per byte. `wake_s` is the time from the end of a collective until a waiting
-    rank continues. On a GPU they are zero, because communication runs beside computation.
+    rank continues. On a GPU, these three are zero, because communication runs concurrently.
     """
 
     forward_s: float
@@ -54,7 +54,7 @@ OPTIMIZERS = {"adamw": Optimizer("AdamW", 2), "sgd": Optimizer("SGD with momentu
 
 @dataclass(frozen=True)
 class Setting:
-    """What is trained, and on which machine. `parameters` may be on the meta device; all have one dtype.
+    """What is trained, and on which machine. `parameters` may be on the meta device; all have the same dtype.
 
     `bucket_mb` is in MiB. Modules 5 to 8 accumulate and reduce the gradients of 16-bit parameters in fp32, and module 8
     keeps fp32 main parameters. Everything else has the dtype of the parameters. `units` are the indices of the
@@ -84,7 +84,7 @@ class Setting:
 
     @functools.cached_property
     def owned_bytes(self) -> list[int]:
-        """The bytes of parameters that each rank owns if whole parameters are divided, the largest first."""
+        """The bytes of parameters that each rank owns if whole parameters are assigned to ranks, the largest first."""
         loads = [(0, rank) for rank in range(self.world_size)]
         for nbytes in sorted(self.nbytes, reverse=True):
             load, rank = loads[0]
@@ -122,9 +122,10 @@ class Setting:
 
     @functools.cached_property
     def torch_buckets(self) -> Buckets:
-        """The buckets of torch DDP from the second step on, with `bucket_cap_mb` given: each closes once it is full.
+        """The buckets of torch DDP from the second step on, with `bucket_cap_mb`: each bucket closes once it is full.
 
-        See compute_bucket_assignment_by_size in torch/csrc/distributed/c10d/reducer.cpp, in the order of readiness.
+        See compute_bucket_assignment_by_size in torch/csrc/distributed/c10d/reducer.cpp. It receives parameters in the
+        order in which their gradients become ready.
         """
         param_indices: list[list[int]] = []
         nbytes = 0
@@ -152,7 +153,7 @@ class Buckets:
 def import_solution(name: str) -> Callable:
     """Import a public function of the solutions into this process and return it.
 
-    In the student edition it is the student's own.
+    In the student edition, import the student's own function.
     """
     entry = find_module(name)
     install(PACKAGE, read(REFERENCE, entry.number).sources)

@@ -13,7 +13,8 @@ from rich.table import Table
 from brigade.lab.bench import Bench, Row, Spread
 from brigade.lab.ladder import FP32_BYTES, LOSS_TOLERANCE, PHASES, TORCH_DDP, Ladder
 
-# Okabe and Ito's palette for all kinds of colour vision. Lightness differs too, so it works in grey.
+# Okabe and Ito's palette for all kinds of colour vision. The colours also differ in lightness, so they work in
+# greyscale.
 COLOURS = {
     "forward": "#8fcdf0",
     "backward": "#0072b2",

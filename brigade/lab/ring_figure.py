@@ -18,7 +18,7 @@ def list_ring_states(size: int) -> list[list[list[int]]]:
         after = [list(chunks) for chunks in before]
         for rank in range(size):
             chunk = (rank - step - 2) % size
-            own = before[rank][chunk] if step < size - 1 else 0  # the second phase replaces
+            own = before[rank][chunk] if step < size - 1 else 0  # the second phase replaces values
             after[rank][chunk] = own + before[rank - 1][chunk]
         states.append(after)
     return states

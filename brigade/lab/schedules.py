@@ -5,7 +5,7 @@
     simulate(program, link)     when each instruction runs, on a link
 
 Each variant's launch rule is repeated here as the instructions of one rank, in a few lines. All ranks are assumed to do
-the same at the same time, so a collective starts when this rank launches it.
+the same at the same time, so no collective waits for another rank to launch it.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ class Program:
         self.instructions += map(Wait, launched)
 
     def add_backward(self, op: str = "", buckets: Buckets | None = None, copies: int = 0) -> list[int]:
-        """Run backward; launch each bucket when its last gradient is ready, after copying it `copies` times.
+        """Run backward. Launch each bucket when its last gradient is ready, after copying it `copies` times.
 
-        Return the numbers of the launches. Without buckets there are none.
+        Return the numbers of the launches; without buckets, the list is empty.
         """
         complete = {bucket[-1]: (nbytes, bucket) for bucket, nbytes in buckets or ()}
         launched = []
@@ -100,7 +100,7 @@ def run_forward(program: Program) -> None:
 
 
 def run_prefetched_forward(program: Program) -> None:
-    """Wait for each bucket's weights just before they are used. The step before has launched the all-gathers."""
+    """Wait for each bucket's weights just before they are used. The previous step launches the all-gathers."""
     machine = program.setting.machine
     buckets = [(param_indices[::-1], nbytes) for param_indices, nbytes in program.setting.layout_buckets][::-1]
     for number, (param_indices, _) in zip(gather_weights(program, buckets), buckets):
@@ -110,7 +110,10 @@ def run_prefetched_forward(program: Program) -> None:
 
 
 def gather_weights(program: Program, buckets: Iterable[tuple[list[int], int]]) -> list[int]:
-    """Launch the all-gathers of weights for buckets of so many bytes of fp32. Return the numbers of the launches."""
+    """Launch the all-gathers of weights. Return the numbers of the launches.
+
+    `buckets` contains the parameters of each bucket, by index, and its bytes in fp32.
+    """
     itemsize = program.setting.itemsize
     return [program.launch("all_gather", n * itemsize // FP32_BYTES, indices) for indices, n in buckets]
 
@@ -148,7 +151,7 @@ def schedule_bucketed(program: Program) -> None:
 
 
 def average_copies(program: Program, buckets: Buckets, moves: int) -> None:
-    """Copy and reduce the buckets in backward. Wait for each, then read or write its bytes `moves` times."""
+    """Copy and all-reduce the buckets in backward. Wait for each bucket, then read or write its bytes `moves` times."""
     for number, (_, nbytes) in zip(program.add_backward("all_reduce", buckets, copies=1), buckets):
         program.wait(number)
         program.move(moves * nbytes)
@@ -160,7 +163,7 @@ def schedule_buffered(program: Program) -> None:
 
 
 def schedule_coalesced(program: Program) -> None:
-    """Use one bucket per group. A group is gathered when half of the gradients of the next one are ready."""
+    """Use one bucket per group. A group is gathered when half of the gradients of the next group are ready."""
     buckets = [*program.setting.layout_buckets]
     reduced: list[int] = []
     gathered: list[int] = []
@@ -190,13 +193,13 @@ def schedule_zero(program: Program) -> None:
 
 
 def schedule_prefetched(program: Program) -> None:
-    """Schedule module 9 after its forward, which waits for the weights that the step before has launched."""
+    """Schedule backward and the optimizer step of module 9. Its next forward waits for the all-gathers."""
     program.wait(*program.add_backward("reduce_scatter", program.setting.layout_buckets))
     program.add_step(1 / program.setting.world_size, FP32_BYTES)
 
 
 def schedule_grad_shards(program: Program) -> None:
-    """Schedule module 10: before a bucket is launched, wait for the one that is LIVE_BUCKETS before it."""
+    """Schedule module 10. Each launch of a bucket first waits for the bucket LIVE_BUCKETS launches earlier."""
     buckets = program.setting.layout_buckets
     reduced: list[int] = []
     for param_indices, nbytes in buckets:
@@ -211,7 +214,7 @@ def schedule_grad_shards(program: Program) -> None:
 
 
 def schedule_sharded(program: Program) -> None:
-    """Schedule module 8's other optimizer, on a plain model."""
+    """Schedule module 8's `ShardedOptimizer` on a plain model."""
     program.add_backward()
     launch_largest_first(program, "reduce")
     step_on_owners(program)
@@ -224,13 +227,13 @@ def step_on_owners(program: Program) -> None:
 
 
 def launch_largest_first(program: Program, op: str) -> None:
-    """Launch a collective for each parameter, and wait for all of them."""
+    """Launch a collective for each parameter, the largest first. Wait for all of them."""
     largest_first = sorted(enumerate(program.setting.nbytes), key=lambda item: -item[1])
     program.wait(*[program.launch(op, nbytes, [i]) for i, nbytes in largest_first])
 
 
 def schedule_torch_ddp(program: Program) -> None:
-    average_copies(program, program.setting.torch_buckets, 2)  # torch divides as it copies
+    average_copies(program, program.setting.torch_buckets, 2)  # torch divides while it copies
     program.add_step()
 
 
@@ -271,7 +274,7 @@ def perform_actions(
     """Perform the actions of a pass of module 11. Return the numbers of the reductions.
 
     `unit_bytes` are the bytes of each unit's weights, and `computations` what each unit computes in this pass. Before a
-    reduction is launched, the previous one has to be complete.
+    reduction is launched, the previous one must be complete.
     """
     gathers, reductions = {}, []
     for action, unit in actions:
@@ -284,7 +287,7 @@ def perform_actions(
             program.move(2 * unit_bytes[unit])  # into the flat tensor
             reductions.append(program.launch("reduce_scatter", unit_bytes[unit], computations[unit].param_indices))
         else:
-            if unit in gathers:  # backward has the root from forward
+            if unit in gathers:  # in backward, the root is still gathered
                 program.wait(gathers[unit])
             program.instructions.append(computations[unit])
     return reductions
@@ -294,8 +297,8 @@ def perform_actions(
 class Rule:
     """How a variant launches, whether its gradients and its parameters are in padded buffers, and where the state is.
 
-    `state` is "everywhere" (on every rank), or divided by "parameters" or by "shards" of buckets; "units" divides
-    parameters and gradients too. `forward` comes before `run`.
+    `state` is "everywhere" if every rank has all of it. It is sharded by whole "parameters" or by "shards" of buckets.
+    With "units", parameters and gradients are sharded too. `forward` runs before `run`.
     """
 
     run: Callable[[Program], None]
@@ -304,7 +307,7 @@ class Rule:
     params_in_buffer: bool = False
     state: str = "everywhere"
     grads_in_shards: bool = False
-    grad_copies: int = 1  # torch DDP keeps its buckets beside the gradients
+    grad_copies: int = 1  # torch DDP keeps its buckets in addition to the gradients
 
 
 RULES = {
@@ -357,7 +360,7 @@ def make_program(variant: Variant, setting: Setting) -> Program:
 
 
 class Busy(NamedTuple):
-    """A rank computes or waits from `start_s` to `end_s`. A wait takes no time if the collective is complete."""
+    """A rank computes or waits from `start_s` to `end_s`. Waiting for a complete collective takes no time."""
 
     instruction: Compute | Wait
     start_s: float
@@ -375,7 +378,7 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulation:
-    """When a rank computes and waits and what the link carries, in seconds since the program began."""
+    """When a rank computes and waits, and when the link carries each collective, in seconds since the start."""
 
     busy: list[Busy]
     transfers: list[Transfer]
@@ -385,8 +388,8 @@ class Simulation:
 def simulate(program: Program, link: Link) -> Simulation:
     """Return when each instruction of the program runs.
 
-    The rule is that of `emulated_link.py`: a collective starts when all ranks, here at once, have launched it and the
-    link is free, and occupies the link for its latency and its bytes / bandwidth.
+    As in `emulated_link.py`, a collective starts when all ranks have launched it (here, at the same time) and the link
+    is free. It occupies the link for its latency plus its bytes divided by the bandwidth.
     """
     machine, world_size = program.setting.machine, program.setting.world_size
     now, link_free = 0.0, 0.0

@@ -1,4 +1,4 @@
-"""A step as the α–β model predicts it, as a timeline: the schematic at the top of a reading.
+"""Timelines of steps as the α–β model predicts them: the schematics at the top of the readings.
 
     timelines = make_timelines([get_variant(get_module(3)), get_variant(get_module(4))])
     draw(timelines, path)
@@ -26,7 +26,7 @@ WORLD_SIZE = 2
 FORWARD_MS, BACKWARD_MS = 5, 10  # for each layer
 STEP_MS = 6  # for the whole model
 COPY_MS = 1  # for each layer
-ALPHA_MS, TRANSFER_MS = 8, 6  # an all-reduce takes α, and TRANSFER_MS for each layer
+ALPHA_MS, TRANSFER_MS = 8, 6  # an all-reduce takes α plus TRANSFER_MS for each layer
 SETTING = Setting(
     [nn.Parameter(torch.empty(LAYER_BYTES // 4, device="meta")) for _ in range(LAYERS)],
     WORLD_SIZE,
@@ -46,7 +46,7 @@ LINK = Link(1e-3 * ALPHA_MS / 2, LAYER_BYTES / (1e-3 * TRANSFER_MS))  # between 
 def make_timelines(variants: Sequence[Variant]) -> list[Timeline]:
     """Return a timeline of each variant, with one rank that stands for all.
 
-    If one of them gathers weights for the next forward, all begin with backward and end with the next forward.
+    If a variant gathers weights for the next forward, all timelines begin with backward and end with the next forward.
     """
     from_backward = any(get_rule(variant).forward is run_prefetched_forward for variant in variants)
     timelines = []
@@ -102,7 +102,7 @@ def join_numbers(layers: Sequence[int]) -> str:
 
 
 def list_bucket_memory(simulation: Simulation) -> list[Span]:
-    """Return when each of module 10's buckets exists: from its first gradient to the wait for its reduce-scatter."""
+    """Return when each bucket of module 10 is allocated: from its first gradient to the wait for its reduce-scatter."""
     memory = []
     for number, (launch, *_) in enumerate(simulation.transfers):
         if launch.op == "reduce_scatter":
@@ -118,7 +118,7 @@ def list_bucket_memory(simulation: Simulation) -> list[Span]:
 
 
 def list_unit_memory(simulation: Simulation) -> list[Span]:
-    """Return when each of module 11's units has whole weights: from each gather to the computation that frees them."""
+    """Return when each unit of module 11 has full weights: from an all-gather until the computation that frees them."""
     memory = []
     gathers = [transfer for transfer in simulation.transfers if transfer.launch.op == "all_gather"]
     for index, (launch, launched_s, *_) in enumerate(gathers):
@@ -136,5 +136,5 @@ def list_unit_memory(simulation: Simulation) -> list[Span]:
 
 
 def make_memory_span(what: str, layers: Sequence[int], start_s: float, end_s: float) -> Span:
-    """Return the time for which a bucket or a unit with these layers has memory."""
+    """Return the period in which a bucket or a unit with these layers is allocated."""
     return Span(0, "memory", 1e3 * start_s, 1e3 * end_s, f"{what} {join_numbers(layers)}")

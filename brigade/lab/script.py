@@ -1,4 +1,4 @@
-"""What the lab's own commands, `python -m brigade.lab.NAME`, share: progress bars, error messages and exit statuses.
+"""Progress bars, error messages and exit statuses of the lab's own commands, `python -m brigade.lab.NAME`.
 
 Only `show_progress` needs more than the standard library.
 """
@@ -16,7 +16,7 @@ from brigade.runner.ranks import RankFailure
 def run_to_status(name: str, run: Callable[[], int]) -> int:
     """Return the exit status that `run` returns, 2 after an error, or 130 after Ctrl-C.
 
-    An error prints one line that begins with `name`.
+    After an error, print one line that begins with `name`.
     """
     try:
         return run()

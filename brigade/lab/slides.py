@@ -2,7 +2,7 @@
 
 A deck is one HTML file that needs no network: it contains reveal.js, its styles, the figures and the formulas. Slides
 follow the notebooks' metadata (`slideshow.slide_type`). Figures and excerpts from the solutions appear without the code
-that shows them, and outputs of long code without that code.
+that shows them. Outputs of long code also appear without that code.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def main() -> int:
 
 
 def write_decks(number: str | None = None) -> int:
-    """Write the deck of one module, or all of them. Raise CourseError if there is no such module."""
+    """Write the deck of one module, or all decks. Raise CourseError if there is no such module."""
     OUTPUT.mkdir(parents=True, exist_ok=True)
     for notebook in list_notebooks(number):
         path = OUTPUT / f"{notebook.stem}.html"

@@ -6,8 +6,8 @@
 
 `timeline_view.py` writes an interactive page.
 
-The workload's link is emulated (`emulated_link.py`); with `link=None` it is the machine's own. Ranks compute on the
-CPU, because for a GPU the record knows when work was queued, not when it ran.
+The workload's link is emulated (`emulated_link.py`); with `link=None`, ranks use the machine's own. Ranks compute on
+the CPU, because on a GPU, the events show when work was queued, not when it ran.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from brigade.lab.ladder import (
 from brigade.lab.plots import COLOURS, NAMES
 from brigade.rank.emulated_link import Link
 
-# A model with few, large parameters, so that the collectives are visible.
+# A model with few but large parameters, so that the collectives are visible.
 WORKLOAD = replace(
     EMULATED,
     size=Size(d_model=192, d_ff=512, layers=2, heads=4, vocabulary=256),
@@ -76,8 +76,8 @@ MEMORY_LANES = 0.5  # the distance from one lane of memory to the next
 class Span:
     """What one rank did from `start_ms` to `end_ms`, relative to the start of the step.
 
-    `kind` is one of `ladder.PHASES`, or "wait" if the rank waited for a collective in one of them. In a schematic it
-    may also be "copy". `label` is what the picture says about it.
+    `kind` is one of `ladder.PHASES`, or "wait" if the rank waited for a collective in one of them. In a schematic, it
+    may also be "copy". `label` is the text of the span in the picture.
     """
 
     rank: int
@@ -89,14 +89,15 @@ class Span:
 
 @dataclass(frozen=True)
 class Collective:
-    """One launch on one rank. It was called at `launched_ms` and ran from `start_ms` to `end_ms`.
+    """One collective on one rank. It was launched at `launched_ms`, and ran from `start_ms` to `end_ms`.
 
-    On an emulated link `start_ms` is later than the launch if another rank launched later or if the link was busy,
-    because it carries one collective at a time. If its end was not recorded, it ends with the step. The rank waited for
-    it until `waited_ms`; None means that it never waited. `number` counts the launches of its `op` in the step, and
-    `parts` the tensors in a coalesced launch. `name` is that of the parameter, if the launch is on one. `row` separates
-    collectives that overlap, from 0. `line` is the line of the wrapper that launched it, if there is one. `label` is
-    what the picture says about it, and the first `latency_ms` are drawn dark.
+    An emulated link carries one collective at a time, so `start_ms` is later than the launch if another rank launched
+    later or if the link was busy. If the end was not recorded, `end_ms` is the end of the step. The rank waited for the
+    collective until `waited_ms`; None means that it never waited. `number` counts the earlier launches of `op` in the
+    step, and `parts` counts the tensors in a coalesced launch. `name` is the parameter's name, if the launch is on a
+    single parameter. Collectives that overlap have different numbers as `row`, starting at 0. `line` is the line of the
+    wrapper that launched the collective, if it is known. `label` is the text of the collective in the picture, in which
+    the first `latency_ms` are dark.
     """
 
     rank: int
@@ -133,9 +134,9 @@ class Collective:
 class Timeline:
     """One step of one variant: the step that has the median length of all timed steps.
 
-    `exposed_ms` is how much longer a step takes than without communication (median over the timed rounds). `link` is
-    the emulated link, and `backward_ms` is the time of backward alone. A schematic (`schematic.py`) has one rank, which
-    stands for all. Its `memory` contains a span for each period in which the memory that its label names exists.
+    `exposed_ms` is the time by which communication lengthens a step (median over the timed rounds). `link` is the
+    emulated link, and `backward_ms` is the time of backward alone. A schematic (`schematic.py`) has one rank, which
+    stands for all. Its `memory` contains a span for each period in which the memory named by the label is allocated.
     """
 
     label: str
@@ -169,7 +170,7 @@ class Timeline:
 
     @property
     def height(self) -> float:
-        """The height of its panel, in units in which a computation is 0.8 high."""
+        """The height of the timeline's panel, in units in which the lane of computation has the height 0.8."""
         return LANES * self.world_size - 0.35 + MEMORY_LANES * len(self.memory_lanes)
 
     @property
@@ -202,8 +203,8 @@ def trace(
 ) -> list[Timeline]:
     """Run the variants alternately, in one run of ranks, and return a timeline of each.
 
-    `ladder.TORCH_DDP` may be one of the variants. `sources` are by default the solutions. `options` are passed to
-    `ladder.run_variants`. Raise the same errors.
+    `ladder.TORCH_DDP` may be one of the variants. `sources` defaults to the solutions. `options` are passed to
+    `ladder.run_variants`. Raise the errors of that function.
     """
     workload = workload or WORKLOAD
     running = [*variants, COMPUTATION]
@@ -258,7 +259,7 @@ def make_collectives(rank: int, launched: Sequence[Launch], zero: float, one_at_
     collectives = []
     for launch in launched:
         start, row = launch.began or launch.start, 0
-        if one_at_a_time:  # the previous one may have ended late
+        if one_at_a_time:  # the previous collective may have ended late
             start = max([start, *rows])
         else:
             row = next((i for i, end in enumerate(rows) if end <= start), len(rows))
@@ -290,8 +291,8 @@ def make_collectives(rank: int, launched: Sequence[Launch], zero: float, one_at_
 def make_chrome_trace(timelines: Sequence[Timeline]) -> dict[str, Any]:
     """Return the timelines in Chrome's Trace Event Format, with one process per rank and timeline.
 
-    Times are in microseconds. An arrow leads from a launch to its collective if that did not start immediately.
-    Collectives that overlap have separate threads, because slices of one thread must not overlap.
+    Times are in microseconds. An arrow leads from a launch to its collective if the collective did not start
+    immediately. Collectives that overlap have separate threads, because slices of one thread must not overlap.
     """
     metadata: list[dict[str, Any]] = []
     events: list[dict[str, Any]] = []
@@ -355,8 +356,8 @@ def convert_to_us(ms: float) -> int:
 def draw(timelines: Sequence[Timeline], path: Path, titles: Sequence[str] | None = None, *, width: int = 900) -> None:
     """Draw the timelines below each other on one time axis, as a PNG file `width` pixels wide.
 
-    `titles` are above each timeline, by default its label and number of collectives. The file's description contains
-    the lengths of the steps.
+    `titles` are drawn above the timelines (default: the label and the number of collectives). The description in the
+    file contains the lengths of the steps.
     """
     height = 1.0 + sum(0.5 + 0.45 * timeline.height for timeline in timelines)
     figure = Figure(figsize=(width / 100, height), dpi=100, layout="constrained")
@@ -373,7 +374,7 @@ def describe_lengths(timelines: Sequence[Timeline]) -> str:
 def draw_panels(figure: Figure, timelines: Sequence[Timeline], titles: Sequence[str], size: float) -> None:
     """Draw a panel for each timeline, with a legend below. `size` is the text size in points.
 
-    The length of each step is in a second line below its title.
+    The length of each step is on a second line, below the title.
     """
     heights = [timeline.height for timeline in timelines]
     panels = figure.subplots(len(timelines), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
@@ -393,14 +394,14 @@ def draw_panels(figure: Figure, timelines: Sequence[Timeline], titles: Sequence[
         handletextpad=0.5,
         columnspacing=1.2,
     )
-    figure.draw_without_rendering()  # computes the room in each block
+    figure.draw_without_rendering()  # computes the space in each block
     for axes, timeline in zip(panels, timelines):
         for rank in range(timeline.world_size):
             label_blocks(axes, timeline, rank, size - 1)
 
 
 def make_legend(timelines: Sequence[Timeline]) -> list[Artist]:
-    """Return the legend's entries for what is in the timelines."""
+    """Return the legend's entries for everything that the timelines contain."""
     kinds = {span.kind for timeline in timelines for span in timeline.spans}
     ops = {collective.op for timeline in timelines for collective in timeline.launched}
     handles: list[Artist] = [
@@ -415,7 +416,7 @@ def make_legend(timelines: Sequence[Timeline]) -> list[Artist]:
     if any(collective.latency_ms for timeline in timelines for collective in timeline.launched):
         handles.append(Patch(facecolor=LATENCY_COLOUR, label="latency α"))
     if any(timeline.memory for timeline in timelines):
-        handles.append(Patch(**MEMORY, label="memory exists"))
+        handles.append(Patch(**MEMORY, label="memory allocated"))
     return handles
 
 
@@ -426,9 +427,9 @@ def get_style(kind: str) -> dict[str, str]:
 
 
 def draw_panel(axes: Axes, timeline: Timeline, size: float) -> None:
-    """Draw two lanes for each rank, from the top: computation, and running collectives. Memory is below all ranks.
+    """Draw two lanes for each rank: computation, and running collectives below it. Draw memory below all ranks.
 
-    Between the lanes of a rank are the exposed times and the launches.
+    The exposed times and the launches are between the two lanes of a rank.
     """
     ticks: dict[str, float] = {}
     for rank in range(timeline.world_size):
@@ -469,7 +470,7 @@ def draw_panel(axes: Axes, timeline: Timeline, size: float) -> None:
 
 
 def compute_blocks(collectives: Sequence[Collective], top: float) -> list[tuple[float, float]]:
-    """Return top and height of the block of each collective. Collectives that overlap share the lane's height."""
+    """Return the top and the height of each collective's block. Collectives that overlap share the lane's height."""
     depth = 1 + max((collective.row for collective in collectives), default=0)
     return [(top + 1.25 + collective.row * 1.0 / depth, 1.0 / depth) for collective in collectives]
 
@@ -496,7 +497,7 @@ def write_inside(
     ground: str,
     ink: str,
 ) -> None:
-    """Write a label into the middle of a block, if it fits. The block is given by its times, its top and its height."""
+    """Write a label in the middle of a block, if it fits. The block is given by its times, its top and its height."""
     (start, end), (top, height) = interval_ms, block
     box = {"facecolor": ground, "edgecolor": "none", "pad": 0.8}
     text = axes.text(

@@ -1,12 +1,12 @@
-"""Ranks that `torchrun`, or another launcher that sets the same variables, has started: this process is one of them.
+"""Use ranks that were started by `torchrun`, or by another launcher that sets the same variables.
 
-    is_torchrun()                    whether that is so
+    is_torchrun()                    whether this process is such a rank
     run_on_torchrun(function)        like `run_ranks`, with this process as a rank
     report_rank_failures(command)    wrap a command, so that only rank 0 prints
 
-`run_ranks` forks ranks on this machine and watches them from outside. Here no process is outside: every process runs
-the same command, becomes a rank when the command runs ranks, and sends its result to rank 0. Only rank 0 continues;
-the other processes end there. A watchdog in each process enforces the deadline.
+`run_ranks` forks ranks on this machine and watches them from outside. With `torchrun`, no process is outside. Every
+process runs the same command, becomes a rank when the command runs ranks, and sends its result to rank 0. Then only
+rank 0 continues, and the other processes end. A watchdog in each process enforces the deadline.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from brigade.runner.report import BROKEN_LINK, RankFailure
 from brigade.runner.server import SERVER, make_locked_directory
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# torchrun ends its other processes as soon as one has failed. A process without a message of its own waits for that.
-# If the failure was on another machine, nothing ends it, and it ends by itself.
+# As soon as one process has failed, torchrun ends its other processes. A process that has no message of its own waits
+# this long to be ended. If the failure was on another machine, it then ends by itself.
 OTHERS_FIRST_S = 5.0
 LAST_WORDS_S = 1.0  # after the deadline, for the other ranks to print where they are
 CONNECTING_S = 60.0  # gloo itself would try as long as a collective may take
@@ -62,12 +62,12 @@ def read_world_size() -> int:
 
 
 def run_on_torchrun(function: Callable[..., Any], *args: Any, **options: Any) -> RankResults:
-    """Run a function as `run_ranks` does, on torchrun's ranks. Return on rank 0; other processes end here.
+    """Run a function as `run_ranks` does, on torchrun's ranks. Return on rank 0; the other processes end here.
 
-    Times in events and results are each machine's own (`time.perf_counter`). `on_event` is called on rank 0 with its
-    own events; output is not kept, and events are never streamed. Raise CourseError on every rank if the run is
-    impossible, and RankFailure on the rank that failed. When the deadline is over, the process prints where it is and
-    ends with status 1. Mode "emulate" needs all ranks on one machine, because ranks on several have no common clock.
+    Times in events and results are each machine's own (`time.perf_counter`). `on_event` is called only with rank 0's
+    events, on rank 0. Output is not kept, and events are never streamed. Raise CourseError on every rank if the run is
+    impossible, and RankFailure on the rank that failed. After the deadline, the process prints where it is and ends
+    with status 1. Mode "emulate" needs all ranks on one machine, because several machines have no common clock.
     """
     how = RunOptions(**options)
     rank, size, local_rank, local_size = read_rank_variables()
@@ -141,7 +141,7 @@ def gather_results(result: Any, events: list[Event]) -> list[tuple[Any, list[Eve
     from brigade.runner import wire
 
     emulated_link.use(None)
-    recorded = json.dumps(events).encode()  # now, because the gather is recorded too
+    recorded = json.dumps(events).encode()  # encoded now, because the gather is recorded too
     packed = bytearray(zlib.compress(wire.encode([result, recorded]), level=1))
     length = torch.tensor([len(packed)])
     lengths = [torch.zeros_like(length) for _ in range(dist.get_world_size())]
@@ -194,7 +194,7 @@ def start_timer(after_s: float, function: Callable[..., None], *args: Any) -> th
 
 
 def stop_unconnected(after_s: float, rank: int) -> None:
-    """End this process with the usual cause if it is not connected to all other ranks yet."""
+    """End this process with a message about the usual cause if it is not connected to all other ranks yet."""
     from torch import distributed as dist
 
     if not dist.is_initialized():
@@ -222,7 +222,7 @@ def exit_with_message(message: str) -> None:
 def report_rank_failures(command: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
     """Return the command, with failures of ranks converted to messages.
 
-    Under torchrun, only rank 0 and a rank that failed by itself print. There the wrapped command does not return,
+    Under torchrun, only rank 0 and ranks that failed by themselves print. The wrapped command does not return there,
     because a process that has used gloo may be aborted when Python shuts down.
     """
 

@@ -4,8 +4,8 @@
     median(point.error for point in points)
 
 No part of a prediction is fitted to the step times that it predicts. Two inputs come from the same run: the link, and
-the time of steps without communication. Three come from a short run before it: how fast this machine copies memory,
-the processor time of a launch, and how much longer than the link's time a small collective takes here.
+the time of steps without communication. Three come from a short run before that: how fast this machine copies memory,
+the processor time of a launch, and how much longer a small collective takes here than on the link.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Point:
 
 
 def validate(world_size: int, bucket_mb: float, on_step: Callable[[], None] | None = None) -> list[Point]:
-    """Return a point for each variant of the ladder, all from one run. Raise as `run_ladder` does."""
+    """Return a point for each variant of the ladder, all from one run. Raise the errors of `run_ladder`."""
     workload = replace(EMULATED, bucket_mb=bucket_mb)
     overheads = measure_overheads(world_size, workload)
     return compare(ladder.run_ladder(workload, world_size=world_size, on_step=on_step), overheads)

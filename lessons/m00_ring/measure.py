@@ -1,4 +1,4 @@
-"""Time four ways to all-reduce on an emulated link, at 2 and 4 ranks, and compare the times with α and β."""
+"""Time four ways to all-reduce on an emulated link, with 2 and 4 ranks, and compare the times with the α–β model."""
 
 import time
 
@@ -10,12 +10,12 @@ from brigade.rank import emulated_link
 from brigade.rank.api import student
 
 LINK = emulated_link.Link(latency_s=30e-3, bytes_per_s=4e6)  # so slow that Python's own time hardly counts
-SIZES = {12_000: 2, 120_000: 2, 960_000: 1}  # by bytes: how often to measure, so that the fastest counts
+SIZES = {12_000: 2, 120_000: 2, 960_000: 1}  # bytes: the number of measurements, of which the fastest counts
 NAMES = ("root", "ring", "exchange", "dist.all_reduce")
 
 
 def exchange(tensor):
-    """All-reduce on 2 or 4 ranks in log2(N) steps: in each, exchange the whole tensor with another partner."""
+    """All-reduce on 2 or 4 ranks in log2(N) steps. In each step, exchange the whole tensor with a different partner."""
     rank, received = dist.get_rank(), torch.empty_like(tensor)
     for distance in (1, 2)[: dist.get_world_size() // 2]:
         handle = dist.isend(tensor, rank ^ distance)
@@ -25,7 +25,7 @@ def exchange(tensor):
 
 
 def predict(name, nbytes, size):
-    """Return how many seconds an all-reduce takes: the number of messages one after another, times their duration."""
+    """Return how many seconds an all-reduce takes: the number of consecutive messages, times their duration."""
     messages = size.bit_length() - 1 if name == "exchange" else 2 * (size - 1)
     length = nbytes if name in ("root", "exchange") else nbytes / size
     return messages * (LINK.latency_s + length / LINK.bytes_per_s)
@@ -53,7 +53,7 @@ def measure():
 
 
 def find_crossover(seconds):
-    """Return the bytes at which the lines of ring and exchange, through the last two sizes, meet."""
+    """Return the bytes at which the lines of ring and exchange meet. Both lines go through the last two sizes."""
     first, last = list(SIZES)[-2:]
     before, after = (seconds["ring", nbytes] - seconds["exchange", nbytes] for nbytes in (first, last))
     return first + (last - first) * before / (before - after)

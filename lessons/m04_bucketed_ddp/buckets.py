@@ -1,4 +1,4 @@
-"""Print how many buckets `plan_buckets` makes of XL's 435 parameters, with caps of 1, 10, 100 and 1000 MiB."""
+"""Print how many buckets `plan_buckets` makes for XL's 435 parameters, with caps of 1, 10, 100 and 1000 MiB."""
 
 from brigade.checks.tiny_lm import make_tiny_lm
 from brigade.lab.experiment import run_experiment

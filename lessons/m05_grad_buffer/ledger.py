@@ -1,4 +1,4 @@
-"""Print how many MB a step of TinyLM copies, adds, zeroes and allocates in modules 4 and 5, beyond the bare model."""
+"""Print how many MB a step of TinyLM copies, adds, zeroes and allocates in modules 4 and 5, beyond the bare model's."""
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -1,6 +1,7 @@
 """Print the exposed time of the reduce-scatters, relative to backward, by the number of buckets per group.
 
-On the emulated link, a reduce-scatter of all gradients takes 0.8 of backward. Each launch takes 4 % or 0.2 % of it.
+On the emulated link, a reduce-scatter of all gradients takes 0.8 times as long as backward. Starting a launch takes
+4 % or 0.2 % of backward.
 """
 
 import random

@@ -1,6 +1,6 @@
-"""Print how many bytes, in how many writes, a rank sends in gloo's collectives, one by one and coalesced.
+"""Print how many bytes a rank sends in gloo's collectives, and in how many writes, one by one and coalesced.
 
-This works on Linux only, whose kernel counts what a process writes.
+This works only on Linux, whose kernel counts the bytes that a process writes.
 """
 
 import sys
@@ -21,7 +21,7 @@ def count_sent():
 
 
 def measure():
-    """Return for each collective (bytes sent / bytes of the tensors, writes one by one, writes coalesced)."""
+    """Return, for each collective, (bytes sent / bytes of the tensors, writes one by one, writes coalesced)."""
     rank, size = dist.get_rank(), dist.get_world_size()
     calls = {
         "all_reduce": lambda whole: dist.all_reduce(whole),
@@ -47,7 +47,7 @@ def measure():
 
 if __name__ == "__main__":
     if sys.platform != "linux":
-        sys.exit("only Linux counts what a process writes")
+        sys.exit("only Linux counts the bytes that a process writes")
     for size in (2, 4):
         print(f"{size} ranks")
         for name, (share, single, coalesced) in run_ranks(measure, world_size=size)[0].items():

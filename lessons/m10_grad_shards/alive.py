@@ -9,7 +9,7 @@ from brigade.lab.experiment import run_experiment
 from brigade.rank.api import student
 from brigade.rank.memory import LiveMemory
 
-LAYERS, WIDTH = 16, 512  # a layer has 1 MiB of weights, and so has a bucket
+LAYERS, WIDTH = 16, 512  # the weights of a layer take 1 MiB, and so does a bucket
 
 
 def wrap(model, live):
@@ -22,7 +22,10 @@ def wrap(model, live):
 
 
 def measure(live, micro_batches):
-    """Return the most bytes at a gradient hook, and those after the finish, beside weights. Activations are small."""
+    """Return the most bytes besides weights at a gradient hook, and those after `finish_grad_sync`.
+
+    Activations are small.
+    """
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
     x, at_hooks = torch.randn(1, WIDTH), []
     with LiveMemory(model.parameters()) as memory:
@@ -45,7 +48,8 @@ def main(run):
         ("module 10, max_live_buckets=4", 4, 1),
         ("module 10, 4 micro-batches in no_sync", 1, 4),
     ):
-        most, after = run(measure, live, micro_batches, mode="strict")[0]  # gloo keeps copies, which do not count there
+        # In strict mode, the copies that gloo keeps do not count.
+        most, after = run(measure, live, micro_batches, mode="strict")[0]
         print(f"{name}: {most / 2**20:.1f} MiB in backward, {after / 2**20:.1f} MiB between steps")
 
 

@@ -1,4 +1,4 @@
-"""Print what TinyLM's third step needs with different settings: whole weights at their peak, launches and bytes."""
+"""Print what TinyLM's third step needs with different settings: full weights at their peak, launches and bytes."""
 
 import torch
 
@@ -12,7 +12,7 @@ SETTINGS = [{"prefetch": 0}, {"prefetch": 1}, {"prefetch": 2}, {"reshard_after_f
 
 
 def run_three_steps(settings):
-    """Return the most bytes of whole weights at a forward pre-hook or gradient hook, and the bytes of all weights."""
+    """Return the most bytes of full weights at a forward pre-hook or gradient hook, and the bytes of all weights."""
     torch.manual_seed(0)
     model = make_tiny_lm()
     parameters = list(model.parameters())

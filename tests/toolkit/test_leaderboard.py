@@ -216,7 +216,7 @@ def test_what_is_no_entry_costs_a_sentence(brigade, line, tmp_path):
     assert done.stdout.splitlines()[-6:] == [
         "entry-a.json, line 2, was left out: it is not a line that `brigade bench --entry` wrote.",
         "entry-a.json, line 3: the checks or the bench differ from this course's.",
-        "entry-a.json, line 3: there are several entries with this name; the last one counts.",
+        "entry-a.json, line 3: there are several entries with this name; the latest one counts.",
         "entry-b.json was left out: it cannot be read: Too many levels of symbolic links.",
         "entry-c.json was left out: it is not text.",
         "entry-d.json was left out: it has more than 2000 lines, or a line has more than 50000 characters.",

@@ -92,8 +92,11 @@ def test_only_selects_by_the_names_of_checks():
     ("spreads", "sentence"),
     [
         ([(5, 4, 6), (2, 1, 3)], ""),
-        ([(5, 4, 6), (3, 2, 4)], "The difference of the exposed times is not significant: their quartiles overlap."),
-        ([(5, 4, 6), (-2, -31, 16)], "The exposed time of 1 B is not significant: its quartiles reach below 0."),
+        (
+            [(5, 4, 6), (3, 2, 4)],
+            "The difference between the exposed times is not significant: their quartiles overlap.",
+        ),
+        ([(5, 4, 6), (-2, -31, 16)], "The exposed time of 1 B is not significant: its lower quartile is below 0."),
         ([(1, 0, 6)], ""),
     ],
 )
