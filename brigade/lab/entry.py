@@ -58,7 +58,7 @@ class Result:
 class Entry:
     """A validated entry.
 
-    `submission` is a SHA-256 checksum of the student's modules, and `course` is one of the files in `HASHED`.
+    `submission` is the SHA-256 checksum of the student's modules, and `course` is that of the files in `HASHED`.
     """
 
     name: str

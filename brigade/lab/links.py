@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # NVIDIA H100 Tensor Core GPU datasheet, SXM: 1 979 TFLOPS in bf16 "with sparsity", half of that for dense matrices.
 PEAK_FLOPS = 989.4e12
 UTILISATION = 0.4
-PARAMETERS = 1_998_235_200  # of models.SIZES["xl"]
+PARAMETERS = 1_998_235_200  # of tiny_lm.SIZES["xl"]
 TOKENS = 32_768
 BACKWARD_FLOP = 4 * PARAMETERS * TOKENS
 BACKWARD_S = BACKWARD_FLOP / (UTILISATION * PEAK_FLOPS)

@@ -229,7 +229,7 @@ def list_numbers_mb(entry: CaseBytes) -> list[float]:
 
 
 def draw_memory(measured: Sequence[CaseBytes], path: Path) -> None:
-    """Draw a bar for each kind of case, in one panel per number of ranks above 1, as a PNG file 900 pixels wide."""
+    """Draw a bar for each group of cases, in one panel per number of ranks above 1, as a PNG file 900 pixels wide."""
     from matplotlib.figure import Figure
 
     from brigade.lab.plots import COLOURS

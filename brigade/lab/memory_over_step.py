@@ -171,7 +171,7 @@ def trace_memory(variant: dict, workload: dict) -> list[tuple[str, dict[str, int
 
 
 def watch(model: nn.Module, note_memory: Callable[[], None]) -> None:
-    """Call `note_memory` before each layer's forward and after each gradient, after the wrapper's own hooks."""
+    """Call `note_memory` before each layer's forward and after each gradient. The wrapper's own hooks run first."""
     for module in model.modules():
         if not list(module.children()):
             module.register_forward_pre_hook(lambda *_: note_memory())

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from ipyparallel import AsyncResult
     from IPython.display import Markdown
 
-MARK = "BRIGADE_NOTEBOOK"  # in the environment of every process of the ranks: their directory
+MARK = "BRIGADE_NOTEBOOK"  # the environment variable with the ranks' directory, in each of their processes
 START_S = 60.0
 # An engine is ready only after its second heartbeat, so the period is short. `Ranks` itself detects dead engines.
 CONTROLLER = (
@@ -64,9 +64,9 @@ class RanksError(Exception):
 def start_ranks(n: int | None = None, *, mode: str = "record", deadline_s: float = 30.0) -> Ranks:
     """Start `n` ranks, which replace ranks that were started before. In a notebook, `%%px` then runs on them.
 
-    If `n` is None, start one rank per GPU with NCCL if there are at least two GPUs, else two ranks on gloo. `mode` is
-    "record", "strict" (`strict.py`) or "emulate" (`emulated_link.py`). `deadline_s` applies to each cell. Raise
-    RanksError if the ranks do not start.
+    If `n` is None, start one rank per GPU, or two ranks if there are fewer than two GPUs. Ranks use NCCL if there are
+    at least two GPUs and one for each rank, and gloo otherwise. `mode` is "record", "strict" (`strict.py`) or "emulate"
+    (`emulated_link.py`). `deadline_s` applies to each cell. Raise RanksError if the ranks do not start.
     """
     global _running
     if _running:

@@ -122,7 +122,7 @@ def list_variants() -> list[Variant]:
 
 
 def split_label(label: str) -> tuple[float, str]:
-    """Return a module's number and the rest of its variant's label; infinity for torch's variants."""
+    """Return the module's number in a variant's label (infinity for torch's variants), and the rest of the label."""
     number, _, name = label.partition(" ")
     return (float(number), name) if number.isdigit() else (math.inf, label)
 
@@ -170,7 +170,7 @@ def count_kept_bytes(variant: Variant, setting: Setting) -> Bytes:
 
 
 def format_size(number: float) -> str:
-    """Return a number with one decimal place, or without if it is 100 or more."""
+    """Return a number with one decimal place, or with none if it is 100 or more."""
     return f"{number:,.0f}" if number >= 100 else f"{number:.1f}"
 
 

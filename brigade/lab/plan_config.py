@@ -24,7 +24,7 @@ PACKAGE = "planned_solutions"
 
 @dataclass(frozen=True)
 class Machine:
-    """How fast a rank computes: seconds, or bytes of memory traffic per second.
+    """The speed of a rank, in seconds or in bytes of memory traffic per second.
 
     `backward_s[i]` is the part of backward that ends with the gradient of parameter i, in the order of registration.
     The last three fields describe emulated links. `launch_s` and `launch_s_per_byte` are the processor time that the
@@ -84,7 +84,7 @@ class Setting:
 
     @functools.cached_property
     def owned_bytes(self) -> list[int]:
-        """The bytes of parameters that each rank owns if whole parameters are assigned to ranks, the largest first."""
+        """The bytes of parameters that each rank owns if whole parameters are assigned, the largest first."""
         loads = [(0, rank) for rank in range(self.world_size)]
         for nbytes in sorted(self.nbytes, reverse=True):
             load, rank = loads[0]

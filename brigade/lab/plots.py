@@ -246,7 +246,7 @@ TORCH_LINE = {"color": "#1a1a1a", "marker": "x", "linestyle": "-"}
 
 
 def draw_sweep(bench: Bench, path: Path) -> None:
-    """Draw step time over bucket size: a line of medians for each variant, with bars from quartile to quartile."""
+    """Draw step time against bucket size: a line of medians for each variant, with bars from quartile to quartile."""
     families: dict[str, list[Row]] = {}
     for row in bench.make_rows():
         families.setdefault(remove_bucket_size(row.variant), []).append(row)

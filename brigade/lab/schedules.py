@@ -257,7 +257,7 @@ def schedule_fully_sharded(program: Program) -> None:
 
 
 def run_units(program: Program, backward: bool) -> list[int]:
-    """Run a pass of module 11 with `prefetch=1`, by its own `plan_schedule`. Return the numbers of the reductions."""
+    """Run a pass of module 11 with `prefetch=1` and its own `plan_schedule`. Return the numbers of the reductions."""
     setting, machine = program.setting, program.setting.machine
     with load_planner("plan_schedule") as plan_schedule:
         actions = plan_schedule(len(setting.units), 1, backward)
