@@ -27,7 +27,7 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 
 class Handle(Protocol):
-    """The handle of one coalesced launch. wait() returns when all its collectives are complete."""
+    """The handle of one coalesced launch. wait() returns when all collectives of the launch are complete."""
 
     def wait(self) -> None: ...
 
@@ -73,7 +73,7 @@ class BucketGroup:
 
     def start_grad_sync(self) -> None:
         """Start averaging the gradients: reduce-scatter every bucket into this rank's shard, with one launch."""
-        # Call `reduce_scatter` for each pair of `shards` in a `coalesce` block. Keep the block's handle.
+        # Call `reduce_scatter` for each pair from `shards`, in a `coalesce` block. Keep the block's handle.
         # TODO: part (c)
         raise NotImplementedError("module 6, part (c)")
 
