@@ -231,7 +231,7 @@ class RankRecord:
 
     def describe_last_launch(self) -> str:
         """Describe the rank's last launch, for example "after all_reduce #3 (fc2.weight, float32, 4096 B)"."""
-        return f"after {describe(self.launches[-1])}" if self.launches else "having launched nothing"
+        return f"after {describe(self.launches[-1])}" if self.launches else "and has launched nothing"
 
     def describe_activity(self, missing_peers: Sequence[int] = ()) -> str:
         """Describe what the rank is doing.

@@ -165,7 +165,7 @@ def make_failure(error: Exception, description: dict[str, Any], rank: int, recor
         time.sleep(OTHERS_FIRST_S)  # the rank that failed first says why
         if "connectFullMesh" in description["message"]:  # gloo never had a connection
             return RankFailure("died", f"{where}: a peer {UNREACHABLE}", [], rank)
-        return RankFailure("died", f"{where} lost a peer, and {record.describe_activity()}: {message}", [], rank)
+        return RankFailure("died", f"{where} lost a peer; it {record.describe_activity()}: {message}", [], rank)
     frames = [f"  {os.path.basename(f)}, line {n}, in {name}: {line}" for f, n, name, line in description["frames"]]
     summary = f"{where} raised {description['type']}: {message}"
     return RankFailure("exception", summary, frames, rank, description["type"], message=message)

@@ -477,7 +477,7 @@ def test_under_torchrun_a_peer_that_cannot_be_reached_is_named(tmp_path):
         ),
         (
             "[pair.cc:534] Connection closed by peer [127.0.0.1]:12345",
-            "lost a peer, and is busy having launched",
+            "lost a peer; it is busy and has launched",
         ),
         ("no more", "raised RuntimeError: no more"),
     ],

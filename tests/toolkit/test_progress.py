@@ -159,7 +159,7 @@ def test_sends_are_no_collectives(run):
 def test_what_a_rank_is_doing():
     launch = {"kind": "launch", "phase": "backward", "op": "all_reduce", "dtype": "float32", "nbytes": 8, "name": "w"}
     record = RankRecord()
-    assert record.describe_activity() == "is busy having launched nothing"
+    assert record.describe_activity() == "is busy and has launched nothing"
     record.add(launch | {"index": 0})
     assert record.describe_activity() == "is in backward after all_reduce #0 (w, float32, 8 B)"
     record.add({"kind": "wait", "phase": "finish", "index": 0})
