@@ -1,6 +1,6 @@
 """The pytest plugin for graded checks: options, the `submission` fixture, points, and feedback without tracebacks.
 
-pytest selects and reports the graded checks; `run.run_check` runs them, as in every command. A check takes one
+pytest selects and reports the graded checks; `run.run_check` runs them, as it does for every command. A check takes one
 argument, `submission`, which is a `CheckContext`:
 
     @pytest.mark.points(2)

@@ -85,7 +85,7 @@ class DynamoStub(types.ModuleType):
 
     @staticmethod
     def disable(function: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Return the function unchanged. Called for `Optimizer.zero_grad` and others."""
+        """Return the function unchanged. Called for `Optimizer.zero_grad` and other functions."""
         return function
 
     class trace_rules:

@@ -158,7 +158,7 @@ _shared: SharedLaunches | None = None
 
 
 def share_launches(directory: str | os.PathLike, world_size: int) -> None:
-    """Exchange launches with the other ranks in files of `directory`. Call this before the first group is created."""
+    """Share launches with the other ranks through files of `directory`. Call this before the first group is created."""
     global _shared
     _shared = SharedLaunches(directory, world_size)
 

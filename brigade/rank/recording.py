@@ -144,7 +144,7 @@ _recorder: Recorder | None = None
 
 
 def install(recorder: Recorder) -> None:
-    """Make `recorder` the recorder of this process, which `note` and `phase` use."""
+    """Make `recorder` the recorder that `note` and `phase` use in this process."""
     global _recorder
     _recorder = recorder
 
@@ -495,7 +495,7 @@ def register_backends(
 
 
 def register_stand_ins(group: dist.ProcessGroup, backend: str) -> None:
-    """Register backends that do nothing for the recording group, because torch stores the group's name in them.
+    """For the recording group, register backends that do nothing, because torch stores the group's name in them.
 
     If these were the inner group's backends, any caller could get them from torch.
     """

@@ -146,7 +146,7 @@ class StrictWork(RecordedWork):
 
 
 def is_contiguous(tensor: torch.Tensor) -> bool:
-    """Return whether torch's NCCL backend accepts the tensor: it is contiguous, or contiguous in channels_last.
+    """Return whether torch's NCCL backend accepts the tensor, which must be contiguous (channels_last also counts).
 
     See check_gpu_single_tensor in torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp. For a send or a receive, NCCL's
     backend only warns, but gloo raises an exception.

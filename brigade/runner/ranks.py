@@ -37,7 +37,7 @@ DEADLINE_S = {"gloo": 20.0, "nccl": 90.0}
 
 
 class PerRank(list):
-    """An argument with one entry per rank: rank r receives entry r only."""
+    """An argument with one entry per rank: rank r receives only entry r."""
 
 
 class RankResults(list):

@@ -42,7 +42,7 @@ class WireError(ValueError):
 
 
 def encode(value: Any) -> bytes:
-    """Return bytes from which `decode` makes an equal value.
+    """Return bytes that `decode` turns back into an equal value.
 
     Tensors arrive on the CPU, contiguous and without a gradient. Raise WireError for a value of another type.
     """
