@@ -37,7 +37,7 @@ def replaced(number: int, old: str, new: str) -> dict[int, str]:
 
 
 def submissions() -> dict[str, dict[int, str]]:
-    """Return the twelve submissions, by name. Each one maps the number of a module to its text."""
+    """Return the twelve submissions, by name. Each submission maps module numbers to texts."""
     return {
         "right": REFERENCE,
         "right.zip": REFERENCE,

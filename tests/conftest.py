@@ -62,7 +62,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the tests about one module with --module, all tests with --everything, and otherwise those not extended."""
+    """Keep the tests about one module with --module, and all tests with --everything.
+
+    Without these options, keep the tests that are not marked extended.
+    """
     if config.option.everything:
         return
     if config.option.module is None:

@@ -66,7 +66,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     ops = ("all_gather_coalesced", "all_gather", "all_reduce")
     parser.add_argument("--op", choices=ops, default=ops[0], help=f"the collective (default: {ops[0]})")
-    parser.add_argument("--threads", type=int, nargs="+", default=[2, 1], help="gloo threads (default: 2 1)")
+    parser.add_argument(
+        "--threads", type=int, nargs="+", default=[2, 1], help="the numbers of gloo threads (default: 2 1)"
+    )
     for name, default, meaning in (
         ("ranks", 1, "the number of ranks"),
         ("numel", 4, "the number of elements of a tensor"),

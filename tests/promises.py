@@ -75,7 +75,7 @@ def make_ladder_promises(benches: Sequence[Bench]) -> list[Promise]:
     limit_mb = ladder.get_measurement(zero).kept_bytes["gradients"] / ladder.world_size / 1e6
     state_mb = max(bench.ladder.get_measurement(zero).kept_bytes["optimizer state"] for bench in benches) / 1e6
     whole_mb = ladder.get_measurement(TORCH_DDP.label).kept_bytes["optimizer state"] / 1e6
-    aim = f"{limit_mb:.3f} MB, 1/{ladder.world_size} of {whole_mb:.3f} and padding"
+    aim = f"{limit_mb:.3f} MB, 1/{ladder.world_size} of {whole_mb:.3f} plus padding"
     measured_mb = f"{state_mb:.3f} MB on the fullest rank"
     rows.append(Promise(f"optimizer state, {zero}", BENCH, aim, measured_mb, state_mb <= limit_mb))
     return rows

@@ -24,7 +24,7 @@ def burn() -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, epilog="Example: python tests/soak.py --repetitions 5")
     parser.add_argument("--repetitions", type=int, default=30, help="how often to run all checks (default: 30)")
-    parser.add_argument("--busy", type=int, default=2, help="the number of busy loops beside the checks (default: 2)")
+    parser.add_argument("--busy", type=int, default=2, help="the number of busy loops during the checks (default: 2)")
     options = parser.parse_args()
     loops = [multiprocessing.Process(target=burn, daemon=True) for _ in range(options.busy)]
     for loop in loops:

@@ -395,9 +395,7 @@ def make_plan(options: argparse.Namespace) -> Plan:
     """Return the plan that the options request on this machine. Raise CourseError if it is impossible."""
     for name in ("torch", "pytest"):
         if find_spec(name) is None:
-            raise CourseError(
-                f"this Python, {sys.executable}, has no {name}: run this with a Python that has torch and pytest"
-            )
+            raise CourseError(f"this Python, {sys.executable}, has no {name}: use a Python that has torch and pytest")
     entries = tuple(get_module(number) for number in options.modules or [entry.number for entry in MODULES])
     if options.minutes <= 0 or options.jobs < 1:
         raise CourseError("--minutes and --jobs must be above zero")

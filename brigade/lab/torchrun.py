@@ -75,7 +75,8 @@ def run_on_torchrun(function: Callable[..., Any], *args: Any, **options: Any) ->
         raise CourseError(f"torchrun has started {size} ranks, but {how.world_size} are needed")
     if how.mode == "emulate" and local_size != size:
         raise CourseError(
-            "an emulated link needs all ranks on one machine, because they need a common clock: leave out its options"
+            "an emulated link needs all ranks on one machine, because they need a common clock: leave out the link's "
+            "options"
         )
     if how.backend == "nccl":
         os.environ.update(make_nccl_environments(local_size, how.share_gpu)[local_rank])

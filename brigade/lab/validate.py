@@ -216,7 +216,8 @@ def parse_points(texts: Sequence[str]) -> list[tuple[int, float]]:
             raise CourseError(f"{text}: write the number of ranks and the bucket size in MiB, such as 2x0.5") from None
         if points[-1][0] < 2 or EMULATED.batch_size % points[-1][0] or not points[-1][1] > 0:
             raise CourseError(
-                f"{text}: two or more ranks must be able to share {EMULATED.batch_size} sequences equally"
+                f"{text}: write a bucket size above 0, and at least 2 ranks that can share {EMULATED.batch_size} "
+                "sequences equally"
             )
     return points
 

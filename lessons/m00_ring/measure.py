@@ -25,7 +25,7 @@ def exchange(tensor):
 
 
 def predict(name, nbytes, size):
-    """Return how many seconds an all-reduce takes: the number of consecutive messages, times their duration."""
+    """Return the seconds that an all-reduce takes: the number of consecutive messages times the duration of each."""
     messages = size.bit_length() - 1 if name == "exchange" else 2 * (size - 1)
     length = nbytes if name in ("root", "exchange") else nbytes / size
     return messages * (LINK.latency_s + length / LINK.bytes_per_s)

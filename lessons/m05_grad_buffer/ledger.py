@@ -1,4 +1,4 @@
-"""Print how many MB a step of TinyLM copies, adds, zeroes and allocates in modules 4 and 5, beyond the bare model's."""
+"""Print how many more MB a TinyLM step copies, adds, zeroes and allocates in modules 4 and 5 than in the bare model."""
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -22,9 +22,9 @@ def wrap(model, live):
 
 
 def measure(live, micro_batches):
-    """Return the most bytes besides weights at a gradient hook, and those after `finish_grad_sync`.
+    """Return the largest number of bytes at a gradient hook, and the bytes after `finish_grad_sync`.
 
-    Activations are small.
+    Weights are not counted, and activations are small.
     """
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
     x, at_hooks = torch.randn(1, WIDTH), []
@@ -48,7 +48,7 @@ def main(run):
         ("module 10, max_live_buckets=4", 4, 1),
         ("module 10, 4 micro-batches in no_sync", 1, 4),
     ):
-        # In strict mode, the copies that gloo keeps do not count.
+        # Strict mode does not count the copies that gloo keeps.
         most, after = run(measure, live, micro_batches, mode="strict")[0]
         print(f"{name}: {most / 2**20:.1f} MiB in backward, {after / 2**20:.1f} MiB between steps")
 

@@ -12,7 +12,7 @@ SETTINGS = [{"prefetch": 0}, {"prefetch": 1}, {"prefetch": 2}, {"reshard_after_f
 
 
 def run_three_steps(settings):
-    """Return the most bytes of full weights at a forward pre-hook or gradient hook, and the bytes of all weights."""
+    """Return the peak bytes of full weights at forward pre-hooks and gradient hooks, and the bytes of all weights."""
     torch.manual_seed(0)
     model = make_tiny_lm()
     parameters = list(model.parameters())
