@@ -1,4 +1,4 @@
-"""brigade bench | trace: measure the modules, or draw a step. Modules that need torch are imported when these run."""
+"""brigade bench | trace: measure the modules, or draw a step. Nothing imports torch before a command runs."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ COMMANDS = (
     Command("next", "check", "Show what to do next.", "brigade next"),
     Command("hint", "study", "Show the next hint for a part of a module.", "brigade hint 3"),
     Command("answers", "study", "Show the model answers for a module that passes.", "brigade answers 3"),
-    Command("reset", "study", "Restore a module's skeleton. Your version is kept beside it.", "brigade reset 3"),
+    Command("reset", "study", "Restore a module's skeleton, and keep your version beside it.", "brigade reset 3"),
     Command("submit", "study", "Create the zip file that you hand in, in the current directory.", "brigade submit"),
     Command(
         "grade",

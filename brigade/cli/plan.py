@@ -1,4 +1,4 @@
-"""brigade plan: predict the step of each variant. Modules that need torch are imported only when it runs."""
+"""brigade plan: predict the step of each variant. Nothing imports torch before the command runs."""
 
 from __future__ import annotations
 

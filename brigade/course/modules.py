@@ -25,7 +25,7 @@ WARM_UP, CORE, ADVANCED = "warm-up", "core", "advanced"
 
 @dataclass(frozen=True)
 class Module:
-    """A row of the table: one module, such as the one in `m03_overlapped_ddp/overlapped_ddp.py`."""
+    """A row of the table: one module, such as `m03_overlapped_ddp/overlapped_ddp.py`."""
 
     number: int
     package: str

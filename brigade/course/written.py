@@ -14,7 +14,7 @@ from pathlib import Path
 from brigade.course.modules import ROOT, CourseError, Module
 
 HEADING = "\n## Questions\n"
-ANSWERS = "answers.md"  # in lessons and in what students hand in, beside the module
+ANSWERS = "answers.md"  # beside the module, in lessons and in submissions
 LABEL = re.compile(r"\*\*([A-Z][a-z ]*) · (\d+) points?\.\*\* ")
 
 

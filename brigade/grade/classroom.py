@@ -225,7 +225,7 @@ def make_row(student: Student, entries: Sequence[Module], waiting: Container[Stu
 
 
 def collect_notes(student: Student, *notes: str) -> str:
-    """Return the notes of a row, including the one on a conflict."""
+    """Return the notes of a row, including a note on a conflict."""
     return " / ".join(filter(None, [student.conflict, *notes]))
 
 

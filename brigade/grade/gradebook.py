@@ -162,7 +162,7 @@ def export_canvas(table: Sequence[Row]) -> tuple[str, list[str]]:
 def export_moodle(table: Sequence[Row]) -> tuple[str, list[str]]:
     """Return the CSV for Moodle's grade import, and the students who cannot be identified there.
 
-    Moodle identifies students by one column. Use their email address, else their ID number, else their user name.
+    Moodle identifies students by one column. Use the email address, else the ID number, else the user name.
     """
     entries = list_modules(table)
     columns = {key for row in table for key, value in row.items() if value != ""}

@@ -97,7 +97,7 @@ class Schedule:
                     self.attempt(repeated, source, self.ends_at)
 
     def choose_first_source(self, number: int) -> str:
-        """Return whose earlier modules are used first: "own" or "reference"."""
+        """Return which earlier modules to use first: "own" or "reference"."""
         if self.prior != "auto":
             return self.prior
         return "reference" if any(stalled < number for stalled in self.stalled) else "own"

@@ -14,8 +14,8 @@ We measured these similarities in this course with RUN = 12:
 - 0.10 to 0.49 for two answers that follow the hints, compared with each other and with the references, for modules 2 to
   4. The shortest answers are the most similar.
 
-The references of modules 1, 2, 3 and 7 have sets of 81 to 105 runs, those of the other modules 297 to 672. Short
-answers are similar even if they are independent, so ENOUGH excludes them.
+The references of modules 1, 2, 3 and 7 have sets of 81 to 105 runs, and those of the other modules have sets of
+297 to 672. Short answers are similar even if they are independent, so ENOUGH excludes them.
 """
 
 from __future__ import annotations

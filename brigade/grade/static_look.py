@@ -26,7 +26,7 @@ from brigade.course.submission import find, read_source
 HEADING = "please look"
 MOST_FINDINGS = 20  # for one submission; the last finding gives the number of the others
 MOST_LINES = 4  # shown for one name
-MOST_NODES = 50_000  # of a file's syntax tree; those of the solutions have fewer than 2 000
+MOST_NODES = 50_000  # in a file's syntax tree; the trees of the solutions have fewer than 2 000
 MOST_ALIASES = 4  # in a chain of aliases
 MOST_CHARACTERS = 200  # of a string or a dotted name; a longer one is not a name
 
