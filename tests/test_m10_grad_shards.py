@@ -35,7 +35,7 @@ def make_jobs(case, max_live_buckets=2, grad_dtype=None, **more):
 
 @pytest.mark.points(3)
 def test_equals_unsharded(submission):
-    """Over 20 steps, weights equal those of the plain optimizer, also with clipping; the finish sets p.grad to None."""
+    """Over 20 steps, weights equal those of the plain optimizer, also with clipping. finish_grad_sync clears p.grad."""
     problems = (("Plain", "AdamW"), ("Tied", "SGD"), ("Branches", "SGD"), ("Frozen", "Adam"))
     for world, (model, name) in zip(submission.worlds(1, 2, 3, 4), problems):
         groups = [[1, 3], [0, 2]] if world == 4 else [list(range(world))]
@@ -79,8 +79,8 @@ def test_gradient_memory(submission):
         for rank, result in enumerate(results):
             expect(
                 result["constructed"] < kept + min(buckets),
-                f"the constructor allocates the shards, {kept} bytes, and no whole gradients {setting}",
-                f"it allocates {result['constructed']} bytes. Whole gradients take {sum(buckets)} bytes",
+                f"the constructor allocates the shards, {kept} bytes, and no full gradients {setting}",
+                f"it allocates {result['constructed']} bytes. Full gradients take {sum(buckets)} bytes",
                 diagnosis.WHOLE_AT_START,
                 rank=rank,
             )
@@ -132,16 +132,16 @@ def test_live_buckets(submission):
 
 @pytest.mark.points(3)
 def test_accumulation(submission):
-    """Micro-batches accumulate with a finish after each and with no_sync; only zero_grad clears the shards."""
+    """Micro-batches accumulate, with finish_grad_sync after each or with no_sync. Only zero_grad clears the shards."""
     for world, finish_each, model in zip(submission.worlds(2, 3, 2), (True, False, False), ("Tied", "Plain", "Frozen")):
         micro_batches = 3
         case = submission.case(model, world, steps=6, micro_batches=micro_batches, dtype=torch.float64)
         idle = submission.rng.randrange(world)
-        case.batches[idle][2] = []  # a rank without a backward only calls the finish
+        case.batches[idle][2] = []  # a rank without a backward only calls finish_grad_sync
         recipe = make_recipe("Adam")
         jobs = make_jobs(case, recipe=recipe, finish_each=finish_each, micro_batches=micro_batches)
         results = submission.run(m10_grad_shards.train, jobs, world_size=world)
-        how = "a finish after each" if finish_each else "no_sync"
+        how = "finish_grad_sync after each" if finish_each else "no_sync"
         expect_trained(
             f"weights after 6 steps of Adam with {micro_batches} micro-batches and {how} are the plain optimizer's",
             results,
@@ -160,7 +160,7 @@ def test_accumulation(submission):
             ("two", 2),
             ("after step", 2),
             ("after optimizer.zero_grad()", 0),
-            ("after ddp.zero_grad() and a finish", 0),
+            ("after ddp.zero_grad() and finish_grad_sync", 0),
         ):
             with diagnosis.explain_point(name, points):
                 expect_equal(
@@ -264,7 +264,8 @@ def expect_bounded_launches(launched, buckets, max_live, ready, rank, step):
         blocks = number + 1 < len(buckets) and blocks_backward(launch, buckets[number + 1][-1], ready_at)
         expect(
             not too_early and not blocks,
-            f"backward waits for bucket {number} only when there are too many live buckets, or in the finish{setting}",
+            f"the code waits for bucket {number} only in backward, when there are too many live buckets, or in "
+            f"finish_grad_sync{setting}",
             "the launch itself waits" if launch.sync else "it waits earlier",
             diagnosis.TOO_EARLY,
             rank=rank,

@@ -58,7 +58,7 @@ def test_tied_parameters_belong_to_the_root(submission):
 @pytest.mark.parts("Part (b): the schedule")
 @pytest.mark.points(3)
 def test_forward_schedule(submission):
-    """In forward each unit is gathered once, before it computes, at most `prefetch` units ahead, and no later."""
+    """During forward, each unit is gathered once, as early as `prefetch` allows but no earlier."""
     for case, actions in plan_schedules(submission, backward=False):
         expect_order(case, actions, list(range(case[0])), list(range(case[0])))
         reduced = [unit for action, unit in actions if action == "reduce"]
@@ -67,7 +67,7 @@ def test_forward_schedule(submission):
 
 @pytest.mark.points(3)
 def test_backward_schedule(submission):
-    """In backward units compute in reverse; each is reduced before the next computes; the root is not gathered."""
+    """During backward, units compute in reverse order. Each is reduced before the next. The root is not gathered."""
     for case, actions in plan_schedules(submission, backward=True):
         order = list(reversed(range(case[0])))
         expect_order(case, actions, order, order[:-1])
@@ -118,7 +118,7 @@ def test_each_rank_has_its_part(submission):
             )
             expect(
                 not result[number]["alive"],
-                "after construction whole weights have no memory",
+                "after construction full weights have no memory",
                 f"{join_names(result[number]['alive'], 4)} have memory",
                 partial(diagnosis.explain_memory, result[number]["alive"], result[number]["storages"]),
                 rank=rank,
@@ -162,7 +162,7 @@ def test_parameters_stay_views(submission):
         )
         expect(
             not result["alive"],
-            "after full_state_dict whole weights have no memory",
+            "after full_state_dict full weights have no memory",
             f"{join_names(result['alive'], 4)} have memory",
             diagnosis.NEVER_FREED,
             rank=rank,
@@ -177,7 +177,7 @@ def test_parameters_stay_views(submission):
 @pytest.mark.parts("Parts (f) to (n): the wrapper")
 @pytest.mark.points(1)
 def test_shards_have_average_gradients(submission):
-    """After the finish shards have average gradients. A second finish adds to them. p.grad is None."""
+    """finish_grad_sync gives the shards averaged gradients and clears p.grad. A second call adds to the gradients."""
     [world] = submission.worlds(3)
     cases = [
         submission.case("Blocks", world, dtype=torch.float64, hidden_layers=4, micro_batches=micro) for micro in (1, 2)
@@ -288,7 +288,7 @@ def test_volume(submission):
 
 @pytest.mark.points(1)
 def test_accumulation(submission):
-    """In no_sync whole gradients stay in p.grad and are not reduced; weights are still gathered and freed."""
+    """In no_sync, full gradients stay in p.grad and are not reduced. Weights are still gathered and freed."""
     micro = 3
     [world] = submission.worlds(2)
     case = submission.case("TiedBlocks", world, steps=3, micro_batches=micro, dtype=torch.float64, hidden_layers=4)
@@ -533,7 +533,7 @@ def expect_shapes(results, case, unit_type="Block"):
 
 
 def expect_nothing_whole(results, case, unit_type="Block"):
-    """Expect no whole weights or gradients after each finish."""
+    """Expect no full weights or gradients after each finish_grad_sync."""
     for rank, result in enumerate(results):
         for step, (alive, whole) in enumerate(zip(result["alive"], result["whole"])):
             expect(
@@ -568,9 +568,9 @@ def expect_trained(results, case, expected, what, tolerance=MANY_STEPS, otherwis
 
 
 def expect_bounded(entry, alone, unit_of, whole, prefetch, after, rank):
-    """Expect a boundary to have no more whole weights and gradients than allowed. `alone` is the bare model's.
+    """Expect a boundary to have no more full weights and gradients than allowed. `alone` is the bare model's.
 
-    The units in `after` have whole weights after finish_grad_sync.
+    The units in `after` have full weights after finish_grad_sync.
     """
     name, direction = entry["name"], entry["direction"]
     unit = unit_of[name] if direction == "backward" else unit_of.get(f"{name}.weight", 0)
@@ -590,15 +590,15 @@ def expect_bounded(entry, alone, unit_of, whole, prefetch, after, rank):
     bound = whole[0] + sum(whole[u] for u in alive)
     expect(
         entry["bytes"]["weights"] <= bound,
-        f"{where} whole weights take at most {bound} bytes",
+        f"{where} full weights take at most {bound} bytes",
         f"they take {entry['bytes']['weights']} bytes",
         rank=rank,
     )
-    # Whole gradients: of the root, of the unit that computes and of the one whose reduction, to a half, is on its way.
+    # Full gradients: of the root, of the unit that computes and of the one whose reduction, to a half, is on its way.
     copies = entry["bytes"]["other"] - alone["bytes"]["other"]
     second, largest = sorted(whole[1:])[-2:]
     bound = whole[0] + second + largest + largest // 2 if direction == "backward" else min(whole[1:]) // 2
-    what = "whole gradients and copies" if direction == "backward" else "copies of weights"
+    what = "full gradients and copies" if direction == "backward" else "copies of weights"
     expect(
         copies <= bound,
         f"{where} {what} take at most {bound} bytes more than in the bare model",

@@ -396,7 +396,7 @@ def draw_prefetch_model(prefetch: int, gb_per_s: float, world_size: int) -> Larg
         curve = [1e3 * time for time in times], [sum(sizes_mb[each.unit] for each in units) for units in alive]
         memory.fill_between(*curve, step="post", color=COLOURS["finish"])
         memory.step(*curve, where="post", color=BLACK)
-        memory.set(xlabel="time (ms)", ylabel="whole weights\n(MB)", ylim=(0, 1.1 * sum(sizes_mb)))
+        memory.set(xlabel="time (ms)", ylabel="full weights\n(MB)", ylim=(0, 1.1 * sum(sizes_mb)))
         handles = [Patch(**style, label=kind.replace("_", "-")) for kind, style in styles.items()]
         figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
     return figure

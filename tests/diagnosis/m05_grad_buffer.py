@@ -119,7 +119,7 @@ def explain_offset(results, buffers, names, name):
 
 
 def explain_lost_view(results):
-    """Return which gradient is not a view of its buffer after a finish, and why; "" if all are views.
+    """Return which gradient is not a view of its buffer after finish_grad_sync, and why; "" if all are views.
 
     `results` are those of the scenario `train`.
     """

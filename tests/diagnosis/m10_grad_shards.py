@@ -15,7 +15,7 @@ WHOLE_AT_START = (
     "first gradient is ready."
 )
 TOO_EARLY = "backward waits for a reduce-scatter although fewer than max_live_buckets are running, so nothing overlaps."
-LATE = "the finish launches buckets that were already complete in backward."
+LATE = "finish_grad_sync launches buckets that were already complete during backward."
 NO_LAUNCH = "backward launches no bucket. The gradient hook that completes a bucket must launch it."
 NO_VALUE_ERROR = "the constructor does not check max_live_buckets."
 GRADIENTS_LEFT = "the hook copies p.grad into the bucket and does not set it to None."
@@ -31,7 +31,7 @@ POINTS = {
     "two": "the second finish overwrites the shards. It must add to them.",
     "after step": "step clears the shards. Only zero_grad does.",
     "after optimizer.zero_grad()": KEPT_BY_OPTIMIZER,
-    "after ddp.zero_grad() and a finish": (
+    "after ddp.zero_grad() and finish_grad_sync": (
         "ddp.zero_grad() does not clear the gradients that accumulated inside no_sync."
     ),
 }
@@ -85,7 +85,7 @@ def find_wrong_piece(verdict):
 
 
 def explain_left(nbytes, gradients, buckets, kept):
-    """Return why `nbytes` are alive after a finish, of which p.grad has `gradients` and the shards have `kept`."""
+    """Return why `nbytes` are alive after finish_grad_sync: `gradients` in p.grad, and `kept` in the shards."""
     if gradients:
         return GRADIENTS_LEFT
     if nbytes - kept == sum(buckets):
@@ -100,7 +100,7 @@ def explain_left(nbytes, gradients, buckets, kept):
 
 
 def explain_bytes(result, allowed, buckets, kept):
-    """Return why too many bytes are alive at a hook. After a finish, `allowed` bytes may be alive."""
+    """Return why too many bytes are alive at a hook. After finish_grad_sync, `allowed` bytes may be alive."""
     hooks, finished, whole = result["hooks"], result["finished"], sum(buckets)
     if finished[0] > allowed:
         return explain_left(finished[0], result["left"][0], buckets, kept)

@@ -71,10 +71,10 @@ OTHER_PREFETCH = {
     ),
 }
 COPIES = {
-    "forward": "there are copies of whole weights besides the parameters.",
+    "forward": "there are copies of full weights besides the parameters.",
     "backward": (
-        "whole gradients are kept too long. Wait for the reduction of a unit before the next one starts, and then "
-        "release its whole gradients."
+        "full gradients are kept too long. Wait for the reduction of a unit before the next one starts, and then "
+        "release its full gradients."
     ),
 }
 SYNC = "the launch blocks. Use async_op=True."
@@ -85,7 +85,7 @@ ON_ITS_WAY = "a skipped unit is freed while its gather is on its way. Wait for t
 GATHERED_AGAIN = "without reshard_after_forward the weights are still there in backward: leave its gathers out."
 REDUCED_AGAIN = "a backward in no_sync reduces. Leave its reduce actions out."
 REDUCED_EARLY = "a backward in no_sync launches reduce-scatters. `begin_backward` must leave its reduce actions out."
-NOT_KEPT = "a backward in no_sync reduces nothing, but it does not leave the whole gradients in p.grad."
+NOT_KEPT = "a backward in no_sync reduces nothing, but it does not leave the full gradients in p.grad."
 OWN_NORM = "it is the norm of this rank's own shards. Sum the squares over all ranks."
 SUM_OF_NORMS = (
     "the norms of the shards are added without squaring them. Add the squares of all norms, over shards and ranks, and "
@@ -353,7 +353,7 @@ def is_close(got, value):
 
 
 def explain_accumulated(events, step):
-    """Return why whole gradients are not in p.grad after a backward in no_sync."""
+    """Return why full gradients are not in p.grad after a backward in no_sync."""
     is_reduced = any(launch.op == "reduce_scatter" for launch in find_no_sync_launches(events, step))
     return REDUCED_EARLY if is_reduced else NOT_KEPT
 

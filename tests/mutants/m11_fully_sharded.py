@@ -174,7 +174,7 @@ SHARD_MISTAKES = [
         "`finish_reduce` must wait",
     ),
     Mutant(
-        "whole gradients stay in p.grad", MOVED, "                view.copy_(parameter.grad)\n", (GRADIENTS,), "p.grad"
+        "full gradients stay in p.grad", MOVED, "                view.copy_(parameter.grad)\n", (GRADIENTS,), "p.grad"
     ),
     Mutant(
         "gathered on the default group",
@@ -233,7 +233,7 @@ WRAPPER_MISTAKES = [
         ON_ITS_WAY,
         "            self.reducing = self.reducing + self.units[unit]\n",
         (FREED,),
-        "whole gradients",
+        "full gradients",
     ),
     Mutant(
         "the root never reduced",

@@ -9,7 +9,7 @@ from scenarios.training import Interruption, build, forward_backward, wrap
 def interrupted_no_sync(job: dict) -> list:
     """Run one micro-batch in a nested no_sync, one in the outer no_sync afterwards, and one after an exception.
 
-    Return the gradients after the finish. Events of kind "part" mark the three parts.
+    Return the gradients after finish_grad_sync. Events of kind "part" mark the three parts.
     """
     model = build(job)
     ddp = wrap(job, model)

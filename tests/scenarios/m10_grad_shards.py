@@ -19,9 +19,9 @@ from scenarios.training import build, move_to_device, wrap
 
 
 def train(job: dict) -> dict:
-    """Train on the micro-batches of each step, which are none on a rank that only calls the finish.
+    """Train on the micro-batches of each step, which are none on a rank that only calls finish_grad_sync.
 
-    With job["finish_each"] the finish follows each micro-batch; without it, all but the last run inside no_sync.
+    With job["finish_each"] it is called after each micro-batch; without it, all but the last run inside no_sync.
     """
     model = m08_zero.build(job)
     ddp = wrap(job, model)
@@ -45,17 +45,17 @@ def train(job: dict) -> dict:
 
 
 def finish(ddp: nn.Module, model: nn.Module, left: set[str]) -> None:
-    """Call the finish, and add the names of parameters that have a gradient afterwards to `left`."""
+    """Call finish_grad_sync, and add the names of parameters that have a gradient afterwards to `left`."""
     with phase("finish"):
         ddp.finish_grad_sync()
     left |= {name for name, p in model.named_parameters() if p.grad is not None}
 
 
 def measure(job: dict) -> dict:
-    """Return the bytes of gradients that are alive at each gradient hook and after each finish.
+    """Return the bytes of gradients that are alive at each gradient hook and after each finish_grad_sync.
 
     They are what is alive beside the parameters and the activations of the bare model at the same hook. "constructed"
-    is what the constructor added, and "left" are the bytes of the parameters' p.grad after each finish.
+    is what the constructor added, and "left" are the bytes of the parameters' p.grad after each finish_grad_sync.
     """
     bare, model = (m08_zero.build(job) for _ in range(2))
     recording.watch_gradients(model)
@@ -131,7 +131,7 @@ def accumulate(job: dict) -> dict[str, torch.Tensor]:
     ddp.zero_grad()
     points["after ddp.zero_grad()"] = copy_shards()
     ddp.finish_grad_sync()
-    points["after ddp.zero_grad() and a finish"] = copy_shards()
+    points["after ddp.zero_grad() and finish_grad_sync"] = copy_shards()
     return points
 
 

@@ -243,9 +243,10 @@ def mark_units(job: dict, model: nn.Module, kind: str) -> None:
 def train(jobs: list[dict]) -> list[dict]:
     """Train with each job. Its steps have the numbers from job["first_step"] on.
 
-    A job may have: "load", a state dict; "clip", the largest norm; "finish_each", to call the finish after each micro-
-    batch; "zero", "ddp" or "optimizer"; "extra", forwards to make between the last forward and its backward, and
-    before it; "interrupted", a step of which exceptions end no_sync; "drop", to accumulate gradients that are cleared.
+    A job may have: "load", a state dict; "clip", the largest norm; "finish_each", to call finish_grad_sync after
+    each micro-batch; "zero", "ddp" or "optimizer"; "extra", forwards to make between the last forward and its
+    backward, and before it; "interrupted", a step of which exceptions end no_sync; "drop", to accumulate gradients that
+    are cleared.
     """
     return [train_one(job) for job in jobs]
 
@@ -282,7 +283,7 @@ def train_one(job: dict) -> dict:
 
 
 def take_gradients(job: dict, step: int, ddp: nn.Module, model: nn.Module, optimizer: Any, results: dict) -> None:
-    """Run the forward and backward passes of a step, and the finish."""
+    """Run the forward and backward passes of a step, and finish_grad_sync."""
     batches = job["batches"][step]
     if job.get("drop") and step == 0:
         accumulate(ddp, batches[:1], False)
