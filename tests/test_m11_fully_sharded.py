@@ -415,7 +415,7 @@ def test_skipped_units(submission):
 
 @pytest.mark.points(1)
 def test_other_forwards_between(submission):
-    """Between a forward and its backward there may be an evaluation; a forward before may be thrown away."""
+    """An evaluation may come between a forward and its backward. A forward before may be discarded."""
     [world] = submission.worlds(2)
     reshards = (True, False)
     cases = [submission.case("Blocks", world, steps=3, dtype=torch.float64, hidden_layers=4) for _ in reshards]
