@@ -74,7 +74,8 @@ def test_gradient_memory(submission):
         largest = max(4 * parameter.numel() for parameter in case.parameters().values())
         kept = sum(buckets) // world
         allowed = kept + max(buckets) // world
-        bound = (max_live + 1) * max(buckets) + largest + allowed
+        outputs = max_live * max(buckets) // world
+        bound = (max_live + 1) * max(buckets) + largest + kept + outputs
         setting = f"(max_live_buckets={max_live}, {world} ranks)"
         for rank, result in enumerate(results):
             expect(
@@ -88,8 +89,8 @@ def test_gradient_memory(submission):
                 expect(
                     hook["nbytes"] <= bound,
                     f"at every gradient hook, at most {bound} bytes of gradients are alive: {max_live + 1} buckets of "
-                    f"at most {max(buckets)} bytes, a gradient of at most {largest}, the shards of {kept}, and the "
-                    f"output of a reduce-scatter {setting}",
+                    f"at most {max(buckets)} bytes, a gradient of at most {largest}, the shards of {kept}, and "
+                    f"{max_live} outputs of reduce-scatters, {outputs} {setting}",
                     f"{hook['nbytes']} bytes at the hook of {hook['name']}",
                     partial(diagnosis.explain_bytes, result, allowed, buckets, kept),
                     rank=rank,
@@ -160,6 +161,7 @@ def test_accumulation(submission):
             ("two", 2),
             ("after step", 2),
             ("after optimizer.zero_grad()", 0),
+            ("after ddp.zero_grad(set_to_none=False)", 0),
             ("after ddp.zero_grad() and finish_grad_sync", 0),
         ):
             with diagnosis.explain_point(name, points):

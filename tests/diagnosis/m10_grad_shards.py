@@ -28,9 +28,12 @@ KEPT_BY_OPTIMIZER = (
     "ddp.zero_grad()."
 )
 POINTS = {
-    "two": "the second finish overwrites the shards. It must add to them.",
+    "two": "the second finish_grad_sync overwrites the shards. It must add to them.",
     "after step": "step clears the shards. Only zero_grad does.",
     "after optimizer.zero_grad()": KEPT_BY_OPTIMIZER,
+    "after ddp.zero_grad(set_to_none=False)": (
+        "ddp.zero_grad() clears the shards only with set_to_none=True. It must always clear them."
+    ),
     "after ddp.zero_grad() and finish_grad_sync": (
         "ddp.zero_grad() does not clear the gradients that accumulated inside no_sync."
     ),

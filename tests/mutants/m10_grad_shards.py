@@ -73,6 +73,13 @@ MUTANTS = [
         "ddp.zero_grad() does not clear the shards",
     ),
     Mutant(
+        "zero_grad clears the shards only with set_to_none",
+        "            buffer.grad_data.zero_()\n            buffer.whole.clear()\n",
+        "            set_to_none and buffer.grad_data.zero_()\n            buffer.whole.clear()\n",
+        ("test_accumulation",),
+        "only with set_to_none=True",
+    ),
+    Mutant(
         "zero_grad forgets what no_sync accumulated",
         CLEAR,
         "            buffer.grad_data.zero_()",

@@ -126,6 +126,10 @@ def accumulate(job: dict) -> dict[str, torch.Tensor]:
     points["after step"] = copy_shards()
     optimizer.zero_grad()
     points["after optimizer.zero_grad()"] = copy_shards()
+    backward()
+    ddp.finish_grad_sync()
+    ddp.zero_grad(set_to_none=False)
+    points["after ddp.zero_grad(set_to_none=False)"] = copy_shards()
     with ddp.no_sync():
         backward()
     ddp.zero_grad()
