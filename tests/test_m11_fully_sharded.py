@@ -314,13 +314,16 @@ def test_accumulation(submission):
 
 @pytest.mark.points(1)
 def test_clipping(submission):
-    """clip_grad_norm_ returns the global norm, and scales all shards by the same factor."""
-    [world] = submission.worlds(3)
-    case = submission.case("TiedBlocks", world, steps=6, dtype=torch.float64, hidden_layers=3)
+    """clip_grad_norm_ returns the norm over the group, and scales all shards by the same factor."""
+    [world] = submission.worlds(4)
+    groups = [[1, 3], [0, 2]] if world == 4 else [list(range(world))]
+    case = submission.case("TiedBlocks", world, steps=6, dtype=torch.float64, hidden_layers=3, group=groups[0])
     limit = sorted(train_plain(case, max_norm=float("inf"))[1])[3]  # this clips about half of the steps
-    results = run(submission, scenarios.train, join_jobs([case.make_jobs(**JOB, clip=limit)]), world_size=world)
+    jobs = case.make_jobs(**JOB, clip=limit, groups=groups)
+    results = run(submission, scenarios.train, join_jobs([jobs]), world_size=world)
     weights, norms = train_plain(case, max_norm=limit)
-    for rank, [result] in enumerate(results):
+    own = [results[rank][0] for rank in case.group]
+    for rank, result in zip(case.group, own):
         got, dtype = result["norms"][0]
         rounding = MANY_STEPS if dtype == torch.float64 else 1e-5
         wanted_text, got_text = format_distinct(norms[0], got)
@@ -328,10 +331,9 @@ def test_clipping(submission):
             abs(got - norms[0]) <= rounding * norms[0],
             f"clip_grad_norm_ returns the norm of all gradients, {wanted_text}",
             f"it returned {got_text}",
-            partial(diagnosis.explain_norm, [result[0]["gradients"][0] for result in results], got, norms[0]),
+            partial(diagnosis.explain_norm, [result["gradients"][0] for [result] in results], case.group, got),
             rank=rank,
         )
-    own = [result[0] for result in results]
     what = f"weights after 6 steps with gradients clipped to the norm {limit:.4g}"
     # torch adds 1e-6 to the norm. It is right to add it or not, and to round the factor to float32.
     suspects = partial(diagnosis.suspect_clipping, case, limit)
@@ -402,6 +404,16 @@ def test_skipped_units(submission):
         own = [result[number] for result in results]
         expect_trained(own, case, train_plain(case)[0], "weights after 3 steps in which each rank skips other blocks")
         expect_nothing_whole(own, case)
+        for rank, result in enumerate(own):
+            missing = sum(gradient is None for gradient in result["gradients"][0])
+            expect(
+                not missing,
+                "after finish_grad_sync every shard has a gradient, which is zero for weights that no rank used",
+                f"{missing} of {len(result['gradients'][0])} shards have none",
+                diagnosis.NO_ZEROS,
+                rank=rank,
+                step=0,
+            )
     for rank, events in enumerate(results.events):
         forgotten = [x for x in launches(events) if x.step is not None and not x.waits]
         expect(

@@ -164,6 +164,11 @@ def explain_places(actual, expected, is_listed, events):
     if actual.get("", 0) > expected.get("", 0):
         return "the wrapper's forward waits for groups that a module's pre-hook should wait for."
     early = [name for name, count in actual.items() if count > expected.get(name, 0)]
+    if not early:
+        return (
+            "some groups are awaited before forward begins, in step or at their launch, or are never awaited. The "
+            "pre-hook of a module must wait for its groups."
+        )
     return (
         f"forward waits before {join_names(early)} for groups that other modules should wait for. A group belongs to "
         "the first module, in call order, that directly owns one of its parameters."

@@ -91,6 +91,8 @@ SUM_OF_NORMS = (
     "the norms of the shards are added without squaring them. Add the squares of all norms, over shards and ranks, and "
     "then take the square root."
 )
+NO_ZEROS = "finish_reduce must set shard.grad after every reduction, even if the average is zero everywhere."
+OTHER_GROUP = "the norm includes the ranks of another group. Pass self.process_group to the all-reduce."
 NOT_SCALED = "the gradients of all shards must be scaled by max_norm / norm, but at most 1."
 NOT_OWN_PART = "load_full_state_dict must load into each shard this rank's own part of the flat tensor."
 CONVERTED = "full_state_dict converts the weights to another dtype. Return them in the dtype of the shards."
@@ -338,9 +340,12 @@ def suspect_clipping(case, max_norm):
     return {cause: [train_plain(case, **how)[0]] * len(case.group) for cause, how in causes.items()}
 
 
-def explain_norm(gradients, got, expected):
-    """Return why a norm is wrong. gradients[rank] are the gradients of a rank's shards."""
-    norms = [torch.stack([torch.linalg.vector_norm(grad) for grad in shards]) for shards in gradients]
+def explain_norm(gradients, group, got):
+    """Return why a norm over the group is wrong. gradients[rank] are the gradients of the shards of any rank."""
+    of_all = [torch.stack([torch.linalg.vector_norm(grad) for grad in shards]) for shards in gradients]
+    if len(group) < len(of_all) and is_close(got, float(torch.cat(of_all).square().sum().sqrt())):
+        return OTHER_GROUP
+    norms = [of_all[rank] for rank in group]
     if any(is_close(got, float(own.square().sum().sqrt())) for own in norms):
         return OWN_NORM
     total = float(torch.cat(norms).sum())

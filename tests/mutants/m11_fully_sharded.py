@@ -291,6 +291,20 @@ WRAPPER_MISTAKES = [
         (SKIPPED,),
         "must first perform them",
     ),
+    Mutant(
+        "no gradient where the average is zero",
+        "        self.shard.grad = self.grad_part if self.shard.grad is None",
+        "        if self.grad_part.any():\n            self.shard.grad = self.grad_part if self.shard.grad is None",
+        ("test_skipped_units",),
+        "even if the average is zero",
+    ),
+    Mutant(
+        "the norm of all ranks of the world",
+        SQUARES,
+        "dist.all_reduce(squares)\n",
+        (CLIPPING,),
+        "ranks of another group",
+    ),
     Mutant("each rank clips by its own norm", SQUARES, "pass\n", (CLIPPING,), "own shards"),
     Mutant(
         "norms summed without squares",
