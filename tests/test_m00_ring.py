@@ -98,7 +98,7 @@ def test_ring_all_reduce(submission):
 
 @pytest.mark.points(1)
 def test_ring_memory(submission):
-    """ring_all_reduce needs new memory for one chunk, or for two while one replaces the other."""
+    """ring_all_reduce allocates at most one extra chunk, or two while one replaces the other."""
     for world in submission.worlds(3, 4):
         numel = world * submission.rng.randint(9_000, 11_000) + 1
         tensors = [draw(submission, (numel,), torch.float64) for _ in range(world)]

@@ -27,7 +27,7 @@ def test_parameters_start_equal(submission):
 
 @pytest.mark.points(1)
 def test_buffers_start_equal(submission):
-    """After construction, all buffers, of any dtype, persistent or not, equal those of rank 0."""
+    """After construction, all buffers (of any dtype, persistent or not) equal those of rank 0."""
     [world] = submission.worlds(2)
     case = submission.case("Buffers", world)
     for states, events in collect_start_states(submission, case, world):

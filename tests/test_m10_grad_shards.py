@@ -166,8 +166,8 @@ def test_accumulation(submission):
         ):
             with diagnosis.explain_point(name, points):
                 expect_equal(
-                    f"the shards of the gradients have {factor} times the averages of one backward "
-                    f"({'after two finishes' if name == 'two' else name})",
+                    f"{'after two calls of finish_grad_sync' if name == 'two' else name}, the gradient shards are "
+                    f"{factor} times those of one backward",
                     [{"grad_data": points[name]}],
                     {"grad_data": factor * one},
                     ranks=[rank],

@@ -299,7 +299,7 @@ def test_accumulation(submission):
         for step, accumulated in enumerate(result["accumulated"]):
             expect(
                 accumulated == names,
-                "after a backward in no_sync every parameter has its whole gradient in p.grad",
+                "after a backward in no_sync, every parameter has its full gradient in p.grad",
                 f"{len(accumulated)} of {len(names)} parameters have one",
                 partial(diagnosis.explain_accumulated, results.events[rank], step),
                 rank=rank,
@@ -342,7 +342,7 @@ def test_clipping(submission):
 
 @pytest.mark.points(1)
 def test_checkpoints(submission):
-    """full_state_dict is the plain module's, on every rank. It loads on other numbers of ranks and into the module."""
+    """full_state_dict equals the plain module's on every rank, and loads there and on other numbers of ranks."""
     first, *others = submission.worlds(4, 2, 3)
     half, kinds = 2, {"Buffers": {"unit_type": "Linear"}, "TiedBlocks": JOB}
     cases = [submission.case(model, 4, steps=2 * half, dtype=torch.float64, hidden_layers=3) for model in kinds]

@@ -416,7 +416,7 @@ def add_link_arguments(parser: argparse.ArgumentParser, default: str) -> None:
     """Add the options that describe the emulated link for `choose_link`. `default` says which link is the default."""
     ways = "Describe the link with --link, with --comm-ratio and --latency-ratio, or with --bandwidth-gbps and "
     group = parser.add_argument_group("an emulated link", f"{ways}--latency-us. By default, {default}.")
-    named = "emulate this link, as fast relative to computation as it is between H100 GPUs"
+    named = "emulate this link: communication is as fast, relative to computation, as on H100 GPUs"
     group.add_argument("--link", choices=links.NAMED, help=named)
     ratio = "an all-reduce of all gradients takes R times as long as backward alone"
     add_number(group, "--comm-ratio", ABOVE_ZERO, metavar="R", help=ratio)

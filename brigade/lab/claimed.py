@@ -600,7 +600,7 @@ def name_exception(attempted: tuple[list[float], str, float]) -> str:
 
 
 @claim(
-    "manager-mixtures", 6, "The manager coalesces what is called in a block when possible",
+    "manager-mixtures", 6, "The manager coalesces the collectives in its block when possible",
     "the docstring of torch's `_coalescing_manager`",
     "right if a maximum and a sum in one block are both correct, and an all-reduce works after an exception in a "
     "block", "wrong",

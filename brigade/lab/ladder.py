@@ -269,7 +269,7 @@ def get_course_variants() -> list[Variant]:
 
 
 def read_reference() -> Sources:
-    """Return the text of all solutions, or of the student's own modules in the student edition, which has none."""
+    """Return the text of all solutions. The student edition has none; there, return that of the student's modules."""
     return read(REFERENCE, TRAINING_MODULES[-1].number).sources
 
 

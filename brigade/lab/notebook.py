@@ -301,7 +301,7 @@ def make_import_path() -> str:
 
 
 def start_guard(directory: Path, lock: int) -> subprocess.Popen:
-    """Start a process that outlives this one, however this one ends, to end the ranks and remove their directory.
+    """Start a process that ends the ranks and removes their directory when this process has ended, however it ends.
 
     The new process holds the lock. If it is killed too, `server.sweep` removes the directory later.
     """

@@ -154,7 +154,7 @@ class Timeline:
 
     @property
     def count(self) -> str:
-        """The number of collectives, such as: 1 collective"""
+        """The number of collectives in words, such as "1 collective"."""
         count = len(self.get_collectives(0))
         return f"{count} collective" + ("" if count == 1 else "s")
 

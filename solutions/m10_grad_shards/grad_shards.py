@@ -60,7 +60,7 @@ class ShardedGradBuffer:
 
     def get_shard(self, bucket: int) -> Tensor:
         """Return this rank's averaged shard of a bucket: a view of `grad_data`, of shape (bucket numel / N,)."""
-        # In `grad_data`, every earlier bucket occupies 1/N of its elements.
+        # In `grad_data`, every earlier bucket occupies only 1/N of its full size.
         ### BEGIN SOLUTION part (a)
         begin, end = self.layout.bucket_ranges[bucket]
         return self.grad_data[begin // self.size : end // self.size]
