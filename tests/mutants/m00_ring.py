@@ -151,7 +151,7 @@ MUTANTS = [
         "return chunks[rank]",
         "return chunks[rank].clone()",
         ("test_ring_reduce_scatter",),
-        "returns a copy or another chunk",
+        "returns a copy of it or another chunk",
     ),
     Mutant(
         "chunks of torch.chunk",

@@ -215,7 +215,7 @@ SHARDED = [
         INNER,
         "list(self.local.values())",
         ("test_sharded_equals_unsharded",),
-        "pass a list of groups",
+        "pass a list of param_groups",
     ),
     Mutant("all state on every rank", OWNED, "for p in parameters}", ("test_sharded_state_is_shared",), "state of all"),
     Mutant(
