@@ -312,7 +312,9 @@ def test_students_see_what_the_instructor_chooses():
     assert seen["module 4", "test_steps_and_subgroups"] == "visible"
     assert seen["module 4", "test_gradients_are_averaged"] == "hidden"
     assert seen["module 1", "test_gradients_are_averaged"] == "after_due_date"
-    assert "leaderboard" not in result and "of 100 points" not in result["output"] and "The seed is 7" in result["output"]
+    assert (
+        "leaderboard" not in result and "of 100 points" not in result["output"] and "The seed is 7" in result["output"]
+    )
     everything = json.loads(formats.format_gradescope(state[0], resolve_visibility(["core=visible"], CORE_MODULES)))
     assert everything == json.loads(formats.format_gradescope(state[0]))
 
