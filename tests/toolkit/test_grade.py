@@ -825,9 +825,7 @@ def test_killed_at_any_moment_the_results_are_valid(moment, grader):
     grader.process.kill()
     grader.process.wait()
     score, most, unfinished = read_validated(grader.out.read_text(), "gradescope")
-    assert most == 16 and unfinished
-    if moment != "torch is imported":  # by then a quick machine may have finished some checks
-        assert (score >= 1) == (moment == "checks run")
+    assert most == 16 and unfinished and score >= (moment == "checks run")
     assert is_gone(children)
 
 
