@@ -50,7 +50,8 @@ def page(chromium):
 
 def is_error(message):
     """Return whether a message of the console is an error. A browser asks each server for an icon."""
-    return message.type == "error" and not message.location["url"].endswith("/favicon.ico")
+    lost = "ERR_SOCKET_NOT_CONNECTED" in message.text  # a connection that the server has just closed
+    return message.type == "error" and not lost and not message.location["url"].endswith("/favicon.ico")
 
 
 def find_sideways(page):
