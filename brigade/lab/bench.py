@@ -56,7 +56,7 @@ class Spread:
 
 
 def compute_spread(values: Sequence[float]) -> Spread:
-    """Return the median and the quartiles of one value per round."""
+    """Return the median and the quartiles of `values`, which contain one value per round."""
     return Spread(median(values), *compute_quartiles(values))
 
 
@@ -65,8 +65,8 @@ class Row:
     """The results of one variant. Times are in ms, for a step on the slowest rank. One MB is 10^6 bytes.
 
     `bucket_mb` is in MiB. `ratio` (step time) and `cpu_ratio` (processor time) are relative to torch DDP with the same
-    buckets in the same round. Memory is that of the fullest rank, at the peak of a step and between steps.
-    `peak_grad_mb` includes buckets and other buffers for communication. `loss` is the mean over ranks.
+    buckets in the same round. Memory is measured on the fullest rank, at the peak of a step (`peak_...`) and between
+    steps. `peak_grad_mb` includes buckets and other buffers for communication. `loss` is the mean over ranks.
     """
 
     variant: str
@@ -164,7 +164,7 @@ class Bench:
 
 
 def set_bucket_size(variant: Variant, bucket_mb: float | None) -> Variant:
-    """Return the variant with buckets of this size (MiB), which its label names. Return it unchanged for None."""
+    """Return the variant with buckets of `bucket_mb` MiB, and with this size in its label; unchanged if it is None."""
     if bucket_mb is None:
         return variant
     return replace(variant, label=f"{variant.label}, {bucket_mb:g} MiB", bucket_mb=bucket_mb)
@@ -176,7 +176,7 @@ def make_sweep_variants(variants: Sequence[Variant], sizes: Sequence[float]) -> 
 
 
 def select_written(target: str, entries: Sequence[Module]) -> tuple[list[Module], Sources, list[str]]:
-    """Return the modules that can run, the text of all modules of the target, and a sentence on each other module.
+    """Return the modules that can run, the text of all modules of the target, and a sentence about each other module.
 
     A module can run if it and everything that its variant uses are written. Raise CourseError if `target` is not a
     directory, or if no module can run.
@@ -212,7 +212,7 @@ def select_written(target: str, entries: Sequence[Module]) -> tuple[list[Module]
 
 
 def list_needed_packages(entry: Module, texts: dict[str, str]) -> list[str]:
-    """Return the packages that a module's variant needs: its own, its wrapper's, and all packages that they import."""
+    """Return the packages that a module's variant needs: its own, its wrapper's, and all that these import."""
     needed: list[str] = []
     to_visit = [entry.package, get_variant(entry).wrapper[0]]
     while to_visit:
@@ -224,7 +224,7 @@ def list_needed_packages(entry: Module, texts: dict[str, str]) -> list[str]:
 
 
 def save_json(results: Bench, path: Path) -> None:
-    """Write the table, the workload, the link, the versions and the times of every step, for `load_json`."""
+    """Write the table, the workload, the link, the versions and the times of every step as JSON for `load_json`."""
     content = {"format": FORMAT, "made_with": describe_machine(), "rows": [asdict(row) for row in results.make_rows()]}
     path.write_text(json.dumps(content | asdict(results)) + "\n")
 
@@ -272,7 +272,7 @@ def round_numbers(content: Any) -> Any:
 
 
 def estimate_seconds(workload: Workload, num_variants: int, world_size: int) -> float:
-    """Estimate how many seconds a bench takes on the processors of this machine.
+    """Return an estimate of how many seconds a bench takes on the processors of this machine.
 
     Time a few steps of one rank's computation. Add a quarter for everything else that a variant does, and half of the
     link's time, because overlap hides the other half.

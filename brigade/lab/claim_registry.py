@@ -1,4 +1,4 @@
-"""The definition of a claim, and the list of all claims. `claimed.py` adds them; `claims.py` checks them."""
+"""The definition of a claim and the list of all claims. `claimed.py` adds the claims, and `claims.py` checks them."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 VERDICTS = ("right", "half right", "depends", "wrong")
-CITED = "cited"  # instead of a verdict
+CITED = "cited"  # replaces the verdict of a claim that has no experiment
 
 
 class CannotMeasure(Exception):
-    """An experiment needs something that this machine does not have; the message names it."""
+    """Raised if an experiment needs something that this machine does not have. The message names it."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of an experiment as text with units and spread, and the verdict according to the claim's rule."""
+    """The result of an experiment: a text with units and spread, and the verdict that the claim's rule gives."""
 
     measured: str
     verdict: str
@@ -44,7 +44,7 @@ CLAIMS: list[Claim] = []
 def claim(
     name: str, module: int, text: str, source: str, rule: str, verdict: str
 ) -> Callable[[Callable[[], Finding]], Callable[[], Finding]]:
-    """Return a decorator that adds a claim, with the decorated function as its experiment."""
+    """Return a decorator that adds a claim to `CLAIMS`. The decorated function becomes the claim's experiment."""
 
     def enter(experiment: Callable[[], Finding]) -> Callable[[], Finding]:
         CLAIMS.append(Claim(name, module, text, source, rule, verdict, experiment))

@@ -115,8 +115,8 @@ def check_xl_backward() -> Finding:
 @claim(
     "latency", 2, "With one all-reduce per parameter, latency dominates", BUCKETS,
     "right if one all-reduce per parameter takes more than twice as long as one flat all-reduce in all of these cases: "
-    "measured for TinyLM tiny, and computed for XL on two ranks with each link of `brigade plan`; wrong if in none of "
-    "them",
+    "measured for TinyLM tiny, and computed for XL on two ranks with each link of `brigade plan`; wrong if it does in "
+    "none of them",
     "depends",
 )  # fmt: skip
 def check_latency() -> Finding:
@@ -841,7 +841,8 @@ def check_equal_shares() -> Finding:
 
 @claim(
     "sharding-traffic", 8, "Sharding costs additional communication", BUCKETS,
-    "right if all three ways send at least 2 % more bytes than one all-reduce of the gradients; wrong if none does",
+    "right if all three optimizers send at least 2 % more bytes than one all-reduce of the gradients; wrong if none "
+    "does",
     "half right",
 )  # fmt: skip
 def check_sharding_traffic() -> Finding:

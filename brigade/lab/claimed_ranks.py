@@ -25,7 +25,7 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 
 def time_copies(rounds: int) -> list[float]:
-    """Return how many ms each round of copying TinyLM's gradients into one tensor and back takes, as in module 2."""
+    """Return the ms of each round. A round copies TinyLM's gradients into one tensor and back, as in module 2."""
     gradients = [torch.ones_like(parameter) for parameter in make_tiny_lm().parameters()]
     times = []
     for _ in range(rounds):
@@ -38,9 +38,9 @@ def time_copies(rounds: int) -> list[float]:
 
 
 def count_unfinished(attempts: int) -> int:
-    """Count how often a large all-reduce is incomplete after the wait for a small one that was launched later.
+    """Return how often a large all-reduce is incomplete after the wait for a small one, which was launched later.
 
-    The group has torch's default options, so it runs collectives on two threads. The groups of our ranks use one.
+    The group has torch's default options, so it runs collectives on two threads. Our ranks' own groups use one thread.
     """
     store = dist.FileStore("torch's own group", dist.get_world_size())  # in the directory of the run
     group = dist.ProcessGroupGloo(store, dist.get_rank(), dist.get_world_size(), timedelta(seconds=60))
@@ -55,7 +55,10 @@ def count_unfinished(attempts: int) -> int:
 
 
 def try_lengths(numels: list[int]) -> list[dict]:
-    """Return whether tensors of these lengths can be all-reduced, and reduce-scattered in equal shards."""
+    """Return, for each length, whether such a tensor can be all-reduced, and reduce-scattered in equal shards.
+
+    `numels` are the lengths in elements.
+    """
     results = []
     for numel in numels:
         whole = torch.ones(numel)
@@ -71,7 +74,7 @@ def try_lengths(numels: list[int]) -> list[dict]:
 
 
 def run_grouped_step(wrapper: str, buckets_per_group: int | None) -> None:
-    """Run a step of module 6's or 7's wrapper with 22 buckets; note an event "ready" when a gradient is ready."""
+    """Run a step of module 6's or 7's wrapper with 22 buckets. Record an event "ready" when a gradient is ready."""
     model = make_tiny_lm()
     for name, parameter in model.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: recording.note("ready", name=name))
@@ -85,7 +88,7 @@ def run_grouped_step(wrapper: str, buckets_per_group: int | None) -> None:
 
 
 def reduce_twenty_times() -> dict[str, float]:
-    """All-reduce a tensor of ones 20 times: one by one, and in one coalesced block."""
+    """All-reduce the number 1 twenty times, one by one and in one coalesced block. Return both results."""
     one_by_one, coalesced = torch.ones(1), torch.ones(1)
     for _ in range(20):
         dist.all_reduce(one_by_one)
@@ -96,7 +99,7 @@ def reduce_twenty_times() -> dict[str, float]:
 
 
 def gather_one_shard() -> dict[str, list[int]]:
-    """Gather two buckets of one element per rank as an article does: with the first bucket's shard for both."""
+    """Gather two buckets of one element per rank as an article does: with the first bucket's shard for both buckets."""
     rank = dist.get_rank()
     first, second = torch.zeros(2), torch.zeros(2)
     first[rank], second[rank] = rank, 2 + rank
@@ -128,7 +131,7 @@ def count_torch_ddp_copies() -> dict[str, int]:
 
 
 class BucketLedger(TorchDispatchMode):
-    """Count the bytes that torch DDP's reducer copies into its buckets. The same operation divides them by N."""
+    """A context manager that counts the bytes that torch DDP's reducer copies into its buckets and divides by N."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,6 +179,6 @@ def count_ring_bytes() -> list[float]:
 
 
 def summarize(values: list[float], digits: int = 1) -> str:
-    """Return the median and the quartiles, such as: 12.3 (11.9 to 13.0)"""
+    """Return the median and the quartiles as text, such as: 12.3 (11.9 to 13.0)"""
     lower, middle, upper = statistics.quantiles(values, n=4, method="inclusive")
     return f"{middle:.{digits}f} ({lower:.{digits}f} to {upper:.{digits}f})"

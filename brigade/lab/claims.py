@@ -1,6 +1,6 @@
 """Check claims about data parallelism by experiment: python -m brigade.lab.claims
 
-`claimed.py` contains the claims, in the order of the readings. Each has a rule that turns the measurements of its
+`claimed.py` contains the claims, in the order of the readings. Each claim has a rule that turns the measurements of its
 experiment into a verdict, and the verdict that the reading gives. If the two verdicts differ, the command fails. A
 claim without an experiment cannot be measured here; it only has a source.
 """
@@ -52,7 +52,7 @@ class CheckedClaim:
 def check_claim(claim: Claim) -> CheckedClaim:
     """Run the claim's experiment, if it has one. Raise RankFailure or CourseError as `run_ranks` does.
 
-    Without solutions, experiments run on the student's own modules, and an experiment that fails counts as not
+    Without solutions, experiments run on the student's own modules. A claim whose experiment fails then counts as not
     measured.
     """
     if claim.experiment is None:
@@ -68,7 +68,7 @@ def check_claim(claim: Claim) -> CheckedClaim:
 
 
 def describe_error(error: Exception) -> str:
-    """Return one line on why an experiment failed on the student's own modules."""
+    """Return one line that says why an experiment failed on the student's own modules."""
     unwritten = str(error) if isinstance(error, NotImplementedError) else getattr(error, "part", None)
     return f"{unwritten} is not written yet" if unwritten else f"your modules raise: {error}".splitlines()[0]
 
@@ -131,7 +131,7 @@ def make_claims_table(results: Iterable[CheckedClaim]) -> Table:
     for checked in results:
         claim = checked.claim
         cells = (f"{claim.claim}\n({claim.name})", claim.source, checked.measured, checked.verdict)
-        table.add_row(*(re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", cell) for cell in cells))  # links are for Markdown
+        table.add_row(*(re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", cell) for cell in cells))  # links become plain text
     return table
 
 
@@ -152,10 +152,10 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Return the exit status.
+    """Run the command and return its exit status.
 
-    It is 0 for success, 1 if a verdict differs from the reading's, 2 if the command cannot run here, and 130 after
-    Ctrl-C.
+    The status is 0 for success, 1 if a verdict differs from the reading's, 2 if the command cannot run here, and 130
+    after Ctrl-C.
     """
     options = parse_arguments()
     write = PAGE if options.write else None
@@ -164,7 +164,7 @@ def main() -> int:
 
 def run_claims(names: Sequence[str], *, show_only: bool = False, write: Path | None = None) -> int:
     """Check the named claims and print a table. Write the page if all verdicts agree. Return the exit status."""
-    # These imports come late, so that Ctrl-C does not print a traceback while they run.
+    # These modules are imported late, so that Ctrl-C during the imports does not print a traceback.
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

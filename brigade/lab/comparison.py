@@ -44,7 +44,7 @@ COPIES = ("_foreach_copy_", "_to_copy", "cat", "clone", "copy_", "stack")
 
 @dataclass(frozen=True)
 class Comparison:
-    """The numbers of one variant. `exposed_ms` is how much longer its timed steps take than computation alone.
+    """The results of one variant. `exposed_ms` is how much longer its timed steps take than computation alone.
 
     `copied` and `allocated` are in bytes, and `views` is the number of new views, all for one step.
     """
@@ -69,7 +69,7 @@ def get_variants(entry: Module) -> list[Variant]:
 def compare_with_previous(
     entry: Module, sources: Sources, on_step: Callable[[], None] | None = None
 ) -> list[Comparison]:
-    """Measure both variants on two ranks. This takes a few seconds.
+    """Measure a step of the previous module and of this module on two ranks. This takes a few seconds.
 
     Raise RankFailure if the previous module does not run.
     """
@@ -90,7 +90,7 @@ def compare_with_previous(
 def make_table(rows: list[Comparison], previous: int) -> Table:
     """Return a table with a row for each variant, at most 80 columns wide.
 
-    `previous` is the number of the module that the last row is compared with; 0 if there is none.
+    `previous` is the number of the module that the last row is compared with, or 0 if there is none.
     """
     headings = (
         "launches",
@@ -120,7 +120,7 @@ def make_table(rows: list[Comparison], previous: int) -> Table:
 
 
 def describe_doubts(rows: list[Comparison]) -> str:
-    """Return sentences about exposed times that are not significant; "" if there are none.
+    """Return sentences about exposed times that are not significant, or "" if there are none.
 
     An exposed time is not significant if its lower quartile is below 0, and a difference is not significant if the
     quartiles overlap. On a busy machine, noise changes the time of a step more than communication does.
@@ -141,7 +141,7 @@ def describe_doubts(rows: list[Comparison]) -> str:
 
 
 class Ledger(TorchDispatchMode):
-    """Add up what the submission does in the block: bytes copied, bytes of new memory, and new views."""
+    """A context manager that counts what the submission does: bytes copied, bytes of new memory, and new views."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The α–β model of a link in two settings with few parameters, for sliders.
+"""The α–β model of a link in two settings with few parameters, for the sliders of notebooks and pages.
 
     simulate_buckets(link, 8, bucket_bytes=25e6)               overlap: bucket size against latency
     simulate_prefetch(plan_schedule, link, 8, prefetch=1)      module 11: memory against exposed communication
@@ -44,7 +44,7 @@ class BucketStep:
 
 @dataclass(frozen=True)
 class Allocation:
-    """The full weights of one unit are allocated from `start_s` to `end_s`."""
+    """The time from `start_s` to `end_s` in which the full weights of one unit are allocated."""
 
     unit: int
     start_s: float
@@ -53,7 +53,7 @@ class Allocation:
 
 @dataclass(frozen=True)
 class PrefetchStep:
-    """Forward and backward of module 11. `computed` contains (unit, start, end) in seconds, first those of forward."""
+    """Forward and backward of module 11. `computed` contains (unit, start, end) in seconds, for forward first."""
 
     computed: list[tuple[int, float, float]]
     transfers: list[Transfer]
@@ -106,7 +106,7 @@ def simulate_prefetch(
 
     All units except the root, which is unit 0, have equal sizes; none is empty. The computation time of a unit is
     proportional to its bytes, and backward takes twice as long as forward. The weights of a unit are allocated from
-    the launch of their all-gather until the unit has computed; those of the root stay allocated until the end of
+    the launch of their all-gather until the unit has computed. The root's weights stay allocated until the end of
     backward.
     """
     unit_bytes = [root_bytes] + [block_bytes] * (num_units - 1)

@@ -1,9 +1,9 @@
-"""The concept diagrams of the readings. They show what the solutions' own functions compute for small examples.
+"""The concept diagrams of the readings. Except for module 0, the solutions' own functions compute the examples.
 
     draw_layout(Path("out/layout.png"))
 
-Colours are Okabe and Ito's. Labels, hatches and frames show the same as the colours, so the diagrams also work in
-greyscale.
+The colours are from Okabe and Ito's palette. Labels, hatches and frames repeat what the colours show, so the diagrams
+also work in greyscale.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ EDGE = "#555555"
 INK = {BLUE: "white", GREEN: "white"}  # text on other colours is black
 FONT = 10  # points, at a width of 900 pixels
 
-# Module 5's reading uses the same example: sizes of parameters in elements, in the buffer's order.
+# The example of module 5's reading. `NUMELS` are the sizes of the parameters in elements, in the buffer's order.
 NUMELS, BUCKET_NUMEL, NUM_RANKS = (100, 30, 200, 50), 150, 2
 RANK_STYLES = ({"colour": LIGHT_BLUE}, {"colour": ORANGE, "hatch": "//"})
 PADDING = {"colour": GREY, "hatch": "xx"}
 
 
 def make_axes(height: float, rows: Sequence[str], width: float) -> tuple[Figure, Axes]:
-    """Return a figure 900 pixels wide, and axes for these rows from top to bottom.
+    """Return a figure 900 pixels wide, and its axes with one row for each label in `rows`, from top to bottom.
 
-    Each row has height 1, and x ranges from 0 to `width`.
+    `height` is in inches. Each row has height 1 on the y axis, and x ranges from 0 to `width`.
     """
     figure = Figure(figsize=(9, height), dpi=100, layout="constrained")
     axes = figure.subplots()
@@ -48,7 +48,7 @@ def make_axes(height: float, rows: Sequence[str], width: float) -> tuple[Figure,
 
 
 def draw_box(axes: Axes, start: float, end: float, row: float, text: str, colour: str, **style: Any) -> None:
-    """Draw a box with text in the middle. `style` contains further options of the rectangle."""
+    """Draw a box with text in the middle. `style` contains additional options for the rectangle."""
     style = {"edgecolor": EDGE, "linewidth": 0.8, "height": 0.76} | style
     axes.add_patch(Rectangle((start, row - style["height"] / 2), end - start, facecolor=colour, **style))
     if text:
@@ -58,7 +58,7 @@ def draw_box(axes: Axes, start: float, end: float, row: float, text: str, colour
 
 
 def draw_legend(figure: Figure, styles: dict[str, dict[str, Any]]) -> None:
-    """Draw a legend below the figure: a box in each style, with its name."""
+    """Draw a legend below the figure, with a box and a name for each style."""
     handles = [
         Patch(
             facecolor=style["colour"],
@@ -113,7 +113,10 @@ def draw_queue(path: Path) -> None:
 
 
 def make_buffer_axes(height: float, rows: Sequence[str]) -> tuple[Figure, Axes, Any]:
-    """Return a figure, axes whose x axis counts the elements of the buffer, and the layout. Draw the first row."""
+    """Return a figure, its axes and the layout. The x axis counts the elements of the buffer.
+
+    The first row, which shows the parameters and the padding, is already drawn.
+    """
     with load_planner("plan_layout") as plan_layout:
         layout = plan_layout(list(NUMELS), BUCKET_NUMEL, NUM_RANKS)
     figure, axes = make_axes(height, ["parameters", *rows], layout.numel)
@@ -153,7 +156,7 @@ def draw_layout(path: Path) -> None:
 
 
 def draw_pieces(path: Path) -> None:
-    """Draw which part of which parameter each rank's optimizer updates in module 8."""
+    """Draw the parts of the parameters that each rank's optimizer updates in module 8."""
     figure, axes, layout = make_buffer_axes(3.0, [f"shards of rank {rank}" for rank in range(NUM_RANKS)])
     for bucket, rank, shard_start, shard_end in list_shards(layout):
         draw_box(axes, shard_start, shard_end, 1 + rank, "", **PADDING)
@@ -177,14 +180,14 @@ COMPUTING = {"colour": LIGHT_BLUE, "edgecolor": "black", "linewidth": 2.5}
 
 
 def draw_units(path: Path) -> None:
-    """Draw which weights a rank has after each action of a forward pass with prefetch=1."""
+    """Draw the state of each unit's weights on one rank, for each action of a forward pass with prefetch=1."""
     num_units = 4
     with load_planner("plan_schedule") as plan_schedule:
         actions = plan_schedule(num_units, 1, False)
     figure, axes = make_axes(3.5, ["action", "root", *(f"unit {unit}" for unit in range(1, num_units))], len(actions))
     weights = [FREED] * num_units
     for column, (action, current) in enumerate(actions):
-        # A unit is freed when it has computed, except the root.
+        # Every unit except the root is freed after its computation.
         weights = [(WHOLE if unit == 0 else FREED) if now is COMPUTING else now for unit, now in enumerate(weights)]
         weights[current] = ON_ITS_WAY if action == "gather" else COMPUTING
         colour = ORANGE if action == "gather" else BLUE
@@ -192,12 +195,12 @@ def draw_units(path: Path) -> None:
         for unit, style in enumerate(weights):
             draw_box(axes, column + 0.05, column + 0.19, unit + 1, "", **SHARD)
             draw_box(axes, column + 0.23, column + 0.95, unit + 1, "", **style)
-    names = ("own shard", "freed", "whole, being gathered", "whole", "whole, computing")
+    names = ("own shard", "freed", "being gathered", "full weights", "full weights, computing")
     draw_legend(figure, dict(zip(names, (SHARD, FREED, ON_ITS_WAY, WHOLE, COMPUTING))))
     save(figure, path)
 
 
-DIAGRAMS = {  # by the module's number: the name of the file, and the function that draws it
+DIAGRAMS = {  # module number -> (name of the file, function that draws it)
     0: ("ring", draw_ring),
     4: ("queue", draw_queue),
     5: ("layout", draw_layout),

@@ -3,8 +3,8 @@
 An entry is one line of JSON: the rows of a bench with fixed settings, the versions and the machine, the results of the
 checks, and SHA-256 checksums of the modules, of the course's files and of the line itself. The checksums show whether a
 file has changed since the entry was written. They do not show that the numbers are true, because the student can change
-everything on their machine. An instructor who doubts an entry can repeat it with the submission that has the same
-checksum.
+everything on their machine. An instructor who doubts an entry can repeat the bench with the submission that has
+the same checksum.
 """
 
 from __future__ import annotations
@@ -116,7 +116,10 @@ def hash_text(text: str) -> str:
 
 
 def hash_course() -> str:
-    """Return a SHA-256 checksum of the files that run the checks and the bench, equal in the student edition."""
+    """Return a SHA-256 checksum of the files that run the checks and the bench.
+
+    The checksum is the same in the student edition.
+    """
     paths = sorted({path for pattern in HASHED for path in ROOT.glob(pattern)})
     return hash_text("\0".join(f"{path.relative_to(ROOT)}\0{path.read_text()}" for path in paths))
 

@@ -6,7 +6,7 @@
     if __name__ == "__main__":
         run_experiment(main, module=3)
 
-Run them as `python lessons/m03_overlapped_ddp/order.py`, optionally followed by another directory of modules.
+Run such a script as `python lessons/m03_overlapped_ddp/order.py`, optionally followed by another directory of modules.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def run_experiment(main: Callable[[Callable[..., RankResults]], Any], module: in
     """
     parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__)
     parser.add_argument(
-        "target", nargs="?", default="lessons", metavar="DIR", help="whose modules to run (default: lessons)"
+        "target", nargs="?", default="lessons", metavar="DIR", help="where the modules are (default: lessons)"
     )
     target = parser.parse_args().target
     try:

@@ -1,11 +1,10 @@
 """Redraw the pictures of all lessons, or of one lesson: python -m brigade.lab.figures 3
 
-Computed pictures are the same on every machine: the concept diagrams of `diagrams.py`, and the schematic.png of the
-modules that train, which shows a step as the α–β model predicts it.
-Measured pictures are timeline.png, memory.png and module 7's views.png. A timeline shows real runs on the emulated
-link of `timeline.WORKLOAD`, on which all-reducing all gradients takes 0.8 times as long as backward. Advanced modules
-also have memory.png: the bytes that are alive during a step.
-In timelines and schematics, a step of the module is below a step of the previous core module.
+Computed pictures are the same on every machine: the concept diagrams of `diagrams.py`, and the schematic.png of each
+module that trains. A schematic shows a step as the α–β model predicts it. Measured pictures are timeline.png,
+memory.png and module 7's views.png. A timeline shows real runs on the emulated link of `timeline.WORKLOAD`, on which
+all-reducing all gradients takes 0.8 times as long as backward. Advanced modules also have memory.png: the bytes that
+are alive during a step. In timelines and schematics, a step of the module is below a step of the previous core module.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Check everything that needs a GPU, in one command: python3 -m brigade.lab.gpu_check
 
-It needs this clone and a python3 with torch and pytest, but no set-up and no network. With NCCL, it runs a first
-all-reduce, the graded checks of all modules on the reference, two mutants of each module, which the checks must catch,
-and the ladder. If there are fewer GPUs than the checks have ranks, several ranks share one GPU. Such a run shows
+The command needs this clone and a python3 with torch and pytest, but no set-up and no network. With NCCL, it runs a
+first all-reduce, the graded checks of all modules on the reference, two mutants of each module, which the checks must
+catch, and the ladder. If there are fewer GPUs than the checks have ranks, several ranks share one GPU. Such a run shows
 whether results are correct, but says nothing about speed.
 
 Every stage ends when its part of the time is used up. The report lists the tests that were not reached and the tests
@@ -38,13 +38,13 @@ if TYPE_CHECKING:
 MOST_RANKS = 4  # in the graded checks
 RUN_DEADLINE_S = 60  # for one run of ranks
 
-# The checks and the mutants must end after these parts of the whole time.
+# The checks, and then the mutants, must end when these fractions of the total time are used up.
 CHECKS_PART, MUTANTS_PART = 0.7, 0.85
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to run, and on which devices. `share_gpu` allows several ranks on one GPU if there are too few GPUs."""
+    """The modules, the devices and the limits of a run. `share_gpu` puts several ranks on one GPU if necessary."""
 
     backend: str = "nccl"
     share_gpu: bool = False
@@ -101,7 +101,7 @@ class CheckReport:
 
 
 def describe_machine(backend: str) -> list[tuple[str, str]]:
-    """Return the report's information about the machine, as (name, value). No value identifies the machine."""
+    """Return the report's information about the machine as pairs (name, value). No value identifies the machine."""
     import torch
 
     rows = [("date", datetime.now(timezone.utc).strftime("%Y-%m-%d"))]
@@ -119,7 +119,7 @@ def describe_machine(backend: str) -> list[tuple[str, str]]:
 
 
 def read_driver_version() -> str:
-    """Return the version of the NVIDIA driver from nvidia-smi; "unknown" if nvidia-smi does not report it."""
+    """Return the version of the NVIDIA driver that nvidia-smi reports, or "unknown" if it reports none."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         words = subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.split()
@@ -132,7 +132,10 @@ def read_driver_version() -> str:
 
 
 def run_first_launch() -> dict:
-    """Launch one all-reduce, then three coalesced ones, whose kernels are counted on a GPU. This runs in the ranks."""
+    """Launch one all-reduce, then three coalesced ones. On a GPU, count the kernels of the coalesced ones.
+
+    This function runs in the ranks.
+    """
     import torch
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _coalescing_manager
@@ -151,7 +154,7 @@ def run_first_launch() -> dict:
 
 
 def run_launch_stage(plan: Plan) -> Stage:
-    """Check whether ranks can communicate at all."""
+    """Run one all-reduce on two ranks to check whether ranks can communicate at all. Return the stage."""
     from brigade.runner.ranks import RankFailure, run_ranks
 
     started, problem, lines = time.monotonic(), "", []
@@ -179,7 +182,7 @@ def run_launch_stage(plan: Plan) -> Stage:
 
 
 def run_check_stages(plan: Plan, deadline: float) -> Iterator[Stage]:
-    """Run the graded checks of each module on the reference; yield each module's stage as it ends.
+    """Run the graded checks of each module on the reference. Yield the stages in the order of the modules.
 
     Up to `plan.jobs` modules run at the same time.
     """
@@ -241,7 +244,7 @@ def stop_process(process: subprocess.Popen) -> str:
 
 
 def run_ladder_stage(plan: Plan, deadline: float) -> Stage:
-    """Train all variants on the GPUs. Their losses must equal that of one process."""
+    """Train all variants on the GPUs. Their losses must equal the loss of one process."""
     from brigade.lab import ladder
     from brigade.runner.ranks import RankFailure
 
@@ -326,7 +329,7 @@ def read_lines(text: str) -> tuple[tuple[JobResult, ...], int]:
 
 
 def describe_stage(stage: Stage) -> str:
-    """Return one line for the terminal."""
+    """Return one line about a stage for the terminal."""
     verdict = "passed" if stage.is_good else "FAILED"
     named = ((True, "passed"), (False, "failed"))
     counts = [f"{stage.count(passed)} {name}" for passed, name in named if stage.count(passed)]
@@ -450,9 +453,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return the exit status.
+    """Run the command and return its exit status.
 
-    It is 0 if everything passed, 1 if something failed, 2 if the command cannot run here, and 130 after Ctrl-C.
+    The status is 0 if everything passed, 1 if something failed, 2 if the command cannot run here, and 130 after Ctrl-C.
     """
     options = parse_arguments(arguments)
     return run_to_status("gpu-check", lambda: run_gpu_check(options))

@@ -1,9 +1,9 @@
-"""Checks and mutants of `gpu_check`, run in a separate process that can be stopped.
+"""Run the checks and the mutants of `gpu_check` in a separate process, which can be stopped.
 
     python -m brigade.lab.gpu_jobs '{"backend": "gloo", "share_gpu": false, "deadline_s": 60, "checks": [2], "mutants":
     [[2, "buckets by size"]]}'
 
-It prints a line of JSON with the number of jobs, then one line for each job as it ends.
+The process prints a line of JSON with the number of jobs, then one line for each job as soon as it ends.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ def import_mutants(entry: Module) -> Any:
 
 
 def run_jobs(jobs: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Run the checks of the modules `checks` on the reference, then test that the checks catch the `mutants`."""
+    """Run the checks of the modules in `jobs["checks"]` on the reference, then test that checks catch the mutants.
+
+    Yield the number of jobs, then the result of each job.
+    """
     checks = collect([get_module(number) for number in jobs["checks"]])
     yield {"jobs": len(checks) + len(jobs["mutants"])}
     conditions = Conditions(backend=jobs["backend"], share_gpu=jobs["share_gpu"], deadline_s=jobs["deadline_s"])

@@ -47,7 +47,7 @@ FP32_BYTES = 4
 DEADLINE_S = 900.0
 CALIBRATION = 9  # the median backward of this many rounds sets the link, because a busy machine's speed changes
 
-HELD_OUT = 16  # sequences that the final loss is computed on
+HELD_OUT = 16  # sequences on which the final loss is computed
 
 # Nats per token on held-out text, on any rank. SGD does not amplify rounding as Adam does. With this workload in fp32,
 # we measured that correct answers differ from one process by at most 3e-7. On 64 sequences, the mutants in
@@ -57,7 +57,7 @@ LOSS_TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Workload:
-    """What every variant trains on: `batch_size` sequences on all ranks together, of `time` tokens each.
+    """The training run of every variant. A batch has `batch_size` sequences of `time` tokens, over all ranks.
 
     `bucket_mb` (MiB) is for variants that have buckets, including torch DDP. With a `link`, collectives take as long as
     on that emulated link (`emulated_link.py`); otherwise they take their real time on this machine. If `named` is set,
@@ -84,7 +84,7 @@ EMULATED = Workload(batch_size=24, time=128, rounds=35, link=Pace(comm_ratio=0.8
 
 @dataclass(frozen=True)
 class Variant:
-    """The classes that average gradients and take the step: (package, name) in the submission's modules or in torch.
+    """The classes that average gradients and take the step, each as (package, name). A package may be "torch".
 
     Without a wrapper, as for one process, no gradients are averaged. Without an optimizer, every rank uses plain SGD.
     `bucket_mb` (MiB) replaces the workload's value, unless it is None. `arguments` are additional arguments of the
@@ -112,9 +112,9 @@ class Measurement:
 
     `marks[rank][round]` are seconds: the start of the step, and the end of each of its `PHASES`. `cpu_s[rank][round]`
     is the processor time of the step, for all threads of the rank together. `collectives` and `sent_bytes` are means
-    over ranks, per step; `sent_bytes` is what a rank has to send with ring algorithms. `losses` are per rank, in nats
-    per token. `kept_bytes` and `peak_bytes` are the bytes between steps and at the peak of a step, by kind and on the
-    fullest rank (see `memory_accounting.py`); `peak_bytes` is empty if no peak was measured.
+    over ranks, per step; `sent_bytes` counts the bytes that a rank sends with ring algorithms. `losses` are per rank,
+    in nats per token. `kept_bytes` and `peak_bytes` are the bytes between steps and at the peak of a step, by kind and
+    on the fullest rank (see `memory_accounting.py`); `peak_bytes` is empty if no peak was measured.
     """
 
     label: str
@@ -140,16 +140,16 @@ class Measurement:
         return compute_quartiles(self.step_ms)
 
     def compute_phase_parts_ms(self) -> dict[str, float]:
-        """Return how long each of `PHASES` takes in the median step.
+        """Return how many ms each of `PHASES` takes in the median step.
 
-        Its share of the step is the mean over rounds, each on its slowest rank.
+        The share of a phase in the step is its mean over rounds, measured on the slowest rank of each round.
         """
         slowest = [max(ranks, key=lambda marks: marks[-1] - marks[0]) for ranks in zip(*self.marks)]
         parts = [[(end - start) / (marks[-1] - marks[0]) for start, end in zip(marks, marks[1:])] for marks in slowest]
         return {phase: self.median_ms * fmean(shares) for phase, shares in zip(PHASES, zip(*parts))}
 
     def compute_phase_ms(self, phase: str) -> float:
-        """Return the median time of one of `PHASES`, over rounds and ranks."""
+        """Return the median time of one of `PHASES` in ms, over rounds and ranks."""
         end = PHASES.index(phase) + 1
         return median(1e3 * (marks[end] - marks[end - 1]) for rounds in self.marks for marks in rounds)
 
@@ -180,8 +180,8 @@ class Ladder:
     """The results of `run_ladder`. The last of `variants` belong to torch.
 
     `expected_loss` is the loss of one process, in nats per token. `computation` is the measurement of the same steps
-    without any communication. `link` is the emulated link, and `backward_s` is the time of backward alone for which it
-    was made. `real_s` is the time of a real all-reduce of all gradients, which have `model_bytes` bytes.
+    without any communication. `link` is the emulated link, and `backward_s` is the time of backward alone for which the
+    link was made. `real_s` is the time of a real all-reduce of all gradients, which have `model_bytes` bytes together.
     """
 
     workload: Workload
@@ -197,7 +197,7 @@ class Ladder:
 
     @property
     def link_s(self) -> float | None:
-        """The time of an all-reduce of all gradients on the emulated link; None without a link."""
+        """The time of an all-reduce of all gradients on the emulated link, or None without a link."""
         return self.link.seconds("all_reduce", self.model_bytes, self.world_size) if self.link else None
 
     def get_measurement(self, label: str) -> Measurement:
@@ -237,7 +237,7 @@ class Ladder:
 
 
 def get_variant(entry: Module) -> Variant:
-    """Return the variant of a module: the last of its public names.
+    """Return the variant of a module, which uses the last of the module's public names.
 
     If this name is an optimizer, it is combined with the module's own wrapper, or else with the last wrapper before it.
     """
@@ -264,12 +264,12 @@ def add_torch_variants(variants: Sequence[Variant]) -> list[Variant]:
 
 
 def get_course_variants() -> list[Variant]:
-    """Return the variants of all modules."""
+    """Return the variants of all core modules."""
     return [get_variant(entry) for entry in CORE_MODULES]
 
 
 def read_reference() -> Sources:
-    """Return the text of all solutions. The student edition has none; there, return that of the student's modules."""
+    """Return the text of all solutions, or of all of the student's modules in the student edition."""
     return read(REFERENCE, TRAINING_MODULES[-1].number).sources
 
 
@@ -485,7 +485,7 @@ def shard_fully(model: nn.Module) -> nn.Module:
 
 
 def train(workload: dict, variants: list[dict], with_peaks: bool) -> dict:
-    """Take all steps of all variants. To measure peaks, take one more step of each, which is not timed.
+    """Take all steps of all variants. If `with_peaks`, take one more step of each variant, which is not timed.
 
     Return, by label, "marks" and "cpu_s" (see `Measurement`), "losses" (on held-out text), "kept" and "peaks" (bytes by
     kind). Also return "link" (the two numbers of a `Link`, or None), "backward_s", "real_s" and "model_bytes" (see
@@ -569,7 +569,7 @@ def broadcast_text(text: bytes) -> bytes:
 
 
 class Calibration:
-    """Measure the time of backward alone in every round, and set the emulated link that follows from it.
+    """The measurement of backward alone in every round, which determines the emulated link.
 
     `wanted` is a workload's `link`, as a dict. The link is in use from the first `measure` on.
     """
@@ -609,7 +609,7 @@ class Calibration:
         emulated_link.use(self.make_link(self.backward_s[-CALIBRATION:]))
 
     def make_link(self, backward_s: list[float]) -> Link | None:
-        """Return the requested link for a backward that takes the median of `backward_s`; None without a link."""
+        """Return the requested link for a backward that takes the median of `backward_s`, or None."""
         if not self.wanted or not backward_s:
             return None
         if "comm_ratio" in self.wanted:
@@ -644,7 +644,7 @@ def take_step(setup: TrainingSetup, tokens: Tensor, targets: Tensor) -> list[flo
         loss.backward()
     marks.append(time.perf_counter())
     with recording.phase("finish"):
-        if hasattr(setup.wrapper, "finish_grad_sync"):  # torch DDP is complete when backward returns
+        if hasattr(setup.wrapper, "finish_grad_sync"):  # torch DDP has finished when backward returns
             setup.wrapper.finish_grad_sync()
     marks.append(time.perf_counter())
     with recording.phase("step"):

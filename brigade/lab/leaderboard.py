@@ -1,4 +1,4 @@
-"""`brigade leaderboard`: read the entries of a class, rank them, and show them on a terminal or as a page."""
+"""`brigade leaderboard`: read the entries of a class, rank and show them in the terminal or as a Markdown page."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from brigade.course.submission import open_no_follow
 from brigade.lab.entry import MAX_BYTES, Entry, Result, hash_course, read_line
 from brigade.lab.plots import format_quartiles, make_empty_table
 
-PATTERN = "*entry*.json*"  # learning platforms put names in front of a file's name, and numbers after it
+PATTERN = "*entry*.json*"  # learning platforms add names before a file's name, and numbers after it
 MOST_FILES = 2_000
-MOST_LINES = 2_000  # of a file
+MOST_LINES = 2_000  # per file
 
 
 @dataclass(frozen=True)
 class Category:
-    """A table of the leaderboard: the number that is compared, and the text that shows it. Lower is better."""
+    """A table of the leaderboard: how to compute the value that it compares, and how to show it. Lower is better."""
 
     title: str
     heading: str
@@ -116,7 +116,10 @@ def read_lines(path: Path) -> list[str]:
 
 
 def rank(entries: Sequence[Entry], category: Category) -> list[tuple[int, Entry, Result]]:
-    """Return the entries in order, each with its rank and best module. Equal rounded values have the same rank."""
+    """Return (rank, entry, result of its best module) for each entry, the best first.
+
+    Entries whose rounded values are equal have the same rank.
+    """
     best = [(min(entry.results, key=category.compute_value), entry) for entry in entries]
     best.sort(key=lambda pair: (round(category.compute_value(pair[0]), 2), pair[1].name))
     values = [round(category.compute_value(result), 2) for result, _ in best]
@@ -124,7 +127,7 @@ def rank(entries: Sequence[Entry], category: Category) -> list[tuple[int, Entry,
 
 
 def make_rows(entries: Sequence[Entry]) -> dict[str, list[tuple[str, ...]]]:
-    """Return the tables by title: a row of headings, then a row for each entry."""
+    """Return the tables by title. Each table has a row of headings, then a row for each entry."""
     tables = {
         category.title: [
             ("rank", "name", category.heading, "module"),
@@ -154,7 +157,7 @@ def make_rows(entries: Sequence[Entry]) -> dict[str, list[tuple[str, ...]]]:
 
 
 def make_tables(entries: Sequence[Entry]) -> list[Table]:
-    """Return the tables for a terminal."""
+    """Return the tables for the terminal."""
     tables = []
     for title, (headings, *rows) in make_rows(entries).items():
         table = make_empty_table(title, headings[0], headings[1:])
@@ -165,7 +168,7 @@ def make_tables(entries: Sequence[Entry]) -> list[Table]:
 
 
 def make_page(entries: Sequence[Entry], today: str) -> str:
-    """Return the tables as a page in Markdown."""
+    """Return the tables as a Markdown page. `today` is the date on the page."""
     lines = ["# Leaderboard", "", f"Entries as of {today}. [The rules](leaderboard.md) explain the numbers."]
     for title, rows in make_rows(entries).items():
         cells = [[escape(cell) for cell in row] for row in rows]
@@ -175,5 +178,5 @@ def make_page(entries: Sequence[Entry], today: str) -> str:
 
 
 def escape(text: str) -> str:
-    """Return the text for a cell of a Markdown table. Replace all unsafe characters with character references."""
+    """Return the text for a cell of a Markdown table, with character references instead of unsafe characters."""
     return UNSAFE.sub(lambda match: f"&#{ord(match[0])};", text)

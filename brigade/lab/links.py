@@ -1,8 +1,9 @@
 """The named links of `brigade bench`, `trace` and `plan`.
 
-What counts is how long communication takes compared with backward. On a machine that computes more slowly than a GPU,
-the real rate of a link would make communication look negligible. A named link is therefore defined by the two ratios of
-a `Pace` that it would have in one fixed GPU set-up. The emulated link has the same ratios to this machine's backward.
+The effect of communication depends on how long it takes compared with backward. On a machine that computes more slowly
+than a GPU, the real rate of a link would make communication look negligible. A named link is therefore defined by the
+two ratios of a `Pace`: the ratios of its times to backward in one fixed GPU set-up. The emulated link has the same
+ratios to this machine's backward.
 
 The set-up: NVIDIA H100 GPUs reach 40 % of their dense bf16 peak, and train the XL model of module 4 with fp32
 gradients on 32 768 tokens per GPU and step. Backward takes two multiplications and two additions per parameter and
@@ -11,7 +12,7 @@ token, not counting attention. With two ranks:
     backward    4 x 1 998 235 200 x 32 768 FLOP / (0.4 x 989.4 TFLOP/s) = 662 ms
     gradients   4 B x 1 998 235 200 = 7.99 GB
 
-This file does not need torch; `make_pace` imports it.
+Only `make_pace` imports torch; the rest of this file does not need it.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ LATENCY_RATIO = 0.002  # the default latency ratio of --comm-ratio
 
 @dataclass(frozen=True)
 class NamedLink:
-    """A link as its manufacturer describes it: bytes per second in one direction, and seconds per message of a ring."""
+    """A real link: its nominal bytes per second in one direction, and its latency in seconds per message of a ring."""
 
     what: str
     bytes_per_s: float
     latency_s: float
 
     def make_pace(self, world_size: int) -> Pace:
-        """Return the link's ratios in the set-up described above, for `world_size` ranks, at least two."""
+        """Return the link's ratios in the set-up described above, for `world_size` ranks (at least two)."""
         from brigade.rank.emulated_link import Link, Pace
 
         link = Link(self.latency_s, self.bytes_per_s)
@@ -53,7 +54,7 @@ class NamedLink:
 
 
 # Rates are nominal: NVLink 4 from the H100 datasheet (900 GB/s, both directions together); PCI Express 4.0 with 16
-# lanes of 16 GT/s and 128b/130b encoding; Ethernet by its name. Latencies are those that NCCL assumes for one
+# lanes of 16 GT/s and 128b/130b encoding; Ethernet from its name. Latencies are those that NCCL assumes for one
 # message of a ring with its Simple protocol, on NVLink, PCI and network: `hwLat` in its src/graph/tuning.cc, commit
 # b6475625. The 8.4 us that NCCL adds once per launch are left out.
 NAMED = {

@@ -50,7 +50,7 @@ DEADLINE_S = 120.0
 
 @dataclass(frozen=True)
 class Formula:
-    """Bytes per parameter. If `is_divided`, the state is sharded over the ranks. Every rank has everything else."""
+    """A formula in bytes per parameter. If `is_divided`, the state is sharded over the ranks; nothing else is."""
 
     parameters: int
     gradients: int
@@ -71,7 +71,7 @@ class Formula:
 WHOLE = Formula(4, 4, 8, is_divided=False)
 STAGE_1 = Formula(4, 4, 8, is_divided=True)
 # For bf16 parameters and fp32 gradients, from Megatron-LM, docs/user-guide/features/dist_optimizer.md at d98e8a64:
-# 6 + 12 / N. The state is the fp32 main parameters and two moments.
+# 6 + 12 / N. The state consists of the fp32 main parameters and two moments.
 STAGE_1_BF16 = Formula(2, 4, 12, is_divided=True)
 
 
@@ -173,7 +173,7 @@ def measure(
 
 
 def make_memory_table(measured: Sequence[CaseBytes]) -> Table:
-    """Return a table, at most 80 columns wide: a row for each case, and each formula below the cases it applies to."""
+    """Return a table, at most 80 columns wide: a row for each case, and each formula below its cases."""
     from brigade.lab.plots import make_empty_table
 
     world_sizes = list(measured[0].by_world_size)
@@ -234,7 +234,7 @@ def draw_memory(measured: Sequence[CaseBytes], path: Path) -> None:
 
     from brigade.lab.plots import COLOURS
 
-    # The ladder's colours: forward reads the parameters, backward makes the gradients, the step uses the state.
+    # The ladder's colours: forward reads the parameters, backward computes the gradients, and the step uses the state.
     colours = dict(zip(KINDS, (COLOURS["forward"], COLOURS["backward"], COLOURS["step"])))
     labels, rows = zip(*reversed(merge_equal(measured).items()))  # matplotlib counts upwards
     world_sizes = [n for n in rows[0].peaks if n > 1]
@@ -322,7 +322,7 @@ def count_case(variant: dict, model: nn.Module) -> tuple[Bytes, Bytes]:
     return count_bytes_by_kind(model, wrapper, optimizer, buckets), memory.at_peak
 
 
-def keep_bucket(buckets, bucket):  # no annotations: in this file they are strings, which torch refuses
+def keep_bucket(buckets, bucket):  # no annotations: in this file, they would be strings, which torch rejects
     """Do what DDP does without a communication hook, and append the bucket's flat tensor to `buckets`."""
     buckets.append(bucket.buffer())
     return allreduce_hook(None, bucket)
@@ -342,7 +342,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m brigade.lab.memory",
         description="Count the bytes that every variant keeps on 1, 2 and 4 ranks, print them with the formulas of "
-        "ZeRO, and draw out/memory.png (for the solutions: the picture of the reading). This takes "
+        "ZeRO, and draw out/memory.png (for the solutions: the reading's picture). This takes "
         "about 20 seconds on two cores.",
         epilog="Example: python -m brigade.lab.memory",
     )

@@ -1,7 +1,7 @@
 """Count a variant's bytes of parameters, gradients and optimizer state on a rank, between steps and at the peak.
 
-Each block of memory is counted once and in full, even if several tensors are views of it. Activations, and the flat
-tensors of modules 2 and 4, are allocated only during a step. Only `PeakMemory` counts them.
+Each block of memory is counted once and in full, even if several tensors are views of it. Activations and the flat
+tensors of modules 2 and 4 are allocated only during a step, so only `PeakMemory` counts them.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from brigade.rank.memory import LiveMemory, list_tensors
 
 KINDS = ("parameters", "gradients", "optimizer state")
 
-Bytes = dict[str, int]  # by kind
+Bytes = dict[str, int]  # kind -> number of bytes
 
 
 def count_bytes_by_kind(
     model: nn.Module, wrapper: nn.Module, optimizer: optim.Optimizer, buckets: Sequence[Tensor] = ()
 ) -> Bytes:
-    """Return bytes by kind. `buckets` are torch DDP's flat tensors, which neither the model nor the wrapper exposes."""
+    """Return the bytes by kind. `buckets` are torch DDP's flat tensors, which the wrapper does not expose."""
     kept, seen = list_tensors_by_kind(model, wrapper, optimizer, buckets), set()
     return {kind: count_new_bytes(kept[kind], seen) for kind in KINDS}
 
@@ -29,11 +29,11 @@ def count_bytes_by_kind(
 def list_tensors_by_kind(
     model: nn.Module, wrapper: nn.Module, optimizer: optim.Optimizer, buckets: Sequence[Tensor] = ()
 ) -> dict[str, list[object]]:
-    """Return the tensors of each kind that these objects have now, and some values that are not tensors."""
+    """Return the tensors of each kind that these objects have now. The lists also contain values such as None."""
     inner = getattr(optimizer, "optim", optimizer)
     grad_buffers = getattr(wrapper, "grad_buffers", [])
     stepped = [p for group in inner.param_groups for p in group["params"]]
-    # The shards of module 11, or of torch's fully_shard, whose model has full parameters while they are gathered.
+    # The shards of module 11 or of torch's fully_shard. The model has full parameters while they are gathered.
     shards = wrapper.shards() if hasattr(wrapper, "shards") else [p for p in stepped if hasattr(p, "to_local")]
     return {
         "parameters": [*model.parameters(), *shards, *(b.param_data for b in grad_buffers)],
@@ -52,7 +52,10 @@ def list_tensors_by_kind(
 
 
 def count_new_bytes(values: Iterable[object], seen: set[int]) -> int:
-    """Return the memory of the tensors in `values`, except blocks in `seen`; add the counted blocks to `seen`."""
+    """Return the bytes of the tensors' memory, except for blocks in `seen`. Add the counted blocks to `seen`.
+
+    Values that are not tensors are ignored.
+    """
     nbytes = 0
     for value in values:
         if isinstance(value, Tensor):
@@ -64,7 +67,7 @@ def count_new_bytes(values: Iterable[object], seen: set[int]) -> int:
 
 
 def count_torch_bucket_bytes(wrapper: nn.Module) -> int:
-    """Return the bytes of torch DDP's flat tensors, which it keeps between steps; 0 for other wrappers.
+    """Return the bytes of the flat tensors that torch DDP keeps between steps, or 0 for other wrappers.
 
     The sizes come from DDP's own logging. A communication hook could measure the tensors themselves, but would slow
     down the steps.
@@ -76,12 +79,12 @@ def count_torch_bucket_bytes(wrapper: nn.Module) -> int:
 
 
 def get_local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor of torch's fully_shard, and any other tensor itself."""
+    """Return this rank's shard of a tensor that torch's fully_shard has sharded. Return any other tensor unchanged."""
     return tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor
 
 
 class PeakMemory(LiveMemory):
-    """Set `at_peak` to the bytes by kind at the moment in the block when the most bytes are alive.
+    """A context manager that sets `at_peak` to the bytes by kind at the moment when the most bytes are alive.
 
     Everything that is neither a parameter nor optimizer state counts as gradients: buckets, flat tensors, other buffers
     for communication, and activations. Run a step on few tokens in the block, so that activations are small.

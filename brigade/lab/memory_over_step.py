@@ -31,13 +31,13 @@ from brigade.runner.ranks import run_ranks
 REST = "activations and buckets"
 COLOURS = dict(zip((*KINDS, REST), ("#0072b2", "#e69f00", "#009e73", "#cccccc")))  # Okabe and Ito's
 HATCHES = dict(zip((*KINDS, REST), ("", "////", "....", "")))
-TOKENS = (1, 16)  # few, so that activations do not hide the rest
+TOKENS = (1, 16)  # (sequences, tokens): few, so that activations do not hide the rest
 DEADLINE_S = 120.0
 
 
 @dataclass(frozen=True)
 class Curve:
-    """The bytes by kind at the points of one step of a variant. `phases[i]` is the phase of point i."""
+    """The bytes by kind at several points of a variant's step. `phases[i]` and `nbytes[i]` belong to point i."""
 
     label: str
     phases: list[str]
@@ -66,7 +66,7 @@ def measure(
     """Train each variant for two steps of SGD with momentum, then return rank 0's bytes in the third step.
 
     `bucket_mb` is in MiB. Raise RankFailure or CourseError as `run_ranks` does. torch DDP runs in mode "record",
-    because a strict group cannot see where its reducer waits.
+    because a strict group cannot see where DDP's reducer waits.
     """
     curves = []
     for variant in variants:
@@ -85,7 +85,7 @@ def measure(
 
 
 def draw(curves: Sequence[Curve], path: Path) -> None:
-    """Draw one panel for each curve, with equal scales, and write the picture."""
+    """Draw one panel for each curve, with equal scales, as a PNG file."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -134,7 +134,7 @@ def draw(curves: Sequence[Curve], path: Path) -> None:
 
 
 def trace_memory(variant: dict, workload: dict) -> list[tuple[str, dict[str, int]]]:
-    """Return (phase, bytes by kind) at the points of the third step."""
+    """Return (phase, bytes by kind) for each point of the third training step."""
     torch.manual_seed(0)
     model = TinyLM(Size(**workload["size"])).to(device())
     points: list[tuple[str, dict[str, int]]] = []
@@ -171,7 +171,10 @@ def trace_memory(variant: dict, workload: dict) -> list[tuple[str, dict[str, int
 
 
 def watch(model: nn.Module, note_memory: Callable[[], None]) -> None:
-    """Call `note_memory` before each layer's forward and after each gradient. The wrapper's own hooks run first."""
+    """Register hooks that call `note_memory` before each layer's forward and after each gradient.
+
+    The wrapper's own hooks run first.
+    """
     for module in model.modules():
         if not list(module.children()):
             module.register_forward_pre_hook(lambda *_: note_memory())

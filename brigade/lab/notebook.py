@@ -1,13 +1,13 @@
 """Ranks for a notebook. After `ranks = start_ranks(2)`, every rank runs the code of each `%%px` cell.
 
-    ranks.deadline_s = 5      how long a cell may take from now on
+    ranks.deadline_s = 5      how many seconds a cell may take from now on
     ranks["loss"]             the variable `loss` of every rank, in a list
     ranks.read_events()       for each rank, the events that it has recorded so far (see `recording.py`)
     ranks.stop()              end the ranks; they also end with the notebook's process, however that ends
 
-A rank is an ipyparallel engine with an initialised default process group that records every collective. The
-reference solutions are importable there: `from solutions.m01_naive_ddp.naive_ddp import NaiveDDP`. `%%px -t 1` runs a
-cell on rank 1 only. If a cell misses its deadline, a sentence for each rank says what it was doing, and the ranks end.
+A rank is an ipyparallel engine with an initialised default process group that records every collective. The reference
+solutions are importable there: `from solutions.m01_naive_ddp.naive_ddp import NaiveDDP`. `%%px -t 1` runs a cell on
+rank 1 only. If a cell misses its deadline, a sentence for each rank says what the rank was doing, and the ranks end.
 For timings that need clean processes, use `ladder.py` and `timeline.py`.
 """
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from ipyparallel import AsyncResult
     from IPython.display import Markdown
 
-MARK = "BRIGADE_NOTEBOOK"  # the environment variable with the ranks' directory, in each of their processes
+MARK = "BRIGADE_NOTEBOOK"  # the environment variable that contains the ranks' directory, in all of their processes
 START_S = 60.0
 # An engine is ready only after its second heartbeat, so the period is short. `Ranks` itself detects dead engines.
 CONTROLLER = (
@@ -132,7 +132,8 @@ class Ranks:
     def run(self, code: str, ranks: Sequence[int] | None = None) -> None:
         """Execute Python text on all ranks (or on `ranks`), as a `%%px` cell does, and show what they print.
 
-        Raise RanksError if a rank raises, dies or misses the deadline. In the last two cases, the ranks are ended.
+        Raise RanksError if a rank raises an exception, dies or misses the deadline. In the last two cases, all ranks
+        end.
         """
         self._require_running()
         ranks = list(range(self.world_size) if ranks is None else ranks)
@@ -155,7 +156,7 @@ class Ranks:
         return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
 
     def stop(self) -> None:
-        """End all ranks, whatever they are doing. Stopping twice is allowed."""
+        """End all ranks, whatever they are doing. A second call has no effect."""
         atexit.unregister(self.stop)
         if self._client:
             self._client.close()
@@ -164,7 +165,7 @@ class Ranks:
         for process in [self._controller, *self._engines]:
             if process:
                 process.wait()
-        self._guard.communicate()  # closes its input, so that it ends
+        self._guard.communicate()  # closes the guard's input, so that the guard ends
 
     def __repr__(self) -> str:
         return f"{self.world_size} ranks on {self.backend}" if self._client else "ranks that have ended"
@@ -187,7 +188,7 @@ class Ranks:
                 stdout=output,
                 stderr=output,
                 env=os.environ | own | environment,
-                start_new_session=True,  # so that interrupting a cell does not reach them
+                start_new_session=True,  # so that interrupting a cell does not interrupt the ranks
             )
 
     def _read_connection(self, side: str) -> dict[str, Any]:
@@ -208,7 +209,7 @@ class Ranks:
             raise RanksError("the ranks have ended; ranks = start_ranks() starts new ones")
 
     def _finish(self, result: AsyncResult, ranks: Sequence[int], deadline_s: float) -> Any:
-        """Wait for the ranks and return their values. If a rank fails, the others have `GRACE_S` seconds left."""
+        """Wait for the ranks and return their values. If a rank fails, the others have `GRACE_S` seconds to finish."""
         parts = dict(zip(ranks, result.split()))
         ends_at = time.monotonic() + deadline_s
         reason = f"stopped after {deadline_s:g} s"
@@ -296,12 +297,12 @@ def become_rank(request: dict[str, Any]) -> None:
 
 
 def make_import_path() -> str:
-    """Return PYTHONPATH plus the course's directory, because a notebook may have been started anywhere."""
+    """Return the course's directory plus PYTHONPATH, because a notebook may have been started in any directory."""
     return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def start_guard(directory: Path, lock: int) -> subprocess.Popen:
-    """Start a process that ends the ranks and removes their directory when this process has ended, however it ends.
+    """Start a process that ends the ranks and removes their directory after this process has ended, however it ends.
 
     The new process holds the lock. If it is killed too, `server.sweep` removes the directory later.
     """
@@ -330,7 +331,7 @@ def end_everything(directory: Path) -> None:
     while any_left and time.monotonic() < give_up:
         any_left = False
         for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):  # ended meanwhile, or not ours
+            with contextlib.suppress(psutil.Error):  # the process has ended meanwhile, or is not ours
                 if process.environ().get(MARK) == str(directory):
                     process.kill()
                     any_left = True
@@ -339,7 +340,7 @@ def end_everything(directory: Path) -> None:
 
 
 def show(number: int, name: str) -> Markdown:
-    """Return the part of a module's solution called `name`, such as "NaiveDDP.finish_grad_sync", for display.
+    """Return the class or function `name` of a solution, such as "NaiveDDP.finish_grad_sync", for display.
 
     For a function, return its first line and its solution, without the docstring and the guidance.
     """

@@ -26,7 +26,7 @@ from brigade.lab.notebook import make_import_path
 from brigade.lab.script import run_to_status
 
 OVERVIEW = ROOT / "notebooks" / "00_overview.ipynb"
-EXECUTED = "executed"  # the key in a notebook's metadata under which `hash_code` is stored
+EXECUTED = "executed"  # the key in a notebook's metadata for the result of `hash_code`
 WIDGET = "application/vnd.jupyter.widget-view+json"
 CELL_S = 240
 
@@ -75,7 +75,7 @@ def execute_notebooks(number: str | None = None) -> int:
 
 @contextlib.contextmanager
 def set_kernel_environment() -> Iterator[None]:
-    """Let kernels use this environment's Python and this checkout."""
+    """Set variables so that kernels started in the block use this environment's Python and this checkout."""
     before = dict(os.environ)
     os.environ |= {
         "JUPYTER_PREFER_ENV_PATH": "1",
@@ -105,7 +105,7 @@ def execute(notebook: NotebookNode, directory: Path) -> None:
 def clean(notebook: NotebookNode) -> None:
     """Remove everything that differs between machines or needs a running kernel: versions, paths and widgets.
 
-    Consecutive texts on the same stream become one output.
+    Also merge consecutive texts on the same stream into one output.
     """
     notebook.metadata = {
         "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
@@ -138,7 +138,7 @@ def hash_code(notebook: NotebookNode) -> str:
 
 
 def remove_root(text: str) -> str:
-    """Make paths in this checkout relative."""
+    """Return the text with all paths in this checkout made relative to its root."""
     return re.sub(rf"{re.escape(str(ROOT))}/?", "", text)
 
 

@@ -1,8 +1,8 @@
-"""The figures of the notebooks, large enough for the back row.
+"""The figures of the notebooks, large enough to be read from the back row.
 
-Every function returns a figure, which a notebook shows if it is the last value of a cell or is passed to `display`.
-Colours are Okabe and Ito's; parts also differ in hatch or marker, so that they are distinct without colour.
-`explore` shows a figure with sliders that redraw it.
+A notebook shows a returned figure if it is the last value of a cell or is passed to `display`. The colours are from
+Okabe and Ito's palette. Parts also differ in hatch or marker, so that they are distinct without colour. `explore` shows
+a figure with sliders that redraw it.
 """
 
 from __future__ import annotations
@@ -94,9 +94,10 @@ def make_figure(height: float, rows: int = 1) -> Iterator[tuple[LargeFigure, Any
 
 
 def explore(draw: Callable[..., Figure], **sliders: ValueWidget) -> None:
-    """Show `draw(...)` for the sliders' first values, and below it the sliders, which redraw the figure.
+    """Show the figure that `draw` returns for the sliders' initial values, and the sliders below it.
 
-    The figure is an output of its own, so it stays visible where the sliders do not work.
+    Moving a slider redraws the figure. The figure is a separate output, so it stays visible where the sliders do not
+    work.
     """
     from IPython.display import display
     from ipywidgets import VBox
@@ -179,7 +180,7 @@ def draw_bars(
     title: str,
     spread: Mapping[str, tuple[float, float]] | None = None,
 ) -> LargeFigure:
-    """Draw one stacked bar for each row, and write the values of its parts at its end.
+    """Draw one stacked bar for each row, and write the values of its parts at the end of the bar.
 
     `spread` contains the quartiles of the whole bar, by row.
     """
@@ -320,7 +321,7 @@ def draw_layouts(layouts: Mapping[int, Layout], param_names: Sequence[str] | Non
 
 
 def draw_launch_order(events_of_ranks: Sequence[Sequence[Event]], phase: str) -> LargeFigure:
-    """Draw, in order, the events "ready" and "launched" of each rank in a phase. Both have the field `bucket`."""
+    """Draw the events "ready" and "launched" of each rank in a phase, in order. Both kinds have the field `bucket`."""
     rows = [
         [event for event in events if event["phase"] == phase and event["kind"] in ("ready", "launched")]
         for events in events_of_ranks

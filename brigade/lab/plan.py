@@ -2,9 +2,10 @@
 
     steps = plan(setting, link)
 
-A rank computes for as long as its floating-point operations and its memory traffic take, and launches collectives by
-the rule of the variant (`schedules.py`). A collective starts when all earlier ones are complete, and takes as long as a
-ring algorithm (`emulated_link.Link`). Nothing runs and no memory is allocated: the model is on the meta device.
+A rank computes for as long as its floating-point operations and its memory traffic take, and launches collectives
+according to the rule of the variant (`schedules.py`). A collective starts when all earlier ones are complete, and takes
+as long as a ring algorithm (`emulated_link.Link`). Nothing runs and no memory is allocated: the model is on the meta
+device.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from brigade.rank.emulated_link import Link, count_sent_bytes
 if TYPE_CHECKING:
     from rich.table import Table
 
-# For plans only. Layers, d_model, heads, context: arXiv 2005.14165, table 2.1. GPT-3's feed-forward network has two
-# matrices of width 4 d_model. SwiGLU has three, which have the same total size if each is 8/3 d_model wide. The head
-# and the embedding are not tied here.
+# Models for plans only. The layers, d_model, heads and context are those of arXiv 2005.14165, table 2.1. GPT-3's
+# feed-forward network has two matrices of width 4 d_model. SwiGLU has three, which have the same total size if each is
+# 8/3 d_model wide. The head and the embedding are not tied here.
 GPT3 = {
     "gpt3-6.7b": Size(d_model=4096, d_ff=10_944, layers=32, heads=32, vocabulary=50_257, context=2048),
     "gpt3-175b": Size(d_model=12_288, d_ff=32_768, layers=96, heads=96, vocabulary=50_257, context=2048),
@@ -54,8 +55,8 @@ DEVICE_MEMORY_GBPS = 3350  # gigabytes per second
 class PlannedStep:
     """The predicted step of one variant.
 
-    `sent_bytes` is the mean over ranks. `memory` is what the fullest rank keeps between two steps, by kind. `exposed_s`
-    is how much longer the step takes than computation alone.
+    `sent_bytes` is the mean over ranks. `memory` contains the bytes that the fullest rank keeps between two
+    steps, by kind. `exposed_s` is how much longer the step takes than computation alone.
     """
 
     label: str
@@ -71,13 +72,13 @@ class PlannedStep:
 
 
 def make_model(size: Size, dtype: str = "fp32") -> TinyLM:
-    """Return the model on the meta device."""
+    """Return a model of this size and dtype on the meta device."""
     with torch.device("meta"):
         return TinyLM(size).to(DTYPES[dtype])
 
 
 def find_units(model: TinyLM) -> list[list[int]]:
-    """Return the indices of the parameters of each unit if every block is a unit. The root comes first."""
+    """Return the indices of each unit's parameters, where every block is a unit. The root comes first."""
     unit_of = {p: unit for unit, block in enumerate(model.blocks, 1) for p in block.parameters()}
     units: list[list[int]] = [[] for _ in range(len(model.blocks) + 1)]
     for i, parameter in enumerate(model.parameters()):
@@ -86,11 +87,11 @@ def find_units(model: TinyLM) -> list[list[int]]:
 
 
 def count_backward_flops(model: TinyLM, tokens: int, time: int) -> list[int]:
-    """Return the floating-point operations of backward before each gradient is ready, in the order of registration.
+    """Return the floating-point operations that backward needs for each gradient, in the order of registration.
 
-    A matrix of n elements takes 2n operations per token in forward and 4n in backward. Causal attention over sequences
-    of `time` tokens takes 2 * d_model * time operations per token in forward, and twice as many in backward, before the
-    gradient of v is ready. Everything else counts as zero.
+    A matrix of n elements takes 2n operations per token during forward and 4n during backward. Causal attention over
+    sequences of `time` tokens takes 2 * d_model * time operations per token during forward. During backward, it takes
+    twice as many before the gradient of v is ready. Everything else counts as zero.
     """
     flops = dict.fromkeys(model.parameters(), 0)
     for module in model.modules():
@@ -104,7 +105,7 @@ def count_backward_flops(model: TinyLM, tokens: int, time: int) -> list[int]:
 def make_machine(
     flops: Sequence[int], flops_per_s: float, memory_bytes_per_s: float, backward_s: float | None = None
 ) -> Machine:
-    """Return the speed of a rank that does `flops` in backward and half as many in forward.
+    """Return the speed of a rank that performs `flops` during backward and half as many during forward.
 
     If `backward_s` is given, backward takes that long, and its parts are proportional to `flops`.
     """
@@ -144,9 +145,9 @@ def plan(setting: Setting, link: Link, selected: Sequence[Variant] | None = None
 
 
 def count_kept_bytes(variant: Variant, setting: Setting) -> Bytes:
-    """Return bytes by kind on the fullest rank between two steps, including padding.
+    """Return the bytes that the fullest rank keeps between two steps, by kind and including padding.
 
-    They are counted in the same way as in `memory.py`.
+    The bytes are counted in the same way as in `memory.py`.
     """
     rule, numel, itemsize = get_rule(variant), setting.numel, setting.itemsize
     needs_buffer = rule.params_in_buffer or rule.grads_in_buffer or rule.state == "shards"
@@ -170,7 +171,7 @@ def count_kept_bytes(variant: Variant, setting: Setting) -> Bytes:
 
 
 def format_size(number: float) -> str:
-    """Return a number with one decimal place, or with none if it is 100 or more."""
+    """Return a number as text with one decimal place, or with none if it is 100 or more."""
     return f"{number:,.0f}" if number >= 100 else f"{number:.1f}"
 
 

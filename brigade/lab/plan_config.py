@@ -1,7 +1,8 @@
-"""What is planned: a model's parameters, their buckets, the optimizer, and the speed of a rank.
+"""The inputs of a plan: a model's parameters, their buckets, the optimizer, and the speed of a rank.
 
 The solutions' own `plan_buckets` and `plan_layout` decide which gradients share a bucket; in the student edition, the
-student's functions do. Gradients become ready in the reverse order of the parameters' registration, as in TinyLM.
+student's functions do. A plan assumes that gradients become ready in the reverse order of the parameters' registration,
+as in TinyLM.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ PACKAGE = "planned_solutions"
 class Machine:
     """The speed of a rank, in seconds or in bytes of memory traffic per second.
 
-    `backward_s[i]` is the part of backward that ends with the gradient of parameter i, in the order of registration.
-    The last three fields describe emulated links. `launch_s` and `launch_s_per_byte` are the processor time that the
-    real collective takes, per launch and per byte. `wake_s` is the time from the end of a collective until a waiting
-    rank continues. On a GPU, these three are zero, because communication runs concurrently.
+    `backward_s[i]` is the time of the part of backward that ends with the gradient of parameter i. Parameters are in
+    the order of registration. The last three fields describe emulated links. `launch_s` and `launch_s_per_byte` are the
+    processor time that the real collective takes, per launch and per byte. `wake_s` is the time from the end of a
+    collective until a waiting rank continues. On a GPU, these three are zero, because communication runs concurrently.
     """
 
     forward_s: float
@@ -43,7 +44,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """How many values an optimizer keeps per element. AdamW's step counter is not included."""
+    """An optimizer, and the number of values that it keeps per element, without AdamW's step counter."""
 
     label: str
     values: int
@@ -54,11 +55,12 @@ OPTIMIZERS = {"adamw": Optimizer("AdamW", 2), "sgd": Optimizer("SGD with momentu
 
 @dataclass(frozen=True)
 class Setting:
-    """What is trained, and on which machine. `parameters` may be on the meta device; all have the same dtype.
+    """The training run to plan: the parameters, the ranks, the buckets, the optimizer, the machine and the units.
 
-    `bucket_mb` is in MiB. Modules 5 to 8 accumulate and reduce the gradients of 16-bit parameters in fp32, and module 8
-    keeps fp32 main parameters. Everything else has the dtype of the parameters. `units` are the indices of the
-    parameters of each unit of module 11, the root first.
+    `parameters` may be on the meta device; all have the same dtype. `bucket_mb` is in MiB. Modules 5 to 8 accumulate
+    and reduce the gradients of 16-bit parameters in fp32, and module 8 keeps fp32 main parameters. Everything else has
+    the dtype of the parameters. `units[i]` contains the indices of the parameters of unit i of module 11; unit 0
+    is the root.
     """
 
     parameters: Sequence[nn.Parameter]
@@ -84,7 +86,7 @@ class Setting:
 
     @functools.cached_property
     def owned_bytes(self) -> list[int]:
-        """The bytes of parameters that each rank owns if whole parameters are assigned, the largest first."""
+        """The bytes that each rank owns if whole parameters are assigned to ranks, the largest parameter first."""
         loads = [(0, rank) for rank in range(self.world_size)]
         for nbytes in sorted(self.nbytes, reverse=True):
             load, rank = loads[0]
@@ -124,8 +126,8 @@ class Setting:
     def torch_buckets(self) -> Buckets:
         """The buckets of torch DDP from the second step on, with `bucket_cap_mb`: each bucket closes once it is full.
 
-        See compute_bucket_assignment_by_size in torch/csrc/distributed/c10d/reducer.cpp. It receives parameters in the
-        order in which their gradients become ready.
+        See compute_bucket_assignment_by_size in torch/csrc/distributed/c10d/reducer.cpp. This function receives
+        parameters in the order in which their gradients become ready.
         """
         param_indices: list[list[int]] = []
         nbytes = 0
@@ -140,7 +142,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Buckets:
-    """The parameters that share each launch, by index and in the order of readiness, and the bytes of each launch."""
+    """The parameters of each bucket, by index and in the order of readiness, and the bytes of each bucket's launch."""
 
     param_indices: list[list[int]]
     nbytes: list[int]
@@ -162,7 +164,7 @@ def import_solution(name: str) -> Callable:
 
 @contextlib.contextmanager
 def load_planner(name: str) -> Iterator[Callable]:
-    """Yield `import_solution(name)`. Errors of unwritten or broken student code in the block become CourseError."""
+    """Yield `import_solution(name)`. In the block, errors of unwritten or broken student code become CourseError."""
     try:
         yield import_solution(name)
     except NotImplementedError as part:

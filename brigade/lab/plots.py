@@ -74,7 +74,7 @@ def format_title(bench: Bench) -> str:
 
 
 def make_empty_table(title: str, first: str, headings: Sequence[str]) -> Table:
-    """Return an empty table with a column for names and one for each heading."""
+    """Return an empty table with a column for names, called `first`, and a column for each heading."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0, show_edge=False)
     table.add_column(first, no_wrap=True)
     for heading in headings:
@@ -83,7 +83,7 @@ def make_empty_table(title: str, first: str, headings: Sequence[str]) -> Table:
 
 
 def format_quartiles(spread: Spread, digits: int) -> str:
-    """Return the quartiles, such as: 1.02-1.10"""
+    """Return the quartiles as text, such as: 1.02-1.10"""
     return f"{format_number(spread.lower, digits)}-{format_number(spread.upper, digits)}"
 
 
@@ -126,7 +126,7 @@ def make_memory_table(bench: Bench) -> Table:
 
 
 def format_number(value: float, digits: int) -> str:
-    """Return a number with `digits` decimal places; without any if the text would be longer than five characters."""
+    """Return a number with `digits` decimal places, or with none if the text would be longer than five characters."""
     text = f"{value:.{digits}f}"
     return text if len(text) <= 5 else f"{value:.0f}"
 
@@ -166,8 +166,8 @@ def describe_losses(ladder: Ladder) -> str:
 def draw_ladder(ladder: Ladder, path: Path) -> None:
     """Draw how long each phase of a step takes, with one bar for each variant, as a PNG file.
 
-    The phases of a bar are those of the slowest rank, scaled so that the bar ends at the median step. The hatched part
-    is the time that forward and backward take beyond computation alone.
+    The phases of a bar are those of the slowest rank, scaled so that the bar ends at the median step time. The hatched
+    part is the additional time that forward and backward take compared with computation alone.
     """
     variants = ladder.variants[::-1]  # matplotlib counts upwards
     figure = Figure(figsize=(9, 2.2 + 0.45 * len(variants)), dpi=100, layout="constrained")
@@ -213,7 +213,7 @@ def draw_ladder(ladder: Ladder, path: Path) -> None:
 
 
 def describe_setting(ladder: Ladder) -> str:
-    """Return lines on the ranks, the model and the link."""
+    """Return lines about the ranks, the model and the link."""
     lines = [
         f"{ladder.world_size} ranks ({ladder.backend}), medians of {len(ladder.computation.step_ms)} steps; "
         f"TinyLM with {ladder.model_bytes / FP32_BYTES / 1e6:.2f} million parameters in fp32"
@@ -227,14 +227,14 @@ def describe_setting(ladder: Ladder) -> str:
 
 
 def draw_bench(bench: Bench, path: Path) -> None:
-    """Draw bars of the ladder, or lines of the sweep, as a PNG file."""
+    """Draw the bench as a PNG file, with bars for a ladder or lines for a sweep."""
     if bench.is_sweep:
         draw_sweep(bench, path)
     else:
         draw_ladder(bench.ladder, path)
 
 
-# Lines also differ in marker and dash, not only in colour (again Okabe and Ito's).
+# Lines differ in marker and dash as well as in colour. The colours are again from Okabe and Ito's palette.
 LINES = (
     {"color": "#0072b2", "marker": "o", "linestyle": "-"},
     {"color": "#d55e00", "marker": "s", "linestyle": "--"},

@@ -1,4 +1,4 @@
-"""The picture of module 0: which chunks travel around a ring."""
+"""The picture of module 0: the chunks that travel around a ring."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from brigade.lab.plots import COLOURS
 
 
 def list_ring_states(size: int) -> list[list[list[int]]]:
-    """Return, before a ring all-reduce and after each step, how many ranks' values each rank has in each chunk."""
+    """Return the states of a ring all-reduce on `size` ranks: before it, and after each step.
+
+    `state[rank][chunk]` is the number of ranks whose values are in this chunk of this rank.
+    """
     states = [[[1] * size for _ in range(size)]]
     for step in range(2 * (size - 1)):
         before = states[-1]

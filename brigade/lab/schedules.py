@@ -1,11 +1,11 @@
-"""What each variant does in one training step, as a program of one rank: compute, launch, wait.
+"""The work of each variant in one training step, as a program for one rank: compute, launch, wait.
 
     program = make_program(variant, setting)
     program.launches            the collectives, in launch order
     simulate(program, link)     when each instruction runs, on a link
 
-Each variant's launch rule is repeated here as the instructions of one rank, in a few lines. All ranks are assumed to do
-the same at the same time, so no collective waits for another rank to launch it.
+For each variant, a few lines repeat its launch rule as the instructions of one rank. All ranks are assumed to do the
+same at the same time, so no collective waits for another rank to launch it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LIVE_BUCKETS = 2  # the default of module 10's max_live_buckets
 
 @dataclass(frozen=True)
 class Compute:
-    """Keep the processor busy for some seconds.
+    """An instruction that keeps the processor busy for some seconds.
 
     `kind` is "forward", "backward", "step" for the optimizer's computation, or "copy" for copies and divisions of
     gradients. `param_indices` are the parameters whose gradients or outputs are computed, if they are known.
@@ -36,7 +36,10 @@ class Compute:
 
 @dataclass(frozen=True)
 class Launch:
-    """Launch a collective on a buffer of `nbytes`, which contains the parameters `param_indices`, and continue."""
+    """An instruction that launches a collective on a buffer of `nbytes` bytes and does not wait.
+
+    The buffer contains the parameters `param_indices`.
+    """
 
     op: str
     nbytes: int
@@ -45,7 +48,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Wait:
-    """Wait until the launch with this number is complete."""
+    """An instruction that waits until the launch with this number is complete."""
 
     launch: int
 
@@ -62,7 +65,7 @@ class Program:
         self.instructions.append(Compute(kind, seconds, param_indices))
 
     def move(self, nbytes: float) -> None:
-        """Read and write memory: `nbytes` counts both."""
+        """Read and write memory. `nbytes` counts the bytes read plus the bytes written."""
         self.compute("copy", nbytes / self.setting.machine.copy_bytes_per_s)
 
     def launch(self, op: str, nbytes: int, param_indices: Sequence[int]) -> int:
@@ -89,7 +92,10 @@ class Program:
         return launched
 
     def add_step(self, part: float = 1.0, itemsize: int | None = None) -> None:
-        """Run the optimizer on a part of all elements: it reads gradients, and reads and writes weights and state."""
+        """Run the optimizer on the fraction `part` of all elements.
+
+        The optimizer reads gradients, and reads and writes weights and state.
+        """
         touched = 2 + 1 + 2 * self.setting.optimizer.values
         nbytes = part * self.setting.numel * touched * (itemsize or self.setting.itemsize)
         self.compute("step", nbytes / self.setting.machine.step_bytes_per_s)
@@ -163,7 +169,10 @@ def schedule_buffered(program: Program) -> None:
 
 
 def schedule_coalesced(program: Program) -> None:
-    """Use one bucket per group. A group is gathered when half of the gradients of the next group are ready."""
+    """Schedule modules 6 and 7 with one bucket per group.
+
+    A group is gathered when half of the gradients of the next group are ready.
+    """
     buckets = [*program.setting.layout_buckets]
     reduced: list[int] = []
     gathered: list[int] = []
@@ -199,7 +208,7 @@ def schedule_prefetched(program: Program) -> None:
 
 
 def schedule_grad_shards(program: Program) -> None:
-    """Schedule module 10. Each launch of a bucket first waits for the bucket LIVE_BUCKETS launches earlier."""
+    """Schedule module 10. Before the rank launches bucket i, it waits for bucket i - LIVE_BUCKETS."""
     buckets = program.setting.layout_buckets
     reduced: list[int] = []
     for param_indices, nbytes in buckets:
@@ -295,10 +304,11 @@ def perform_actions(
 
 @dataclass(frozen=True)
 class Rule:
-    """How a variant launches, whether its gradients and its parameters are in padded buffers, and where the state is.
+    """The launch rule of a variant, and where the variant keeps gradients, parameters and optimizer state.
 
-    `state` is "everywhere" if every rank has all of it. It is sharded by whole "parameters" or by "shards" of buckets.
-    With "units", parameters and gradients are sharded too. `forward` runs before `run`.
+    `grads_in_buffer` and `params_in_buffer` refer to padded buffers. `state` is "everywhere" if every rank has all of
+    the state, "parameters" if each rank has the state of some whole parameters, "shards" if it has the state of its
+    shard of each bucket, and "units" if parameters and gradients are sharded too. `forward` runs before `run`.
     """
 
     run: Callable[[Program], None]
@@ -360,7 +370,7 @@ def make_program(variant: Variant, setting: Setting) -> Program:
 
 
 class Busy(NamedTuple):
-    """A rank computes or waits from `start_s` to `end_s`. Waiting for a complete collective takes no time."""
+    """A period in which the rank computes or waits, in seconds. A wait for a complete collective takes no time."""
 
     instruction: Compute | Wait
     start_s: float
@@ -378,7 +388,10 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulation:
-    """When a rank computes and waits, and when the link carries each collective, in seconds since the start."""
+    """The result of `simulate`: when the rank computes and waits, and when the link carries each collective.
+
+    Times are in seconds since the start.
+    """
 
     busy: list[Busy]
     transfers: list[Transfer]

@@ -4,7 +4,7 @@
     draw(timelines, path)
 
 Six equal layers train on two ranks. The schedules are those of `brigade plan` (`schedules.py`). Nothing is measured, so
-the picture is the same on every machine. Latency and copies take longer than they usually do, so that they are visible.
+the picture is the same on every machine. Latency and copies take longer than usual, so that they are visible.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def make_timeline(label: str, rule: Rule, simulation: Simulation) -> Timeline:
 
 
 def join_numbers(layers: Sequence[int]) -> str:
-    """Return the numbers of layers, such as: 5 4"""
+    """Return the numbers of the layers as text, such as: 5 4"""
     return " ".join(map(str, layers))
 
 

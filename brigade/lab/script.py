@@ -14,7 +14,7 @@ from brigade.runner.ranks import RankFailure
 
 
 def run_to_status(name: str, run: Callable[[], int]) -> int:
-    """Return the exit status that `run` returns, 2 after an error, or 130 after Ctrl-C.
+    """Call `run`. Return the exit status that it returns, 2 after an error, or 130 after Ctrl-C.
 
     After an error, print one line that begins with `name`.
     """
@@ -29,7 +29,10 @@ def run_to_status(name: str, run: Callable[[], int]) -> int:
 
 
 def explain_failure(failure: RankFailure, number: int) -> str:
-    """Return a message about a failed run: which part is not written yet, or what happened on which rank."""
+    """Return a message about a failed run: which part is not written yet, or what happened on which rank.
+
+    `number` is the number of the module that was run.
+    """
     part = failure.part
     if not part:
         return str(failure)
@@ -41,7 +44,10 @@ def explain_failure(failure: RankFailure, number: int) -> str:
 
 @contextlib.contextmanager
 def show_progress(what: str, total: int) -> Iterator[Callable[[], None]]:
-    """Show a bar on a terminal's standard error while the block runs; yield a function that advances it by one."""
+    """Show a progress bar on standard error while the block runs, if standard error is a terminal.
+
+    Yield a function that advances the bar by one.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

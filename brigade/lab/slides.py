@@ -1,8 +1,8 @@
-"""Write a deck of slides for each notebook: python -m brigade.lab.slides 4
+"""Write a deck of slides for each notebook, or for the notebook of one module: python -m brigade.lab.slides 4
 
-A deck is one HTML file that needs no network: it contains reveal.js, its styles, the figures and the formulas. Slides
-follow the notebooks' metadata (`slideshow.slide_type`). Figures and excerpts from the solutions appear without the code
-that shows them. Outputs of long code also appear without that code.
+A deck is one HTML file that needs no network: it contains reveal.js, its styles, the figures and the formulas. The
+notebooks' metadata (`slideshow.slide_type`) determine where slides begin. The deck shows figures and excerpts from the
+solutions without the code that produces them. It also shows the outputs of long code cells without their code.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OUTPUT = ROOT / "out" / "slides"
 REVEAL = resources.files("sphinx_revealjs") / "_static" / "revealjs"
 STYLES = ("dist/reset.css", "dist/reveal.css", "dist/theme/white.css")
 SCRIPT = "dist/reveal.js"
-SHOWN = {"image/png", "text/markdown"}  # outputs that a deck shows without the code
+SHOWN = {"image/png", "text/markdown"}  # outputs that a deck shows without their code
 LONGEST = 24  # lines of code that fit on a slide
 FORMULA_PT = 18
 
@@ -74,7 +74,7 @@ def make_deck(path: Path) -> str:
 
 
 def draw_formula(tex: str) -> str:
-    """Return an inline image of a TeX formula, which is also its alternative text."""
+    """Return an inline image of a TeX formula as HTML. The alternative text is the formula itself."""
     drawn = io.BytesIO()
     depth = math_to_image(f"${tex}$", drawn, prop=FontProperties(size=FORMULA_PT), format="svg")
     data = base64.b64encode(drawn.getvalue()).decode()
@@ -83,7 +83,7 @@ def draw_formula(tex: str) -> str:
 
 
 def join_files(names: Sequence[str]) -> str:
-    """Return the text of files of reveal.js, without links to fonts and source maps."""
+    """Return the joined text of some files of reveal.js, without links to fonts and source maps."""
     text = "\n".join((REVEAL / name).read_text() for name in names)
     return re.sub(r"@import url\([^)]*\);|//# sourceMappingURL=\S+", "", text)
 

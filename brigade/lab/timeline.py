@@ -6,8 +6,8 @@
 
 `timeline_view.py` writes an interactive page.
 
-The workload's link is emulated (`emulated_link.py`); with `link=None`, ranks use the machine's own. Ranks compute on
-the CPU, because on a GPU, the events show when work was queued, not when it ran.
+The workload's link is emulated (`emulated_link.py`). With `link=None`, collectives take their real time on this
+machine. Ranks compute on the CPU, because on a GPU, the events show when work was queued, not when it ran.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ MEMORY_LANES = 0.5  # the distance from one lane of memory to the next
 
 @dataclass(frozen=True)
 class Span:
-    """What one rank did from `start_ms` to `end_ms`, relative to the start of the step.
+    """The activity of one rank from `start_ms` to `end_ms`, relative to the start of the step.
 
     `kind` is one of `ladder.PHASES`, or "wait" if the rank waited for a collective in one of them. In a schematic, it
     may also be "copy". `label` is the text of the span in the picture.
@@ -95,7 +95,7 @@ class Collective:
     later or if the link was busy. If the end was not recorded, `end_ms` is the end of the step. The rank waited for the
     collective until `waited_ms`; None means that it never waited. `number` counts the earlier launches of `op` in the
     step, and `parts` counts the tensors in a coalesced launch. `name` is the parameter's name, if the launch is on a
-    single parameter. Collectives that overlap have different numbers as `row`, starting at 0. `line` is the line of the
+    single parameter. Collectives that overlap have different values of `row`, starting at 0. `line` is the line of the
     wrapper that launched the collective, if it is known. `label` is the text of the collective in the picture, in which
     the first `latency_ms` are dark.
     """
@@ -124,7 +124,7 @@ class Collective:
 
     @property
     def labels(self) -> list[str]:
-        """Possible labels for its block in `timeline_view.py`, the longest first."""
+        """The possible labels of the collective in `timeline_view.py`, the longest first."""
         number, size = str(self.number), f"{self.nbytes / 1e6:.2g} MB"
         short = (self.name or "").removesuffix(".weight")
         return [*([f"{short}, {size}", short] if short else []), f"{number}: {size}", number]
@@ -136,7 +136,7 @@ class Timeline:
 
     `exposed_ms` is the time by which communication lengthens a step (median over the timed rounds). `link` is the
     emulated link, and `backward_ms` is the time of backward alone. A schematic (`schematic.py`) has one rank, which
-    stands for all. Its `memory` contains a span for each period in which the memory named by the label is allocated.
+    stands for all. Its `memory` contains a span for each period in which the memory that its label names is allocated.
     """
 
     label: str
@@ -185,7 +185,7 @@ class Timeline:
         return next(span for span in self.spans if span.rank == rank and span.kind == kind)
 
     def find_backward_end_ms(self, rank: int) -> float:
-        """Return when a rank's backward ended."""
+        """Return when a rank's backward ended, in ms since the start of the step."""
         return max(span.end_ms for span in self.spans if span.rank == rank and span.kind == "backward")
 
     def get_collectives(self, rank: int) -> list[Collective]:
@@ -342,7 +342,7 @@ def save_chrome(timelines: Sequence[Timeline], path: Path) -> None:
 def make_slice(
     name: str, category: str, process: int, thread: int, start_ms: float, end_ms: float, args: dict | None = None
 ) -> dict[str, Any]:
-    """Return a complete event of Chrome's format. Times in ms become microseconds."""
+    """Return a "complete" event of Chrome's format. Times in ms become microseconds."""
     start, end = convert_to_us(start_ms), convert_to_us(end_ms)
     length = {"ts": start, "dur": end - start}
     return {"name": name, "cat": category, "ph": "X", "pid": process, "tid": thread, **length, "args": args or {}}
@@ -356,8 +356,8 @@ def convert_to_us(ms: float) -> int:
 def draw(timelines: Sequence[Timeline], path: Path, titles: Sequence[str] | None = None, *, width: int = 900) -> None:
     """Draw the timelines below each other on one time axis, as a PNG file `width` pixels wide.
 
-    `titles` are drawn above the timelines (default: the label and the number of collectives). The description in the
-    file contains the lengths of the steps.
+    `titles` are drawn above the timelines (default: the label and the number of collectives). The file's description
+    contains the lengths of the steps.
     """
     height = 1.0 + sum(0.5 + 0.45 * timeline.height for timeline in timelines)
     figure = Figure(figsize=(width / 100, height), dpi=100, layout="constrained")

@@ -1,4 +1,4 @@
-"""Timelines as one interactive page, which works without a network: `save_html(timelines, path)`."""
+"""Write timelines as one interactive page that works without a network: `save_html(timelines, path)`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TEMPLATE = Path(__file__).with_name("timeline_view.html")
 
 
 def make_view(timelines: Sequence[Timeline]) -> dict[str, Any]:
-    """Return the page's content for JSON: the timelines, and a style for each kind of block. Times are in ms."""
+    """Return the page's data, ready for JSON: the timelines, and a style for each kind of block. Times are in ms."""
     ops = {collective.op for timeline in timelines for collective in timeline.launched}
     styles = {kind: {"facecolor": COLOURS[kind]} for kind in PHASES}
     styles |= {"wait": WAITING} | {op: STYLES.get(op, OTHER) for op in [*STYLES, *sorted(ops)] if op in ops}
@@ -33,7 +33,7 @@ def make_view(timelines: Sequence[Timeline]) -> dict[str, Any]:
 
 
 def describe_timeline(timeline: Timeline) -> dict[str, Any]:
-    """Return one timeline of `make_view`."""
+    """Return the data of one timeline for `make_view`."""
     spans = [
         {
             "rank": span.rank,
@@ -77,7 +77,7 @@ def describe_timeline(timeline: Timeline) -> dict[str, Any]:
 
 
 def save_html(timelines: Sequence[Timeline], path: Path) -> None:
-    """Write the page for a browser. All text of the timelines is inside JSON, which cannot contain a tag."""
+    """Write the page. It contains the timelines as JSON in which "<" is escaped, so their text cannot add HTML tags."""
     view = json.dumps(make_view(timelines)).replace("<", r"\u003c")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(TEMPLATE.read_text(encoding="utf-8").replace("TIMELINES", view, 1), encoding="utf-8")

@@ -1,12 +1,12 @@
-"""Use ranks that were started by `torchrun`, or by another launcher that sets the same variables.
+"""Use ranks that were started by `torchrun`, or by another launcher that sets the same environment variables.
 
     is_torchrun()                    whether this process is such a rank
     run_on_torchrun(function)        like `run_ranks`, with this process as a rank
     report_rank_failures(command)    wrap a command, so that only rank 0 prints
 
-`run_ranks` forks ranks on this machine and watches them from outside. With `torchrun`, no process is outside. Every
-process runs the same command, becomes a rank when the command runs ranks, and sends its result to rank 0. Then only
-rank 0 continues, and the other processes end. A watchdog in each process enforces the deadline.
+`run_ranks` forks ranks on this machine and watches them from outside. With `torchrun`, no process watches from outside.
+Every process runs the same command, becomes a rank when the command runs ranks, and sends its result to rank 0. Then
+only rank 0 continues, and the other processes end. A watchdog in each process enforces the deadline.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from brigade.runner.report import BROKEN_LINK, RankFailure
 from brigade.runner.server import SERVER, make_locked_directory
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# As soon as one process has failed, torchrun ends its other processes. A process that has no message of its own waits
-# this long to be ended. If the failure was on another machine, it then ends by itself.
+# As soon as one process has failed, torchrun ends its other processes. A process without a message of its own waits
+# this long for torchrun to end it. If the failure was on another machine, the process then ends by itself.
 OTHERS_FIRST_S = 5.0
-LAST_WORDS_S = 1.0  # after the deadline, for the other ranks to print where they are
-CONNECTING_S = 60.0  # gloo itself would try as long as a collective may take
+LAST_WORDS_S = 1.0  # time after the deadline in which the other ranks can print where they are
+CONNECTING_S = 60.0  # without this limit, gloo would try for as long as a collective may take
 UNREACHABLE = "could not be reached: set GLOO_SOCKET_IFNAME to the interface that the machines share"
 
 
@@ -49,7 +49,7 @@ def is_torchrun() -> bool:
 
 
 def read_rank_variables() -> tuple[int, int, int, int]:
-    """Return this process's rank and the world size, then the local rank and the number of ranks on this machine."""
+    """Return this process's rank, the world size, its local rank and the number of ranks on this machine."""
     try:
         return tuple(int(os.environ[name]) for name in VARIABLES[:4])
     except ValueError:
@@ -64,10 +64,11 @@ def read_world_size() -> int:
 def run_on_torchrun(function: Callable[..., Any], *args: Any, **options: Any) -> RankResults:
     """Run a function as `run_ranks` does, on torchrun's ranks. Return on rank 0; the other processes end here.
 
-    Times in events and results are each machine's own (`time.perf_counter`). `on_event` is called only with rank 0's
-    events, on rank 0. Output is not kept, and events are never streamed. Raise CourseError on every rank if the run is
-    impossible, and RankFailure on the rank that failed. After the deadline, the process prints where it is and ends
-    with status 1. Mode "emulate" needs all ranks on one machine, because several machines have no common clock.
+    Times in events and results are those of each machine's own clock (`time.perf_counter`). `on_event` is called on
+    rank 0 only, with the events of rank 0. Printed output is not kept, and events are never streamed. Raise CourseError
+    on every rank if the run is impossible, and RankFailure on the rank that failed. After the deadline, each process
+    prints where it is and ends with status 1. Mode "emulate" needs all ranks on one machine, because several machines
+    have no common clock.
     """
     how = RunOptions(**options)
     rank, size, local_rank, local_size = read_rank_variables()
@@ -103,7 +104,7 @@ def run_on_torchrun(function: Callable[..., Any], *args: Any, **options: Any) ->
         "function": function.__qualname__,
         "packages": {**sources, **(how.packages or {})},
         "threads": max(1, count_cores() // local_size),
-        "seed": how.seed or 0,  # the same on every rank: no rank can draw it for all
+        "seed": how.seed or 0,  # the same on every rank, because no rank can draw a seed for all ranks
         "args": args,
     }
     files = {path for path, _ in request["packages"].get("submission", {}).values()}
@@ -134,7 +135,7 @@ def run_on_torchrun(function: Callable[..., Any], *args: Any, **options: Any) ->
 
 
 def gather_results(result: Any, events: list[Event]) -> list[tuple[Any, list[Event]]]:
-    """Return (result, events) of every rank on rank 0; an empty list on other ranks."""
+    """On rank 0, return (result, events) of every rank. On the other ranks, return an empty list."""
     import torch
     from torch import distributed as dist
 
@@ -146,7 +147,7 @@ def gather_results(result: Any, events: list[Event]) -> list[tuple[Any, list[Eve
     packed = bytearray(zlib.compress(wire.encode([result, recorded]), level=1))
     length = torch.tensor([len(packed)])
     lengths = [torch.zeros_like(length) for _ in range(dist.get_world_size())]
-    dist.all_gather(lengths, length)  # on the CPU with gloo, on any backend
+    dist.all_gather(lengths, length)  # tensors on the CPU use gloo, whatever the backend is
     longest = max(int(entry) for entry in lengths)
     local_packed = torch.frombuffer(packed.ljust(longest), dtype=torch.uint8)
     all_packed = [torch.empty_like(local_packed) for _ in lengths] if dist.get_rank() == 0 else None
@@ -172,11 +173,11 @@ def make_failure(error: Exception, description: dict[str, Any], rank: int, recor
     return RankFailure("exception", summary, frames, rank, description["type"], message=message)
 
 
-_directory: Path | None = None  # on rank 0, for the files that the ranks of an emulated link share
+_directory: Path | None = None  # on rank 0: the directory of the files that the ranks of an emulated link share
 
 
 def make_directory() -> None:
-    """Make the directory. This process keeps it locked; if it is killed, `server.sweep` removes the directory later."""
+    """Make `_directory` and keep it locked. If this process is killed, `server.sweep` removes the directory later."""
     global _directory
     _directory, _ = make_locked_directory()
 
@@ -187,7 +188,10 @@ def remove_directory() -> None:
 
 
 def start_timer(after_s: float, function: Callable[..., None], *args: Any) -> threading.Timer:
-    """Call `function` in its own thread after this many seconds, unless the process has ended by then."""
+    """Return a started timer, which calls `function` in its own thread after `after_s` seconds.
+
+    If the process ends earlier, the function is not called.
+    """
     timer = threading.Timer(after_s, function, args)
     timer.daemon = True
     timer.start()
@@ -195,7 +199,7 @@ def start_timer(after_s: float, function: Callable[..., None], *args: Any) -> th
 
 
 def stop_unconnected(after_s: float, rank: int) -> None:
-    """End this process with a message about the usual cause if it is not connected to all other ranks yet."""
+    """If this process is not connected to all other ranks yet, end it with a message about the usual cause."""
     from torch import distributed as dist
 
     if not dist.is_initialized():
@@ -203,7 +207,7 @@ def stop_unconnected(after_s: float, rank: int) -> None:
 
 
 def stop_at_deadline(deadline_s: float, rank: int, record: RankRecord, files: set[str]) -> None:
-    """End this process, which has reached the deadline, and print where it is."""
+    """Print where this process is, and end it because the deadline has passed."""
     stop_unconnected(deadline_s, rank)
     who = f"rank {rank} on {socket.gethostname()}"
     frames = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])
@@ -213,7 +217,7 @@ def stop_at_deadline(deadline_s: float, rank: int, record: RankRecord, files: se
 
 
 def exit_with_message(message: str) -> None:
-    """Print the message and end this process at once, because it may be unable to end by itself."""
+    """Print the message and end this process immediately, because it may be unable to exit normally."""
     print(f"brigade: {message}", file=sys.stderr, flush=True)
     remove_directory()
     time.sleep(LAST_WORDS_S)
@@ -221,10 +225,10 @@ def exit_with_message(message: str) -> None:
 
 
 def report_rank_failures(command: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
-    """Return the command, with failures of ranks converted to messages.
+    """Return a command that runs `command` and prints failures of ranks as messages.
 
-    Under torchrun, only rank 0 and ranks that failed by themselves print. The wrapped command does not return there,
-    because a process that has used gloo may be aborted when Python shuts down.
+    Under torchrun, only rank 0 and ranks that failed by themselves print. The returned command then ends the process
+    itself, because a process that has used gloo may be aborted when Python shuts down.
     """
 
     def run(options: argparse.Namespace) -> int:
@@ -252,7 +256,7 @@ def report_rank_failures(command: Callable[[argparse.Namespace], int]) -> Callab
 
 
 def exit_process(status: int) -> None:
-    """End this process at once, after flushing its output and closing its fork server."""
+    """Flush this process's output, close its fork server, and end the process immediately."""
     sys.stdout.flush()
     sys.stderr.flush()
     SERVER.close()

@@ -1,10 +1,10 @@
-"""Compare `brigade plan` with measurements, for all variants on emulated links: python -m brigade.lab.validate
+"""Compare the predictions of `brigade plan` with measurements on emulated links: python -m brigade.lab.validate
 
     points = validate(world_size=2, bucket_mb=1.0)
     median(point.error for point in points)
 
 No part of a prediction is fitted to the step times that it predicts. Two inputs come from the same run: the link, and
-the time of steps without communication. Three come from a short run before that: how fast this machine copies memory,
+the time of steps without communication. Three come from a short run before it: how fast this machine copies memory,
 the processor time of a launch, and how much longer a small collective takes here than on the link.
 """
 
@@ -48,7 +48,7 @@ LATENCY_S = 200e-6  # of the link
 
 @dataclass(frozen=True)
 class Overheads:
-    """Costs measured in a short run without any variant; launches are in processor time. See `Machine`."""
+    """Costs measured in a short run without any variant. The costs of launches are processor time. See `Machine`."""
 
     copy_bytes_per_s: float
     launch_s: float
@@ -58,7 +58,7 @@ class Overheads:
 
 @dataclass(frozen=True)
 class Point:
-    """The predicted and the measured step of one variant, in milliseconds."""
+    """The predicted and the measured step time of one variant."""
 
     label: str
     world_size: int
@@ -104,19 +104,19 @@ def compare(ladder_results: Ladder, overheads: Overheads) -> list[Point]:
 
 
 def make_setting(measured: Ladder, overheads: Overheads) -> Setting:
-    """Return the ladder's model and ranks, with the times of its steps without communication."""
+    """Return the setting of a ladder: its model, its ranks, and the times of its steps without communication."""
     workload = measured.workload
     model = make_model(workload.size)
     flops = count_backward_flops(model, workload.batch_size * workload.time // measured.world_size, workload.time)
     alone = measured.computation
-    # Phases are medians over all ranks, but a step is as long as that of the slowest rank.
+    # Phases are medians over all ranks, but the length of a step is its length on the slowest rank.
     phases = {phase: alone.compute_phase_ms(phase) / 1e3 for phase in ("forward", "backward", "step")}
     slower = alone.median_ms / 1e3 / sum(phases.values())
     backward_s = tuple(slower * phases["backward"] * part_flops / sum(flops) for part_flops in flops)
     optimizer = OPTIMIZERS["sgd"]
     parameters = list(model.parameters())
     touched = (2 + 1 + 2 * optimizer.values) * sum(parameter.nbytes for parameter in parameters)
-    shared = max(1.0, measured.world_size / count_cores())  # ranks that share a core take this much longer
+    shared = max(1.0, measured.world_size / count_cores())  # ranks that share a core take this many times as long
     machine = Machine(
         slower * phases["forward"],
         backward_s,
@@ -137,7 +137,7 @@ def measure_overheads(world_size: int, workload: Workload) -> Overheads:
 
 
 def make_validation_table(points: Sequence[Point]) -> Table:
-    """Return a table with a row for each point and the median error below, at most 80 columns wide."""
+    """Return a table with a row for each point and the median error in the last row, at most 80 columns wide."""
     from rich import box
     from rich.table import Table
 
@@ -198,7 +198,7 @@ def time_launch_s(tensor: Tensor) -> float:
 
 
 def time_call_s(call: Callable[[], object]) -> float:
-    """Return how long the call takes, in seconds, after a barrier."""
+    """Return how many seconds the call takes. All ranks start it after a barrier."""
     dist.barrier()
     start = time.perf_counter()
     call()
@@ -216,8 +216,8 @@ def parse_points(texts: Sequence[str]) -> list[tuple[int, float]]:
             raise CourseError(f"{text}: write the number of ranks and the bucket size in MiB, such as 2x0.5") from None
         if points[-1][0] < 2 or EMULATED.batch_size % points[-1][0] or not points[-1][1] > 0:
             raise CourseError(
-                f"{text}: write a bucket size above 0, and at least 2 ranks that can share {EMULATED.batch_size} "
-                "sequences equally"
+                f"{text}: the bucket size must be above 0, and the number of ranks must be at least 2 and divide "
+                f"{EMULATED.batch_size}, the number of sequences"
             )
     return points
 

@@ -22,7 +22,7 @@ def measure() -> dict[str, list[float]]:
 
 
 def draw(times_us: dict[str, list[float]], path: Path) -> None:
-    """Draw a line for each way, with logarithmic axes, as a PNG file."""
+    """Draw a line for each way to get a shard, with logarithmic axes, as a PNG file."""
     figure = Figure(figsize=(9, 3.6), dpi=100, layout="constrained")
     axes = figure.subplots()
     for (way, times), style in zip(times_us.items(), LINES):
