@@ -18,7 +18,7 @@ SMALL = 512  # bytes of new memory that no check counts: a number, an empty tens
 
 @pytest.mark.points(1)
 def test_shard_batch(submission):
-    """Rank r gets rows r·n to (r + 1)·n of the batch. A batch that does not divide raises ValueError."""
+    """Rank r gets part r of N equal parts of the batch. If the rows cannot be split equally, ValueError is raised."""
     [world] = submission.worlds(1)
     for shape in ((12, 3), (24,), (12, 2, 2)):
         batch = draw(submission, shape, torch.float64)
@@ -58,7 +58,7 @@ def test_sum_through_the_root(submission):
 
 @pytest.mark.points(2)
 def test_ring_reduce_scatter(submission):
-    """Rank r ends up with the sum of chunk r and gets it as a view. N − 1 messages go to the next rank of the ring."""
+    """Rank r gets the sum of chunk r, as a view. Each rank sends N − 1 messages, all to the next rank of the ring."""
     for group, tensors, results in run(submission, "ring_reduce_scatter"):
         expect_own_chunks(results, tensors, group)
         expect_ring(results, tensors, group, num_phases=1)
@@ -66,7 +66,7 @@ def test_ring_reduce_scatter(submission):
 
 @pytest.mark.points(2)
 def test_ring_all_gather(submission):
-    """Chunk r of rank r's tensor replaces chunk r everywhere. N − 1 messages go to the next rank of the ring."""
+    """Every rank gets chunk r from rank r. Each rank sends N − 1 messages, all to the next rank of the ring."""
     for group, tensors, results in run(submission, "ring_all_gather"):
         for step in range(len(tensors)):
             shards = [split(tensors[step][rank], len(group))[i] for i, rank in enumerate(group)]
@@ -80,7 +80,7 @@ def test_ring_all_gather(submission):
 
 @pytest.mark.points(2)
 def test_ring_all_reduce(submission):
-    """The tensor becomes the sum, in place, with at most 2(N − 1) messages and 2(N − 1) · ceil(S/N) elements sent."""
+    """The tensor becomes the sum, in place. Each rank sends at most 2(N − 1) messages of one chunk each."""
     for group, tensors, results in run(submission, "ring_all_reduce"):
         expect_sums(results, tensors, group, "ring_all_reduce")
         expect_ring(results, tensors, group, num_phases=2)
@@ -98,7 +98,7 @@ def test_ring_all_reduce(submission):
 
 @pytest.mark.points(1)
 def test_ring_memory(submission):
-    """ring_all_reduce allocates at most one extra chunk, or two while one replaces the other."""
+    """At any time, ring_all_reduce uses at most two chunks of memory in addition to the tensor."""
     for world in submission.worlds(3, 4):
         numel = world * submission.rng.randint(9_000, 11_000) + 1
         tensors = [draw(submission, (numel,), torch.float64) for _ in range(world)]

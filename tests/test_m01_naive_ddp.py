@@ -86,7 +86,7 @@ def test_one_all_reduce_per_parameter(submission):
 
 @pytest.mark.points(1)
 def test_subgroups(submission):
-    """Ranks 1 and 3 train in a group of their own: they start with the weights of rank 1 and average over two ranks."""
+    """Ranks 1 and 3 train in their own group: they start with the weights of rank 1 and average over two ranks."""
     [world] = submission.worlds(4)
     groups = [[1, 3], [0, 2]] if world == 4 else [[0]]
     case = submission.case("Plain", world, group=groups[0])

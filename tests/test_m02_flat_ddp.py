@@ -20,7 +20,7 @@ MIXED = 2**-6
 
 @pytest.mark.points(1)
 def test_gradients_are_averaged(submission):
-    """Replicas start equal, including buffers. One all-reduce per dtype turns every gradient into the average."""
+    """Replicas start with equal weights and buffers. One all-reduce per dtype averages every gradient."""
     for world, model in zip(submission.worlds(1, 2, 3, 4), ("Plain", "Buffers", "Frozen", "Tied")):
         case = submission.case(model, world)
         results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)
@@ -117,7 +117,7 @@ def test_gradients_keep_shape_and_stride(submission):
 
 @pytest.mark.points(1)
 def test_branches_and_unused_parameters(submission):
-    """In the single all-reduce, a gradient is zero on ranks that do not use its parameter, even if no rank uses it."""
+    """Ranks that do not use a parameter contribute zeros to the single all-reduce, even if no rank uses it."""
     for world, dtype in zip(submission.worlds(2, 3), (torch.float32, torch.float64)):
         case = submission.case("Branches", world, branches=[1, -1, 0][:world], dtype=dtype)
         with diagnosis.suspect_left_out_gradients():
@@ -128,7 +128,7 @@ def test_branches_and_unused_parameters(submission):
 
 @pytest.mark.points(1)
 def test_steps_and_subgroups(submission):
-    """Four steps with one all-reduce each give the weights of training in one process, even on ranks 1 and 3 of 4."""
+    """After four steps with one all-reduce each, weights equal those of one process, even in a group of two ranks."""
     for world, optimizer in zip(submission.worlds(2, 4), ("adam", "sgd")):
         groups = [[1, 3], [0, 2]] if world == 4 else [list(range(world))]
         case = submission.case("Tied", world, steps=4, dtype=torch.float64, optimizer=optimizer, group=groups[0])

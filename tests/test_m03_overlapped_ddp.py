@@ -25,7 +25,7 @@ JOB = {"package": "m03_overlapped_ddp", "wrapper": "OverlappedDDP"}
 
 @pytest.mark.points(2)
 def test_gradients_are_averaged(submission):
-    """Replicas start equal, including buffers. Launches in backward turn every gradient into the average."""
+    """Replicas start with equal weights and buffers. All-reduces launched during backward average every gradient."""
     for world, model in zip(submission.worlds(1, 2, 3, 4), ("Plain", "Buffers", "Frozen", "Tied")):
         case = submission.case(model, world)
         results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)
@@ -159,7 +159,7 @@ def test_every_handle_is_waited_on(submission):
 
 @pytest.mark.points(2)
 def test_no_sync_accumulates(submission):
-    """Micro-batches inside no_sync launch nothing. Launches in the last backward average the accumulated gradients."""
+    """Inside no_sync, backward launches nothing. The last backward averages the accumulated gradients."""
     for world in submission.worlds(2, 3):
         case = submission.case("Plain", world, micro_batches=3, steps=2)
         results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)

@@ -57,7 +57,7 @@ def test_bucket_rule(submission):
 
 @pytest.mark.points(2)
 def test_gradients_are_averaged(submission):
-    """Replicas start equal, including buffers. One all-reduce per bucket, of one dtype, averages every gradient."""
+    """Replicas start with equal weights and buffers. One all-reduce per bucket averages every gradient."""
     for world, model in zip(submission.worlds(1, 2, 3, 4), ("Plain", "Buffers", "Frozen", "Tied")):
         case = submission.case(model, world)
         jobs = case.make_jobs(**JOB)
@@ -166,7 +166,7 @@ def test_unused_parameters(submission):
 
 @pytest.mark.points(1)
 def test_no_sync_accumulates(submission):
-    """Backward passes inside no_sync, even nested or interrupted, launch nothing. The last pass averages their sum."""
+    """Inside no_sync, even nested or interrupted, backward launches nothing. The last backward averages the sum."""
     [world] = submission.worlds(2)
     case = submission.case("Plain", world, micro_batches=3, steps=2, dtype=torch.float64)
     with diagnosis.blame_plan(submission, case, CAP_BYTES):

@@ -36,7 +36,7 @@ ZEROED = {"zero": "optimizer, to None", "late": False}
 @pytest.mark.parts("Part (a): plan the buffer")
 @pytest.mark.points(3)
 def test_layout_rule(submission):
-    """plan_layout follows the rule: starts are multiples of 64, full buckets close, and their ends are padded."""
+    """plan_layout follows the rule: parameters start at multiples of 64, and full buckets are closed and padded."""
     rng = submission.rng
     cases = [
         {"arguments": [[100], 40, 1], "keywords": {}},
@@ -113,7 +113,7 @@ def test_buffer_memory(submission):
 @pytest.mark.parts("Parts (c) to (g): gradients in place")
 @pytest.mark.points(1)
 def test_gradients_are_averaged(submission):
-    """Replicas start equal, including buffers. One all-reduce per padded bucket averages every gradient."""
+    """Replicas start with equal weights and buffers. One all-reduce per padded bucket averages every gradient."""
     for world, model in zip(submission.worlds(1, 2, 3, 4), ("Plain", "Buffers", "Frozen", "Tied")):
         case = submission.case(model, world)
         results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)
@@ -124,7 +124,7 @@ def test_gradients_are_averaged(submission):
 
 @pytest.mark.points(2)
 def test_gradients_are_views(submission):
-    """Gradients are views of the buffer at the layout's offsets. A step copies no more than a bare-model step."""
+    """Gradients are views of the buffer at the layout's offsets. A step copies no more than one of the bare model."""
     for world, form in zip(submission.worlds(2, 3), ("optimizer, to None", "optimizer, to zeros")):
         case = submission.case("Plain", world, steps=3)
         names, layout = lay_out(case, world)
@@ -194,7 +194,7 @@ def test_zero_grad_in_any_form(submission):
 
 @pytest.mark.points(2)
 def test_buckets_overlap_with_backward(submission):
-    """Each bucket is launched in place, with its padding, before the next is complete. Padding stays zero."""
+    """Each bucket is launched in place, with its padding, before the next one is complete. The padding stays zero."""
     for world in submission.worlds(2, 3):
         case = submission.case("Plain", world, hidden_layers=4, steps=2)
         names, layout = lay_out(case, world)
@@ -229,7 +229,7 @@ def test_buckets_overlap_with_backward(submission):
 
 @pytest.mark.points(1)
 def test_steps_and_subgroups(submission):
-    """Several steps are correct with no_sync (even interrupted), with different ready orders, and in a sub-group."""
+    """Several steps are correct with no_sync (even if interrupted), different ready orders and sub-groups."""
     for world, model in zip(submission.worlds(2, 3, 4), ("Plain", "Reordered", "Tied")):
         groups = [[1, 3], [0, 2]] if world == 4 else [list(range(world))]
         case = submission.case(
@@ -337,7 +337,7 @@ def test_main_grad_accumulates_in_fp32(submission):
 
 @pytest.mark.points(1)
 def test_one_buffer_per_dtype(submission):
-    """Parameters of each dtype have one buffer, in their dtype or in a wider grad_dtype. All are averaged."""
+    """The parameters of each dtype share one buffer, in this dtype or a wider grad_dtype. Gradients are averaged."""
     for world, grad_dtype in zip(submission.worlds(2, 3), (None, torch.float32)):
         case = submission.case("MixedDtypes", world, hidden_layers=4)
         job = JOB | {"arguments": JOB["arguments"] | {"grad_dtype": grad_dtype}}

@@ -58,7 +58,7 @@ def split_ranks(world):
 @pytest.mark.parts("Part (a): coalesce")
 @pytest.mark.points(1)
 def test_coalesce_is_one_launch(submission):
-    """Collectives in a coalesce block become one launch when the block ends. handle.wait() completes it."""
+    """The collectives in a coalesce block become one launch when the block ends, and handle.wait() completes them."""
     kinds = [("all_reduce", "SUM", F32), ("all_reduce", "MAX", F64), ("reduce_scatter", "AVG", F32)]
     kinds.append(("all_gather", None, BF16))
     for world in submission.worlds(2, 4):
@@ -87,7 +87,7 @@ def test_coalesce_is_one_launch(submission):
 
 @pytest.mark.points(2)
 def test_coalesce_refuses_mixtures(submission):
-    """Blocks with mixed kinds, operations or dtypes and nested blocks raise and launch nothing. Later calls work."""
+    """Nested or mixed blocks (kinds, operations, dtypes) raise an exception and launch nothing. Later calls work."""
     rng = submission.rng
     [world] = submission.worlds(2)
     blocks = [  # what raises, what must be compared for that, the calls
@@ -221,7 +221,7 @@ def test_shards_without_gather(submission):
 @pytest.mark.parts("Part (g): gather gradients during backward")
 @pytest.mark.points(1)
 def test_gradients_are_averaged(submission):
-    """Replicas start equal, including buffers. A reduce-scatter and an all-gather per group average gradients."""
+    """Replicas start equal. One reduce-scatter and one all-gather per group of buckets average the gradients."""
     cases = zip(submission.worlds(1, 2, 3, 4), ("Plain", "Buffers", "Frozen", "Tied"), (1, 2, None, 2))
     for world, model, buckets_per_group in cases:
         case = submission.case(model, world)
@@ -252,7 +252,7 @@ def test_launches_and_volume(submission):
 
 @pytest.mark.points(2)
 def test_groups_overlap_with_backward(submission):
-    """A group is launched once its last bucket is ready, before the next group is ready. Backward does not wait."""
+    """Each group is launched once complete and before the next one is. Backward does not immediately wait for it."""
     for world, is_uneven in zip(submission.worlds(2, 3), (False, True)):
         case = submission.case("Plain", world, hidden_layers=6, steps=2)
         buckets_per_group = choose_uneven(case, world) if is_uneven else 1
@@ -271,7 +271,7 @@ def test_groups_overlap_with_backward(submission):
 
 @pytest.mark.points(1)
 def test_steps_and_subgroups(submission):
-    """Several steps are correct with no_sync, other ready orders, sub-groups, unused parameters and fp32 gradients."""
+    """Several steps are correct with no_sync, any ready order, sub-groups, unused parameters and fp32 gradients."""
     for world, model in zip(submission.worlds(2, 3, 4), ("Plain", "Reordered", "Tied")):
         case = submission.case(
             model,

@@ -55,7 +55,7 @@ def test_gradients_are_averaged(submission):
 
 @pytest.mark.points(3)
 def test_steady_step_makes_no_view(submission):
-    """Hooks, finish_grad_sync and the parameter sync create no views in steady steps, even after a move."""
+    """Hooks, finish_grad_sync and the parameter sync create no views once the cache is full, even after a move."""
     cases = zip(submission.worlds(2, 3), (True, False), (2, 1), (None, torch.float32))
     for world, gather_grads, buckets_per_group, grad_dtype in cases:
         case = submission.case("MixedDtypes", world, steps=5)
@@ -81,7 +81,7 @@ def test_steady_step_makes_no_view(submission):
 
 @pytest.mark.points(2)
 def test_views_follow_the_buffer(submission):
-    """After buffer.reallocate(), gradients are averaged and parameters gathered in new memory, with cached views."""
+    """After buffer.reallocate(), gradients and parameters use the new memory, and views are cached again."""
     moves = [0, 1, 0, 2]  # calls of reallocate() before each step
     cases = zip(submission.worlds(2, 3, 2), (True, True, False), (torch.float64, torch.float32, torch.float64))
     runs = []
@@ -139,7 +139,7 @@ def test_launches_are_those_of_module_6(submission):
 
 @pytest.mark.points(1)
 def test_steps_and_subgroups(submission):
-    """Several steps are correct with no_sync, reallocate(), other ready orders, sub-groups and unused parameters."""
+    """Several steps are correct with no_sync, reallocate(), any ready order, sub-groups and unused parameters."""
     for world, model in zip(submission.worlds(2, 3, 4), ("Frozen", "Reordered", "Tied")):
         groups = [[1, 3], [0, 2]] if world == 4 else [list(range(world))]
         case = submission.case(

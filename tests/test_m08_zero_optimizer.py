@@ -82,7 +82,7 @@ def test_sharded_equals_unsharded(submission):
 
 @pytest.mark.points(2)
 def test_sharded_state_is_shared(submission):
-    """A rank keeps at most the average share plus the largest parameter's state. No state is on two ranks."""
+    """A rank keeps at most the average part of the state plus the largest parameter's. No state is on two ranks."""
     for world in submission.worlds(2, 3, 4):
         problems = draw_sharing_problems(submission.rng, world)
         common = {"optimizer": "Adam", "options": {"lr": 0.01}}
@@ -118,7 +118,7 @@ def test_sharded_state_is_shared(submission):
 
 @pytest.mark.points(1)
 def test_sharded_launches(submission):
-    """A step waits on one reduce and one broadcast per trainable parameter. Both have the same root."""
+    """A step reduces and broadcasts each trainable parameter once, with the same root, and waits on every handle."""
     for world, model in zip(submission.worlds(2, 3), ("Tied", "Frozen")):
         case = submission.case(model, world, steps=3, dtype=torch.float64)
         results = submission.run(m08_sharded.train, case.make_jobs(start=case.start(), **SGD), world_size=world)
@@ -167,7 +167,7 @@ def test_sharded_launches(submission):
 
 @pytest.mark.points(2)
 def test_sharded_groups_and_schedulers(submission):
-    """Groups keep their own options. Schedulers and late groups take effect. A closure runs once per step."""
+    """Parameter groups keep their options. Schedulers and groups added later work. A closure runs once per step."""
     for world, kind in zip(submission.worlds(3, 2, 3), ("lambda", "one cycle", "late")):
         case = submission.case("Plain", world, steps=6, dtype=torch.float64, hidden_layers=1)
         names = list(case.parameters())
@@ -219,7 +219,7 @@ def test_sharded_groups_and_schedulers(submission):
 @pytest.mark.parts("8a, part (e): clipping")
 @pytest.mark.points(1)
 def test_sharded_clipping(submission):
-    """clip_grad_norm_ returns the global norm and uses it to clip. Afterwards, step does not reduce again."""
+    """clip_grad_norm_ returns the norm over all gradients and clips by it. After that, step does not reduce again."""
     for world, hidden, groups in zip(submission.worlds(3, 4), (1, 0), ([[0, 1, 2]], [[1, 2, 3], [0]])):
         groups = groups if world > 1 else [[0]]
         max_norm = submission.rng.uniform(0.02, 0.1)
@@ -264,7 +264,7 @@ def test_sharded_clipping(submission):
 @pytest.mark.parts("8b, parts (f) to (h): shards of buckets")
 @pytest.mark.points(3)
 def test_zero_equals_unsharded(submission):
-    """Over 20 steps, weights equal those from the plain optimizer. Optimizers that are not elementwise are refused."""
+    """Over 20 steps, weights equal those of the plain optimizer. Optimizers that are not elementwise are rejected."""
     names = ["AdamW", *submission.rng.sample(list(OPTIMIZERS), 3)]
     for world, model, name in zip(submission.worlds(1, 2, 3, 4), ("Plain", "Tied", "Reordered", "Frozen"), names):
         groups = [[1, 3], [0, 2]] if world == 4 else [list(range(world))]
@@ -348,7 +348,7 @@ def test_zero_state_is_shared(submission):
 
 @pytest.mark.points(1)
 def test_zero_volume(submission):
-    """A step sends as much as one all-reduce: reduce-scatters of gradients, all-gathers of weights in their dtype."""
+    """A step sends as many bytes as one all-reduce: it reduce-scatters gradients and all-gathers weights."""
     for world, dtype in zip(submission.worlds(2, 3), (torch.float32, torch.bfloat16)):
         case = submission.case("Plain", world, steps=3, dtype=dtype)
         arguments = ZERO["arguments"] | {"grad_dtype": torch.float32, "buckets_per_group": 2}
@@ -384,7 +384,7 @@ def test_zero_volume(submission):
 
 @pytest.mark.points(2)
 def test_zero_groups_and_schedulers(submission):
-    """Groups keep their options. Schedulers and changes take effect. Late groups and closures work."""
+    """Parameter groups keep their options. Schedulers, changed options, closures and groups added later work."""
     steps = 12
     for world, late in zip(submission.worlds(2, 3), (False, True)):
         case = submission.case("Plain", world, steps=steps, dtype=torch.float64)
@@ -427,7 +427,7 @@ def test_zero_groups_and_schedulers(submission):
 
 @pytest.mark.points(2)
 def test_zero_clipping(submission):
-    """clip_grad_norm_ returns the norm over all gradients and uses it to clip. NaN and infinity reach every rank."""
+    """clip_grad_norm_ returns the norm over all gradients and clips by it. NaN and infinity reach every rank."""
     steps = 10
     for world, model in zip(submission.worlds(2, 3), ("Frozen", "Tied")):
         # Gradients are large, so that the 1e-6 that torch adds to a norm does not matter.
@@ -517,7 +517,7 @@ def test_zero_checkpoints(submission):
 
 @pytest.mark.points(1)
 def test_zero_masters(submission):
-    """16-bit weights equal rounded fp32 main parameters, even after tiny steps. Checkpoints keep the fp32 values."""
+    """16-bit weights equal the rounded fp32 main parameters, even after tiny steps. Checkpoints keep fp32 values."""
     generator = torch.Generator().manual_seed(submission.rng.randrange(2**31))
     dtypes = (torch.bfloat16, torch.float16, torch.float32, torch.bfloat16)
     sizes = submission.rng.sample(range(60, 400), 4)

@@ -90,7 +90,7 @@ def test_step_waits_for_no_weights(submission):
 
 @pytest.mark.points(4)
 def test_weights_are_awaited_just_before_use(submission):
-    """Forward waits for each group just before the first module with one of its parameters, in the order of launch."""
+    """Forward waits for each group just before the first module that has one of its parameters, in launch order."""
     cases = zip(submission.worlds(2, 3, 2), ("Plain", "MixedDtypes", "Plain"), (1, BUCKET_NUMEL, 1), (None, None, 3))
     for world, model, bucket_numel, listed in cases:
         case = submission.case(model, world, steps=4, hidden_layers=5)
@@ -133,7 +133,7 @@ def test_weights_are_awaited_just_before_use(submission):
 
 @pytest.mark.points(2)
 def test_groups_that_no_forward_used(submission):
-    """If forward does not use a group, the optimizer waits for it before it writes weights."""
+    """If forward does not use a group, the next step waits for this group before it writes the weights."""
     for world in submission.worlds(2, 3):
         case = submission.case("Branches", world, steps=4)
         jobs = make_jobs(case, make_recipe("Adam"), 1, bucket_numel=1)
@@ -158,7 +158,7 @@ def test_groups_that_no_forward_used(submission):
 
 @pytest.mark.points(2)
 def test_complete_weights_elsewhere(submission):
-    """finish_param_sync, state_dict, evaluation, a second step and loading a checkpoint see complete weights."""
+    """state_dict, an evaluation, a second step and the loading of a checkpoint all use complete weights."""
     recipe = {"optimizer": "SGD", "options": {"lr": 0.05}}
     for world in submission.worlds(2):
         for read in ("ddp.state_dict()", "an evaluation", "a second step", "load_state_dict"):

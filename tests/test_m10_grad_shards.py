@@ -65,7 +65,7 @@ def test_equals_unsharded(submission):
 
 @pytest.mark.points(5)
 def test_gradient_memory(submission):
-    """At every gradient hook and between steps, no more bytes of gradients are alive than the reading's bound."""
+    """At every gradient hook and between steps, the gradients in memory take no more bytes than the reading allows."""
     for world, max_live in zip(submission.worlds(2, 3, 2), (1, 2, 3)):
         case = submission.case("Plain", world, steps=2, hidden_layers=6)
         jobs = make_jobs(case, max_live)
@@ -110,7 +110,7 @@ def test_gradient_memory(submission):
 
 @pytest.mark.points(2)
 def test_live_buckets(submission):
-    """Backward launches the buckets in order, and first waits for the oldest live bucket if there are too many."""
+    """Backward launches the buckets in order. If too many buckets are live, it first waits for the oldest one."""
     for world, max_live in zip(submission.worlds(2, 3, 2), (1, 2, 3)):
         case = submission.case("Plain", world, steps=2, hidden_layers=6)
         results = submission.run(m10_grad_shards.measure, make_jobs(case, max_live), world_size=world)
@@ -133,7 +133,7 @@ def test_live_buckets(submission):
 
 @pytest.mark.points(3)
 def test_accumulation(submission):
-    """Micro-batches accumulate, with finish_grad_sync after each or with no_sync. Only zero_grad clears the shards."""
+    """Gradients of micro-batches accumulate, with or without no_sync. Only zero_grad clears the shards."""
     for world, finish_each, model in zip(submission.worlds(2, 3, 2), (True, False, False), ("Tied", "Plain", "Frozen")):
         micro_batches = 3
         case = submission.case(model, world, steps=6, micro_batches=micro_batches, dtype=torch.float64)
@@ -178,7 +178,7 @@ def test_accumulation(submission):
 
 @pytest.mark.points(2)
 def test_volume_and_dtypes(submission):
-    """A step sends the same bytes as module 8; 16-bit weights accumulate gradients in grad_dtype if it is wider."""
+    """A step sends as many bytes as in module 8. Gradients of 16-bit weights accumulate in a wider grad_dtype."""
     for world, dtype, grad_dtype in zip(
         submission.worlds(2, 3), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)
     ):

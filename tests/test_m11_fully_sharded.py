@@ -39,7 +39,7 @@ TIED_TREES = ("tied across layers", "tied inside a layer", "tied to the root", "
 @pytest.mark.parts("Part (a): units")
 @pytest.mark.points(2)
 def test_units_are_the_outermost_submodules(submission):
-    """plan_units makes a unit of each outermost submodule of the types. The root unit, which is first, has the rest."""
+    """plan_units makes each outermost submodule of the types a unit. All other parameters are in unit 0, the root."""
     expect_units(submission, NAMED_TREES)
 
 
@@ -67,7 +67,7 @@ def test_forward_schedule(submission):
 
 @pytest.mark.points(3)
 def test_backward_schedule(submission):
-    """During backward, units compute in reverse order. Each is reduced before the next. The root is not gathered."""
+    """Backward computes units in reverse order, reduces each before the next computes, and does not gather the root."""
     for case, actions in plan_schedules(submission, backward=True):
         order = list(reversed(range(case[0])))
         expect_order(case, actions, order, order[:-1])
@@ -90,7 +90,7 @@ def test_backward_schedule(submission):
 @pytest.mark.parts("Parts (c) to (e): a flat shard")
 @pytest.mark.points(3)
 def test_each_rank_has_its_part(submission):
-    """shards() are 1-D parameters: of each unit and dtype, this rank's 1/N of the padded, trainable parameters."""
+    """shards() returns 1-D parameters: for each unit and dtype, this rank's 1/N of the padded trainable parameters."""
     [world] = submission.worlds(3)
     kinds = {"Blocks": {}, "TiedBlocks": {}, "FrozenBlocks": {}, "Plain": {"unit_type": "Linear"}}
     cases = [submission.case(model, world, hidden_layers=3) for model in kinds]
@@ -136,7 +136,7 @@ def test_each_rank_has_its_part(submission):
 
 @pytest.mark.points(3)
 def test_parameters_stay_views(submission):
-    """Parameters are views of one flat tensor per unit. Freeing and gathering resize its storage, never replace it."""
+    """A unit's parameters are views of one flat tensor. Freeing and gathering resize its storage but keep it."""
     [world] = submission.worlds(2)
     case = submission.case("Blocks", world, hidden_layers=3)
     results = run(submission, scenarios.describe_views, join_jobs([case.make_jobs(**JOB)]), world_size=world)
@@ -177,7 +177,7 @@ def test_parameters_stay_views(submission):
 @pytest.mark.parts("Parts (f) to (n): the wrapper")
 @pytest.mark.points(1)
 def test_shards_have_average_gradients(submission):
-    """finish_grad_sync gives the shards averaged gradients and clears p.grad. A second call adds to the gradients."""
+    """finish_grad_sync adds the averaged gradients to those of the shards, and clears the full gradients."""
     [world] = submission.worlds(3)
     cases = [
         submission.case("Blocks", world, dtype=torch.float64, hidden_layers=4, micro_batches=micro) for micro in (1, 2)
@@ -202,7 +202,7 @@ def test_shards_have_average_gradients(submission):
 
 @pytest.mark.points(2)
 def test_weights_equal_plain_training(submission):
-    """Over 20 steps on 1 to 4 ranks weights equal those of plain training, with tied weights and sub-groups too."""
+    """Over 20 steps on 1 to 4 ranks, even with tied weights and sub-groups, weights equal those of plain training."""
     groups = [[1, 3], [0, 2]]
     for world, model, options, more in zip(
         submission.worlds(1, 2, 3, 4),
@@ -225,7 +225,7 @@ def test_weights_equal_plain_training(submission):
 
 @pytest.mark.points(3)
 def test_weights_are_freed(submission):
-    """At every boundary at most the root, the unit that computes and `prefetch` more have memory, and no copies."""
+    """At most the root, the unit that computes and `prefetch` more units have full weights. There are no copies."""
     [world] = submission.worlds(2)
     prefetches = (0, 1, 2)
     cases = [submission.case("Blocks", world, steps=2, dtype=torch.float64, hidden_layers=7) for _ in prefetches]
@@ -251,7 +251,7 @@ def test_weights_are_freed(submission):
 
 @pytest.mark.points(2)
 def test_gathers_and_reductions_overlap(submission):
-    """A prefetched unit is not awaited before its turn, and a reduction not before the next unit has computed."""
+    """A rank waits for a gather only when it needs the unit, and for a reduction only after the next unit computes."""
     [world] = submission.worlds(2)
     prefetches = (1, 2, 0)
     cases = [submission.case("Blocks", world, steps=2, dtype=torch.float64, hidden_layers=6) for _ in prefetches]
@@ -270,7 +270,7 @@ def test_gathers_and_reductions_overlap(submission):
 
 @pytest.mark.points(1)
 def test_volume(submission):
-    """A step gathers each unit twice, the root once, and reduces each once. Without resharding, it gathers all once."""
+    """A step gathers the root once and other units twice (once without resharding), and reduces every unit once."""
     [world] = submission.worlds(3)
     reshards = (True, False)
     cases = [submission.case("Blocks", world, steps=2, dtype=torch.float64, hidden_layers=5) for _ in reshards]
@@ -288,7 +288,7 @@ def test_volume(submission):
 
 @pytest.mark.points(1)
 def test_accumulation(submission):
-    """In no_sync, full gradients stay in p.grad and are not reduced. Weights are still gathered and freed."""
+    """Inside no_sync, full gradients stay in p.grad and are not reduced. Weights are still gathered and freed."""
     micro = 3
     [world] = submission.worlds(2)
     case = submission.case("TiedBlocks", world, steps=3, micro_batches=micro, dtype=torch.float64, hidden_layers=4)
@@ -314,7 +314,7 @@ def test_accumulation(submission):
 
 @pytest.mark.points(1)
 def test_clipping(submission):
-    """clip_grad_norm_ returns the norm over the group, and scales all shards by the same factor."""
+    """clip_grad_norm_ returns the norm of all gradients, and scales those of all shards by the same factor."""
     [world] = submission.worlds(4)
     groups = [[1, 3], [0, 2]] if world == 4 else [list(range(world))]
     case = submission.case("TiedBlocks", world, steps=6, dtype=torch.float64, hidden_layers=3, group=groups[0])
@@ -342,7 +342,7 @@ def test_clipping(submission):
 
 @pytest.mark.points(1)
 def test_checkpoints(submission):
-    """full_state_dict equals the plain module's on every rank, and loads there and on other numbers of ranks."""
+    """full_state_dict equals the plain module's state dict, and loads into this module and on any number of ranks."""
     first, *others = submission.worlds(4, 2, 3)
     half, kinds = 2, {"Buffers": {"unit_type": "Linear"}, "TiedBlocks": JOB}
     cases = [submission.case(model, 4, steps=2 * half, dtype=torch.float64, hidden_layers=3) for model in kinds]
@@ -368,7 +368,7 @@ def test_checkpoints(submission):
 
 @pytest.mark.points(1)
 def test_frozen_parameters(submission):
-    """Frozen parameters, also a whole frozen unit, are gathered but never reduced or trained."""
+    """Frozen parameters, even whole frozen units, are gathered but never reduced or updated."""
     [world] = submission.worlds(3)
     case = submission.case("FrozenBlocks", world, steps=8, dtype=torch.float64, hidden_layers=4)
     results = run(submission, scenarios.train, join_jobs([case.make_jobs(**JOB)]), world_size=world)
@@ -391,7 +391,7 @@ def test_frozen_parameters(submission):
 
 @pytest.mark.points(1)
 def test_skipped_units(submission):
-    """A rank that skips units joins their gathers and reductions. Weights without a gradient count as zero."""
+    """A rank that skips a unit still joins its gathers and reductions. A missing gradient counts as zero."""
     [world] = submission.worlds(3)
     common = {"steps": 3, "dtype": torch.float64, "hidden_layers": 5}
     cases = [
@@ -427,7 +427,7 @@ def test_skipped_units(submission):
 
 @pytest.mark.points(1)
 def test_other_forwards_between(submission):
-    """An evaluation may come between a forward and its backward. A forward before may be discarded."""
+    """Training is correct with an evaluation between forward and backward, or a forward whose output is discarded."""
     [world] = submission.worlds(2)
     reshards = (True, False)
     cases = [submission.case("Blocks", world, steps=3, dtype=torch.float64, hidden_layers=4) for _ in reshards]

@@ -148,7 +148,7 @@ def make_assignment(entry: Module, root: Path) -> str:
         f"## Module {entry.number}: {entry.title}\n\n"
         f"**Hand in** `{entry.path.name}`: {listed}. [Reading](lessons/{entry.package}/README.md), {entry.minutes} "
         f"minutes, difficulty {entry.difficulty} of 5.\n\n"
-        + format_table(("check", "points", "what must hold"), [*rows, ("", f"**{entry.points}**", "")])
+        + format_table(("check", "points", "requirement"), [*rows, ("", f"**{entry.points}**", "")])
         + f"\n**Written questions**{make_points_remark(entry, root)}\n\n{written.read_questions(entry, root)}"
     )
 
