@@ -20,7 +20,7 @@ machine share) and `phase` (what the training loop was doing). `rank/recording.p
     ready    backward is about to add the gradient of the parameter `name` to its `.grad`
     step     the following events belong to step `step` of the training loop, or to no step if `step` is None
 
-Scenarios add kinds of their own with `note`. The parent validates each event once, when it arrives (`validate`).
+Scenarios add kinds of their own with `note`. The parent process validates each event once, when the event arrives.
 All other code may rely on the fields.
 """
 
@@ -58,7 +58,7 @@ FIELDS: dict[str, Fields] = {
 def validate(event: Any, num_launches: int) -> None:
     """Raise ValueError unless a recorder could have reported this event after `num_launches` launches of its rank."""
     if type(event) is not dict:
-        raise ValueError("an event is a dict")
+        raise ValueError("an event must be a dict")
     kind = event.get("kind")
     fields = FIELDS.get(kind, COMMON_FIELDS) if type(kind) is str else COMMON_FIELDS
     for name, types in fields.items():
@@ -86,7 +86,7 @@ def is_small(number: Any) -> bool:
 
 @dataclass
 class Launch:
-    """One collective on one rank. `place` and `waits` are positions in the rank's record; times are in seconds."""
+    """One launch on one rank. `place` and `waits` are positions in the rank's record, and times are in seconds."""
 
     index: int
     op: str
@@ -106,7 +106,7 @@ class Launch:
     start: float
     began: float | None = None  # when the emulated link began to transfer the data
     end: float | None = None
-    wait_start: float | None = None  # when the rank first began to wait for it ...
+    wait_start: float | None = None  # when the rank first began to wait for this launch ...
     wait_end: float | None = None  # ... and when that wait was over
     waits: list[int] = field(default_factory=list)
     wait_phases: list[str] = field(default_factory=list)
@@ -212,7 +212,7 @@ def describe_call(launch: Event) -> str:
 
 
 class RankRecord:
-    """What one rank has reported so far."""
+    """The events and the launches that one rank has reported so far."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -253,7 +253,7 @@ class RankRecord:
 
 
 class Mismatch(NamedTuple):
-    """Two ranks of a group whose launches with the same number do not match."""
+    """Two launches with the same number on two ranks of a group that do not match."""
 
     rank: int
     launch: Event
@@ -262,7 +262,7 @@ class Mismatch(NamedTuple):
 
 
 class Progress:
-    """What the ranks of a run have launched, and which ranks wait for which others."""
+    """The launches of the ranks of a run so far. They determine which ranks wait for which others."""
 
     def __init__(self, world_size: int):
         self.ranks = [RankRecord() for _ in range(world_size)]
@@ -329,7 +329,10 @@ class Progress:
         return bool(unsettled) and all(self.find_missing_peers(rank) for rank in unsettled)
 
     def find_unequal_message(self) -> Mismatch | None:
-        """Return the first message whose receiver expects a different length, or None. Tags are not compared."""
+        """Return the first message whose receiver expects a different length, or None if there is none.
+
+        Tags are not compared.
+        """
         for (group, rank, op, peer), sent in self._messages.items():
             received = self._messages.get((group, peer, "recv", rank), []) if op == "send" else []
             for send, recv in zip(sent, received):

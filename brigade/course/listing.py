@@ -1,4 +1,4 @@
-"""List the graded checks of a module. Their file is parsed, not imported."""
+"""List the graded checks of a module. The file that contains them is parsed, not imported."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from brigade.course.modules import ROOT, Module
 class GradedCheck:
     """One graded check. Students read `title`, the first line of its docstring.
 
-    `parts` is the heading above the check, which names the parts that it needs, such as "Parts (b) to (d): shards". If
-    the checks of the module have no headings, it is "".
+    `parts` is the heading above the check. It names the parts that the check needs, such as "Parts (b) to (d): shards".
+    If the checks of the module have no headings, `parts` is "".
     """
 
     module: int

@@ -16,7 +16,7 @@ from brigade.course.modules import CourseError
 from brigade.course.submission import open_no_follow
 
 MEASUREMENTS = "measurements.json"
-MAX_BYTES = 100_000  # the results of all modules have about 5 000
+MAX_BYTES = 100_000  # the results of all modules take about 5 000 bytes
 
 
 def locate_measurements(target: Path) -> Path:

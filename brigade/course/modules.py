@@ -16,7 +16,7 @@ TARGETS = (
 
 
 class CourseError(Exception):
-    """Raised if a request of the user cannot be fulfilled. The message is one sentence for the user."""
+    """Raised if a request cannot be fulfilled. The message is one sentence for the user."""
 
 
 # The tracks. The core has 100 points; the other tracks have separate totals.
@@ -108,7 +108,7 @@ def get_module(number: int | str) -> Module:
 
 
 def list_numbers() -> str:
-    """Return the numbers of all modules in words, such as "1 to 8, 99"."""
+    """Return the numbers of all modules as text, such as "1 to 8, 99"."""
     runs: list[list[int]] = []
     for entry in MODULES:
         if runs and entry.number == runs[-1][-1] + 1:
@@ -138,7 +138,7 @@ def select_modules(text: str) -> list[Module]:
 def resolve_results_file(path: str | None, submission: str | None = None) -> Path | None:
     """Return the absolute path of a results file, or None for None. Raise CourseError if it cannot be written.
 
-    Refuse links, including links to directories inside `submission`: its author could choose what we overwrite.
+    Refuse links, including links to directories inside `submission`, whose author could choose the overwritten file.
     """
     if path is None:
         return None

@@ -7,11 +7,11 @@ In a solution, comments mark the code that the student writes, as in nbgrader:
     ...
     ### END SOLUTION
 
-The skeleton has a TODO and `raise NotImplementedError("module 3, part (b)")` instead. The comment above the marker
-stays. It says what the part has to do. Letters give the order in which students write the parts.
+The skeleton has a TODO and `raise NotImplementedError("module 3, part (b)")` instead. The comment above the marker,
+which says what the part has to do, stays in the skeleton. Letters give the order in which students write the parts.
 
-If students repair a part instead of writing it, `given.py` beside the solution has a block with the same markers. The
-skeleton contains that code below its `raise`.
+If students repair a part instead of writing it, `given.py` beside the solution contains a block with the same markers.
+The skeleton contains the code of this block below its `raise`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def make_todo(entry: Module, block: re.Match[str]) -> str:
 
 
 def read_given(entry: Module) -> dict[str, str]:
-    """Return the code that students repair, by part, or {} if they write the whole module."""
+    """Return the code that students repair, by part, or {} if they write all parts themselves."""
     path = ROOT / "solutions" / entry.package / GIVEN
     return {part: code for _, part, code in BLOCK.findall(path.read_text())} if path.is_file() else {}
 

@@ -1,17 +1,18 @@
-"""Make the student edition, the course without its answers, in out/student and out/student.zip:
+"""Make the student edition, which is the course without its answers, in out/student and out/student.zip:
 
     python -m brigade.course.student_edition [--hints 3] [--answers]
 
-or, for students who are stuck on a module, the zip out/unlock-5.zip with its reference. They unpack it in the directory
-of their edition. Then `--prior reference` uses this module instead of theirs:
+For students who are stuck on module 5, make out/unlock-5.zip, which contains the module's reference:
 
     python -m brigade.course.student_edition --unlock 5
 
-The edition contains the toolkit without the grader, and the other files named here, if git tracks them. Skeletons and
-the templates for written answers are generated.
-`student/` contains the files that differ from the course's own. All other files stay out. The third hints, which give
-away most of the code, are included only with `--hints 3`, and the model answers to the written questions only with
-`--answers`.
+The students unpack the zip in the directory of their edition. Then `--prior reference` uses the reference's module
+instead of theirs.
+
+The edition contains the toolkit without the grader, and the other files in `INCLUDED`, if git tracks them. Skeletons
+and the templates for written answers are generated. Files in `student/` replace the course's own. No other file is
+included. The third hints, which give away most of the code, are included only with `--hints 3`, and the model answers
+to the written questions only with `--answers`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ INCLUDED += ("Dockerfile", ".dockerignore", ".devcontainer/devcontainer.json", *
 INCLUDED += tuple(f"docs/{name}.md" for name in ("browser", "claims", "glossary", "gpus", "leaderboard", "plan"))
 INCLUDED += ("lessons/*/README.md", "lessons/*/hints.md", "lessons/*/*.png", "lessons/*/*.py", "site/**/*")
 PACKAGES = ("torch", "pytest", "numpy", "matplotlib", "rich", "psutil")  # from requirements.txt
-HINT_LEVELS = 2  # of three
+HINT_LEVELS = 2  # of the three in each hints.md
 OUT = ROOT / "out" / "student"
 
 
@@ -91,7 +92,10 @@ def build(target: Path, hint_levels: int = HINT_LEVELS, with_answers: bool = Fal
 
 
 def write_unlock(number: str, out: Path) -> Path:
-    """Write the zip with a module's reference to `out`, and return its path. Raise CourseError if there is none."""
+    """Write the zip with a module's reference to `out`, and return its path.
+
+    Raise CourseError if there is no such module.
+    """
     entry = get_module(number)
     path = Path("solutions") / entry.path
     archive = out / f"unlock-{entry.number}.zip"

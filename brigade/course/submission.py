@@ -2,8 +2,8 @@
 
 A submission consists of the module files in `lessons`, `solutions` or any other directory; other files are ignored.
 `read` reads their text and never imports them. Only a rank imports them (`install`), from the text or code that it has
-received, as one package called `submission`. So `from ..m05_grad_buffer.grad_buffer import GradBuffer` finds the module
-of the same submission, wherever its file is on disk.
+received, as one package called `submission`. Therefore, `from ..m05_grad_buffer.grad_buffer import GradBuffer` finds
+the module of the same submission, wherever its file is on disk.
 
 A rank receives the text of the student's modules. It receives the course's own files (the reference's earlier modules,
 the scenarios) as compiled code (`prepare_for_ranks`), so that a submission cannot copy their text.
@@ -78,11 +78,11 @@ def resolve_target(target: str | Path) -> Path:
 def read(target: str | Path, number: int, prior: str = "own") -> Submission:
     """Return module `number` in `target`, with the earlier modules that it may import.
 
-    If `prior` is "own", these are the submission's earlier modules. If it is "reference", they are the reference's
-    earlier modules that the module or its checks name, and the modules that those name in turn. In the student edition,
-    the submission's own modules replace reference modules that are not unlocked. An earlier module that is missing or
-    broken is left out, because it may not be needed. Raise CourseError, with a message of one line, if the module
-    itself is missing, unreadable, outside `target` or not Python.
+    If `prior` is "own", the earlier modules are the submission's. If it is "reference", they are the reference's
+    earlier modules that the module or its checks name, directly or through other earlier modules. In the student
+    edition, the submission's own modules replace reference modules that are not unlocked. An earlier module that is
+    missing or broken is left out, because it may not be needed. Raise CourseError, with a message of one line, if the
+    module itself is missing, unreadable, outside `target` or not Python.
     """
     target = resolve_target(target)
     entry = get_module(number)
@@ -150,13 +150,13 @@ def read_source(path: Path, within: Path) -> str:
 
 
 def open_no_follow(path: str, flags: int) -> int:
-    """Open a file that has been examined. Do not follow a link that has replaced it, and do not wait for a pipe."""
+    """Open a file that was examined before. Refuse a link that has replaced it since, and do not wait for a pipe."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 @functools.lru_cache(maxsize=32)  # every check reads the same few files
 def find_syntax_error(name: str, text: str) -> str:
-    """Return one line on why the text of the file `name` is not Python, or "" if it is Python."""
+    """Return one line that says why the text of the file `name` is not Python, or "" if it is."""
     try:
         ast.parse(text, filename=name)
     except SyntaxError as error:
@@ -180,21 +180,21 @@ def prepare_for_ranks(sources: Sources) -> ForRanks:
 
 
 def is_sealed(path: str) -> bool:
-    """Return whether a rank gets only the code of this file, because it is one of the course's solutions or tests."""
+    """Return whether ranks get only this file's compiled code, because it is one of the course's solutions or tests."""
     return any(Path(path).is_relative_to(ROOT / top) for top in ("solutions", "tests"))
 
 
 @functools.lru_cache(maxsize=128)  # every check sends the same few files
 def compile_code(path: str, text: str) -> bytes:
-    """Compile a trusted text and return the code for ranks, which run the same interpreter.
+    """Compile a text and return the code for ranks, which run the same interpreter.
 
-    A malicious text could crash the compiler.
+    The text must be trusted, because a malicious text could crash the compiler.
     """
     return marshal.dumps(compile(text, path, "exec", dont_inherit=True))
 
 
 def compile_texts(sources: Sources) -> dict[str, bytes]:
-    """Compile the texts that can be compiled. Return the codes by module name. Call this in a rank only."""
+    """Compile the texts that can be compiled. Return their code by module name. Call this function only in a rank."""
     codes = {}
     for name, (path, text) in sources.items():
         with contextlib.suppress(Exception):  # importing the module raises the exception again
@@ -203,16 +203,16 @@ def compile_texts(sources: Sources) -> dict[str, bytes]:
 
 
 def keep_code(sources: Sources, codes: dict[str, bytes]) -> None:
-    """Remember the codes that a rank has compiled (`compile_texts`), so that later ranks need not compile again.
+    """Remember the code that a rank has compiled (`compile_texts`), so that later ranks need not compile it again.
 
-    Codes of earlier submissions are forgotten.
+    Forget the code of earlier submissions.
     """
     _student_code.clear()
     _student_code.update({sources[name]: code for name, code in codes.items()})
 
 
 class SourceFinder(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
-    """Import a package from texts and code. The files themselves need not exist."""
+    """An import hook that imports a package from texts and code. The files themselves need not exist."""
 
     def __init__(self, package: str, sources: Sources | ForRanks):
         self._sources = {f"{package}.{name}": (*source, None)[:3] for name, source in sources.items()}
@@ -244,10 +244,10 @@ class SourceFinder(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
         module.__file__ = path
         if text:
             linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)  # for tracebacks
-        self._sources[name] = (path, text, None)  # drop the code: it is needed only once, and nobody should find it
+        self._sources[name] = (path, text, None)  # drop the code: it is needed only once, and must not be found
         exec(marshal.loads(code) if code else compile(text, path, "exec", dont_inherit=True), module.__dict__)
 
 
 def install(package: str, sources: Sources | ForRanks) -> None:
-    """Make `sources` importable as `package` in this process, such as a rank. Texts without code are compiled here."""
+    """Make `sources` importable as `package` in this process. Texts without code are compiled during import."""
     sys.meta_path.insert(0, SourceFinder(package, sources))

@@ -14,7 +14,7 @@ from brigade.course.modules import MODULES, ROOT, CourseError, Module
 
 IMPORT_S = 120.0  # limit for importing all checks and torch
 
-# Runs in its own process, because this one may have imported the checks of another directory.
+# A program for a separate process, because this one may have imported the checks of another directory.
 IMPORTER = """
 import importlib, json, sys
 sys.path[:1] = sys.argv[1:3]
@@ -32,14 +32,17 @@ print("\\n" + json.dumps(found))
 
 
 def validate_course(root: Path = ROOT) -> None:
-    """Compare the table of modules with the files of the course in `root`. Raise CourseError naming every fault."""
+    """Compare the table of modules with the files of the course in `root`.
+
+    Raise CourseError, which names every fault.
+    """
     faults = find_table_faults() + [fault for entry in MODULES for fault in find_module_faults(entry, root)]
     if faults:
         raise CourseError("\n  ".join(["the course is inconsistent:", *faults]))
 
 
 def import_checks(root: Path = ROOT) -> None:
-    """Import the checks of all modules in `root` as a grader does. Raise CourseError naming every fault."""
+    """Import the checks of all modules in `root` as a grader does. Raise CourseError, which names every fault."""
     names = [entry.checks.stem for entry in MODULES]
     command = [sys.executable, "-B", "-c", IMPORTER, str(root / "tests"), str(root), str(ROOT), *names]
     try:

@@ -20,7 +20,7 @@ LABEL = re.compile(r"\*\*([A-Z][a-z ]*) · (\d+) points?\.\*\* ")
 
 @dataclass(frozen=True)
 class Question:
-    """A question without its label. If the reading gives no points, `kind` is "" and `points` is 0."""
+    """A written question. `text` does not contain the label. Without a label, `kind` is "" and `points` is 0."""
 
     number: int
     kind: str
@@ -38,7 +38,7 @@ def read_questions(entry: Module, root: Path = ROOT) -> str:
 
 
 def list_questions(entry: Module, root: Path = ROOT) -> list[Question]:
-    """Return a reading's questions. Raise CourseError if there is none, or if only some of them have points."""
+    """Return a reading's questions. Raise CourseError if there are none, or if only some of them have points."""
     found = []
     for item in re.split(r"^(?=\d+\. )", read_questions(entry, root), flags=re.MULTILINE)[1:]:
         number, _, text = " ".join(item.split()).partition(". ")

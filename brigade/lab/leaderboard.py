@@ -1,4 +1,4 @@
-"""`brigade leaderboard`: read the entries of a class, rank and show them in the terminal or as a Markdown page."""
+"""`brigade leaderboard`: read a class's entries, rank them, and show them in the terminal or as a Markdown page."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from brigade.rank import emulated_link
 from brigade.rank.api import student
 
 LINK = emulated_link.Link(latency_s=30e-3, bytes_per_s=4e6)  # so slow that Python's own time hardly counts
-SIZES = {12_000: 2, 120_000: 2, 960_000: 1}  # bytes: the number of measurements, of which the fastest counts
+SIZES = {12_000: 2, 120_000: 2, 960_000: 1}  # bytes -> number of measurements, of which the fastest counts
 NAMES = ("root", "ring", "exchange", "dist.all_reduce")
 
 
@@ -32,7 +32,7 @@ def predict(name, nbytes, size):
 
 
 def measure():
-    """Return the seconds of each all-reduce on this rank, by name and bytes."""
+    """Return the seconds of each all-reduce on this rank, under keys such as "ring 12000" (name and bytes)."""
     root, ring = student("m00_ring", "all_reduce_via_root"), student("m00_ring", "ring_all_reduce")
     functions = dict(zip(NAMES, (root, ring, exchange, dist.all_reduce)))
     emulated_link.use(LINK)
@@ -53,7 +53,7 @@ def measure():
 
 
 def find_crossover(seconds):
-    """Return the bytes at which the lines of ring and exchange meet. Both lines go through the last two sizes."""
+    """Return the bytes for which ring and exchange take equally long, on straight lines through the last two sizes."""
     first, last = list(SIZES)[-2:]
     before, after = (seconds["ring", nbytes] - seconds["exchange", nbytes] for nbytes in (first, last))
     return first + (last - first) * before / (before - after)
@@ -69,7 +69,7 @@ def main(run):
         for name in NAMES:
             for nbytes in SIZES:
                 rounds = zip(*(rank[f"{name} {nbytes}"] for rank in ranks))
-                slowest[name, nbytes] = min(max(times) for times in rounds)  # an all-reduce ends on the slowest rank
+                slowest[name, nbytes] = min(max(times) for times in rounds)  # an all-reduce ends on its slowest rank
             pairs = [(predict(name, nbytes, size), slowest[name, nbytes]) for nbytes in SIZES]
             print(f"{name:16}" + "".join(f"{1e3 * p:9.1f}{1e3 * m:9.1f}{m / p:7.2f}" for p, m in pairs))
         print()

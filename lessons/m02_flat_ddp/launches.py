@@ -1,4 +1,4 @@
-"""Print how long all-reduces take on two ranks, in ms: one element, then TinyLM's gradients together and one by one."""
+"""Print how many ms all-reduces take on two ranks, for one element and for TinyLM's gradients, flat and one by one."""
 
 import statistics
 import time
@@ -11,7 +11,7 @@ from brigade.runner.ranks import run_ranks
 
 
 def measure(rounds=20):
-    """Return the time of every round in ms, by case."""
+    """Return, for each case, the ms of every round."""
     sizes = [p.numel() for p in make_tiny_lm("tiny", "meta").parameters()]
     cases = {"one element": [1], "one flat tensor": [sum(sizes)], f"{len(sizes)} tensors": sizes}
     samples = {name: [] for name in cases}

@@ -12,7 +12,7 @@ KINDS = {"cat": "copied", "clone": "copied", "copy_": "copied", "add_": "added",
 
 
 class Ledger(TorchDispatchMode):
-    """Count the bytes that torch copies, adds in place, zeroes and allocates."""
+    """A context manager that counts the bytes that torch copies, adds in place, zeroes and allocates."""
 
     def __init__(self):
         super().__init__()
@@ -44,7 +44,7 @@ def run_third_step(package, wrapper):
 
 
 def measure_overhead(run, package, wrapper):
-    """Return the bytes, by kind, that a step with the wrapper writes beyond a step of the bare model."""
+    """Return how many more bytes of each kind a step counts with the wrapper than with the bare model."""
     bare, wrapped = run(run_third_step, "", "")[0], run(run_third_step, package, wrapper)[0]
     return {kind: wrapped[kind] - bare[kind] for kind in bare}
 

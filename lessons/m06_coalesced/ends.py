@@ -16,7 +16,7 @@ from brigade.lab.experiment import run_experiment
 from brigade.rank import emulated_link
 from brigade.rank.api import student
 
-HALF = 0.8  # the link's time for a reduce-scatter of all gradients, relative to backward
+HALF = 0.8  # the time of a reduce-scatter of all gradients on the link, relative to backward
 CASES = [1, 2, 4, None]  # buckets_per_group
 
 
@@ -33,7 +33,7 @@ def measure(start, rounds=6):
     ddps = {case: wrapper(make_tiny_lm(), bucket_numel=32_000, buckets_per_group=case) for case in CASES}
     tokens = torch.randint(256, (8, 128))
     ratios = {case: [] for case in CASES}
-    pace = emulated_link.Pace(2 * HALF, 2 * start)  # Pace describes an all-reduce, which is two halves
+    pace = emulated_link.Pace(2 * HALF, 2 * start)  # of an all-reduce, which takes twice as long as a reduce-scatter
     for turn in range(rounds):
         with ddps[1].no_sync():
             alone = backward(ddps[1], tokens)  # without communication

@@ -36,7 +36,7 @@ CASES = {
 
 
 def attempt(name):
-    """Run a block. Return its results, its exception as text, and the result of a SUM of 1 and 2 after it."""
+    """Run a block. Return its results, its exception as text, and the result of a SUM of 1 and 2 after the block."""
     device, calls = CASES[name]
     results, raised = [], ""
     try:

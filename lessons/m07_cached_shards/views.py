@@ -25,7 +25,7 @@ def slice_own(bucket, ranks, rank):
 
 
 def measure_us(function):
-    return min(timeit.repeat(function, number=10, repeat=1000)) / 10 * 1e6  # the fastest of 1000 is the least disturbed
+    return min(timeit.repeat(function, number=10, repeat=1000)) / 10 * 1e6  # the fastest sample is the least disturbed
 
 
 def make_getters(bucket, ranks):

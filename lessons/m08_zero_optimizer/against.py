@@ -15,7 +15,7 @@ from brigade.lab.experiment import run_experiment
 from brigade.rank.api import student
 
 ADAM = torch.optim.AdamW
-FLAT = {"gradient_as_bucket_view": True}, {"parameters_as_bucket_view": True}  # torch's options that save copies
+FLAT = {"gradient_as_bucket_view": True}, {"parameters_as_bucket_view": True}  # torch's options that avoid copies
 
 
 def torch_zero(model, ddp_options, zero_options):

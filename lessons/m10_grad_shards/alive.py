@@ -13,7 +13,7 @@ LAYERS, WIDTH = 16, 512  # the weights of a layer take 1 MiB, and so does a buck
 
 
 def wrap(model, live):
-    """Return module 7's wrapper as module 8 uses it, or module 10's with `live` buckets."""
+    """Return module 10's wrapper with `live` buckets, or for None, module 7's wrapper as module 8 uses it."""
     if live is None:
         ddp = student("m07_cached_shards", "CachedDDP")(model, bucket_numel=WIDTH**2)
         ddp.gather_grads = False
@@ -22,7 +22,7 @@ def wrap(model, live):
 
 
 def measure(live, micro_batches):
-    """Return the largest number of bytes at a gradient hook, and the bytes after `finish_grad_sync`.
+    """Return the largest number of bytes that are alive at a gradient hook, and the bytes after `finish_grad_sync`.
 
     Weights are not counted, and activations are small.
     """

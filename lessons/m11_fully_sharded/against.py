@@ -31,7 +31,7 @@ def wrap_ours(model):
 
 
 def measure(rounds=25):
-    """Return the step times of both wrappers, whose steps alternate in random order."""
+    """Return the step times of both wrappers in seconds. Their steps alternate in random order."""
     torch.manual_seed(0)
     start = make_tiny_lm()
     pairs = {}

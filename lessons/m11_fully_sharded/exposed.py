@@ -1,4 +1,4 @@
-"""Print how long communication holds up a step of FullyShardedDDP on an emulated link, for each prefetch depth."""
+"""Print by how much communication lengthens a step of FullyShardedDDP on an emulated link, for each prefetch depth."""
 
 from dataclasses import replace
 from statistics import median
