@@ -1,7 +1,7 @@
 # A newcomer needs only make demo and make test. Both create the virtual environment first.
 #   PYTHON, TORCH_INDEX            see setup.mk
 #   EVERYTHING=1                   for make test: also run the tests marked "extended"
-#   MODULE=3                       for make module and make unlock: the module; for make figures, notebooks and slides: only this module's
+#   MODULE=3                       for make module and make unlock: the module; for make figures, notebooks and slides: do this module only
 #   GRADE_OPTIONS="--modules 1-4"  for make gradescope: options of `brigade grade`, used for every submission
 #   MATRIX="3.12:2.13.0"           for make matrix: the pairs of Python and torch
 #   STUDENT=1                      for make site: build the site of the student edition instead
@@ -15,14 +15,14 @@ SITE := $(if $(STUDENT),student-site,site)
 .PHONY: help demo test module figures notebooks slides site gradescope student unlock gpu-check claims promises soak matrix lint
 
 help:
-	@echo "make demo             train with every core module on real text, plot the result, check one right and one wrong answer"
+	@echo "make demo             train with every core module on real text, plot the result, check one correct and one wrong answer"
 	@echo "make test             run all tests: lint, skeletons, graded checks, mutants, toolkit, notebooks"
 	@echo "make module MODULE=3  run lint and the tests of one module, after you have changed it"
 	@echo "make setup            create the virtual environment .venv; then run: source .venv/bin/activate"
 	@echo "make figures          draw the pictures of the readings again, from runs on this machine"
 	@echo "make notebooks        execute all notebooks and store their outputs; do not run anything else at the same time"
 	@echo "make slides           write a deck of slides for each notebook to out/slides"
-	@echo "make site             build the course's site, out/site; with STUDENT=1 the students' site, out/student-site"
+	@echo "make site             build the course's site, out/site; with STUDENT=1, build the students' site, out/student-site"
 	@echo "make gradescope       write the autograder for Gradescope, out/gradescope.zip"
 	@echo "make student          write the course without its answers, out/student and out/student.zip"
 	@echo "make unlock MODULE=5  write the reference of one module, for students who are stuck on it, as out/unlock-5.zip"
@@ -40,7 +40,7 @@ test: setup lint
 	$(BIN)/python -m pytest -q -rs -n 3 --dist worksteal --target solutions $(if $(EVERYTHING),--everything)
 
 module: setup lint
-	$(if $(MODULE),,$(error say which module, as in `make module MODULE=3`))
+	$(if $(MODULE),,$(error name a module, as in `make module MODULE=3`))
 	$(BIN)/python -m pytest -q -rs -n 3 --dist worksteal --target solutions --module $(MODULE)
 
 lint: setup
@@ -73,7 +73,7 @@ student: setup
 	$(BIN)/python -m brigade.course.student_edition $(if $(HINTS),--hints $(HINTS)) $(if $(ANSWERS),--answers)
 
 unlock: setup
-	$(if $(MODULE),,$(error say which module, as in `make unlock MODULE=5`))
+	$(if $(MODULE),,$(error name a module, as in `make unlock MODULE=5`))
 	$(BIN)/python -m brigade.course.student_edition --unlock $(MODULE)
 
 gpu-check:

@@ -1,7 +1,7 @@
 # The virtual environment, for the course and for the student edition.
 #   PYTHON=python3.12              the Python that creates it (3.10 or newer)
 #   TORCH_INDEX=https://...        the package index for torch, such as one with CPU builds only
-#   BRIGADE_VENV=/opt/venv         where the environment is, if it is not in .venv; an environment variable works too
+#   BRIGADE_VENV=/opt/venv         the directory of the environment instead of .venv; can also be an environment variable
 
 PYTHON ?= python3
 VENV := $(or $(BRIGADE_VENV),.venv)

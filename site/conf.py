@@ -14,7 +14,7 @@ from sphinx.transforms import SphinxTransform
 from sphinx.util import logging
 
 SITE = Path(__file__).resolve().parent
-sys.path[:0] = [str(SITE.parent), str(SITE)]  # so that autodoc describes these files, not an installed course
+sys.path[:0] = [str(SITE.parent), str(SITE)]  # autodoc describes these files, not an installed course
 
 import links  # noqa: E402
 
@@ -24,13 +24,13 @@ project = "Bucket Brigade"
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.viewcode", "sphinx_copybutton", "sphinx_design"]
 root_doc = "site/index"
 include_patterns = ["site/*.md", "assignments.md", "docs/*.md", "lessons/*/README.md", "notebooks/*.ipynb"]
-include_patterns += [] if HAS_SOLUTIONS else ["README.md"]  # of the student edition
+include_patterns += [] if HAS_SOLUTIONS else ["README.md"]  # the student edition has its own README
 exclude_patterns = [".*", "out"]
 
 myst_enable_extensions = ["colon_fence", "dollarmath"]
 myst_heading_anchors = 4
 nb_execution_mode = "off"  # the pages show the outputs that the notebooks contain
-nb_render_markdown_format = "myst"  # so that links in outputs lead to pages too
+nb_render_markdown_format = "myst"  # links in outputs lead to pages too
 nb_ipywidgets_js = {}  # pages load nothing from other sites
 default_role = "code"
 highlight_language = "none"
@@ -74,7 +74,7 @@ def list_modules(app: Sphinx, docname: str, source: list[str]) -> None:
 
 
 def keep_layout(app: Sphinx, what: str, name: str, thing: object, options: object, lines: list[str]) -> None:
-    """Show the indented blocks of a docstring with their line breaks, and no docstring that Python itself made."""
+    """Show the indented blocks of a docstring with their line breaks, and hide docstrings that Python generated."""
     if "".join(lines).startswith("Alias for field number"):
         lines.clear()
     lines[:] = re.sub(r"(?m)^(\S.*)\n\n(?=    )", r"\1\n\n::\n\n", "\n".join(lines)).split("\n")

@@ -8,7 +8,7 @@ from urllib.parse import unquote, urlsplit
 
 
 class Page(HTMLParser):
-    """The anchors of a page, and the addresses that it links to or loads."""
+    """The anchors of a page, and the addresses that the page links to or loads."""
 
     def __init__(self, path: Path):
         super().__init__()

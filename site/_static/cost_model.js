@@ -4,9 +4,9 @@
 const costModel = (() => {
   const GRAD_BYTES = 400e6; // 100 million parameters in fp32
   const BACKWARD_S = 0.1;
-  const UNIT_BYTES = [25e6, 100e6, 100e6, 100e6, 100e6]; // of module 11: the root and four blocks
+  const UNIT_BYTES = [25e6, 100e6, 100e6, 100e6, 100e6]; // the root and four blocks of module 11
   const FORWARD_S = 0.05;
-  // What module 11 does in forward and in backward, for each prefetch: gather, compute or reduce a unit.
+  // The actions of module 11 in forward and in backward, for each prefetch: gather, compute or reduce a unit.
   const PLANS = [
     ["g0 c0 g1 c1 g2 c2 g3 c3 g4 c4", "g4 c4 g3 r4 c3 g2 r3 c2 g1 r2 c1 r1 c0 r0"],
     ["g0 g1 c0 g2 c1 g3 c2 g4 c3 c4", "g4 g3 c4 g2 r4 c3 g1 r3 c2 r2 c1 r1 c0 r0"],
@@ -14,7 +14,7 @@ const costModel = (() => {
     ["g0 g1 g2 g3 c0 g4 c1 c2 c3 c4", "g4 g3 g2 g1 c4 r4 c3 r3 c2 r2 c1 r1 c0 r0"],
   ];
 
-  /** Return the seconds of a ring algorithm. A link is {latencyS, bytesPerS}. */
+  /** Return the seconds that a ring algorithm takes. A link is {latencyS, bytesPerS}. */
   function computeSeconds(link, op, nbytes, worldSize) {
     if (worldSize === 1) return 0;
     const rounds = op === "all_reduce" ? 2 : 1;
@@ -45,7 +45,7 @@ const costModel = (() => {
     }
   }
 
-  /** Simulate a backward with K equal buckets of at most `bucketBytes`, which become ready at equal intervals. */
+  /** Simulate a backward pass with K equal buckets of at most `bucketBytes`, which become ready at equal intervals. */
   function simulateBuckets(link, worldSize, bucketBytes) {
     const numBuckets = Math.ceil(GRAD_BYTES / bucketBytes);
     const rank = new Rank(link, worldSize);
@@ -57,7 +57,7 @@ const costModel = (() => {
     return {numBuckets, backward: BACKWARD_S, transfers: rank.transfers, end: rank.now, exposed: rank.now - BACKWARD_S};
   }
 
-  /** Simulate forward and backward of module 11. Only one reduction is on its way at a time. */
+  /** Simulate a forward and a backward pass of module 11. Only one reduction is in progress at a time. */
   function simulatePrefetch(link, worldSize, prefetch) {
     const total = UNIT_BYTES.reduce((sum, nbytes) => sum + nbytes);
     const rank = new Rank(link, worldSize);

@@ -1,4 +1,4 @@
-/* The sliders of explore.md: they change the settings of cost_model.js and redraw the figures and the numbers. */
+/* The sliders of explore.md change the settings of cost_model.js, and redraw the figures and the numbers. */
 "use strict";
 
 (() => {
@@ -13,7 +13,7 @@
       values: [1, 2.5, 5, 10, 25, 50, 100, 200, 400, 800]},
     {name: "ranks", label: "N, number of ranks", unit: "", first: 64, values: [2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]},
   ];
-  const MANY = 80; // more buckets than this are drawn without borders
+  const MANY = 80; // if there are more buckets, they are drawn without borders
   const LANE = 26;
 
   const formatMs = (seconds) => `${(1e3 * seconds).toFixed(1)} ms`;
@@ -70,7 +70,7 @@
       if (fill) element.style.fill = fill;
     }
 
-    /** Draw a block of a lane, with its label if there is room. */
+    /** Draw a block in a lane. Draw its label too, if there is room. */
     block(top, start, end, colour, label = "", attributes = {}) {
       const x = this.place(start);
       const width = this.place(end) - x;
@@ -80,7 +80,7 @@
       }
     }
 
-    /** Draw what the link carries. The latency of each transfer is dark. */
+    /** Draw the transfers on the link. The latency of each transfer is dark. */
     transfers(top, transfers, labels, link, ranks) {
       const border = transfers.length > MANY ? {"stroke-width": 0} : {};
       transfers.forEach(({op, start, end}, index) => {
@@ -136,7 +136,7 @@
       numbers: [
         ["buckets", "buckets", `${numBuckets} of ${formatMB(first.nbytes)}`],
         ["collective", "one all-reduce", formatMs(first.end - first.start)],
-        ["latency", "of which latency", formatMs(costModel.computeSeconds(link, "all_reduce", 0, ranks))],
+        ["latency", "latency per all-reduce", formatMs(costModel.computeSeconds(link, "all_reduce", 0, ranks))],
         ["backward", "backward", formatMs(backward)],
         ["exposed", "exposed", formatMs(step.exposed)],
         ["end", "backward and exposed", formatMs(step.end)],
@@ -191,7 +191,7 @@
     figure.transfers(90, transfers, units, link, ranks);
     figure.mark(computed[numUnits].start, 118, "backward");
 
-    figure.write(2, 140, "memory of whole weights");
+    figure.write(2, 140, "memory of full weights");
     const times = [...new Set(allocations.flatMap(({start, end}) => [start, end]))].sort((one, other) => one - other);
     const base = 224;
     times.slice(0, -1).forEach((time, index) => {
@@ -200,7 +200,7 @@
       const height = 72 * nbytes / total;
       const x = figure.place(time);
       const width = figure.place(times[index + 1]) - x;
-      figure.draw("rect", {x, y: base - height, width: width + 0.5, height, fill: COLOURS.memory}); // without seams
+      figure.draw("rect", {x, y: base - height, width: width + 0.5, height, fill: COLOURS.memory}); // the extra 0.5 avoids seams
     });
     const peak = base - 72 * step.peakBytes / total;
     figure.draw("line", {class: "mark", x1: 2, x2: width - 10, y1: peak, y2: peak});
@@ -208,7 +208,7 @@
 
     const table = make("table");
     const head = table.appendChild(make("thead")).appendChild(make("tr"));
-    head.append(...["prefetch", "peak of whole weights", "exposed"].map((text) => make("th", {scope: "col"}, text)));
+    head.append(...["prefetch", "peak of full weights", "exposed"].map((text) => make("th", {scope: "col"}, text)));
     const body = table.appendChild(make("tbody"));
     steps.forEach(({peakBytes, exposed}, depth) => {
       const row = body.appendChild(make("tr", depth === prefetch ? {class: "chosen", "aria-current": "true"} : {}));
@@ -217,7 +217,7 @@
     return {
       figures: [figure.svg, table],
       numbers: [
-        ["peak", "peak of whole weights", formatMB(step.peakBytes)],
+        ["peak", "peak of full weights", formatMB(step.peakBytes)],
         ["exposed", "exposed", formatMs(step.exposed)],
         ["end", "forward, backward and exposed", formatMs(step.end)],
       ],
