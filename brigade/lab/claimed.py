@@ -88,7 +88,7 @@ def check_xl_size() -> Finding:
 
 
 @claim(
-    "xl-all-reduce-time", 1, "All-reducing them takes 1.9 ms on NVLink at 900 GB/s", XL,
+    "xl-all-reduce-time", 1, "All-reducing XL's gradients takes 1.9 ms on NVLink at 900 GB/s", XL,
     "right if an all-reduce on two ranks could take 1.9 ms at 450 GB/s, an H100's rate in one direction",
     "wrong",
 )  # fmt: skip
@@ -102,7 +102,7 @@ def check_xl_all_reduce_time() -> Finding:
 
 
 @claim(
-    "xl-backward", 1, "Backward of that model takes about 950 ms", XL,
+    "xl-backward", 1, "Backward of the XL model takes about 950 ms", XL,
     "right if this is less than the article's time for a whole naive step, which includes backward", "wrong",
 )  # fmt: skip
 def check_xl_backward() -> Finding:
@@ -192,7 +192,7 @@ def check_hook_argument() -> Finding:
     (3 * weight).backward()
     what = "the parameter" if given[0] is weight else "another tensor"
     return Finding(
-        f"its argument is {what}, with the value {given[0].item():g}; the parameter is 1 and the gradient is 3",
+        f"the hook was called with {what}, whose value is {given[0].item():g}; the gradient is 3",
         judge(given[0] is weight.grad),
     )
 
@@ -225,13 +225,13 @@ def check_xl_buckets() -> Finding:
     after = [len(dist._compute_bucket_assignment_by_size(parameters[::-1], [cap * MIB])[0]) for cap in caps]
     return Finding(
         f"{join_words(before)} if a bucket closes before it would exceed the cap; {join_words(after)} with torch DDP's "
-        "rule, which closes it afterwards",
+        "rule, which closes a bucket after it has reached the cap",
         judge(before == [435, 339, 98, 8]),
     )
 
 
 @claim(
-    "xl-170-buckets", 4, "XL would fill 170 buckets of 10 MB; matrices larger than that double the number", XL,
+    "xl-170-buckets", 4, "XL would fill 170 buckets of 10 MB; larger matrices double the number", XL,
     "right if the gradients would fill 170 buckets, within 5 %", "wrong",
 )  # fmt: skip
 def check_xl_170_buckets() -> Finding:
@@ -277,7 +277,8 @@ def check_xl_step_times() -> Finding:
 
 
 @claim(
-    "xl-headline", 4, "Bucketed DDP takes 980 ms a step where naive DDP takes 809, because it ran on other hardware",
+    "xl-headline", 4,
+    "Bucketed DDP takes 980 ms per step and naive DDP takes 809 ms, because they ran on different hardware",
     XL,
     "wrong if bucketing without overlap costs as much as the difference; otherwise it depends on the machines and the "
     "times of single steps, which are not published", "depends",
@@ -324,7 +325,8 @@ cite(
 def check_layer_parameters() -> Finding:
     names = [name for name in get_xl_parameters() if name.startswith("blocks.0.")]
     return Finding(
-        f"{len(names)} in each of XL's 48 layers, {len(get_xl_parameters())} in all", judge(len(names) >= 100)
+        f"XL has {len(names)} parameters in each of its 48 layers, and {len(get_xl_parameters())} in total",
+        judge(len(names) >= 100),
     )
 
 
@@ -406,7 +408,7 @@ def check_padding_overhead() -> Finding:
 
 
 @claim(
-    "published-layout", 5, "The article's version of Megatron-LM's code lays out a buffer", PADDING,
+    "published-layout", 5, "The article's version of Megatron-LM's code lays out a buffer correctly", PADDING,
     "right if it runs and gives every bucket of an example all of its elements", "wrong",
 )  # fmt: skip
 def check_published_layout() -> Finding:
@@ -546,13 +548,13 @@ def check_epoch_saving() -> Finding:
     saved_s = 19 * 50e-6 * 1000
     return Finding(
         f"computed: {saved_s:.2f} s if every launch delays the step. This is {100 * saved_s / (1000 * 0.452):.1f} % of "
-        "an epoch, in which each step takes 452 ms in the article",
+        "the article's epoch, in which each step takes 452 ms",
         judge(abs(saved_s / 0.95 - 1) < 0.05),
     )
 
 
 @claim(
-    "published-param-sync", 6, "The article's version of Megatron-LM's parameter sync completes the parameters",
+    "published-param-sync", 6, "The article's version of Megatron-LM's parameter sync gathers all parameters",
     COALESCING, "right if, on two ranks with two buckets, every bucket has its own parameters afterwards", "wrong",
 )  # fmt: skip
 def check_published_param_sync() -> Finding:
@@ -643,9 +645,9 @@ def check_benchmark_loop() -> Finding:
 
 
 @claim(
-    "reduce-scatter-bytes", 6, "A reduce-scatter sends half of what an all-reduce sends",
+    "reduce-scatter-bytes", 6, "A reduce-scatter sends half as many bytes as an all-reduce",
     "nccl-tests, PERFORMANCE.md: (n−1)/n and 2(n−1)/n of the buffer",
-    "right if this is true within 10 % both on gloo and with a ring, wrong if it is true with neither; the kernel "
+    "right if this is true within 10 % both on gloo and with a ring, wrong if it is true with neither. The kernel "
     "counts the bytes that a rank sends",
     "depends",
 )  # fmt: skip
@@ -725,22 +727,22 @@ def check_caching() -> Finding:
 
 @claim(
     "cached-overlap", 7, "Caching views enables better overlap of computation and communication", SHARDS,
-    "right if a launch starts with fewer ready gradients than the same launch without the cache", "wrong",
+    "right if fewer gradients are ready at a launch than at the same launch without the cache", "wrong",
 )  # fmt: skip
 def check_cached_overlap() -> Finding:
     without, cached = (count_ready_at_launches(wrapper, 1) for wrapper in ("CoalescedDDP", "CachedDDP"))
     same = "the same" if cached == without else "a different"
     return Finding(
-        f"each of {len(cached)} launches of TinyLM tiny starts with {same} number of ready gradients, with and without "
-        "the cache; the row above shows how much CPU time the cache saves",
+        f"at each of {len(cached)} launches of TinyLM tiny, {same} number of gradients is ready with and without the "
+        "cache; the row above shows how much CPU time the cache saves",
         judge(any(one < other for one, other in zip(cached, without))),
     )
 
 
 cite(
     "eager-views", 7, "Megatron-LM creates the views in the constructor", SHARDS,
-    "the constructor fills its lists with None; `start_grad_sync` and `start_param_sync` put views there in their "
-    f"first call ({MEGATRON})",
+    "the constructor fills its lists with None; `start_grad_sync` and `start_param_sync` store the views in these "
+    f"lists when they are first called ({MEGATRON})",
 )  # fmt: skip
 
 
@@ -774,7 +776,7 @@ def check_adam_16_bytes() -> Finding:
 
 
 @claim(
-    "optimizer-8-to-2", 8, "On 4 GPUs the optimizer's 8 GB become 2", BUCKETS,
+    "optimizer-8-to-2", 8, "On 4 GPUs, the optimizer's 8 GB become 2 GB", BUCKETS,
     "right if the state on the fullest of 4 ranks is a quarter of that on one rank, within 1 %", "right",
 )  # fmt: skip
 def check_optimizer_8_to_2() -> Finding:
@@ -802,7 +804,7 @@ def check_memory_proportional() -> Finding:
 
 
 @claim(
-    "billions-fit", 8, "So billion-parameter models train without running out of memory", BUCKETS,
+    "billions-fit", 8, "Billion-parameter models therefore train without running out of memory", BUCKETS,
     "right if, with enough ranks, XL's memory per rank falls below any limit; wrong if it does not fall at all",
     "depends",
 )  # fmt: skip
