@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from brigade.checks.diagnose.evidence import join_names
+from brigade.checks.diagnose.evidence import describe_missed, join_names
 from brigade.checks.expectations import expect, expect_equal, format_ranks
 from brigade.events import launches, summarize
 from brigade.runner.ranks import PerRank
@@ -263,7 +263,7 @@ def expect_messages(results, rank, step, to, source, likely_cause=""):
     expect(
         not unawaited,
         "the function calls wait() on every handle of isend and irecv",
-        f"the step never called wait() on {len(unawaited)} of {len(found)} handles",
+        f"the step did not call wait() on {describe_missed(len(unawaited), len(found))}",
         diagnosis.NOT_AWAITED,
         rank=rank,
         step=step,

@@ -5,8 +5,9 @@ from functools import partial
 import pytest
 import torch
 
-from brigade.checks.diagnose.evidence import collect_evidence, join_names
+from brigade.checks.diagnose.evidence import collect_evidence, describe_missed, join_names
 from brigade.checks.expectations import (
+    describe_share,
     expect,
     expect_equal,
     expect_gradients,
@@ -68,7 +69,7 @@ def test_launches_are_asynchronous(submission):
                 expect(
                     not blocking,
                     "no launch in backward is synchronous, and backward waits on no handle",
-                    f"backward waited for {len(blocking)} of {len(launched)} launches",
+                    f"backward waited for {describe_share(len(blocking), len(launched))}",
                     diagnosis.BLOCKING,
                     rank=rank,
                     step=step,
@@ -132,7 +133,9 @@ def test_every_handle_is_waited_on(submission):
                 expect(
                     bool(launched) and not unawaited,
                     "finish_grad_sync waits on the handle of every all_reduce of the step",
-                    f"the step never waited on {len(unawaited)} of {len(launched)} handles",
+                    f"the step did not wait on {describe_missed(len(unawaited), len(launched))}"
+                    if launched
+                    else "the step launched nothing",
                     diagnosis.LAST_HANDLE,
                     rank=rank,
                     step=step,

@@ -561,7 +561,7 @@ def expect_waited(launched, at):
     expect(
         not forgotten,
         "every handle is waited on in the step that launched it",
-        f"the step never waited for {summarize(forgotten)}",
+        f"the step did not wait for {summarize(forgotten)}",
         diagnosis.NOT_AWAITED,
         **at,
     )

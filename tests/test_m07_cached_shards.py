@@ -8,7 +8,7 @@ import torch
 from test_m05_grad_buffer import BUCKET_NUMEL
 from test_m06_coalesced import list_groups, require_halves
 
-from brigade.checks.diagnose.evidence import find_leftover
+from brigade.checks.diagnose.evidence import describe_missed, find_leftover
 from brigade.checks.expectations import (
     blocks_backward,
     describe_gradients,
@@ -253,7 +253,8 @@ def expect_launches(events, at, groups, gathers, setting):
     expect(
         not wrong,
         f"the step waits on every handle before it reads or writes the tensors{setting}",
-        f"the step never waited for {len(wrong)} of {len(launched)} launches, or their tensors changed before the wait",
+        f"the step did not wait for {describe_missed(len(wrong), len(launched), 'launch')}, or their tensors changed "
+        "before the wait",
         partial(diagnosis.explain_unwaited, wrong),
         **at,
     )

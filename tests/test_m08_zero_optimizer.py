@@ -7,6 +7,7 @@ import pytest
 import torch
 from test_m05_grad_buffer import compute_layout
 
+from brigade.checks.diagnose.evidence import describe_missed
 from brigade.checks.expectations import (
     MANY_STEPS,
     expect,
@@ -150,7 +151,7 @@ def test_sharded_launches(submission):
                 expect(
                     not forgotten,
                     "every rank, the root included, waits on the handle of every launch before the next step ends",
-                    f"the step never waited on {len(forgotten)} of {len(launched)} handles",
+                    f"the step did not wait on {describe_missed(len(forgotten), len(launched))}",
                     partial(diagnosis.explain_forgotten, forgotten, events, rank),
                     rank=rank,
                     step=step,

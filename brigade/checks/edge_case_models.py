@@ -1,4 +1,4 @@
-"""Small models, each with an edge case that breaks typical data-parallel code. Inputs are (batch, features).
+"""Small models with edge cases that break typical data-parallel code. Inputs are (batch, features).
 
 They register their parameters in order of use (except that Buffers registers its norm last). The checks draw `sizes` at
 random: the number of input features, the widths of the hidden layers, and the number of output features.
@@ -28,7 +28,7 @@ class Plain(nn.Module):
 
 
 class Tied(Plain):
-    """The first and last layer share a weight, whose gradient is the sum over both uses."""
+    """The first and the last layer share a weight, whose gradient is the sum over both uses."""
 
     def __init__(self, sizes: Sequence[int]):
         super().__init__([*sizes[:-1], sizes[1], sizes[0]])
@@ -156,7 +156,7 @@ class Blocks(nn.Module):
 
 
 class TiedBlocks(Blocks):
-    """The first and last block share a weight."""
+    """The first and the last block share a weight."""
 
     def __init__(self, sizes: Sequence[int]):
         super().__init__([*sizes[:-1], sizes[2], sizes[-1]])

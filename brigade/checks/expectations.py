@@ -1,4 +1,4 @@
-"""Assertions about numbers, launches and overlap. A failure says what was expected, what the check got, and why.
+"""Assertions about numbers, launches and overlap. A failure states the expected and the actual result, and a cause.
 
 The likely cause is computed only after an assertion has failed: see `diagnose`.
 """
@@ -17,6 +17,7 @@ from torch import Tensor
 from brigade.checks.diagnose.evidence import (
     Evidence,
     collect_evidence,
+    describe_missed,
     find_leftover,
     find_no_sync_launches,
     join_names,
@@ -32,7 +33,7 @@ Hypotheses = Mapping[str, Sequence[Tensors]]  # a likely cause -> the values, by
 
 # Tolerances for the gradients of one step, relative to the largest entry of any rank's own gradient.
 ONE_STEP = {torch.float32: 1e-5, torch.float64: 1e-10, torch.bfloat16: 2**-7}
-MANY_STEPS = 1e-8  # for float64, relative to the largest entry; in float32, Adam turns rounding into 1e-2 in 20 steps
+MANY_STEPS = 1e-8  # for float64, relative to the largest entry; in float32, Adam amplifies rounding to 1e-2 in 20 steps
 
 
 def expect(
@@ -69,12 +70,12 @@ def expect_start(
     expected = case.start()
     if kind in ("parameters", "buffers"):
         expected = {name: t for name, t in expected.items() if (name in case.parameters()) == (kind == "parameters")}
-    own = f"this rank still has its own {kind}: {explain_no_broadcast(events, case)}"
+    own = f"a rank still has its own {kind}: {explain_no_broadcast(events, case)}"
     world = (
-        f"this rank has the {kind} of rank 0 of the world instead of those of its group's first rank: the broadcast "
+        f"a rank has the {kind} of rank 0 of the world instead of those of its group's first rank: the broadcast "
         "ignores process_group."
     )
-    last = f"this rank has the {kind} of the last rank of the group: the broadcast starts from the wrong rank."
+    last = f"a rank has the {kind} of the last rank of the group: the broadcast starts from the wrong rank."
     hypotheses = {
         **suspect_one_kind(expected, case),
         own: [case.states[rank] for rank in case.group],
@@ -105,13 +106,13 @@ def suspect_one_kind(expected: Tensors, case: Case) -> Hypotheses:
     """
     parameters = case.parameters()
     kinds = {
-        "this rank still has its own frozen parameters. Broadcast them too.": {
+        "a rank still has its own frozen parameters. Broadcast them too.": {
             name for name, parameter in parameters.items() if not parameter.requires_grad
         },
-        "this rank still has its own transposed parameters. Copy the broadcast tensor back into them.": {
+        "a rank still has its own transposed parameters. Copy the broadcast tensor back into them.": {
             name for name, parameter in parameters.items() if not parameter.is_contiguous()
         },
-        "this rank still has its own buffers of integers or booleans. Broadcast them too.": {
+        "a rank still has its own buffers of integers or booleans. Broadcast them too.": {
             name for name, value in expected.items() if name not in parameters and not value.is_floating_point()
         },
     }
@@ -171,7 +172,7 @@ def expect_gradients(
 
 @contextmanager
 def explain_failures(events: Sequence[Sequence[Event]], *causes: Callable[[], str]) -> Iterator[None]:
-    """If a failure in the block has no specific cause, add the first one that `causes` or the records provide."""
+    """If a failure in the block has no specific cause, add the first cause that `causes` or the records provide."""
     try:
         yield
     except CheckFailed as failed:
@@ -242,7 +243,7 @@ def expect_trained(what: str, trained: Sequence[Tensors], case: Case) -> None:
 
 
 def find_first_step_failure(results: Sequence[Mapping[str, Any]], case: Case) -> Verdict | None:
-    """Return the verdict on the first step's gradients; None if they were right."""
+    """Return the verdict on the first step's gradients, or None if they were correct."""
     try:
         if all("gradients" in results[rank] for rank in case.group):
             expect_gradients(results, case)
@@ -398,7 +399,7 @@ def expect_overlap(
         f"backward launches all {unit}s and waits for none of them"
         + (f" before a gradient of the next {unit} is ready" if gathered else "")
         + setting,
-        f"of {len(launched)} launches, backward waited for {len(blocking)}, and {len(late)} were made after backward",
+        describe_blocking(len(blocking), len(late), len(launched)),
         cause if blocking else "",
         **at,
     )
@@ -407,11 +408,31 @@ def expect_overlap(
     expect(
         not unawaited and not raced,
         f"finish_grad_sync waits on every handle of the step before it reads or writes the tensors{setting}",
-        f"of {len(launched)} launches, the step never waited for {len(unawaited)}, and the tensors of {len(raced)} "
-        "changed before the wait",
+        describe_unawaited(len(unawaited), len(raced), len(launched)),
         lambda: find_leftover(events) or explain_unawaited(unawaited, unit),
         **at,
     )
+
+
+def describe_blocking(blocking: int, late: int, total: int) -> str:
+    """Return a sentence about launches that backward waited for, and launches that were made after backward."""
+    texts = [f"backward waited for {describe_share(blocking, total)}"] * (blocking > 0)
+    texts += [f"{describe_share(late, total)} {'was' if late == 1 else 'were'} made after backward"] * (late > 0)
+    return ", and ".join(texts)
+
+
+def describe_unawaited(unawaited: int, raced: int, total: int) -> str:
+    """Return a sentence about launches that the step did not wait for, and launches whose tensors changed early."""
+    texts = [f"the step did not wait for {describe_missed(unawaited, total, 'launch')}"] * (unawaited > 0)
+    texts += [f"the tensors of {describe_share(raced, total)} changed before the wait"] * (raced > 0)
+    return ", and ".join(texts)
+
+
+def describe_share(count: int, total: int) -> str:
+    """Return the subject of a sentence about some launches, such as "2 of 6 launches" or "all 6 launches"."""
+    if total == 1:
+        return "the only launch"
+    return f"all {total} launches" if count == total else f"{count} of {total} launches"
 
 
 def describe_gradients(names: Sequence[str]) -> str:
@@ -467,8 +488,7 @@ def require_launches(
         for step in range(steps):
             launched = launches(events[rank], step)
             idle = sum(not overlaps(launch) for launch in launched if launch.op != "all_gather")
-            verb = "does" if idle == 1 else "do"
-            overlap = f". {idle} of them {verb} not overlap with backward" if in_backward and idle else ""
+            overlap = describe_idle(idle, len(launched)) if in_backward and idle else ""
             expect(
                 accepts(launched),
                 f"correct numbers earn points only with this module's launches: {kind}",
@@ -479,8 +499,15 @@ def require_launches(
             )
 
 
+def describe_idle(idle: int, total: int) -> str:
+    """Return a sentence, to append, about the launches of a step that do not overlap with backward."""
+    if idle == total:
+        return ". None of them overlaps with backward" if total > 1 else ". It does not overlap with backward"
+    return f". {idle} of them {'does' if idle == 1 else 'do'} not overlap with backward"
+
+
 def explain_launches(explain: Callable[[Sequence[Event], int], str], events: Sequence[Event], step: int) -> str:
-    """Return why the launches of a step are not of the module's kind or, if no cause is known, what to look for."""
+    """Return why the launches of a step are not of the module's kind or, if unknown, the usual reasons."""
     return explain(events, step) or (
         "the wrapper launches collectives as in an earlier module, or it has a mistake that another check of "
         "this module names."
@@ -501,7 +528,7 @@ def expect_restored(events: Sequence[Sequence[Event]], ranks: Iterable[int], ste
         expect(
             any(launch.phase == "backward" and launch.place > begin for launch in launched),
             "after an exception inside no_sync, the next backward communicates again",
-            f"this backward pass launched nothing. The whole step made {summarize(launched)}",
+            f"the last backward pass launched nothing. The whole step made {summarize(launched)}",
             partial(explain_silence, events[rank], step),
             rank=rank,
             step=step,
@@ -524,7 +551,8 @@ def expect_silence(events: Sequence[Sequence[Event]], ranks: Iterable[int], step
             expect(
                 not early,
                 "backward passes inside no_sync launch nothing",
-                f"these backward passes made {len(early)} of the step's {len(launches(events[rank], step))} launches",
+                f"backward passes inside no_sync made {len(early)} of the step's "
+                f"{len(launches(events[rank], step))} launches",
                 "the hook ignores the flag of no_sync, or no_sync does not clear the flag. Inside the block the flag "
                 "must be False, and the hook must test it before it counts or launches anything."
                 if first
@@ -535,7 +563,7 @@ def expect_silence(events: Sequence[Sequence[Event]], ranks: Iterable[int], step
 
 
 def format_distinct(*numbers: float) -> list[str]:
-    """Format numbers for a message, with at least six digits and as many as needed to tell unequal numbers apart."""
+    """Format numbers for a message, with at least six digits, and more if unequal numbers would look the same."""
     for digits in range(6, 18):  # 17 digits distinguish any two float64 numbers
         texts = [f"{number:.{digits}g}" for number in numbers]
         if len(set(texts)) >= len({repr(float(number)) for number in numbers}):

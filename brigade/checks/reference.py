@@ -1,7 +1,7 @@
-"""The expected values: what one process computes on the batches of all ranks together.
+"""The expected values, which one process computes on the batches of all ranks.
 
-A `Case` is one random training problem. The parent keeps it. A rank gets only its own part (`make_jobs`): its starting
-weights, which differ between ranks, and its batches.
+A `Case` is one random training problem. Only the parent process knows all of it. A rank gets its own part
+(`make_jobs`): its starting weights, which differ between ranks, and its batches.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Case:
         ]
 
     def make_jobs(self, **more: Any) -> PerRank:
-        """Return the input of each rank: how to build its model, its batches, the optimizer, and `more`."""
+        """Return the input of each rank: a description of its model, its batches, the optimizer, and `more`."""
         common = {"model": self.model, "sizes": self.sizes, "dtype": self.dtype, "optimizer": self.optimizer} | more
         return PerRank(common | {"state": state, "batches": data} for state, data in zip(self.states, self.batches))
 

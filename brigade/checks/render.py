@@ -8,7 +8,7 @@ from brigade.checks.verdict import LABELS, Outcome, Verdict, label_text
 
 
 def format_plain(outcome: Outcome) -> str:
-    """Return what a student reads about a check that did not pass: the verdict and how to repeat it."""
+    """Return the text about a check that did not pass: the verdict, and the command that repeats the check."""
     if outcome.status == "not written":
         return str(outcome.verdict)
     return f"{outcome.verdict}\n{label_text(LABELS[-1], outcome.repeat)}"

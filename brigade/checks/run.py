@@ -1,4 +1,4 @@
-"""`run_check`, the only way to run a check on a submission. Commands, graders, mutant tests and pytest call it."""
+"""Run checks on a submission. Commands, graders, mutant tests and pytest all use `run_check`."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def run_checks(
 ) -> Iterator[Outcome]:
     """Run checks, several at a time, and yield their outcomes in the order of the checks.
 
-    Ranks mostly wait for each other, so running two checks at a time uses two cores better than running one. Once a
+    Ranks mostly wait for each other, so two checks at a time use two cores better than one check. Once a
     check has reached its deadline, later checks get less time. After `HUNG_LIMIT` such checks, no other check runs.
     """
     hung = 0
@@ -150,7 +150,7 @@ def compile_student_files(target: str | Path, number: int, prior_source: str) ->
 
 
 def prepare() -> None:
-    """Import what checks need, in this process and in the process from which ranks are forked."""
+    """Import the modules that checks need, in this process and in the process from which ranks are forked."""
     start_server()
     dynamo_stub.import_torch()
     import torch

@@ -15,6 +15,7 @@ from brigade.course.parts import Part
 
 LABELS = ("Expected:", "Got:", "Likely cause:", "Repeat:")
 LABEL_WIDTH = 14  # the length of "Likely cause: "
+THIS_RANK = "this rank "  # the first words of a `got` whose subject is the rank
 
 # How the run behind a verdict ended. The strings in the unpacked tuple are the kinds of `RankFailure`.
 COMPLETE = "complete"  # every rank returned a result, but not the expected one
@@ -41,7 +42,9 @@ class Location:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why a check did not pass. `got` is about `rank`, `step` and `parameter`, if they are known.
+    """The reason why a check did not pass. `got` is about `rank`, `step` and `parameter`, if they are known.
+
+    If `got` begins with "this rank", messages show the number of the rank instead.
 
     `hypothesis` is the name of the rule that found the likely cause. `part` is the part of the module that is not
     written yet. `error` is the type of a rank's exception and `message` its text. `note` adds a fact, such as the time
@@ -64,17 +67,20 @@ class Verdict:
 
     @property
     def where(self) -> str:
-        """The place of the failure, such as "rank 1, step 0, weight"; "" if it is unknown or already in `got`."""
+        """The place of the failure, such as "rank 1, step 0, weight", without anything that `got` names itself."""
         if self.ending != COMPLETE:
             return ""
-        rank = [] if self.rank is None else [f"rank {self.rank}"]
+        rank = [] if self.rank is None or self.got.startswith(THIS_RANK) else [f"rank {self.rank}"]
         step = [] if self.step is None else [f"step {self.step}"]
         return ", ".join([*rank, *step, *filter(None, [self.parameter])])
 
     @property
     def described(self) -> str:
         """The value of `got` with the place of the failure in front."""
-        return f"{self.where}: {self.got}" if self.where else self.got
+        got = self.got
+        if self.rank is not None and got.startswith(THIS_RANK):
+            got = f"rank {self.rank} " + got.removeprefix(THIS_RANK)
+        return f"{self.where}: {got}" if self.where else got
 
     def __str__(self) -> str:
         if self.ending == NOT_RUN:
@@ -94,14 +100,14 @@ def make_not_run(reason: str) -> Verdict:
 
 
 class CheckFailed(AssertionError):
-    """The exception of a check that does not pass. `events` contains the record of each rank, if a rank failed."""
+    """The exception that a failing check raises. `events` contains the record of each rank, if a rank failed."""
 
     def __init__(self, verdict: Verdict, events: Sequence[Sequence[dict[str, Any]]] = ()):
         super().__init__(verdict)
         self.verdict, self.events = verdict, events
 
     def with_cause(self, likely_cause: str, hypothesis: str = "") -> CheckFailed:
-        """Return the same failure with another likely cause. Drop the note that an exception without a cause has."""
+        """Return the same failure with another likely cause. Drop the note of an exception without a known cause."""
         note = "" if self.verdict.ending == "exception" else self.verdict.note
         verdict = replace(self.verdict, likely_cause=likely_cause, hypothesis=hypothesis, note=note)
         return CheckFailed(verdict, self.events)
@@ -112,8 +118,8 @@ class Outcome:
     """The result of one check on one submission.
 
     `status` is "passed", "failed", "not written", "error" (the check could not finish) or "not run". If the check did
-    not pass, `verdict` says why. `printed` is what each rank printed. `repeat` is the command that runs the check alone
-    on the same random cases. `exception` is an unexpected exception of the check itself.
+    not pass, `verdict` contains the reason. `printed` is the output of each rank. `repeat` is the command that runs the
+    check alone on the same random cases. `exception` is an unexpected exception of the check itself.
     """
 
     check: GradedCheck
@@ -121,7 +127,7 @@ class Outcome:
     verdict: Verdict | None = None
     printed: list[str] = field(default_factory=list)
     seconds: float = 0.0
-    prior_source: str = "own"  # whose earlier modules it ran with
+    prior_source: str = "own"  # whose earlier modules the check used
     repeat: str = ""
     exception: BaseException | None = None
 

@@ -188,7 +188,7 @@ def select(checks: Sequence[Check], only: str) -> list[Check]:
 
 @contextlib.contextmanager
 def exit_on_ctrl_c() -> Iterator[None]:
-    """Let Ctrl-C end the program immediately inside the block. Python would notice it only after importing torch.
+    """Let Ctrl-C end the program immediately during the block. Python itself waits until torch is imported.
 
     The server of the ranks exits when it detects that this process has ended.
     """

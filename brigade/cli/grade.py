@@ -1,4 +1,4 @@
-"""brigade grade: grade one submission, or a directory of them."""
+"""brigade grade: grade one submission, or all submissions in a directory."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def handle_sigterm_as_ctrl_c() -> Iterator[None]:
 
 @contextlib.contextmanager
 def delay_interrupts() -> Iterator[None]:
-    """Delay interrupts until the end of the block. They could get lost in an import of torch or numpy, or break it."""
+    """Delay interrupts until the end of the block. An import of torch or numpy may swallow an interrupt or break."""
     arrived = []
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = [signal.signal(number, lambda *_: arrived.append(True)) for number in numbers]
@@ -163,7 +163,7 @@ def run_one(options: argparse.Namespace, entries: Sequence[Module], console: Con
         findings: list[static_look.Finding] = []
         latest = make_empty_grading(entries, random.randrange(10**6) if options.seed is None else options.seed)
         with delay_interrupts():
-            tempfile.gettempdir()  # tests the directory with a file, which an interrupt would leave behind
+            tempfile.gettempdir()  # creates a test file, which an interrupt would leave behind
         follow(latest)  # before torch is imported, which takes seconds
         try:
             with (
@@ -216,7 +216,7 @@ def run_class(options: argparse.Namespace, entries: Sequence[Module], console: C
     everyone, others = classroom.list_students(Path(options.class_directory).resolve(), gradebook, *written)
     passed_on = ["--prior", options.prior, "--backend", options.backend, "--limit", str(options.limit)]
     passed_on += ["--modules", options.modules] if options.modules else ["--part", options.part]
-    passed_on += ["--seed", str(1 if options.seed is None else options.seed)]  # same cases for all, in every run
+    passed_on += ["--seed", str(1 if options.seed is None else options.seed)]  # the same for all, in every run
     passed_on += ["--share-gpu"] if options.share_gpu else []
     if isolation.may_isolate():  # without private mounts, one submission could read another
         sandbox.close_off([Path(options.class_directory).resolve()])

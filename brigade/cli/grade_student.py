@@ -1,4 +1,4 @@
-"""Run `brigade grade` for one student of a class. Stop when standard input closes, as it does if the parent ends.
+"""Run `brigade grade` for one student of a class. Stop when standard input closes because the parent has ended.
 
 python -m brigade.cli.grade_student --submission DIR --out FILE [options of brigade grade]
 """

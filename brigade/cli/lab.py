@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from brigade.checks.diagnose.evidence import describe_missed
 from brigade.cli.console import console, shorten
 from brigade.cli.options import ABOVE_ZERO, NOT_NEGATIVE, Range, add_number, add_prior, add_target
 from brigade.course.measurements import MEASUREMENTS, locate_measurements
@@ -382,7 +383,8 @@ def run_trace(options: argparse.Namespace) -> int:
     for shown in timelines:
         console.print(f"{shown.label}: a step of {shown.lengths}, {shown.count}")
         if num_unwaited := sum(collective.waited_ms is None for collective in shown.launched):
-            console.print(f"  {num_unwaited} of {len(shown.launched)} collectives on all ranks were never waited for")
+            missed = describe_missed(num_unwaited, len(shown.launched), "collective", "the")
+            console.print(f"  The code does not wait for {missed} on all ranks")
     console.print(timelines[0].link_text)
     console.print(f"{shorten(files['png'])}  the picture", markup=False)
     console.print(f"{shorten(files['html'])}  the timeline as an interactive page", markup=False)

@@ -192,7 +192,7 @@ def collect_warnings(options: argparse.Namespace, steps: list[PlannedStep], link
 
 
 def describe_fit(steps: list[PlannedStep], model: str) -> str:
-    """Return a sentence about the variants that leave memory for activations, or about why no variant fits."""
+    """Return a sentence about the variants that leave memory for activations, or the reason why no variant fits."""
     from brigade.lab import plan
 
     limit = f"the {plan.DEVICE_MEMORY_GB} GB of an {plan.DEVICE}"

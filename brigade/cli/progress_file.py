@@ -16,7 +16,7 @@ PROGRESS = ROOT / ".brigade-progress.json"
 
 
 def recall(kind: str) -> dict[str, Any]:
-    """Return what the commands remember about each module, by package.
+    """Return the remembered values of one kind for all modules, by package.
 
     `kind` is "hints" (how many hints of each part were shown), or "passed" or "failed" (the fingerprint of the last
     sources that passed or failed).
@@ -28,7 +28,7 @@ def recall(kind: str) -> dict[str, Any]:
 
 
 def remember(kind: str, package: str, value: Any) -> None:
-    """Store what `recall` will return for a module. Do nothing if the directory is not writable."""
+    """Store the value that `recall` will return for a module. Do nothing if the directory is not writable."""
     content = {name: recall(name) for name in ("hints", "passed", "failed")}
     content[kind][package] = value
     with contextlib.suppress(OSError):

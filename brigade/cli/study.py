@@ -90,7 +90,7 @@ def find_unwritten_part(entry: Module) -> str:
 
 
 def extract_part(step: str, part: str) -> str:
-    """Return what one step of the hints says about a part."""
+    """Return the text about a part from one step of the hints."""
     step = re.sub(r"^### .*\n", "", step, flags=re.MULTILINE)
     about = re.split(f"(?={LABEL.pattern})", step, flags=re.MULTILINE)[1:]
     texts = zip(about[::2], about[1::2])
@@ -177,13 +177,13 @@ def add_measurements(bundle: zipfile.ZipFile, target: Path) -> str:
     """Add the numbers of the last `brigade bench --save` to the zip. Return a sentence about them."""
     path = locate_measurements(target)
     if not path.exists():
-        return f"Without {MEASUREMENTS}: `brigade bench --comm-ratio 0.8 --save` writes it."
+        return f"{MEASUREMENTS} is not included: `brigade bench --comm-ratio 0.8 --save` creates it."
     try:
         raw, content = read_measurements(path)
     except CourseError as error:
-        return f"Without {MEASUREMENTS}: {error}."
+        return f"{MEASUREMENTS} is not included: {error}."
     bundle.writestr(MEASUREMENTS, raw)
-    return f"With {MEASUREMENTS}: the numbers that `brigade bench --save` wrote on {content['date'][:20]}."
+    return f"{MEASUREMENTS} is included: the numbers that `brigade bench --save` wrote on {content['date'][:20]}."
 
 
 def name_modules(numbers: Sequence[int]) -> str:

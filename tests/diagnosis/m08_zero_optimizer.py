@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 
+from brigade.checks.diagnose.evidence import describe_missed
 from brigade.checks.expectations import agree, expect_equal, format_ranks, join_names
 from brigade.checks.verdict import CheckFailed
 from brigade.events import launches, list_ready_gradients
@@ -115,9 +116,10 @@ def find_unawaited(events_by_rank):
             launched = [launch for launch in launches(own, 0) if launch.op == op]
             unawaited = [launch for launch in launched if not launch.waits]
             if unawaited:
+                missed = describe_missed(len(unawaited), len(launched), f"{op} handle")
                 return (
-                    f"rank {rank} never waits on {len(unawaited)} of {len(launched)} handles of {op}. The result of a "
-                    "collective is NaN until you wait on its handle."
+                    f"rank {rank} does not wait on {missed}. The result of a collective is NaN until you wait on its "
+                    "handle."
                 )
     return ""
 

@@ -305,7 +305,7 @@ MUTANTS = [
         REDUCED,
         "        self.gathers",
         ("test_gradients_are_averaged",),
-        "never waits on 3 of 6 handles (reduce_scatter)",
+        "does not wait on 3 of its 6 handles (reduce_scatter)",
     ),
     Mutant(
         "the handles of the last step kept",
@@ -397,7 +397,7 @@ MUTANTS = [
         WAIT_GATHERS,
         "",
         ("test_gradients_are_averaged",),
-        "never waits on 3 of 6 handles (all_gather)",
+        "does not wait on 3 of its 6 handles (all_gather)",
     ),
     Mutant(
         "only the last gather waited for",

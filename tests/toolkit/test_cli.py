@@ -243,7 +243,7 @@ def test_submit_adds_the_measurements(lessons, tmp_path, monkeypatch, capsys):
     assert cli.main(["submit", "--target", str(lessons)]) == 0
     [archive] = Path().glob("submission-*.zip")
     assert zipfile.ZipFile(archive).read("measurements.json").decode() == content
-    said = "With measurements.json: the numbers that `brigade bench --save` wrote on 2026-11-22T08:07:15Z.\n"
+    said = "measurements.json is included: the numbers that `brigade bench --save` wrote on 2026-11-22T08:07:15Z.\n"
     assert said in capsys.readouterr().out
 
 
@@ -272,7 +272,8 @@ def test_submit_leaves_out_measurements_that_bench_cannot_have_written(
     [archive] = Path().glob("submission-*.zip")
     assert zipfile.ZipFile(archive).namelist() == [get_module(1).path.as_posix()]
     [line] = [line for line in capsys.readouterr().out.splitlines() if "measurements.json" in line]
-    assert line.startswith("Without measurements.json: it is not what `brigade bench --save` writes (") and why in line
+    said = "measurements.json is not included: it is not what `brigade bench --save` writes ("
+    assert line.startswith(said) and why in line
 
 
 def submitted(brigade, lessons, directory, monkeypatch):
@@ -296,7 +297,7 @@ def test_submit_says_what_is_written_and_passes(brigade, lessons, tmp_path_facto
         f"contains {len(MODULES)} of {len(MODULES)} module files: 0 written, 0 known to pass all checks.\n"
         f"Not completely written: modules {', '.join(str(entry.number) for entry in MODULES)}.\n"
         "Without written answers: modules 1, 2, 3, 4, 5, 6, 7, 8.\n"
-        "Without measurements.json: `brigade bench --comm-ratio 0.8 --save` writes it.\n"
+        "measurements.json is not included: `brigade bench --comm-ratio 0.8 --save` creates it.\n"
     )
     for entry in select_modules("1-2"):
         shutil.copy(ROOT / "solutions" / entry.path, lessons / entry.path)
@@ -308,7 +309,7 @@ def test_submit_says_what_is_written_and_passes(brigade, lessons, tmp_path_facto
         "Not known to pass: module 2. `brigade check` runs all checks.\n"
         f"Not completely written: modules {', '.join(str(e.number) for e in MODULES if e.number not in (1, 2, 3))}.\n"
         "Without written answers: modules 1, 2, 3, 4, 5, 6, 7, 8.\n"
-        "Without measurements.json: `brigade bench --comm-ratio 0.8 --save` writes it.\n"
+        "measurements.json is not included: `brigade bench --comm-ratio 0.8 --save` creates it.\n"
         "Note: overlapped_ddp.py, line 1: "
     )
     file = lessons / get_module(1).path

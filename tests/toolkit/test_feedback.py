@@ -97,18 +97,31 @@ def test_nan_is_a_result_nobody_waited_for():
     late = expected_tensors()
     late["bias"][1] = float("nan")
     failed = verdict([expected_tensors(), late])
-    assert "never waits on" in failed.likely_cause
+    assert "does not wait on" in failed.likely_cause
     assert failed.described == f"rank 1, bias: entry 1 is nan, expected {expected_tensors()['bias'][1].item():.6g}"
 
 
 @pytest.mark.parametrize(
     ("num_unawaited", "message"),
-    [(2, "never waits on 2 of 3 handles"), (0, "reads or copies the result before the wait")],
+    [
+        (2, "does not wait on 2 of its 3 handles"),
+        (3, "does not wait on any of its 3 handles"),
+        (0, "reads or copies the result before the wait"),
+    ],
 )
 def test_nan_where_the_record_knows_of_the_handles(num_unawaited, message):
     wrong = expected_tensors() | {"bias": torch.full((3,), float("nan"))}
     cause = verdict([wrong], evidence=Evidence(num_unawaited=num_unawaited, num_handles=3)).likely_cause
-    assert message in cause and ("never" in cause) == bool(num_unawaited)
+    assert message in cause and ("does not wait" in cause) == bool(num_unawaited)
+
+
+def test_a_message_about_the_rank_names_it_once():
+    with pytest.raises(CheckFailed) as failed:
+        expect(False, "3 launches", "this rank made 4 launches", rank=0, step=1)
+    assert failed.value.verdict.described == "step 1: rank 0 made 4 launches"
+    with pytest.raises(CheckFailed) as failed:
+        expect(False, "3 launches", "this rank made 4 launches", rank=0)
+    assert failed.value.verdict.described == "rank 0 made 4 launches"
 
 
 def test_a_mistake_in_the_record_comes_first():

@@ -28,14 +28,14 @@ COLLECTIVE_METHODS = ("state_dict", "full_state_dict")  # methods that look loca
 
 @dataclass(frozen=True)
 class Evidence:
-    """What the ranks' records of one step show. `mistake` describes an error that does not depend on the numbers."""
+    """The evidence in the records of one step. `mistake` describes an error that does not depend on the numbers."""
 
     mistake: str = ""
     uses_avg: bool = False  # whether a collective's reduce op is AVG
     has_sync_launch: bool = False  # whether a collective was called without async_op=True, and so returned None
-    num_unawaited: int | None = None  # number of handles that nobody waited on in their step; None: unknown
+    num_unawaited: int | None = None  # number of handles that the code did not wait on in their step; None: unknown
     num_handles: int = 0  # of asynchronous launches
-    unawaited_ops: tuple[str, ...] = ()  # the operations of the handles that nobody waited on
+    unawaited_ops: tuple[str, ...] = ()  # the operations of these handles
     world_size: int | None = None  # of the run; the compared ranks may be only a part of it
 
 
@@ -59,7 +59,7 @@ def collect_evidence(events: Sequence[Sequence[Event]] | None, case: Case, step:
 
 
 def find_wrong_launch(record: Sequence[Event], case: Case, step: int | None) -> str:
-    """Describe a launch that reduces a weight, or that reduces a gradient twice, too early or while it changes."""
+    """Describe a launch that reduces a weight, or that reduces a gradient twice, too early or during a change."""
     launched = [launch for launch in launches(record, step) if launch.phase in ("backward", "finish")]
     if any(launch.op == "all_reduce" and launch.memory == "weight" for launch in launched):
         return "the submission all-reduces the parameter itself. It must all-reduce the gradient, p.grad."
@@ -126,7 +126,7 @@ def find_skipped_call(events: Sequence[Sequence[Event]], kind: str) -> str:
                     "must call it and launch all of them."
                 )
             if not all(calls) or len({*map(make_signature, calls)}) > 1:
-                break  # what follows is a consequence
+                break  # later differences are consequences of this one
             before = callers
     return ""
 
@@ -146,7 +146,8 @@ def find_leftover(events: Sequence[Event]) -> str:
         due = [launch.op for launch, at in first if reached is None or at < reached]
         if what := describe_difference(first, again, due):
             return (
-                f"state from the previous step was not reset: in step {step}, {what}. finish_grad_sync must reset it."
+                f"state from the previous step was not reset: in step {step}, {what}. finish_grad_sync must reset this "
+                "state."
             )
     return ""
 
@@ -202,6 +203,13 @@ def find_wrong_group(events: Sequence[Sequence[Event]], group: Sequence[int]) ->
             )
             return f"rank {rank} launched a collective on {groups}. Pass group=self.process_group."
     return ""
+
+
+def describe_missed(count: int, total: int, noun: str = "handle", owner: str = "its") -> str:
+    """Return the object of "does not wait on", such as "2 of its 6 handles" or "any of its 6 handles"."""
+    if total == 1:
+        return f"{owner} only {noun}"
+    return f"{'any' if count == total else count} of {owner} {total} {noun}{'es' if noun.endswith('ch') else 's'}"
 
 
 def join_names(names: Sequence[Any], limit: int = 4) -> str:

@@ -26,8 +26,8 @@ MAIN_GRAD_AS_GRAD = (
     "p.grad, to a rounded copy. Forward must not attach views."
 )
 EMPTY_OVERLAP = (
-    "a param_slice is not empty, but the shard has no elements of the parameter. If the two ranges do not overlap, "
-    "both slices must be empty. A negative stop counts from the end."
+    "a param_slice is not empty, but the shard contains no elements of the parameter. If the two ranges do not "
+    "overlap, both slices must be empty. A negative stop counts from the end."
 )
 GATHERED_EARLY = (
     "a group is gathered before its reduce-scatter is launched. If gradients become ready in another order, half of "
@@ -59,7 +59,7 @@ def explain_called_hook(failure: RankFailure, sources: Sources) -> str:
 
 
 def explain_no_result(failure: RankFailure, sources: Sources) -> str:
-    """Name a collective in the submission's text whose result is used, although it returns None."""
+    """Name a collective that returns None although the submission uses its result."""
     for line, op in find_used_results(sources):
         return f"{line}: without async_op=True, {op} works in place and returns None."
     return ""
@@ -82,7 +82,7 @@ def explain_unequal_shards(failure: RankFailure, sources: Sources) -> str:
 def explain_no_gradient(failure: RankFailure, sources: Sources) -> str:
     [name] = re.search(NO_ATTRIBUTE, failure.message).groups()
     is_used = any(f".grad.{name}" in text for *_, text in failure.frames)
-    return "the gradient of a parameter that this rank did not use is None. Treat it as zeros." if is_used else ""
+    return "the gradient of a parameter that a rank did not use is None. Treat it as zeros." if is_used else ""
 
 
 def explain_last_bucket(failure: RankFailure, sources: Sources) -> str:
@@ -148,14 +148,14 @@ def explain_no_handle(failure: RankFailure, sources: Sources) -> str:
     if all(steps[-1] in launch.wait_steps for launch in launched):
         count = f"only {len(launched)} launch{'es' * (len(launched) > 1)}" if launched else "no launch"
         return (
-            f"this step made {count}. Before it waits, finish_grad_sync must launch the buckets that never became "
+            f"the step made {count}. Before it waits, finish_grad_sync must launch the buckets that never became "
             "complete."
         )
     return ""
 
 
 def get_events(failure: RankFailure) -> list[Event]:
-    """Return what the failed rank recorded."""
+    """Return the record of the failed rank."""
     return failure.events[failure.rank] if failure.rank is not None and failure.events else []
 
 
@@ -163,14 +163,14 @@ OPTIONS = "lr|betas|eps|momentum|weight_decay|dampening|nesterov|amsgrad|maximiz
 UNEQUAL_SHARDS = r"outputShape\[0\] \* worldSize == inputShape\[0\] \((\d+) vs\. (\d+)\)"
 FREED = (
     "a freed weight is used. Its unit is freed too early or not gathered, or its storage was replaced although "
-    "autograd still uses the old one."
+    "autograd still uses the old storage."
 )
 HOOK_RESULT = "hook returned|hooks should return"
 NO_ATTRIBUTE = r"'NoneType' object has no attribute '(\w+)'"
 SYMPTOMS = [
     Symptom("breakpoint", "BdbQuit", "", "a breakpoint() is still in the code. It works only with --debug, which runs "
             "one rank on this terminal."),
-    Symptom("missing name", "NameError", " has no ", "this name of the skeleton was changed or deleted. "
+    Symptom("missing name", "NameError", " has no ", "this name from the skeleton was changed or deleted. "
             "`brigade reset` restores it."),
     Symptom("hook result", "TypeError", HOOK_RESULT, "a hook returns a value. It must return None."),
     Symptom("hook result", "RuntimeError", HOOK_RESULT, "a hook returns a value. It must return None."),
@@ -181,7 +181,7 @@ SYMPTOMS = [
     Symptom("message to itself", "", "Pair is not connected|should not be the same as the rank of the current process",
             "a rank sends a message to itself. A ring of one rank has no steps. In a group, "
             "pass group_dst and group_src."),
-    Symptom("nothing to step", "ValueError", "got an empty parameter list", "this rank owns no parameter, and torch's "
+    Symptom("nothing to step", "ValueError", "got an empty parameter list", "a rank owns no parameter, and torch's "
             "optimizers refuse an empty list. They accept empty param_groups: pass a list of param_groups."),
     Symptom("signature", "TypeError",
             r"(missing|takes) .*argument|unexpected keyword argument|multiple values for argument", explain_signature),

@@ -20,7 +20,7 @@ TASK = re.compile(r"((?:^ *#(?! TODO).*\n)*)^ *# TODO: part \((\w)\)\n", re.MULT
 
 
 def describe_part(failure: RankFailure, sources: Sources) -> str:
-    """Name the part of the module in which an exception was raised, and the task; "" if it was not in a part.
+    """Return a note that names the part of the module in which an exception was raised; "" for code outside a part.
 
     The innermost frame may be in a helper function that the student added. In that case, use the nearest caller that
     is in a part.
@@ -44,7 +44,10 @@ def describe_part(failure: RankFailure, sources: Sources) -> str:
 
 
 def find_tasks(skeleton: str) -> dict[str, list[tuple[str, str]]]:
-    """Return the parts of each function of a skeleton. A task is the comment above a part, or else the docstring."""
+    """Return the parts of each function of a skeleton, with their tasks.
+
+    A task is the comment above the part or, if there is none, the first line of the function's docstring.
+    """
     functions = dict(walk_functions(ast.parse(skeleton)))
     tasks: dict[str, list[tuple[str, str]]] = {}
     for match in TASK.finditer(skeleton):
@@ -63,7 +66,7 @@ def find_function(text: str, line: int) -> str:
 
 
 def parse(text: str) -> ast.Module:
-    """Return the syntax tree of a student's text; an empty one if it is not Python."""
+    """Return the syntax tree of a student's text, or an empty tree if the text is not Python."""
     try:
         return ast.parse(text)
     except (SyntaxError, ValueError, RecursionError):

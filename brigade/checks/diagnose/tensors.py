@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from brigade.checks.diagnose.evidence import Evidence
+from brigade.checks.diagnose.evidence import Evidence, describe_missed
 
 Tensors = Mapping[str, "Tensor | None"]
 
@@ -26,7 +26,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The tensors of all ranks, the expected ones, and the wrong ones.
+    """The tensors of all ranks, the expected tensors, and the differences.
 
     `hypotheses` maps a likely cause to the values (per rank) that it would produce.
     """
@@ -42,7 +42,7 @@ class Comparison:
         return len(self.actual)
 
     def factors(self) -> list[float | None]:
-        """Return, for each wrong tensor, k with actual = k × expected, or None if there is no such factor."""
+        """Return the factor k with actual = k × expected for each wrong tensor, or None if there is no such factor."""
         return [find_factor(entry.actual, entry.expected) for entry in self.wrong if entry.expected.any()]
 
 
@@ -82,10 +82,10 @@ def early_read(compared: Comparison) -> str:
     if compared.evidence.num_unawaited:
         count, total = compared.evidence.num_unawaited, compared.evidence.num_handles
         ops = "".join(f", {op}" for op in compared.evidence.unawaited_ops)
-        return meaning + f"The code never waits on {count} of {total} handles{ops and f' ({ops[2:]})'}."
+        return meaning + f"The code does not wait on {describe_missed(count, total)}{ops and f' ({ops[2:]})'}."
     if compared.evidence.num_unawaited == 0:
-        return meaning + "The code waits on every handle, so it reads or copies the result before the wait."
-    return meaning + "The code never waits on a handle, or it reads the result before the wait."
+        return meaning + "The code waits on every handle, but it reads or copies the result before the wait."
+    return meaning + "The code does not wait on a handle, or it reads the result before the wait."
 
 
 def hypothesis_values(compared: Comparison) -> str:
@@ -194,7 +194,7 @@ def mixed_entries(compared: Comparison) -> str:
 
 
 def collect_moved_entries(compared: Comparison) -> tuple[Tensor, Tensor, float]:
-    """Return the wrong entries, all correct entries, and how much two entries may differ and still count as equal.
+    """Return the wrong entries, all correct entries, and the largest difference at which two entries count as equal.
 
     Return no wrong entries if there are too few to draw a conclusion.
     """
@@ -213,7 +213,7 @@ def ranks_disagree(compared: Comparison) -> str:
     one, *others = (tensors.get(first) for tensors in compared.actual)
     if all(agree(one, other) for other in others):
         return ""
-    return f"the ranks have different values of {first}: the code does not communicate it, or only a part of it."
+    return f"the ranks have different values of {first}: the code communicates only a part of it, or nothing."
 
 
 HYPOTHESES: tuple[Callable[[Comparison], str], ...] = (
