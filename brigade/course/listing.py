@@ -12,7 +12,7 @@ from brigade.course.modules import ROOT, Module
 
 @dataclass(frozen=True)
 class GradedCheck:
-    """One graded check. Students read `title`, the first line of its docstring.
+    """One graded check. Students read `title`, the first line of the check's docstring.
 
     `parts` is the heading above the check. It names the parts that the check needs, such as "Parts (b) to (d): shards".
     If the checks of the module have no headings, `parts` is "".

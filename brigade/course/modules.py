@@ -100,7 +100,7 @@ def find_module(name: str) -> Module:
 
 
 def get_module(number: int | str) -> Module:
-    """Return the module with this number. Raise CourseError if there is none."""
+    """Return the module with this number. Raise CourseError if there is no such module."""
     for entry in MODULES:
         if str(number) == str(entry.number):
             return entry
@@ -119,7 +119,7 @@ def list_numbers() -> str:
 
 
 def select_modules(text: str) -> list[Module]:
-    """Return the modules of a list such as "1-4,6", or the core for "". Raise CourseError for any other text."""
+    """Return the modules of a list such as "1-4,6", or the core for no text. Raise CourseError for any other text."""
     if not text:
         return list(CORE_MODULES)
     numbers: set[int] = set()
@@ -136,9 +136,10 @@ def select_modules(text: str) -> list[Module]:
 
 
 def resolve_results_file(path: str | None, submission: str | None = None) -> Path | None:
-    """Return the absolute path of a results file, or None for None. Raise CourseError if it cannot be written.
+    """Return the absolute path of a results file, or None if `path` is None.
 
-    Refuse links, including links to directories inside `submission`, whose author could choose the overwritten file.
+    Raise CourseError if the file cannot be written. Refuse links, including links to directories inside `submission`:
+    with such links, the author of the submission could choose which file is overwritten.
     """
     if path is None:
         return None

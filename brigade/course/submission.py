@@ -46,7 +46,7 @@ class Submission:
 
 
 def find(target: Path, entry: Module) -> Path | None:
-    """Return the file of a module, or None.
+    """Return the file of a module, or None if there is none.
 
     `target` is a clone, a lessons directory, a module's directory or a directory with all files.
     """
@@ -169,7 +169,7 @@ def find_syntax_error(name: str, text: str) -> str:
 
 
 def prepare_for_ranks(sources: Sources) -> ForRanks:
-    """Return the sources as a rank receives them: the text, and the code if it is already compiled.
+    """Return the sources in the form in which a rank receives them: the text, and the code if it is already compiled.
 
     The course's own files have code but no text.
     """

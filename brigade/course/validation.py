@@ -34,7 +34,7 @@ print("\\n" + json.dumps(found))
 def validate_course(root: Path = ROOT) -> None:
     """Compare the table of modules with the files of the course in `root`.
 
-    Raise CourseError, which names every fault.
+    Raise CourseError if there are faults. Its message names all of them.
     """
     faults = find_table_faults() + [fault for entry in MODULES for fault in find_module_faults(entry, root)]
     if faults:
@@ -42,7 +42,10 @@ def validate_course(root: Path = ROOT) -> None:
 
 
 def import_checks(root: Path = ROOT) -> None:
-    """Import the checks of all modules in `root` as a grader does. Raise CourseError, which names every fault."""
+    """Import the checks of all modules in `root` as a grader does.
+
+    Raise CourseError if there are faults. Its message names all of them.
+    """
     names = [entry.checks.stem for entry in MODULES]
     command = [sys.executable, "-B", "-c", IMPORTER, str(root / "tests"), str(root), str(ROOT), *names]
     try:

@@ -126,7 +126,7 @@ class Bench:
         )
 
     def list_remarks(self) -> list[str]:
-        """Return remarks about the link, the reliability of its emulation, and ZeRO."""
+        """Return remarks about the link, the reliability of its emulation, and the comparison with torch's ZeRO."""
         ladder = self.ladder
         if ladder.world_size == 1:
             return []
@@ -164,7 +164,10 @@ class Bench:
 
 
 def set_bucket_size(variant: Variant, bucket_mb: float | None) -> Variant:
-    """Return the variant with buckets of `bucket_mb` MiB, and with this size in its label; unchanged if it is None."""
+    """Return the variant with buckets of `bucket_mb` MiB and with this size in its label.
+
+    If `bucket_mb` is None, return the variant unchanged.
+    """
     if bucket_mb is None:
         return variant
     return replace(variant, label=f"{variant.label}, {bucket_mb:g} MiB", bucket_mb=bucket_mb)
@@ -212,7 +215,7 @@ def select_written(target: str, entries: Sequence[Module]) -> tuple[list[Module]
 
 
 def list_needed_packages(entry: Module, texts: dict[str, str]) -> list[str]:
-    """Return the packages that a module's variant needs: its own, its wrapper's, and all that these import."""
+    """Return the packages that a module's variant needs: its own, its wrapper's, and all packages they import."""
     needed: list[str] = []
     to_visit = [entry.package, get_variant(entry).wrapper[0]]
     while to_visit:
@@ -230,9 +233,9 @@ def save_json(results: Bench, path: Path) -> None:
 
 
 def save_measurements(results: Bench, path: Path) -> None:
-    """Write the table with quartiles, the workload, the link, the versions, the machine and the date (a few kB).
+    """Write the table with quartiles, the workload, the link, the versions, the machine and the date.
 
-    Students hand in this file. See `brigade/course/measurements.py`.
+    Students hand in this file, which has a few kB. See `brigade/course/measurements.py`.
     """
     path.write_text(json.dumps(round_numbers(summarize(results)), indent=1) + "\n")
 
@@ -333,7 +336,7 @@ def load_json(path: Path) -> Bench:
 
 
 def read_link(content: dict[str, float] | None) -> Link | Pace | None:
-    """Return the link with these fields, or None for None."""
+    """Return the link with these fields, or None if `content` is None."""
     if content is None:
         return None
     return Pace(**content) if "comm_ratio" in content else Link(**content)

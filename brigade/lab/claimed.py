@@ -429,8 +429,8 @@ def check_published_layout() -> Finding:
 
 @claim(
     "published-reversed", 5, "Reversing the list of buckets at the end puts the first gradients first", PADDING,
-    "right if the first bucket of the reversed list is the first to become complete in backward, with buckets made in "
-    "reverse order as in the article's comment", "wrong",
+    "right if the first bucket of the reversed list is the first to become complete during backward, with buckets made "
+    "in reverse order as in the article's comment", "wrong",
 )  # fmt: skip
 def check_published_reversed() -> Finding:
     model = make_tiny_lm("tiny")
@@ -505,7 +505,8 @@ def count_ready_at_launches(wrapper: str, buckets_per_group: int | None) -> list
 
 @claim(
     "coalesce-all", 6, "Coalescing 20 buckets into one launch has no downside", COALESCING,
-    "right if the single launch starts no later in backward than the first launch with one bucket per group", "wrong",
+    "right if the single launch starts no later during backward than the first launch with one bucket per group",
+    "wrong",
 )  # fmt: skip
 def check_coalesce_all() -> Finding:
     ready = {}

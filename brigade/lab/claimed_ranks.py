@@ -25,7 +25,10 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 
 def time_copies(rounds: int) -> list[float]:
-    """Return the ms of each round. A round copies TinyLM's gradients into one tensor and back, as in module 2."""
+    """Return the duration of each round in ms.
+
+    A round copies TinyLM's gradients into one tensor and back, as in module 2.
+    """
     gradients = [torch.ones_like(parameter) for parameter in make_tiny_lm().parameters()]
     times = []
     for _ in range(rounds):
@@ -55,9 +58,9 @@ def count_unfinished(attempts: int) -> int:
 
 
 def try_lengths(numels: list[int]) -> list[dict]:
-    """Return, for each length, whether such a tensor can be all-reduced, and reduce-scattered in equal shards.
+    """Return whether tensors of these lengths can be all-reduced, and whether they can be reduce-scattered equally.
 
-    `numels` are the lengths in elements.
+    `numels` are the lengths in elements. The result contains a dict for each length.
     """
     results = []
     for numel in numels:
@@ -112,7 +115,7 @@ def gather_one_shard() -> dict[str, list[int]]:
 
 
 def count_torch_ddp_copies() -> dict[str, int]:
-    """Return the bytes that torch DDP copies into its buckets in backward, after each form of `zero_grad`.
+    """Return the bytes that torch DDP copies into its buckets during backward, after each form of `zero_grad`.
 
     The gradients are views of the buckets.
     """
@@ -131,7 +134,10 @@ def count_torch_ddp_copies() -> dict[str, int]:
 
 
 class BucketLedger(TorchDispatchMode):
-    """A context manager that counts the bytes that torch DDP's reducer copies into its buckets and divides by N."""
+    """A context manager that counts the bytes that torch DDP's reducer copies into its buckets.
+
+    The operation that copies the gradients also divides them by N.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -74,7 +74,7 @@ def describe_error(error: Exception) -> str:
 
 
 def select_claims(names: Sequence[str]) -> list[Claim]:
-    """Return the claims with these names; all claims if there are no names. Raise CourseError for unknown names."""
+    """Return the claims with these names, or all claims if there are none. Raise CourseError for unknown names."""
     if str(ROOT) not in sys.path:
         sys.path.append(str(ROOT))  # some experiments call scripts of the readings
     from brigade.lab.claimed import CLAIMS

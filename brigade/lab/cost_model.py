@@ -105,9 +105,8 @@ def simulate_prefetch(
     """Simulate forward and backward of module 11 with its `plan_schedule`.
 
     All units except the root, which is unit 0, have equal sizes; none is empty. The computation time of a unit is
-    proportional to its bytes, and backward takes twice as long as forward. The weights of a unit are allocated from
-    the launch of their all-gather until the unit has computed. The root's weights stay allocated until the end of
-    backward.
+    proportional to its bytes, and backward takes twice as long as forward. The weights of a unit are allocated from the
+    launch of their all-gather until the unit has computed. The root's weights stay allocated until the end of backward.
     """
     unit_bytes = [root_bytes] + [block_bytes] * (num_units - 1)
     program = make_program(world_size)

@@ -1,10 +1,10 @@
-"""Entries for the leaderboard of a class. `brigade bench --entry NAME` writes one, `brigade leaderboard` reads them.
+"""Entries for the leaderboard of a class: `brigade bench --entry` writes them, and `brigade leaderboard` reads them.
 
 An entry is one line of JSON: the rows of a bench with fixed settings, the versions and the machine, the results of the
 checks, and SHA-256 checksums of the modules, of the course's files and of the line itself. The checksums show whether a
 file has changed since the entry was written. They do not show that the numbers are true, because the student can change
-everything on their machine. An instructor who doubts an entry can repeat the bench with the submission that has
-the same checksum.
+everything on their machine. An instructor who doubts an entry can repeat the bench with the submission that has the
+same checksum.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ HASHED = (
 
 @dataclass(frozen=True)
 class Result:
-    """The results of a module in an entry: the step time relative to torch DDP, and MB (10^6 bytes) on a rank.
+    """The results of a module in an entry: the step time relative to torch DDP, and MB (10^6 bytes) per rank.
 
     `module` is the label of the variant. `peak_mb` and `kept_mb` are the memory for parameters, gradients and optimizer
     state, at the peak of a step and between steps.

@@ -5,8 +5,8 @@ first all-reduce, the graded checks of all modules on the reference, two mutants
 catch, and the ladder. If there are fewer GPUs than the checks have ranks, several ranks share one GPU. Such a run shows
 whether results are correct, but says nothing about speed.
 
-Every stage ends when its part of the time is used up. The report lists the tests that were not reached and the tests
-that failed. If there are any, the exit status is not zero.
+Every stage ends at the latest when its part of the time is used up. The report lists the tests that were not reached
+and the tests that failed. If there are any, the exit status is not zero.
 """
 
 from __future__ import annotations
@@ -395,7 +395,7 @@ def list_failures(stages: Iterable[Stage]) -> Iterable[tuple[str, str]]:
 
 
 def make_plan(options: argparse.Namespace) -> Plan:
-    """Return the plan that the options request on this machine. Raise CourseError if it is impossible."""
+    """Return the plan that the options request on this machine. Raise CourseError if they are impossible here."""
     for name in ("torch", "pytest"):
         if find_spec(name) is None:
             raise CourseError(f"this Python, {sys.executable}, has no {name}: use a Python that has torch and pytest")

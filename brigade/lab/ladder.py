@@ -302,7 +302,7 @@ def run_benchmark(
     run: Callable[..., RankResults] = run_ranks,
     with_peaks: bool = True,
 ) -> Ladder:
-    """Train all variants alternately on `world_size` ranks, then one process, and return their measurements.
+    """Train all variants alternately on `world_size` ranks, then train one process. Return the measurements.
 
     `sources` are the submission's modules (default: the solutions). `on_step` is called when a step begins. `run`
     replaces `run_ranks`. Without `with_peaks`, no memory peaks are measured. Raise ValueError if a batch cannot be
@@ -379,14 +379,14 @@ def run_variants(
 
 
 def find_step_number(variants: Sequence[Variant], variant: Variant, turn: int) -> int:
-    """Return the number under which the events of a variant's step in round `turn` are recorded."""
+    """Return the step number that marks the events of a variant's step in round `turn`."""
     return turn * len(variants) + list(variants).index(variant)
 
 
 def make_measurement(
     workload: Workload, variants: Sequence[Variant], variant: Variant, results: RankResults
 ) -> Measurement:
-    """Return the measurement of one variant from what the ranks returned and recorded."""
+    """Return the measurement of one variant from the results and the events of the ranks."""
     timed = {find_step_number(variants, variant, turn) for turn in range(workload.warmup, workload.rounds)}
     timed_launches = [
         launch
@@ -409,7 +409,7 @@ def make_measurement(
 
 
 def find_fullest(ranks: Sequence[Bytes]) -> Bytes:
-    """Return the bytes by kind of the rank that has the most."""
+    """Return the bytes by kind of the rank that has the most bytes."""
     return max(ranks, key=lambda nbytes: sum(nbytes.values()))
 
 
@@ -549,7 +549,7 @@ def count_kept_bytes(setup: TrainingSetup) -> dict[str, int]:
 
 
 def measure_peak(setup: TrainingSetup, tokens: Tensor, targets: Tensor) -> Bytes:
-    """Return the bytes by kind at the peak of a step on these tokens. The step trains the variant."""
+    """Return the bytes by kind at the peak of a step on these tokens. The step also trains the variant."""
     with PeakMemory(setup.model, setup.wrapper, setup.optimizer) as memory:
         take_step(setup, tokens, targets)
     if setup.overlaps:
@@ -609,7 +609,10 @@ class Calibration:
         emulated_link.use(self.make_link(self.backward_s[-CALIBRATION:]))
 
     def make_link(self, backward_s: list[float]) -> Link | None:
-        """Return the requested link for a backward that takes the median of `backward_s`, or None."""
+        """Return the requested link for a backward that takes the median of `backward_s`.
+
+        Return None if no link is wanted or nothing has been measured.
+        """
         if not self.wanted or not backward_s:
             return None
         if "comm_ratio" in self.wanted:

@@ -50,7 +50,7 @@ DEADLINE_S = 120.0
 
 @dataclass(frozen=True)
 class Formula:
-    """A formula in bytes per parameter. If `is_divided`, the state is sharded over the ranks; nothing else is."""
+    """A formula for memory, in bytes per parameter. If `is_divided`, the ranks shard the state, but nothing else."""
 
     parameters: int
     gradients: int
@@ -102,11 +102,11 @@ class CaseBytes:
     peaks: dict[int, list[Bytes]]
 
     def find_fullest(self, world_size: int) -> Bytes:
-        """Return the bytes by kind of the rank that keeps the most."""
+        """Return the bytes by kind of the rank that keeps the most bytes."""
         return max(self.by_world_size[world_size], key=sum_bytes)
 
     def find_peak_mb(self, world_size: int) -> float:
-        """Return the MB at the peak of a step, on the rank that has the most."""
+        """Return the largest number of MB that a rank has at the peak of a step."""
         return max(map(sum_bytes, self.peaks[world_size])) / 1e6
 
     def compute_expected(self, world_size: int) -> Bytes:
@@ -120,7 +120,7 @@ def sum_bytes(nbytes: Bytes) -> int:
 
 
 def list_cases(entries: Sequence[Module] = CORE_MODULES) -> list[Case]:
-    """Return the cases of these modules and torch's: first those that keep all state on every rank, then the others."""
+    """Return the cases of these modules and of torch: first those that keep all state on every rank, then others."""
     variants = [get_variant(entry) for entry in entries]
     sharded = Variant(f"{ZERO.number} ShardedOptimizer", None, (ZERO.package, "ShardedOptimizer"))
     divided = [sharded, get_variant(ZERO)] if ZERO in entries else []
@@ -189,7 +189,10 @@ def make_memory_table(measured: Sequence[CaseBytes]) -> Table:
 
 
 def format_cells(by_world_size: Sequence[Bytes]) -> list[str]:
-    """Return the MB of parameters and gradients on the largest number of ranks, and of state and total on each."""
+    """Return the numbers of a row of `make_memory_table`, in MB.
+
+    Parameters and gradients are those on the last number of ranks. State and total are given for each number of ranks.
+    """
     parameters, gradients, state = KINDS
     numbers = [
         by_world_size[-1][parameters],

@@ -218,7 +218,7 @@ def draw_bars(
 
 
 def draw_step_times(results: Ladder, title: str, labels: Sequence[str] | None = None) -> LargeFigure:
-    """Draw the median step of each variant: the step without communication, and what communication adds to it."""
+    """Draw the median step of each variant in two parts: the step without communication, and the exposed time."""
     alone = results.computation.median_ms
     labels = labels or [variant.label for variant in results.variants]
     rows = {
@@ -298,7 +298,7 @@ def draw_ring_step(size: int, step: int) -> LargeFigure:
 
 
 def draw_layouts(layouts: Mapping[int, Layout], param_names: Sequence[str] | None = None) -> LargeFigure:
-    """Draw the buffer of module 5 for each number of ranks, given as (param_ranges, bucket_ranges, numel)."""
+    """Draw the buffer of module 5 for each number of ranks. A layout is (param_ranges, bucket_ranges, numel)."""
     with make_figure(0.8 + 2.6 * len(layouts), rows=len(layouts)) as (figure, panels):
         for axes, (dp_size, (param_ranges, bucket_ranges, numel)) in zip(panels, layouts.items()):
             axes.add_patch(Rectangle((0, 0), numel, 1, facecolor=COLOURS["finish"], hatch="//", edgecolor=GREY))

@@ -55,8 +55,8 @@ DEVICE_MEMORY_GBPS = 3350  # gigabytes per second
 class PlannedStep:
     """The predicted step of one variant.
 
-    `sent_bytes` is the mean over ranks. `memory` contains the bytes that the fullest rank keeps between two
-    steps, by kind. `exposed_s` is how much longer the step takes than computation alone.
+    `sent_bytes` is the mean over ranks. `memory` contains the bytes that the fullest rank keeps between two steps, by
+    kind. `exposed_s` is how much longer the step takes than computation alone.
     """
 
     label: str

@@ -59,8 +59,8 @@ class Setting:
 
     `parameters` may be on the meta device; all have the same dtype. `bucket_mb` is in MiB. Modules 5 to 8 accumulate
     and reduce the gradients of 16-bit parameters in fp32, and module 8 keeps fp32 main parameters. Everything else has
-    the dtype of the parameters. `units[i]` contains the indices of the parameters of unit i of module 11; unit 0
-    is the root.
+    the dtype of the parameters. `units[i]` contains the indices of the parameters of unit i of module 11; unit 0 is the
+    root.
     """
 
     parameters: Sequence[nn.Parameter]

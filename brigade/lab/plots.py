@@ -156,7 +156,7 @@ def remove_bucket_size(label: str) -> str:
 
 
 def describe_losses(ladder: Ladder) -> str:
-    """Return one sentence on the losses, for a ladder in which no loss is wrong."""
+    """Return one sentence about the losses, for a ladder in which no loss is wrong."""
     return (
         f"All losses equal that of one process that trains on the whole batch, {ladder.expected_loss:.5f}, within "
         f"{LOSS_TOLERANCE:g}."

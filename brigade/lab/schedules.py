@@ -157,7 +157,7 @@ def schedule_bucketed(program: Program) -> None:
 
 
 def average_copies(program: Program, buckets: Buckets, moves: int) -> None:
-    """Copy and all-reduce the buckets in backward. Wait for each bucket, then read or write its bytes `moves` times."""
+    """Copy and all-reduce the buckets during backward. Wait for each, then read or write its bytes `moves` times."""
     for number, (_, nbytes) in zip(program.add_backward("all_reduce", buckets, copies=1), buckets):
         program.wait(number)
         program.move(moves * nbytes)
@@ -296,7 +296,7 @@ def perform_actions(
             program.move(2 * unit_bytes[unit])  # into the flat tensor
             reductions.append(program.launch("reduce_scatter", unit_bytes[unit], computations[unit].param_indices))
         else:
-            if unit in gathers:  # in backward, the root is still gathered
+            if unit in gathers:  # during backward, the root is still gathered
                 program.wait(gathers[unit])
             program.instructions.append(computations[unit])
     return reductions

@@ -160,7 +160,7 @@ class Timeline:
 
     @property
     def lengths(self) -> str:
-        """The length of the step, such as: 131 ms, 44 ms exposed"""
+        """The length of the step as text, such as: 131 ms, 44 ms exposed"""
         return f"{self.end_ms:.0f} ms, {max(0.0, self.exposed_ms):.0f} ms exposed"
 
     @property

@@ -1,4 +1,4 @@
-"""Print how many MiB of gradients are alive in backward and between steps, with modules 8 and 10 on two ranks."""
+"""Print how many MiB of gradients are alive during backward and between steps, with modules 8 and 10 on two ranks."""
 
 import contextlib
 
