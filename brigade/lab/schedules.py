@@ -157,7 +157,10 @@ def schedule_bucketed(program: Program) -> None:
 
 
 def average_copies(program: Program, buckets: Buckets, moves: int) -> None:
-    """Copy and all-reduce the buckets during backward. Wait for each, then read or write its bytes `moves` times."""
+    """Copy and all-reduce the buckets during backward.
+
+    Afterwards, wait for each bucket and read or write its bytes `moves` times.
+    """
     for number, (_, nbytes) in zip(program.add_backward("all_reduce", buckets, copies=1), buckets):
         program.wait(number)
         program.move(moves * nbytes)
