@@ -473,7 +473,7 @@ def test_zero_clipping(submission):
 @pytest.mark.parts("8b, parts (i) and (j): checkpoints")
 @pytest.mark.points(2)
 def test_zero_checkpoints(submission):
-    """state_dict equals that of the plain optimizer on every rank. Training resumes with any number of ranks."""
+    """On every rank, state_dict equals the plain optimizer's. Training resumes on any number of ranks."""
     half = 4
     names = submission.rng.sample(list(OPTIMIZERS), 3)
     for before, after, name in zip(submission.worlds(4, 2, 1), submission.worlds(2, 3, 4), names):

@@ -30,7 +30,7 @@ def make_jobs(case, recipe, buckets_per_group=2, bucket_numel=BUCKET_NUMEL, **mo
 
 @pytest.mark.points(4)
 def test_equals_unsharded(submission):
-    """Over 20 steps, weights equal those of the plain optimizer, also with closures, clipping and skipped layers."""
+    """Over 20 steps, weights equal those of the plain optimizer, even with closures, clipping and skipped layers."""
     models = ("Plain", "Tied", "Branches", "Frozen")
     details = ({"closure": True}, {}, {}, {"max_norm": 0.5})
     for world, model, detail in zip(submission.worlds(1, 2, 3, 4), models, details):

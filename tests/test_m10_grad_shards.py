@@ -35,7 +35,7 @@ def make_jobs(case, max_live_buckets=2, grad_dtype=None, **more):
 
 @pytest.mark.points(3)
 def test_equals_unsharded(submission):
-    """Over 20 steps, weights equal those of the plain optimizer, also with clipping. finish_grad_sync clears p.grad."""
+    """Over 20 steps, weights equal those of the plain optimizer, even with clipping. finish_grad_sync clears p.grad."""
     problems = (("Plain", "AdamW"), ("Tied", "SGD"), ("Branches", "SGD"), ("Frozen", "Adam"))
     for world, (model, name) in zip(submission.worlds(1, 2, 3, 4), problems):
         groups = [[1, 3], [0, 2]] if world == 4 else [list(range(world))]

@@ -177,7 +177,7 @@ def test_parameters_stay_views(submission):
 @pytest.mark.parts("Parts (f) to (n): the wrapper")
 @pytest.mark.points(1)
 def test_shards_have_average_gradients(submission):
-    """finish_grad_sync adds the averaged gradients to those of the shards, and clears the full gradients."""
+    """finish_grad_sync adds the averaged gradients to the gradients of the shards, and clears p.grad."""
     [world] = submission.worlds(3)
     cases = [
         submission.case("Blocks", world, dtype=torch.float64, hidden_layers=4, micro_batches=micro) for micro in (1, 2)
@@ -314,7 +314,7 @@ def test_accumulation(submission):
 
 @pytest.mark.points(1)
 def test_clipping(submission):
-    """clip_grad_norm_ returns the norm of all gradients, and scales those of all shards by the same factor."""
+    """clip_grad_norm_ returns the norm of all gradients, and multiplies every shard's gradient by the same factor."""
     [world] = submission.worlds(4)
     groups = [[1, 3], [0, 2]] if world == 4 else [list(range(world))]
     case = submission.case("TiedBlocks", world, steps=6, dtype=torch.float64, hidden_layers=3, group=groups[0])
