@@ -185,7 +185,7 @@ def grade_all(
 
 
 def start_grader(student: Student, command: Sequence[str], lock: int) -> subprocess.Popen:
-    """Start the grader of a student. It ends when this process ends, because its standard input is closed then."""
+    """Start the grader of a student. It ends with this process, because its standard input then closes."""
     student.fingerprint_file.unlink(missing_ok=True)
     with open(student.log, "w") as log:
         return subprocess.Popen(
@@ -261,7 +261,7 @@ def write_feedback(directory: Path, everyone: Sequence[Student]) -> int:
 
 
 def count_failures(table: Sequence[Row]) -> list[tuple[str, int]]:
-    """Return the checks that students fail, with the number of these students, the largest number first."""
+    """Return each failed check with the number of students who fail it, the largest number first."""
     return Counter(
         column for row in table for column, value in row.items() if "." in column and value == 0
     ).most_common()

@@ -1,6 +1,6 @@
 """A student's results as text and as a web page, from the dict that `formats.encode_grading` returns.
 
-They do not contain the findings of the static check, which are for the instructor.
+Both leave out the findings of the static check, which are for the instructor.
 """
 
 from __future__ import annotations

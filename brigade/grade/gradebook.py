@@ -85,8 +85,8 @@ def shorten(points: float) -> int | float:
 def merge(gradebooks: Mapping[str, Sequence[Row]], keep: str, penalties: Mapping[str, float]) -> list[Row]:
     """Merge gradebooks into one with the union of students and modules.
 
-    If several rows of a student have points for a module, `keep` the "best" points or the "last" ones. The earliest
-    gradebook comes first. `penalties` maps gradebooks to the percentage to subtract from their points first. The scores
+    If several rows of a student have points for a module, `keep` the "best" or the "last" points. The earliest
+    gradebook comes first. `penalties` maps gradebooks to the percentage that their points lose beforehand. The scores
     of a module's checks come from the row whose points are kept, without the penalty. For other columns, keep the last
     value. Raise CourseError if the modules belong to several parts of the course.
     """

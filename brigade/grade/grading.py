@@ -1,7 +1,7 @@
 """Run all graded checks on one submission and keep the score.
 
 The maximum score is known before anything runs. The grading contains every check of the requested modules from the
-start, with zero points and the words "did not finish". A check keeps this result if its ranks die or if it never runs.
+start, with zero points and the words "did not finish". A check keeps this result until it has run or is skipped.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def grade(
 ) -> Grading:
     """Grade the modules of `target`. Call `on_change` with the grading before the first check and after each check.
 
-    `on_change` may raise OSError after a check, for example if the disk is full. The grading then continues. Only an
-    exception of the first or last call is raised. With `prior` "auto", the earlier modules are the submission's own. If
-    a check fails, and an earlier module does not pass all its checks, the check is repeated with the reference's
-    earlier modules. So an error costs points only once.
+    `on_change` may raise OSError after a check, for example if the disk is full. The grading then continues. Only
+    exceptions of the first and the last call propagate. With `prior` "auto", the earlier modules are the submission's
+    own. If a check fails, and an earlier module does not pass all its checks, the check is repeated with the
+    reference's earlier modules. So an error costs points only once.
     """
     torch.set_num_threads(1)  # expected values are small, and several gradings may run in parallel
     grading = Grading([Outcome(check) for check in collect(entries)], seed, notes=list(notes))
@@ -97,7 +97,7 @@ class Schedule:
                     self.attempt(repeated, source, self.ends_at)
 
     def choose_first_source(self, number: int) -> str:
-        """Return which earlier modules to use first: "own" or "reference"."""
+        """Return the source of the earlier modules to use first: "own" or "reference"."""
         if self.prior != "auto":
             return self.prior
         return "reference" if any(stalled < number for stalled in self.stalled) else "own"
@@ -108,7 +108,7 @@ class Schedule:
             return False
         if source == "reference":
             return has_failed_earlier(self.grading, outcome.check.module) or is_missing_name(outcome)
-        # It has run with the reference's modules or not at all. If it hung with those, it would hang here, too.
+        # The check has run with the reference's modules or not at all. If it hung with them, it would hang again.
         stopped = self.count_timeouts(outcome.check.module, "reference") >= PATIENCE
         before = self.get_earlier_outcome(outcome, "reference")
         return not stopped and not (before and before.ending in ("deadline", "deadlock"))

@@ -38,7 +38,7 @@ MEDDLING = (
 )
 SKIPPED = (".git", ".venv", "venv", "node_modules", "__pycache__", "__MACOSX", ".ipynb_checkpoints")
 ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz")
-LOOKED_AT = 20_000  # how many entries of a directory tree are examined, the upper levels first
+LOOKED_AT = 20_000  # entries of a directory tree to examine, the upper levels first
 MOST_ARCHIVE_BYTES = 30_000_000
 MOST_UNPACKED_BYTES = 300_000_000  # read from a tar; from a zip, only module files are unpacked
 MOST_MEMBERS = 50_000  # members of an archive
@@ -137,7 +137,7 @@ def find_places(files: Iterable[str]) -> dict[str, list[str]]:
 
 
 def choose_place(files: Iterable[str]) -> str | None:
-    """Return the directory to grade: one with `lessons`, else the one with the most modules, else the topmost."""
+    """Return the directory to grade. Prefer one with `lessons`, then the most modules, then the highest level."""
 
     found = find_places(files)
 
@@ -154,7 +154,7 @@ def make_relative(file: str, place: str) -> str:
 
 
 def make_notes(files: Sequence[str], place: str | None) -> list[str]:
-    """Return what an instructor should know about the files. Those in `place` are graded."""
+    """Return notes about the files for the instructor. The files in `place` are graded."""
     notes = []
     if place is None:
         what = format_names(files) if files else "nothing"

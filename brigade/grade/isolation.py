@@ -19,7 +19,7 @@ UNFILTERED = (
 
 @contextlib.contextmanager
 def isolate_ranks(submission: str, out: str | None, backend: str) -> Iterator[list[str]]:
-    """Run ranks inside the block in a sandbox, if this process is root. Yield notes on what is not protected."""
+    """During the block, run ranks in a sandbox if this process is root. Yield notes on missing protections."""
     if not may_isolate():
         yield [
             "Graded without isolation, because the grader was not started as root: the submission ran as the same user "

@@ -1,6 +1,6 @@
 """Read the roster of a class, and find the student for each submission (`brigade grade --class --roster`).
 
-A roster is a CSV file with a header, such as Canvas's gradebook, Moodle's or Gradescope's list of students, or one
+A roster is a CSV file with a header: a gradebook from Canvas, a list of students from Moodle or Gradescope, or a file
 written by hand. `FIELDS` contains the headings that are read. Other columns are ignored.
 """
 
@@ -79,7 +79,7 @@ def find_value(cells: dict[str, str], headings: Sequence[str]) -> str:
 
 
 def get_key(person: Person) -> str:
-    """Return what identifies a student in every gradebook of the class."""
+    """Return the value that identifies a student in every gradebook of the class."""
     return next(person[field] for field in IDENTIFYING if person[field])
 
 

@@ -1,9 +1,10 @@
-"""Find submissions that are near-identical, function by function.
+"""Find near-identical submissions by comparing their functions.
 
 A module's functions are parsed and written again, without comments, docstrings and type hints. Names, numbers and
 strings are replaced by their kinds. A module's set contains all runs of RUN tokens within its functions, so renaming,
 reformatting and reordering functions change nothing. Runs in texts that everybody has (the skeleton, the code in the
-readings and hints) are left out. The similarity of two modules is the share of the smaller set that is in the larger.
+readings and hints) are left out. The similarity of two modules is the fraction of the smaller set that the larger set
+contains.
 
 We measured these similarities in this course with RUN = 12:
 
@@ -68,9 +69,9 @@ class Group:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two submissions with a similar module, and how similar they are, from 0 to 1.
+    """Two submissions with a similar module. `share` is the similarity, from 0 to 1.
 
-    `size` is the number of runs in the shorter module that not everybody has.
+    `size` is the number of runs in the shorter module, without the runs that everybody has.
     """
 
     module: int
@@ -80,7 +81,7 @@ class Pair:
 
 
 class Plain(ast.NodeTransformer):
-    """Remove everything that has no effect on how a function works."""
+    """Remove everything that has no effect on the behaviour of a function."""
 
     def generic_visit(self, node: ast.AST) -> ast.AST:
         super().generic_visit(node)
@@ -139,7 +140,7 @@ def find_runs(text: str) -> Runs:
 def split_functions(text: str) -> list[tuple[str, dict[int, range]]]:
     """Return each function's plain text, or the whole text if it has no functions or is not Python.
 
-    Each comes with a dict from its lines to the lines of `text` that they come from.
+    Each result comes with a dict that maps its lines to the matching lines of `text`.
     """
     try:
         with warnings.catch_warnings():
@@ -177,7 +178,7 @@ def find_own_runs(texts: ClassTexts, number: int, fewest: int) -> dict[str, froz
 
 
 def compute_share(one: Set[int], other: Set[int]) -> float:
-    """Return the share of the smaller set of runs that is in the larger one."""
+    """Return the fraction of the smaller set of runs that the larger set contains."""
     return len(one & other) / min(len(one), len(other))
 
 
@@ -228,7 +229,7 @@ def match_pairs(pairs: Sequence[Pair], texts: ClassTexts) -> list[Matches]:
 
 
 def match_runs(one: Runs, other: Runs) -> dict[int, int]:
-    """Return the lines of a submission that are also in another submission, each with its line there.
+    """Return the lines of a submission that are also in another submission, each with the matching line there.
 
     A run can occur in several places. Each line is matched with the line with which it has the most runs in common.
     """

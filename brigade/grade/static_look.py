@@ -1,11 +1,11 @@
 """Search the text of a submission for names that no answer needs.
 
 The recorder of collectives and the training loop run in the rank, beside the submission, so some attacks on them cannot
-be prevented. The text of an attack still has to name what it uses. This file parses the text of each module, runs
-nothing, and lists such names with file and line for the instructor. The list changes no score. A name on the list
+be prevented. The text of an attack must still contain the names that it uses. This file parses the text of each module,
+runs nothing, and lists such names with file and line for the instructor. The list changes no score. A name on the list
 proves nothing, and an empty list proves nothing either: see `docs/instructors.md`.
 
-The rules are the table of names (`NAMES`) and the following: Imports must come from a short list. A submission must not
+The rules are the table of names (`NAMES`) and the following. Imports must come from a short list. A submission must not
 assign to torch, pass a module on as a value, compute the name of an attribute, or use special and private names of
 other objects. The static check also searches strings, even if they are concatenated from constant parts.
 """
@@ -413,7 +413,7 @@ def list_targets(node: ast.AST) -> list[ast.expr]:
 
 
 def list_imported_names(nodes: Sequence[ast.AST]) -> Iterator[tuple[str, str]]:
-    """Yield the names that absolute imports bind, and what they refer to."""
+    """Yield the names that absolute imports bind, each with the dotted name to which it refers."""
     for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -425,7 +425,7 @@ def list_imported_names(nodes: Sequence[ast.AST]) -> Iterator[tuple[str, str]]:
 
 
 def look_at_import(node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str]]:
-    """Yield each import other than IMPORTS and the course's other modules, with the reason."""
+    """Yield each import that is neither in IMPORTS nor one of the course's modules, with the reason."""
     names = [alias.name for alias in node.names]
     if isinstance(node, ast.ImportFrom) and node.level:
         top = (node.module or names[0]).partition(".")[0]

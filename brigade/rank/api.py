@@ -1,4 +1,4 @@
-"""What scenarios can use in a rank: its device, and the student's code."""
+"""Functions for scenarios: they return the device of a rank and objects of the student's code."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ from brigade.rank.recording import METHODS, RecordedWork, Recorder, RecordingGro
 locks.trust(globals())
 
 MAX_LAUNCHES = 2**20  # of one group in one run. The file has room for this many; unused room takes no disk space.
-LOOK_S = 1e-4  # pause between two checks of whether the last rank has launched
+LOOK_S = 1e-4  # pause between two checks for the launch of the last rank
 BLOCKED_S = 1e-3  # waiting for a collective that gloo has finished takes less time than this
 
 # Ring algorithms, as in nccl-tests/doc/PERFORMANCE.md: (k, v) means k (N - 1) messages one after the other, in
@@ -200,7 +200,7 @@ class EmulatedLinkGroup(RecordingGroup):
     """Perform each launch as soon as all ranks have called it, and complete it at its modelled end.
 
     Gloo has one thread per group, as in other modes. It performs the collectives in order, as the link does. Each
-    collective takes less time than on any link that is worth emulating, so gloo keeps up.
+    real collective takes less time than on any link that is worth emulating, so gloo keeps up.
     """
 
     def __init__(self, inner: dist.ProcessGroup, recorder: Recorder, name: str, ranks: list[int]):

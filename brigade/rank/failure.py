@@ -14,8 +14,8 @@ MAX_MESSAGE = 4_000  # characters of the message that are sent
 def describe(error: BaseException, packages: dict[str, Any]) -> dict[str, Any]:
     """Return the description of an exception, with its frames in the submission.
 
-    If there are none, include its frames in the other packages that the rank received. If there are none either,
-    include all frames outside the toolkit.
+    If the submission has no frames, include the frames in the other packages that the rank received. If these packages
+    have no frames either, include all frames outside the toolkit.
     """
     frames = traceback.extract_tb(error.__traceback__)
     toolkit = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep

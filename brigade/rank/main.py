@@ -34,7 +34,7 @@ from brigade.runner import wire
 
 MODES = {"record": recording.RecordingGroup, "strict": strict.StrictGroup, "emulate": emulated_link.EmulatedLinkGroup}
 
-SCATTERED = 100  # parameters to allocate; half of them are freed and leave gaps for those of the model
+SCATTERED = 100  # parameters to allocate; half of them are freed and leave gaps for the model's parameters
 
 
 def main(control_fd: int, output_fd: int, trace_fd: int, server: int) -> None:

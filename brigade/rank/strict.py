@@ -1,8 +1,8 @@
 """A recording process group that delivers a result only when the caller waits for it.
 
 On a fast machine, a forgotten `wait()` is almost never noticed, because the collective is complete long before its
-result is read. Here it is always noticed. A launch works on copies of its inputs and fills its outputs with NaN.
-Waiting on the handle of *that* launch (or asking for its future, its result, or whether it is complete) writes the
+result is read. In this mode, it is always noticed. A launch works on copies of its inputs and fills its outputs with
+NaN. Waiting on the handle of *that* launch (or asking for its future, its result, or whether it is complete) writes the
 result to the outputs. If a tensor is changed between launch and wait, which is a race on a GPU, an event of kind "race"
 is recorded. If its memory is freed, which corrupts memory on a GPU, the wait raises RuntimeError.
 
@@ -10,7 +10,7 @@ With gloo, as with NCCL, the wait for a send ends only after the peer has posted
 of the message. Ranks that all send first and receive afterwards therefore deadlock every time.
 
 Tensors must be contiguous, as with NCCL. Gloo alone would accept some other tensors: it would read a transposed tensor
-in memory order, and a slice with the gaps in it.
+in memory order, and a slice together with its gaps.
 
 torch DDP is not run in this mode: its C++ reducer may wait in places that Python cannot see.
 """

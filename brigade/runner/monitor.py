@@ -190,7 +190,7 @@ class Monitor:
             return "deadlock"
         return None
 
-    # ---- what the ranks and the server say
+    # ---- messages from the ranks and the server
 
     def _listen(self, timeout: float) -> None:
         for key, _ in self._selector.select(timeout):
@@ -268,7 +268,7 @@ class Monitor:
     def _handle_message(self, state: RankState, letter: bytes, body: bytes) -> list[Event]:
         """Handle one message of a rank and return the events in it. See `rank/channel.py` for the letters."""
         if state.result is not None or state.error is not None:
-            return []  # a rank has nothing to say after its result or its exception
+            return []  # a rank sends nothing after its result or its exception
         self._last_news = time.monotonic()
         if letter == b"R":
             state.result = body

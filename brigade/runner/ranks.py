@@ -7,7 +7,7 @@
 
 `function` is a top-level function of a file. The ranks import that file, and the package that contains it, from their
 source text. Each rank is a fresh process with an initialised default process group. Every rank must return a value that
-`wire.py` can encode; otherwise `RankFailure` says what happened on which rank. When `run_ranks` returns or raises, all
+`wire.py` can encode; otherwise `RankFailure` reports the rank and the reason. When `run_ranks` returns or raises, all
 ranks have been killed and reaped, and their files have been removed.
 """
 

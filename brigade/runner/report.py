@@ -70,7 +70,7 @@ class RankFailure(Exception):
 
 @dataclass(frozen=True)
 class RankError:
-    """The exception that a rank raised. `is_own` says whether the frames are in the submission."""
+    """The exception that a rank raised. `is_own` is true if the frames are in the submission."""
 
     type: str
     message: str
@@ -197,7 +197,7 @@ def describe_state(state: RankState, progress: Progress, packages: dict[str, Sou
 
 
 def locate(stack: bytes | bytearray, packages: dict[str, Sources]) -> str:
-    """Return the innermost line of the submission, or else of the scenario, in a stack that faulthandler printed.
+    """Return the innermost line of the submission or, without one, of the scenario, in a stack from faulthandler.
 
     Return "" if there is none.
     """

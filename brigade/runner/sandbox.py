@@ -1,4 +1,4 @@
-"""Isolate a rank that runs a stranger's code, if the grader was started as root. Linux only.
+"""Isolate a rank that runs a stranger's code. This needs Linux, and a grader that was started as root.
 
 A rank calls `enter` before it receives the submission. From then on, the process belongs to an unprivileged user, has
 limits on memory, processes and file sizes, and ends with the fork server. It cannot read hidden paths: the course's own
@@ -127,7 +127,7 @@ def filter_system_calls() -> bool:
     """Make the kernel refuse the calls in MACHINES for this process and its children. Return whether this succeeded.
 
     The filter recognises calls that create a namespace by their flags. The flags of clone3 are in memory, which a
-    filter cannot read. The filter therefore answers clone3 as a kernel without this call would, and the C library uses
+    filter cannot read. The filter therefore answers clone3 as a kernel without this call would. The C library then uses
     clone.
     """
     machine = os.uname().machine
@@ -181,7 +181,7 @@ def leave_groups(uid: int) -> None:
 def find_control_groups(uid: int) -> list[Path]:
     """Return the directories of the user's control groups. They are below our own groups, so our limits include them.
 
-    In version 2, a group with processes cannot divide its memory, so the groups are in the nearest ancestor that can.
+    In version 2, a group with processes cannot limit its subgroups, so ours are in the nearest ancestor that can.
     """
     groups = []
     with contextlib.suppress(OSError):
@@ -266,7 +266,7 @@ def remove(path: str | Path) -> None:
 
 
 def probe() -> dict:
-    """Return what a rank in the sandbox can and cannot do, for a test before any submission runs."""
+    """Return the abilities of a rank in the sandbox, for a test before any submission runs."""
     python = {os.path.dirname(os.__file__), *(path for path in sys.path if path.endswith("site-packages"))}
     return {
         "uid": os.getuid(),
@@ -301,10 +301,10 @@ def leave_network() -> None:
 
 
 def mask_paths(settings: dict, directory: str) -> None:
-    """Mask the course, the hidden paths and the temporary directories. Then mount again what a rank needs inside them.
+    """Mask the course, the hidden paths and the temporary directories.
 
-    The run's directory becomes private too, except for the file through which the ranks find each other. Only the
-    user's processes remain visible.
+    Then mount again the directories inside them that a rank needs. The run's directory becomes private too, except for
+    the file through which the ranks find each other. Only the user's processes remain visible.
     """
     limits = f"size={settings['disk']},nr_inodes={settings['files']}"
     needed = {path for path in (sys.prefix, sys.base_prefix, directory, *sys.path) if os.path.isdir(path)}

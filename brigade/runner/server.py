@@ -96,7 +96,7 @@ class Server:
             return pids
 
     def kill(self, pids: list[int]) -> None:
-        """Kill and reap these ranks and whatever they started."""
+        """Kill and reap these ranks and all processes that they started."""
         for pid in pids:
             self._on_exit.pop(pid, None)
         if self._channel is None:

@@ -117,7 +117,7 @@ class _Reader:
     def read(self, node: Any, depth: int = 0) -> Any:
         self._values += 1
         if self._values > MOST_VALUES or depth > MOST_DEPTH:
-            raise WireError(f"more than {MOST_VALUES} values, or {MOST_DEPTH} of them inside each other")
+            raise WireError(f"more than {MOST_VALUES} values, or more than {MOST_DEPTH} levels of nesting")
         if node is None or isinstance(node, (bool, int, float, str)):
             return node
         if isinstance(node, list):

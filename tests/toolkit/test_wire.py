@@ -177,7 +177,7 @@ def test_as_many_keys_as_fit_take_no_longer_than_other_values():
     "value, why",
     [
         ([[]] * (wire.MOST_VALUES + 1), "values"),
-        (functools.reduce(lambda inner, _: [inner], range(wire.MOST_DEPTH + 1), 0), "inside each other"),
+        (functools.reduce(lambda inner, _: [inner], range(wire.MOST_DEPTH + 1), 0), "levels of nesting"),
         (10**19, "too long"),
         (-(10**19), "too long"),
     ],
