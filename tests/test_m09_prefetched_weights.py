@@ -82,7 +82,7 @@ def test_step_waits_for_no_weights(submission):
                     not awaited,
                     "step returns without waiting for the weights",
                     f"it waits for {len(awaited)} of {len(launched)} all-gathers",
-                    partial(diagnosis.explain_early_wait, awaited),
+                    partial(diagnosis.explain_early_wait, awaited, launched),
                     rank=rank,
                     step=step,
                 )
@@ -106,7 +106,7 @@ def test_weights_are_awaited_just_before_use(submission):
                     all(launch.waits for launch in gathers),
                     f"forward waits for all {len(gathers)} all-gathers of the previous step",
                     f"it never waits for {sum(not launch.waits for launch in gathers)} of them",
-                    diagnosis.NEVER_AWAITED,
+                    partial(diagnosis.explain_never_awaited, events),
                     rank=rank,
                     step=step,
                 )
@@ -116,7 +116,7 @@ def test_weights_are_awaited_just_before_use(submission):
                     == {name: count for name, count in expected.items() if count},
                     f"forward waits for groups just before the module that needs them first: {where}",
                     describe_waits(actual) or "no wait",
-                    partial(diagnosis.explain_places, actual, expected, bool(listed), events),
+                    partial(diagnosis.explain_places, actual, expected, bool(listed), gathers, events),
                     rank=rank,
                     step=step,
                 )
@@ -133,23 +133,43 @@ def test_weights_are_awaited_just_before_use(submission):
 
 @pytest.mark.points(2)
 def test_groups_that_no_forward_used(submission):
-    """If forward does not use a group, the next step waits for this group before it writes the weights."""
-    for world in submission.worlds(2, 3):
+    """If forward skips a layer, a layer that shares its weight waits for the group, or else the next step does."""
+    for world, is_tied in zip(submission.worlds(2, 3), (False, True)):
         case = submission.case("Branches", world, steps=4)
-        jobs = make_jobs(case, make_recipe("Adam"), 1, bucket_numel=1)
-        for job in jobs:  # the first forward uses a layer that the later ones skip
+        jobs = make_jobs(case, make_recipe("Adam"), 1, bucket_numel=1, tied=is_tied)
+        for job in jobs:  # the first forward uses the layer `left`, which the later ones skip
             for [batch] in job["batches"][1:]:
-                batch["branch"] = -1
+                batch["branch"] = 1 if is_tied else -1  # use the layer `right`, which may share a weight with `left`
         results = submission.run(m09_prefetched_weights.observe, jobs, world_size=world)
         for rank, events in enumerate(results.events):
             for step in range(4):
+                early = find_early_module(events, step)
+                expect(
+                    not early,
+                    "a module runs only when its own weights are complete, even if it shares a weight with a layer "
+                    "that forward skips",
+                    f"{early and early['name']} starts with incomplete weights: {join_names(list_incomplete(early))}",
+                    partial(diagnosis.explain_forward, events, list(case.parameters()), step),
+                    rank=rank,
+                    step=step,
+                )
                 gathers = [x for x in launches(events, step) if x.op == "all_gather"]
-                left = [x for x in gathers if x.raced or not any(later == step + 1 for later in x.wait_steps)]
+                awaited = [launch for launch in gathers if is_awaited_in_step(launch)]
+                expect(
+                    not awaited,
+                    "step returns without waiting for the weights, also for those that the next forward does not use",
+                    f"it waits for {len(awaited)} of {len(gathers)} all-gathers",
+                    partial(diagnosis.explain_early_wait, awaited, gathers),
+                    rank=rank,
+                    step=step,
+                )
+                end = find_write(events, step + 1)
+                left = [x for x in gathers if x.raced or not any(place < end for place in x.waits)]
                 expect(
                     not left,
                     "the next step waits for a group that forward has not used before it writes its weights",
                     f"{len(left)} of {len(gathers)} all-gathers were overwritten, or nothing waited for them before",
-                    diagnosis.UNUSED,
+                    partial(diagnosis.explain_unused, left, events, step),
                     rank=rank,
                     step=step,
                 )
@@ -158,23 +178,32 @@ def test_groups_that_no_forward_used(submission):
 
 @pytest.mark.points(2)
 def test_complete_weights_elsewhere(submission):
-    """state_dict, an evaluation, a second step and the loading of a checkpoint all use complete weights."""
-    recipe = {"optimizer": "SGD", "options": {"lr": 0.05}}
+    """state_dict, an evaluation, a second step, load_state_dict and add_param_group all use complete weights."""
+    options = {"optimizer": "SGD", "options": {"lr": 0.05}}
     for world in submission.worlds(2):
-        for read in ("ddp.state_dict()", "an evaluation", "a second step", "load_state_dict"):
+        for read, steps in (
+            ("ddp.state_dict()", 1),
+            ("an evaluation", 1),
+            ("a second step", 2),
+            ("load_state_dict and add_param_group", 3),
+        ):
             # 16-bit weights have main parameters, which start from the weights if a checkpoint lacks them.
-            dtype = torch.bfloat16 if read == "load_state_dict" else torch.float64
+            dtype = torch.bfloat16 if steps == 3 else torch.float64
             case = submission.case("Plain", world, dtype=dtype)
             probe = case.batches[0][0][0]["x"]
+            *first, weight, bias = case.parameters()
+            late = [weight, bias] if steps == 3 else []  # of a group that is added before the last step
+            groups = {"groups": [{"names": first, "options": {}}], "late": {"names": late, "options": {}}}
+            recipe = options | (groups if late else {})
             jobs = make_jobs(case, recipe, 1, read=read, probe=probe)
             results = submission.run(m09_prefetched_weights.read_weights, jobs, world_size=world)
-            expected = step_alone(case, recipe, 2 if read in ("a second step", "load_state_dict") else 1)
+            expected = step_alone(case, recipe, steps, late)
             if read == "an evaluation":
                 model = edge_case_models.build(case.model, case.sizes, expected, case.dtype)
                 expected = {"output": model(probe).detach()}
-            with diagnosis.explain_reading(read):
+            with diagnosis.explain_reading(read, submission, jobs, results.events, list(case.parameters())):
                 expect_equal(
-                    f"after step, {read} uses the plain optimizer's weights",
+                    f"after step, {read} {'use' if late else 'uses'} the plain optimizer's weights",
                     list(results),
                     expected,
                     tolerance=2**-5 if dtype == torch.bfloat16 else MANY_STEPS,
@@ -241,13 +270,44 @@ def describe_waits(counts):
     return join_names([f"{count} {places[name]}" for name, count in counts.items() if count])
 
 
-def step_alone(case, recipe, steps):
-    """Return the weights after `steps` steps of the plain optimizer on the first batch's gradients."""
-    model = build(case)
+def find_early_module(events, step):
+    """Return the start of the first module in a step's forward whose own weights are incomplete; None if none is."""
+    current_step = None
+    for event in events:
+        if event["kind"] == "step":
+            current_step = event["step"]
+        if current_step == step and event["kind"] == "module" and event["at"] == "start" and list_incomplete(event):
+            return event
+    return None
+
+
+def list_incomplete(start):
+    """Return which of its own weights are incomplete at the start of a module; none if `start` is None."""
+    return [name for name in start["own"] if name in start["incomplete"]] if start else []
+
+
+def find_write(events, step):
+    """Return the position at which the inner optimizer writes weights in a step, or else that of the step's end."""
+    current_step = None
+    for place, event in enumerate(events):
+        is_end = event["kind"] == "step" and current_step == step
+        if event["kind"] == "step":
+            current_step = event["step"]
+        if is_end or (current_step == step and event["kind"] == "write"):
+            return place
+    return len(events)
+
+
+def step_alone(case, recipe, steps, late):
+    """Return the weights after `steps` steps of the plain optimizer on the first batch's gradients.
+
+    The parameters `late` take part only in the last step.
+    """
+    model, gradients = build(case), case.gradients()
     optimizer = getattr(torch.optim, recipe["optimizer"])(model.parameters(), **recipe["options"])
-    for parameter, grad in zip(model.parameters(), case.gradients().values()):
-        parameter.grad = grad
-    for _ in range(steps):
+    for step in range(steps):
+        for name, parameter in model.named_parameters():
+            parameter.grad = None if name in late and step < steps - 1 else gradients[name]
         optimizer.step()
     return {name: p.detach() for name, p in model.named_parameters()}
 

@@ -90,9 +90,9 @@ def test_gradient_memory(submission):
                     hook["nbytes"] <= bound,
                     f"at every gradient hook, at most {bound} bytes of gradients are alive: {max_live + 1} buckets of "
                     f"at most {max(buckets)} bytes, a gradient of at most {largest}, the shards of {kept}, and "
-                    f"{max_live} outputs of reduce-scatters, {outputs} {setting}",
+                    f"{outputs} for outputs of reduce-scatters {setting}",
                     f"{hook['nbytes']} bytes at the hook of {hook['name']}",
-                    partial(diagnosis.explain_bytes, result, allowed, buckets, kept),
+                    partial(diagnosis.explain_bytes, hook, result, results.events[rank], buckets, world, max_live),
                     rank=rank,
                     step=hook["step"],
                 )
@@ -143,13 +143,14 @@ def test_accumulation(submission):
         jobs = make_jobs(case, recipe=recipe, finish_each=finish_each, micro_batches=micro_batches)
         results = submission.run(m10_grad_shards.train, jobs, world_size=world)
         how = "finish_grad_sync after each" if finish_each else "no_sync"
-        expect_trained(
-            f"weights after 6 steps of Adam with {micro_batches} micro-batches and {how} are the plain optimizer's",
-            results,
-            compute_weights(case, recipe),
-            case.start(),
-            partial(diagnosis.suspect_accumulation, case, recipe, finish_each),
-        )
+        with diagnosis.explain_clearing(submission, jobs):
+            expect_trained(
+                f"weights after 6 steps of Adam with {micro_batches} micro-batches and {how} are the plain optimizer's",
+                results,
+                compute_weights(case, recipe),
+                case.start(),
+                partial(diagnosis.suspect_accumulation, case, recipe, finish_each),
+            )
         expect_no_gradient(results, case)
         require_shards(results.events, case)
     [world] = submission.worlds(2)
@@ -178,7 +179,7 @@ def test_accumulation(submission):
 
 @pytest.mark.points(2)
 def test_volume_and_dtypes(submission):
-    """A step sends as many bytes as in module 8. Gradients of 16-bit weights accumulate in a wider grad_dtype."""
+    """A step sends as many bytes as in module 8. With 16-bit weights, a wider grad_dtype and clipping work."""
     for world, dtype, grad_dtype in zip(
         submission.worlds(2, 3), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)
     ):
@@ -214,12 +215,21 @@ def test_volume_and_dtypes(submission):
     jobs = submission.case("Plain", world).make_jobs(
         **JOB, **job, arguments={"bucket_numel": BUCKET_NUMEL, "grad_dtype": torch.float32}
     )
-    for rank, largest in enumerate(submission.run(m10_grad_shards.accumulate_many, jobs, world_size=world)):
+    clipped = 1 - 200**-0.5  # the norm of 200 ones is the root of 200
+    for rank, result in enumerate(submission.run(m10_grad_shards.accumulate_many, jobs, world_size=world)):
         expect(
-            largest == 300,
+            result["largest"] == 300,
             "with grad_dtype=torch.float32, 300 micro-batches in no_sync whose gradients are 1 accumulate to 300",
-            f"the largest entry of grad_data is {largest:g}",
+            f"the largest entry of grad_data is {result['largest']:g}",
             diagnosis.NARROW_SUM,
+            rank=rank,
+        )
+        expect(
+            abs(result["lowest"] - clipped) <= 2**-7 and abs(result["highest"] - clipped) <= 2**-7,
+            f"with 200 bfloat16 weights and gradients that are all 1, clip_grad_norm_(1.0) and a step of SGD with lr=1 "
+            f"give weights of {clipped:.4f}, with an error of at most {2**-7:.4f}",
+            f"weights are from {result['lowest']:.4f} to {result['highest']:.4f}",
+            partial(diagnosis.explain_clipping, result),
             rank=rank,
         )
 

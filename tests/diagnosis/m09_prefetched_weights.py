@@ -9,6 +9,7 @@ from brigade.runner.ranks import PerRank
 from scenarios import m09_prefetched_weights
 
 AS_MODULE_8 = "step waits for the all-gathers, as in module 8. It may only launch them; forward waits."
+SOME_AWAITED = "step waits for some of the all-gathers that it launches. It may only launch them; forward waits."
 NEVER_AWAITED = "the forward pre-hook of the module that owns these weights does not wait for their group."
 INCOMPLETE = (
     "a module ran, or an optimizer stepped, with weights that had not arrived. The strict process group fills the "
@@ -26,24 +27,86 @@ UNUSED = (
     "a group that forward did not wait for is still in flight when the next step begins. step must wait for it before "
     "the inner optimizer writes weights."
 )
+WRITTEN_FIRST = (
+    "step waits for an all-gather of the previous step only after the inner optimizer has written new weights, which "
+    "the old ones then overwrite. It must wait before."
+)
+NOT_IN_EVALUATION = "no hook waits for the weights when gradients are disabled."
+PHASES = {  # of the ways to read weights, one for each step after the first
+    "ddp.state_dict()": ["ddp.state_dict()"],
+    "a second step": ["step"],
+    "load_state_dict and add_param_group": ["load_state_dict", "add_param_group"],
+}
 READINGS = {
     "ddp.state_dict()": "the wrapper's state_dict does not wait for the weights that are on their way.",
-    "an evaluation": "no hook waits for the weights when gradients are disabled.",
-    "a second step": "step does not wait for the weights of the previous step.",
+    "step": "step does not wait for the weights of the previous step.",
     "load_state_dict": (
         "load_state_dict reads weights that are still on their way. It needs them if the checkpoint has no main "
         "parameters."
+    ),
+    "add_param_group": (
+        "add_param_group reads weights that are still on their way. It needs them for the main parameters of the new "
+        "group."
     ),
 }
 
 
 @contextlib.contextmanager
-def explain_reading(read):
-    """Explain wrong weights in the block by the way in which they were read."""
+def explain_reading(read, submission, jobs, events_by_rank, trainable):
+    """Explain wrong weights in the block by what the ranks waited for when they were read in the way `read`."""
     try:
         yield
     except CheckFailed as failed:
-        raise failed.with_cause(READINGS[read]) from None
+        cause = find_unfinished(events_by_rank)
+        if not cause and read == "an evaluation":
+            cause = find_early_forward(submission, jobs, trainable) or find_evaluation(events_by_rank[0], trainable)
+        elif not cause:
+            causes = (find_reader(own, read, "nan" in failed.verdict.got) for own in events_by_rank)
+            cause = next(filter(None, causes), "")
+        raise (failed.with_cause(cause) if cause else failed) from None
+
+
+def find_evaluation(events, trainable):
+    """Return why an evaluation after step 0 used incomplete weights, although training does not; "" if unknown."""
+    gathers = [launch for launch in launches(events, 0, phase="step") if launch.op == "all_gather"]
+    is_awaited = any("forward" in launch.wait_phases for launch in gathers)
+    return explain_forward(events, trainable) if is_awaited else NOT_IN_EVALUATION
+
+
+def find_reader(events, read, has_nan):
+    """Return which reader did not wait for the weights in time; "" if unknown. `has_nan` says whether it read NaN."""
+    for step, phase in enumerate(PHASES[read], 1):
+        gathers = [launch for launch in launches(events, step - 1, phase="step") if launch.op == "all_gather"]
+        awaited = [x for x in gathers if x.sync or (x.waits and (x.wait_phases[0], x.wait_steps[0]) == (phase, step))]
+        if phase == "step":
+            if any(is_written(x, events) for x in awaited):
+                return WRITTEN_FIRST
+        elif not has_nan:  # incomplete weights are NaN
+            continue
+        if not awaited:
+            return READINGS[phase]
+        if len(awaited) < len(gathers):
+            return f"{phase} waits for only {len(awaited)} of {len(gathers)} all-gathers. It must wait for all of them."
+    return ""
+
+
+def is_written(launch, events):
+    """Return whether the inner optimizer wrote weights between a launch and the first wait for it."""
+    return any(event["kind"] == "write" for event in events[launch.place : (launch.waits or [0])[0]])
+
+
+def explain_unused(left, events, step):
+    """Return why the next step does not wait for the launches `left` of `step` before it writes weights."""
+    if cause := find_unfinished([events]):
+        return cause
+    is_late = any(launch.waits and launch.wait_steps[0] == step + 1 and is_written(launch, events) for launch in left)
+    return WRITTEN_FIRST if is_late else UNUSED
+
+
+def explain_never_awaited(events):
+    """Return why forward never waits for an all-gather."""
+    gathers = [launch for launch in launches(events, phase="step") if launch.op == "all_gather"]
+    return NEVER_AWAITED if any(launch.waits for launch in gathers) else NOTHING_AWAITED
 
 
 @contextlib.contextmanager
@@ -79,19 +142,20 @@ def find_unfinished(events_by_rank):
 
 def find_early_forward(submission, jobs, trainable):
     """Observe the forwards of the same training without micro-batches, and return why one of them was too early."""
-    alone = PerRank(job | {"batches": [[micro[-1]] for micro in job["batches"]]} for job in jobs)
+    alone = PerRank(job | {"batches": [[micro[-1]] for micro in (job["batches"] * 2)]} for job in jobs)
     results = submission.try_run(m09_prefetched_weights.observe, alone, world_size=len(alone))
     causes = (explain_forward(own, trainable) for own in results.events) if results else ()
     return next(filter(None, causes), "")
 
 
-def explain_forward(events, trainable):
-    """Return why the first forward after an all-gather used incomplete weights; "" if it did not.
+def explain_forward(events, trainable, step=1):
+    """Return why the forward of a step used incomplete weights; "" if it did not.
 
-    Later forwards do not count, because NaN spreads to all weights.
+    Step 1 has the first forward after an all-gather. After incomplete weights, NaN spreads to all weights, so later
+    forwards do not count.
     """
     places = {event["step"]: place for place, event in enumerate(events) if event["kind"] == "step"}
-    forward = [event for event in events[places[1] : places[2]] if event["phase"] == "forward"]
+    forward = [x for x in events[places[step] : places.get(step + 1, len(events))] if x["phase"] == "forward"]
     owned = {}
     for name in trainable:
         owned.setdefault(name.rpartition(".")[0], []).append(name)
@@ -101,12 +165,19 @@ def explain_forward(events, trainable):
             continue
         owner, incomplete = event["name"], set(event["incomplete"])
         started[owner] = incomplete
-        late = [name for name in owned.get(owner, []) if name in incomplete]
+        late = [name for name in event["own"] if name in incomplete]
         if not late:
             continue
         if after["kind"] == "wait":
             return f"{owner} waits for its weights after it has run. Register a forward pre-hook, which runs before."
-        arrived = [name for name in owned[owner] if name not in incomplete]
+        others = {name.rpartition(".")[0] for name in late}  # the first owners of these weights
+        if not others & {event.get("name") for event in forward}:
+            return (
+                f"{owner} shares {join_names(late)} with {join_names(sorted(others))}, which this forward skips. Each "
+                "module that owns a parameter must wait for its group in its own pre-hook, even if another module owns "
+                "it too."
+            )
+        arrived = [name for name in event["own"] if name not in incomplete]
         if arrived:
             return (
                 f"{owner} runs with {join_names(arrived)} complete, but {join_names(late)} incomplete. The parameters "
@@ -136,22 +207,23 @@ def explain_gathers(gathers, launched):
     return "a group is launched twice, or a group is missing."
 
 
-def explain_early_wait(awaited):
-    """Return why step waits for weights."""
+def explain_early_wait(awaited, launched):
+    """Return why step waits for the all-gathers `awaited` among those that it has launched."""
     if any(launch.sync for launch in awaited):
         return "the all-gathers are launched without async_op=True."
-    return AS_MODULE_8
+    return AS_MODULE_8 if len(awaited) == len(launched) else SOME_AWAITED
 
 
-def explain_places(actual, expected, is_listed, events):
-    """Return why forward waits in the wrong places, according to the rank's record."""
+def explain_places(actual, expected, is_listed, gathers, events):
+    """Return why forward waits for the launches `gathers` in the wrong places, according to the rank's record."""
     total = sum(expected.values())
     if actual.get("", 0) == total:
         if not any(event["kind"] == "hooks" and event["count"] for event in events):
             return "no module has a forward pre-hook, so the wrapper's forward waits for all groups."
         return (
             "modules have forward pre-hooks, but the wrapper's forward waits for all groups before they run. It may "
-            "wait only for the groups of modules that have never been called."
+            "wait only for the groups of modules that have never been called, and a module owns only its direct "
+            "parameters (recurse=False), not those of its submodules."
         )
     after = [name for name, count in actual.items() if count and name.startswith("the end of")]
     if after:
@@ -164,11 +236,11 @@ def explain_places(actual, expected, is_listed, events):
     if actual.get("", 0) > expected.get("", 0):
         return "the wrapper's forward waits for groups that a module's pre-hook should wait for."
     early = [name for name, count in actual.items() if count > expected.get(name, 0)]
+    if not early and len(gathers) < total:
+        return f"step launches only {len(gathers)} of {total} all-gathers. It must launch all of them; forward waits."
     if not early:
-        return (
-            "some groups are awaited before forward begins, in step or at their launch, or are never awaited. The "
-            "pre-hook of a module must wait for its groups."
-        )
+        awaited = [launch for launch in gathers if launch.sync or launch.wait_phases[0] == "step"]
+        return explain_early_wait(awaited, gathers) if awaited else "some groups are awaited before forward begins."
     return (
         f"forward waits before {join_names(early)} for groups that other modules should wait for. A group belongs to "
         "the first module, in call order, that directly owns one of its parameters."

@@ -7,6 +7,8 @@ from functools import partial
 from brigade.checks.diagnose.evidence import find_wrong_group
 from brigade.checks.expectations import join_names
 from brigade.checks.verdict import CheckFailed
+from brigade.events import launches
+from brigade.runner.ranks import PerRank
 from expected.m08_zero_optimizer import compute_weights
 from scenarios import m10_grad_shards
 
@@ -14,13 +16,21 @@ WHOLE_AT_START = (
     "the constructor allocates the gradients of all buckets, as module 5's GradBuffer does. Allocate a bucket when its "
     "first gradient is ready."
 )
-TOO_EARLY = "backward waits for a reduce-scatter although fewer than max_live_buckets are running, so nothing overlaps."
+TOO_EARLY = (
+    "backward waits for a reduce-scatter before it must launch the next bucket, so nothing overlaps. Wait for the "
+    "oldest live bucket only if a launch would exceed max_live_buckets, just before this launch."
+)
 LATE = "finish_grad_sync launches buckets that were already complete during backward."
 NO_LAUNCH = "backward launches no bucket. The gradient hook that completes a bucket must launch it."
 NO_VALUE_ERROR = "the constructor does not check max_live_buckets."
 GRADIENTS_LEFT = "the hook copies p.grad into the bucket and does not set it to None."
 NOT_SCATTERED = "gradients are averaged on every rank, as in module 5, or not at all."
 NARROW_SUM = "gradients accumulate in the parameters' dtype. In bfloat16, 256 + 1 is 256."
+CLIPPED_COPY = (
+    "clip_grad_norm_ does not change grad_data, and step takes the gradients from there again. With 16-bit weights, "
+    "part.shard.grad is only an fp32 copy. Scale the views of grad_data."
+)
+CLIPPED_ONLY_THERE = "clip_grad_norm_ scales grad_data, but step does not use the scaled gradients."
 NEVER_CLEARED = "zero_grad does not clear the shards, so every step adds to the gradients of all earlier steps."
 KEPT_BY_WRAPPER = "ddp.zero_grad() does not clear the shards. It must set grad_data to zero."
 KEPT_BY_OPTIMIZER = (
@@ -57,7 +67,8 @@ def explain_clearing(submission, jobs):
         yield
     except CheckFailed as failed:
         is_kept = failed.verdict.likely_cause == NEVER_CLEARED
-        results = is_kept and submission.try_run(m10_grad_shards.accumulate, jobs, world_size=len(jobs))
+        alone = PerRank(job | {"batches": [job["batches"][0][:1]]} for job in jobs)
+        results = is_kept and submission.try_run(m10_grad_shards.accumulate, alone, world_size=len(jobs))
         if results and results[0]["after ddp.zero_grad()"].any():
             failed = failed.with_cause(KEPT_BY_WRAPPER)
         elif results and results[0]["after optimizer.zero_grad()"].any():
@@ -102,19 +113,27 @@ def explain_left(nbytes, gradients, buckets, kept):
     )
 
 
-def explain_bytes(result, allowed, buckets, kept):
-    """Return why too many bytes are alive at a hook. After finish_grad_sync, `allowed` bytes may be alive."""
+def explain_bytes(hook, result, events, buckets, world, max_live):
+    """Return why too many bytes are alive at a gradient hook of a rank, whose buckets have `buckets` bytes."""
     hooks, finished, whole = result["hooks"], result["finished"], sum(buckets)
-    if finished[0] > allowed:
-        return explain_left(finished[0], result["left"][0], buckets, kept)
+    kept = whole // world
+    launched = [launch for launch in launches(events, hook["step"]) if launch.op == "reduce_scatter"]
     growth = [hook["nbytes"] for hook in hooks if hook["step"] == 0]
+    if growth and growth[0] - kept >= whole:
+        return (
+            f"at the first gradient hook, all {len(buckets)} buckets are already allocated. Allocate a bucket when its "
+            "own first gradient is ready."
+        )
+    if finished[0] > kept + max(buckets) // world:
+        return explain_left(finished[0], result["left"][0], buckets, kept)
     if growth == sorted(growth) and growth[-1] >= whole:
         return "no bucket is freed in backward. Free each bucket after the wait for its reduce-scatter."
-    if growth and growth[0] >= whole:
-        return "all buckets are allocated when backward begins. Allocate a bucket when its first gradient is ready."
+    if count_live(launched) > max_live:
+        return explain_unbounded(launched, max_live)
+    if hook["left"]:
+        return GRADIENTS_LEFT
     return (
-        "buckets stay alive after their reduce-scatter, or more than max_live_buckets are between launch and wait, or "
-        "p.grad is not set to None after it was copied."
+        "buckets stay alive after the wait for their reduce-scatter. Drop every reference to a bucket after the wait."
     )
 
 
@@ -136,11 +155,24 @@ def explain_unbounded(launched, max_live):
     """Return why more than `max_live` buckets are between launch and wait."""
     if not any("backward" in launch.wait_phases for launch in launched):
         return "backward waits for no bucket. launch must first wait for the oldest live bucket if there are too many."
+    most = count_live(launched)
+    return f"launch waits too late: up to {most} buckets are live, but max_live_buckets is {max_live}."
+
+
+def count_live(launched):
+    """Return the largest number of launches that were live at once, that is, between launch and wait."""
     most = 0
     for number, launch in enumerate(launched):
         live = [one for one in launched[:number] if not one.waits or one.waits[0] > launch.place]
         most = max(most, len(live) + 1)
-    return f"launch waits too late: up to {most} buckets are live, but max_live_buckets is {max_live}."
+    return most
+
+
+def explain_clipping(result):
+    """Return why weights are wrong after a step with clipped gradients, where all weights and gradients were 1."""
+    if result["lowest"] or result["highest"]:
+        return ""
+    return CLIPPED_COPY if result["after"] == result["before"] else CLIPPED_ONLY_THERE
 
 
 def explain_volume(launched, op, numel, dtype, is_wider):
@@ -184,7 +216,10 @@ def suspect_accumulation(case, recipe, finish_each):
         else "In no_sync, a hook must add the gradient to the bucket, not overwrite it."
     )
     cause = f"only the last micro-batch of each step counts. {rule}"
-    return {cause: partial(compute_with_batches, case, recipe, last)}
+    return {
+        cause: partial(compute_with_batches, case, recipe, last),
+        NEVER_CLEARED: partial(compute_weights, case, recipe | {"never_zero": True}),
+    }
 
 
 def compute_with_batches(case, recipe, batches):

@@ -16,6 +16,8 @@ WAIT = "self.in_flight.remove(group)\n                group.finish_param_sync()"
 ORDER = "self.forward_order = list(dict.fromkeys(group_of[p] for p in module.parameters() if p in group_of))"
 UNCALLED = "            if owner not in self.called:\n                self.wait_for(groups)"
 BEFORE_STEP = "        self.ddp.finish_param_sync()\n        return super().prepare_grads()"
+LATE_GROUP = "self.ddp.finish_param_sync()\n        super().add_param_group(param_group)"
+LOAD = "self.ddp.finish_param_sync()\n        super().load_state_dict(state_dict)"
 STATE_DICT = "self.finish_param_sync()\n        return super().state_dict(*args, **kwargs)"
 
 MUTANTS = [
@@ -62,6 +64,13 @@ MUTANTS = [
         "may be in several groups",
     ),
     Mutant(
+        "hooks wait for the parameters of submodules too",
+        "owner.parameters(recurse=False)",
+        "owner.parameters()",
+        PLACES,
+        "a module owns only its direct parameters",
+    ),
+    Mutant(
         "each hook waits for everything",
         "self.wait_for(self.groups_of[owner])",
         "self.finish_param_sync()",
@@ -76,6 +85,21 @@ MUTANTS = [
         "still in flight",
     ),
     Mutant(
+        "only the first owner of a weight waits",
+        "group_of[p] not in self.groups_of[owner]:",
+        "not any(group_of[p] in groups for groups in self.groups_of.values()):",
+        UNUSED,
+        "right shares left.weight with left, which this forward skips",
+    ),
+    Mutant(
+        "the step before is awaited after the write",
+        BEFORE_STEP,
+        "        return super().prepare_grads()\n\n"
+        "    def start_sharing(self):\n        self.ddp.finish_param_sync()\n        super().start_sharing()",
+        UNUSED + ELSEWHERE,
+        "only after the inner optimizer has written",
+    ),
+    Mutant(
         "the handle is forgotten, not awaited",
         WAIT,
         "self.in_flight.remove(group)",
@@ -88,6 +112,20 @@ MUTANTS = [
         "return super().state_dict(*args, **kwargs)",
         ELSEWHERE,
         "state_dict does not wait",
+    ),
+    Mutant(
+        "load_state_dict without a wait",
+        LOAD,
+        "super().load_state_dict(state_dict)",
+        ELSEWHERE,
+        "load_state_dict reads",
+    ),
+    Mutant(
+        "add_param_group without a wait",
+        LATE_GROUP,
+        "super().add_param_group(param_group)",
+        ELSEWHERE,
+        "for the main parameters of the new",
     ),
     Mutant(
         "hooks wait in training only",

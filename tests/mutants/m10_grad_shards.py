@@ -32,6 +32,13 @@ MUTANTS = [
         MEMORY,
         "the constructor allocates",
     ),
+    Mutant(
+        "all buckets allocated at the first gradient",
+        ADD,
+        f"for b in range(len(self.layout.bucket_ranges)):\n                self.get_whole(b)\n            {ADD}",
+        MEMORY,
+        "at the first gradient hook, all",
+    ),
     Mutant("nothing awaited before the finish", OLDEST, "", LIVE + MEMORY, "backward waits for no bucket"),
     Mutant(
         "one bucket too many",
@@ -114,6 +121,13 @@ MUTANTS = [
         "self.grad_dtype = grad_dtype or first.dtype",
         VOLUME,
         "it must be ignored",
+    ),
+    Mutant(
+        "an fp32 copy of the gradient clipped",
+        "        return grad\n",
+        "        return part.shard.grad\n",
+        VOLUME,
+        "is only an fp32 copy",
     ),
     Mutant(
         "an all-reduce, of which the shard is kept",

@@ -10,7 +10,7 @@ from torch import nn
 from brigade.checks.reference import compute_loss
 from brigade.rank import recording
 from brigade.rank.recording import phase
-from scenarios.m08_zero import build, make_zero_optimizer
+from scenarios.m08_zero import build, build_param_group, make_zero_optimizer
 from scenarios.training import move_to_device, wrap
 
 
@@ -33,18 +33,26 @@ def insert_list(model: nn.Module, count: int) -> None:
     model.layers.insert(1, layer.to(next(model.parameters())))
 
 
+def tie_branches(model: nn.Module) -> None:
+    """Make the layers `left` and `right` share a weight, which `named_parameters` calls left.weight."""
+    model.right.weight = model.left.weight
+
+
 def note_forwards(model: nn.Module) -> None:
     """Record an event "module" when the forward of each submodule starts, after its other pre-hooks, and ends.
 
-    At the start, `incomplete` are the parameters of the model that contain NaN. Record the number of modules that
-    already have a pre-hook as an event "hooks".
+    At the start, `own` are the trainable parameters that the submodule owns directly, and `incomplete` are the
+    parameters of the model that contain NaN. Record the number of modules that already have a pre-hook as an event
+    "hooks".
     """
     recording.note("hooks", count=sum(bool(module._forward_pre_hooks) for module in model.modules()))
+    names = {p: parameter for parameter, p in model.named_parameters()}
     for name, module in model.named_modules():
 
-        def note_start(_: nn.Module, inputs: Any, name: str = name) -> None:
-            incomplete = [parameter for parameter, p in model.named_parameters() if p.isnan().any()]
-            recording.note("module", name=name, at="start", incomplete=incomplete)
+        def note_start(module: nn.Module, inputs: Any, name: str = name) -> None:
+            incomplete = [parameter for p, parameter in names.items() if p.isnan().any()]
+            own = [names[p] for p in module.parameters(recurse=False) if p.requires_grad]
+            recording.note("module", name=name, at="start", own=own, incomplete=incomplete)
 
         def note_end(_: nn.Module, inputs: Any, output: Any, name: str = name) -> None:
             recording.note("module", name=name, at="end")
@@ -53,14 +61,24 @@ def note_forwards(model: nn.Module) -> None:
         module.register_forward_hook(note_end)
 
 
+def note_writes(optimizer: torch.optim.Optimizer) -> None:
+    """Record an event "write" just before the inner optimizer writes weights."""
+    inner = getattr(optimizer, "optim", None)
+    if isinstance(inner, torch.optim.Optimizer):
+        inner.register_step_pre_hook(lambda *_: recording.note("write"))
+
+
 def observe(job: dict) -> None:
     """Take a training step on each of the job's batches, and record the forwards of the modules."""
     model = build(job)
     if "listed" in job:
         insert_list(model, job["listed"])
+    if job.get("tied"):
+        tie_branches(model)
     ddp = wrap(job, model)
     note_forwards(model)
     optimizer = make_zero_optimizer(job, ddp, model)
+    note_writes(optimizer)
     for step, [batch] in enumerate(job["batches"]):
         recording.note("step", step=step)
         optimizer.zero_grad()
@@ -82,25 +100,40 @@ def read_weights(job: dict) -> dict:
     """Take a step, then use the weights in the way job["read"]. Return them, or the output for job["probe"]."""
     model = build(job)
     ddp = wrap(job, model)
+    note_forwards(model)
     optimizer = make_zero_optimizer(job, ddp, model)
+    note_writes(optimizer)
+
+    def take_step() -> None:
+        with phase("step"):
+            optimizer.step()
+
     recording.note("step", step=0)
     compute_loss(ddp, move_to_device(job["batches"][0][0])).backward()
     ddp.finish_grad_sync()
-    with phase("step"):
-        optimizer.step()
-    with phase("read"):
-        if job["read"] == "ddp.state_dict()":
+    take_step()
+    recording.note("step", step=1)
+    values = None
+    if job["read"] == "ddp.state_dict()":
+        with phase("ddp.state_dict()"):
             weights = ddp.state_dict()
-            return {name: find_entry(weights, name).clone() for name, _ in model.named_parameters()}
-        if job["read"] == "an evaluation":
-            with torch.no_grad():
-                return {"output": ddp(job["probe"])}
-        if job["read"] == "load_state_dict":
+        values = {name: find_entry(weights, name).clone() for name, _ in model.named_parameters()}
+    elif job["read"] == "an evaluation":
+        with phase("forward"), torch.no_grad():
+            values = {"output": ddp(job["probe"])}
+    elif job["read"] == "a second step":
+        take_step()
+    else:
+        with phase("load_state_dict"):
             optimizer.load_state_dict({"state": {}, "param_groups": optimizer.state_dict()["param_groups"]})
-        if job["read"] in ("load_state_dict", "a second step"):
-            optimizer.step()
+        take_step()
+        recording.note("step", step=2)
+        with phase("add_param_group"):
+            optimizer.add_param_group(build_param_group(job["recipe"]["late"], model))
+        take_step()
+    with phase("finish weights"):
         ddp.finish_param_sync()
-        return {name: p.detach().clone() for name, p in model.named_parameters()}
+    return values or {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 def find_entry(weights: dict[str, torch.Tensor], name: str) -> torch.Tensor:

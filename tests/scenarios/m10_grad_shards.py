@@ -55,17 +55,15 @@ def measure(job: dict) -> dict:
     """Return the bytes of gradients that are alive at each gradient hook and after each finish_grad_sync.
 
     They are what is alive beside the parameters and the activations of the bare model at the same hook. "constructed"
-    is what the constructor added, and "left" are the bytes of the parameters' p.grad after each finish_grad_sync.
+    is what the constructor added, and "left" are the bytes of p.grad of all parameters after each finish_grad_sync, or
+    at a hook.
     """
     bare, model = (m08_zero.build(job) for _ in range(2))
     recording.watch_gradients(model)
     batches = [move_to_device(batch) for [batch] in job["batches"]]
     activations = count_at_hooks(bare, batches, lambda model: model)["hooks"]
     counted = count_at_hooks(model, batches, lambda model: wrap(job, model))
-    hooks = [
-        {"step": one["step"], "name": one["name"], "nbytes": one["nbytes"] - other["nbytes"]}
-        for one, other in zip(counted["hooks"], activations)
-    ]
+    hooks = [one | {"nbytes": one["nbytes"] - other["nbytes"]} for one, other in zip(counted["hooks"], activations)]
     return counted | {"hooks": hooks}
 
 
@@ -82,11 +80,14 @@ def count_at_hooks(
             nbytes = memory.count(weights=names, gradients=[p.grad for p in names])
             return nbytes["other"] + (0 if ddp is model else nbytes["gradients"])
 
+        def count_left() -> int:
+            return sum(p.grad.nbytes for p in names if p.grad is not None)
+
         constructed = count()
         for p in names:
             if p.requires_grad:
                 p.register_post_accumulate_grad_hook(
-                    lambda p: hooks.append({"step": step, "name": names[p], "nbytes": count()})
+                    lambda p: hooks.append({"step": step, "name": names[p], "nbytes": count(), "left": count_left()})
                 )
         for step, batch in enumerate(batches):
             recording.note("step", step=step)
@@ -99,7 +100,7 @@ def count_at_hooks(
                 with phase("finish"):
                     ddp.finish_grad_sync()
             finished.append(count())
-            left.append(sum(p.grad.nbytes for p in names if p.grad is not None))
+            left.append(count_left())
     return {"constructed": constructed, "hooks": hooks, "finished": finished, "left": left}
 
 
@@ -139,10 +140,12 @@ def accumulate(job: dict) -> dict[str, torch.Tensor]:
     return points
 
 
-def accumulate_many(job: dict) -> float:
-    """Return the largest entry of the shards after many equal micro-batches, all but the last inside no_sync."""
-    model = m08_zero.Dots([weight.to(device()) for weight in job["weights"]])
-    ddp = wrap(job, model)
+def accumulate_many(job: dict) -> dict[str, float]:
+    """Accumulate many equal micro-batches, all but the last inside no_sync. Then clip gradients in another model.
+
+    Return the "largest" entry of the shards, and what `clip` returns.
+    """
+    ddp = wrap(job, m08_zero.Dots([weight.to(device()) for weight in job["weights"]]))
     inputs = [x.to(device()) for x in job["inputs"]]
     with ddp.no_sync():
         for _ in range(job["count"] - 1):
@@ -150,6 +153,29 @@ def accumulate_many(job: dict) -> float:
     with phase("backward"):
         ddp(inputs).backward()
     ddp.finish_grad_sync()
+    return {"largest": find_largest(ddp)} | clip(job, inputs)
+
+
+def clip(job: dict, inputs: list[torch.Tensor]) -> dict[str, float]:
+    """Take one step of SGD with lr=1 and gradients that are clipped to a norm of 1, in the dtype of the weights.
+
+    Return the largest entry of the shards "before" and "after" clipping, and the "lowest" and the "highest" weight.
+    """
+    model = m08_zero.Dots([weight.to(device()) for weight in job["weights"]])
+    ddp = wrap(job | {"arguments": job["arguments"] | {"grad_dtype": None}}, model)
+    optimizer = student(*job["optimizer_class"])(ddp, torch.optim.SGD, lr=1.0)
+    ddp(inputs).backward()
+    ddp.finish_grad_sync()
+    before = find_largest(ddp)
+    optimizer.clip_grad_norm_(1.0)
+    after = find_largest(ddp)
+    optimizer.step()
+    [weight] = (p.detach() for p in model.parameters())
+    return {"before": before, "after": after, "lowest": float(weight.min()), "highest": float(weight.max())}
+
+
+def find_largest(ddp: nn.Module) -> float:
+    """Return the largest entry of this rank's gradient shards."""
     return max(float(buffer.grad_data.max()) for buffer in ddp.grad_buffers)
 
 
