@@ -124,7 +124,7 @@ def test_gradients_are_averaged(submission):
 
 @pytest.mark.points(2)
 def test_gradients_are_views(submission):
-    """Gradients are views of the buffer at the layout's offsets. A step copies no more than one of the bare model."""
+    """Gradients are views of the buffer at the layout's offsets. A step copies no more bytes than the bare model."""
     for world, form in zip(submission.worlds(2, 3), ("optimizer, to None", "optimizer, to zeros")):
         case = submission.case("Plain", world, steps=3)
         names, layout = lay_out(case, world)
@@ -229,7 +229,7 @@ def test_buckets_overlap_with_backward(submission):
 
 @pytest.mark.points(1)
 def test_steps_and_subgroups(submission):
-    """Several steps are correct with no_sync (even if interrupted), different ready orders and sub-groups."""
+    """Gradients are correct over several steps with no_sync (even if interrupted), any ready order and sub-groups."""
     for world, model in zip(submission.worlds(2, 3, 4), ("Plain", "Reordered", "Tied")):
         groups = [[1, 3], [0, 2]] if world == 4 else [list(range(world))]
         case = submission.case(

@@ -139,7 +139,7 @@ def test_launches_are_those_of_module_6(submission):
 
 @pytest.mark.points(1)
 def test_steps_and_subgroups(submission):
-    """Several steps are correct with no_sync, reallocate(), any ready order, sub-groups and unused parameters."""
+    """Gradients are correct over several steps with no_sync, reallocate(), any ready order and sub-groups."""
     for world, model in zip(submission.worlds(2, 3, 4), ("Frozen", "Reordered", "Tied")):
         groups = [[1, 3], [0, 2]] if world == 4 else [list(range(world))]
         case = submission.case(

@@ -342,7 +342,7 @@ def test_clipping(submission):
 
 @pytest.mark.points(1)
 def test_checkpoints(submission):
-    """full_state_dict equals the plain module's state dict, and loads into this module and on any number of ranks."""
+    """full_state_dict equals the plain module's state dict. The plain module and any number of ranks can load it."""
     first, *others = submission.worlds(4, 2, 3)
     half, kinds = 2, {"Buffers": {"unit_type": "Linear"}, "TiedBlocks": JOB}
     cases = [submission.case(model, 4, steps=2 * half, dtype=torch.float64, hidden_layers=3) for model in kinds]

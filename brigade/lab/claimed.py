@@ -528,7 +528,8 @@ def check_coalesce_175b() -> Finding:
     numels = [parameter.numel() for parameter in make_model(MODELS["gpt3-175b"]).parameters()]
     count = len(import_solution("plan_layout")(numels[::-1], 40_000_000, 8).bucket_ranges)
     return Finding(
-        f"{count} buckets for a model with GPT-3's shape and {sum(numels) / 1e9:.0f} billion parameters, on 8 ranks",
+        f"it makes {count} buckets for a model with GPT-3's shape and {sum(numels) / 1e9:.0f} billion parameters, on 8 "
+        "ranks",
         judge(10 <= count <= 40),
     )
 
