@@ -4,8 +4,9 @@ An all-reduce leaves the sum of the ranks' tensors on every rank. This module bu
 two ranks, in two ways: through a root that adds up all tensors, and around a ring in which all ranks do the same amount
 of work.
 
-Cost with N ranks and S bytes, if a message of b bytes takes α + b/β: with a root, the all-reduce takes 2(N−1)(α + S/β).
-Around a ring, it takes 2(N−1)(α + S/(Nβ)), and every rank sends 2(N−1)/N · S bytes, which is less than 2S for any N.
+Cost with N ranks and S bytes: suppose that a message of b bytes takes α + b/β. Through a root, the all-reduce takes
+2(N−1)(α + S/β). Around a ring, it takes 2(N−1)(α + S/(Nβ)), and every rank sends 2(N−1)/N · S bytes, which is less than
+2S for any N.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 
 
 def shard_batch(batch: Tensor, rank: int, world_size: int) -> Tensor:
-    """Return this rank's rows of a batch: with n = len(batch) / world_size, rows rank·n to (rank + 1)·n.
+    """Return this rank's rows of a batch: rows rank·n to (rank + 1)·n − 1, where n = len(batch) / world_size.
 
     Raise ValueError if the rows cannot be split equally among the ranks.
     """
@@ -38,9 +39,9 @@ def all_reduce_via_root(tensor: Tensor, process_group: dist.ProcessGroup | None 
 
 
 def shift(outgoing: Tensor, incoming: Tensor, process_group: dist.ProcessGroup | None) -> None:
-    """Send `outgoing` to the next rank of the ring and fill `incoming` from the previous rank, at the same time."""
+    """Send `outgoing` to the next rank of the ring and receive `incoming` from the previous rank, at the same time."""
     rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
-    # If every rank waits in its send first, no rank ever receives. Start one of the two transfers without waiting.
+    # If every rank first waits in its send, no rank ever receives. Start one of the two transfers without waiting.
     # TODO: part (c)
     raise NotImplementedError("module 0, part (c)")
 
@@ -54,7 +55,7 @@ def ring_reduce_scatter(tensor: Tensor, process_group: dist.ProcessGroup | None 
     rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
     chunks = split_into_chunks(tensor, size)
     # A chunk travels around the ring once, and every rank adds its own values to it. Which chunk must this rank send
-    # first, so that chunk r ends up on rank r? Add the chunk that arrives to your own, and send on the sum in the next
+    # first, so that chunk r ends up on rank r? Add the chunk that arrives to your own, and send the sum in the next
     # step.
     # TODO: part (d)
     raise NotImplementedError("module 0, part (d)")
@@ -68,7 +69,7 @@ def ring_all_gather(tensor: Tensor, process_group: dist.ProcessGroup | None = No
     """
     rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
     chunks = split_into_chunks(tensor, size)
-    # Begin with your own chunk. A chunk that arrives is complete: it replaces yours. Send it on in the next step.
+    # Send your own chunk first. A chunk that arrives is complete and replaces yours. Pass it on in the next step.
     # TODO: part (e)
     raise NotImplementedError("module 0, part (e)")
 

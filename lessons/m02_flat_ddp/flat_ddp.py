@@ -5,7 +5,7 @@ tensor, averaged with one all-reduce, and copied back. A collective carries only
 parameters has its own flat tensor.
 
 Cost per step: one launch per dtype, after backward, and the same bytes as in module 1. All gradients are copied twice
-(in and out). During the all-reduce, they take twice the memory.
+(in and out). During the all-reduce, the gradients take twice as much memory.
 """
 
 from __future__ import annotations

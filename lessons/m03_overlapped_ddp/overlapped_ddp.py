@@ -1,12 +1,12 @@
 """Module 3: communicate while backward is still computing.
 
-The gradient of the last layer is ready when backward has barely begun. A hook on each parameter launches the
-all-reduce of its gradient at that moment, without waiting, and backward continues. `finish_grad_sync` waits for the
+The gradient of the last layer is ready when backward has barely begun. A hook on each parameter launches an all-reduce
+without waiting, as soon as the parameter's gradient is ready, and backward continues. `finish_grad_sync` waits for the
 all-reduces that are still running.
 
 Cost per step: one launch per trainable parameter, during backward, the same bytes as in module 1, and no copies. Only
-communication that does not overlap with computation makes the step longer. All ranks must use every parameter, in the
-same order.
+communication that does not overlap with computation makes the step longer. Restriction: all ranks must use every
+parameter, in the same order.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class GradSyncMixin:
 
 
 class OverlappedDDP(GradSyncMixin, nn.Module):
-    """Wrap a model and all-reduce its gradients one by one, as backward produces them."""
+    """Wrap a model and all-reduce each of its gradients as soon as backward has computed it."""
 
     def __init__(self, module: nn.Module, process_group: dist.ProcessGroup | None = None):
         super().__init__()

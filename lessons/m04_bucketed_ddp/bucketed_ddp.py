@@ -1,4 +1,4 @@
-"""Module 4: buckets, a compromise between one launch for all parameters and one launch for each.
+"""Module 4: buckets, a compromise between one launch for all parameters and one launch per parameter.
 
 Gradients become ready in roughly reverse registration order, so neighbours in that order share a bucket of about
 25 MiB. A bucket is all-reduced as soon as its last gradient is ready, while backward continues. Gradients may become
@@ -23,9 +23,9 @@ from ..m03_overlapped_ddp.overlapped_ddp import GradSyncMixin
 def plan_buckets(params: Iterable[nn.Parameter], bucket_cap_bytes: int) -> list[list[nn.Parameter]]:
     """Assign trainable parameters, given in registration order, to buckets, in reverse order.
 
-    A bucket closes before a parameter that would make it exceed the cap. A parameter that fits exactly still goes into
-    the bucket. A parameter larger than the cap gets its own bucket. All parameters of a bucket have the same dtype. The
-    function reads only shapes and dtypes, so it works on the meta device.
+    A bucket closes before a parameter that would make it exceed the cap. If a parameter fits exactly, it still goes
+    into the bucket. A parameter larger than the cap gets its own bucket. All parameters of a bucket have the same
+    dtype. The function reads only shapes and dtypes, so it works on the meta device.
     """
     # TODO: part (a)
     raise NotImplementedError("module 4, part (a)")
@@ -55,9 +55,9 @@ class Bucket:
 
 
 class LaunchQueue:
-    """Launch units strictly in order, each one as soon as it and all units before it are complete.
+    """Launch units strictly in order: each unit as soon as it is complete and all earlier units are launched.
 
-    A unit is whatever is launched together: a bucket, or in module 6 a group of buckets. Unit k is complete when
+    A unit is what one launch carries: a bucket or, in module 6, a group of buckets. Unit k is complete when
     `num_grads[k]` gradients are ready. `launch(k)` starts its communication without waiting. All ranks have the same
     units and therefore launch them in the same order.
     """

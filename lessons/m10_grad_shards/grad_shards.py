@@ -80,8 +80,8 @@ class ShardedBucket(CachedBucketGroup):
 
     def start_grad_sync(self) -> None:
         """Start the reduce-scatter of the whole bucket into a new tensor with the size of a shard."""
-        # Do not reduce into the shard itself, because finish_grad_sync *adds* to it. A rank without these gradients
-        # contributes zeros.
+        # Do not reduce into the shard itself, because finish_grad_sync *adds* to it. If this rank has no gradients for
+        # the bucket, it contributes zeros.
         # TODO: part (c)
         raise NotImplementedError("module 10, part (c)")
 
@@ -120,7 +120,7 @@ class GradShardedDDP(CachedDDP):
         return ShardedGradBuffer(params, bucket_numel, grad_dtype, self.process_group)
 
     def forward(self, *args, **kwargs):
-        return self.module(*args, **kwargs)  # module 5 attaches views here; this module has no views to attach
+        return self.module(*args, **kwargs)  # module 5 attaches views here, but this module has none
 
     def launch(self, index: int) -> None:
         """Start the reduce-scatter of a bucket. If too many buckets are live, finish the oldest one first."""

@@ -3,8 +3,8 @@
 Every rank has a full copy of the model and works on its own part of the batch. After backward, each gradient is
 averaged over the ranks with one all-reduce, so all copies take the same optimizer step.
 
-Cost per step: one launch per trainable parameter, all of them after backward, when no computation is left to overlap
-with. Each all-reduce carries the bytes of one gradient. No memory is needed beyond the gradients themselves.
+Cost per step: one launch per trainable parameter. All launches come after backward, when no computation is left to
+overlap with. Each all-reduce carries the bytes of one gradient. No additional memory is needed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def broadcast_module_state(module: nn.Module, process_group: dist.ProcessGroup |
 
 
 class NaiveDDP(nn.Module):
-    """Wrap a model and average its gradients over the ranks of a group, one by one, after backward.
+    """Wrap a model. After backward, average its gradients over the ranks of a group, one by one.
 
     The constructor makes all replicas equal. After each backward, call `finish_grad_sync` once, on all ranks.
     Afterwards, every `p.grad` is the average over the group.
@@ -50,8 +50,8 @@ class NaiveDDP(nn.Module):
     def finish_grad_sync(self) -> None:
         """Average the gradient of each trainable parameter over the group, with one all-reduce per parameter.
 
-        All ranks must call the same collectives in the same order. If this rank did not use a parameter, its gradient
-        is None and counts as zeros.
+        All ranks must call the same collectives in the same order. If this rank did not use a parameter, the
+        parameter's gradient is None and counts as zeros.
         """
         ### BEGIN SOLUTION part (c)
         for parameter in self.module.parameters():

@@ -1,8 +1,8 @@
 """Module 5: gradients that live in one contiguous buffer.
 
-Module 4 copies every gradient into its bucket and back. Here each gradient is a view of one flat buffer from the start,
-so a bucket is a slice of the buffer and is reduced in place. The code separates the *plan* (`plan_layout`, a pure
-function), the *memory* (`GradBuffer`) and the *communication* (`Bucket` and `BufferedDDP`).
+Module 4 copies every gradient into its bucket and back. In this module, each gradient is a view of one flat buffer from
+the start, so a bucket is a slice of the buffer and is reduced in place. The code separates the *plan* (`plan_layout`, a
+pure function), the *memory* (`GradBuffer`) and the *communication* (`Bucket` and `BufferedDDP`).
 
 Cost per step: the launches and bytes of module 4, no copies, and padding of less than lcm(N, 128) elements per bucket.
 """
@@ -96,8 +96,8 @@ class GradBuffer:
 
     def attach_views(self) -> None:
         """Create `views`, and make gradients and parameters point into the flat tensors. Their values do not change."""
-        # An existing gradient moves into its view, except with main_grad. If param_data exists, parameter.data moves
-        # into it.
+        # An existing gradient moves into its view, except with main_grad. If there is a param_data, parameter.data
+        # moves into it too.
         ### BEGIN SOLUTION part (b)
         self.views: list[torch.Tensor] = []
         for parameter, (start, end) in zip(self.params, self.layout.param_ranges):
@@ -122,7 +122,8 @@ class GradBuffer:
         """Make `views[i]` contain the gradient of parameter i. None counts as zeros. A second call changes nothing."""
         parameter, view = self.params[i], self.views[i]
         if not self.has_main_grad:
-            # The gradient *is* the view. If parameter.grad is something else, overwrite the view and attach it.
+            # The gradient *is* the view. If parameter.grad is a different tensor or None, overwrite the view and attach
+            # it.
             ### BEGIN SOLUTION part (c)
             if parameter.grad is not view:
                 parameter.grad = view.zero_() if parameter.grad is None else view.copy_(parameter.grad)
@@ -150,7 +151,7 @@ class GradBuffer:
 
 
 class Bucket:
-    """One bucket of a buffer: a slice that one collective all-reduces."""
+    """One bucket of a buffer: a slice that is all-reduced by one collective."""
 
     def __init__(self, buffer: GradBuffer, index: int, process_group: dist.ProcessGroup | None):
         self.buffer = buffer
@@ -235,7 +236,7 @@ class BufferedDDP(GradSyncMixin, nn.Module):
 
     def finish_grad_sync(self) -> None:
         """Launch the remaining units and wait for all units. Afterwards, each gradient is the average."""
-        # If a gradient never arrived, its part of the buffer must still be correct.
+        # Some gradients may never have arrived. Their parts of the buffer must still be correct.
         ### BEGIN SOLUTION part (g)
         for unit in self.units[self.queue.next_to_launch :]:
             for i in unit.param_indices:

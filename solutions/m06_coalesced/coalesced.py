@@ -4,7 +4,7 @@ After the reduce-scatter, each rank has the averages of its own shard, 1/N of ev
 shards to all ranks. Buckets form groups, and the collectives of a group are *coalesced*, that is, launched as one.
 
 Cost per step: two launches per group instead of one per bucket, and the bytes of one all-reduce. A group is launched
-when its last bucket is ready, so large groups mean fewer launches and less overlap. The all-gather of a group follows
+when its last bucket is ready, so large groups need fewer launches but overlap less. The all-gather of a group follows
 when half of the next group is ready. It does not have to carry gradients: in module 8, it carries weights.
 """
 
@@ -34,7 +34,7 @@ class Handle(Protocol):
 
 @contextmanager
 def coalesce(process_group: dist.ProcessGroup | None = None) -> Iterator[Handle]:
-    """Launch all collectives of the block as one, without waiting, when the block ends.
+    """Launch all collectives of the block together, without waiting, when the block ends.
 
     The block may call all_reduce, reduce_scatter or all_gather on single tensors, not on lists. Raise RuntimeError if
     the calls differ in kind, reduce operation or dtype, or if blocks of one group are nested. After any exception in
@@ -99,7 +99,7 @@ class BucketGroup:
         ### END SOLUTION
 
     def finish_grad_sync(self) -> None:
-        """Wait. Afterwards, this rank's shard of each bucket is the average. The rest of the bucket is undefined."""
+        """Wait until this rank's shard of each bucket contains averages. The rest of the bucket is undefined."""
         self.grad_handle.wait()
 
     def start_all_gather(self, data: torch.Tensor) -> Handle:
@@ -195,8 +195,8 @@ class CoalescedDDP(BufferedDDP):
 
     def finish_grad_sync(self) -> None:
         """Launch the remaining groups and wait for all groups. With `gather_grads`, all-gather the averages."""
-        # If a gradient never arrived, its part of the buffer must still be correct. The last group has not been
-        # gathered yet. At the end, keep no state of this step.
+        # Some gradients may never have arrived. Their parts of the buffer must still be correct. The last group has not
+        # been gathered yet. At the end, keep no state of this step.
         ### BEGIN SOLUTION part (f)
         for group in self.groups[self.queue.next_to_launch :]:
             for i in group.param_indices:

@@ -17,7 +17,7 @@ from ..m06_coalesced.coalesced import BucketGroup, CoalescedDDP
 
 
 class ShardCache:
-    """Create and cache views of one flat tensor with this layout. Each bucket has `dp_size` shards."""
+    """Create and cache views of one flat tensor with the given layout. Each bucket has `dp_size` shards."""
 
     def __init__(self, layout: BufferLayout, dp_size: int):
         self.layout = layout

@@ -1,4 +1,4 @@
-"""Module 8: each rank keeps the optimizer state of its own share of the parameters (ZeRO, stage 1).
+"""Module 8: each rank keeps the optimizer state of its own part of the parameters (ZeRO, stage 1).
 
 Both optimizers take a step in three phases. There are N ranks, and a bucket has the shape (bucket_numel,).
 
@@ -92,7 +92,7 @@ class OuterOptimizer(Optimizer):
 
 
 class ShardedOptimizer(OuterOptimizer):
-    """Shard any torch optimizer by whole parameters. Weights must be equal on all ranks. It has no checkpoints."""
+    """Shard any torch optimizer by whole parameters, without checkpoints. Weights must be equal on all ranks."""
 
     def __init__(self, params: Params, optimizer_cls: type[Optimizer], process_group: ProcessGroup = None, **defaults):
         self.owner: dict[nn.Parameter, int] = {}  # the owner of each parameter: a rank in the group
@@ -113,7 +113,7 @@ class ShardedOptimizer(OuterOptimizer):
 
     def prepare_grads(self) -> list[Tensor]:
         """Average each trainable gradient on its owner, once per step. Return the gradients that this rank owns."""
-        # A gradient that is None counts as zero. dist.reduce takes the root as group_dst, a rank in the group.
+        # A gradient that is None counts as zeros. dist.reduce takes the root as group_dst, a rank in the group.
         ### BEGIN SOLUTION part (c)
         trainable = [p for p in self.owner if p.requires_grad and not self.is_reduced]
         for p in trainable:
@@ -208,11 +208,12 @@ def map_like(like: Tensor, function: Callable[[Tensor], Tensor], state: dict[str
 
 
 class ZeroOptimizer(OuterOptimizer):
-    """Shard any elementwise torch optimizer in the same way as the buckets of `ddp`. Others raise ValueError.
+    """Shard an elementwise torch optimizer in the same way as the buckets of `ddp`.
 
-    Without `param_groups`, there is one parameter group with all parameters. The constructor turns off
-    `ddp.gather_grads`. Call `ddp.finish_grad_sync()` before `clip_grad_norm_` and `step`. Load weights before you
-    construct the optimizer, because the constructor copies the fp32 main parameters from them.
+    Raise ValueError if the optimizer is not elementwise. Without `param_groups`, there is one parameter group with all
+    parameters. The constructor turns off `ddp.gather_grads`. Call `ddp.finish_grad_sync()` before `clip_grad_norm_` and
+    `step`. Load weights before you construct the optimizer, because the constructor copies the fp32 main parameters
+    from them.
     """
 
     def __init__(self, ddp: CoalescedDDP, optimizer_cls: type[Optimizer], param_groups: Params = None, **defaults):
@@ -248,7 +249,7 @@ class ZeroOptimizer(OuterOptimizer):
         return [part.buffer.grad_data[part.buffer_slice] for part in self.param_shards.values()]
 
     def start_sharing(self) -> None:
-        """Copy the rounded main parameters into the buffers, then start to gather the weights of all ranks."""
+        """Copy the rounded main parameters into the buffers, then start the all-gathers of the weights."""
         ### BEGIN SOLUTION part (h)
         for part in self.param_shards.values():
             part.shard.grad = None
@@ -258,7 +259,7 @@ class ZeroOptimizer(OuterOptimizer):
         ### END SOLUTION
 
     def share_weights(self) -> None:
-        """Gather the weights of all ranks. Module 9 does not wait here."""
+        """Gather the weights of all ranks, and wait for them. Module 9 overrides this method and does not wait."""
         self.start_sharing()
         self.ddp.finish_param_sync()
 
@@ -266,7 +267,7 @@ class ZeroOptimizer(OuterOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the unsharded optimizer's state dict plus the main parameters ("masters"). Call it on every rank."""
         result = super().state_dict() | {"masters": {}}  # the parameter groups; the state is in `optim`
-        # `all_gather_full` communicates, so every rank must call it for every shard.
+        # `all_gather_full` launches a collective, so every rank must call it for every shard.
         ### BEGIN SOLUTION part (i)
         for index, part in self.param_shards.items():
             if state := self.optim.state.get(part.shard):

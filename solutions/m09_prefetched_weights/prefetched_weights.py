@@ -2,8 +2,8 @@
 
 Module 8 waits for all weights at the end of every step. But the next forward needs the weights of the first layer
 first, and the weights of the last layer much later. In this module, `step` only launches the all-gathers, in the order
-in which forward needs the weights. Forward waits for each bucket group just before the first module that uses its
-parameters runs.
+in which forward needs the weights. Forward waits for each bucket group just before it runs the first module that uses
+the group's parameters.
 
 Cost per step: the same launches and bytes as in module 8. If forward is slow enough to hide the other all-gathers, only
 the first group's all-gather is exposed. The drawback: between `step` and the next forward, weights are incomplete.
@@ -24,7 +24,7 @@ from ..m08_zero_optimizer.zero_optimizer import ZeroOptimizer
 
 
 class PrefetchedDDP(CachedDDP):
-    """Like `CachedDDP`, but after `start_param_sync`, the next forward waits for each group when it is needed.
+    """Like `CachedDDP`, but after `start_param_sync`, the next forward waits for each group when it needs the group.
 
     A module's weights are incomplete from `start_param_sync` until the module runs. Call `finish_param_sync` before you
     read `ddp.module.weight` directly.
@@ -113,7 +113,7 @@ class PrefetchedZeroOptimizer(ZeroOptimizer):
 
     def prepare_grads(self) -> list[Tensor]:
         """Attach gradients and weights to the shards. Return the gradients as views of the buffers."""
-        # The inner optimizer is about to write weights. A group that forward has not used is still in flight.
+        # The inner optimizer is about to write weights. Groups that forward has not used are still in flight.
         ### BEGIN SOLUTION part (f)
         self.ddp.finish_param_sync()
         return super().prepare_grads()

@@ -44,8 +44,8 @@ def plan_units(module: nn.Module, unit_types: UnitTypes) -> list[list[str]]:
     """Return the parameter names of each unit, as in `named_parameters()`. The first unit is the root.
 
     Each outermost submodule of one of these types is a unit; `module` itself is not. Units are in registration order.
-    The root has all other parameters, and all parameters that are registered under more than one name. It is listed
-    even if it is empty, but other units without parameters are omitted.
+    The root contains all other parameters, and all parameters that are registered under more than one name. The root is
+    listed even if it is empty, but other units without parameters are omitted.
     """
     # `named_parameters(remove_duplicate=False)` yields a tied parameter under all its names. The names of a submodule's
     # parameters begin with the name of the submodule.
@@ -296,7 +296,7 @@ class FullyShardedDDP(GradSyncMixin, nn.Module):
         if not self.awaits_backward:
             return
         self.awaits_backward, self.is_backward = False, True
-        # Which actions must a backward omit inside no_sync, and which ones without reshard_after_forward?
+        # Which actions must a backward omit inside no_sync? Which actions must it omit without reshard_after_forward?
         ### BEGIN SOLUTION part (i)
         actions = plan_schedule(len(self.units), self.prefetch, backward=True)
         if not self.reshard_after_forward:
@@ -325,9 +325,9 @@ class FullyShardedDDP(GradSyncMixin, nn.Module):
         ### END SOLUTION
 
     def leave(self, unit: int | None) -> None:
-        """If `unit` is the current unit, it has computed. Free it, then perform the actions before the next "compute".
+        """If `unit` is the current unit, free it, then perform the actions before the next "compute".
 
-        In forward, some weights stay in memory, because the backward of this forward does not gather them again.
+        During forward, some weights stay in memory, because the backward of this forward does not gather them again.
         """
         ### BEGIN SOLUTION part (k)
         if unit is None or unit != self.current:
@@ -403,7 +403,7 @@ class FullyShardedDDP(GradSyncMixin, nn.Module):
 
     @torch.no_grad()
     def full_state_dict(self) -> dict[str, Any]:
-        """Return the plain module's state dict on the CPU. Every rank must call this, because it gathers each unit."""
+        """Return the plain module's state dict on the CPU. Call it on every rank, because it gathers each unit."""
         weights = {}
         for flat in itertools.chain(*self.units):
             is_free = flat.full.untyped_storage().nbytes() == 0

@@ -410,14 +410,14 @@ COPY_BACK = "part.buffer.param_data[part.buffer_slice] = part.shard\n"
 GATHER = "        self.ddp.start_param_sync()\n        self.ddp.finish_param_sync()\n"
 BETWEEN = (
     "        ### END SOLUTION\n\n    def share_weights(self) -> None:\n"
-    '        """Gather the weights of all ranks. Module 9 does not wait here."""\n'
+    '        """Gather the weights of all ranks, and wait for them. Module 9 overrides this method and does not wait."""\n'
     "        self.start_sharing()\n"
 )
 START_AND_FINISH = GATHER.replace("()\n", "()\n" + BETWEEN, 1)  # as the reference has it, in two methods
 LOCAL_GRADS = "        return [part.buffer.grad_data[part.buffer_slice] for part in self.param_shards.values()]\n"
 SHARE_WEIGHTS = (
     "\n    def start_sharing(self) -> None:\n"
-    '        """Copy the rounded main parameters into the buffers, then start to gather the weights of all ranks."""\n'
+    '        """Copy the rounded main parameters into the buffers, then start the all-gathers of the weights."""\n'
     "        ### BEGIN SOLUTION part (h)\n"
     "        for part in self.param_shards.values():\n"
     "            part.shard.grad = None\n"
