@@ -28,7 +28,7 @@ def test_shard_batch(submission):
             start, end = rank * count, (rank + 1) * count
             expect(
                 isinstance(rows, torch.Tensor) and torch.equal(rows, batch[start:end]),
-                f"shard_batch(batch, {rank}, {size}) returns batch[{start}:{end}] (the batch has {len(batch)} rows)",
+                f"for a batch of {len(batch)} rows, shard_batch(batch, {rank}, {size}) returns batch[{start}:{end}]",
                 describe_rows(rows, batch),
                 partial(diagnosis.explain_rows, rows, batch, rank, size),
             )
@@ -218,7 +218,7 @@ def expect_ring(results, tensors, group, num_phases):
             sent <= limit,
             f"a rank sends at most {'2' * (num_phases == 2)}(N − 1) chunks: {limit} bytes for {numel} elements on "
             f"{size} ranks",
-            f"this rank sent {sent} bytes",
+            f"the step sent {sent} bytes",
             diagnosis.WHOLE_TENSOR,
             rank=group[place],
             step=step,
@@ -246,7 +246,7 @@ def expect_messages(results, rank, step, to, source, likely_cause=""):
         expect(
             sorted(actual, key=str) == sorted(peers, key=str),
             f"rank {rank} {verb} {format_messages(peers, side)}",
-            f"this rank {past} {format_messages(actual, side)}",
+            f"the step {past} {format_messages(actual, side)}",
             likely_cause,
             rank=rank,
             step=step,
@@ -254,8 +254,8 @@ def expect_messages(results, rank, step, to, source, likely_cause=""):
     raced, unawaited = [x for x in found if x.raced], [x for x in found if not x.waits]
     expect(
         not raced,
-        "no tensor changes between the call that sends or receives it and its wait()",
-        f"the tensors of {len(raced)} of {len(found)} messages changed",
+        "no tensor changes between the call that sends or receives it and wait()",
+        f"the tensor changed in {len(raced)} of {len(found)} messages",
         diagnosis.CHANGED,
         rank=rank,
         step=step,
@@ -283,12 +283,14 @@ def format_messages(peers, side):
 def describe_rows(rows, batch):
     """Return what shard_batch returned, in words."""
     if not isinstance(rows, torch.Tensor):
-        return "it returned no tensor"
-    return f"it returned a tensor of shape {tuple(rows.shape)}" + (
+        return "shard_batch returned no tensor"
+    return f"shard_batch returned a tensor of shape {tuple(rows.shape)}" + (
         " with other rows" if rows.shape[1:] == batch.shape[1:] else ""
     )
 
 
 def describe_view(view):
     """Return what ring_reduce_scatter returned, in words."""
-    return f"it returned elements {view[0]}:{view[0] + view[1]}" if view else "it returned no view of the tensor"
+    if not view:
+        return "ring_reduce_scatter returned no view of the tensor"
+    return f"ring_reduce_scatter returned elements {view[0]}:{view[0] + view[1]}"

@@ -75,8 +75,8 @@ def test_one_all_reduce_per_parameter(submission):
                 expect(
                     sorted((launch.op, launch.numel) for launch in launched)
                     == sorted(("all_reduce", p.numel()) for p in trainable),
-                    f"a step of the {model} model launches one all_reduce for each of its {len(trainable)} trainable "
-                    "parameters, with the size of the parameter",
+                    f"a step of the {model} model launches one all_reduce of the right size for each of its "
+                    f"{len(trainable)} trainable parameters",
                     f"the step made {summarize(launched)}",
                     partial(diagnosis.explain_launches, launched, case),
                     rank=rank,

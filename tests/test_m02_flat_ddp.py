@@ -13,7 +13,7 @@ from scenarios import training
 JOB = {"package": "m02_flat_ddp", "wrapper": "FlatDDP"}
 
 
-# In the mixed model every layer receives activations that were rounded to bfloat16, so all gradients contain that
+# In the mixed model, every layer receives activations that were rounded to bfloat16, so all gradients contain that
 # rounding error: 2^-8 each in forward, backward and the sum.
 MIXED = 2**-6
 
@@ -65,7 +65,7 @@ def test_bytes_on_the_wire(submission):
             expect(
                 sent == nbytes,
                 f"a step of the {model} model all-reduces {nbytes} bytes, the size of its trainable parameters",
-                f"this rank all-reduced {sent} bytes",
+                f"the step all-reduced {sent} bytes",
                 partial(diagnosis.explain_volume, launched, case),
                 rank=rank,
             )

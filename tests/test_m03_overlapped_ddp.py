@@ -60,7 +60,7 @@ def test_launches_are_asynchronous(submission):
                 expect(
                     not late,
                     "every all_reduce is launched during backward",
-                    f"{len(late)} of {len(launched)} all-reduces were not launched during backward",
+                    f"backward launched only {len(launched) - len(late)} of {len(launched)} all-reduces",
                     diagnosis.IN_THE_FINISH,
                     rank=rank,
                     step=step,
@@ -152,7 +152,7 @@ def test_every_handle_is_waited_on(submission):
                 expect(
                     not raced,
                     "a gradient does not change between its launch and its wait",
-                    f"the gradients of {len(raced)} of {len(launched)} launches changed in between",
+                    f"the gradient changed before the wait in {len(raced)} of {len(launched)} launches",
                     partial(diagnosis.explain_race, events, step),
                     rank=rank,
                     step=step,
@@ -179,7 +179,7 @@ def test_no_sync_accumulates(submission):
             expect(
                 count == expected,
                 f"a step of 3 micro-batches has {expected} launches: one per parameter, in the last backward",
-                f"this rank made {count} launches",
+                f"the step made {count} launch{'es' * (count != 1)}",
                 rank=rank,
             )
         require_overlapped(results, case, steps=2)
@@ -199,7 +199,7 @@ def test_no_sync_restores_its_state(submission):
         expect(
             not inside,
             "backward passes inside no_sync launch nothing, even after an inner no_sync has ended",
-            f"{len(inside)} launch{'es' * (len(inside) != 1)} came inside no_sync, {nested} of them in the inner one",
+            f"{len(inside)} launch{'es' * (len(inside) != 1)} came inside no_sync, {nested} of them in the inner block",
             partial(diagnosis.explain_noise, nested),
             rank=rank,
         )
@@ -207,7 +207,7 @@ def test_no_sync_restores_its_state(submission):
         expect(
             len(outside) == len(case.parameters()),
             "after an exception inside no_sync, the next backward launches all its all-reduces",
-            f"this rank made {len(outside)} launches for {len(case.parameters())} parameters",
+            f"this backward launched {len(outside)} all-reduces for {len(case.parameters())} parameters",
             partial(diagnosis.explain_silence, events),
             rank=rank,
         )

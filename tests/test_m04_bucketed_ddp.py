@@ -22,7 +22,7 @@ from diagnosis import m04_bucketed_ddp as diagnosis
 from diagnosis.easier import explain_late_launches
 from scenarios import m04_bucketed_ddp, training
 
-CAP_BYTES = 600  # of the buckets in the checks below: a few parameters each
+CAP_BYTES = 600  # the cap in the checks below: a bucket contains a few parameters
 JOB = {"package": "m04_bucketed_ddp", "wrapper": "BucketedDDP", "arguments": {"bucket_cap_mb": CAP_BYTES / 2**20}}
 XL = {1: 435, 10: 339, 100: 98, 1000: 8}  # number of buckets of the XL model, by cap in MiB
 
@@ -297,7 +297,7 @@ def expect_buckets(case, buckets):
         expect(
             total <= case["cap_bytes"] or len(bucket) == 1,
             f"a bucket of several parameters contains at most {case['cap_bytes']} bytes",
-            f"{got}. One of them contains {total} bytes",
+            f"{got}. One bucket contains {total} bytes",
             partial(diagnosis.explain_large_bucket, apply_rule, case, sizes, buckets),
         )
     for bucket, after in zip(buckets, buckets[1:]):
@@ -307,7 +307,7 @@ def expect_buckets(case, buckets):
                 total + sizes[after[0]] > case["cap_bytes"],
                 "a bucket closes only if the next parameter does not fit. A parameter that fits exactly belongs to "
                 "the bucket",
-                f"{got}; parameter #{after[0]} would still fit",
+                f"{got}. Parameter #{after[0]} would still fit",
                 partial(diagnosis.explain_small_bucket, total + sizes[after[0]] == case["cap_bytes"]),
             )
 
@@ -330,7 +330,7 @@ def expect_dtypes(events, case):
             carried == expected or len(events) == 1,
             "each bucket contains gradients of one dtype and is all-reduced in that dtype. A step all-reduces "
             + join(f"{numel} elements of {dtype}" for dtype, numel in expected.items()),
-            f"this rank made {summarize(launches(own, 0))}",
+            f"the step made {summarize(launches(own, 0))}",
             diagnosis.MIXED_BUCKETS,
             rank=rank,
         )

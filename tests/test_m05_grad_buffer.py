@@ -91,8 +91,10 @@ def test_buffer_memory(submission):
                     offset, value = state[name][i]
                     expect(
                         offset == start,
-                        f"{when} p.{name} is a view of {flat} that begins at element {start}",
-                        f"p.{name} is not a view of {flat}" if offset is None else f"it begins at element {offset}",
+                        f"{when}, p.{name} is the view of {flat} that begins at element {start}",
+                        f"p.{name} is not a view of {flat}"
+                        if offset is None
+                        else f"p.{name} begins at element {offset}",
                         partial(diagnosis.explain_place, name, when),
                         parameter=f"parameter {i}",
                     )
@@ -103,8 +105,10 @@ def test_buffer_memory(submission):
                     expected = values[i] if name == "data" else main_grad
                     expect(
                         value.shape == expected.shape and torch.equal(value, expected),
-                        f"{when} p.{name} has the parameter's shape and the values that it had before",
-                        f"it has the shape {tuple(value.shape)} of {tuple(expected.shape)}, or other values",
+                        f"{when}, p.{name} has the parameter's shape, and its values have not changed",
+                        "the values are different"
+                        if value.shape == expected.shape
+                        else f"the shape is {tuple(value.shape)}, expected {tuple(expected.shape)}",
                         diagnosis.LOST_VALUES,
                         parameter=f"parameter {i}",
                     )
@@ -134,7 +138,9 @@ def test_gradients_are_views(submission):
                 expect(
                     len(buffers) == 1 and buffers[0]["numel"] == layout["numel"],
                     f"there is one grad buffer, with {layout['numel']} elements",
-                    f"the grad buffers have {join_names([buffer['numel'] for buffer in buffers])} elements",
+                    f"the numbers of elements of the grad buffers are {join_names([b['numel'] for b in buffers])}"
+                    if len(buffers) != 1
+                    else f"the grad buffer has {buffers[0]['numel']} elements",
                     partial(diagnosis.explain_buffers, buffers, names),
                     rank=rank,
                     step=step,
@@ -143,8 +149,8 @@ def test_gradients_are_views(submission):
                     offset = buffers[0]["offsets"].get(name)
                     expect(
                         offset == start,
-                        f"after finish_grad_sync, the gradient is a view of the buffer that begins at element {start}",
-                        "the gradient is not in the buffer" if offset is None else f"it begins at element {offset}",
+                        f"after finish_grad_sync, p.grad is the view of the buffer that begins at element {start}",
+                        "p.grad is not in the buffer" if offset is None else f"p.grad begins at element {offset}",
                         partial(diagnosis.explain_offset, results, buffers, names, name),
                         rank=rank,
                         step=step,
@@ -160,9 +166,11 @@ def test_gradients_are_views(submission):
         bare, ddp = ([n for n in result[key]["copied"] if n >= min(numels)] for key in ("bare", "ddp"))
         expect(
             sum(ddp) <= sum(bare),
-            f"a step copies at most as many elements as a step of the bare model: {sum(bare)}",
-            f"this rank copied {sum(ddp)} elements in {len(ddp)} copies. The largest copies have "
-            f"{join_names(sorted(ddp, reverse=True)[:4])} elements",
+            f"a step copies no more elements than a step of the bare model, which copies {sum(bare)}",
+            f"the number of copied elements is {sum(ddp)}. The largest copies have "
+            f"{join_names(sorted(ddp, reverse=True)[:4])} elements"
+            if len(ddp) != 1
+            else f"the only copy has {sum(ddp)} elements",
             partial(diagnosis.explain_copies, ddp, numels),
             rank=rank,
         )
@@ -170,7 +178,7 @@ def test_gradients_are_views(submission):
         expect(
             extra < 0.05 * gradient_bytes,
             "a step allocates no more memory than forward and backward of the bare model",
-            f"this rank allocated {extra} bytes more. All gradients together take {gradient_bytes} bytes",
+            f"the step allocated {extra} bytes more. All gradients together take {gradient_bytes} bytes",
             diagnosis.ALLOCATES,
             rank=rank,
         )
@@ -188,7 +196,7 @@ def test_zero_grad_in_any_form(submission):
             results = submission.run(m05_grad_buffer.train, jobs, world_size=world)
             when = "between forward and backward" if late else "before forward"
             with explain_failures(results.events, partial(diagnosis.explain_lost_view, results)):
-                what = f"3 steps with zero_grad ({form}) {when} give the same weights as training in one process"
+                what = f"3 steps with {format_zero_grad(form)} {when} give the same weights as training in one process"
                 expect_trained(what, [result["weights"] for result in results], case)
 
 
@@ -270,10 +278,10 @@ def test_main_grad_accumulates_in_fp32(submission):
     """With grad_dtype=float32, many small bf16 gradients accumulate in fp32, and each step starts from zero."""
     rng = torch.Generator().manual_seed(submission.rng.randrange(2**31))
     sizes = submission.rng.sample(range(3, 200), 4)
-    # One gradient of about 1, then many of about 1/500: in bf16 each of these would be rounded away.
+    # One gradient is about 1, and 40 gradients are about 1/500. In bf16, each of these 40 would be rounded away.
     scales = [1.0] + [0.002] * 40
     for world, set_to_none in zip(submission.worlds(2, 3), (True, False)):
-        batches = [  # of each rank: two steps of 41 micro-batches
+        batches = [  # for each rank, two steps of 41 micro-batches
             [[[(scale * (0.5 + torch.rand(size, generator=rng))).bfloat16() for size in sizes] for scale in scales]
              for _ in range(2)]
             for _ in range(world)
@@ -287,7 +295,7 @@ def test_main_grad_accumulates_in_fp32(submission):
             expect(
                 not absent,
                 "with grad_dtype=float32, every bf16 parameter has a main_grad",
-                f"main_grad is missing on {len(absent)} of {len(sizes)} parameters",
+                f"main_grad is missing for {len(absent)} of {len(sizes)} parameters",
                 diagnosis.NO_MAIN_GRAD,
                 rank=rank,
                 step=0,
@@ -329,7 +337,8 @@ def test_main_grad_accumulates_in_fp32(submission):
             expect(
                 None not in offsets.values(),
                 "each main_grad is a view of the buffer",
-                f"{sum(offset is None for offset in offsets.values())} of {len(offsets)} are not views",
+                f"main_grad is not a view for {sum(offset is None for offset in offsets.values())} of {len(offsets)} "
+                "parameters",
                 rank=rank,
                 step=1,
             )
@@ -425,6 +434,12 @@ def require_padded(results, case, steps=1):
         "for in finish_grad_sync"
     )
     require_launches(results.events, case.group, kind, accepts, steps)
+
+
+def format_zero_grad(form):
+    """Return the call that zeroes the gradients in this form: see the scenario's `zero_gradients`."""
+    owner, value = form.split(", to ")
+    return f"{owner}.zero_grad(set_to_none={value == 'None'})"
 
 
 def describe_grad(grad):

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from test_m05_grad_buffer import BUCKET_NUMEL, compute_layout
+from test_m05_grad_buffer import BUCKET_NUMEL, compute_layout, format_zero_grad
 
 from brigade.checks.expectations import (
     describe_gradients,
@@ -19,6 +19,7 @@ from brigade.checks.expectations import (
     expect_trained,
     expect_weights,
     explain_failures,
+    format_ranks,
     join_names,
     overlaps,
     require_launches,
@@ -31,7 +32,7 @@ from diagnosis.m05_grad_buffer import explain_lost_view
 from scenarios import m05_grad_buffer, m06_coalesced, training
 
 SUBGROUPS = [[1, 3], [0, 2]]  # of four ranks
-FUNCTIONS = {  # public names; torch 2.13 renamed two, and keeps the old ones for a while
+FUNCTIONS = {  # public names; torch 2.13 renamed two of them and still has the old names
     "all_reduce": ["all_reduce"],
     "reduce_scatter": ["reduce_scatter_single", "reduce_scatter_tensor"],
     "all_gather": ["all_gather_single", "all_gather_into_tensor"],
@@ -74,7 +75,7 @@ def test_coalesce_is_one_launch(submission):
             for index, rank in enumerate(group):
                 for number, (op, name, calls) in enumerate(blocks):
                     count = len(calls[rank])
-                    what = f"{count} calls of {name} in the group of ranks {join_names(group)}"
+                    what = f"{count} calls of {name} in the group of {format_ranks(group)}"
                     expect_one_launch(launches(results.events[rank], number), op, count, what, rank)
                     expect_equal(
                         f"after handle.wait(), each of {count} coalesced calls of {name} has the right result",
@@ -90,7 +91,7 @@ def test_coalesce_refuses_mixtures(submission):
     """Nested or mixed blocks (kinds, operations, dtypes) raise an exception and launch nothing. Later calls work."""
     rng = submission.rng
     [world] = submission.worlds(2)
-    blocks = [  # what raises, what must be compared for that, the calls
+    blocks = [  # (what the block contains, what must be compared to reject it, its calls)
         ("an all_reduce and a reduce_scatter", "kinds", [("all_reduce", "SUM", F32), ("reduce_scatter", "SUM", F32)]),
         ("an all_gather and an all_reduce", "kinds", [("all_gather", None, F32), ("all_reduce", "SUM", F32)]),
         ("SUM and AVG", "reduce operations", [("all_reduce", op, F32) for op in ("SUM", "AVG")]),
@@ -98,7 +99,7 @@ def test_coalesce_refuses_mixtures(submission):
         ("float32 and float64", "dtypes", [("all_reduce", "SUM", dtype) for dtype in (F32, F32, F64)]),
         ("float32 and bfloat16", "dtypes", [("all_gather", None, dtype) for dtype in (F32, BF16)]),
         ("an exception raised by the caller", None, [("all_reduce", "SUM", F32)] * 2),
-        ("a block of the same group", "nested", [("all_reduce", "SUM", F32)] * 2),
+        ("a nested block of the same group", "nested", [("all_reduce", "SUM", F32)] * 2),
     ]
     calls = [draw_calls(rng, world, world, kinds) for _, _, kinds in blocks]
     after = [entry for [entry] in draw_calls(rng, world, world, [("all_reduce", "SUM", F32)])]
@@ -122,15 +123,15 @@ def test_coalesce_refuses_mixtures(submission):
             else:
                 expect(
                     result[number]["unchanged"],
-                    "an exception that is raised inside a coalesce block leaves the block unchanged",
+                    "an exception that is raised inside a coalesce block reaches the caller unchanged",
                     f"the block raised {f'{raised} instead' if raised else 'nothing'}",
                     diagnosis.SWALLOWED,
                     rank=rank,
                 )
             expect(
                 not launched,
-                f"a coalesce block that ends with an exception launches nothing ({label})",
-                f"this rank made {summarize(launched)}",
+                f"a coalesce block with {label} ends with an exception and launches nothing",
+                f"the block made {summarize(launched)}",
                 partial(diagnosis.explain_launch_after_error, compared),
                 rank=rank,
             )
@@ -142,7 +143,7 @@ def test_coalesce_refuses_mixtures(submission):
 def test_bucket_group(submission):
     """A BucketGroup averages this rank's shards of its buckets in one launch, and gathers parameters in another."""
     rng = submission.rng
-    indices = [[0, 2], [1]]  # two groups of four buckets; the last bucket is in none
+    indices = [[0, 2], [1]]  # of the buckets in two groups; bucket 3, the last one, is in no group
     for world, dtype in zip(submission.worlds(2, 3, 4), (F32, F64, F32)):
         groups = split_ranks(world)
         shapes = [
@@ -176,8 +177,8 @@ def test_bucket_group(submission):
                     expect(
                         torch.equal(result[kind][unused], result["before"][kind][unused]),
                         "a BucketGroup does not change buckets that are not in its bucket_indices",
-                        f"bucket_indices of the two groups are {indices[0]} and {indices[1]}, but bucket 3 of {kind} "
-                        "has changed",
+                        f"the bucket_indices of the two groups are {indices[0]} and {indices[1]}, but bucket 3 of "
+                        f"{kind} has changed",
                         diagnosis.WHOLE_BUFFER,
                         rank=rank,
                     )
@@ -312,7 +313,7 @@ def test_steps_and_subgroups(submission):
         results = submission.run(m05_grad_buffer.train, jobs, world_size=world)
         with explain_failures(results.events, partial(explain_lost_view, results)):
             expect_trained(
-                f"after 3 steps with unused parameters and zero_grad ({form}) {when} forward, the weights equal "
+                f"after 3 steps with unused parameters and {format_zero_grad(form)} {when} forward, the weights equal "
                 "those from training in one process",
                 [result["weights"] for result in results],
                 case,
@@ -377,7 +378,7 @@ def expect_one_launch(launched, op, count, what, rank):
     expect(
         [(launch.op, launch.parts) for launch in launched] == [(op, count)],
         f"{what}, inside one coalesce block, become one launch of {count} tensors",
-        f"this rank made {summarize(launched)}"
+        f"the block made {summarize(launched)}"
         + (f", which contains {launched[0].parts} of the tensors" if len(launched) == 1 else ""),
         partial(diagnosis.explain_calls, launched, count),
         rank=rank,
@@ -385,21 +386,21 @@ def expect_one_launch(launched, op, count, what, rank):
     [launch] = launched
     expect(
         not launch.sync and "block" not in launch.wait_phases,
-        f"a coalesce block launches when it ends, without waiting ({what})",
+        f"a coalesce block with {what} launches when it ends, without waiting",
         "the block waited for the result",
         partial(diagnosis.explain_early_wait, launch),
         rank=rank,
     )
     expect(
         launch.phase == "block",
-        f"a coalesce block launches when it ends ({what})",
+        f"a coalesce block with {what} launches when it ends",
         "handle.wait() made the launch",
         diagnosis.MADE_BY_WAIT,
         rank=rank,
     )
     expect(
         bool(launch.waits),
-        f"handle.wait() waits for the block's launch ({what})",
+        f"handle.wait() waits for the launch of a coalesce block with {what}",
         "handle.wait() did not wait for this launch",
         diagnosis.OTHER_HANDLE,
         rank=rank,
@@ -410,7 +411,7 @@ def expect_working(answers, inputs, label):
     """Expect that an all_reduce and the next block work after a block that ended with an exception."""
     total = sum(inputs)
     expect_equal(
-        f"after a coalesce block has ended with an exception ({label}), the next all_reduce works",
+        f"after a coalesce block with {label} has failed, the next all_reduce works",
         [{"the result": answer["alone"]} for answer in answers],
         {"the result": total},
         hypotheses=partial(diagnosis.suspect_capturing, inputs),
@@ -418,13 +419,13 @@ def expect_working(answers, inputs, label):
     for rank, answer in enumerate(answers):
         expect(
             answer["failure"] is None,
-            f"after a coalesce block has ended with an exception ({label}), the next block works",
-            f"this rank raised {answer['failure']}",
+            f"after a coalesce block with {label} has failed, the next block works",
+            f"the next block raised {answer['failure']}",
             diagnosis.BLOCK_LEFT_OVER,
             rank=rank,
         )
     expect_equal(
-        f"after a coalesce block has ended with an exception ({label}), the next block works",
+        f"after a coalesce block with {label} has failed, the next block works",
         [{"the result": answer["again"]} for answer in answers],
         {"the result": total},
     )
@@ -465,7 +466,7 @@ def expect_averaged_shards(results, grads, layout, buckets, group):
 
         is_subgroup = list(group) != list(range(size))
         expect_equal(
-            f"after finish_grad_sync, rank r of a group has the averages in shard r (of {size}) of each bucket",
+            f"after finish_grad_sync, rank r of a group of size {size} has the averages in shard r of each bucket",
             [cut(actual)],
             cut(average),
             ranks=[rank],
@@ -514,8 +515,8 @@ def expect_started(launched, groups, op, what, rank, step=None):
     expect(
         not early and not late,
         f"start_{what} launches without waiting, and finish_{what} waits",
-        f"start_{what} waited for {len(early)} of {len(launched)} launches; {len(late)} of {len(launched)} came later, "
-        f"or finish_{what} did not wait for them",
+        f"start_{what} waited for {len(early)} of {len(launched)} launches. In {len(late)} of {len(launched)} cases, "
+        f"the launch came later, or finish_{what} did not wait for it",
         partial(diagnosis.explain_waits, launched, what),
         **at,
     )
@@ -527,7 +528,7 @@ def expect_ops(launched, ops, at, setting="", is_gather_off=False):
     expect(
         not others,
         f"only {' and '.join(ops)} {'is' if len(ops) == 1 else 'are'} launched{setting}",
-        f"there were also {summarize(others)}",
+        f"the step also made {summarize(others)}",
         partial(diagnosis.explain_other_kinds, others, is_gather_off),
         **at,
     )
@@ -541,9 +542,10 @@ def expect_launches(launched, groups, op, at, setting="", ordered=True, events=(
     of_kind = [launch for launch in launched if launch.op == op]
     made = sort_by_dtype((launch.dtype, launch.numel) for launch in of_kind)
     expected = sort_by_dtype((str(dtype).removeprefix("torch."), numel) for dtype, numel, *_ in groups)
+    count_groups = f"each of {len(expected)} groups" if len(expected) > 1 else "the only group"
     expect(
         made == expected if ordered else sorted(made) == sorted(expected),
-        f"one {op} for each of {len(expected)} groups is launched{setting}, with "
+        f"one {op} is launched for {count_groups}{setting}, with "
         f"{join_names([f'{numel} {dtype}' for dtype, numel in expected], 8)} elements",
         f"the step made {summarize(of_kind)}",
         partial(diagnosis.explain_groups, made, expected, op, events),
@@ -569,7 +571,7 @@ def expect_waited(launched, at):
     expect(
         not raced,
         "the tensors of a launch do not change before its handle is waited on",
-        f"the tensors of {summarize(raced)} changed",
+        f"the tensors changed in {summarize(raced)}",
         diagnosis.RACED,
         **at,
     )
@@ -639,8 +641,8 @@ def expect_ranks(events, group, rank):
     others = [ranks for ranks in used if ranks != group]
     expect(
         not others,
-        f"every collective uses the process group that CoalescedDDP received (ranks {join_names(group)})",
-        f"{len(others)} of {len(used)} collectives use the group of ranks {join_names(others[0] if others else [])}",
+        f"every collective uses the process group that CoalescedDDP received: {format_ranks(group)}",
+        f"for {len(others)} of {len(used)} collectives, the group is {format_ranks(others[0] if others else [])}",
         diagnosis.WRONG_GROUP,
         rank=rank,
     )
@@ -659,7 +661,7 @@ def expect_fp32_steps(submission, world, gather_grads):
     """Expect fp32 gradients in two steps, gathered or not."""
     generator = torch.Generator().manual_seed(submission.rng.randrange(2**31))
     sizes = submission.rng.sample(range(3, 200), 4)
-    batches = [  # of each rank: two steps of three micro-batches
+    batches = [  # for each rank, two steps of three micro-batches
         [[[torch.rand(size, generator=generator).to(BF16) for size in sizes] for _ in range(3)] for _ in range(2)]
         for _ in range(world)
     ]

@@ -87,21 +87,22 @@ def test_views_follow_the_buffer(submission):
     runs = []
     for world, gather_grads, dtype in cases:
         case = submission.case("Plain", world, micro_batches=len(moves), dtype=dtype)
-        # Gradients wider than the parameters have views of their own, main_grad.
+        # Gradients that are wider than the parameters are in views of their own, main_grad.
         jobs = case.make_jobs(gather_grads=gather_grads, moves=moves, **make_job(2, grad_dtype=torch.float64))
         results = submission.run(m07_cached_shards.move_buffers, jobs, world_size=world)
         for step in range(len(moves)):
             micro = slice(step, step + 1)
             own = [case.gradients([rank], micro) for rank in range(world)]
             what = (
-                "after finish_grad_sync, every gradient is the average over all ranks"
+                "finish_grad_sync leaves the average over all ranks in every gradient"
                 if gather_grads
-                else "after finish_param_sync, param_data contains the averaged shards of all ranks"
+                else "finish_param_sync leaves the averaged shards of all ranks in param_data"
             )
             num_moves = sum(moves[: step + 1])
+            when = f"after {num_moves} call{'s' * (num_moves != 1)}" if num_moves else "before any call"
             with diagnosis.suspect_stale_views(num_moves, gather_grads, results.events):
                 expect_equal(
-                    f"{what} (step {step}, after {num_moves} call{'s' * (num_moves != 1)} of reallocate())",
+                    f"in step {step}, {when} of reallocate(), {what}",
                     [result["tensors"][step] for result in results],
                     case.gradients(micro=micro),
                     scale={name: max(float(grads[name].abs().max()) for grads in own) for name in own[0]},
@@ -132,7 +133,7 @@ def test_launches_are_those_of_module_6(submission):
         gathers = ["backward", "finish_grad_sync"] if gather_grads else ["start_param_sync"]
         for rank, events in enumerate(results.events):
             for step in range(2):
-                setting = f" (buckets_per_group={buckets_per_group}, gather_grads={gather_grads})"
+                setting = f"with buckets_per_group={buckets_per_group} and gather_grads={gather_grads}, "
                 expect_launches(events, {"rank": rank, "step": step}, groups, gathers, setting)
             expect_no_view(rank, 2, results[rank], gather_grads, len(list_groups(case.parameters(), world, 1)))
 
@@ -190,11 +191,11 @@ def expect_no_view(rank, step, steps, gather_grads, num_buckets, is_moved=False)
     got = f"the step created {phases.total()} view{'s' * (phases.total() != 1)}: {by_phase}"
     for line, count in lines.most_common(3):
         got += f"\n{line}  ({count} by {join_names(sorted(calls[line]))})"
-    after = " (the second one after reallocate())" * is_moved
+    which = "the second step after reallocate()" if is_moved else "a steady step"
     expect(
         False,
-        f"a steady step{after} creates no view in hooks, finish_grad_sync or the parameter sync, because it reuses "
-        "the views of earlier steps",
+        f"{which} creates no view in hooks, finish_grad_sync or the parameter sync, because it reuses the views of "
+        "earlier steps",
         got,
         partial(diagnosis.explain_views, steps, step, JOB["package"], gather_grads, is_moved, num_buckets),
         rank=rank,
@@ -205,7 +206,7 @@ def expect_no_view(rank, step, steps, gather_grads, num_buckets, is_moved=False)
 def expect_launches(events, at, groups, gathers, setting):
     """Expect one reduce-scatter and one all-gather per group in the step at["step"], the latter in phases `gathers`.
 
-    `at` has rank and step, and `setting` is added to what is expected.
+    `at` has rank and step, and `setting` begins the text of what is expected.
     """
     launched = launches(events, at["step"])
     numels = [numel for _, numel, _ in groups]
@@ -214,8 +215,8 @@ def expect_launches(events, at, groups, gathers, setting):
         [launch.numel for launch in scatters] == numels
         and sorted(launch.numel for launch in all_gathers) == sorted(numels)
         and len(launched) == 2 * len(numels),
-        f"a step launches one reduce_scatter and one all_gather for each of {len(numels)} groups, with "
-        f"{join_names(numels)} elements{setting}",
+        f"{setting}a step launches one reduce_scatter and one all_gather for each of {len(numels)} groups, with "
+        f"{join_names(numels)} elements",
         f"the step made {summarize(launched)}",
         partial(diagnosis.explain_launches, launched, numels, "backward" in gathers, events),
         **at,
@@ -224,7 +225,7 @@ def expect_launches(events, at, groups, gathers, setting):
     for number, (launch, (*_, names)) in enumerate(zip(scatters, groups[1:])):
         expect(
             launch.place < max(ready_at.get(name, -1) for name in names),
-            f"the reduce_scatter of group {number} is launched before the next group is complete{setting}",
+            f"{setting}the reduce_scatter of group {number} is launched before the next group is complete",
             f"the reduce_scatter was launched {describe_phase(launch)}. At that time, {describe_gradients(names)} "
             "already ready",
             partial(diagnosis.explain_late_launch, launch, events),
@@ -232,10 +233,11 @@ def expect_launches(events, at, groups, gathers, setting):
         )
     for op, phases in (("reduce_scatter", ["backward"]), ("all_gather", gathers)):
         others = [launch.phase for launch in launched if launch.op == op and launch.phase not in phases]
+        where = " or ".join("during backward" if phase == "backward" else f"in {phase}" for phase in phases)
         expect(
             not others,
-            f"each {op} is launched in {' or '.join(phases)}{setting}",
-            f"launches in {join_names(sorted(set(others)))}: {len(others)}",
+            f"{setting}each {op} is launched {where}",
+            f"{len(others)} launch{'es' * (len(others) != 1)} came in {join_names(sorted(set(others)))} instead",
             partial(find_leftover, events),
             **at,
         )
@@ -244,7 +246,7 @@ def expect_launches(events, at, groups, gathers, setting):
     blocking += [x for x in all_gathers if x.sync or {"backward", "start_param_sync"} & set(x.wait_phases)]
     expect(
         not blocking,
-        f"no launch blocks, and backward waits for none before a gradient of the next group is ready{setting}",
+        f"{setting}no launch blocks, and backward waits for none before a gradient of the next group is ready",
         f"the step waited too early for {summarize(blocking)}",
         partial(diagnosis.explain_blocking, blocking),
         **at,
@@ -252,7 +254,7 @@ def expect_launches(events, at, groups, gathers, setting):
     wrong = [launch for launch in launched if at["step"] not in launch.wait_steps or launch.raced]
     expect(
         not wrong,
-        f"the step waits on every handle before it reads or writes the tensors{setting}",
+        f"{setting}the step waits on every handle before it reads or writes the tensors",
         f"the step did not wait for {describe_missed(len(wrong), len(launched), 'launch')}, or their tensors changed "
         "before the wait",
         partial(diagnosis.explain_unwaited, wrong),

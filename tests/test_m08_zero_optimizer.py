@@ -32,7 +32,7 @@ from expected.m08_zero_optimizer import (
 )
 from scenarios import m08_sharded, m08_zero
 
-# The relative error that a right norm may have, by the dtype in which it is returned. For a Python number (None) the
+# The relative error that a correct norm may have, by the dtype in which it is returned. For a Python number (None), the
 # dtype of its computation is unknown, and float32 is precise enough.
 NORMS = {torch.float64: MANY_STEPS, torch.float32: 1e-5, None: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 SGD = {"optimizer": "SGD", "options": {"lr": 0.05, "momentum": 0.9}, "params": "generator"}
@@ -47,7 +47,7 @@ OPTIMIZERS = {
     "AdamW": {"lr": 0.01, "weight_decay": 0.1},
 }
 MOMENTS = {"SGD": 1, "Adam": 2, "AdamW": 2}
-GAP = 1 / 128  # between bfloat16 numbers from 1 to 2
+GAP = 1 / 128  # the distance between neighbouring bfloat16 numbers from 1 to 2
 
 
 # ---- 8a: ShardedOptimizer
@@ -103,15 +103,16 @@ def test_sharded_state_is_shared(submission):
             for rank in range(world):
                 expect(
                     bytes_by_rank[rank] <= bound,
-                    f"each of {world} ranks keeps at most the mean state plus the largest parameter's state: "
-                    f"{bound:.0f} of {whole} bytes ({name})",
-                    f"this rank keeps {bytes_by_rank[rank]} bytes. The ranks keep {join_names(bytes_by_rank)} bytes",
+                    f"with {name}, each of {world} ranks keeps at most the average state plus the state of the largest "
+                    f"parameter: {bound:.0f} of {whole} bytes",
+                    f"the state takes {bytes_by_rank[rank]} bytes. On {format_ranks(range(world))}, it takes "
+                    f"{join_names(bytes_by_rank)} bytes",
                     partial(diagnosis.explain_state, owned, numels, problem),
                     rank=rank,
                 )
             expect(
                 sum(bytes_by_rank) == whole,
-                f"{world} ranks together keep the state of the unsharded optimizer once: {whole} bytes ({name})",
+                f"with {name}, {world} ranks together keep the state of the unsharded optimizer once: {whole} bytes",
                 f"the ranks keep {join_names(bytes_by_rank)} bytes, {sum(bytes_by_rank)} bytes in total",
                 partial(diagnosis.explain_sum_of_states, owned, bytes_by_rank, whole, problem),
             )
@@ -150,7 +151,7 @@ def test_sharded_launches(submission):
                 forgotten = [launch for launch in launched if not launch.waits and step < 2]
                 expect(
                     not forgotten,
-                    "every rank, the root included, waits on the handle of every launch before the next step ends",
+                    "every rank, including the root, waits on the handle of every launch before the next step ends",
                     f"the step did not wait on {describe_missed(len(forgotten), len(launched))}",
                     partial(diagnosis.explain_forgotten, forgotten, events, rank),
                     rank=rank,
@@ -202,7 +203,7 @@ def test_sharded_groups_and_schedulers(submission):
             expect(
                 len(result["losses"]) == 6,
                 "each call of step calls the closure once",
-                f"6 steps called the closure {len(result['losses'])} times",
+                f"the closure was called {len(result['losses'])} time{'s' * (len(result['losses']) != 1)} in 6 steps",
                 partial(diagnosis.explain_calls, len(result["losses"]), 6),
                 rank=rank,
             )
@@ -253,7 +254,7 @@ def test_sharded_clipping(submission):
                 )
         norms, rounding = [result["norms"] for result in results], get_rounding(results)
         expect_norm(norms, expected["norms"], 0, case, job, results.events[groups[0][0]], rounding)
-        # torch adds 1e-6 to the norm. It is right to add it or not, and to round the factor to float32.
+        # torch adds 1e-6 to the norm. A submission may omit this, and may round the factor to float32.
         expect_unsharded(results, case, job, diagnosis.suspect_clipping, tolerance=1e-6)
         for step in range(1, 5):
             expect_norm(norms, expected["norms"], step, case, job, results.events[groups[0][0]], rounding)
@@ -296,8 +297,8 @@ def test_zero_equals_unsharded(submission):
         for optimizer, answer in zip(("torch.optim.Adafactor", "a layer-wise LARS", "torch.optim.LBFGS"), answers):
             expect(
                 answer is not None and len(answer.split()) > 2,
-                f"ZeroOptimizer rejects {optimizer}, which is not elementwise, with an exception that says why",
-                "the optimizer was accepted" if answer is None else f"the exception says {answer!r}",
+                f"ZeroOptimizer rejects {optimizer}, which is not elementwise, with an exception that explains why",
+                "the optimizer was accepted" if answer is None else f"the message of the exception is {answer!r}",
                 partial(diagnosis.explain_refusal, answer),
                 rank=rank,
             )
@@ -326,7 +327,7 @@ def test_zero_state_is_shared(submission):
                 result["state_bytes"] <= MOMENTS[name] * bound,
                 f"each of {world} ranks keeps at most {MOMENTS[name] * bound} bytes of state: for each moment of "
                 f"{name}, 1/{world} of the size of the buckets in fp32",
-                f"this rank keeps {result['state_bytes']} bytes. The unsharded optimizer keeps {whole} bytes",
+                f"the state takes {result['state_bytes']} bytes. The unsharded state takes {whole} bytes",
                 partial(diagnosis.explain_state_bytes, result["state_bytes"], whole),
                 rank=rank,
             )
@@ -342,7 +343,7 @@ def test_zero_state_is_shared(submission):
         expect(
             total >= 0.9 * whole,
             f"in optimizer.optim, the ranks together keep the state of the plain {name} in fp32",
-            f"together they keep {total} bytes, expected {whole} bytes plus padding",
+            f"together, the ranks keep {total} bytes, expected {whole} bytes plus padding",
             partial(diagnosis.explain_missing_state, total, whole),
         )
 
@@ -402,8 +403,8 @@ def test_zero_groups_and_schedulers(submission):
             expect(
                 result["groups"] == [first["names"], second["names"]],
                 "param_groups contain the model's whole parameters, in the groups that the user passed",
-                f"the groups contain {join_names([len(group) for group in result['groups']])} parameters, of which "
-                f"{sum(name == '' for group in result['groups'] for name in group)} are not the model's",
+                f"the groups contain {join_names([len(group) for group in result['groups']])} parameters. "
+                f"Parameters outside the model: {sum(not name for group in result['groups'] for name in group)}",
                 diagnosis.INNER_GROUPS,
                 rank=rank,
             )
@@ -415,9 +416,13 @@ def test_zero_groups_and_schedulers(submission):
                 rank=rank,
             )
         expect_trained(
-            f"after {steps} steps of AdamW with two groups ("
-            + (f"one of them added before step {steps // 2}, with closures" if late else "whose options change")
-            + "), the weights equal those from the plain optimizer",
+            f"after {steps} steps of AdamW with "
+            + (
+                f"closures and a second group, added before step {steps // 2}"
+                if late
+                else "two groups whose options change"
+            )
+            + ", the weights equal those from the plain optimizer",
             results,
             compute_weights(case, recipe),
             case.start(),
@@ -431,7 +436,7 @@ def test_zero_clipping(submission):
     """clip_grad_norm_ returns the norm over all gradients and clips by it. NaN and infinity reach every rank."""
     steps = 10
     for world, model in zip(submission.worlds(2, 3), ("Frozen", "Tied")):
-        # Gradients are large, so that the 1e-6 that torch adds to a norm does not matter.
+        # Gradients are large, so the 1e-6 that torch adds to a norm does not matter.
         scale = 1e6
         recipe = {"optimizer": "SGD", "options": {"lr": 0.05 / scale, "momentum": 0.9}, "loss_scale": scale}
         case = submission.case(model, world, steps=steps, dtype=torch.float64)
@@ -526,7 +531,7 @@ def test_zero_masters(submission):
         f"weights.{i}": (1 + torch.randint(16, (size,), generator=generator) * GAP).to(dtype)
         for i, (size, dtype) in enumerate(zip(sizes, dtypes))
     }
-    # Each step moves a weight by about 0.15 of the gap, and rounding would undo it immediately.
+    # Each step moves a weight by about 0.15 of the gap, and rounding would undo the step immediately.
     [world] = submission.worlds(2)
     recipe = {"optimizer": "SGD", "options": {"lr": 0.15 * GAP}}
     inputs = [[draw_descent(start, generator) for _ in range(20)] for _ in range(world)]
@@ -540,7 +545,7 @@ def test_zero_masters(submission):
         partial(diagnosis.suspect_no_masters, recipe, start, inputs, masters),
         tolerance={torch.bfloat16: 1.01 * GAP, torch.float16: 1.01 * GAP / 8, torch.float32: 1e-5},
     )
-    # Adam moves each weight by 0.09 of the gap per step: by less than half of it in 5 steps, by more in 10.
+    # Adam moves each weight by 0.09 of the gap per step: in 5 steps by less than half of the gap, in 10 steps by more.
     recipe = {"optimizer": "Adam", "options": {"lr": 0.09 * GAP}}
     before, after = (*submission.worlds(3), *submission.worlds(2))
     inputs = [[draw_descent(start)] * 5] * 3
@@ -608,7 +613,7 @@ def require_owners(results, group):
         ops = {launch.op for launch in launched}
         expect(
             ops == {"reduce", "broadcast"},
-            "right weights earn points only if every gradient is reduced to its owner, which broadcasts the weights",
+            "correct weights earn points only if each gradient is reduced to its owner, which broadcasts the weights",
             f"all steps together made {summarize(launched)}",
             partial(diagnosis.explain_exchange, ops),
             rank=rank,
@@ -715,9 +720,9 @@ def require_shared_state(results, case, name):
         actual = result["state_bytes"]
         expect(
             actual is not None and actual <= bound,
-            f"right weights earn points only if each of {size} ranks keeps at most {bound} bytes of state in "
-            "optimizer.optim, for its own shards",
-            "the optimizer has no attribute optim" if actual is None else f"this rank keeps {actual} bytes",
+            f"correct weights earn points only if each of {size} ranks keeps at most {bound} bytes of state in "
+            "optimizer.optim, the state of its own shards",
+            "the optimizer has no attribute optim" if actual is None else f"the state takes {actual} bytes",
             partial(diagnosis.explain_state_bytes, actual, whole),
             rank=case.group[index] if len(case.group) == size else index,
         )
@@ -752,7 +757,7 @@ def expect_plain_loads(resume):
     except Exception as error:
         expect(
             False,
-            "the load_state_dict of a plain optimizer can load the state_dict",
+            "a plain optimizer can load the state_dict",
             f"{type(error).__name__}: {error}",
         )
 
@@ -762,14 +767,15 @@ def expect_state_dict(actual, expected, params, rank, size):
 
     `params` are the names of its parameters in their order.
     """
-    what = f"on every rank (of {size}), state_dict() returns the plain optimizer's state_dict plus masters: "
+    ranks = f"each of {size} ranks" if size > 1 else "the only rank"
+    what = f"on {ranks}, state_dict() returns the plain optimizer's state_dict plus masters: "
     kinds = {key: type(value).__name__ for key, value in actual.items()} if isinstance(actual, dict) else {}
     expect(
         {"state": "dict", "param_groups": "list"}.items() <= kinds.items() and "masters" in kinds,
         what + "a dict with the keys state (a dict), param_groups (a list) and masters",
-        f"it returned a dict with {join_names([f'{key} (a {kind})' for key, kind in kinds.items()])}"
+        f"state_dict() returned a dict with {join_names([f'{key} (a {kind})' for key, kind in kinds.items()])}"
         if kinds
-        else f"it returned {actual!r}",
+        else f"state_dict() returned {actual!r}",
         partial(diagnosis.explain_keys, kinds),
         rank=rank,
     )
@@ -802,7 +808,7 @@ def expect_state_dict(actual, expected, params, rank, size):
                 expect(
                     shape == tuple(value.shape),
                     what + f"{name} has the shape {tuple(value.shape)}",
-                    f"there is no {name}" if shape is None else f"it has the shape {shape}",
+                    f"there is no {name}" if shape is None else f"the shape is {shape}",
                     partial(diagnosis.explain_entry, shape, tuple(value.shape)),
                     rank=rank,
                 )

@@ -22,17 +22,17 @@ def explain_late_launches(
     alone = [dict(job) | {"batches": [[micro[-1]] for micro in job["batches"]], "interrupted": None} for job in jobs]
     if len(list_backward_passes(events, step)) > 1 and launches_in_backward(submission, alone):
         return (
-            "gradients that become ready inside no_sync are counted too. Without no_sync, the same wrapper launches in "
-            "backward."
+            "gradients that become ready inside no_sync are counted too. Without no_sync, the same wrapper launches "
+            "during backward."
         )
     if launches_in_backward(submission, [job | {"arguments": {}} for job in alone]):
         return (
-            f"gradients are counted for the wrong {unit}: with only one {unit}, the wrapper launches in backward. A "
-            f"lambda in a loop sees the last value of the loop variable, so every hook counts for the last {unit}."
+            f"gradients are counted for the wrong {unit}: with only one {unit}, the wrapper launches during backward. "
+            f"A lambda in a loop sees the last value of the loop variable, so every hook counts for the last {unit}."
         )
     return (
         f"{unit}s are launched only after backward, even if there is only one {unit}. No hook is registered, or the "
-        "hook does not count and launch."
+        f"hook does not count gradients and launch complete {unit}s."
     )
 
 

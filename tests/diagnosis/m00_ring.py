@@ -11,7 +11,7 @@ UNEVEN = "the function does not check the remainder. Compare len(batch) % world_
 NOT_CONTIGUOUS = "the function never calls tensor.is_contiguous(). A message must be one piece of memory."
 COLLECTIVE = "the code calls a collective. This module asks you to send messages instead."
 CHANGED = "a tensor is written while isend still reads it, or read before irecv has filled it."
-NOT_AWAITED = "the code never waits on a handle. Until wait() returns, the message may still be in transit."
+NOT_AWAITED = "the code does not wait on every handle. Until wait() returns, the message may still be in transit."
 OTHER_ROOT = "dst and src name ranks of the world. Use group_dst and group_src for ranks of the group."
 OTHER_VIEW = (
     "the tensor has the right sum, but the function returns a copy of it or another chunk. Return chunk r as a slice "
@@ -62,10 +62,10 @@ def explain_chunk(members, place, start, end):
     return {
         "this chunk has not changed, so the sum is probably in another chunk. To end with chunk r, rank r must send "
         "chunk r − 1 first.": [{"the tensor": members[place].flatten()[start:end]}],
-        "the received chunk replaces this rank's chunk. Add the two chunks instead.": [
+        "the received chunk replaces the rank's own chunk. Add the two chunks instead.": [
             {"the tensor": members[place - 1].flatten()[start:end]}
         ],
-        "only the tensors of two neighbours are added. Every step must send on the sum so far.": [
+        "only the tensors of two neighbours are added. In every step, send on the sum so far.": [
             {"the tensor": before.flatten()[start:end]}
         ],
     }
@@ -77,14 +77,14 @@ def explain_gathered(members):
         "no chunk was replaced. Write each received chunk into the tensor.": [
             {"the tensor": tensor} for tensor in members
         ],
-        "received chunks are added to this rank's chunks. They must replace them.": [
+        "received chunks are added to the rank's own chunks. They must replace those chunks.": [
             {"the tensor": sum(members)} for _ in members
         ],
     }
 
 
 def explain_ring(num_phases, launched, chunk_bytes):
-    """Explain messages to other ranks, or another number of them."""
+    """Explain messages that go to the wrong ranks, or a wrong number of messages."""
     if any(launch.nbytes > chunk_bytes for launch in launched):
         return WHOLE_TENSOR
     phases = "each of the two phases" if num_phases == 2 else "the phase"
@@ -96,7 +96,7 @@ def explain_ring(num_phases, launched, chunk_bytes):
 
 @contextlib.contextmanager
 def suspect_schedule():
-    """Explain messages of unequal lengths, in a ring, from the ranks' other messages."""
+    """Explain messages of unequal lengths in a ring by the other messages of the ranks."""
     try:
         yield
     except CheckFailed as failed:
@@ -122,8 +122,8 @@ def explain_lengths(events):
         is_constant = all(len(own) > 1 and len(set(own)) == 1 for own in lengths)
         if is_constant and len({own[0] for own in lengths}) > 1:  # otherwise all chunks are equally long
             return (
-                "every rank sends the same chunk in each step of the loop. Which chunk a rank sends depends on the "
-                "step: after the first step, send on the chunk that arrived in the step before."
+                "every rank sends the same chunk in each step of the loop. After the first step, a rank must send on "
+                "the chunk that it received in the previous step."
             )
     return ""
 

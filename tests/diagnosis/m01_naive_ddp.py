@@ -12,5 +12,5 @@ def explain_launches(launched, case):
     if sorted(launch.numel for launch in launched) == sorted(p.numel() for p in case.parameters().values()):
         return "the gradients of frozen parameters are all-reduced too."
     if len(launched) > sum(p.requires_grad for p in case.parameters().values()):
-        return "a gradient is all-reduced twice, for example that of a tied parameter, which has two names."
+        return "a gradient is all-reduced twice, for example the gradient of a tied parameter, which has two names."
     return "the gradient of a parameter is not all-reduced."

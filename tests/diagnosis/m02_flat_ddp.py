@@ -21,8 +21,8 @@ TO_MEMORY_ORDER = (
     "p.grad.copy_(piece.view(p.shape))."
 )
 LEFT_OUT = (
-    "a rank leaves gradients that are None out of its flat tensor. They must be in it as zeros, so that it has the "
-    "same length on all ranks."
+    "a rank leaves gradients that are None out of its flat tensor. It must include them as zeros, so that all "
+    "flat tensors have the same length."
 )
 REPLACED = "p.grad is replaced by a piece of the flat tensor. Copy the piece into p.grad instead."
 
@@ -49,7 +49,7 @@ def explain_launches(launched, case):
     if len(launched) > 3:
         return "every gradient still has its own all_reduce."
     if len(dtypes) > 1 and [launch.numel for launch in launched] == [sum(p.numel() for p in trainable)]:
-        return "torch.cat casts tensors of several dtypes to the widest one. Use one flat tensor per dtype."
+        return "torch.cat casts tensors of several dtypes to the widest dtype. Use one flat tensor per dtype."
     carried = {launch.dtype for launch in launched}
     lost = sorted({str(dtype).removeprefix("torch.") for dtype in dtypes} - carried)
     if len(carried) == len(launched) == len(dtypes) - len(lost) and lost:
@@ -96,7 +96,9 @@ def explain_volume(launched, case):
     if numel > expected:
         if len(trainable) < len(every) and numel == sum(p.numel() for p in every):
             return "the gradients of frozen parameters are all-reduced too."
-        return "a gradient is all-reduced twice, for example that of a tied parameter, or padding is all-reduced."
+        return (
+            "a gradient is all-reduced twice, for example the gradient of a tied parameter, or padding is all-reduced."
+        )
     if numel < expected:
         return f"some gradients are not all-reduced: {expected - numel} of {expected} elements are missing."
     return "gradients are cast to another dtype."

@@ -10,7 +10,7 @@ TENSOR_HOOK = (
     "a tensor hook (register_hook) receives the incoming gradient, not the gradient that earlier backward passes "
     "accumulated. Use register_post_accumulate_grad_hook, which runs after accumulation."
 )
-LAST_HANDLE = "finish_grad_sync does not wait on every handle. Waiting on the last one does not complete the others."
+LAST_HANDLE = "finish_grad_sync does not wait on every handle. Waiting on the last handle does not complete the others."
 NEVER_CLEARED = "the list of handles is never cleared."
 
 
@@ -50,7 +50,7 @@ def explain_late_launch(num_ready, num_gradients):
             "immediately."
         )
     return (
-        "the wrapper delays its launches until several more gradients are ready. The hook must launch its own gradient "
+        "the wrapper delays its launches until several more gradients are ready. The hook must launch its all-reduce "
         "immediately."
     )
 
@@ -65,7 +65,7 @@ def explain_noise(nested):
     """Explain launches inside no_sync, of which `nested` were made inside the inner of two blocks."""
     if nested:
         return (
-            "the hook ignores the flag of no_sync, or no_sync does not clear the flag. Inside the block the flag must "
+            "the hook ignores the flag of no_sync, or no_sync does not clear the flag. Inside the block, the flag must "
             "be False, and the hook must test it before each launch."
         )
     return "the inner no_sync switches synchronisation on when it ends. It must restore the previous state."

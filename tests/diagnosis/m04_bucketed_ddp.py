@@ -15,13 +15,14 @@ SEE_RULE = (
     "the wrapper uses the buckets of plan_buckets, and plan_buckets does not follow the rule. See test_bucket_rule."
 )
 MIXED_DTYPES = "a change of dtype does not close the bucket."
-CLOSED_TOO_LATE = {1: 338, 10: 242, 100: 65}  # buckets of the XL model, by cap in MiB, if closed above the cap
+CLOSED_TOO_LATE = {1: 338, 10: 242, 100: 65}  # buckets of the XL model, by cap in MiB, if they close only above the cap
 
 READY_ORDER = (
     "a complete bucket is launched before an earlier bucket. It must wait until all earlier buckets are launched."
 )
 MIXED_BUCKETS = (
-    "the wrapper does not use the buckets of plan_buckets. torch.cat casts tensors of several dtypes to the widest one."
+    "the wrapper does not use the buckets of plan_buckets. torch.cat casts tensors of several dtypes to the widest "
+    "dtype."
 )
 
 
@@ -61,7 +62,7 @@ def run_plan(submission, case, cap):
 
 
 def explain_plan(planned, case, cap):
-    """Explain why plan_buckets divides the case's model into these lists of names; None if it fails."""
+    """Explain why plan_buckets returns these buckets, as lists of names, or fails (None) for the case's model."""
     sizes = {name: p.numel() * p.element_size() for name, p in case.parameters().items()}
     for bucket in planned or []:
         if len(bucket) > 1 and sum(sizes.get(name, 0) for name in bucket) > cap:

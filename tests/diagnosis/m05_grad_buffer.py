@@ -18,7 +18,7 @@ RULE = (
 )
 CLOSED_ELSEWHERE = f"a bucket closes at the wrong parameter. {RULE}"
 NO_MAIN_GRAD = "grad_dtype is not used, or attach_views does not set parameter.main_grad to the view."
-NO_ROUNDED_GRAD = "finish_accumulation does not round main_grad and store it in p.grad."
+NO_ROUNDED_GRAD = "finish_accumulation does not store the rounded main_grad in p.grad."
 WRONG_TOTAL = "numel must be the end of the last bucket, including its padding."
 
 LOST_VALUES = "attach_views does not copy a parameter into the buffer before it sets parameter.data to the view."
@@ -42,7 +42,7 @@ def explain_place(name, when):
 
 
 def explain_layout(field, answer, layout, arguments, keywords):
-    """Return why `field` of a planned layout is wrong; the fields in front of it are right."""
+    """Return why `field` of a planned layout is wrong; the fields before it are right."""
     if field == "bucket_of":
         return explain_bucket_of(answer["bucket_of"], layout, arguments)
     if field == "param_ranges":
@@ -59,7 +59,7 @@ def explain_bucket_of(bucket_of, layout, arguments):
         return CLOSED_ELSEWHERE
     if bucket_of[wrong] > layout["bucket_of"][wrong]:
         return f"a bucket closes before the parameter that fills it. It must contain that parameter. {RULE}"
-    bucket = layout["bucket_of"][wrong - 1]  # this one should have closed
+    bucket = layout["bucket_of"][wrong - 1]  # the bucket that should have closed
     start = layout["bucket_ranges"][bucket][0]
     if layout["param_ranges"][wrong - 1][1] - start == arguments[1]:
         return "a bucket that has exactly bucket_numel elements does not close. Compare with >=, not with >."
@@ -137,7 +137,7 @@ def explain_lost_view(results):
                         return what + ", although it was a view before. finish_grad_sync must change it in place."
                     return (
                         what
-                        + ". zero_grad removed the view, and the wrapper did not restore it, or it attached a copy."
+                        + ". The wrapper did not restore the view after zero_grad removed it, or it attached a copy."
                     )
                 if lost:
                     return (

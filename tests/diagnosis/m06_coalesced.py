@@ -21,7 +21,7 @@ SWALLOWED = "coalesce swallows or replaces the exception, in an `except` or with
 BLOCK_LEFT_OVER = "coalesce keeps state from the block that ended with an exception."
 
 # groups
-WHOLE_BUFFER = "the whole buffer is divided or communicated, instead of the buckets of the group."
+WHOLE_BUFFER = "a group changes or communicates the whole buffer instead of its own buckets."
 OTHER_BUCKETS = "a group does not launch exactly the buckets in bucket_indices, which need not be neighbours."
 WRONG_NUMEL = (
     "plan_layout does not follow the rule of module 5, or the layout is not planned for the size of the group."
@@ -39,7 +39,7 @@ WRONG_GROUP = "the process group is not passed on to each BucketGroup, or to coa
 def explain_calls(launched, count):
     """Return why a block of `count` coalesced calls is not one launch."""
     if not launched:
-        return "the block collects the calls and never launches them."
+        return "the block collects the calls but never launches them."
     if len(launched) > 1:
         return "the calls are not collected. coalesce must collect the calls on the group that it is given."
     if launched[0].parts < count:
@@ -96,7 +96,7 @@ def suspect_shards(local, average, index, cut, is_subgroup):
         return {}
     or_by_world = ", or by the world size" * is_subgroup
     hypotheses = {
-        "the shard contains this rank's own gradients. The result of rank r belongs in shard r of each bucket, and "
+        "the shard contains the rank's own gradients. The result of rank r belongs in shard r of each bucket, and "
         "`shards` must return views, not copies.": local[index],
         f"the shard is exactly {size}× too large: gradients are summed over the ranks, not averaged.": average * size,
         f"the shard is exactly {size}× too small: gradients are divided twice{or_by_world}.": average / size,
@@ -173,12 +173,12 @@ def explain_groups(made, expected, op, events):
             "process group. buckets_per_group=None means all buckets of a buffer."
         )
     if total > expected_total:
-        return "some elements are launched twice, or the buckets have more padding than module 5's rule gives them."
+        return "some elements are in two launches, or the buckets have more padding than module 5's rule gives them."
     if op == "all_gather" and not Counter(made) - Counter(expected):
         return "some groups are never gathered. finish_grad_sync must gather the last one."
     if made and total < expected_total:
         return (
-            "some elements of the buffer are not launched. A group has buckets_per_group whole buckets, including "
+            "some elements of the buffer are in no launch. A group has buckets_per_group whole buckets, including "
             "their padding, and the last group may have fewer."
         )
     if made:

@@ -108,8 +108,8 @@ def explain_views(steps, step, package, gather_grads, is_moved, num_buckets):
     phases = {view["phase"] for view in own}
     if not own:
         return (
-            f"these lines of an earlier module ({join_names(earlier)}) still create views. Cache the view there, or "
-            "override the method that creates it."
+            f"the code of an earlier module ({join_names(earlier)}) still creates views. Cache them there, or "
+            "override the method that creates them."
         )
     if is_moved and not all(steps[:step]):
         return (
@@ -164,7 +164,7 @@ def explain_launches(launched, numels, gather_grads, events):
     if len(launched) < 2 * len(numels) and total == 2 * sum(numels):
         return "a launch contains more than buckets_per_group buckets."
     if total < 2 * sum(numels):
-        return "some elements of the buffer are not launched. The last group may have fewer buckets than the others."
+        return "some elements of the buffer are in no launch. The last group may have fewer buckets than the others."
     return ""
 
 

@@ -25,7 +25,8 @@ from expected.m08_zero_optimizer import (
 ALL_REDUCED = "the gradients are all-reduced, so every rank has all averages and keeps the state of all parameters."
 OTHER_ROOT = "the reduce and the broadcast of a parameter must have the same root, the parameter's owner."
 CLIPPED_TWICE = (
-    "step reduces the gradients again: it averages the owner's clipped gradient with the other ranks' unclipped ones."
+    "step reduces the gradients again: it averages the owner's clipped gradient with the unclipped gradients of the "
+    "other ranks."
 )
 NOT_REDUCED = "clip_grad_norm_ uses the gradients without reducing them first."
 SKIPPED = (
@@ -34,7 +35,7 @@ SKIPPED = (
 )
 
 # ZeroOptimizer
-SHARE = "Rank r of the group has the r-th of the N equal parts of each bucket."
+SHARE = "Rank r of the group owns the r-th of the N equal parts of each bucket."
 NO_OPTIMIZER = "ZeroOptimizer is not a subclass of torch.optim.Optimizer."
 GATHERED = (
     "the constructor does not set ddp.gather_grads to False, so finish_grad_sync gathers all gradients on all ranks."
@@ -42,12 +43,12 @@ GATHERED = (
 NO_INNER = "the inner optimizer is not the attribute `optim`."
 WHOLE_MASTERS = "each rank keeps fp32 copies of whole parameters, not only of the parts in its shards."
 NOT_ELEMENTWISE = (
-    "the optimizer is not elementwise: its update of a part of a parameter differs from the same part of the whole "
-    "update. Shards cut parameters into parts."
+    "the optimizer is not elementwise: it updates a part of a parameter differently from the same part of the whole "
+    "parameter. Shards cut parameters into parts."
 )
-NO_SENTENCE = "the exception does not say why the optimizer is refused."
+NO_SENTENCE = "the exception does not say why the optimizer is rejected."
 INNER_GROUPS = (
-    "the outer param_groups contain this rank's shards. They must contain whole parameters. Only the param_groups of "
+    "the outer param_groups contain the rank's shards. They must contain whole parameters. Only the param_groups of "
     "`optim` contain shards."
 )
 CLOSURE = "step must call the closure itself, once, and return its result."
@@ -128,7 +129,7 @@ def explain_gradients_left(names_by_rank):
     """Return why gradients are left after zero_grad: their names on each rank of the group."""
     if set.intersection(*map(set, names_by_rank)):
         return "zero_grad does not clear the gradients."
-    return "the inner optimizer's zero_grad clears only the gradients of the parameters that this rank owns."
+    return "the inner optimizer's zero_grad clears only the gradients of the parameters that the rank owns."
 
 
 def explain_exchange(ops):
@@ -149,8 +150,8 @@ def explain_sizes(sizes_by_rank, expected):
         return "the parameters come from a generator, which can be read only once."
     if sums == expected and len(sizes_by_rank) > 1:
         return (
-            "param_groups contain only the parameters that this rank owns. They must contain all parameters; only the "
-            "param_groups of `optim` are divided."
+            "param_groups contain only the parameters that the rank owns. They must contain all parameters. Only the "
+            "param_groups of `optim` are limited to the rank's own parameters."
         )
     return ""
 
@@ -159,7 +160,7 @@ def explain_calls(count, steps):
     """Return why `count` calls of the closure are too many or too few."""
     if count < steps:
         return "step does not call the closure in every step."
-    return "the inner optimizer calls the closure again, so this rank computes its own gradients after the reduction."
+    return "the inner optimizer calls the closure again, so the rank computes its own gradients after the reduction."
 
 
 def suspect_weights(case, job, changes, actual, step, events):
@@ -205,7 +206,7 @@ def suspect_first_step(case, job, actual, events):
     for factor, cause in list_factors(size, case.world_size):
         hypotheses[cause] = [{name: start[name] + factor * (one[name] - start[name]) for name in one}] * size
     if any(not torch.equal(tensors[name], start[name]) for name in frozen for tensors in actual):
-        hypotheses["a frozen parameter is stepped, and weight decay changes it. It must not have a gradient."] = [
+        hypotheses["the optimizer steps a frozen parameter, so weight decay changes it. Its gradient must be None."] = [
             {name: (tensors if name in frozen else one)[name] for name in one} for tensors in actual
         ]
     hypotheses["new weights do not reach every rank. Every parameter must be broadcast from its owner."] = [
@@ -336,17 +337,17 @@ def explain_numels(op, numels, expected, frozen):
         return f"the step launches no {op}."
     if all_elements == expected_elements and numels.total() < expected.total():
         return (
-            f"one {op} contains several parameters, for example a flat tensor for each owner. This check expects one "
-            f"{op} per parameter."
+            f"one {op} contains several parameters, for example in a flat tensor for each owner. This check expects "
+            f"one {op} per parameter."
         )
     if all_elements == expected_elements and numels.total() > expected.total():
-        return f"a parameter is divided into several {op}s."
+        return f"a parameter is split into several {op}s."
     if not extra:
         return f"some parameters are left out: there is no {op} of {join_names(sorted(missing.elements()))} elements."
     if not missing and not extra - frozen:
         return f"a frozen parameter takes part in a {op}."
     if not missing and not extra - expected:
-        return f"a parameter takes part in more than one {op}, for example a tied one."
+        return f"a parameter, for example a tied one, takes part in more than one {op}."
     return f"the {op}s contain {all_elements} elements, but the trainable parameters have {expected_elements}."
 
 
@@ -358,7 +359,7 @@ def explain_forgotten(forgotten, events, rank):
             "the owner does not wait for its own broadcasts. It may write to a tensor only after the tensor has been "
             "sent."
         )
-    return "the code does not call wait() on every handle. If one launch is complete, the others may still be running."
+    return "the code does not call wait() on every handle. If one launch is complete, others may still be running."
 
 
 def explain_norm(case, job, norms, expected, events):
@@ -639,7 +640,8 @@ def explain_option(key):
     """Return why an entry of a group in a state_dict is wrong."""
     if key == "params":
         return (
-            "the parameters must be numbered consecutively through all groups, even if this rank has no part of them."
+            "the parameters must be numbered consecutively across all groups, even if the rank has no part of some of "
+            "them."
         )
     return "the options differ from the current options in param_groups."
 

@@ -12,7 +12,7 @@ from scenarios import m08_sharded, m08_zero
 def train_unsharded(case, job, ranks=None, steps=None, forget=False):
     """Return what `run_loop` returns in one process that trains on the batches of `ranks`, by default the case's group.
 
-    With `forget` each step has a new optimizer.
+    With `forget`, each step has a new optimizer.
     """
     model = edge_case_models.build(case.model, case.sizes, case.start(), case.dtype)
     batches = [[case.batches[rank][step][0] for rank in ranks or case.group] for step in range(len(case.batches[0]))]
@@ -40,7 +40,7 @@ def find_wrong_root(case, events):
         to, source = ([event["root"] for event in launched if event["op"] == op] for op in ("reduce", "broadcast"))
         if sizes.count(parameter.numel()) == 1 and to and source and to[0] != source[0]:
             return (
-                f"the gradient of {name} is reduced to rank {to[0]} of the group, but its weights are broadcast from "
+                f"the gradient of {name} is reduced to rank {to[0]} of the group, but the weights are broadcast from "
                 f"rank {source[0]}"
             )
     return ""

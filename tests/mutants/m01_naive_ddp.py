@@ -180,7 +180,7 @@ MUTANTS = [
         LOOP,
         "for _, parameter in self.module.named_parameters(remove_duplicate=False):",
         ("test_one_all_reduce_per_parameter",),
-        "that of a tied parameter, which has two names",
+        "the gradient of a tied parameter, which has two names",
     ),
     Mutant(
         "asynchronous without a wait",

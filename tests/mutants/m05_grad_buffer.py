@@ -163,7 +163,7 @@ MUTANTS = [
         ATTACH,
         ATTACH.removeprefix("parameter.grad = "),
         ("test_gradients_are_views",),
-        "did not restore it",
+        "did not restore the view after zero_grad",
     ),
     Mutant(
         "buckets reduced in a copy",
@@ -201,7 +201,7 @@ MUTANTS = [
         IS_VIEW,
         "if parameter.grad is None:\n",
         ("test_zero_grad_in_any_form",),
-        "did not restore it",
+        "did not restore the view after zero_grad",
     ),
     Mutant(
         "the whole buffer reduced for each bucket",
@@ -332,7 +332,7 @@ MUTANTS = [
         ROUNDED,
         "pass",
         ("test_main_grad_accumulates_in_fp32",),
-        "finish_accumulation does not round main_grad",
+        "finish_accumulation does not store the rounded main_grad",
     ),
     Mutant(
         "one buffer for all dtypes",

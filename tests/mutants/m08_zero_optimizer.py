@@ -143,7 +143,7 @@ SHARDED = [
         "            for half in p.detach().view(-1).tensor_split(2)\n"
         "        ]\n",
         ("test_sharded_launches",),
-        "divided into several broadcasts",
+        "split into several broadcasts",
     ),
     Mutant(
         "handles of broadcasts not waited on",
@@ -240,7 +240,7 @@ SHARDED = [
         "owners are chosen from too few ranks",
     ),
     Mutant(
-        "as many parameters to each rank",
+        "the same number of parameters for each rank",
         SHARE,
         "for i, parameter in enumerate(parameters):\n"
         "            owner = i * len(self.owned_bytes) // len(parameters)\n",
@@ -310,7 +310,7 @@ SHARDED = [
         "            group = self.param_groups[-1]\n"
         "            group['params'] = [p for p in group['params'] if p in self.local]\n",
         ("test_sharded_groups_and_schedulers",),
-        "param_groups contain only the parameters that this rank owns",
+        "param_groups contain only the parameters that the rank owns",
     ),
     Mutant(
         "zero_grad without effect",
@@ -324,7 +324,7 @@ SHARDED = [
         ZEROED,
         "self.is_reduced = False\n        self.optim.zero_grad(set_to_none)",
         ("test_sharded_equals_unsharded",),
-        "clears only the gradients of the parameters that this rank owns",
+        "clears only the gradients of the parameters that the rank owns",
     ),
     Mutant(
         "clipped by the norm of what a rank owns",
@@ -670,7 +670,7 @@ ZERO = [
         "each at its position in the parameter",
     ),
     Mutant(
-        "only parameters of which this rank has a part",
+        "only parameters of which the rank has a part",
         SAVED,
         SAVED.replace(
             "            if", "            if not part.shard.numel():\n                continue\n            if"
