@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 
+from brigade.checks.diagnose.evidence import join_names
 from brigade.checks.expectations import (
     expect,
     expect_gradients,
@@ -313,8 +314,9 @@ def expect_buckets(case, buckets):
 
 
 def join(values):
-    """Return the values, separated by commas."""
-    return ", ".join(str(value) for value in values)
+    """Return all values, joined for use in a sentence."""
+    values = list(values)
+    return join_names(values, len(values))
 
 
 def expect_dtypes(events, case):

@@ -98,7 +98,7 @@ def test_coalesce_refuses_mixtures(submission):
         ("AVG and SUM", "reduce operations", [("reduce_scatter", op, F64) for op in ("AVG", "AVG", "SUM")]),
         ("float32 and float64", "dtypes", [("all_reduce", "SUM", dtype) for dtype in (F32, F32, F64)]),
         ("float32 and bfloat16", "dtypes", [("all_gather", None, dtype) for dtype in (F32, BF16)]),
-        ("an exception raised by the caller", None, [("all_reduce", "SUM", F32)] * 2),
+        ("an exception from the caller", None, [("all_reduce", "SUM", F32)] * 2),
         ("a nested block of the same group", "nested", [("all_reduce", "SUM", F32)] * 2),
     ]
     calls = [draw_calls(rng, world, world, kinds) for _, _, kinds in blocks]
@@ -411,7 +411,7 @@ def expect_working(answers, inputs, label):
     """Expect that an all_reduce and the next block work after a block that ended with an exception."""
     total = sum(inputs)
     expect_equal(
-        f"after a coalesce block with {label} has failed, the next all_reduce works",
+        f"after a failed coalesce block with {label}, the next all_reduce works",
         [{"the result": answer["alone"]} for answer in answers],
         {"the result": total},
         hypotheses=partial(diagnosis.suspect_capturing, inputs),
@@ -419,13 +419,13 @@ def expect_working(answers, inputs, label):
     for rank, answer in enumerate(answers):
         expect(
             answer["failure"] is None,
-            f"after a coalesce block with {label} has failed, the next block works",
+            f"after a failed coalesce block with {label}, the next block works",
             f"the next block raised {answer['failure']}",
             diagnosis.BLOCK_LEFT_OVER,
             rank=rank,
         )
     expect_equal(
-        f"after a coalesce block with {label} has failed, the next block works",
+        f"after a failed coalesce block with {label}, the next block works",
         [{"the result": answer["again"]} for answer in answers],
         {"the result": total},
     )
@@ -515,8 +515,9 @@ def expect_started(launched, groups, op, what, rank, step=None):
     expect(
         not early and not late,
         f"start_{what} launches without waiting, and finish_{what} waits",
-        f"start_{what} waited for {len(early)} of {len(launched)} launches. In {len(late)} of {len(launched)} cases, "
-        f"the launch came later, or finish_{what} did not wait for it",
+        f"start_{what} waited for {len(early)} of {len(launched)} launches"
+        if early
+        else f"for {len(late)} of {len(launched)} launches, start_{what} did not launch or finish_{what} did not wait",
         partial(diagnosis.explain_waits, launched, what),
         **at,
     )
@@ -642,7 +643,7 @@ def expect_ranks(events, group, rank):
     expect(
         not others,
         f"every collective uses the process group that CoalescedDDP received: {format_ranks(group)}",
-        f"for {len(others)} of {len(used)} collectives, the group is {format_ranks(others[0] if others else [])}",
+        f"for {len(others)} of {len(used)} collectives, the group contains {format_ranks(others[0] if others else [])}",
         diagnosis.WRONG_GROUP,
         rank=rank,
     )

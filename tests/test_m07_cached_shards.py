@@ -188,7 +188,8 @@ def expect_no_view(rank, step, steps, gather_grads, num_buckets, is_moved=False)
         lines[line] += view["count"]
         calls.setdefault(line, set()).add(view["call"])
     by_phase = join_names([f"{n} in {name}" for name, n in phases.items()])
-    got = f"the step created {phases.total()} view{'s' * (phases.total() != 1)}: {by_phase}"
+    where = f": {by_phase}" if len(phases) > 1 else f" in {next(iter(phases))}"
+    got = f"the step created {phases.total()} view{'s' * (phases.total() != 1)}{where}"
     for line, count in lines.most_common(3):
         got += f"\n{line}  ({count} by {join_names(sorted(calls[line]))})"
     which = "the second step after reallocate()" if is_moved else "a steady step"
@@ -216,7 +217,7 @@ def expect_launches(events, at, groups, gathers, setting):
         and sorted(launch.numel for launch in all_gathers) == sorted(numels)
         and len(launched) == 2 * len(numels),
         f"{setting}a step launches one reduce_scatter and one all_gather for each of {len(numels)} groups, with "
-        f"{join_names(numels)} elements",
+        f"{join_names(numels, len(numels))} elements",
         f"the step made {summarize(launched)}",
         partial(diagnosis.explain_launches, launched, numels, "backward" in gathers, events),
         **at,

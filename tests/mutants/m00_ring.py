@@ -71,13 +71,13 @@ MUTANTS = [
     ),
     Mutant("chunks are replaced, not added", ADD, "incoming.copy_(received)", REDUCED, "Add the two chunks instead"),
     Mutant(
-        "the chunk before the sum is sent on",
+        "the chunks are copies",
         BUFFER,
         BUFFER + "\n    chunks = [chunk.clone() for chunk in chunks]",
         REDUCED,
     ),
     Mutant(
-        "everybody sends first",
+        "every rank sends first",
         EXCHANGE,
         "dist.send(outgoing, group=process_group, group_dst=(rank + 1) % size)\n"
         "    dist.recv(incoming, group=process_group, group_src=(rank - 1) % size)",
@@ -105,7 +105,7 @@ MUTANTS = [
         "does not wait on every handle",
     ),
     Mutant(
-        "the chunk that is sent is wrong in the gather",
+        "the wrong chunk is sent in the gather",
         GATHER_TURN,
         GATHER_TURN.replace("rank - step)", "rank)"),
         GATHERED,

@@ -102,14 +102,14 @@ MUTANTS = [
         "the gradients of some dtypes are not reduced",
     ),
     Mutant(
-        "frozen parameters travel",
+        "frozen parameters reduced",
         TRAINABLE,
         "if True:",
         ("test_bytes_on_the_wire",),
         "frozen parameters are all-reduced too",
     ),
     Mutant(
-        "the largest half of the parameters only",
+        "only parameters with two dimensions or more",
         TRAINABLE,
         "if parameter.requires_grad and parameter.dim() > 1:",
         ("test_bytes_on_the_wire", "test_gradients_are_averaged", "test_steps_and_subgroups"),
@@ -135,7 +135,7 @@ MUTANTS = [
         ("test_branches_and_unused_parameters",),
     ),
     Mutant(
-        "only what this rank used is flattened",
+        "only gradients that the rank has are flattened",
         "parameters in self.parameters_by_dtype.values():",
         "parameters in [[p for p in group if p.grad is not None] for group in self.parameters_by_dtype.values()]:",
         ("test_branches_and_unused_parameters",),

@@ -125,14 +125,14 @@ MUTANTS = [
         "never cleared",
     ),
     Mutant(
-        "divided while under way",
+        "divided during the transfer",
         REMEMBER,
         REMEMBER + "\n            " + DIVIDE,
         ("test_every_handle_is_waited_on",),
         "while its all_reduce is running",
     ),
     Mutant(
-        "divided while under way, and not at the finish",
+        "divided during the transfer, and not in finish_grad_sync",
         REMEMBER,
         DIVIDE + "\n            self.in_flight.append((handle, type('Nothing', (), {'grad': 1.0})))",
         ("test_gradients_are_averaged",),

@@ -133,14 +133,14 @@ MUTANTS = [
         "async_op=True",
     ),
     Mutant(
-        "everything launched at the finish",
+        "everything launched in finish_grad_sync",
         COUNT_AND_LAUNCH,
         "self.num_pending[unit] -= 1",
         ("test_buckets_overlap_with_backward",),
         "are launched only after backward",
     ),
     Mutant(
-        "launched in the order of being ready",
+        "launched in the order in which they become ready",
         COUNT_AND_LAUNCH,
         "self.num_pending[unit] -= 1\n"
         "        if self.num_pending[unit] == 0:\n"
@@ -150,7 +150,7 @@ MUTANTS = [
         "launched before an earlier bucket",
     ),
     Mutant(
-        "only the next bucket is looked at",
+        "only the next bucket is checked",
         COUNT_AND_LAUNCH,
         COUNT_AND_LAUNCH.replace("while", "if"),
         ("test_launch_order_does_not_depend_on_ready_order",),
@@ -164,7 +164,7 @@ MUTANTS = [
         "buckets that never became complete",
     ),
     Mutant(
-        "buckets launched in backward launched again at the finish",
+        "buckets launched in backward launched again in finish_grad_sync",
         LEFT_OVER,
         "for bucket in self.buckets:\n            bucket.launch()\n",
         ("test_buckets_overlap_with_backward",),
@@ -207,7 +207,7 @@ MUTANTS = [
         "was not reset: in step 1, all_reduce was launched in finish_grad_sync, but in step 0",
     ),
     Mutant(
-        "the turn not reset",
+        "next_to_launch not reset",
         RESET,
         "self.queue.num_pending = [len(bucket.parameters) for bucket in self.buckets]\n",
         ("test_steps_and_subgroups",),
@@ -269,4 +269,4 @@ MUTANTS = [
     ),
 ]
 
-SAMPLE = ("everything launched at the finish", "the result not copied back")
+SAMPLE = ("everything launched in finish_grad_sync", "the result not copied back")

@@ -151,7 +151,7 @@ MUTANTS = [
         "main_grad and its parameter have different dtypes",
     ),
     Mutant(
-        "gradients copied out of the buffer at the finish",
+        "gradients copied out of the buffer in finish_grad_sync",
         FINISH_BUFFER,
         FINISH_BUFFER
         + "            for p, v in zip(buffer.params, buffer.views):\n                p.grad = v.clone()\n",
@@ -173,7 +173,7 @@ MUTANTS = [
         "whole buckets are copied",
     ),
     Mutant(
-        "a copied bucket is written back at the finish",
+        "a copied bucket is written back in finish_grad_sync",
         REDUCE,
         "copy = data.clone()\n"
         "        work = dist.all_reduce(copy, dist.ReduceOp.AVG, self.process_group, async_op=True)\n"
@@ -235,7 +235,7 @@ MUTANTS = [
         "not allocated with zeros",
     ),
     Mutant(
-        "everything launched at the finish",
+        "everything launched in finish_grad_sync",
         COUNT,
         "            self.queue.num_pending[index] -= 1\n",
         ("test_buckets_overlap_with_backward",),
@@ -248,7 +248,7 @@ MUTANTS = [
         ("test_buckets_overlap_with_backward",),
     ),
     Mutant(
-        "launched in the order of being ready",
+        "launched in the order in which they become ready",
         COUNT,
         "            self.queue.num_pending[index] -= 1\n"
         "            if self.queue.num_pending[index] == 0:\n"
@@ -265,7 +265,7 @@ MUTANTS = [
         "still contains the gradients of the previous step",
     ),
     Mutant(
-        "accumulated in the parameter's dtype until the finish",
+        "accumulated in the parameter's dtype until finish_grad_sync",
         ACCUMULATE,
         f"if self.require_grad_sync:\n            {ACCUMULATE}",
         ("test_main_grad_accumulates_in_fp32",),
@@ -279,28 +279,28 @@ MUTANTS = [
         "main_grad contains only the last micro-batch",
     ),
     Mutant(
-        "what was added to main_grad is not dropped",
+        "p.grad kept after it is added to main_grad",
         MOVED,
         "",
         ("test_main_grad_accumulates_in_fp32",),
         "keeps growing",
     ),
     Mutant(
-        "a gradient that never came not taken",
+        "a gradient that never became ready is left out",
         NEVER_CAME,
         "            pass\n",
         ("test_zero_grad_in_any_form",),
         "gradients that never became ready",
     ),
     Mutant(
-        "the turn not reset",
+        "next_to_launch not reset",
         RESET,
         "self.queue.num_pending = list(self.queue.num_grads)\n",
         ("test_zero_grad_in_any_form", "test_main_grad_accumulates_in_fp32", "test_steps_and_subgroups"),
         "launches was 0, but",
     ),
     Mutant(
-        "the turn not reset, with exceptions inside no_sync",
+        "next_to_launch not reset, with exceptions inside no_sync",
         RESET,
         "self.queue.num_pending = list(self.queue.num_grads)\n",
         ("test_steps_and_subgroups",),
@@ -342,7 +342,7 @@ MUTANTS = [
         "need their own buffer",
     ),
     Mutant(
-        "only what became ready is launched",
+        "only complete buckets are launched",
         LEFT_OVER,
         "pass\n",
         ("test_zero_grad_in_any_form",),
@@ -382,7 +382,7 @@ MUTANTS = [
         "the hook ignores the flag of no_sync",
     ),
     Mutant(
-        "padded for the world instead of the group, and averaged over it",
+        "averaged over the world instead of the group",
         REDUCE,
         REDUCE.replace("self.process_group", "None"),
         ("test_steps_and_subgroups",),

@@ -61,7 +61,7 @@ MUTANTS = [
         "coalesce does not yield the handle",
     ),
     Mutant(
-        "what was collected is never launched",
+        "collected calls are never launched",
         CALLS,
         "            calls, captured[group] = captured[group], []\n",
         ("test_coalesce_is_one_launch",),
@@ -169,7 +169,7 @@ MUTANTS = [
         "world size",
     ),
     Mutant(
-        "divided while the launch is under way",
+        "divided while the launch is running",
         START,
         START + "        group = self.groups[index]\n"
         "        for index in group.bucket_indices:\n"
@@ -266,7 +266,7 @@ MUTANTS = [
         "a group is launched before it is complete",
     ),
     Mutant(
-        "everything launched at the finish",
+        "everything launched in finish_grad_sync",
         READY,
         "        self.groups[index].buffer.accumulate_into_buffer(i)\n",
         ("test_groups_overlap_with_backward",),
@@ -343,7 +343,7 @@ MUTANTS = [
         "beyond the buffer's last bucket",
     ),
     Mutant(
-        "launched in the order of being ready",
+        "launched in the order in which they become ready",
         READY,
         "        self.groups[index].buffer.accumulate_into_buffer(i)\n"
         "        if self.require_grad_sync:\n"
@@ -379,7 +379,7 @@ MUTANTS = [
         "the hook ignores the flag of no_sync",
     ),
     Mutant(
-        "a gradient that never came not taken",
+        "a gradient that never became ready is left out",
         NEVER_CAME,
         "            pass\n",
         ("test_steps_and_subgroups",),

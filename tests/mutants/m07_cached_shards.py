@@ -51,7 +51,7 @@ STEPS = ("test_steps_and_subgroups",)
 
 MUTANTS = [
     Mutant(
-        "views of all tensors there ever were",
+        "views kept for every tensor ever used",
         f"{IF_NEW}\n            {REMEMBER}        {LOOK_UP}",
         LOOK_UP.replace("(bucket, rank)", "(id(data), bucket, rank)").replace("[bucket,", "[id(data), bucket,"),
         ("test_views_follow_the_buffer",),
@@ -88,7 +88,7 @@ MUTANTS = [
         "some views are cached",
     ),
     Mutant(
-        "emptied at every finish, for safety",
+        "emptied in every finish_grad_sync, for safety",
         GROUP_CLASS,
         in_wrapper(
             "    def finish_grad_sync(self):\n"
@@ -107,7 +107,7 @@ MUTANTS = [
         "does not remember which tensor the cache belongs to",
     ),
     Mutant(
-        "the first tensor remembered for ever",
+        "the first tensor remembered forever",
         REMEMBER,
         REMEMBER.replace("self.data = data", "self.data = data if self.data is None else self.data"),
         STEADY,
@@ -127,7 +127,7 @@ MUTANTS = [
         "every later step creates the views listed above again",
     ),
     Mutant(
-        "padding zeroed at every finish",
+        "padding zeroed in every finish_grad_sync",
         GROUP_CLASS,
         in_wrapper(
             "    def finish_grad_sync(self):\n"
@@ -139,7 +139,7 @@ MUTANTS = [
         "every later step creates the views listed above again",
     ),
     Mutant(
-        "gradients flattened by view at the finish",
+        "gradients flattened by view in finish_grad_sync",
         GROUP_CLASS,
         in_wrapper(
             "    def finish_grad_sync(self):\n"
@@ -150,7 +150,7 @@ MUTANTS = [
         "in finish_grad_sync: assert all",
     ),
     Mutant(
-        "the buffer split when parameters start to travel",
+        "the buffer split in start_param_sync",
         GROUP_CLASS,
         in_wrapper(
             "    def start_param_sync(self):\n"
@@ -200,7 +200,7 @@ MUTANTS = [
         "uses the shard of another rank",
     ),
     Mutant(
-        "found by bucket alone",
+        "looked up by bucket alone",
         LOOK_UP,
         LOOK_UP.replace("(bucket, rank) not", "bucket not").replace("[bucket, rank]", "[bucket]"),
         AVERAGED,
@@ -249,7 +249,7 @@ MUTANTS = [
         "wait() is called too early",
     ),
     Mutant(
-        "launched at the finish",
+        "launched in finish_grad_sync",
         GROUP_CLASS,
         in_wrapper(
             "    def mark_ready(self, index, i):\n        self.groups[index].buffer.accumulate_into_buffer(i)\n"

@@ -95,7 +95,7 @@ SHARDED = [
         "must have the same root",
     ),
     Mutant(
-        "the owner taken for a rank of the world",
+        "the owner used as a rank of the world",
         TO_OWNER,
         TO_OWNER.replace("group_dst", "dst"),
         ("test_sharded_equals_unsharded",),
@@ -188,7 +188,7 @@ SHARDED = [
         "handles of reduce",
     ),
     Mutant(
-        "the last gradient only waited for",
+        "only the last gradient waited for",
         WAIT_REDUCED,
         WAIT_REDUCED.replace("for handle in handles", "for handle in handles[-1:]"),
         ("test_sharded_equals_unsharded",),
@@ -211,7 +211,7 @@ SHARDED = [
         "the optimizer state is lost in every step",
     ),
     Mutant(
-        "crash where a rank owns nothing",
+        "crash on a rank that owns nothing",
         INNER,
         "list(self.local.values())",
         ("test_sharded_equals_unsharded",),
@@ -255,7 +255,7 @@ SHARDED = [
         "each group is balanced on its own",
     ),
     Mutant(
-        "what the scheduler sets ignored",
+        "the scheduler's options ignored",
         OPTIONS,
         "pass\n",
         ("test_sharded_groups_and_schedulers",),
@@ -327,7 +327,7 @@ SHARDED = [
         "clears only the gradients of the parameters that the rank owns",
     ),
     Mutant(
-        "clipped by the norm of what a rank owns",
+        "clipped by the norm of the owned gradients",
         SQUARES,
         "pass\n",
         ("test_sharded_clipping",),
@@ -379,14 +379,14 @@ SHARDED = [
         "step reduces the gradients again",
     ),
     Mutant(
-        "taken for reduced until the optimizer's own zero_grad",
+        "is_reduced kept until the optimizer's own zero_grad",
         NEXT_STEP,
         NEXT_STEP.replace("self.is_reduced = False", "pass"),
         ("test_sharded_equals_unsharded",),
         "step must reset this",
     ),
     Mutant(
-        "taken for reduced after a step that was skipped",
+        "is_reduced kept after a skipped step",
         ZEROED,
         "super().zero_grad(set_to_none)",
         ("test_sharded_clipping",),
@@ -466,7 +466,7 @@ ZERO = [
         "the r-th of the N equal parts",
     ),
     Mutant(
-        "only parameters that lie in one shard",
+        "only parameters that are in one shard",
         OVERLAP,
         OVERLAP + "        end = end if (start, end) == (param_start, param_end) else start\n",
         ("test_zero_equals_unsharded",),
@@ -521,7 +521,7 @@ ZERO = [
         ("test_zero_equals_unsharded",),
         "`reallocate` replaces them",
     ),
-    Mutant("any optimizer taken", REFUSED, "if False:", ("test_zero_equals_unsharded",), "Shards cut parameters"),
+    Mutant("any optimizer accepted", REFUSED, "if False:", ("test_zero_equals_unsharded",), "Shards cut parameters"),
     Mutant(
         "state for all parameters",
         OVERLAP,
@@ -565,14 +565,14 @@ ZERO = [
         "gradients are gathered too",
     ),
     Mutant(
-        "options never taken over",
+        "options never copied",
         OPTIONS,
         "pass\n",
         ("test_zero_groups_and_schedulers",),
         "do not reach the inner optimizer",
     ),
     Mutant(
-        "only the learning rate taken over",
+        "only the learning rate copied",
         OPTIONS,
         'inner_group["lr"] = group["lr"]\n',
         ("test_zero_groups_and_schedulers",),
@@ -628,7 +628,7 @@ ZERO = [
         "the squares are averaged",
     ),
     Mutant(
-        "the norm of all that is in the buffers",
+        "the norm of the whole buffers",
         LOCAL_GRADS,
         "        return [buffer.grad_data for buffer in self.ddp.grad_buffers]\n",
         ("test_zero_clipping",),
@@ -649,7 +649,7 @@ ZERO = [
         "below max_norm are scaled up",
     ),
     Mutant(
-        "NaN counts as nothing",
+        "NaN counts as zero",
         SQUARES,
         "squares.nan_to_num_(posinf=0.0)\n        " + SQUARES,
         ("test_zero_clipping",),

@@ -1,4 +1,4 @@
-"""What the ranks do in module 0's checks."""
+"""Functions that the ranks run in the checks of module 0."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from scenarios.training import create_group
 
 
 def shard(batch: torch.Tensor, world_sizes: list[int]) -> list[dict[str, Any]]:
-    """Return what shard_batch does for every rank of each world size: {"rows": tensor} or {"error": its type}."""
+    """Return shard_batch's rows or exception for each rank and world size: {"rows": tensor} or {"error": type name}."""
     shard_batch = student("m00_ring", "shard_batch")
     answers = []
     for world_size in world_sizes:
@@ -21,14 +21,14 @@ def shard(batch: torch.Tensor, world_sizes: list[int]) -> list[dict[str, Any]]:
             try:
                 answers.append({"rows": shard_batch(batch, rank, world_size)})
             except NotImplementedError:
-                raise  # the skeleton's
+                raise  # by the skeleton
             except Exception as error:
                 answers.append({"error": type(error).__name__})
     return answers
 
 
 def reduce(job: dict[str, Any]) -> list[dict[str, Any]]:
-    """Call the submission's function on each tensor of the job, in its own step; return what became of the tensors.
+    """Call the submission's function on each tensor of the job, each in its own step. Return the changed tensors.
 
     Ranks outside job["members"] only create the groups.
     """
@@ -64,14 +64,14 @@ def refuse(job: dict[str, Any]) -> list[str | None]:
             student("m00_ring", name)(tensor)
             answers.append(None)
         except NotImplementedError:
-            raise  # the skeleton's
+            raise  # by the skeleton
         except Exception as error:
             answers.append(type(error).__name__)
     return answers
 
 
 def measure(job: dict[str, Any]) -> int:
-    """Return the most bytes of new tensors that are alive at once during one call of the submission's function."""
+    """Return the most bytes of new tensors that are alive at any time during one call of the submission's function."""
     function = student("m00_ring", job["function"])
     tensor = job["tensor"].to(device())
     with LiveMemory([tensor]) as memory:

@@ -1,4 +1,4 @@
-"""What ranks do in the checks of module 1, apart from training."""
+"""Functions that the ranks run in the checks of module 1, apart from training."""
 
 from brigade.checks import edge_case_models
 from brigade.rank.api import student

@@ -1,4 +1,4 @@
-"""What ranks do in the checks of module 3, apart from training."""
+"""Functions that the ranks run in the checks of module 3, apart from training."""
 
 from brigade.checks.reference import copy_gradients
 from brigade.rank import recording

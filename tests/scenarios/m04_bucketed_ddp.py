@@ -1,4 +1,4 @@
-"""What ranks do in the checks of module 4, apart from training."""
+"""Functions that the ranks run in the checks of module 4, apart from training."""
 
 import torch
 
@@ -22,7 +22,7 @@ def plan(cases: list[dict]) -> list[list[list[int]]]:
 
 
 def plan_model(size: str, caps_mb: list[int]) -> list[int]:
-    """Return the number of buckets that plan_buckets makes of a TinyLM, for each cap in MiB."""
+    """Return the number of buckets that plan_buckets returns for a TinyLM, for each cap in MiB."""
     plan_buckets = student("m04_bucketed_ddp", "plan_buckets")
     params = list(make_tiny_lm(size, "meta").parameters())
     return [len(plan_buckets(params, cap * 2**20)) for cap in caps_mb]

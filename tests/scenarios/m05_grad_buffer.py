@@ -1,4 +1,4 @@
-"""What the ranks do in module 5's checks, beyond plain training."""
+"""Functions that the ranks run in the checks of module 5, apart from plain training."""
 
 import copy
 
@@ -33,7 +33,7 @@ def plan_layouts(cases: list[dict]) -> list[dict]:
 
 
 def is_frozen() -> bool:
-    """Return whether a layout refuses to be changed."""
+    """Return whether a layout rejects changes."""
     layout = student("m05_grad_buffer", "plan_layout")([10, 20], 15, 2)
     try:
         layout.numel = 0
@@ -62,7 +62,7 @@ def move_buffer(job: dict) -> dict:
     states = {"after construction": describe()}
     for i, parameter in enumerate(params):
         parameter.main_grad.fill_(i + 1)
-    old = buffer.grad_data, buffer.param_data  # alive, so that the new tensors get other memory
+    old = buffer.grad_data, buffer.param_data  # kept alive, so that the new tensors get other memory
     buffer.reallocate()
     states["after reallocate()"] = describe()
     del old
@@ -79,7 +79,8 @@ def find_offset(tensor: torch.Tensor, data: torch.Tensor) -> int | None:
 def describe_buffers(ddp: nn.Module, model: nn.Module) -> list[dict]:
     """Return, for each grad buffer, its dtype, its length and the offset in elements of each parameter's gradient.
 
-    The offset of a gradient outside the buffer is None. If the gradient itself is None, its name is also in "absent".
+    The offset of a gradient outside the buffer is None. "absent" contains the names of the parameters whose gradient is
+    None.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     descriptions = []
@@ -106,7 +107,7 @@ def describe_buffers(ddp: nn.Module, model: nn.Module) -> list[dict]:
 
 
 def zero_gradients(form: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Zero the gradients in one of the forms that users call."""
+    """Zero the gradients with one of the calls that users make."""
     if form == "optimizer, to None":
         optimizer.zero_grad(set_to_none=True)
     elif form == "optimizer, to zeros":
@@ -116,7 +117,7 @@ def zero_gradients(form: str, model: nn.Module, optimizer: torch.optim.Optimizer
 
 
 def train(job: dict) -> dict:
-    """Train, and zero gradients in the form job["zero"] before forward, or after it if job["late"]."""
+    """Train, and zero gradients in the form job["zero"] before forward, or after forward if job["late"] is set."""
     model = build(job)
     ddp = wrap(job, model)
     optimizer = OPTIMIZERS[job["optimizer"]]([p for p in model.parameters() if p.requires_grad])

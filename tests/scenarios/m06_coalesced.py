@@ -1,4 +1,4 @@
-"""What the ranks do in module 6's checks, beyond plain training."""
+"""Functions that the ranks run in the checks of module 6, apart from plain training."""
 
 import warnings
 
@@ -30,7 +30,7 @@ def call(entry: dict, group: dist.ProcessGroup | None) -> torch.Tensor:
 def run_blocks(job: dict) -> list[list[torch.Tensor]]:
     """Call the collectives of each block inside `coalesce`. Return what their tensors contain after handle.wait().
 
-    On GPUs the kernels of all blocks together are counted.
+    On GPUs, also record the number of kernels of all blocks together.
     """
     coalesce = student("m06_coalesced", "coalesce")
     group = create_group(job)
@@ -48,9 +48,9 @@ def run_blocks(job: dict) -> list[list[torch.Tensor]]:
 
 
 def run_refused_blocks(job: dict) -> list[dict]:
-    """Run blocks that must end with an exception. Return its type, whether it was raised here, and what still works."""
+    """Run blocks that must end with an exception. Return its type, whether it is the block's own, and later results."""
     coalesce = student("m06_coalesced", "coalesce")
-    with coalesce() as handle:  # a submission that cannot coalesce at all fails here
+    with coalesce() as handle:  # a submission that cannot coalesce any calls fails here
         call(job["after"], None)
     handle.wait()
     answers = []
@@ -93,7 +93,7 @@ def run_refused_blocks(job: dict) -> list[dict]:
 def sync_bucket_groups(job: dict) -> dict:
     """Average gradients (step 0) and gather parameters (step 1) in BucketGroups of a buffer without a wrapper.
 
-    Return the flat tensors afterwards and before, and the parameters.
+    Return the flat tensors before and afterwards, and the parameters.
     """
     group = create_group(job)
     params = [nn.Parameter(value.to(device())) for value in job["params"]]
@@ -122,7 +122,7 @@ def sync_bucket_groups(job: dict) -> dict:
 def train_on_shards(job: dict) -> dict:
     """Train without gathered gradients: the optimizer steps on this rank's shards, then parameters are gathered.
 
-    Return the weights, and the flat gradients after the first finish.
+    Return the weights, and the flat gradients after the first finish_grad_sync.
     """
     model = build(job)
     ddp = wrap(job, model)
@@ -132,7 +132,7 @@ def train_on_shards(job: dict) -> dict:
     for buffer in ddp.grad_buffers:
         if buffer.param_data is None:
             raise RuntimeError(
-                "the grad_buffers of CoalescedDDP have no param_data. Make each GradBuffer with with_params=True."
+                "the grad_buffers of CoalescedDDP have no param_data. Pass with_params=True to each GradBuffer."
             )
         for start, end in buffer.layout.bucket_ranges:
             length = (end - start) // size
@@ -160,7 +160,7 @@ def train_on_shards(job: dict) -> dict:
 
 
 def locate_in_group(job: dict) -> tuple[int, int]:
-    """Return this rank's index in its group, of those in job["groups"], and the group's size."""
+    """Return this rank's index in its group, which is one of job["groups"], and the size of the group."""
     everyone = list(range(dist.get_world_size()))
     ranks = next((ranks for ranks in job.get("groups", []) if dist.get_rank() in ranks), everyone)
     return ranks.index(dist.get_rank()), len(ranks)

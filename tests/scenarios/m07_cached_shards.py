@@ -1,4 +1,4 @@
-"""What the ranks do in module 7's checks, beyond plain training."""
+"""Functions that the ranks run in the checks of module 7, apart from plain training."""
 
 import contextlib
 import gc
@@ -19,7 +19,7 @@ from brigade.rank import locks, recording
 from brigade.rank.memory import list_tensors
 from scenarios.training import build, move_to_device, reallocate_buffers, wrap
 
-# These return the whole tensor under another name. They cut nothing out, and code needs them to write without autograd.
+# These return the whole tensor under another name. They do not slice it, and code needs them to write without autograd.
 WHOLE = ("data", "detach", "_base")
 
 
@@ -27,8 +27,8 @@ class ViewCounter(TorchFunctionMode):
     """Record every view that the submission makes in `during` or `backward`.
 
     A view is a new tensor that a function or an attribute of torch returns, and that shares memory with an argument.
-    This needs no list of names. All Python code that runs there is the submission's, or torch's on its behalf, unless
-    `is_ours` says otherwise.
+    This rule needs no list of function names. All Python code that runs there is the submission's, or torch's on its
+    behalf, unless `is_ours` says otherwise.
     """
 
     def __init__(self):
@@ -49,7 +49,7 @@ class ViewCounter(TorchFunctionMode):
 
     @contextlib.contextmanager
     def during(self, name: str) -> Iterator[None]:
-        """Count in the block, which is a phase of this name."""
+        """Count the views that the block creates, and record the block as a phase of this name."""
         with recording.phase(name), self.counting(name):
             yield
 
@@ -60,10 +60,10 @@ class ViewCounter(TorchFunctionMode):
             yield
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Call loss.backward(), and count in its hooks.
+        """Run backward, and count the views that its hooks create.
 
-        The methods of a tensor run with the mode switched off. So start the engine from an edge of the graph: its
-        threads inherit the modes of the thread that starts them.
+        The methods of a tensor run with the mode switched off, so start the engine from an edge of the graph. The
+        engine's threads inherit the modes of the thread that starts them.
         """
         edge = torch.autograd.graph.get_gradient_edge(loss)
         before = self.control
@@ -82,7 +82,7 @@ def get_name(function) -> str:
 def count_new_views(function, arguments: list, result) -> int:
     """Return how many of the tensors in `result` are new views of those in `arguments`."""
     name = get_name(function)
-    if name == "__setitem__":  # data[start:end] = ... slices too, data[:] = ... does not
+    if name == "__setitem__":  # data[start:end] = ... slices too, but data[:] = ... does not
         return arguments[1] is not Ellipsis and not (isinstance(arguments[1], slice) and arguments[1] == slice(None))
     if name in WHOLE:
         return 0
@@ -100,9 +100,9 @@ def is_ours(frame: FrameType) -> bool:
 
 
 def locate(maker: FrameType) -> dict:
-    """Return where a view was made: the submission's module without the package, the line, the function around it.
+    """Return where a view was made: the submission's module without its package, the line and the function.
 
-    Frames of torch and of the standard library may be between the frame that made it and the submission's own.
+    Frames of torch and of the standard library may be between the submission's frame and the frame that made the view.
     """
     modules = {getattr(module, "__file__", ""): name for name, module in sys.modules.items() if is_submitted(name)}
     frame = maker
@@ -113,7 +113,7 @@ def locate(maker: FrameType) -> dict:
     path, line = frame.f_code.co_filename, frame.f_lineno
     outer = frame
     while outer.f_code.co_name.startswith("<") and outer.f_back and outer.f_back.f_code.co_filename == path:
-        outer = outer.f_back  # from a comprehension; on a thread of autograd's a hook has nothing around it
+        outer = outer.f_back  # leave a comprehension; on autograd's thread, no function encloses a hook
     return {
         "module": modules.get(path, f"submission.{os.path.basename(path)}").partition(".")[2],
         "file": os.path.basename(path),
@@ -139,7 +139,7 @@ def wrap_model(job: dict) -> tuple[nn.Module, nn.Module]:
 def count_views(job: dict) -> list[list[dict]]:
     """Take a step for each batch, and return the views that each step makes.
 
-    Without job["gather_grads"], each step also gathers parameters. Before step job["reallocate"] the buffers move.
+    Without job["gather_grads"], each step also gathers parameters. Before step job["reallocate"], the buffers move.
     """
     model, ddp = wrap_model(job)
     make_views_in_hooks(model)
@@ -178,11 +178,11 @@ def make_view(gradients: tuple[torch.Tensor | None, ...]) -> None:
 
 
 def move_buffers(job: dict) -> dict:
-    """Take a step for each micro-batch, with the same weights; buffers move job["moves"][i] times before step i.
+    """Take a step for each micro-batch, with the same weights. Before step i, move the buffers job["moves"][i] times.
 
-    With job["gather_grads"], return the gradients of each step as its "tensors". Without, copy this rank's shards of
-    the gradients into those of the parameters, gather these, return them, and restore the weights. Also return the
-    views that each step makes and, as "num_alive", how many old flat tensors something keeps alive after each step.
+    With job["gather_grads"], return the gradients of each step as its "tensors". Otherwise, copy this rank's
+    gradient shards into its parameter shards, gather the parameters, return them, and restore the weights. Also return
+    the views that each step makes and, as "num_alive", how many old flat tensors something keeps alive after each step.
     param_data counts only if it is gathered.
     """
     model, ddp = wrap_model(job)

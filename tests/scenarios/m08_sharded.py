@@ -1,4 +1,4 @@
-"""What the ranks do in module 8's checks of ShardedOptimizer. The parent's expected values use `run_loop` too."""
+"""Functions that the ranks run in module 8's checks of ShardedOptimizer. The expected values use `run_loop` too."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -135,7 +135,7 @@ def count_state_bytes(state: dict) -> int:
 def measure_states(problems: list[dict]) -> list[dict]:
     """Return, for each problem, this rank's bytes of optimizer state and the indices of the parameters that have it.
 
-    A problem has the sizes in its `first` parameter groups, and in `late` ones that are added after a step.
+    A problem contains the sizes of its parameters, by group: the `first` groups, and `late` groups added after a step.
     """
     measured = []
     for problem in problems:

@@ -1,4 +1,4 @@
-"""What the ranks do in module 8's checks of ZeroOptimizer. The parent's one process uses `take_steps` too."""
+"""Functions that the ranks run in module 8's checks of ZeroOptimizer. The expected values use `take_steps` too."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -76,7 +76,7 @@ def take_steps(
     norms, norm_dtypes, losses, returned = [], [], [], True
 
     def closure() -> float:
-        if not recipe.get("never_zero"):  # as a mistake would have it
+        if not recipe.get("never_zero"):  # unless a check imitates this mistake
             optimizer.zero_grad()
         losses.append(gradients(step))
         return losses[-1]
@@ -173,7 +173,7 @@ def train_wrapped(job: dict, ddp: nn.Module, model: nn.Module, gradients: Callab
     outcome = take_steps(
         job["recipe"], model, optimizer, len(job["batches"]), gradients, lambda limit: optimizer.clip_grad_norm_(limit)
     )
-    if job.get("finish"):  # in module 9 weights may still be on their way
+    if job.get("finish"):  # in module 9, the weights may still be in flight
         with phase("finish weights"):
             ddp.finish_param_sync()
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -216,7 +216,7 @@ def count_bytes_by_dtype(param_groups: list[dict]) -> dict[str, int]:
 
 
 def collect_refusals(job: dict) -> list[str | None]:
-    """Return what ZeroOptimizer raises for each optimizer that is not elementwise, as text; None if it accepts one."""
+    """Return what ZeroOptimizer raises for each optimizer that is not elementwise, as text; None if it accepts it."""
     answers: list[str | None] = []
     for optimizer_cls in (torch.optim.Adafactor, LARS, torch.optim.LBFGS):
         ddp = wrap(job, build(job))

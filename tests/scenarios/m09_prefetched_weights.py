@@ -1,4 +1,4 @@
-"""What the ranks do in module 9's checks, beyond the training of module 8's."""
+"""Functions that the ranks run in the checks of module 9, apart from module 8's training."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from scenarios.training import move_to_device, wrap
 
 
 class Listed(nn.Module):
-    """A layer whose weights are in a ParameterList, whose forward nobody calls."""
+    """A layer with its weights in a ParameterList, which has no forward of its own."""
 
     def __init__(self, width: int, count: int):
         super().__init__()
@@ -28,7 +28,7 @@ class Listed(nn.Module):
 
 
 def insert_list(model: nn.Module, count: int) -> None:
-    """Insert a layer with `count` weights in a ParameterList behind the model's first layer."""
+    """Insert a layer with `count` weights in a ParameterList after the model's first layer."""
     layer = Listed(model.layers[0].out_features, count)
     model.layers.insert(1, layer.to(next(model.parameters())))
 
@@ -97,7 +97,7 @@ def observe(job: dict) -> None:
 
 
 def read_weights(job: dict) -> dict:
-    """Take a step, then use the weights in the way job["read"]. Return them, or the output for job["probe"]."""
+    """Take a step, then read the weights in the way job["read"]. Return them, or the output for job["probe"]."""
     model = build(job)
     ddp = wrap(job, model)
     note_forwards(model)

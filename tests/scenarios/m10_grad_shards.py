@@ -1,4 +1,4 @@
-"""What the ranks do in module 10's checks, beyond the training of module 8's."""
+"""Functions that the ranks run in the checks of module 10, apart from module 8's training."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from scenarios.training import build, move_to_device, wrap
 
 
 def train(job: dict) -> dict:
-    """Train on the micro-batches of each step, which are none on a rank that only calls finish_grad_sync.
+    """Train on the micro-batches of each step. A rank without micro-batches only calls finish_grad_sync.
 
-    With job["finish_each"] it is called after each micro-batch; without it, all but the last run inside no_sync.
+    With job["finish_each"], call finish_grad_sync after each micro-batch. Otherwise, run all micro-batches except the
+    last inside no_sync.
     """
     model = m08_zero.build(job)
     ddp = wrap(job, model)
@@ -54,9 +55,8 @@ def finish(ddp: nn.Module, model: nn.Module, left: set[str]) -> None:
 def measure(job: dict) -> dict:
     """Return the bytes of gradients that are alive at each gradient hook and after each finish_grad_sync.
 
-    They are what is alive beside the parameters and the activations of the bare model at the same hook. "constructed"
-    is what the constructor added, and "left" are the bytes of p.grad of all parameters after each finish_grad_sync, or
-    at a hook.
+    They do not include the parameters, or the activations of the bare model at the same hook. "constructed" contains
+    the bytes that the constructor adds, and "left" the bytes of all p.grad after each finish_grad_sync, or at a hook.
     """
     bare, model = (m08_zero.build(job) for _ in range(2))
     recording.watch_gradients(model)
@@ -70,7 +70,7 @@ def measure(job: dict) -> dict:
 def count_at_hooks(
     model: nn.Module, batches: list[dict[str, Any]], make_wrapper: Callable[[nn.Module], nn.Module]
 ) -> dict[str, Any]:
-    """Train on each batch, without an optimizer. Count what is alive beside parameters and a bare model's gradients."""
+    """Train on each batch, without an optimizer. Count all bytes except parameters and a bare model's gradients."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     constructed, hooks, finished, left = 0, [], [], []
     with LiveMemory(model.parameters()) as memory:
@@ -105,7 +105,7 @@ def count_at_hooks(
 
 
 def accumulate(job: dict) -> dict[str, torch.Tensor]:
-    """Return the shards at several points: after two finishes, after a step, and after each form of zero_grad."""
+    """Return the shards after each of two calls of finish_grad_sync, after a step, and after each form of zero_grad."""
     model = build(job)
     ddp = wrap(job, model)
     optimizer = student(*job["optimizer_class"])(ddp, torch.optim.SGD, lr=0.01)

@@ -1,4 +1,4 @@
-"""What the ranks do in module 11's checks. The parent builds the same trees of modules."""
+"""Functions that the ranks run in the checks of module 11. The expected values use the same trees of modules."""
 
 import random
 from typing import Any
@@ -30,15 +30,15 @@ class Leaf(nn.Module):
 
 
 class Layer(nn.ModuleDict):
-    """A type of which checks make units."""
+    """A type that checks use for units."""
 
 
 class WideLayer(Layer):
-    """A subclass of it."""
+    """A subclass of `Layer`."""
 
 
 class Expert(nn.ModuleDict):
-    """Another type of which checks make units."""
+    """Another type that checks use for units."""
 
 
 UNIT_TYPES = {
@@ -52,7 +52,7 @@ UNIT_TYPES = {
 
 
 def make_tree(tree: str | int) -> nn.Module:
-    """Return a tree of modules: one with this name, or a random one for a number."""
+    """Return the tree of modules with this name, or a random tree for a number."""
     if isinstance(tree, int):
         return make_random_tree(random.Random(tree))
     first, second = Layer({"a": Leaf(2)}), Layer({"b": Leaf()})
@@ -135,7 +135,7 @@ def cast_layers(job: dict, model: nn.Module) -> None:
 
 
 def construct(jobs: list[dict]) -> list[dict]:
-    """Construct the wrapper of each job. Describe its shards."""
+    """Construct the wrapper of each job, and describe its shards."""
     results = []
     for job in jobs:
         model = edge_case_models.build(job["model"], job["sizes"], job["state"], job["dtype"]).to(device())
@@ -154,7 +154,7 @@ def construct(jobs: list[dict]) -> list[dict]:
 
 
 class Boundaries:
-    """What is alive in each forward pre-hook and gradient hook of a model: a list of entries."""
+    """A list of what is alive in each forward pre-hook and gradient hook of a model."""
 
     def __init__(self, model: nn.Module, memory: LiveMemory):
         self.model, self.memory, self.entries, self.known = model, memory, [], []
@@ -244,9 +244,9 @@ def train(jobs: list[dict]) -> list[dict]:
     """Train with each job. Its steps have the numbers from job["first_step"] on.
 
     A job may have: "load", a state dict; "clip", the largest norm; "finish_each", to call finish_grad_sync after
-    each micro-batch; "zero", "ddp" or "optimizer"; "extra", forwards to make between the last forward and its
-    backward, and before it; "interrupted", a step of which exceptions end no_sync; "drop", to accumulate gradients that
-    are cleared.
+    each micro-batch; "zero", "ddp" or "optimizer"; "extra", to run more forwards before the last forward, and
+    between it and its backward; "interrupted", a step in which exceptions end the no_sync blocks; "drop", to accumulate
+    gradients that are then cleared.
     """
     return [train_one(job) for job in jobs]
 
@@ -309,7 +309,7 @@ def take_gradients(job: dict, step: int, ddp: nn.Module, model: nn.Module, optim
 
 
 def look_around(ddp: nn.Module, batch: dict) -> None:
-    """Evaluate, and make a forward that is thrown away."""
+    """Evaluate a batch, then run a forward whose output is not used."""
     with torch.no_grad():
         compute_loss(ddp, move_to_device(batch))
     compute_loss(ddp, move_to_device(batch))

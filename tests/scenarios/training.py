@@ -28,7 +28,7 @@ def build(job: dict) -> torch.nn.Module:
 
 
 def create_group(job: dict) -> dist.ProcessGroup | None:
-    """Create all groups of job["groups"] and return the one of this rank; None (the default group) without groups."""
+    """Create all groups of job["groups"] and return this rank's group; None, the default group, if there are none."""
     own_group = None
     for ranks in job.get("groups", []):
         group = dist.new_group(ranks)

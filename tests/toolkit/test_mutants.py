@@ -156,7 +156,9 @@ def test_wrong_answer_fails(entry, name, backend):
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_launching_in_ready_order_fails_every_time(world_size, backend, monkeypatch):
     entry = get_module(4)
-    [mutant] = [mutant for mutant in mutants(entry) if mutant.name == "launched in the order of being ready"]
+    [mutant] = [
+        mutant for mutant in mutants(entry) if mutant.name == "launched in the order in which they become ready"
+    ]
     text = mutant.apply((ROOT / "solutions" / entry.path).read_text())
     monkeypatch.setattr(CheckContext, "worlds", lambda self, *sizes: [world_size])
     for seed in range(6):
