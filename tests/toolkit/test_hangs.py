@@ -86,4 +86,4 @@ def test_a_forgotten_wait_is_caught_every_time():
     wrong = text.replace("handle.wait()", "handle is self.in_flight[3][0] or handle.wait()")
     for seed in range(5):
         outcome = outcome_of(checks(MODULE_3)["test_every_handle_is_waited_on"], wrong, "gloo", seed)
-        assert "the step waited on" in str(outcome.verdict)
+        assert "did not wait on" in str(outcome.verdict)
