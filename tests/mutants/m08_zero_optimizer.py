@@ -185,14 +185,14 @@ SHARDED = [
         WAIT_REDUCED,
         WAIT_REDUCED.replace("handle.wait()", "pass"),
         ("test_sharded_equals_unsharded",),
-        "handles of reduce",
+        "reduce handles",
     ),
     Mutant(
         "only the last gradient waited for",
         WAIT_REDUCED,
         WAIT_REDUCED.replace("for handle in handles", "for handle in handles[-1:]"),
         ("test_sharded_equals_unsharded",),
-        "handles of reduce",
+        "reduce handles",
     ),
     Mutant(
         "the owner of a parameter does not wait until it is sent",
