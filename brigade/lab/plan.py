@@ -188,7 +188,7 @@ def make_plan_table(steps: Sequence[PlannedStep], title: str) -> Table:
     table.add_column("variant", no_wrap=True)
     for heading in (
         f"step\n{time_unit}",
-        "of torch\nDDP's",
+        "ratio to\ntorch DDP",
         f"exposed\n{time_unit}",
         "launches",
         f"sent\n{size_unit}",

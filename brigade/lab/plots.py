@@ -114,7 +114,7 @@ def make_memory_table(bench: Bench) -> Table:
     """Return a table of time, traffic and memory, with a row for each variant."""
     memory = [f"{kind}\n{when}" for when in ("peak", "kept") for kind in ("param", "grad", "state")]
     headings = ("step\nms", "laun-\nches", "MB\nsent", *memory)
-    table = make_empty_table("Launches, MB sent in a step, and MB on the fullest rank", "variant", headings)
+    table = make_empty_table("Launches and MB sent per step, and MB of memory on the fullest rank", "variant", headings)
     table.caption = "Peak: on one token per rank; gradients include buckets. Kept: between steps."
     table.caption_justify = "left"
     for row in bench.make_rows():
