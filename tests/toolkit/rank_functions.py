@@ -1,4 +1,4 @@
-"""What the ranks do in the tests of the toolkit. The tests import this file, and `run_ranks` sends its text along."""
+"""Functions that ranks run in the tests of the toolkit. The tests import this file, and `run_ranks` sends its text."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from brigade.rank.recording import phase
 
 
 def whoami(*args: Any) -> dict[str, Any]:
-    """This rank's place, its process, and what it was given."""
+    """Return this rank's number, world size, process id, working directory and arguments."""
     return {
         "rank": dist.get_rank(),
         "world_size": dist.get_world_size(),
@@ -47,7 +47,10 @@ def whoami(*args: Any) -> dict[str, Any]:
 
 
 def search_memory(part: str, length: int, own: str) -> list[str]:
-    """All strings of this length that begin with `part`, among the objects of the process and its callers' locals."""
+    """Return all strings in this process that have this length and begin with `part`.
+
+    Search objects and callers' locals.
+    """
     found = set()
     frame = sys._getframe()
     while frame:
@@ -60,7 +63,7 @@ def search_memory(part: str, length: int, own: str) -> list[str]:
 
 
 def strings_in(value: Any) -> Iterator[str]:
-    """The strings that a container holds, of the container's first two levels."""
+    """Yield the strings in the first two levels of a container."""
     for item in list(value.values()) if type(value) is dict else list(value):
         if type(item) is str:
             yield item
@@ -69,7 +72,7 @@ def strings_in(value: Any) -> Iterator[str]:
 
 
 def mounts() -> str:
-    """What this rank sees mounted."""
+    """Return the mounts that this rank sees."""
     with open("/proc/self/mounts") as file:
         return file.read()
 
@@ -79,13 +82,13 @@ def random_number() -> float:
 
 
 def scheduling() -> list[int]:
-    """The policy by which Linux schedules this process, and the number of gloo's threads for collectives."""
+    """Return the scheduling policy of this process, and the number of gloo's threads for collectives."""
     names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
     return [os.sched_getscheduler(0), names.count("pt_gloo_runloop")]
 
 
 def cut_off() -> None:
-    """Rank 0 is killed. Before that, rank 1 prints what gloo prints when it connects to a process that has gone."""
+    """Kill rank 0. Before that, raise gloo's error for a connection to a process that has ended on the other ranks."""
     if dist.get_rank():
         raise RuntimeError("Gloo connectFullMesh failed with [pair.cc:152] timed out connecting: Connection refused")
     time.sleep(0.1)
@@ -93,7 +96,7 @@ def cut_off() -> None:
 
 
 def reduce_once() -> float:
-    """The sum over ranks of rank + 1."""
+    """Return the sum of rank + 1 over all ranks."""
     x = torch.tensor([dist.get_rank() + 1.0])
     dist.all_reduce(x)
     return x.item()
@@ -106,7 +109,7 @@ def reduce_often(times: int) -> None:
 
 
 def spawned(rank: int, world_size: int, file: str) -> None:
-    """`reduce_once` as torch.multiprocessing.spawn runs it: the process group is ours to make."""
+    """Call `reduce_once` in a process of torch.multiprocessing.spawn, which starts no process group itself."""
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world_size)
     assert reduce_once() == sum(range(1, world_size + 1))
     os._exit(0)  # without it, gloo's threads abort some processes at exit
@@ -119,7 +122,7 @@ def write_file(name: str) -> str:
 
 
 def fail(rank: int, message: str) -> None:
-    """Raises ValueError on one rank while the others wait for it."""
+    """Raise ValueError on one rank while the others wait for it."""
     print("before the error")
     if dist.get_rank() == rank:
         raise ValueError(message)
@@ -131,7 +134,7 @@ def fail_in_a_collective() -> None:
 
 
 def end(rank: int, how: str) -> None:
-    """Ends the process of one rank without a result while the others wait for it."""
+    """End the process of one rank without a result while the others wait for it."""
     if dist.get_rank() == rank:
         print("last words", flush=True)
         if how == "os._exit(0)":
@@ -146,14 +149,14 @@ def end(rank: int, how: str) -> None:
 
 
 def end_server() -> None:
-    """Kills the process that this one was forked from, on one rank."""
+    """On rank 0, kill the server from which the rank was forked."""
     if dist.get_rank() == 0:
         os.kill(os.getppid(), signal.SIGKILL)
     time.sleep(60)
 
 
 def spin() -> None:
-    """An endless loop on rank 1, while rank 0 waits for it."""
+    """Run an endless loop on rank 1 while rank 0 waits for it."""
     if dist.get_rank() == 1:
         while True:  # HERE IT SPINS
             pass
@@ -161,14 +164,14 @@ def spin() -> None:
 
 
 def forever() -> None:
-    """Tells its process id, then never ends."""
+    """Record the process id, then run forever."""
     recording.note("pid", pid=os.getpid())
     while True:
         time.sleep(0.01)
 
 
 def leave_one_out(async_op: bool) -> None:
-    """Two launches on rank 0, one on rank 1, which then waits for nothing and returns."""
+    """Make two launches on rank 0 and one on rank 1, which then returns without waiting."""
     model = nn.Linear(4, 2)
     recording.name_parameters(model)
     dist.all_reduce(model.bias.detach())
@@ -179,7 +182,7 @@ def leave_one_out(async_op: bool) -> None:
 
 
 def cross_over() -> None:
-    """Two sub-groups of both ranks, in which each rank waits for the launch that the other makes later."""
+    """Use two sub-groups of both ranks. In each, one rank waits for a launch that the other rank makes later."""
     groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
     first = groups[dist.get_rank()]
     second = groups[1 - dist.get_rank()]
@@ -188,14 +191,14 @@ def cross_over() -> None:
 
 
 def send_first() -> None:
-    """Every rank sends to the next before it receives: no send ends, because nobody receives."""
+    """Send to the next rank before receiving. No send ends, because no rank receives."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     dist.send(torch.ones(3), (rank + 1) % world_size)
     dist.recv(torch.empty(3), (rank - 1) % world_size)
 
 
 def send_and_reduce() -> float:
-    """One rank sends to another. A third takes no part in that. All three then take part in an all-reduce."""
+    """Send a message from rank 0 to rank 1, while rank 2 does nothing. Then run an all-reduce on all three ranks."""
     rank, total = dist.get_rank(), torch.ones(1)
     if rank == 0:
         dist.send(torch.ones(3), 1)
@@ -206,14 +209,14 @@ def send_and_reduce() -> float:
 
 
 def slow_peer(seconds: float) -> float:
-    """Rank 1 computes for a while before it takes part: slow is not deadlocked."""
+    """Delay rank 1 before an all-reduce. A slow rank is not a deadlock."""
     if dist.get_rank() == 1:
         time.sleep(seconds)
     return reduce_once()
 
 
 def mismatch(how: str) -> None:
-    """Ranks 0 and 1 call collectives that do not fit."""
+    """Call different collectives on ranks 0 and 1."""
     rank = dist.get_rank()
     small, large = torch.ones(3), torch.ones(50_000)
     if how == "size":
@@ -232,7 +235,7 @@ def mismatch(how: str) -> None:
 
 
 def chatter(megabytes: int) -> int:
-    """Prints from Python, and from below it, more than a pipe holds."""
+    """Print more than fits into a pipe, from Python and directly to the file descriptor."""
     for _ in range(megabytes):
         print("x" * 1_000_000)
         os.write(2, b"y" * 1000)
@@ -240,14 +243,14 @@ def chatter(megabytes: int) -> int:
 
 
 def give_back(kind: str) -> Any:
-    """A result that cannot be sent, from rank 1."""
+    """Return a result on rank 1 that cannot be sent."""
     if dist.get_rank() == 0:
         return 1
     return {"object": object(), "function": give_back, "module": nn.Linear(1, 1)}[kind]
 
 
 def write_to_channel(data: bytes) -> None:
-    """Writes behind the toolkit's back to what connects rank 1 with the parent, and goes on as if nothing were."""
+    """Write directly to the sockets that connect rank 1 with the parent, then call an all-reduce."""
     if dist.get_rank() == 1:
         for name in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError):
@@ -258,12 +261,12 @@ def write_to_channel(data: bytes) -> None:
 
 
 def frame(letter: bytes, body: bytes) -> bytes:
-    """A message as a rank sends it: see `brigade.rank.main`."""
+    """Return a message in the format of a rank: see `brigade.rank.channel`."""
     return letter + struct.pack("<Q", len(body)) + body
 
 
 def start_daemon() -> list[int]:
-    """Starts processes that no longer belong to this rank's session or process group; returns their ids."""
+    """Start processes outside this rank's session and process group. Return their ids."""
     child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"], start_new_session=True)
     grandchild = subprocess.run(
         ["sh", "-c", "sleep 60 >/dev/null 2>&1 & echo $!"], capture_output=True, start_new_session=True, check=True
@@ -272,7 +275,7 @@ def start_daemon() -> list[int]:
 
 
 def import_by_name(name: str) -> dict[str, Any]:
-    """What importing a module of the submission gives: the names of its strings, and where it failed otherwise."""
+    """Import a module of the submission, and return its public strings by name."""
     module = importlib.import_module(name)
     return {key: value for key, value in vars(module).items() if not key.startswith("_") and isinstance(value, str)}
 
@@ -281,7 +284,7 @@ def import_by_name(name: str) -> dict[str, Any]:
 
 
 def recorded_calls() -> None:
-    """Every kind of collective once; the phase says which."""
+    """Call every kind of collective once, in a phase with its name."""
     rank, world = dist.get_rank(), dist.get_world_size()
     x = torch.arange(4.0)
     first, last = 0, world - 1
@@ -352,7 +355,7 @@ def recorded_calls() -> None:
 
 
 def recorded_subgroups() -> dict[str, Any]:
-    """All-reduces and broadcasts in groups made in every way; the phase says how."""
+    """Call an all-reduce and a broadcast in differently created groups, in a phase that names the way."""
     from torch.distributed.distributed_c10d import new_group as imported_new_group
 
     rank = dist.get_rank()
@@ -374,7 +377,7 @@ def recorded_subgroups() -> dict[str, Any]:
 
 
 def readiness(how: str) -> None:
-    """Run two backward passes of a watched model. Its hooks note what they are; `how` says what happens before each."""
+    """Run two backward passes of a watched model, whose hooks record events. `how` is the preparation of each pass."""
     model = nn.Linear(3, 2)
     recording.watch_gradients(model)
     for name, parameter in model.named_parameters():
@@ -429,7 +432,7 @@ def meddling(how: str) -> None:
 
 
 def recorded_names() -> None:
-    """Launches on a parameter, on its gradient, on a copy, and on two at once."""
+    """Launch collectives on a parameter, a gradient, a copy, and two gradients at once."""
     model = nn.Linear(3, 2)
     recording.name_parameters(model)
     model(torch.ones(1, 3)).sum().backward()
@@ -440,7 +443,7 @@ def recorded_names() -> None:
 
 
 def recorded_handles() -> None:
-    """Two launches, waited on in the other order; then one of each of the other ways to learn the result."""
+    """Wait for two launches in reverse order. Then learn the results of other launches in other ways."""
     first = dist.all_reduce(torch.ones(3), async_op=True)
     second = dist.all_reduce(torch.ones(4), async_op=True)
     with phase("finish"):
@@ -460,7 +463,7 @@ def recorded_handles() -> None:
 
 
 def threads_launch() -> int:
-    """Launches from two threads at once, in groups of their own; returns how many each made."""
+    """Launch from two threads at once, each in its own group. Return the number of launches per thread."""
     groups = [dist.new_group(), dist.new_group()]
 
     def reduce(group: dist.ProcessGroup) -> None:
@@ -476,7 +479,7 @@ def threads_launch() -> int:
 
 
 def train_ddp() -> dict[str, Tensor]:
-    """Four steps of torch DDP with several buckets (the first of which holds 1 MiB); the weights."""
+    """Take four steps with torch DDP and several buckets (the first one has 1 MiB). Return the weights."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(30, 800), nn.BatchNorm1d(800), nn.Tanh(), nn.Linear(800, 400), nn.Linear(400, 9))
     ddp = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.1)
@@ -493,7 +496,7 @@ def train_ddp() -> dict[str, Tensor]:
 
 
 def train_ddp_twice() -> list[dict[str, Tensor]]:
-    """With the recording group, and then on plain gloo in the same process."""
+    """Train with the recording group, then with plain gloo in the same process. Return the weights of both."""
     rank, world = dist.get_rank(), dist.get_world_size()
     recorded = train_ddp()
     dist.barrier()
@@ -507,15 +510,15 @@ def train_ddp_twice() -> list[dict[str, Tensor]]:
 
 
 def values(dtype: torch.dtype, *shape: int, rank: int | None = None) -> Tensor:
-    """Numbers between -50 and 50 that are the same every time, and differ between ranks. The tests make them too."""
+    """Return numbers between -50 and 50 that depend only on the rank and the shape. The tests compute them too."""
     generator = torch.Generator().manual_seed(dist.get_rank() if rank is None else rank)
     return (torch.rand(shape, generator=generator, dtype=torch.float64) * 100 - 50).to(dtype)
 
 
 def collectives(dtype: torch.dtype) -> dict[str, Callable[..., tuple[Any, list[Tensor]]]]:
-    """By name, functions of `async_op` that call one collective and return its handle and this rank's outputs.
+    """Return functions by name. Each calls one collective, and returns its handle and this rank's outputs.
 
-    An output is what the rank *receives*: none on the root of a broadcast.
+    Outputs are the tensors that the rank *receives*. The root of a broadcast has none.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
 
@@ -618,7 +621,7 @@ def collectives(dtype: torch.dtype) -> dict[str, Callable[..., tuple[Any, list[T
 
 
 def every_collective(dtype: torch.dtype, async_op: bool) -> dict[str, Any]:
-    """For each collective, this rank's outputs before the wait (as far as there is one) and after it."""
+    """Return this rank's outputs of each collective, before and after the wait (if there is a wait)."""
     found = {}
     for name, call in collectives(dtype).items():
         with phase(name):
@@ -631,7 +634,7 @@ def every_collective(dtype: torch.dtype, async_op: bool) -> dict[str, Any]:
 
 
 def deliver(how: str) -> dict[str, Any]:
-    """Two all-reduces: the second is waited on, then the first one's result is asked for in the given way."""
+    """Launch two all-reduces and wait on the second. Then get the result of the first in the given way."""
     first, second = torch.ones(3), torch.ones(2)
     one, two = dist.all_reduce(first, async_op=True), dist.all_reduce(second, async_op=True)
     two.wait()
@@ -652,7 +655,7 @@ def deliver(how: str) -> dict[str, Any]:
 
 
 def change(where: str) -> dict[str, Any]:
-    """An all-gather or all-reduce whose tensors are changed, or read, between launch and wait."""
+    """Change or read the tensors of an all-gather or all-reduce between its launch and its wait."""
     x = torch.arange(4.0)
     output = torch.zeros(4 * dist.get_world_size())
     if where in ("input", "output", "reading"):
@@ -698,7 +701,7 @@ def free_in_flight(which: str) -> None:
 
 
 def hold(dtype: torch.dtype) -> dict[str, Any]:
-    """A broadcast from rank 1, as its tensor is before and after the wait."""
+    """Broadcast from rank 1. Return the tensor before and after the wait."""
     rank = dist.get_rank()
     x = torch.tensor([rank, 1, 1], dtype=dtype)
     handle = dist.broadcast(x, src=1, async_op=True)
@@ -708,7 +711,7 @@ def hold(dtype: torch.dtype) -> dict[str, Any]:
 
 
 def reduce_to_first() -> dict[str, Tensor]:
-    """A reduce to rank 0, as each rank's tensor is before and after the wait."""
+    """Reduce to rank 0. Return this rank's tensor before and after the wait."""
     x = torch.full((3,), dist.get_rank() + 1.0)
     handle = dist.reduce(x, dst=0, async_op=True)
     before = x.clone()
@@ -717,7 +720,7 @@ def reduce_to_first() -> dict[str, Tensor]:
 
 
 def in_place_reduce_scatter() -> dict[str, Tensor]:
-    """The whole buffer of a reduce-scatter into one of its own shards, before and after."""
+    """Reduce-scatter a buffer into one of its own shards. Return the whole buffer before and after the wait."""
     rank, world = dist.get_rank(), dist.get_world_size()
     full = values(torch.float64, world, 4)
     given = full.clone()
@@ -728,7 +731,7 @@ def in_place_reduce_scatter() -> dict[str, Tensor]:
 
 
 def strides() -> dict[str, Any]:
-    """All-reduces of a transposed tensor, and of a leaf that requires a gradient."""
+    """All-reduce a transposed tensor, and a leaf that requires a gradient."""
     given = values(torch.float64, 4, 6)
     transposed = given.clone().T
     dist.all_reduce(transposed)
@@ -749,7 +752,7 @@ def coalesce_on_a_device() -> None:
 
 
 def send_strided(op: str, kind: str) -> None:
-    """Calls a collective or a send with a transposed tensor, or with every second column."""
+    """Call a collective or a send with a transposed tensor, or with every second column of a tensor."""
     tensor = torch.ones(4, 6).T if kind == "transposed" else torch.ones(4, 6)[:, ::2]
     if op == "all_reduce":
         dist.all_reduce(tensor)
@@ -762,7 +765,7 @@ def send_strided(op: str, kind: str) -> None:
 
 
 def reduce_channels_last() -> list[float]:
-    """All-reduces a batch of images and one of videos, each with the channels last in memory."""
+    """All-reduce a batch of images and a batch of videos in a channels-last memory format."""
     images = torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last)
     videos = torch.ones(2, 3, 4, 5, 6).to(memory_format=torch.channels_last_3d)
     for tensor in (images, videos):
@@ -775,13 +778,13 @@ def reduce_channels_last() -> list[float]:
 
 
 def on_link(latency_s: float, bytes_per_s: float, name: str, *args: Any) -> Any:
-    """What another function of this file does, on an emulated link."""
+    """Call another function of this file on an emulated link."""
     emulated_link.use(emulated_link.Link(latency_s, bytes_per_s))
     return globals()[name](*args)
 
 
 def timed(call: Callable[[], Any]) -> float:
-    """Seconds that a call takes, with all ranks starting it together."""
+    """Return the duration of a call in seconds. All ranks start it together."""
     dist.barrier()
     start = time.perf_counter()
     call()
@@ -789,7 +792,7 @@ def timed(call: Callable[[], Any]) -> float:
 
 
 def wait_for_the_link(count: int) -> dict[str, float]:
-    """Seconds that one collective after the other takes, and `count` that are launched at once."""
+    """Return the seconds that one collective takes, `count` collectives launched at once, and other cases."""
     x = torch.ones(4)
     processor = time.process_time()
     one = timed(lambda: dist.all_reduce(x))
@@ -816,7 +819,7 @@ def wait_for_the_link(count: int) -> dict[str, float]:
 
 
 def ask_for_completion() -> list[bool]:
-    """Whether a launch is completed at once, and after it was waited for."""
+    """Return whether a launch is complete immediately, and after the wait."""
     handle = dist.all_reduce(torch.ones(4), async_op=True)
     answers = [handle.is_completed()]
     handle.wait()
@@ -841,10 +844,10 @@ def count_from_own_launch(name: str, *args: Any) -> Any:
 
 
 def train_with_a_late_rank(wrapper: tuple[str, str] | None, late: int, late_s: float, ranks: list[int] | None) -> None:
-    """Take three steps with a model of 8 parameters; rank `late` sleeps before each backward and in the middle of it.
+    """Take three steps with a model of 8 parameters. Rank `late` sleeps before and during each backward.
 
-    The wrapper is a submission's (package, class), or torch's for None. With `ranks` only these train, in a group of
-    their own, and after each step all ranks reduce a tensor together.
+    `wrapper` is the package and class of a submission's wrapper, or None for torch DDP. If `ranks` is given, only these
+    ranks train, in their own group. After each of their steps, all ranks all-reduce a tensor.
     """
     group = dist.new_group(ranks) if ranks else None
     if ranks is None or dist.get_rank() in ranks:
@@ -867,7 +870,7 @@ def train_with_a_late_rank(wrapper: tuple[str, str] | None, late: int, late_s: f
 
 
 def every_op_with_a_late_rank(late: int, late_s: float) -> None:
-    """Run a broadcast, a reduce, an all-gather and a reduce-scatter, each of which one rank launches late."""
+    """Run five kinds of collectives. Rank `late` launches each of them late."""
     size, rank = dist.get_world_size(), dist.get_rank()
     x, whole = torch.ones(12), torch.ones(12 * size)
     for launch in (
@@ -883,7 +886,10 @@ def every_op_with_a_late_rank(late: int, late_s: float) -> None:
 
 
 def launch_in_two_groups() -> None:
-    """Rank 0 launches in a group with rank 1, then in one with rank 2; rank 1 launches when the second is complete."""
+    """Launch on rank 0 in a group with rank 1, then in a group with rank 2.
+
+    Rank 1 launches after rank 2 has finished.
+    """
     groups = [dist.new_group([0, 1]), dist.new_group([0, 2])]
     rank = dist.get_rank()
     for _ in range(3):
@@ -907,7 +913,7 @@ def read_clock() -> float:
 
 
 def launch_without_rank_1() -> None:
-    """Rank 0 broadcasts to a rank that never takes part."""
+    """Broadcast from rank 0 to a rank that never takes part."""
     if dist.get_rank() == 0:
         dist.broadcast(torch.ones(4), 0)
     else:
@@ -915,7 +921,7 @@ def launch_without_rank_1() -> None:
 
 
 def train_ddp_with_a_peer_that_ends() -> None:
-    """torch DDP, of which rank 1 ends after its first step."""
+    """Train with torch DDP. Rank 1 ends after its first backward."""
     ddp = nn.parallel.DistributedDataParallel(nn.Linear(8, 8))
     for _ in range(3):
         ddp(torch.ones(2, 8)).sum().backward()
@@ -930,7 +936,10 @@ LEFT_OUT = ("torch._dynamo", "torch._dynamo.", "torch._decomp", "torch._refs", "
 
 
 def every_optimizer() -> list[str]:
-    """Uses each of torch's optimizers that takes dense gradients, and looks at every module; what that imported."""
+    """Use each of torch's optimizers for dense gradients, and inspect the stack.
+
+    Return the modules that this imported.
+    """
     before = set(sys.modules)
     for name in sorted(vars(torch.optim)):
         kind = getattr(torch.optim, name)
@@ -951,7 +960,7 @@ def every_optimizer() -> list[str]:
 
 
 def train_with_torch_ddp() -> list[str]:
-    """Take a step with torch's own wrapper; return what that imported of the compiler and the kernels."""
+    """Run one backward with torch DDP. Return the imported modules of the compiler and the kernels."""
     model = nn.parallel.DistributedDataParallel(nn.Linear(3, 3))
     model(torch.ones(2, 3)).sum().backward()
     return sorted(name for name in sys.modules if name.startswith(LEFT_OUT[1:]))
@@ -978,7 +987,7 @@ def import_a_submodule() -> dict:
 
 
 def draw_with_a_generator() -> list:
-    """Return whether two generators with the same seed agree, and what of `LEFT_OUT` they imported."""
+    """Return whether two generators with the same seed agree, and the modules of `LEFT_OUT` that they imported."""
     first, second = (torch.rand(3, generator=torch.Generator().manual_seed(1)) for _ in range(2))
     return [torch.equal(first, second), sorted(name for name in sys.modules if name.startswith(LEFT_OUT[1:]))]
 
@@ -990,7 +999,7 @@ def embed_on_the_meta_device(use_kernels: str) -> list[int]:
 
 
 def time_messages(nbytes: int) -> dict[str, float]:
-    """How long messages take on an emulated link, in seconds: one; two to the same rank; one in each direction."""
+    """Return the seconds on an emulated link for one message, two messages to one rank, and one in each direction."""
     emulated_link.use(emulated_link.Link(latency_s=0.05, bytes_per_s=1e6))
     rank, tensor = dist.get_rank(), torch.zeros(nbytes, dtype=torch.uint8)
     seconds = {}

@@ -1,4 +1,4 @@
-"""An answer of an earlier module under a later one's name has the right numbers, and earns next to nothing."""
+"""The answer to an earlier module computes the right numbers in a later module, but earns almost no points."""
 
 import pytest
 from test_mutants import outcome_of
@@ -43,7 +43,7 @@ PAIRS = [
 
 
 def alias(earlier, later):
-    """Return the text of module `later`, whose wrapper is that of module `earlier` with the later one's constructor."""
+    """Return a text for module `later`: the wrapper of module `earlier` with the constructor of module `later`."""
     name, old = later.public[-1], earlier.public[-1]
     return ALIAS_OF.format(
         package=earlier.package,
@@ -57,12 +57,15 @@ def alias(earlier, later):
 
 @pytest.fixture
 def two_ranks(monkeypatch):
-    """Run each check once, with two ranks, which is quick and no harder to pass."""
+    """Run each check only with two ranks. This is fast, and passing is not harder than usual."""
     monkeypatch.setattr(CheckContext, "worlds", lambda self, *sizes: [2])
 
 
 def expect_next_to_nothing(entry, text, backend):
-    """As the answer to a module the text earns `MOST` points at most. Valuable checks run first, until this is sure."""
+    """Expect the text to earn at most `MOST` points as the answer to a module.
+
+    The checks with most points run first.
+    """
     every = sorted(collect([entry]), key=lambda check: check.points, reverse=True)
     earned, open_points = {}, sum(check.points for check in every)
     for check in every:
@@ -151,7 +154,7 @@ class OverlappedDDP(nn.Module):
 
 
 def mark_slow(name):
-    """DTensor takes seconds to import."""
+    """Mark variants with DTensor as extended, because DTensor takes seconds to import."""
     return pytest.param(name, marks=[pytest.mark.extended] * name.startswith("DTensor"))
 
 
@@ -230,5 +233,5 @@ class ZeroOptimizer(Unsharded):
 
 
 def test_unsharded_optimizers_in_module_8(backend):
-    """Every rank keeps the whole state and steps on all weights, with complete averages, as in earlier modules."""
+    """An optimizer that keeps the whole state on every rank, as in earlier modules, earns almost no points."""
     expect_next_to_nothing(get_module(8), UNSHARDED, backend)

@@ -1,4 +1,4 @@
-"""The course runs elsewhere: on Kaggle and Colab, in a container, and in the workflows of GitHub."""
+"""The course runs on Kaggle and Colab, in a container, and in GitHub workflows."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def list_runs(workflow: Path) -> list[str]:
     ),
 )
 def test_a_browser_notebook_runs_from_top_to_bottom(name, gpus, expected, tmp_path, monkeypatch):
-    """As on Kaggle or Colab, but in another directory. Nothing is installed, and `brigade` only reads its options.
+    """The notebook runs as on Kaggle or Colab, but installs nothing, and `brigade` only parses its options.
 
     The workflow `matrix` runs the notebooks as they are.
     """
@@ -71,7 +71,7 @@ def test_a_browser_notebook_runs_from_top_to_bottom(name, gpus, expected, tmp_pa
 
 
 def test_all_links_follow_the_address_of_the_repository(monkeypatch):
-    """Somebody who publishes a copy changes one line and runs `brigade skeletons`."""
+    """To publish a copy, an instructor changes one line and runs `brigade skeletons`."""
     monkeypatch.setattr(handout, "REPOSITORY", "ada/training")
     texts = {path.relative_to(ROOT).as_posix(): text for path, text in handout.make_documents(ROOT).items()}
     links = {name: text.count("ada/training") + text.count("ada.github.io/training") for name, text in texts.items()}

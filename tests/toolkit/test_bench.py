@@ -1,4 +1,4 @@
-"""`brigade bench`: its options, what it prints and writes, submissions that are half written, ranks of torchrun."""
+"""`brigade bench`: its options, its output and files, incomplete submissions, and ranks from torchrun."""
 
 import argparse
 import contextlib
@@ -173,7 +173,7 @@ def test_save_writes_the_numbers_that_are_handed_in(tmp_path, brigade):
 
 
 def test_the_duration_is_estimated_from_one_step(monkeypatch):
-    """If a step of one rank takes 2 s, two ranks on one core need 4 s. A link adds half of its time."""
+    """If a step of one rank takes 2 s, two ranks on one core need 4 s. A link adds half of its time to a step."""
     ticks = itertools.count(step=2)
     monkeypatch.setattr(bench, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
     monkeypatch.setattr(bench.machine, "count_cores", lambda: 1)
@@ -357,7 +357,7 @@ def test_a_submission_that_deadlocks_is_stopped_soon(brigade, tmp_path):
 
 
 def under_torchrun(tmp_path, *arguments, timeout=60):
-    """Run `brigade bench` on two ranks that torchrun starts; return its exit status, output and errors."""
+    """Run `brigade bench` on two ranks that torchrun starts. Return its exit status, output and errors."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     (tmp_path / "tmp").mkdir()  # torchrun leaves a directory there when a rank fails
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -444,7 +444,7 @@ def test_under_torchrun_a_peer_that_hangs_is_not_waited_for(tmp_path):
 
 @pytest.mark.extended
 def test_under_torchrun_a_peer_that_cannot_be_reached_is_named(tmp_path):
-    """The test itself is rank 1: it joins the store where all ranks meet, and never connects to rank 0."""
+    """The test itself is rank 1. It joins the store through which the ranks meet, but never connects to rank 0."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

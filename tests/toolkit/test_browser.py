@@ -49,12 +49,12 @@ def page(chromium):
 
 
 def is_error(message):
-    """Return whether a message of the console is an error. A browser asks each server for an icon."""
+    """Return whether a console message is an error. A failed request for the site's icon is not one."""
     return message.type == "error" and not message.location["url"].endswith("/favicon.ico")
 
 
 def find_sideways(page):
-    """Return the classes of the boxes that scroll sideways or are cut off, other than code and tables."""
+    """Return the classes of boxes that scroll sideways or are cut off, except code and tables."""
     return page.evaluate(
         """() => [...document.querySelectorAll("html, body, body *")].filter((box) => box.clientWidth
              && getComputedStyle(box).overflowX !== "visible" && box.scrollWidth > box.clientWidth + 1
@@ -151,7 +151,7 @@ def test_the_sliders_change_the_figure_and_the_numbers(page, site):
 
 
 def make_timeline(label):
-    """Return a step of two ranks with two all-reduces, of which the second has to wait for the first."""
+    """Return a step of two ranks with two all-reduces. The second has to wait for the first."""
     spans, launched = [], []
     for rank in range(2):
         edges = (0.0, 20.0, 80.0, 95.0, 100.0)

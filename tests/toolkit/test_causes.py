@@ -1,4 +1,4 @@
-"""The cause of a rank's exception: named only if the exception, its frames and the text prove it."""
+"""The cause of a rank's exception is named only if the exception, its frames and the text prove it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from brigade.runner.report import OTHER_SIZE, RankFailure, remove_jargon
 
 
 def cause(error: str, message: str, texts: list[str] = (), own: bool = True, text: str = "") -> str:
-    """The likely cause; `texts` are those of the frames, `text` is the submission's."""
+    """Return the likely cause. `texts` are the lines of the frames, and `text` is the submission's text."""
     frames = [("f.py", line, "f", content) for line, content in enumerate(texts, 1)]
     failure = RankFailure(
         "exception", f"rank 0 raised {error}: {message}", [], 0, error, message=message, frames=frames
@@ -107,7 +107,7 @@ def test_an_outer_optimizer_without_defaults():
 
 
 def test_an_exception_without_a_known_cause_is_placed_in_a_part():
-    """The line may be in a helper function that the student added; then the calling part is named."""
+    """If the line is in a helper function that the student added, the note names the part that calls it."""
     text = "class Bucket:\n    def finish(self):\n        help()\n\n\ndef help():\n    1 / 0\n"
     frames = [("bucketed_ddp.py", 3, "finish", "help()"), ("bucketed_ddp.py", 7, "help", "1 / 0")]
     failure = RankFailure("exception", "rank 0 raised ZeroDivisionError", [], 0, "ZeroDivisionError", frames=frames)
@@ -184,7 +184,7 @@ def test_a_checkpoint_on_one_rank_only(module, method):
 
 
 def record(*calls):
-    """The launches of one rank: (caller, numel)."""
+    """Return the record of one rank with these launches, given as (caller, numel)."""
     common = {"kind": "launch", "group": "0", "ranks": [0, 1], "op": "all_gather", "dtype": "float32"}
     return [common | {"caller": caller, "numel": n, "reduce_op": None, "root": None} for caller, n in calls]
 

@@ -1,4 +1,4 @@
-"""The claims that the readings check: each has an experiment, its rule can fail, and the page is up to date."""
+"""The claims in the readings: each has an experiment and a rule that can fail, and the page is up to date."""
 
 import re
 import sys
@@ -48,7 +48,7 @@ def test_the_box_of_a_reading_names_its_claims(entry):
 
 @pytest.mark.all_modules
 def test_the_page_is_up_to_date():
-    """Compare all columns except the measurements: names, claims, sources, rules, verdicts, and cited claims."""
+    """All columns except the measurements are compared: names, claims, sources, rules, verdicts, and cited claims."""
 
     def fixed(text):
         cells = [line.split(" | ") for line in text.splitlines()]

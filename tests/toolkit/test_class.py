@@ -1,4 +1,4 @@
-"""brigade grade --class: every submission is in the gradebook once, graded once, and copies are noticed."""
+"""brigade grade --class: it grades every submission once, writes one row for each, and detects copies."""
 
 import ast
 import csv
@@ -31,7 +31,7 @@ def answer(number, place="solutions"):
 
 
 def hand_in(directory, name, answers):
-    """Write a submission: a zip or flat files if the name says so, otherwise a lessons directory."""
+    """Write a submission. The name decides between a zip, flat files and a lessons directory."""
     paths = {number: get_module(number).path for number in answers}
     files = {paths[n].name if name.endswith("-flat") else str(paths[n]): text for n, text in answers.items()}
     directory.mkdir(exist_ok=True)
@@ -64,7 +64,7 @@ STUB = """if True:
 
 
 def start_stub(student, options, lock):
-    """Replace `classroom.start_grader` by a grader that takes no time and gives the points in the file `points`."""
+    """Replace `classroom.start_grader`: start a fast grader that gives the points in the file `points`."""
     student.fingerprint_file.unlink(missing_ok=True)
     points = (student.path / "points").read_text()
     return subprocess.Popen([sys.executable, "-c", STUB, points, str(student.results)], stdin=subprocess.PIPE)
@@ -72,7 +72,7 @@ def start_stub(student, options, lock):
 
 @pytest.fixture
 def stub(monkeypatch):
-    """Use such graders in this process. Return the names of the graded students."""
+    """Use the graders of `start_stub` in this process. Return the names of the graded students."""
     graded = []
     monkeypatch.setattr(
         classroom, "start_grader", lambda student, *rest: graded.append(student.name) or start_stub(student, *rest)
@@ -91,7 +91,10 @@ def small_class(directory, **points):
 
 
 def test_a_class_from_beginning_to_end(tmp_path):
-    """Two right submissions, one with a mistake, one that is not Python, one without modules; and an essay."""
+    """Two submissions are correct.
+
+    One has a mistake, one is not Python, one has no modules, and one entry is an essay.
+    """
     directory, table_file = tmp_path / "submissions", tmp_path / "grades.csv"
     wrong = answer(1).replace("[*module.parameters(), *module.buffers()]", "module.parameters()")
     hand_in(directory, "ada", {1: answer(1), 4: answer(4)})
@@ -133,7 +136,10 @@ def test_a_class_from_beginning_to_end(tmp_path):
 
 
 def stop_after(process, results, count, number):
-    """Send a signal once `count` submissions are graded. Return these, with the times of their results."""
+    """Send a signal once `count` submissions are graded.
+
+    Return the graded submissions with the times of their results.
+    """
     limit = time.monotonic() + 60
     while len(done := list(results.glob("*.made-from"))) < count:
         assert time.monotonic() < limit and process.poll() is None
@@ -146,7 +152,7 @@ def stop_after(process, results, count, number):
 
 
 def test_interrupted_it_goes_on_where_it_was(tmp_path):
-    """Killed after the second submission, interrupted after the fourth."""
+    """The run is killed after the second submission, and its repetition is interrupted after the fourth."""
     program = (
         "import sys; sys.path[:0] = sys.argv[1:3]; import test_class as t; t.classroom.start_grader = t.start_stub; "
     )
@@ -174,7 +180,7 @@ def test_interrupted_it_goes_on_where_it_was(tmp_path):
 
 
 def test_a_grader_ends_with_its_class(tmp_path):
-    """However the class ended: a grader's standard input is a pipe from there."""
+    """The standard input of a grader is a pipe from the process that grades the class, so it closes in any case."""
     scratch, out = tmp_path / "scratch", tmp_path / "results.json"
     scratch.mkdir()
     command = [sys.executable, "-m", "brigade.cli.grade_student", "--submission", "solutions", "--out", str(out)]
@@ -217,7 +223,7 @@ def test_only_what_changed_is_graded_again(stub, tmp_path, capfd):
 
 
 def test_an_interrupted_regrade_leaves_no_mixed_table(stub, tmp_path, capfd, monkeypatch):
-    """What was graded before, under other conditions, has no score in the new table, but a note."""
+    """Submissions that were graded under other conditions have no score in the new table, but a note."""
     monkeypatch.setattr("brigade.runner.machine.count_cores", lambda: 1)
     command = small_class(tmp_path / "class", ada=8, bob=3, carl=5)
     assert cli.main(command) == 0
@@ -362,7 +368,7 @@ def test_feedback_is_text_and_a_page_in_which_nothing_is_markup(tmp_path):
 
 
 class Renamed(ast.NodeTransformer):
-    """Other names for variables, arguments and attributes that the text itself sets."""
+    """Rename the variables, arguments and attributes that the text itself sets."""
 
     def __init__(self, tree):
         nodes = list(ast.walk(tree))
@@ -385,7 +391,7 @@ class Renamed(ast.NodeTransformer):
 
 
 def disguise(text):
-    """Return the text with other names, reversed functions, other line breaks and comments, and no docstrings."""
+    """Return the text with other names, line breaks and comments, functions in reverse order, and no docstrings."""
     tree = Renamed(tree := ast.parse(text)).visit(tree)
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
@@ -397,7 +403,7 @@ def disguise(text):
 
 
 def groups(number, texts):
-    """Return the groups reported for module n, as names -> share."""
+    """Return the groups that are reported for module n: a dict from names to the similarity."""
     everyone = [SimpleStudent(name, {number: text}) for name, text in texts.items()]
     texts = classroom.read_class(everyone, [get_module(number)])
     return {group.names: group.share for group in similarity.find_groups(texts)}
@@ -431,7 +437,7 @@ def test_a_copy_with_a_mistake_is_reported(number, texts_given):
 
 @pytest.mark.parametrize("entry", MODULES, ids=lambda entry: entry.package)
 def test_what_is_not_copied_is_not_reported(entry, texts_given):
-    """The skeleton, the skeleton twice, right answers in different styles, and answers too short to tell apart."""
+    """Skeletons, correct answers in different styles, and very short answers are not reported."""
     skeleton = (ROOT / "lessons" / entry.path).read_text()
     assert groups(entry.number, {"ada": skeleton, "bob": skeleton, "carl": "", "dora": "def f(:\n" * 9}) == {}
     if entry.number in (1, 2, 3, 7):
@@ -440,7 +446,7 @@ def test_what_is_not_copied_is_not_reported(entry, texts_given):
 
 @pytest.mark.parametrize("number", [1, 4])
 def test_the_report_ranks_copies_first_and_shows_both_texts(number, texts_given, monkeypatch):
-    """In a short and a long module, renamed copies come before the reference and the alternative."""
+    """In a short and a long module, copies with other names come before the reference and the alternative."""
     monkeypatch.setattr(similarity, "SHOWN", 0)  # list independent answers too
     original = answer(number) + "\n# <script>alert(1)</script>\n"
     copies = {"ada": original, "bob": disguise(original), "carl": answer(number, "tests/alternatives"), "dora": "x = 1"}

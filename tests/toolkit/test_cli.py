@@ -1,4 +1,4 @@
-"""The command line for students: wrong input gets one clear line, and nothing of theirs is lost."""
+"""The command line for students: wrong input gets one clear line, and no work of a student is lost."""
 
 import json
 import os
@@ -164,7 +164,7 @@ def test_after_two_checks_that_hang_no_other_is_waited_for(brigade, lessons, mon
 
 
 def start(*arguments: str) -> subprocess.Popen:
-    """Start `brigade` in a separate process, whose output can be read as it comes."""
+    """Start `brigade` in a separate process. Its output can be read as it arrives."""
     return subprocess.Popen(
         [sys.executable, "-u", "-m", "brigade.cli", *arguments],
         cwd=ROOT,
@@ -219,7 +219,7 @@ def test_submit_makes_a_zip_of_the_modules(lessons, tmp_path, monkeypatch, capsy
 
 
 def test_submit_adds_written_answers(lessons, tmp_path, monkeypatch, capsys):
-    """A template that is not filled in is added too, but counts as no answer."""
+    """A template that is not filled in is added too, but does not count as an answer."""
     entries = select_modules("1-3")
     templates = {f"{entry.package}/answers.md": written.make_template(entry) for entry in entries}
     for entry, (name, template) in zip(entries, templates.items()):
@@ -277,7 +277,7 @@ def test_submit_leaves_out_measurements_that_bench_cannot_have_written(
 
 
 def submitted(brigade, lessons, directory, monkeypatch):
-    """Return what `brigade submit` says after the name of the zip; no check may run."""
+    """Return the output of `brigade submit` after the name of the zip. Running a check is an error."""
     directory.mkdir()
     monkeypatch.chdir(directory)
     with monkeypatch.context() as patch:
@@ -288,7 +288,7 @@ def submitted(brigade, lessons, directory, monkeypatch):
 
 
 def test_submit_says_what_is_written_and_passes(brigade, lessons, tmp_path_factory, monkeypatch):
-    """It runs nothing, because it remembers what `check` and `next` found for exactly these files."""
+    """The command runs no check, because it uses the results of `check` and `next` for exactly these files."""
     places = iter(tmp_path_factory.mktemp("submitted") / str(number) for number in range(9))
     for entry in MODULES:
         (lessons / entry.package).mkdir(exist_ok=True)
@@ -411,7 +411,7 @@ def test_a_finished_module_is_compared_once_with_the_one_before(brigade, lessons
 
 
 def test_a_module_that_passes_on_the_reference_only_is_not_compared(brigade, lessons):
-    """The previous module is a skeleton, so one line says that nothing can be compared."""
+    """The previous module is a skeleton, so one line states that nothing can be compared."""
     for number, where in ((2, "lessons"), (3, "solutions")):
         entry = get_module(number)
         (lessons / entry.package).mkdir()
@@ -502,7 +502,7 @@ def run_python(program: str, directory: Path = ROOT) -> None:
 
 
 def test_parsing_imports_what_the_command_needs_and_nothing_else():
-    """Commands import torch, pytest, rich, the lab and the grader only if they use them."""
+    """A command imports torch, pytest, rich, the lab or the grader only if it uses them."""
     run_python(
         "import sys\n"
         "from brigade.cli.main import parse\n"

@@ -45,7 +45,7 @@ AT_ONCE = 2  # commands that are run
 
 @dataclass(frozen=True)
 class Run:
-    """Commands that match `pattern` are run in a copy of the course, and must end with `status`.
+    """Commands to run in a copy of the course: they match `pattern`, and must end with `status`.
 
     In the copy, `lessons` contains the solutions if `written`, else the skeletons.
     """
@@ -57,7 +57,7 @@ class Run:
 
 @dataclass(frozen=True)
 class NotRun:
-    """Commands that are only inspected, and the reason."""
+    """Commands that are only inspected, with the reason."""
 
     pattern: str
     reason: str
@@ -141,7 +141,7 @@ def documents() -> list[Path]:
 
 
 def read_markdown(document: Path) -> str:
-    """Return the document's text; for a notebook, the text of its Markdown cells."""
+    """Return the text of a document, or of the Markdown cells of a notebook."""
     if document.suffix != ".ipynb":
         return document.read_text()
     cells = json.loads(document.read_text())["cells"]
@@ -149,7 +149,7 @@ def read_markdown(document: Path) -> str:
 
 
 def find_commands(text: str) -> list[str]:
-    """Return the commands in a Markdown text, as they are written, without trailing comments."""
+    """Return the commands in a Markdown text, unchanged but without trailing comments."""
     found = []
     for language, block in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
         if language in ("", "sh", "bash"):
@@ -173,7 +173,7 @@ def commands() -> dict[str, str]:
 
 
 def find_account(command: str) -> Run | NotRun | None:
-    """Return the first account that matches."""
+    """Return the first entry of `RUN` and `NOT_RUN` that matches the command."""
     return next((one for one in ACCOUNTS if re.fullmatch(one.pattern, command)), None)
 
 
@@ -247,7 +247,7 @@ def test_the_command_exists(command):
 
 
 def expect_brigade(arguments: list[str]) -> None:
-    """Expect that the parser accepts them. Documents may name `grade` without a submission."""
+    """Expect the parser to accept these arguments. Documents may name `grade` without a submission."""
     if arguments[0] == "grade" and not {"--submission", "--class"} & set(arguments):
         arguments = [*arguments, "--submission", "submission.zip"]
     cli.parse(arguments)  # or SystemExit
@@ -265,7 +265,7 @@ def expect_target(arguments: list[str], variables: list[str]) -> None:
 
 @cache
 def read_help(run: Callable[..., object], program: str) -> str:
-    """Return what a program prints for --help in this process, which has imported torch already."""
+    """Run a program with --help in this process, which has imported torch already. Return the output."""
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
         patch.setattr(sys, "argv", [program, "--help"])
         patch.delitem(sys.modules, program, raising=False)  # runpy warns about a module that is imported already
@@ -329,7 +329,7 @@ def finished() -> Iterator[dict[str, subprocess.CompletedProcess]]:
 
 
 def copy_course(directory: Path, written: bool) -> Path:
-    """Copy the course and add what an instructor has: a submitted zip, and a directory of submissions.
+    """Copy the course, and add an instructor's files: a submitted zip, and a directory of submissions.
 
     If `written`, the progress file says that all modules passed before, so that no comparison is measured again.
     """
@@ -354,7 +354,7 @@ def copy_course(directory: Path, written: bool) -> Path:
 
 
 def make_environment(directory: Path) -> dict[str, str]:
-    """Return the environment of a terminal in `directory`, virtual environment active, with the copy's brigade."""
+    """Return the environment of a terminal in `directory` with an active virtual environment and the copy's brigade."""
     bare = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     return bare | {"PATH": path, "PYTHONPATH": str(directory), "PYTHONDONTWRITEBYTECODE": "1"}
@@ -368,7 +368,7 @@ def test_the_command_works(command, finished):
 
 
 def test_the_copy_is_what_is_run(tmp_path):
-    """The commands do not use the course that is installed in this environment."""
+    """The commands use the copy, not the course that is installed in this environment."""
     (tmp_path / "brigade" / "cli").mkdir(parents=True)
     for package in ("brigade", "brigade/cli"):
         (tmp_path / package / "__init__.py").write_text("")

@@ -1,4 +1,4 @@
-"""docs/contributing.md describes the code that is there: the picture, the files of a module, the targets of make."""
+"""docs/contributing.md matches the code: the diagram, the files of a module, and the targets of make."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ MODULES_OF_BRIGADE = {
 
 
 def imports(modules: dict[str, str]) -> dict[str, set[str]]:
-    """Return for each module, given as name and text, the modules of brigade that it imports, early or late."""
+    """Return the modules of brigade that each module imports, at the top or in functions.
+
+    Modules are names and texts.
+    """
     found = {}
     for name, text in modules.items():
         names = []
@@ -36,7 +39,7 @@ def imports(modules: dict[str, str]) -> dict[str, set[str]]:
 
 
 def faults(modules: dict[str, str]) -> list[str]:
-    """Return the imports that point from a lower folder to a higher one, and the circles of modules."""
+    """Return the imports from a lower folder to a higher one, and the import cycles."""
     graph = imports(modules)
     wrong = []
     for name, others in sorted(graph.items()):
@@ -50,7 +53,7 @@ def faults(modules: dict[str, str]) -> list[str]:
 
 
 def reachable(graph: dict[str, set[str]], name: str) -> set[str]:
-    """Return the modules that this one imports, or that they import; the module itself if it is in a circle."""
+    """Return the modules that a module imports directly or indirectly, and itself if it is in a cycle."""
     found, waiting = set(), [*graph[name]]
     while waiting:
         other = waiting.pop()
@@ -97,7 +100,7 @@ def test_the_picture_has_every_folder():
 
 @pytest.mark.parametrize("entry", MODULES, ids=lambda entry: entry.package)
 def test_the_files_of_a_module_are_there(entry):
-    """Those that the table names for one module, except those that it says are optional."""
+    """All files that the table names for one module exist, except optional files."""
     example = get_module(3)
     files = re.findall(r"^\| `([\w./]+)` \| (.*?) \|", TEXT, re.MULTILINE)
     names = [(name, what) for name, what in files if example.name in name]

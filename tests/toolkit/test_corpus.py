@@ -1,4 +1,4 @@
-"""Text without a download."""
+"""The training text needs no download."""
 
 import sysconfig
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Likely causes are asked for only after a check has failed."""
+"""Likely causes are computed only after a check has failed."""
 
 import ast
 
@@ -11,7 +11,7 @@ FILES = sorted((ROOT / "tests" / "diagnosis").glob("*.py"))
 
 @pytest.mark.parametrize("entry", MODULES, ids=lambda entry: entry.package)
 def test_checks_hand_on_causes_and_do_not_compute_them(entry):
-    """A check names a function of tests/diagnosis, or opens it with `with`; it never calls one in passing."""
+    """Checks pass functions of tests/diagnosis on, or use them in a `with` statement, but do not call them directly."""
     tree = ast.parse(entry.checks.read_text())
     imported = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and "diagnosis" in node.module]
     names = {alias.asname or alias.name for node in imported for alias in node.names}
@@ -24,7 +24,7 @@ def test_checks_hand_on_causes_and_do_not_compute_them(entry):
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_every_cause_is_used(path):
-    """No function or sentence of tests/diagnosis is left behind."""
+    """Every function and sentence of tests/diagnosis is used."""
     tests = [path.read_text() for path in (ROOT / "tests").glob("test_m*.py")]
     texts = "\n".join(other.read_text() for other in FILES) + "\n".join(tests)
     for node in ast.parse(path.read_text()).body:

@@ -1,4 +1,4 @@
-"""The concept diagrams: what the readings contain is what the code draws."""
+"""The concept diagrams in the readings are the diagrams that the code draws."""
 
 import pytest
 from matplotlib.testing.compare import compare_images

@@ -1,4 +1,4 @@
-"""The documents say what the code says: points, minutes, checks and names."""
+"""The documents agree with the code: points, minutes, checks and names."""
 
 import inspect
 import re
@@ -15,7 +15,7 @@ def text(*parts):
 
 
 def numbers(listed):
-    """Those of the items of a numbered list."""
+    """Return the numbers of the items in a numbered list."""
     return re.findall(r"^(\d+)\. ", listed, re.MULTILINE)
 
 
@@ -54,7 +54,7 @@ def test_hints_have_three_steps(entry):
 
 @pytest.mark.parametrize("entry", MODULES, ids=lambda entry: entry.package)
 def test_the_list_of_checks_is_what_the_file_defines(entry):
-    """It is read from the file's text, without importing it."""
+    """The list is read from the text of the file, which is not imported."""
     found, parts = [], ""
     for check in collect([entry]):
         marks = {mark.name: mark.args[0] for mark in check.function.pytestmark}
@@ -140,7 +140,7 @@ def test_reading_links_each_term_once(entry):
 
 @pytest.mark.all_modules
 def test_made_parts_are_in_their_places():
-    """`brigade skeletons --check` says whether they are up to date."""
+    """Each generated part is in its document. `brigade skeletons --check` tests whether it is up to date."""
     made = {name: [part for _, part, _ in handout.GENERATED.findall(text(name))] for name in handout.DOCUMENTS}
     assert made == {
         "README.md": ["badges", "modules"],

@@ -1,4 +1,4 @@
-"""The stubs for parts of torch: optimizers and process groups do not import these parts, other code may."""
+"""The stubs for parts of torch: optimizers and process groups do not import these parts, but other code may."""
 
 import pytest
 import rank_functions as functions
@@ -10,16 +10,16 @@ from brigade.runner.ranks import RankFailure, run_ranks
 
 
 def test_optimizers_do_not_import_the_compiler():
-    """If this fails, torch asks something else of torch._dynamo: `DynamoStub` must answer that too.
+    """If this fails, torch uses another function of torch._dynamo, which `DynamoStub` must contain too.
 
-    Nothing breaks meanwhile, but every check takes a second longer.
+    Until then, nothing breaks, but every check takes a second longer.
     """
     [imported] = run_ranks(functions.every_optimizer, world_size=1)
     assert imported == []
 
 
 def test_torch_ddp_does_not_import_the_compiler():
-    """If this fails, its constructor asks something else of torch._dynamo: every rank with it takes a second longer."""
+    """If this fails, DDP's constructor uses another function of torch._dynamo, and every rank takes a second longer."""
     assert run_ranks(functions.train_with_torch_ddp, world_size=2) == [[], []]
 
 
@@ -30,19 +30,19 @@ def test_who_wants_to_compile_gets_the_compiler():
 
 
 def test_a_submodule_comes_with_the_compiler():
-    """The real submodule is imported once. A second copy would have its own options."""
+    """The real submodule is imported only once, because a second copy would have its own options."""
     [found] = run_ranks(functions.import_a_submodule, world_size=1)
     assert found == {"same": True, "real": True}
 
 
 def test_the_stub_for_kernels_is_used_in_the_version_of_the_requirements():
-    """Before you change the version, find out what else the new one needs of `KERNEL_MODULES`."""
+    """Before you change the version, find out which of `KERNEL_MODULES` the new version needs."""
     assert f"torch=={KERNELS_STUB_VERSION}" in (ROOT / "requirements.txt").read_text()
 
 
 @pytest.mark.skipif(not torch.__version__.startswith(KERNELS_STUB_VERSION), reason="another version has no stub")
 def test_the_kernels_of_the_meta_device_are_not_imported():
-    """If this fails, torch imports them for something else, and every command takes half a second longer.
+    """If this fails, torch imports the kernels for another purpose, and every command takes half a second longer.
 
     If an embedding no longer needs them, the tests below need another operator.
     """

@@ -1,4 +1,4 @@
-"""The student edition: nothing in it gives an answer away, and everything that a student needs works there."""
+"""The student edition contains no answer, and everything that a student needs works in it."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def texts(edition: Path) -> dict[str, str]:
 
 
 def run_command(edition: Path, command: str, status: int = 0) -> str:
-    """Return the output and the errors of a command. Check its status, and that there is no traceback."""
+    """Return the output and the errors of a command. Check its status, and expect no traceback."""
     first, *others = shlex.split(command)
     program = [first] if first.endswith(".py") else ["-m", {"brigade": "brigade.cli"}.get(first, first)]
     words = [sys.executable, *program, *others]
@@ -79,9 +79,9 @@ def run_command(edition: Path, command: str, status: int = 0) -> str:
 
 @pytest.fixture
 def written(edition: Path):
-    """Copies the reference's module 1 into `lessons`, and puts the skeleton back in the end.
+    """Copy the reference's module 1 into `lessons`, and restore the skeleton at the end.
 
-    What the module is compared with is measured for a moment only.
+    The comparison with the previous module is shortened.
     """
     comparison = edition / "brigade" / "lab" / "comparison.py"
     usual, long = comparison.read_text(), "batch_size=16, rounds=10, warmup=2"
@@ -116,7 +116,7 @@ def test_templates_for_written_answers_are_in_it(edition):
 
 @pytest.mark.all_modules
 def test_no_answer_is_in_it(edition):
-    """Not a telling line of what the student has to write, and of what a full answer contains."""
+    """The edition contains no characteristic line of the solutions or of the model answers."""
     secret, shown = set(), set()
     for entry in MODULES:
         solution = (ROOT / "solutions" / entry.path).read_text()
@@ -160,7 +160,7 @@ def test_what_it_imports_is_in_it(edition):
 
 
 def find_dead_links(document):
-    """Return the missing targets of a document's links, outside of code."""
+    """Return the missing targets of a document's links. Ignore code."""
     prose = re.sub(r"^```.*?^```$", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
     targets = re.findall(r"\]\(([^)#\s]+)\)", prose)
     return [target for target in targets if "://" not in target and not (document.parent / target).exists()]
@@ -289,7 +289,7 @@ def test_claims_are_measured_as_far_as_the_modules_go(edition):
 
 
 def test_an_unlocked_module_replaces_the_students(edition, written):
-    """The instructor's zip, unpacked in the edition, lets a student who is stuck on module 1 check module 2."""
+    """With the instructor's zip, a student who is stuck on module 1 can check module 2."""
     second = get_module(2)
     answer, skeleton = edition / "lessons" / second.path, (edition / "lessons" / second.path).read_text()
     answer.write_text((ROOT / "solutions" / second.path).read_text())

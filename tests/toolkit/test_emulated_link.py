@@ -1,4 +1,4 @@
-"""The emulated link: its arithmetic, that collectives take its time and no more, and that it changes no result."""
+"""The emulated link: its arithmetic is correct, collectives take exactly its time, and it changes no result."""
 
 import re
 import time
@@ -83,7 +83,7 @@ def test_a_launch_is_completed_when_its_time_is_over():
 
 @pytest.mark.parametrize("async_op", [False, True])
 def test_results_are_those_of_the_group_that_records(async_op):
-    """Bit by bit, for all collectives, coalesced ones and those of a sub-group too."""
+    """Results are bitwise equal for all collectives, including coalesced collectives and a sub-group."""
     recorded = run_ranks(functions.every_collective, torch.float32, False, world_size=3)
     arguments = (1e-4, 1e9, "every_collective", torch.float32, async_op)
     paced = run_ranks(functions.on_link, *arguments, world_size=3, mode="emulate")
@@ -101,7 +101,7 @@ def test_torch_ddp_trains_as_it_does_without():
 
 @pytest.mark.parametrize("call", [("end", 1, "os._exit(0)"), ("train_ddp_with_a_peer_that_ends",)], ids=lambda c: c[0])
 def test_a_peer_that_ends_is_the_one_to_blame(call):
-    """Also where torch DDP's C++ reducer is what waits."""
+    """The rank that ended is named even if torch DDP's C++ reducer waits for it."""
     with pytest.raises(RankFailure) as failure:
         run_ranks(functions.on_link, 1e-4, 1e9, *call, mode="emulate")
     assert (failure.value.kind, failure.value.rank) == ("died", 1), failure.value
@@ -116,10 +116,10 @@ ROUNDING_S = 1e-7  # a rank reads its peer's launch and the common end from one 
 
 
 def replay(events, link):
-    """Fail unless the recorded collectives are possible on the link. Return how many there are, and how many gloo
-    finished within the link's time.
+    """Fail unless the recorded collectives are possible on the link.
 
-    `events` are those of all ranks. The k-th launch in a group on one rank belongs to the k-th on the others.
+    Return the number of collectives, and the number of those that gloo finished within the link's time. `events` are
+    the events of all ranks. The k-th launches of a group on all ranks belong together.
     """
     groups = defaultdict(lambda: defaultdict(list))  # by group and rank, (launch, end)
     for rank, of_rank in enumerate(events):
@@ -187,7 +187,7 @@ def run_late(name, *before):
 
 @pytest.mark.parametrize("name", RUNS)
 def test_no_collective_ends_before_its_slowest_launch_allows(name):
-    """Recorded runs in which one rank is late are possible on a real link."""
+    """Recorded runs with one late rank are possible on a real link."""
     count, in_time = replay(run_late(name), SLOW)
     assert count >= RUNS[name][2]
     assert in_time >= count / 2, f"gloo finished only {in_time} of {count} collectives within the link's time"
@@ -200,7 +200,7 @@ def test_counting_from_the_own_launch_is_noticed(name):
 
 
 def test_a_group_whose_peer_is_late_leaves_the_link_to_others():
-    """A collective occupies the link when all have launched it, not before."""
+    """A collective occupies the link only after all ranks have launched it."""
     events = run_late("two groups")
     ends = [event for event in events[0] if event["kind"] == "end" and "began" in event]
     assert len(ends) == 6
@@ -218,7 +218,7 @@ def test_all_processes_of_a_machine_read_one_clock():
 
 
 def test_a_rank_that_never_launches_is_waited_for_until_the_deadline():
-    """This includes the root of a broadcast, where gloo has already done its part."""
+    """This includes the root of a broadcast, on which gloo has already finished."""
     start = time.monotonic()
     with pytest.raises(RankFailure) as failure:
         run_ranks(functions.on_link, 1e-3, 1e9, "launch_without_rank_1", mode="emulate", deadline=3)
@@ -227,7 +227,7 @@ def test_a_rank_that_never_launches_is_waited_for_until_the_deadline():
 
 
 def test_messages_take_latency_and_bytes_and_share_a_direction():
-    """A rank receives one message after the other, and sends one while it receives another."""
+    """A rank receives its messages one after the other, but sends a message while it receives another."""
     results = run_ranks(functions.time_messages, 100_000, world_size=3, mode="emulate")
     expected = {"one": 0.15, "to one rank": 0.3, "around": 0.15}
     for name, seconds in expected.items():

@@ -1,4 +1,4 @@
-"""The measuring scripts beside the readings run, and print what is said there that does not depend on the machine."""
+"""The measuring scripts run, and print the machine-independent results that the readings quote."""
 
 import os
 import re
@@ -118,7 +118,7 @@ def test_the_readings_name_their_scripts():
 
 @pytest.mark.parametrize("path", mark_long(SCRIPTS), ids=name)
 def test_a_script_prints_what_its_reading_says(path, monkeypatch, capsys):
-    """In this process, so that all share one fork server."""
+    """The script runs in this process, so that all scripts use the same fork server."""
 
     def run_few(function, *args, **options):
         return run_ranks(function, *args, ROUNDS[name(path)], **options)

@@ -1,4 +1,4 @@
-"""The message of a failed check: the fact first, then the mistake that explains it."""
+"""The message of a failed check states the fact first, then the mistake that explains it."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_pieces_in_the_wrong_places():
 
 
 def test_sums_that_are_right_in_places_that_are_not():
-    """Two ranks average the parameters in different orders: entry i of one with entry j of the other."""
+    """Two ranks average the parameters in different orders: entry i of one rank is added to entry j of the other."""
     own = [times(0.4), times(1.6)]
     first, other = (torch.cat([tensors["weight"].flatten(), tensors["bias"]]) for tensors in own)
     swapped = torch.cat([other[3:], other[:3]])
@@ -294,7 +294,7 @@ def test_the_expected_values_of_a_case_pass(model):
 
 
 def test_an_average_in_the_gradients_own_dtype_passes():
-    """What a right answer computes: a sum in float32 or bfloat16, then a division, or the other way round."""
+    """A correct answer computes a sum in float32 or bfloat16 before or after a division."""
     for seed in range(8):
         case = Case(random.Random(seed), "Plain", 4)
         own = [case.gradients([rank]) for rank in range(4)]
@@ -363,7 +363,10 @@ def test_one_buffer_that_was_not_broadcast():
 
 
 def record(*steps: str) -> list[dict[str, Any]]:
-    """A step for each text: "r" is a gradient that becomes ready, "l" a launch, "f" the beginning of the finish."""
+    """Return a record with one step per text:
+
+    "r" is a ready gradient, "l" a launch, "f" the start of finish_grad_sync.
+    """
     fields = ("dtype", "numel", "nbytes", "parts", "sync", "reduce_op", "peer", "line", "name", "memory")
     launch = {"op": "all_reduce", "time": 0.0} | dict.fromkeys(fields)
     events = []

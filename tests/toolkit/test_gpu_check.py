@@ -1,4 +1,4 @@
-"""make gpu-check, as far as it can be tested without a GPU: on gloo with few tests, and its arithmetic."""
+"""The parts of make gpu-check that need no GPU: a run on gloo with few tests, and the arithmetic."""
 
 import subprocess
 import sys
@@ -49,7 +49,7 @@ def test_a_wrong_option_gets_a_sentence(options, said, capsys):
 
 
 def test_all_stages_on_gloo(tmp_path, monkeypatch, capsys):
-    """Test everything except NCCL; module 2 has the fastest checks."""
+    """All stages run on gloo with module 2, which has the fastest checks."""
     plan = Plan("gloo", modules=(get_module(2),), minutes=20, workload=TINY)
     monkeypatch.setattr(gpu_check, "make_plan", lambda options: plan)
     out = tmp_path / "below" / "report.md"
@@ -94,7 +94,7 @@ def test_what_the_process_told():
 
 
 def test_a_mutant_that_escapes_fails():
-    """The mutant names a check of the reference that it does not break."""
+    """The mutant names a check that it does not break."""
     nothing = Mutant("nothing", "import torch\n", "import torch \n", ("test_one_all_reduce_per_dtype",))
     assert escapes(get_module(2), nothing, Conditions()).startswith("test_one_all_reduce_per_dtype: passed")
 

@@ -1,4 +1,4 @@
-"""brigade grade: the results are right, complete at every instant, and readable by those who asked for them."""
+"""brigade grade: the results are correct, complete at any time, and valid in every format."""
 
 import json
 import os
@@ -183,7 +183,7 @@ def convert_element(element):
 
 
 def read_validated(text, form):
-    """(score, of how many, whether it says that it did not finish) of a results file; fails where it is not valid."""
+    """Return the score, the maximum, and whether the grading is unfinished. Fail if the results file is not valid."""
     if form == "text":
         score, _, most, *_ = text.split()
         return int(score), int(most), UNFINISHED in text
@@ -217,7 +217,10 @@ def read_validated(text, form):
 
 @pytest.fixture
 def grade(tmp_path, capfd, monkeypatch):
-    """Grade in this process with the named checks (default: all). Return status, results, output and errors."""
+    """Grade in this process with the named checks (default: all).
+
+    Return the status, the results, the output and errors.
+    """
 
     def run(submission, *options, only=()):
         with monkeypatch.context() as patch:
@@ -236,7 +239,7 @@ def grade(tmp_path, capfd, monkeypatch):
 
 @pytest.fixture
 def submit(tmp_path):
-    """Write the reference as a submission, with other texts for some modules. None leaves a module out."""
+    """Write the reference as a submission, with other texts for some modules. The text None leaves a module out."""
 
     def write(modules=None, name="submission", upto=2):
         for entry in select_modules(f"1-{upto}"):
@@ -255,7 +258,7 @@ def reference(number):
 
 
 def make_mutated(name):
-    """Return module 1 with a mistake in it."""
+    """Return the text of module 1 with a mistake."""
     [mutant] = [mutant for mutant in MUTANTS if mutant.name == name]
     return mutant.apply(reference(1))
 
@@ -302,7 +305,7 @@ def test_results_are_valid_in_every_state(form, monkeypatch):
 
 
 def test_students_see_what_the_instructor_chooses():
-    """A check's own setting counts before its module's, and that before its part's. A hidden check hides the score."""
+    """A check's setting overrides its module's, which overrides its part's. A hidden check hides the score."""
     [state, *_] = states()
     settings = ["test_steps_and_subgroups=visible", "4=hidden", "core=after_due_date"]
     chosen = resolve_visibility(settings, CORE_MODULES)
@@ -358,7 +361,7 @@ def test_a_file_is_replaced_as_a_whole(tmp_path, monkeypatch):
 
 
 def test_reference_gets_all_points_in_every_form(grade, submit, tmp_path, monkeypatch):
-    """And each state that is written on the way is valid: with the right denominator, and never fewer points."""
+    """Each state that is written during the grading is valid and has the correct maximum. The score never falls."""
     written = []
     monkeypatch.setattr(formats, "write", lambda path, text: written.append(text))
     for name, value in META.items():
@@ -371,7 +374,7 @@ def test_reference_gets_all_points_in_every_form(grade, submit, tmp_path, monkey
 
 
 def test_points_are_what_the_checks_say(grade, submit):
-    """Module 1 has one mistake, module 2 is still the skeleton."""
+    """Module 1 has one mistake, and module 2 is still the skeleton."""
     unwritten = (ROOT / "lessons" / get_module(2).path).read_text()
     done = grade(submit({1: make_mutated("buffers not broadcast"), 2: unwritten}), "--modules", "1-2", "--prior", "own")
     assert done.status == 0 and "7 of 16 points" in done.errors
@@ -412,7 +415,7 @@ def test_forms_of_a_submission(form, grade, submit, tmp_path):
 
 
 def test_missing_modules_and_broken_checks_count(grade, submit, monkeypatch):
-    """Nothing disappears from the denominator: no file, a file that is no Python, a check that falls over."""
+    """A missing file, a file that is not Python, and a check that raises an exception still count in the maximum."""
 
     def falls_over(submission):
         raise ZeroDivisionError("in the check")
@@ -447,7 +450,10 @@ def one_check(number):
 
 
 def test_an_error_costs_its_points_once(grade, submit):
-    """Module 1 is wrong, 2 to 5 are right: auto and reference take points for module 1 only, own takes more."""
+    """Module 1 is wrong, and 2 to 5 are correct.
+
+    With auto and reference, only module 1 loses points; with own, others too.
+    """
     place = submit({1: make_mutated("broadcast from the last rank")}, upto=5)
     names = {"test_parameters_start_equal", "test_one_all_reduce_per_parameter", *map(one_check, range(2, 6))}
     for prior, modules, lost in (("auto", "1-5", {1}), ("reference", "1-2", {1}), ("own", "1-2", {1, 2})):
@@ -479,7 +485,10 @@ def test_any_earlier_training_module_can_be_why_a_check_fails(failing):
 
 
 class Simulated:
-    """Grades in simulated time. `attempt(module, index of the check, prior source)` says how a check ends, and when."""
+    """Grade in simulated time.
+
+    `attempt(module, index of the check, prior source)` returns the ending and the seconds.
+    """
 
     def __init__(self, monkeypatch, attempt):
         self.now, self.attempts, self.attempt = 0.0, [], attempt
@@ -512,7 +521,7 @@ OWN_HANGS = ("deadline", 20.0)
 
 @pytest.mark.parametrize("seconds", [0.5, 2.5])
 def test_an_endless_loop_costs_its_module_only(monkeypatch, seconds):
-    """In simulated time, everything that imports module 1 hangs, also on a machine that is five times slower."""
+    """In simulated time, all modules that import module 1 hang. One machine is five times slower than the other."""
     simulated = Simulated(
         monkeypatch, lambda module, _, source: OWN_HANGS if module == 1 or source == "own" else ("passed", seconds)
     )
@@ -529,7 +538,7 @@ def test_an_endless_loop_costs_its_module_only(monkeypatch, seconds):
 
 
 def test_a_module_that_is_slow_costs_itself_only(monkeypatch):
-    """No check reaches its deadline, and without shares of the time module 1 alone would use all of it."""
+    """No check reaches its deadline. Without a share of the time for each module, module 1 would use all of it."""
     simulated = Simulated(monkeypatch, lambda module, _, source: ("passed", 70.0 if source == "own" else 0.5))
     state = simulated.grade()
     assert set(count_lost_points(state)) == {1} and simulated.now <= 480
@@ -550,7 +559,7 @@ def test_a_deadlock_sends_later_modules_to_the_reference_and_stops_nothing(monke
 
 
 def test_what_can_still_be_earned_comes_before_what_is_repeated(monkeypatch):
-    """Module 1 fails, 2 hangs, 4 needs its own earlier modules, 5 fails everywhere."""
+    """Module 1 fails, 2 hangs, 4 needs the submission's earlier modules, and 5 fails with all of them."""
 
     def attempt(module, _, source):
         if module in (1, 5):
@@ -582,7 +591,7 @@ HANGS = {
     "prior", ["auto", *(pytest.param(prior, marks=pytest.mark.extended) for prior in ("own", "reference"))]
 )
 def test_every_module_hangs_and_the_limit_of_the_packages_suffices(monkeypatch, prior, hangs):
-    """The worst that an honest student hands in: other checks fail after a second, and nobody runs out of time."""
+    """In the worst honest submission, some checks hang and all others fail after a second. The time limit suffices."""
     simulated = Simulated(monkeypatch, lambda module, index, _: OWN_HANGS if hangs(module, index) else ("failed", 1.0))
     state = simulated.grade(prior)
     assert simulated.now < 450 and not any("used up" in outcome.verdict.got for outcome in state.outcomes)
@@ -599,7 +608,7 @@ LOOP = "    while True:\n        __import__('time').sleep(1)\n"
 
 
 def test_a_real_endless_loop_in_module_1(grade, submit, monkeypatch):
-    """Every module has a check; those of the modules that broadcast with module 1 never end on the student's own."""
+    """One check of each module runs. With the student's module 1, the checks of modules that use its broadcast hang."""
     monkeypatch.setitem(ranks.DEADLINE_S, "gloo", 8.0)
     beginning = "    for tensor in [*module.parameters(), *module.buffers()]:\n"
     looping = reference(1).replace(beginning, LOOP + beginning, 1)
@@ -615,7 +624,7 @@ def test_a_real_endless_loop_in_module_1(grade, submit, monkeypatch):
 
 
 def test_a_module_that_needs_its_own_broken_one_fails(grade, submit):
-    """Module 2 uses a name that only the submission's module 1 has, and that module is wrong."""
+    """Module 2 uses a name that only the submission's module 1 defines, and this module 1 is wrong."""
     mine = (
         make_mutated("broadcast from the last rank")
         + "\n\ndef share(module, group):\n    broadcast_module_state(module, group)\n"
@@ -794,7 +803,7 @@ def grader(tmp_path, submit):
 
 
 def sample(grader, until):
-    """Reads the results again and again until `until(finished checks)`; every time they are valid, and never worse."""
+    """Read the results until `until(finished checks)` is true. Each time, expect valid results and no lower score."""
     ends_at, best, seen = time.monotonic() + 120, 0, set()
     while time.monotonic() < ends_at and grader.process.poll() is None:
         if grader.out.exists():

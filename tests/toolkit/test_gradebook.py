@@ -1,4 +1,4 @@
-"""Gradebooks of a term: the roster, merging, and what Canvas and Moodle import. No submission is graded here."""
+"""Gradebooks of a term: the roster, merging, and the files for Canvas and Moodle. No submission is graded here."""
 
 import csv
 

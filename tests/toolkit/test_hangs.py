@@ -1,4 +1,4 @@
-"""Submissions that hang, die or disagree: ended within the deadline, in words that name rank and collective."""
+"""Submissions that hang, die or disagree end within the deadline, and the message names the rank and the collective."""
 
 import re
 import time
@@ -16,7 +16,10 @@ LOOP_S = 3.0
 
 
 def check_replacement(old, new, deadline_s=DEADLINE_S):
-    """Replace `old` by `new` in module 3. Return the feedback and the seconds, and check that no rank is left."""
+    """Check module 3 with `old` replaced by `new`.
+
+    Return the feedback and the seconds, and expect no rank to be left.
+    """
     text = (ROOT / "solutions" / MODULE_3.path).read_text()
     assert text.count(old) == 1
     ranks.SERVER.start()

@@ -42,7 +42,7 @@ def names_in(text: str) -> tuple[set[str], set[str]]:
 
 
 def unknown_names(block: str, texts: list[str]) -> list[str]:
-    """Return the names of a hint's code that neither the texts nor torch have; its own variables are known."""
+    """Return the names in a hint's code that neither the texts, nor torch, nor the code itself define."""
     known_names, known_attributes = set(dir(builtins)), {name for part in LIBRARY for name in dir(part)}
     for text in texts:
         names, attributes = names_in(text)

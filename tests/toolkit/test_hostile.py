@@ -1,4 +1,4 @@
-"""Submissions that attack the grader cost their own points only, and leave nothing behind."""
+"""Submissions that attack the grader lose only their own points, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ pytestmark = [
 
 
 def test_the_forged_launch_is_a_valid_event():
-    """It is refused for what a case changes in it, and for nothing else."""
+    """The unchanged launch is valid, so each case is refused only because of its own change."""
     [launch] = re.findall(r"^LAUNCH = (\{.*?\})$", forging.CHANNEL, re.MULTILINE | re.DOTALL)
     events.validate(ast.literal_eval(launch), 0)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def user() -> Iterator[int]:
-    """Return the user of the ranks in this file, who has a separate fork server."""
+    """Yield the id of the user that runs the ranks in this file, with a separate fork server."""
     os.environ["COURSE_SECRET"] = "the grader's own secret"
     ranks.SERVER.close()
     try:
@@ -85,7 +85,7 @@ def user() -> Iterator[int]:
 
 @pytest.fixture(scope="module")
 def usual_s(user: int) -> float:
-    """Return the seconds that a run of two ranks takes before any submission has run."""
+    """Return the usual duration of a run of two ranks in seconds, before any submission has run."""
     return time_runs()
 
 
@@ -106,7 +106,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Graded:
-    """A submission that was graded as `brigade grade` does it, with a results file."""
+    """A submission that was graded as by `brigade grade`, with a results file."""
 
     def __init__(self, submission: Path, out: Path, case: hostile.Hostile, on_change: Callable = lambda grading: None):
         self.out = out
@@ -138,7 +138,7 @@ class Graded:
 
 
 def list_processes(uid: int) -> list[psutil.Process]:
-    """The user's processes. One that has ended counts unless init has inherited it: init reaps when it likes to."""
+    """Return the user's processes, except ended processes that init has inherited and will reap later."""
     ours = {os.getpid(), ranks.SERVER._process.pid if ranks.SERVER._process else None}
     found = []
     for process in psutil.process_iter():
@@ -231,7 +231,7 @@ class NaiveDDP(torch.nn.Module):
 
 
 def test_no_rank_holds_what_the_checks_know(monkeypatch):
-    """In its memory, all of it: neither another rank's weights and batches, nor expected values, nor the checks."""
+    """A rank's memory contains neither another rank's weights and batches, nor expected values, nor the checks."""
     case = Case(random.Random(5), "Plain", 2)
     [seed] = random.Random(6).sample(range(2**30, 2**31), 1)
     raw = [
@@ -287,7 +287,7 @@ def read_memory(pid: int) -> Iterator[bytes]:
 
 
 def test_a_frame_in_the_reference_shows_where_and_not_what(user, submission):
-    """The report shows the student's own line, but of the reference only the line's number."""
+    """The report shows the text of the student's line, but only the number of the reference's line."""
     entry = get_module(2)
     text = (ROOT / "solutions" / entry.path).read_text()
     call = "broadcast_module_state(module, process_group)"
@@ -305,7 +305,7 @@ def test_a_frame_in_the_reference_shows_where_and_not_what(user, submission):
 
 
 def test_a_frame_in_a_scenario_shows_its_line(user):
-    """Ranks have no text of scenarios either; the line comes from the grader."""
+    """Ranks do not have the text of scenarios either, so the grader adds the line."""
     with pytest.raises(ranks.RankFailure) as caught:
         ranks.run_ranks(functions.fail, 0, "no")
     assert caught.value.lines[-1].endswith(": raise ValueError(message)"), caught.value.lines
@@ -331,7 +331,7 @@ if eats and signal.SIGKILL not in ended: raise SystemExit(f"there is no limit: {
 
 
 def test_all_processes_of_a_grading_share_one_limit_on_memory(user, submission, monkeypatch):
-    """Each stays within the limit of one process; the kernel ends some if together they exceed the grading's limit."""
+    """Each process stays within its own limit. If all together exceed the grading's limit, the kernel ends some."""
     [found] = ranks.run_ranks(sandbox.probe, world_size=1)
     if not found["is_grouped"]:
         pytest.skip("no control groups can be made here")
@@ -345,7 +345,7 @@ def test_all_processes_of_a_grading_share_one_limit_on_memory(user, submission, 
 
 @pytest.mark.parametrize("linked", ["result.json", "results"])
 def test_a_link_in_the_checkout_is_no_results_file(linked, submission, tmp_path):
-    """Results are not written through it, and nothing that it leads to is changed."""
+    """The grader does not write results through the link, and does not change its target."""
     RIGHT.make(submission)
     precious = tmp_path / "precious"
     precious.mkdir(mode=0o700)
@@ -374,7 +374,7 @@ def finished(state: Grading) -> int:
 
 
 def test_a_fork_server_that_is_killed_is_started_again(user, submission, tmp_path):
-    """And the check that it served is run again: something from outside has done that."""
+    """The interrupted check runs again, because the submission did not kill the server."""
     RIGHT.make(submission)
     servers = []
 
@@ -409,7 +409,7 @@ def kill_first_process(uid: int) -> None:
 
 
 def test_a_full_disk_is_waited_for(user, submission, tmp_path):
-    """Results that cannot be written are written after a later check; meanwhile those of before stand there."""
+    """If results cannot be written, the file keeps the earlier results until a later check succeeds in writing."""
     RIGHT.make(submission)
 
     def no_space(state: Grading) -> None:
@@ -421,7 +421,7 @@ def test_a_full_disk_is_waited_for(user, submission, tmp_path):
 
 
 def test_a_grader_that_is_killed_takes_the_submission_along(submission, tmp_path):
-    """Its results say that it did not finish; what its ranks have started ends with them."""
+    """The results state that the grading did not finish, and all processes that its ranks started end."""
     hostile.reference("open('left', 'w')\nos.fork()\nos.setsid() if os.fork() else 0\nwhile True: pass")(submission)
     out, others = tmp_path / "results.json", {process.uids().real for process in psutil.process_iter()}
     arguments = ["grade", "--submission", str(submission), "--out", str(out), "--modules", "1"]

@@ -1,4 +1,4 @@
-"""A submission is found wherever it is, and odd or hostile trees and archives cost only what they hold."""
+"""A submission is found in any layout. Odd or hostile trees and archives take bounded time and memory."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def make_tar(files: dict, mode: str = "w:gz", form: int = tarfile.PAX_FORMAT) ->
 
 
 def read_modules(path: Path) -> tuple[dict[int, str], str]:
-    """Return the text of each module that is found, and the notes."""
+    """Return the text of each module that was found, and the notes."""
     with incoming.open_submission(path) as found:
         files = {entry.number: find(found.directory, entry) for entry in MODULES}
         return {number: file.read_text() for number, file in files.items() if file}, "\n".join(found.notes)
@@ -229,7 +229,7 @@ def header(kind: bytes, size: int, name: str = FIRST.path.name) -> bytes:
 
 
 class Zeros(io.BytesIO):
-    """`first`, and then zeros without end: more than a test should write."""
+    """A stream with `first` and then an endless number of zeros, which a test could not write to a file."""
 
     def read(self, size: int) -> bytes:
         return super().read(size).ljust(size, b"\0")
@@ -253,7 +253,7 @@ HUGE = 50 << 30
     ],
 )
 def test_bombs_are_bounded(first, line):
-    """Time and memory are bounded, whatever the header says and however much follows."""
+    """Time and memory are bounded for any header and any amount of data."""
     started = time.monotonic()
     stream = Zeros(first) if first else io.BytesIO()
     with pytest.raises((ValueError, tarfile.TarError)) as caught:
@@ -296,7 +296,7 @@ DEEP = 1_500
 
 
 def test_a_tree_1500_levels_deep_costs_only_what_is_there(tmp_path):
-    """It is searched without recursion, and a module at its end is found."""
+    """The tree is searched without recursion, and the module at its end is found."""
     place, here = "/".join("d" * DEEP), os.open(tmp_path, os.O_RDONLY)
     try:
         for _ in range(DEEP):

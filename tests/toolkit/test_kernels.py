@@ -1,4 +1,4 @@
-"""Counting NCCL's kernels by their names, and what the check of module 6 makes of the counts."""
+"""The count of NCCL's kernels by name, and the check of module 6 that uses it."""
 
 import pytest
 from test_m06_coalesced import expect_kernels

@@ -1,4 +1,4 @@
-"""The ladder measures what the modules do, detects a variant that trains differently, and its pictures can be drawn."""
+"""The ladder measures the modules and detects a variant that trains differently, and its pictures can be drawn."""
 
 import io
 import re
@@ -21,7 +21,7 @@ PARAMETERS = list(TinyLM(SIZE).parameters())
 
 @pytest.fixture(scope="module")
 def results():
-    """Return a short ladder of all modules, and how often it reported that a step began."""
+    """Return a short ladder of all modules, and the number of steps that it reported."""
     steps = []
     measured = ladder.run_ladder(WORKLOAD, on_step=lambda: steps.append(1))
     return measured, len(steps)

@@ -13,13 +13,13 @@ from brigade.course.submission import install, read
 
 @pytest.fixture(scope="module")
 def grad_buffer():
-    """The reference's module 5, imported in this process: it is ours."""
+    """Import the reference's module 5 in this process, which is safe because it is our own code."""
     install("reference_solutions", read("solutions", 5).sources)
     return importlib.import_module("reference_solutions.m05_grad_buffer.grad_buffer")
 
 
 def test_layout_properties(grad_buffer):
-    """Aligned, divisible, in order, without overlap, nothing lost, and no more padding than the rule asks for."""
+    """The layout is aligned, divisible, ordered and complete, without overlap or unnecessary padding."""
     rng = random.Random(0)
     started = time.monotonic()
     for _ in range(2500):

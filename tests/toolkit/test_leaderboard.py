@@ -1,4 +1,4 @@
-"""`brigade bench --entry` and `brigade leaderboard`: what an entry contains, and what is refused."""
+"""`brigade bench --entry` and `brigade leaderboard`: the contents of an entry, and the errors for a wrong entry."""
 
 import hashlib
 import json
@@ -17,7 +17,7 @@ RATIOS = {"torch DDP": 1.0, "torch DDP + ZeRO": 1.4, "4 BucketedDDP": 0.9, "8 Ze
 
 
 def make_bench(variants, loss=3.0, real_s=0.01):
-    """Return a bench in which the variants have the step times RATIOS, in s, and module 8 half of the state."""
+    """Return a bench in which the step times are RATIOS in seconds, and module 8 keeps half of the state."""
 
     def measure(variant):
         marks = [[[0.0, *[RATIOS.get(variant.label, 0.8)] * 4]] * 4] * 2
@@ -33,7 +33,7 @@ def make_bench(variants, loss=3.0, real_s=0.01):
 
 @pytest.fixture
 def enter(brigade, monkeypatch, tmp_path):
-    """Return a function that enters a submission with modules 4 and 8, whose checks and bench are simulated."""
+    """Return a function that enters a submission with modules 4 and 8. Its checks and its bench are simulated."""
     monkeypatch.chdir(tmp_path)
 
     def run(*options, failed=(), **bench):
@@ -90,7 +90,7 @@ def test_only_modules_that_pass_all_checks_are_entered(enter, tmp_path):
 
 
 def test_the_checks_of_a_module_are_run(tmp_path):
-    """Without its file, all of them fail."""
+    """Without the file of the module, all its checks fail."""
     failed = lab.find_failed_checks(get_module(4), str(tmp_path), 1)
     assert [f"test_{name}" for name in failed] == [check.name for check in list_checks(get_module(4))]
 
@@ -171,7 +171,7 @@ def test_a_line_that_does_not_count_is_refused_with_the_reason(line, changes, se
 
 
 def test_entries_of_a_class_are_ranked(brigade, line, tmp_path):
-    """Ada and Bob are equally fast, as far as the table shows; Cleo has the least memory; [E]ve is slow."""
+    """Ada and Bob are equally fast in the table, Cleo needs the least memory, and [E]ve is slow."""
     rows = json.loads(line)["rows"]
     slow = change_row(line, ratio={"median": 1.2, "lower": 1.1, "upper": 1.3}, name="x")
     people = {

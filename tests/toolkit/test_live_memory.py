@@ -1,4 +1,4 @@
-"""The bytes that are alive are counted from storages, whatever refers to them."""
+"""Live bytes are counted from storages, regardless of what refers to them."""
 
 from __future__ import annotations
 

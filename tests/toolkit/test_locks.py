@@ -1,4 +1,4 @@
-"""A lock holds for every caller except those that it names."""
+"""A lock refuses every caller except those that it names."""
 
 import json
 import json.encoder
@@ -21,7 +21,7 @@ class Holder:
 
 @pytest.fixture
 def trusted(monkeypatch):
-    """This file is trusted during the test."""
+    """Trust this file during the test."""
     monkeypatch.setattr(locks, "_trusted", {id(globals()): globals()})
 
 

@@ -1,4 +1,4 @@
-"""`pytest --module 3`, which `make module MODULE=3` runs, has every test that is about module 3."""
+"""`pytest --module 3`, which `make module MODULE=3` runs, selects every test about module 3."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FIRST, SECOND = get_module(1), get_module(2)
 
 
 def item(*values, path="test_any.py", marker=None):
-    """A test of the suite: the values of its parameters, its file, and its marker."""
+    """Return a stand-in for a test, with the values of its parameters, its file and its marker."""
     found = SimpleNamespace(path=ROOT / "tests" / path, get_closest_marker=lambda name: name == marker)
     if values:
         found.callspec = SimpleNamespace(params=dict(enumerate(values)))
@@ -42,7 +42,7 @@ def test_what_is_about_something_else(other):
 
 
 def select(number, items):
-    """Select as the option does. Return what is left of the items, and how many were deselected."""
+    """Select tests as the option does. Return the selected tests and the number of deselected tests."""
     deselected = []
     hook = SimpleNamespace(pytest_deselected=lambda items: deselected.extend(items))
     pytest_collection_modifyitems(

@@ -49,7 +49,7 @@ OTHERS = {"grad", "itemsize"}  # torch's, in the same paragraphs
 
 
 def paragraph(entry):
-    """Return what a reading says about Megatron-LM in its section on other systems."""
+    """Return the paragraph about Megatron-LM in a reading's section on other systems."""
     section = (entry.lesson / "README.md").read_text().partition(SECTION)[2].partition("\n## ")[0]
     found = [one for one in re.split(r"\n\s*\n", section.strip()) if one.startswith("**Megatron-LM**")]
     assert len(found) == 1, f"lessons/{entry.package}/README.md has {len(found)} paragraphs on **Megatron-LM**, not one"

@@ -1,4 +1,4 @@
-"""The memory that is counted and drawn, and its agreement with the formulas."""
+"""The counted memory agrees with the formulas, and the picture shows it."""
 
 import io
 import sys
@@ -22,7 +22,7 @@ STEPS = 4 * len(PARAMETERS)  # AdamW counts the steps of each parameter
 
 @pytest.fixture(scope="module")
 def counted():
-    """Return every case on one and on two ranks, by label, and how often a case was reported to begin."""
+    """Return every case on one and on two ranks, by label, and the number of reports that a case began."""
     begun = []
     by_label = memory.measure(SIZE, (1, 2), on_case=lambda: begun.append(1))
     return {one.case.label: one for one in by_label}, len(begun)
@@ -85,7 +85,7 @@ def test_the_table_fits_a_terminal(counted):
 
 
 def test_the_picture_has_one_row_for_equal_cases(counted):
-    """Two peaks that differ by less than 1 % are equal; on a busy machine gloo keeps a bucket longer."""
+    """Peaks that differ by less than 1 % count as equal. On a busy machine, gloo keeps a bucket longer."""
     by_label = counted[0]
     first, other, third = (by_label[label] for label in ("1 NaiveDDP", "3 OverlappedDDP", "8 ZeroOptimizer"))
     for factor, labels in ((1.005, ["modules 1, 3"]), (1.02, ["1 NaiveDDP", "3 OverlappedDDP"])):

@@ -1,4 +1,4 @@
-"""TinyLM: its sizes, and that it is a language model."""
+"""TinyLM: it has the documented sizes, and it is a language model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def small() -> TinyLM:
 
 
 def test_xl_is_the_benchmarks_to_the_parameter():
-    """1 998 235 200 parameters, 7.99 GB in float32, as in Stanford CS336's systems assignment."""
+    """XL has 1 998 235 200 parameters (7.99 GB in float32), as in Stanford CS336's systems assignment."""
     model = make_tiny_lm("xl", device="meta")
     assert sum(parameter.numel() for parameter in model.parameters()) == 1_998_235_200
     assert all(parameter.is_meta and parameter.dtype == torch.float32 for parameter in model.parameters())
@@ -61,7 +61,7 @@ def test_a_token_has_no_effect_on_what_comes_before(small):
 
 
 def test_the_order_of_tokens_matters(small):
-    """Without positions, attention would see a set."""
+    """The logits depend on the order of the tokens. Without positions, attention would see a set."""
     tokens = torch.tensor([[1, 2, 3, 4]])
     swapped = torch.tensor([[2, 1, 3, 4]])
     assert not torch.allclose(small(tokens)[:, -1], small(swapped)[:, -1])

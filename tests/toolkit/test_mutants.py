@@ -1,4 +1,4 @@
-"""The checks are checked: they catch every mutant, pass every right answer, and give nothing for a skeleton."""
+"""The checks catch every mutant, pass every correct answer, and give no points for a skeleton."""
 
 import ast
 import importlib
@@ -21,7 +21,7 @@ WRAPPERS = [entry for entry in MODULES if entry.public[-1].endswith("DDP")]
 
 
 def checks(entry):
-    """The module's graded checks, by name."""
+    """Return the module's graded checks by name."""
     return {check.name: check for check in collect([entry])}
 
 
@@ -40,7 +40,7 @@ def backend(request):
 
 
 def list_marks(entry, mutant):
-    """Leave all mutants to `make module` except the first that each check must catch."""
+    """Return the marks of a mutant: `extended`, unless it is the first mutant that its check must catch."""
     first = next(other for other in mutants(entry) if other.caught_by[0] == mutant.caught_by[0])
     return [] if mutant is first else [pytest.mark.extended]
 
@@ -54,7 +54,7 @@ ALL_MUTANTS = [
 
 @pytest.mark.parametrize(("entry", "mutant"), ALL_MUTANTS)
 def test_mutant_is_caught(entry, mutant, request):
-    """Every check that the mutant names fails, as a check and not by accident, and tells the likely cause."""
+    """Every check that the mutant names fails as a check, not by accident. The first one names the likely cause."""
     option = request.config.option
     conditions = Conditions(backend=option.backend, share_gpu=option.share_gpu, deadline_s=option.deadline)
     fault = escapes(entry, mutant, conditions)
@@ -73,7 +73,7 @@ def test_every_check_catches_a_mutant(entry):
 
 @pytest.mark.parametrize("entry", MODULES, ids=lambda entry: entry.package)
 def test_points_add_up(entry):
-    """The file's text says so, and what is imported from it has the same points."""
+    """The points in the text of the file and in the imported checks equal the points of the module."""
     faults = validation.find_check_faults(entry, ast.parse(entry.checks.read_text()))
     assert not faults, f"tests/{entry.checks.name}: {'; '.join(faults)}"
     assert sum(check.points for check in collect([entry])) == entry.points
@@ -111,7 +111,7 @@ def test_skeleton_scores_nothing(entry, backend):
 
 @pytest.mark.parametrize("entry", [entry for entry in MODULES if read_given(entry)], ids=lambda entry: entry.package)
 def test_code_to_repair_scores_nothing(entry, backend):
-    """The code that students repair fails every check, for a reason that they are told."""
+    """The code that students must repair fails every check, and the feedback states the reason."""
     text = re.sub(r" *raise NotImplementedError.*\n", "", (ROOT / "lessons" / entry.path).read_text())
     for check in collect([entry]):
         outcome = outcome_of(check, text, backend)
@@ -183,7 +183,7 @@ def with_recorded_causes():
 
 @pytest.mark.parametrize(("entry", "mutant"), with_recorded_causes())
 def test_causes_do_not_depend_on_private_names(entry, mutant, backend):
-    """The student is told the same cause when every private attribute of all solutions has another name."""
+    """The cause is the same if every private attribute of all solutions has another name."""
     sources = read("solutions", entry.number).sources
     key = f"{entry.package}.{entry.name}"
     sources = sources | {key: (sources[key][0], mutant.apply(sources[key][1]))}

@@ -1,4 +1,4 @@
-"""A new module is a row in the table and the module's own files: module 99 is added to a copy of the course."""
+"""A new module needs only a row in the table and its own files. The test adds module 99 to a copy of the course."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ FILES = {
 
 @pytest.fixture
 def course(tmp_path: Path) -> Path:
-    """A copy of what git knows, with the row and the solution of module 99."""
+    """Return a copy of all files that git tracks, with the row and the solution of module 99."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in filter(None, listed.split("\0")):
         if (ROOT / name).is_file() and (not name.endswith((".png", ".ipynb")) or name in BROWSER_NOTEBOOKS):
@@ -118,7 +118,7 @@ def write(course: Path, name: str, text: str) -> None:
 
 
 def run(course: Path, *arguments: str, status: int = 0) -> str:
-    """Run a module of Python in the copy of the course. Return what it printed."""
+    """Run a Python module in the copy of the course. Return its output."""
     done = subprocess.run(
         [sys.executable, "-m", *arguments],
         cwd=course,

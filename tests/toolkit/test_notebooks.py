@@ -1,4 +1,4 @@
-"""The notebooks and their ranks run from top to bottom, show what they promise, and leave nothing behind."""
+"""The notebooks run from top to bottom, show the promised output, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NOTEBOOKS = list_notebooks()
 
 @pytest.fixture(scope="module", autouse=True)
 def temporary(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Yield a directory for all temporary files, which also marks all processes that are started."""
+    """Yield a directory for all temporary files. Started processes can be recognised by its name."""
     directory = tmp_path_factory.mktemp("temporary")
     with pytest.MonkeyPatch.context() as patch:
         for name in ("JUPYTER_RUNTIME_DIR", "JUPYTER_DATA_DIR", "JUPYTER_CONFIG_DIR", "IPYTHONDIR"):
@@ -74,7 +74,7 @@ def expect_nothing_left(temporary: Path, within_s: float) -> None:
 
 @pytest.fixture(scope="module")
 def two_ranks() -> Iterator[Ranks]:
-    """Yield two ranks between which a link can be emulated; the notebooks themselves test the other modes."""
+    """Yield two ranks with an emulated link. The notebooks themselves test the other modes."""
     with start_ranks(2, mode="emulate") as ranks:
         yield ranks
 
@@ -150,7 +150,7 @@ def test_a_hang_ends_with_a_sentence_for_each_rank(
 
 
 def test_nothing_outlives_a_killed_notebook(temporary: Path) -> None:
-    """Kill the notebook's process while a rank waits for ever."""
+    """After the notebook's process is killed while a rank waits forever, nothing is left."""
     program = (
         "from brigade.lab.notebook import start_ranks\n"
         "ranks = start_ranks(2)\n"
@@ -211,7 +211,7 @@ TO_RUN = [pytest.param(path, marks=[pytest.mark.extended] * (path.stem not in AL
 
 @pytest.mark.parametrize("path", TO_RUN, ids=lambda path: path.stem)
 def test_notebook_runs(path: Path, temporary: Path) -> None:
-    """An error in any cell fails, except in cells that are meant to fail: there the ranks must say what failed."""
+    """No cell raises an error, except cells that are meant to fail: their message must name the failed rank."""
     notebook = nbformat.read(path, as_version=4)
     for cell in notebook.cells:
         cell.source = re.sub(r"\brounds=\d+", "rounds=4, time=32", cell.source)  # enough to see that it runs
@@ -226,7 +226,7 @@ def test_notebook_runs(path: Path, temporary: Path) -> None:
 
 
 def list_student_parts(entry: object) -> list[str]:
-    """Return the names of the functions that contain a student's part, methods as Class.method."""
+    """Return the names of the functions with a part for students. Methods are named Class.method."""
     text = (ROOT / "solutions" / entry.path).read_text()
     functions = []
     for node in ast.parse(text).body:
@@ -260,7 +260,7 @@ def test_a_slider_draws_the_figure_again(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_deck_needs_no_network() -> None:
-    """It contains the scripts, styles, figures and formulas of module 4, and the stored outputs, but no run sheet."""
+    """The deck contains the scripts, styles, figures, formulas and stored outputs of module 4, but no run sheet."""
     page = make_deck(ROOT / "notebooks" / "04_bucketed_ddp.ipynb")
     markup = re.sub(r"<script>.*?</script>", "", page, flags=re.DOTALL)
     assert (

@@ -1,4 +1,4 @@
-"""The Gradescope package, unpacked and run as Gradescope does it, with the packages that it asks for and no others."""
+"""The Gradescope package, unpacked and run as on Gradescope, with only the packages in its requirements."""
 
 import importlib.metadata
 import json
@@ -49,7 +49,7 @@ def archive(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def gradescope(archive):
-    """Make a directory like Gradescope's /autograder after setup.sh, which everybody may enter."""
+    """Yield a directory like Gradescope's /autograder after setup.sh. Every user may enter it."""
     root = Path(tempfile.mkdtemp(prefix="gradescope-"))
     root.chmod(0o755)
     unpack(archive, root / "source")
@@ -66,7 +66,10 @@ def unpack(archive, directory):
 
 
 def install(requirements, environment):
-    """Make a virtual environment with these requirements, linked from the one that runs the tests."""
+    """Make a virtual environment with these requirements.
+
+    Link the packages from the environment that runs the tests.
+    """
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
     [site] = environment.glob("lib/python*/site-packages")
     wanted = [Requirement(line) for line in requirements.read_text().splitlines()]
@@ -84,7 +87,7 @@ def install(requirements, environment):
 
 
 def prepare(gradescope):
-    """Its directories of a new submission, which is there already, and no results."""
+    """Make an empty directory for a submission and one for results. Return the directory and the results file."""
     for name in ("submission", "results"):
         shutil.rmtree(gradescope / name, ignore_errors=True)
         (gradescope / name).mkdir()
@@ -104,7 +107,7 @@ def start_program(gradescope, **options):
 
 
 def open_up(directories):
-    """Let everybody enter these directories, as seen by this process and its children."""
+    """Let every user enter these directories, but only in the view of this process and its children."""
     for closed in {place for path in directories for place in sandbox.list_closed_ancestors(path)}:
         handles = {path: os.open(path, os.O_PATH) for path in directories if sandbox.is_below(path, closed)}
         sandbox.mount("tmpfs", closed, "tmpfs", 0, "mode=755")
@@ -133,7 +136,7 @@ def test_the_zip_holds_what_grading_needs_and_nothing_else(archive):
 
 
 def test_only_its_owner_may_read_it(archive, tmp_path, monkeypatch):
-    """The solutions and the checks are in it; a link in its place is replaced, and not written through."""
+    """The package contains the solutions and the checks. If a link has its name, the link is replaced, not followed."""
     monkeypatch.setattr(package.validation, "import_checks", lambda directory: None)  # as for `archive`
     assert archive.stat().st_mode & 0o777 == 0o600
     (tmp_path / "elsewhere").write_text("precious")
@@ -179,7 +182,7 @@ def test_wrong_options_are_found_when_it_is_built(options, line, monkeypatch, ca
 
 
 def test_all_uploads_get_one_seed(monkeypatch, capsys):
-    """It is drawn when the archive is made, unless the instructor gives one."""
+    """The seed is drawn when the archive is made, unless the instructor chooses one."""
     built = []
     monkeypatch.setattr(package, "build", lambda archive, options: built.append(options) or 1)
     for options in ([], [], ["--modules", "1", "--seed", "7"]):
@@ -208,7 +211,7 @@ def test_setup_prints_its_commands_and_runs_none(archive, tmp_path):
 
 
 def test_a_submission_is_graded(gradescope, tmp_path, monkeypatch):
-    """From `brigade submit` to results.json: full points for the right module, and the wrong one loses some."""
+    """From `brigade submit` to results.json, the correct module gets full points, and the wrong module loses some."""
     submission, results = prepare(gradescope)
     mistake = next(mutant for mutant in mistakes.MUTANTS if mutant.name == "every parameter reduced by itself")
     for number, text in ((1, solution(1)), (2, mistake.apply(solution(2)))):
@@ -244,7 +247,7 @@ def test_a_submission_is_graded(gradescope, tmp_path, monkeypatch):
 
 @pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="Gradescope's containers run Linux as root")
 def test_a_container_without_mounts_is_isolated_by_permissions(gradescope):
-    """What a root without CAP_SYS_ADMIN can do: a rank reads neither tests nor solutions nor results, and works."""
+    """The grader is root without CAP_SYS_ADMIN. A rank works, but cannot read tests, solutions or results."""
     submission, results = prepare(gradescope)
     (submission / get_module(1).path.name).write_text(solution(1) + NOSY.format(root=str(gradescope)))
 
@@ -266,7 +269,7 @@ def list_guide_blocks(language):
 
 
 def test_the_commands_in_the_instructors_guide_are_understood():
-    """Each `brigade` command in docs/instructors.md, and each `make gradescope`, has options that exist."""
+    """All options of the `brigade` and `make gradescope` commands in docs/instructors.md exist."""
     blocks = list_guide_blocks("sh") + list_guide_blocks("yaml")
     commands = [shlex.split(line) for block in blocks for line in block.splitlines()]
     brigade = [words[words.index(name) + 1 :] for words in commands for name in words if name.endswith("bin/brigade")]
@@ -281,7 +284,7 @@ def test_the_commands_in_the_instructors_guide_are_understood():
 
 
 def test_the_guides_autograder_for_classroom50(archive, tmp_path):
-    """With a `sudo` that only notes what it is asked: set up, grade the checkout into result.json, hand that over."""
+    """The program sets up, grades the checkout and delivers result.json. `sudo` only records its arguments."""
     unpack(archive, tmp_path / "bundle")
     (tmp_path / "bundle" / "autograder.py").write_text(list_guide_blocks("python")[0])
     for name in ("checkout", "bin"):

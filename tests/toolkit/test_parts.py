@@ -1,4 +1,4 @@
-"""The parts of a module: its checks come in the order of the parts, so that a student sees progress after each."""
+"""The parts of a module: its checks are in the order of the parts, so a student sees progress after each part."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def list_headings(entry: Module) -> list[str]:
 
 
 def write_until(entry: Module, letter: str) -> str:
-    """Return the reference without the parts after this one, as a student has it who works through the parts."""
+    """Return the reference without the parts after this one, like the file of a student who works through the parts."""
 
     def keep(block: re.Match[str]) -> str:
         return block[0] if get_last_letter(block[2]) <= letter else skeletons.make_todo(entry, block)
@@ -60,7 +60,7 @@ HEADINGS = [
 
 @pytest.mark.parametrize(("entry", "heading"), HEADINGS)
 def test_checks_pass_as_soon_as_their_parts_are_written(entry, heading, request):
-    """With the parts up to this heading, its checks pass, and those under later headings are not written yet."""
+    """With the parts up to a heading, its checks pass. The checks under later headings report unwritten parts."""
     text = write_until(entry, get_last_letter(heading))
 
     def run(check: Check) -> str:

@@ -1,4 +1,4 @@
-"""The plan's arithmetic in cases computed by hand; what it predicts is what the ranks launch, send and keep."""
+"""The plan is correct in cases computed by hand, and predicts the launches, bytes and memory of real ranks."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""What the course uses of torch's private names, and what breaks when torch changes one."""
+"""Torch's private names that the course uses: each test shows what breaks if torch changes one."""
 
 import threading
 from datetime import timedelta
@@ -22,7 +22,7 @@ def test_names_of_the_coalescing_manager():
 
 
 def capture() -> dict:
-    """Return what the manager does with a good block, and with one that an exception leaves."""
+    """Return the results of the manager for a normal block and for a block that ends with an exception."""
     found = {}
     tensors = [torch.ones(2), torch.ones(3)]
     with c10d._coalescing_manager(async_ops=True) as handle:
@@ -68,7 +68,7 @@ def test_options_of_gloo(interfaces, monkeypatch):
 
 
 def test_node_of_a_gradient():
-    """It is the node that accumulates the gradient, even if the parameter's memory is another's."""
+    """The node accumulates the gradient, even if the parameter's data is a view of another tensor."""
     parameter = torch.nn.Parameter(torch.zeros(3))
     node = torch.autograd.graph.get_gradient_edge(parameter).node
     running = []
@@ -97,7 +97,7 @@ def test_stand_in_for_a_backend():
 
 
 def test_other_ways_exist():
-    """Every build of torch has these. If torch renamed them, they would no longer be refused."""
+    """Every build of torch has these classes. If torch renamed them, the course would no longer refuse them."""
     for name in ("ProcessGroupGloo", "TCPStore", "FileStore"):
         assert name in recording.OTHER_WAYS and hasattr(torch._C._distributed_c10d, name), name
     for name in ("set", "get", "add", "wait"):
@@ -106,7 +106,7 @@ def test_other_ways_exist():
 
 
 def test_torch_calls_the_methods_of_a_python_store(tmp_path):
-    """QuickStore must work below torch's own PrefixStore, in which torch wraps the store of every group."""
+    """QuickStore must work inside torch's PrefixStore, which wraps the store of every group."""
     stores = [QuickStore(str(tmp_path / "keys"), 2) for _ in range(2)]
     mine, other = (dist.PrefixStore("group", store) for store in stores)
     late = threading.Timer(0.05, other.set, ["key", "value"])

@@ -1,4 +1,4 @@
-"""What ranks are doing and when a run is deadlocked, read from their events alone; which events are valid."""
+"""The activity of ranks, deadlocks, and the validity of events, all determined from events alone."""
 
 import math
 
@@ -8,7 +8,7 @@ from brigade.events import Mismatch, Progress, RankRecord, validate
 
 
 class Run:
-    """Events of several ranks, made by hand."""
+    """Events of several ranks, written by hand."""
 
     def __init__(self, world_size):
         self.progress = Progress(world_size)
@@ -45,7 +45,7 @@ def run():
 
 
 def test_a_rank_whose_peers_have_launched_goes_on_by_itself(run):
-    """Rank 1 lacks processor time only. It will launch what rank 0 waits for."""
+    """Rank 1 only lacks processor time. It will launch the collective that rank 0 waits for."""
     both = run.launch(0, "world", (0, 1))
     run.wait(1, "world", (0, 1))
     run.progress.add(0, {"kind": "wait", "index": both})
@@ -95,7 +95,7 @@ def test_a_run_without_waiting_ranks_is_no_deadlock(run):
 
 
 def test_a_send_waits_for_its_receive(run):
-    """Messages to other ranks, or of another direction, do not count."""
+    """Messages to other ranks, or in the other direction, do not count."""
     run.wait(0, "world", range(3), op="send", peer=1)
     run.launch(1, "world", range(3), op="recv", peer=2)
     run.launch(1, "world", range(3), op="send", peer=0)
@@ -115,7 +115,7 @@ def test_a_send_whose_peer_receives_goes_on_by_itself(run):
 
 
 def test_a_receive_from_any_rank_may_go_on(run):
-    """Such a run ends at the deadline, unless a rank goes on."""
+    """Such a run ends at the deadline, unless a rank continues."""
     run.wait(0, "world", range(3), op="recv")
     run.wait(1, "world", range(3), op="send", peer=0)
     run.wait(2, "world", range(3))
@@ -123,7 +123,7 @@ def test_a_receive_from_any_rank_may_go_on(run):
 
 
 def test_a_wait_counts_the_launches_of_its_own_group(run):
-    """A peer's launches in another group do not count, however many there are."""
+    """A peer's launches in another group do not count, regardless of their number."""
     run.wait(0, "a", (0, 1))
     for _ in range(3):
         run.launch(1, "b", (0, 1))

@@ -1,4 +1,4 @@
-"""`make promises`: a figure above its aim, and anything that is left behind, is a missed promise."""
+"""`make promises`: a figure above its target, or anything left behind, is a missed promise."""
 
 import subprocess
 import sys
@@ -13,14 +13,14 @@ from brigade.lab.ladder import TORCH_DDP, TORCH_ZERO, Ladder, Measurement, Workl
 
 
 def make_measurement(label, step_s=0.1, state=100):
-    """Return a variant of two ranks with three rounds, whose buffers have 400 bytes and whose state has `state`."""
+    """Return the measurement of a variant: two ranks, three rounds, buffers of 400 bytes, `state` bytes of state."""
     marks = [[[0.0, 0.0, 0.0, 0.0, step_s]] * 3] * 2
     kept = {"parameters": 400, "gradients": 400, "optimizer state": state}
     return Measurement(label, marks, [[0.1] * 3] * 2, 1, 1, [1.0, 1.0], kept, kept)
 
 
 def make_bench(**changes):
-    """Return a bench of equal variants, except module 8 and `changes`: arguments by label (_ for a space)."""
+    """Return a bench of equal variants, except for module 8 and `changes`: arguments by label (with _ for spaces)."""
     changes = {"8_ZeroOptimizer": {"step_s": 0.08}} | changes
     variants = [*get_course_variants(), TORCH_DDP, TORCH_ZERO]
     found = [
@@ -48,7 +48,7 @@ def test_short_times_hold_and_longer_ones_do_not():
 
 
 def test_too_much_state_in_any_run_is_seen():
-    """The state of the fullest rank may be half of the buffers' 400 bytes."""
+    """The state of the fullest rank may take at most half of the buffers' 400 bytes."""
     full, too_full = (make_bench(**{"8_ZeroOptimizer": {"state": state}}) for state in (200, 201))
     assert make_ladder_promises([full] * 3)[-1].is_kept
     assert not make_ladder_promises([full, full, too_full])[-1].is_kept

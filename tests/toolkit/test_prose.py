@@ -1,6 +1,6 @@
-"""What the documents say is there: links, anchors, files, checks, names of ours and of torch's, figures of the code.
+"""Everything that the documents name exists: links, anchors, files, checks, our names, torch's names, and figures.
 
-Spelling is codespell's (`make lint`, configured in pyproject.toml); here only whether it is British throughout.
+Codespell checks the spelling (`make lint`, configured in pyproject.toml). This file only checks that it is British.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ every_document = pytest.mark.parametrize("document", documents(), ids=lambda pat
 
 
 def prose(document: Path) -> str:
-    """Without blocks of code."""
+    """Return the text of a document without its code blocks."""
     return re.sub(r"^```.*?^```$", "", read_markdown(document), flags=re.MULTILINE | re.DOTALL)
 
 
 def code_in(document: Path) -> list[str]:
-    """The inline code, each on one line."""
+    """Return the inline code of a document, each piece on one line."""
     return [" ".join(code.split()) for code in re.findall(r"(?<!`)`([^`]+)`(?!`)", prose(document))]
 
 
@@ -47,7 +47,10 @@ def code_in(document: Path) -> list[str]:
 
 @cache
 def anchors(document: Path) -> set[str]:
-    """Those that GitHub makes of the headings: lower case, hyphens for spaces, no punctuation, a number if repeated."""
+    """Return the anchors that GitHub makes of the headings.
+
+    They are lower case, with hyphens for spaces, no punctuation, and a number if repeated.
+    """
     found: list[str] = []
     for heading in re.findall(r"^#+ (.*)$", prose(document), re.MULTILINE):
         text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).lower()
@@ -57,7 +60,7 @@ def anchors(document: Path) -> set[str]:
 
 
 def fault_of(target: str, document: Path) -> str:
-    """Why a link does not lead anywhere; "" where it does, and for addresses of other sites."""
+    """Return why a link is broken; "" if it works or leads to another site."""
     if "://" in target:
         return ""
     path, _, anchor = target.partition("#")
@@ -93,12 +96,12 @@ def test_a_link_that_leads_nowhere_is_found():
 
 @cache
 def paths() -> list[str]:
-    """All files of the course."""
+    """Return all files of the course."""
     return [path.relative_to(ROOT).as_posix() for place in PLACES for path in (ROOT / place).rglob("*.*")]
 
 
 def missing_file(code: str) -> bool:
-    """Whether inline code is a path into the course at which nothing is; * and NN stand for anything."""
+    """Return whether inline code is a path in the course that does not exist. * and NN match any text."""
     code = code.replace("NN", "*")
     if not re.fullmatch(rf"(?:{'|'.join(PLACES)})/[\w./*-]*", code) or code in GENERATED:
         return False
@@ -107,13 +110,13 @@ def missing_file(code: str) -> bool:
 
 @cache
 def names_of_tests() -> set[str]:
-    """The names of all test functions."""
+    """Return the names of all test functions."""
     trees = [ast.parse(path.read_text()) for path in (ROOT / "tests").rglob("test_*.py")]
     return {node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
 
 
 def missing_name(code: str) -> bool:
-    """Whether inline code is a dotted name in `brigade` or `torch`, possibly called, that cannot be resolved."""
+    """Return whether inline code is a dotted name or call in `brigade` or `torch` that cannot be resolved."""
     if not (dotted := re.match(r"((?:brigade|torch)(?:\.\w+)+)(?:$|\()", code)):
         return False
     names = dotted[1].split(".")
@@ -149,7 +152,7 @@ def test_what_is_not_there_is_found():
 
 @pytest.mark.all_modules
 def test_files_named_in_the_code_are_there():
-    """In docstrings and comments, by the end of their path."""
+    """Files that docstrings and comments name by the end of their path exist."""
     for path in paths():
         if path.endswith(".py"):
             for code in re.findall(r"`(?!torch/)([\w./]+\.py)`", (ROOT / path).read_text()):
@@ -168,14 +171,14 @@ OURS = {"finish_grad_sync", "tiny", "python torch_ddp.py", "python torch_ddp.py 
 
 
 def torch_source(path: str) -> str:
-    """The text of a file of torch's; of one in C++ that of its header, for only that is installed."""
+    """Return the text of a file of torch. For a C++ file, return its header, because only headers are installed."""
     if path.endswith(".cpp"):
         path = f"torch/include/{path[:-4]}.hpp"
     return (TORCH.parent / path).read_text()
 
 
 def torch_names(text: str) -> list[tuple[str, list[str]]]:
-    """(name, files that may have it): inline code in paragraphs about torch, and names before a file in brackets."""
+    """Return (name, files that may contain it) for inline code about torch and for names before a file in brackets."""
     found = []
     for paragraph in re.split(r"\n\s*\n", text):
         paragraph = " ".join(paragraph.split())
@@ -213,7 +216,7 @@ def test_a_name_that_torch_has_not_is_found():
 
 
 def default(command: str, option: str):
-    """Of an option of `brigade`."""
+    """Return the default of an option of `brigade`."""
     needed = {"trace": ["1"], "grade": ["--submission", "x"]}
     return getattr(parse([command, *needed.get(command, [])]), option)
 
@@ -252,7 +255,7 @@ def test_a_figure_is_the_codes(pattern):
 @pytest.mark.all_modules
 @every_document
 def test_the_spelling_is_british(document):
-    """The opposite of codespell's list of British words that an American would write otherwise."""
+    """No word is an American form in codespell's list of British and American spellings."""
     distribution = importlib.metadata.distribution("codespell")
     [words] = [file for file in distribution.files if file.name == "dictionary_en-GB_to_en-US.txt"]
     pairs = [line.strip().split("->") for line in words.read_text().splitlines() if "->" in line]

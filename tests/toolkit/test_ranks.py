@@ -49,7 +49,7 @@ def nothing_is_left() -> Iterator[None]:
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether the process runs. One that only waits to be reaped does not."""
+    """Return whether the process runs. A process that only waits to be reaped does not run."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -67,7 +67,7 @@ def wait_until(condition: Callable[[], Any], seconds: float) -> bool:
 
 
 def is_unlocked(path: Path) -> bool:
-    """Return whether nobody holds the lock. Other threads of a killed process end a little later."""
+    """Return whether nobody holds the lock. The threads of a killed process may hold it a little longer."""
     with open(path, "r+") as file, contextlib.suppress(BlockingIOError):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
@@ -213,8 +213,9 @@ def test_a_rank_that_dies(how, words):
 @linux
 @pytest.mark.parametrize("mode", ["record", "strict", "emulate"])
 def test_threads_of_ranks(mode):
-    """Gloo has one thread for collectives. Threads do not interrupt each other, except on an emulated link: what is due
-    there must not wait for what computes.
+    """Gloo has one thread for collectives. Threads interrupt each other only on an emulated link.
+
+    A collective that is due on this link must not wait for a computing thread.
     """
     expected = (os.SCHED_OTHER if mode == "emulate" else os.SCHED_BATCH, 1)
     assert [tuple(found) for found in run_ranks(functions.scheduling, mode=mode)] == [expected, expected]
@@ -365,7 +366,7 @@ def test_a_rank_that_kills_the_server():
 
 @pytest.mark.parametrize("moment", ["forked", "killed"])
 def test_after_ctrl_c_at_any_moment_the_next_run_is_in_order(moment, monkeypatch):
-    """An interrupt while the server's answer is awaited must not leave that answer to the next run."""
+    """If an interrupt arrives before the server's answer, the next run must not receive this answer."""
     run_ranks(functions.reduce_once)  # the server runs
     answer = Server._receive_answer
     interrupted = []
@@ -496,7 +497,7 @@ def program(text: str, scratch: Path) -> Iterator[subprocess.Popen]:
 
 
 def read_running_pids(process: subprocess.Popen) -> list[int]:
-    """Return the process ids of the server and two ranks, once these are in their endless loop."""
+    """Return the process ids of the server and two ranks once the ranks are in their endless loop."""
     return [int(process.stdout.readline()) for _ in range(3)]
 
 

@@ -99,7 +99,7 @@ def test_launches_are_numbered_and_stamped(calls):
 
 
 def test_the_clocks_of_two_ranks_are_one(calls):
-    """A collective ends on no rank before it has begun on all."""
+    """No rank ends a collective before all ranks have started it."""
     begun = [{e["index"]: e["time"] for e in select_kind(events, "launch")} for events in calls.events]
     [index] = {select_phase(events, "all_reduce")[0]["index"] for events in calls.events}
     ends = [e["time"] for events in calls.events for e in select_kind(events, "end") if e["index"] == index]

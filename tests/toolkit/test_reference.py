@@ -1,4 +1,4 @@
-"""The expected values of one process, and the edge-case models."""
+"""The expected values that one process computes, and the edge-case models."""
 
 from __future__ import annotations
 

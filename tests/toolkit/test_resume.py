@@ -1,4 +1,4 @@
-"""Training with ZeroOptimizer survives a rank: it goes on from its last checkpoint, on fewer ranks or more."""
+"""Training with ZeroOptimizer survives the death of a rank: it resumes from a checkpoint on fewer or more ranks."""
 
 import os
 import signal
@@ -19,17 +19,17 @@ TOLERANCE = 1e-9  # relative, in float64: other sums than on another number of r
 
 
 def examples(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The global batch of a step: inputs and targets."""
+    """Return the global batch of a step: inputs and targets."""
     generator = torch.Generator().manual_seed(step)
     x = torch.randn(BATCH, 7, generator=generator, dtype=torch.float64)
     return x, x.sin().sum(dim=1, keepdim=True)
 
 
 def train(path: str, victim: int | None) -> dict:
-    """Trains from the checkpoint in `path`, if there is one, and writes it after every step.
+    """Train from the checkpoint in `path`, if it exists, and write a checkpoint after every step.
 
-    The rank `victim` kills itself before step KILLED_AT. Returns losses of all steps, the weights, and the first step
-    that was taken here.
+    The rank `victim` kills itself before step KILLED_AT. Return the losses of all steps, the weights, and the
+    first step of this run.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     checkpoint = torch.load(path) if os.path.exists(path) else None
@@ -64,7 +64,7 @@ def train(path: str, victim: int | None) -> dict:
 
 
 def save(path: str, parts: dict, losses: list[float]) -> None:
-    """All ranks put the state together; rank 0 writes it beside the file that is there, and then in its place."""
+    """Collect the state on all ranks. Rank 0 writes it to a new file, then replaces the old file."""
     state = {name: part.state_dict() for name, part in parts.items()} | {"losses": losses}
     if dist.get_rank() == 0:
         torch.save(state, path + ".new")

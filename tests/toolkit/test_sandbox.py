@@ -1,4 +1,4 @@
-"""The locks of `sandbox.py`, each by itself; `test_hostile.py` tries them with submissions, as root."""
+"""The protections of `sandbox.py`, each by itself. `test_hostile.py` tests them with submissions, as root."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def load_filtered_libc() -> ctypes.CDLL:
 
 
 def find_refusal(libc: ctypes.CDLL, number: int, *arguments: int) -> int:
-    """Return the error with which the kernel refuses the call; 0 if it does not refuse."""
+    """Return the error with which the kernel refuses the call, or 0 if the kernel does not refuse it."""
     result = libc.syscall(ctypes.c_long(number), *map(ctypes.c_long, arguments))
     return ctypes.get_errno() if result == -1 else 0
 
 
 @pytest.fixture(scope="module")
 def machine() -> tuple:
-    """Return the row of this machine in MACHINES; skip if no filter can be set."""
+    """Return the row of this machine in MACHINES. Skip the test if no filter can be set."""
     found = sandbox.MACHINES.get(os.uname().machine)
     if sys.platform != "linux" or found is None or not run_in_child(lambda: bool(load_filtered_libc())):
         pytest.skip("no filter of system calls here")
@@ -85,7 +85,7 @@ def test_the_second_table_of_calls_is_refused(machine):
 
 
 def test_what_a_program_needs_still_works(machine):
-    """Threads, forks, other programs, and torch with all of them."""
+    """Threads, forks, other programs, and torch with all of them still work."""
 
     def work() -> bool:
         load_filtered_libc()
@@ -109,7 +109,7 @@ def test_what_a_program_needs_still_works(machine):
 
 
 def test_the_filter_survives_a_program(machine):
-    """Everything that a filtered process starts is filtered too."""
+    """All programs that a filtered process starts are filtered too."""
     script = "import ctypes; raise SystemExit(0 if ctypes.CDLL(None).unshare(0x10000000) else 1)"
 
     def work() -> bool:
@@ -148,7 +148,7 @@ def test_an_unknown_machine_has_no_filter(monkeypatch):
 
 
 class Kernel:
-    """Files as the kernel has them for control groups, below a directory."""
+    """A directory with files like the kernel's files for control groups."""
 
     def __init__(self, top: Path, monkeypatch: pytest.MonkeyPatch, own: str):
         self.top = top
@@ -200,7 +200,7 @@ def test_in_version_1_the_groups_are_below_ours(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("own", ["", "0::/\n", "0::/docker/1234\n", "4:memory:/docker/1234\n"])
 def test_without_control_groups_nothing_is_written(own, tmp_path, monkeypatch):
-    """There may be no version, no memory to divide, or paths that belong outside the container."""
+    """Control groups may be missing, may not limit memory, or may have paths outside the container."""
     Kernel(tmp_path, monkeypatch, own).add("", subtree_control="\n")
     before = sorted(tmp_path.rglob("*"))
     assert sandbox.find_control_groups(64163) == [] and not sandbox.join_groups(JAIL)
@@ -222,7 +222,7 @@ def test_a_results_file_is_no_link(tmp_path):
 
 
 def test_links_on_the_way_are_refused_inside_the_submission_only(tmp_path):
-    """An instructor's own directories may be links; those that a student hands in may not."""
+    """An instructor's own directories may be links, but directories in a submission may not."""
     (tmp_path / "instructor").mkdir()
     (tmp_path / "shortcut").symlink_to("instructor")
     (tmp_path / "instructor" / "clone").mkdir()

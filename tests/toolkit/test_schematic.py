@@ -1,4 +1,4 @@
-"""The schematics: each shows what its reading says, in times that follow from α, the transfer time and the layers."""
+"""The schematics agree with the readings. Their times follow from α, the transfer time and the layers."""
 
 import pytest
 from PIL import Image
@@ -91,7 +91,7 @@ def test_weights_are_gathered_after_the_step_or_during_the_next_forward():
 
 
 def find_living(timeline, time_ms):
-    """Return what has memory at a time."""
+    """Return the labels of everything that has memory at a time."""
     return [span.label for span in timeline.memory if span.start_ms < time_ms < span.end_ms]
 
 

@@ -1,4 +1,4 @@
-"""The course's site: complete, with links that lead somewhere, and without the help of another site."""
+"""The course's site is complete, all its links work, and it loads nothing from other sites."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FAULTS = {
 
 @pytest.mark.all_modules
 def test_every_document_and_notebook_is_a_page(site):
-    """And the hints are not: students open them one by one."""
+    """The hints are not pages, because students open them one by one."""
     sources = [*ROOT.glob("lessons/*/README.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("notebooks/*.ipynb")]
     pages = {site / path.relative_to(ROOT).with_suffix(".html") for path in [*sources, ROOT / "assignments.md"]}
     assert {path for path in pages if not path.exists()} == set()

@@ -1,4 +1,4 @@
-"""Skeletons are what the solutions make, and nobody's work is lost when one is written."""
+"""Skeletons are generated from the solutions, and writing a skeleton loses nobody's work."""
 
 from __future__ import annotations
 

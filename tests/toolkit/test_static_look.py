@@ -1,4 +1,4 @@
-"""The static check lists names that no answer needs, and none from the course's own answers."""
+"""The static check lists names that no answer needs, and lists nothing in the course's own answers."""
 
 import importlib
 import json
@@ -202,7 +202,7 @@ LEAST_SHARE = 0.85  # of the cases without points, which have gained nothing
 
 
 def find_added(case, directory):
-    """Return what is listed of a case without the lines that keep it harmless here, which are listed too."""
+    """Return the findings in a case, without the lines that make it harmless here, which would be findings too."""
     case.make(directory)
     for path in directory.rglob("*.py"):
         if path.is_file() and not path.is_symlink() and hostile.GUARD in (text := path.read_text()):
@@ -242,7 +242,7 @@ def test_most_of_the_other_attacks_are_listed(tmp_path):
 
 
 def test_the_forger_is_listed_with_file_and_line(tmp_path):
-    """It has forged numbers and events, so its text is all there is to go by."""
+    """The submission forges numbers and events, so only its text can reveal the attack."""
     [case] = WATCHED
     findings = {finding.name: finding for finding in find_added(case, tmp_path)}
     path = get_module(3).path
@@ -275,7 +275,7 @@ def test_what_cannot_be_looked_at_is_said(text, told, tmp_path):
 
 @pytest.mark.parametrize("part", [".a", "()", "[0]", "+1"])
 def test_deep_trees_are_looked_at_or_said_to_be_too_deep(part):
-    """The parser refuses most of them, but not all on Python 3.10."""
+    """The parser refuses most deep trees, but not all of them on Python 3.10."""
     findings = look({FILE: "import os\nx = os" + part * 10_000})
     assert findings and all("cannot be examined" in f.reason or f.name == "os" for f in findings)
 

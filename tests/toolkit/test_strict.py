@@ -27,7 +27,7 @@ def is_filler(tensor: Tensor) -> bool:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_results_are_those_of_the_group_that_records(dtype):
-    """Bit by bit, for all collectives, asynchronous or not; and nothing is there before the wait."""
+    """Results are bitwise equal for all collectives. Asynchronous collectives deliver nothing before the wait."""
     recorded = run_ranks(functions.every_collective, dtype, False, world_size=WORLD)
     synchronous = run_ranks(functions.every_collective, dtype, False, world_size=WORLD, mode="strict")
     held = run_ranks(functions.every_collective, dtype, True, world_size=WORLD, mode="strict")
@@ -43,7 +43,7 @@ def test_results_are_those_of_the_group_that_records(dtype):
 
 
 def test_results_are_right():
-    """Results agree with those that `torch.distributed` documents. The comparison of modes alone would not show it."""
+    """Results agree with the documentation of `torch.distributed`. A comparison of modes alone would not show this."""
     found = run_ranks(functions.every_collective, torch.float64, True, world_size=WORLD, mode="strict")
 
     def sum_of(*shape: int, ranks: int = WORLD) -> Tensor:
@@ -109,7 +109,7 @@ def test_a_reduce_leaves_those_alone_who_receive_nothing():
 
 
 def test_reduce_scatter_into_its_own_input():
-    """The rank's own shard is the sum; the rest of the buffer does not change."""
+    """The rank's own shard becomes the sum, and the rest of the buffer does not change."""
     results = run_ranks(functions.in_place_reduce_scatter, world_size=WORLD, mode="strict")
     total = sum(result["given"] for result in results)
     for rank, result in enumerate(results):
@@ -151,7 +151,7 @@ def test_channels_last_tensors_are_accepted_as_by_nccl():
 
 
 class LikeNCCL:
-    """Sums over two ranks with equal tensors, and gives no handle for a synchronous call, as NCCL's group does."""
+    """A stand-in for NCCL's group with two equal ranks. It returns no handle for a synchronous call."""
 
     def rank(self) -> int:
         return 0

@@ -1,4 +1,4 @@
-"""Reading a submission: found wherever it lies, refused with one sentence, imported in ranks only."""
+"""Reading a submission: it is found in any layout, refused with one sentence, and imported only in ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FLAT = "m02_flat_ddp.flat_ddp"
 
 
 def lay(directory: Path, text: str = "answer = 'own'\n", *entries) -> Path:
-    """Write modules (default: all) with this text as in a lessons directory."""
+    """Write modules (default: all) with this text, in the layout of a lessons directory."""
     for entry in entries or MODULES:
         path = directory / entry.path
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -106,7 +106,7 @@ def list_packages(target: Path, number: int) -> set[str]:
 
 
 def test_of_the_reference_only_what_is_named_is_read(tmp_path):
-    """By the module, by its checks, or by what is read of the reference."""
+    """A reference module is read only if the module, its checks or another reference module that is read names it."""
     lay(tmp_path)
     assert list_packages(tmp_path, 4) == {get_module(4).package}
     lay(tmp_path, f"from ..{SECOND.package} import {SECOND.name}\n", get_module(4))
@@ -214,7 +214,7 @@ def import_in_ranks(target: Path, number: int, name: str) -> dict:
 
 
 def test_reading_imports_nothing(tmp_path):
-    """Nor does running it, in this process."""
+    """Neither reading nor running a submission imports anything into this process."""
     lay(tmp_path, "import sys\nsys.submission_was_imported = True\nanswer = 'own'\n")
     assert import_in_ranks(tmp_path, 1, NAIVE) == {"answer": "own"}
     assert not hasattr(sys, "submission_was_imported")
@@ -254,7 +254,7 @@ def test_a_later_module_is_not_found(tmp_path):
 
 
 def test_files_beside_the_modules_are_not_looked_at(tmp_path):
-    """Not as torch, not as brigade, not as what Python runs at its start."""
+    """Files named after torch, brigade or Python's startup modules are ignored."""
     lay(
         tmp_path,
         "import brigade.rank.main, os, torch\nfound = ' '.join(m.__file__ for m in (torch, brigade.rank.main, os))\n",
@@ -282,7 +282,7 @@ def test_an_error_at_import_shows_the_students_line(tmp_path):
 
 
 def test_the_text_that_was_read_is_the_text_that_runs(tmp_path):
-    """What happens to the file between reading and running changes nothing."""
+    """Changes to the file between reading and running have no effect."""
     lay(tmp_path)
     sources = read(tmp_path, 1).sources
     (tmp_path / FIRST.path).write_text("raise SystemExit\n")
@@ -296,7 +296,7 @@ def test_the_text_that_was_read_is_the_text_that_runs(tmp_path):
 
 
 def test_the_courses_own_files_travel_as_code():
-    """Nothing else does: a rank compiles a student's text."""
+    """Only the course's own files are sent as compiled code. A rank compiles a student's text itself."""
     sources = read("solutions", 2).sources | {"mine": ("/home/ada/mine.py", "answer = 1\n")}
     sent = prepare_for_ranks(sources)
     assert {name: path for name, (path, _, _) in sent.items()} == {name: path for name, (path, _) in sources.items()}
@@ -307,7 +307,7 @@ def test_the_courses_own_files_travel_as_code():
 
 
 def test_a_rank_compiles_a_students_files_once():
-    """The code travels along with the text, until there is another; what cannot be compiled has none."""
+    """The code is sent with its text until the text changes. A file that cannot be compiled has no code."""
     good, bad = ("/home/ada/good.py", "answer = 1\n"), ("/home/ada/bad.py", "answer = (\n")
     try:
         [codes] = run_ranks(compile_texts, {"good": good, "bad": bad}, world_size=1)
@@ -323,7 +323,7 @@ def test_a_rank_compiles_a_students_files_once():
 
 
 def test_code_is_imported_as_text_is(monkeypatch):
-    """Relative imports work too, and the package keeps no code that it has imported."""
+    """Relative imports work too, and the package drops code after importing it."""
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     try:
         install("sealed", prepare_for_ranks(read("solutions", 2).sources))

@@ -1,4 +1,4 @@
-"""What a student is told when a module passes, or when an earlier one is to blame that it does not."""
+"""The messages when a module passes, or when it fails because of an earlier module."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FIRST, SECOND = get_module(1), get_module(2)
 
 @pytest.fixture(autouse=True)
 def progress(tmp_path_factory, monkeypatch):
-    """Use a new progress file, and compare no module with the one before."""
+    """Use a new progress file, and do not compare modules with their predecessors."""
     monkeypatch.setattr(progress_file, "PROGRESS", tmp_path_factory.mktemp("progress") / "progress.json")
     monkeypatch.setattr(success, "compare", lambda *_: None)
 
@@ -40,7 +40,7 @@ def change(lessons, entry, old, new):
 
 
 def find_sentence(done):
-    """Return the line about an earlier module; "" if there is none."""
+    """Return the line about an earlier module, or "" if there is none."""
     return next((line.strip() for line in done.stdout.splitlines() if "start there" in line), "")
 
 

@@ -1,4 +1,4 @@
-"""A timeline shows what ranks did, its files can be read, and `brigade trace` explains why it cannot run."""
+"""A timeline shows the work of the ranks, its files can be read, and `brigade trace` explains its errors."""
 
 import json
 import re
@@ -98,7 +98,7 @@ def test_without_an_emulated_link_collectives_do_not_hide_each_other():
 
 
 def expect_chrome_trace(events, ranks):
-    """Expect what Perfetto and chrome://tracing need: see the docstring of `timeline.make_chrome_trace`."""
+    """Expect the format that Perfetto and chrome://tracing need: see `timeline.make_chrome_trace`."""
     known = [event for event in events if event["ph"] == "M"]
     assert events[: len(known)] == known
     threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in known if e["name"] == "thread_name"}
@@ -131,7 +131,7 @@ def test_the_chrome_trace_can_be_read(traced):
 
 
 def read_page(path):
-    """Return the page's text, and the JSON in it."""
+    """Return the text of a page and the JSON in it."""
     text = path.read_text()
     return text, json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S).group(1))
 
@@ -151,7 +151,7 @@ def test_the_page_has_all_that_was_traced_and_loads_nothing(traced, tmp_path):
 
 
 def read_colours(path):
-    """Return the colours of a picture's pixels, and its width."""
+    """Return the colours of a picture's pixels and the width of the picture."""
     pixels = matplotlib.image.imread(path)
     rgb = (255 * pixels[..., :3]).round().astype(int)
     return {f"#{r:02x}{g:02x}{b:02x}" for r, g, b in {tuple(pixel) for pixel in rgb.reshape(-1, 3)}}, pixels.shape[1]
@@ -230,7 +230,7 @@ def test_wrong_input_gets_one_line(quick, brigade, arguments, line):
 
 
 def test_memory_over_a_step(tmp_path):
-    """Module 10 keeps half of module 8's gradients on two ranks, and a few buckets more in backward."""
+    """On two ranks, module 10 keeps half of module 8's gradients, plus a few buckets during backward."""
     zero1, zero2 = memory_over_step.measure(
         [ladder.get_variant(get_module(number)) for number in (8, 10)],
         size=Size(d_model=64, d_ff=128, layers=2, heads=2, vocabulary=256),

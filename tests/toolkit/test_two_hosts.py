@@ -1,6 +1,6 @@
 """`brigade bench` over two hosts: network namespaces on this machine, joined by a link of a known rate.
 
-`tests/two_hosts.sh` creates them, or says why it cannot.
+`tests/two_hosts.sh` creates the hosts, or reports why it cannot.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ MBIT_PER_S = 500
 
 
 def start(tmp_path, *arguments):
-    """Start the script with its own temporary directory and in its own session."""
+    """Start the script in its own session, with its own temporary directory."""
     (tmp_path / "tmp").mkdir(exist_ok=True)  # torchrun leaves directories there
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment |= {"TMPDIR": str(tmp_path / "tmp"), "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
@@ -39,7 +39,7 @@ def start(tmp_path, *arguments):
 
 
 def finish(process):
-    """Return its exit status, output and errors. Skip the test if the machine cannot have two hosts."""
+    """Return the exit status, output and errors of the script. Skip the test if the machine cannot run two hosts."""
     try:
         out, err = process.communicate(timeout=240)
     finally:
@@ -51,7 +51,7 @@ def finish(process):
 
 
 def list_namespaces():
-    """Return the network namespaces that some process is in."""
+    """Return the network namespaces of all processes."""
     links = set()
     for process in Path("/proc").glob("[0-9]*/ns/net"):
         try:
@@ -74,7 +74,7 @@ def find_left_behind(tmp_path):
 
 
 def count_torchruns(tmp_path):
-    """Count the torchrun processes among these; a process may end meanwhile."""
+    """Count the torchrun processes among these. A process may end in the meantime."""
     count = 0
     for process in find_left_behind(tmp_path):
         with contextlib.suppress(psutil.Error):
@@ -84,7 +84,7 @@ def count_torchruns(tmp_path):
 
 @pytest.fixture
 def nothing_left(tmp_path):
-    """Fail the test if a new process, namespace or device is left afterwards."""
+    """Fail the test if a new process, namespace or device remains afterwards."""
     before = list_namespaces(), set(psutil.net_if_addrs())
     yield
     psutil.wait_procs(find_left_behind(tmp_path), timeout=5)

@@ -1,4 +1,4 @@
-"""The handout, the student edition and the autograder are not built from a course that contradicts itself."""
+"""The handout, the student edition and the autograder are not built from an inconsistent course."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_the_course_agrees_with_itself():
 
 
 def test_a_check_whose_points_are_not_in_the_table(course):
-    """The steps of `Checks of your own` in the guide for instructors are only half done."""
+    """An instructor who follows only half of the steps in `Checks of your own` gets an error."""
     (course / CHECKS).write_text((course / CHECKS).read_text() + CHECK)
     assert find_fault(course) == (
         f"{CHECKS}: its checks have 10 points, but brigade/course/modules.py says 8: change one of them"

@@ -1,4 +1,4 @@
-"""Wrong input to module 11's wrapper gets an exception that says what to do."""
+"""Wrong input to module 11's wrapper raises an exception that explains what to do."""
 
 from __future__ import annotations
 

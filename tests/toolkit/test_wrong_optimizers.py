@@ -1,4 +1,4 @@
-"""Answers to module 8 that train, many of them rightly, without sharing what they should: none passes."""
+"""Wrong answers to module 8 train, many of them correctly, but do not shard the state as required. None passes."""
 
 import pytest
 from test_mutants import checks, outcome_of
