@@ -212,7 +212,7 @@ class ZeroOptimizer(OuterOptimizer):
         raise NotImplementedError("module 8, part (h)")
 
     def share_weights(self) -> None:
-        """Gather the weights of all ranks, and wait for them. Module 9 overrides this method and does not wait."""
+        """Gather the weights of all ranks, and wait for them. Module 9 overrides this method."""
         self.start_sharing()
         self.ddp.finish_param_sync()
 

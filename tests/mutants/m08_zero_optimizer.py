@@ -410,8 +410,7 @@ COPY_BACK = "part.buffer.param_data[part.buffer_slice] = part.shard\n"
 GATHER = "        self.ddp.start_param_sync()\n        self.ddp.finish_param_sync()\n"
 BETWEEN = (
     "        ### END SOLUTION\n\n    def share_weights(self) -> None:\n"
-    '        """Gather the weights of all ranks, and wait for them. '
-    'Module 9 overrides this method and does not wait."""\n'
+    '        """Gather the weights of all ranks, and wait for them. Module 9 overrides this method."""\n'
     "        self.start_sharing()\n"
 )
 START_AND_FINISH = GATHER.replace("()\n", "()\n" + BETWEEN, 1)  # as the reference has it, in two methods
