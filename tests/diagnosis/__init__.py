@@ -1,1 +1,1 @@
-"""Likely causes of failures, one file per module: what is asked only after a check has failed."""
+"""Likely causes of failures, one file per module. This code runs only after a check has failed."""

@@ -39,7 +39,7 @@ def explain_missing(buckets, count):
 
 
 def explain_large_bucket(rule, case, sizes, buckets):
-    """Explain why a bucket exceeds the cap. `rule` makes buckets of sizes, and `sizes` are in bytes."""
+    """Explain why a bucket exceeds the cap. `rule` returns buckets for sizes, and `sizes` are in bytes."""
     by_bytes, by_elements = (rule(lengths, case["dtypes"], case["cap_bytes"]) for lengths in (sizes, case["numels"]))
     if buckets == by_elements != by_bytes:
         return "the number of elements is compared with the cap, which is in bytes."
@@ -54,7 +54,7 @@ def explain_small_bucket(is_exact_fit):
 
 
 def run_plan(submission, case, cap):
-    """Return the buckets that the submission's plan_buckets makes of the case's model, as lists of names, or None."""
+    """Return the buckets that the submission plans for the case's model, as lists of names, or None."""
     named = [(name, p) for name, p in case.parameters().items() if p.requires_grad]
     problem = {"numels": [p.numel() for _, p in named], "dtypes": [p.dtype for _, p in named], "cap_bytes": cap}
     answers = submission.try_run(m04_bucketed_ddp.plan, [problem], world_size=1)
@@ -77,7 +77,7 @@ def blame_plan(submission, case, cap):
         yield
     except CheckFailed as failed:
         if failed.verdict.part:
-            raise  # it is not written yet
+            raise  # a part is not written yet
         buckets = run_plan(submission, case, cap)
         names = sorted(name for name, p in case.parameters().items() if p.requires_grad)
         if buckets is not None and sorted(name for bucket in buckets for name in bucket) != names:

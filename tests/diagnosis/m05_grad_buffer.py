@@ -35,7 +35,7 @@ NARROWER = "grad_dtype is used for these parameters, although it is not wider th
 
 
 def explain_place(name, when):
-    """Return why p.main_grad or p.data is not at its place in a GradBuffer of its own."""
+    """Return why p.main_grad or p.data is not at its position in a GradBuffer."""
     if when == "after reallocate()":
         return f"attach_views does not set parameter.{name} again when reallocate calls it."
     return f"attach_views does not set parameter.{name} to the parameter's own range of the flat tensor."
@@ -184,7 +184,7 @@ def suspect_main_grads(batches, step, results):
     world, count = len(batches), len(batches[0][0][0])
 
     def average(accumulate):
-        """By name, the average over the ranks of what a rank accumulates: a function of its micro-batches and i."""
+        """Return, by name, the average over the ranks of accumulate(micro_batches, i)."""
         sums = {i: [accumulate(own[step], i) for own in batches] for i in range(count)}
         return [{f"main_grad of parameter {i}": sum(sums[i]) / world for i in sums}] * world
 

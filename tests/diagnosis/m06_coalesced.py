@@ -53,7 +53,7 @@ def explain_early_wait(launch):
 
 
 def explain_no_error(compared):
-    """Return why a block raises nothing, where `compared` is what tells its calls apart."""
+    """Return why a block raises nothing, where `compared` is the property in which its calls differ."""
     if compared == "nested":
         return NESTED
     return (
@@ -87,7 +87,7 @@ def suspect_capturing(inputs):
 
 
 def suspect_shards(local, average, index, cut, is_subgroup):
-    """Return what mistakes leave in shard `index`, that of this rank.
+    """Return what mistakes leave in shard `index`, the shard of this rank.
 
     `local` are the flat gradients of the group's ranks, and `cut` takes the shard out of a flat tensor.
     """
@@ -188,7 +188,7 @@ def explain_groups(made, expected, op, events):
 
 @contextlib.contextmanager
 def explain_mixed_order():
-    """Explain all-gathers and reduce-scatters in the block that the ranks launch in another order."""
+    """Explain all-gathers and reduce-scatters in the block that the ranks launch in different orders."""
     try:
         yield
     except CheckFailed as failed:
@@ -218,7 +218,7 @@ def suspect_lost_micro_batches(case):
 
 
 def suspect_kept_gradients(expected, before, dtype, world, gather_grads):
-    """Return what a rank has in this dtype if the gradients of the step before are still in it."""
+    """Return what a rank has in this dtype if the gradients of the previous step are still in it."""
     cause = "the tensor still contains the gradients of the previous step: accumulation does not start from zero."
     if not gather_grads:
         cause += " finish_accumulation(set_grads=False) must reset has_accumulated too."

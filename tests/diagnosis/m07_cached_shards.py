@@ -74,7 +74,7 @@ def suspect_move():
 
 
 def describe_stale(flat):
-    """Return what kept views of these flat tensors do after a move."""
+    """Describe the effect of cached views of these flat tensors after a move."""
     return (
         f"the values were correct before reallocate() was called. Since then, cached views of {flat} point to the "
         "wrong memory: to the old tensor, or to the tensor of another cache."
@@ -83,7 +83,7 @@ def describe_stale(flat):
 
 @contextlib.contextmanager
 def suspect_stale_views(num_moves, gather_grads, events):
-    """Blame views of the old memory for what is right until the buffers move, and wrong afterwards."""
+    """Blame views of the old memory for values that are correct until the buffers move, and wrong afterwards."""
     flat = "grad_data" if gather_grads else "grad_data or param_data"
     try:
         yield
@@ -139,7 +139,7 @@ def explain_views(steps, step, package, gather_grads, is_moved, num_buckets):
 
 
 def explain_launches(launched, numels, gather_grads, events):
-    """Return why a step has not one reduce_scatter and one all_gather per group; `numels` are the groups' elements."""
+    """Return why a step does not have one launch of each kind per group; `numels` are the elements of the groups."""
     if cause := find_leftover(events):
         return cause
     if not gather_grads and any(x.op == "all_gather" and x.phase != "start_param_sync" for x in launched):

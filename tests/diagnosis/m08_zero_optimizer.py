@@ -111,7 +111,7 @@ def find_skipped_parameter(events_by_rank):
 
 
 def find_unawaited(events_by_rank):
-    """Return which launches of the first step nobody waits on; "" if there are none."""
+    """Return which launches of the first step a rank does not wait on; "" if there are none."""
     for rank, own in enumerate(events_by_rank):
         for op in ("reduce", "broadcast"):
             launched = [launch for launch in launches(own, 0) if launch.op == op]
@@ -183,7 +183,7 @@ def suspect_weights(case, job, changes, actual, step, events):
 
 
 def stops_reducing(events, step):
-    """Return whether the step reduces nothing, and the one before did."""
+    """Return whether the step reduces nothing, although the previous step did."""
     before, now = ([launch for launch in launches(events, s) if launch.op == "reduce"] for s in (step - 1, step))
     return before and not now
 
@@ -352,7 +352,7 @@ def explain_numels(op, numels, expected, frozen):
 
 
 def explain_forgotten(forgotten, events, rank):
-    """Return why handles are not waited on; `rank` is that in the group."""
+    """Return why handles are not waited on; `rank` is the rank in the group."""
     roots = {event["index"]: event["root"] for event in events if event["kind"] == "launch"}
     if all(launch.op == "broadcast" and roots[launch.index] == rank for launch in forgotten):
         return (
@@ -363,9 +363,9 @@ def explain_forgotten(forgotten, events, rank):
 
 
 def explain_norm(case, job, norms, expected, events):
-    """Return why the first step's norms, of the ranks in the group, are not the global one, `expected`.
+    """Return why the norms of the group's ranks in the first step are not the global norm, `expected`.
 
-    `events` are the record of one of them.
+    `events` are the record of one of these ranks.
     """
     if any(map(math.isnan, norms)):
         return "the norm is NaN: a gradient is read before the handle of its reduction is waited on."
@@ -407,7 +407,7 @@ def explain_different_norms(norms, expected):
 
 
 def find_skipped_shard(events_by_rank):
-    """Return why all-reduces differ between ranks when they make a state_dict."""
+    """Return why all-reduces differ between ranks that create a state_dict."""
     if not all(own and launches(own)[-1].op == "all_reduce" for own in events_by_rank):
         return ""
     return (
@@ -590,7 +590,7 @@ def scale_to(params, max_norm):
 
 
 def explain_norms(norms, expected, num_shards):
-    """Return why the ranks have these norms in one step, not the expected one, of parameters in `num_shards` shards."""
+    """Return why the ranks have these norms in a step instead of the `expected` norm of all `num_shards` shards."""
     if any(map(math.isnan, norms)):
         return "the norm is NaN: a gradient is read before the handle of its reduce-scatter is waited on."
     if not math.isclose(max(norms), min(norms), rel_tol=1e-6):
