@@ -29,7 +29,7 @@ from brigade.rank.memory import LiveMemory
 from brigade.runner.ranks import run_ranks
 
 REST = "activations and buckets"
-COLOURS = dict(zip((*KINDS, REST), ("#0072b2", "#e69f00", "#009e73", "#cccccc")))  # Okabe and Ito's
+COLOURS = dict(zip((*KINDS, REST), ("#0072b2", "#e69f00", "#009e73", "#cccccc")))  # from Okabe and Ito's palette
 HATCHES = dict(zip((*KINDS, REST), ("", "////", "....", "")))
 TOKENS = (1, 16)  # (sequences, tokens): few, so that activations do not hide the rest
 DEADLINE_S = 120.0
@@ -123,7 +123,7 @@ def draw(curves: Sequence[Curve], path: Path) -> None:
         axes.set_ylabel("MB on rank 0")
         axes.set_xticks([])
         axes.spines[["top", "right"]].set_visible(False)
-    panels[-1, 0].set_xlabel("one step: each layer's forward, each gradient")
+    panels[-1, 0].set_xlabel("points of one step: before each layer's forward, and after each gradient")
     handles = [Patch(facecolor=COLOURS[kind], hatch=HATCHES[kind], edgecolor="#333333", label=kind) for kind in COLOURS]
     figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -49,8 +49,8 @@ def draw_ring(path: Path, size: int = 4) -> None:
         for chunk in range(size):
             axes.text(left + chunk + 0.5, size + 0.5, chunk, ha="center", color="#555555", fontsize=10)
     for first, name in (
-        (1, "ring_reduce_scatter: add what arrives"),
-        (size, "ring_all_gather: replace by what arrives"),
+        (1, "ring_reduce_scatter: add the received chunk"),
+        (size, "ring_all_gather: copy the received chunk"),
     ):
         start, end = first * (size + 1.0), (first + size - 1) * (size + 1.0) - 1
         axes.plot([start, end], [-1.0, -1.0], color="#777777", linewidth=1)

@@ -109,7 +109,7 @@ def make_setting(measured: Ladder, overheads: Overheads) -> Setting:
     model = make_model(workload.size)
     flops = count_backward_flops(model, workload.batch_size * workload.time // measured.world_size, workload.time)
     alone = measured.computation
-    # Phases are medians over all ranks, but the length of a step is its length on the slowest rank.
+    # Phases are medians over all ranks, but the slowest rank determines the length of a step.
     phases = {phase: alone.compute_phase_ms(phase) / 1e3 for phase in ("forward", "backward", "step")}
     slower = alone.median_ms / 1e3 / sum(phases.values())
     backward_s = tuple(slower * phases["backward"] * part_flops / sum(flops) for part_flops in flops)

@@ -69,7 +69,7 @@ def main(run):
         for name in NAMES:
             for nbytes in SIZES:
                 rounds = zip(*(rank[f"{name} {nbytes}"] for rank in ranks))
-                slowest[name, nbytes] = min(max(times) for times in rounds)  # an all-reduce ends on its slowest rank
+                slowest[name, nbytes] = min(max(times) for times in rounds)  # the slowest rank counts
             pairs = [(predict(name, nbytes, size), slowest[name, nbytes]) for nbytes in SIZES]
             print(f"{name:16}" + "".join(f"{1e3 * p:9.1f}{1e3 * m:9.1f}{m / p:7.2f}" for p, m in pairs))
         print()
