@@ -140,7 +140,7 @@ class CheckContext:
         return results
 
     def try_run(self, scenario: Callable[..., Any], *args: Any, world_size: int) -> ranks.RankResults | None:
-        """Run a scenario that only looks for a cause. Return the result of each rank, or None if the run fails.
+        """Run a scenario only to look for a cause. Return the result of each rank, or None if the run fails.
 
         Keep the output of the failed check's ranks.
         """
@@ -187,7 +187,7 @@ def to_failure(failure: ranks.RankFailure, sources: Sources, note: str = "") -> 
 
 
 def is_mismatch(failure: ranks.RankFailure) -> bool:
-    """Return whether gloo noticed, before the monitor did, that the ranks called different collectives."""
+    """Return whether gloo noticed before the monitor that the ranks called different collectives."""
     texts = [failure.message, *failure.output]
     return failure.kind in ("exception", "died") and any(OTHER_SIZE in text for text in texts)
 

@@ -88,7 +88,7 @@ def expect_start(
 
 
 def explain_no_broadcast(events: Sequence[Sequence[Event]] | None, case: Case) -> str:
-    """Return why the first rank's tensors do not reach the others, as far as its record shows."""
+    """Return why the first rank's tensors do not reach the other ranks, judging by its record."""
     if events is None:
         return "some tensors are not broadcast, or only copies of them are."
     count = sum(launch.op == "broadcast" for launch in launches(events[case.group[0]]) if launch.step is None)
@@ -210,7 +210,7 @@ def find_wrong_start(results: Sequence[Mapping[str, Any]], case: Case) -> str:
 
 
 def gather_evidence(results: Sequence[Mapping[str, Any]], case: Case) -> Evidence:
-    """Return what the first step's records reveal, and whether all replicas started with equal weights."""
+    """Return the evidence in the first step's records, and whether all replicas started with equal weights."""
     evidence = collect_evidence(getattr(results, "events", None), case)
     return replace(evidence, mistake=find_wrong_start(results, case) or evidence.mistake)
 
@@ -478,7 +478,7 @@ def require_launches(
 ) -> None:
     """Fail a check whose numbers are right but whose launches are not of its module's `kind`.
 
-    `accepts` decides whether the launches of a step are of that kind. It examines nothing else, so that a mistake that
+    `accepts` decides whether the launches of a step are of that kind. It examines nothing else, so a mistake that
     another check covers costs no points here. Call this after comparing the numbers, because a solution of an earlier
     module computes the same numbers. A rank that is alone in its group may skip its collectives. With `in_backward`,
     the message counts the launches that do not overlap with backward. `explain` returns a cause for a rank's events and
@@ -500,14 +500,14 @@ def require_launches(
 
 
 def describe_idle(idle: int, total: int) -> str:
-    """Return a sentence, to append, about the launches of a step that do not overlap with backward."""
+    """Return an additional sentence about the launches of a step that do not overlap with backward."""
     if idle == total:
         return ". None of them overlaps with backward" if total > 1 else ". It does not overlap with backward"
     return f". {idle} of them {'does' if idle == 1 else 'do'} not overlap with backward"
 
 
 def explain_launches(explain: Callable[[Sequence[Event], int], str], events: Sequence[Event], step: int) -> str:
-    """Return why the launches of a step are not of the module's kind or, if unknown, the usual reasons."""
+    """Return why the launches of a step are not of the module's kind, or the usual reasons if it is unknown."""
     return explain(events, step) or (
         "the wrapper launches collectives as in an earlier module, or it has a mistake that another check of "
         "this module names."

@@ -29,7 +29,7 @@ OPTIMIZERS = {
 class Case:
     """A model from `edge_case_models`, `world_size` sets of starting weights, and batches[rank][step][micro].
 
-    `rng` determines all shapes and numbers. `branches[rank]` is the branch that this rank's batches take. `group`
+    `rng` determines all shapes and numbers. `branches[rank]` is the branch for the batches of a rank. `group`
     contains the global ranks that train together (default: all). Training starts with the weights of the first rank of
     the group.
     """

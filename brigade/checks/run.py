@@ -75,7 +75,7 @@ def run_check(
         outcome.status, outcome.verdict = "error", Verdict("the ranks can be started", str(lost), ending="lost")
     except CourseError as error:
         outcome.status, outcome.verdict = "error", Verdict("the check can run here", str(error), ending="refused")
-    except Exception as error:  # a submission that the check did not foresee is wrong, but must not crash us
+    except Exception as error:  # a submission that the check did not foresee is wrong, but must not crash the grader
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
         got = f"the check could not examine what the ranks returned ({reason})"
         outcome.status, outcome.verdict = "error", Verdict("the check finishes", got, ending="unexamined")

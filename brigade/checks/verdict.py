@@ -17,7 +17,7 @@ LABELS = ("Expected:", "Got:", "Likely cause:", "Repeat:")
 LABEL_WIDTH = 14  # the length of "Likely cause: "
 THIS_RANK = "this rank "  # the first words of a `got` whose subject is the rank
 
-# How the run behind a verdict ended. The strings in the unpacked tuple are the kinds of `RankFailure`.
+# How the run that led to a verdict ended. The strings in the unpacked tuple are the kinds of `RankFailure`.
 COMPLETE = "complete"  # every rank returned a result, but not the expected one
 NOT_RUN = "not run"
 ENDINGS = (
@@ -67,7 +67,7 @@ class Verdict:
 
     @property
     def where(self) -> str:
-        """The place of the failure, such as "rank 1, step 0, weight", without anything that `got` names itself."""
+        """The place of the failure, such as "rank 1, step 0, weight", without the parts that `got` already names."""
         if self.ending != COMPLETE:
             return ""
         rank = [] if self.rank is None or self.got.startswith(THIS_RANK) else [f"rank {self.rank}"]
@@ -146,5 +146,5 @@ class Outcome:
 
     @property
     def ending(self) -> str:
-        """How the run behind the verdict ended; "" if the check passed or has not run."""
+        """How the run that led to the verdict ended; "" if the check passed or has not run."""
         return self.verdict.ending if self.verdict else ""

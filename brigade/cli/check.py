@@ -172,7 +172,7 @@ def check_module(
 
 
 def select(checks: Sequence[Check], only: str) -> list[Check]:
-    """Return the checks whose name contains `only`, or one of several texts that " or " separates in it.
+    """Return the checks whose name contains one of the texts in `only`, which " or " separates.
 
     Raise CourseError if there are none.
     """
@@ -203,7 +203,7 @@ def exit_on_ctrl_c() -> Iterator[None]:
 
 
 def run_check(options: argparse.Namespace) -> int:
-    """brigade check [N]: run the graded checks of one module, or of all."""
+    """brigade check [N]: run the graded checks of one module, or of all modules."""
     options.target = str(resolve_target(options.target).resolve())
     if options.prior == "reference":
         resolve_target("solutions")

@@ -68,7 +68,7 @@ def merge_gradebooks(options: argparse.Namespace, out: Path, console: Console) -
 
 
 def parse_penalty(text: str, names: list[str]) -> tuple[str, float]:
-    """Return the gradebook and the percentage in text such as "week2-late.csv=20". Raise CourseError if malformed."""
+    """Return the gradebook and the percentage in text such as "week2-late.csv=20". Raise CourseError for other text."""
     name, _, percent = text.rpartition("=")
     if name not in names:
         raise CourseError(

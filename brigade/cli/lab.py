@@ -224,7 +224,7 @@ def write_entry(options: argparse.Namespace) -> int:
 
 
 def find_failed_checks(entry: Module, target: str, seed: int) -> list[str]:
-    """Run all checks of a module with the submission's own earlier modules. Return the names of those that fail."""
+    """Run all checks of a module with the submission's own earlier modules. Return the names of the failed checks."""
     from brigade.checks.collect import collect
     from brigade.checks.run import Conditions, run_checks
     from brigade.cli.check import MAX_AT_A_TIME

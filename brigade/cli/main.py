@@ -95,7 +95,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command. Return its exit status: 0 success, 1 failure, 2 impossible command, 130 stopped."""
+    """Run one command. Return its exit status: 0 for success, 1 for failure, 2 if it cannot run, 130 if stopped."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if not HAS_SOLUTIONS and any(command.needs_solutions for command in COMMANDS if command.name in arguments[:1]):
         print(f"brigade: this edition has no solutions, which `brigade {arguments[0]}` needs", file=sys.stderr)

@@ -156,7 +156,7 @@ def check_name(option: str, name: str, known: Collection[str]) -> None:
 
 
 def make_link(options: argparse.Namespace) -> Link:
-    """Return the link that --link names, with the rate and the latency that other options override."""
+    """Return the link that --link names. Other options can override its rate and its latency."""
     from brigade.rank.emulated_link import Link
 
     named = NAMED[options.link]
@@ -183,7 +183,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def collect_warnings(options: argparse.Namespace, steps: list[PlannedStep], link: Link) -> list[str]:
-    """Return remarks that a reader needs in order to judge the numbers."""
+    """Return remarks that a reader needs to judge the numbers."""
     warnings = explain_flat_lead(steps, link, options.dp)
     warnings.append(describe_fit(steps, options.model))
     if options.link == "nvlink4" and options.dp > 8:
@@ -210,7 +210,7 @@ def describe_fit(steps: list[PlannedStep], model: str) -> str:
 
 
 def explain_flat_lead(steps: list[PlannedStep], link: Link, world_size: int) -> list[str]:
-    """Return an explanation if one flat all-reduce is faster than buckets, otherwise no text."""
+    """Return an explanation if one flat all-reduce is faster than buckets, otherwise an empty list."""
     from brigade.lab.ladder import get_variant
 
     labels = [get_variant(find_module(name)).label for name in ("FlatDDP", "BucketedDDP")]

@@ -154,7 +154,7 @@ def grade_all(
 ) -> None:
     """Run `command` for each student, `at_once` at a time; see `find_outdated` for `waiting`.
 
-    `command` takes the options `--submission` and `--out`. If interrupted, end all graders.
+    `command` takes the options `--submission` and `--out`. An interrupt ends all graders.
     """
     queue = [(student, 1) for student in waiting]
     running: list[tuple[subprocess.Popen, Student, int]] = []

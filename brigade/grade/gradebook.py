@@ -147,7 +147,7 @@ def join_texts(texts: Sequence[str]) -> str:
 def export_canvas(table: Sequence[Row]) -> tuple[str, list[str]]:
     """Return the CSV that Canvas imports into its gradebook, and the students who cannot be identified there.
 
-    Canvas identifies students by its own ID, else by their SIS ID or their login.
+    Canvas identifies students by its own ID or, without one, by their SIS ID or their login.
     """
     entries = list_modules(table)
     identified, others = split_identified(table, list(CANVAS.values()), "Canvas")
@@ -162,7 +162,7 @@ def export_canvas(table: Sequence[Row]) -> tuple[str, list[str]]:
 def export_moodle(table: Sequence[Row]) -> tuple[str, list[str]]:
     """Return the CSV for Moodle's grade import, and the students who cannot be identified there.
 
-    Moodle identifies students by one column. Use the email address, else the ID number, else the user name.
+    Moodle identifies students by one column. Use the email address, the ID number or the user name, in this order.
     """
     entries = list_modules(table)
     columns = {key for row in table for key, value in row.items() if value != ""}

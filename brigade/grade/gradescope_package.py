@@ -19,7 +19,7 @@ NEEDED_PACKAGES = ("torch", "pytest", "rich", "numpy")
 
 
 def build(archive: Path, options: Sequence[str] = ()) -> int:
-    """Write the zip and return its number of files. `options` are passed to `brigade grade` for every submission.
+    """Write the zip and return the number of files in it. `options` are passed to `brigade grade` for every submission.
 
     Raise CourseError if the course is inconsistent.
     """

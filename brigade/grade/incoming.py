@@ -45,7 +45,7 @@ MOST_MEMBERS = 50_000  # members of an archive
 MOST_FILES = 100  # files with a module's name in an archive
 MOST_NAMED = 5  # names in one note
 BLOCK = 512  # bytes: the unit of a tar
-MOST_LONG_NAMES = 10_000_000  # bytes of those headers of a tar that contain long names
+MOST_LONG_NAMES = 10_000_000  # bytes of a tar's headers with long names
 WITHOUT_CONTENT = (
     tarfile.LNKTYPE,
     tarfile.SYMTYPE,

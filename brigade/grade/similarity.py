@@ -15,8 +15,8 @@ We measured these similarities in this course with RUN = 12:
 - 0.10 to 0.49 for two answers that follow the hints, compared with each other and with the references, for modules 2 to
   4. The shortest answers are the most similar.
 
-The references of modules 1, 2, 3 and 7 have sets of 81 to 105 runs, and those of the other modules have sets of
-297 to 672. Short answers are similar even if they are independent, so ENOUGH excludes them.
+The references of modules 1, 2, 3 and 7 have sets of 81 to 105 runs, and the other references have sets of 297 to
+672 runs. Short answers are similar even if they are independent, so ENOUGH excludes them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ KINDS = {tokenize.NUMBER, tokenize.STRING, tokenize.INDENT, tokenize.DEDENT}
 
 
 Runs = dict[int, "list[tuple[range, ...]]"]  # by hash: the places of a run, which are the lines of its tokens
-Matches = tuple["dict[int, int]", "dict[int, int]"]  # lines of each of two texts, each with its line in the other text
+Matches = tuple[
+    "dict[int, int]", "dict[int, int]"
+]  # for each of two texts: its lines, with the matching lines of the other text
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,7 @@ def split_functions(text: str) -> list[tuple[str, dict[int, range]]]:
 
 
 def match_lines(node: ast.AST, plain: ast.AST) -> dict[int, range]:
-    """Return, for each line of `plain`, the lines of the same statement in `node`; for a block, only the first."""
+    """Return, for each line of `plain`, the lines of the same statement in `node`; for a block, only its first line."""
     theirs = [statement for statement in ast.walk(node) if isinstance(statement, ast.stmt)]
     ours = [statement for statement in ast.walk(plain) if isinstance(statement, ast.stmt)]
     lines = {}
@@ -171,7 +173,7 @@ def find_common_runs(texts: ClassTexts, number: int) -> frozenset[int]:
 
 
 def find_own_runs(texts: ClassTexts, number: int, fewest: int) -> dict[str, frozenset[int]]:
-    """Return the runs in each submission's module that not everybody has, by name, if there are at least `fewest`."""
+    """Return each submission's runs that not everybody has, by name. Leave out submissions with fewer than `fewest`."""
     common = find_common_runs(texts, number)
     own = {name: frozenset(find_runs(texts.own[name].get(number, ""))) - common for name in sorted(texts.own)}
     return {name: runs for name, runs in own.items() if len(runs) >= fewest}

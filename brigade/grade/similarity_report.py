@@ -63,7 +63,7 @@ def format_report(pairs: Sequence[Pair], texts: ClassTexts) -> str:
 
 
 def format_column(name: str, text: str, matches: Mapping[int, int]) -> str:
-    """Return a text with line numbers. A shared line is marked and followed by its line in the other text."""
+    """Return a text with line numbers. Mark each shared line, and add the number of the line that matches it."""
     lines = []
     for number, line in enumerate(text.splitlines(), 1):
         same, arrow = (' class="same"', f"{matches[number]:>5}") if number in matches else ("", " " * 5)

@@ -127,7 +127,7 @@ DIRECTIONS = re.compile("[\u202a-\u202e\u2066-\u2069]")
 
 @dataclass(frozen=True)
 class Finding:
-    """A suspicious name in a file, its lines, and why it is suspicious. Without lines, it concerns the whole file."""
+    """A suspicious name in a file, with its lines and the reason. A finding without lines concerns the whole file."""
 
     file: str
     lines: tuple[int, ...]
@@ -192,7 +192,7 @@ def parse(text: str) -> list[ast.AST]:
 
 
 def find_odd_lines(text: str) -> Iterator[tuple[int, str, str]]:
-    """Find lines that an editor may show differently from how Python reads them."""
+    """Find lines that Python may read differently from the way in which an editor shows them."""
     for number, line in enumerate(text.splitlines(), 1):
         if number <= 2 and (declared := ENCODING.match(line)) and declared[1].lower() not in ("utf-8", "utf8"):
             yield number, declared[1], "declares an encoding"
@@ -257,7 +257,7 @@ class FileLook:
                 self.paths[id(node)] = path
 
     def find_aliases(self) -> bool:
-        """Treat names such as `d` in `d = torch.distributed` as imported. Return whether there was a new one."""
+        """Treat names such as `d` in `d = torch.distributed` as imported. Return whether a new name was found."""
         known = len(self.imported)
         for node in self.nodes:
             for target in list_targets(node):
@@ -508,7 +508,7 @@ def join_strings(separator: str, parts: Iterator[str | None] | Sequence[str | No
 
 
 def fill(mark: str, text: str, parts: Sequence[str | None]) -> str | None:
-    """Replace each `mark` in the text with the next part. Return None if a part is unknown or the numbers differ."""
+    """Replace each `mark` in the text with the next part. Return None if a part is unknown, missing or unused."""
     pieces = text.split(mark)
     if None in parts or len(pieces) != len(parts) + 1:
         return None

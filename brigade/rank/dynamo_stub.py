@@ -73,7 +73,7 @@ class UtilitiesStub(types.ModuleType):
 
 
 class DynamoStub(types.ModuleType):
-    """The functions of torch._dynamo that torch calls without compiling. A private API, as in torch 2.11 to 2.15."""
+    """The functions of torch._dynamo that torch calls without compiling (a private API, as in torch 2.11 to 2.15)."""
 
     __path__: list[str] = []  # makes Python search for submodules, which `Submodules` finds
 

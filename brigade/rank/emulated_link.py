@@ -68,7 +68,7 @@ class Link:
         return f"{1e6 * self.latency_s:.1f} us per message and {8e-9 * self.bytes_per_s:.3g} Gbit/s in each direction"
 
     def message_s(self, nbytes: float) -> float:
-        """Return how long one message from one rank to another takes."""
+        """Return the seconds that a message from one rank to another takes."""
         return self.latency_s + nbytes / self.bytes_per_s
 
     def seconds(self, op: str, nbytes: float, world_size: int) -> float:
@@ -118,7 +118,7 @@ class SharedLaunches:
         self._lock = threading.Lock()  # between the threads of this rank; the file's lock is between ranks
         self._lock_file = os.open(self._directory / "link-lock", os.O_RDWR | os.O_CREAT, 0o600)
         self._world_size = world_size
-        self._free_at = self.map("link-free", 2 * world_size)  # for each direction, when that link is free
+        self._free_at = self.map("link-free", 2 * world_size)  # for each direction, the time at which the link is free
 
     def map(self, name: str, count: int) -> memoryview:
         """Map the file with this name as `count` numbers, initially 0, which all ranks that map it share."""

@@ -128,7 +128,7 @@ def preload(modules: Sequence[str]) -> None:
         importlib.import_module(module)
     weight = torch.nn.Parameter(torch.zeros(1))
     weight.grad = torch.zeros(1)
-    torch.optim.Adam([weight]).step()  # a step does imports that each rank would have to do otherwise
+    torch.optim.Adam([weight]).step()  # a step performs imports that each rank would otherwise perform
 
 
 def fork_rank(own: list[int], others: list[int], sandbox_settings: dict | None, directory: str) -> int:

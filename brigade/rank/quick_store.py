@@ -14,10 +14,10 @@ POLL_S = 0.0005
 
 
 class QuickStore(dist.Store):
-    """A store in a file. A rank that waits for a key notices at once when another rank sets it.
+    """A store in a file. A rank that waits for a key notices immediately when another rank sets the key.
 
-    With `dist.FileStore` alone, a rank looks for a missing key every 10 ms, about three times before its first
-    collective. Nothing here has a timeout, because every run has a deadline.
+    `dist.FileStore` looks for a missing key only every 10 ms, and a rank waits for about three keys before its first
+    collective. This store has no timeouts, because every run has a deadline.
     """
 
     def __init__(self, path: str, world_size: int):

@@ -6,13 +6,13 @@ NaN. Waiting on the handle of *that* launch (or asking for its future, its resul
 result to the outputs. If a tensor is changed between launch and wait, which is a race on a GPU, an event of kind "race"
 is recorded. If its memory is freed, which corrupts memory on a GPU, the wait raises RuntimeError.
 
-With gloo, as with NCCL, the wait for a send ends only after the peer has posted the matching receive, whatever the size
-of the message. Ranks that all send first and receive afterwards therefore deadlock every time.
+With gloo, as with NCCL, the wait for a send ends only after the peer has posted the matching receive, regardless of the
+size of the message. Ranks that all send first and receive afterwards therefore deadlock every time.
 
 Tensors must be contiguous, as with NCCL. Gloo alone would accept some other tensors: it would read a transposed tensor
 in memory order, and a slice together with its gaps.
 
-torch DDP is not run in this mode: its C++ reducer may wait in places that Python cannot see.
+torch DDP does not run in this mode: its C++ reducer may wait in places that Python cannot see.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ share of the processors, regardless of how many processes the grading starts.
 If namespaces are allowed, hidden paths are masked, the temporary directories are small and disappear with the rank,
 other users' processes are invisible, and the network has only a loopback interface. If namespaces are not allowed (in
 most containers), the grader has removed the permissions on the hidden paths (`close_off`), but the network and the disk
-are open. The isolation is not complete: other files that anybody may read are readable, and the kernel is shared.
+are open. The isolation is not complete: files that anybody may read remain readable, and the kernel is shared.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ def can_divide_memory(group: Path) -> bool:
 
 
 def write_existing(path: Path, number: int) -> None:
-    """Write a number to a file that exists. Raise FileNotFoundError if it does not."""
+    """Write a number to a file that exists. Raise FileNotFoundError if it does not exist."""
     with open(os.open(path, os.O_WRONLY), "w") as file:
         file.write(str(number))
 

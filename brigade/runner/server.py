@@ -120,7 +120,7 @@ class Server:
 
     @contextlib.contextmanager
     def _exchange(self) -> Iterator[None]:
-        """Hold the lock in the block. If Ctrl-C interrupts the block, close the channel: half a message may be left.
+        """Hold the lock during the block. If Ctrl-C interrupts it, close the channel, which may contain half a message.
 
         If the server has ended, kill the processes that its ranks had started, and raise ServerLost.
         """

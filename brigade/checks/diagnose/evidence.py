@@ -123,7 +123,7 @@ def find_skipped_call(events: Sequence[Sequence[Event]], kind: str) -> str:
                 return (
                     f"{method} is collective, because it gathers shards from every rank, but "
                     f"rank{'s' * (len(absent) > 1)} {join_names(absent)} did not launch its collectives. Every rank "
-                    "must call it and launch all of them."
+                    "must call the method and launch all its collectives."
                 )
             if not all(calls) or len({*map(make_signature, calls)}) > 1:
                 break  # later differences are consequences of this one
@@ -132,9 +132,10 @@ def find_skipped_call(events: Sequence[Sequence[Event]], kind: str) -> str:
 
 
 def find_leftover(events: Sequence[Event]) -> str:
-    """Describe how the launches of a later step differ from step 0, which did the same work; "" if they do not.
+    """Describe how the launches of a later step differ from step 0, which did the same work.
 
-    If the record ends within a step, because the rank failed, compare only what step 0 had launched by that point.
+    Return "" if they do not differ. If the record ends within a step, because the rank failed, compare only with the
+    launches of step 0 up to that point.
     """
     steps = [event["step"] for event in events if event.get("kind") == "step"]
     for step in steps[1:]:

@@ -40,7 +40,7 @@ CALLED_HOOK = "a hook is called on the line that registers it. Pass the function
 class Symptom:
     """A rule: if an exception has the type `error` ("": any type) and `message` matches its text, `cause` explains it.
 
-    A `cause` that is a function is called. If it returns "", the rule does not apply.
+    If `cause` is a function, it is called. If it returns "", the rule does not apply.
     """
 
     name: str
@@ -123,7 +123,7 @@ def explain_empty_overlap(failure: RankFailure, sources: Sources) -> str:
 
 
 def explain_missing_option(failure: RankFailure, sources: Sources) -> str:
-    """Name the line that constructs the outer optimizer without the options of the inner one."""
+    """Name the line that constructs the outer optimizer without the inner optimizer's options."""
     line = next((f" ({line})" for line in find_optimizer_calls(sources)), "")
     return (
         f"the param_groups of the outer optimizer have no {failure.message}. Pass the defaults of the inner optimizer "

@@ -109,7 +109,7 @@ def rounded_values(compared: Comparison) -> str:
 
 
 def is_rounded(entry: Difference, dtype: torch.dtype) -> bool:
-    """Return whether a wrong tensor is the expected one, rounded to a narrower dtype."""
+    """Return whether a wrong tensor is the expected tensor, rounded to a narrower dtype."""
     actual, expected = entry.actual, entry.expected
     if actual is None or not actual.is_floating_point() or actual.numel() < 2:
         return False
