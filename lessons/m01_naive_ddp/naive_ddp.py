@@ -15,7 +15,7 @@ from torch import nn
 
 
 def broadcast_module_state(module: nn.Module, process_group: dist.ProcessGroup | None = None) -> None:
-    """Overwrite all parameters and buffers of `module` with those of the group's first rank.
+    """Overwrite all parameters and buffers of `module` with the values that they have on the group's first rank.
 
     This includes frozen parameters, and buffers of any dtype. Every rank of the group must call this function.
     `process_group=None` means the default group.
