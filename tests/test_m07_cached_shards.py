@@ -63,11 +63,11 @@ def test_steady_step_makes_no_view(submission):
             gather_grads=gather_grads, reallocate=3, **make_job(buckets_per_group, grad_dtype=grad_dtype)
         )
         results = submission.run(m07_cached_shards.count_views, jobs, world_size=world)
-        buckets = list_groups(case.parameters(), world, 1)
-        volume, num_buckets = sum(numel for _, numel, _ in buckets), len(buckets)
+        numels = list_bucket_numels(case, world)
+        volume = sum(numels)
         for rank, (events, steps) in enumerate(zip(results.events, results)):
-            expect_no_view(rank, 2, steps, gather_grads, num_buckets)
-            expect_no_view(rank, 4, steps, gather_grads, num_buckets, is_moved=True)
+            expect_no_view(rank, 2, steps, gather_grads, numels)
+            expect_no_view(rank, 4, steps, gather_grads, numels, is_moved=True)
             launched = launches(events, 2)
             expect(
                 all(sum(x.numel for x in launched if x.op == op) == volume for op in ("reduce_scatter", "all_gather")),
@@ -107,8 +107,8 @@ def test_views_follow_the_buffer(submission):
                     case.gradients(micro=micro),
                     scale={name: max(float(grads[name].abs().max()) for grads in own) for name in own[0]},
                 )
-        runs.append((results, gather_grads, len(list_groups(case.parameters(), world, 1))))
-    for results, gather_grads, num_buckets in runs:
+        runs.append((results, gather_grads, list_bucket_numels(case, world)))
+    for results, gather_grads, numels in runs:
         for rank, result in enumerate(results):
             for step, count in enumerate(result["num_alive"]):
                 expect(
@@ -119,7 +119,7 @@ def test_views_follow_the_buffer(submission):
                     rank=rank,
                     step=step,
                 )
-            expect_no_view(rank, 2, result["views"], gather_grads, num_buckets, is_moved=True)
+            expect_no_view(rank, 2, result["views"], gather_grads, numels, is_moved=True)
 
 
 @pytest.mark.points(1)
@@ -135,7 +135,7 @@ def test_launches_are_those_of_module_6(submission):
             for step in range(2):
                 setting = f"with buckets_per_group={buckets_per_group} and gather_grads={gather_grads}, "
                 expect_launches(events, {"rank": rank, "step": step}, groups, gathers, setting)
-            expect_no_view(rank, 2, results[rank], gather_grads, len(list_groups(case.parameters(), world, 1)))
+            expect_no_view(rank, 2, results[rank], gather_grads, list_bucket_numels(case, world))
 
 
 @pytest.mark.points(1)
@@ -176,7 +176,12 @@ def test_steps_and_subgroups(submission):
 # ---- what the checks use
 
 
-def expect_no_view(rank, step, steps, gather_grads, num_buckets, is_moved=False):
+def list_bucket_numels(case, world):
+    """Return the number of elements of each bucket."""
+    return [numel for _, numel, _ in list_groups(case.parameters(), world, 1)]
+
+
+def expect_no_view(rank, step, steps, gather_grads, numels, is_moved=False):
     """Expect that a step made no view; `steps` has the views of each, and `is_moved` if buffers moved before it."""
     views = steps[step]
     if not views:
@@ -198,7 +203,7 @@ def expect_no_view(rank, step, steps, gather_grads, num_buckets, is_moved=False)
         f"{which} creates no view in hooks, finish_grad_sync or the parameter sync, because it reuses the views of "
         "earlier steps",
         got,
-        partial(diagnosis.explain_views, steps, step, JOB["package"], gather_grads, is_moved, num_buckets),
+        partial(diagnosis.explain_views, steps, step, JOB["package"], gather_grads, is_moved, numels),
         rank=rank,
         step=step,
     )

@@ -286,7 +286,10 @@ def test_zero_equals_unsharded(submission):
         what = f"20 steps of {name} on {format_ranks(case.group)} give the same weights as the plain optimizer"
         if is_moving:
             what += ", although buffer.reallocate() moves the buffers before every step"
-        why = partial(diagnosis.suspect_scaling, case, recipe, is_moving)
+        numels = [p.numel() for p in reversed(case.parameters().values()) if p.requires_grad]
+        layout = compute_layout(numels, arguments["bucket_numel"], len(case.group))
+        weights = results[case.group[0]]["weights"]
+        why = partial(diagnosis.suspect_shards, case, recipe, is_moving, weights, layout)
         expect_trained(what, results, compute_weights(case, recipe), case.start(), why, ranks=case.group)
         require_shared_state([results[rank] for rank in case.group], case, name)
     [world] = submission.worlds(2)

@@ -97,10 +97,10 @@ def suspect_stale_views(num_moves, gather_grads, events):
         raise
 
 
-def explain_views(steps, step, package, gather_grads, is_moved, num_buckets):
+def explain_views(steps, step, package, gather_grads, is_moved, numels):
     """Return why a step makes views; `steps` has those of each step, and `is_moved` if the buffers moved before it.
 
-    The buffers have `num_buckets` buckets.
+    `numels` are the elements of each bucket.
     """
     views, first = steps[step], sum(view["count"] for view in steps[0])
     earlier = sorted({view["file"] for view in views if not view["module"].startswith(package)})
@@ -124,8 +124,14 @@ def explain_views(steps, step, package, gather_grads, is_moved, num_buckets):
     if all("param" in phase for phase in phases):
         return "the views of grad_data are cached, but the views of param_data are not."
     count = sum(view["count"] for view in views)
-    if count == first and gather_grads and count == 2 * num_buckets:  # a shard and a bucket for two collectives
+    if count == first and gather_grads and count == 2 * len(numels):  # a shard and a bucket for two collectives
         return "views are cached only within a step: the cache is emptied or created again before the next step."
+    if count == first and gather_grads and count == 4 * len(numels):
+        return (
+            "no view is cached: already in the first step, before any move, every view is created twice. Either the "
+            "code does not look in the cache before it creates a view, or every call empties the cache, for example "
+            "because it does not remember which tensor the cache belongs to."
+        )
     if count == first:
         return (
             "no view is cached, because a later step creates as many views as the first step. Either the code does "
@@ -133,9 +139,19 @@ def explain_views(steps, step, package, gather_grads, is_moved, num_buckets):
             "it does not remember which tensor the cache belongs to."
         )
     return (
-        f"only some views are cached. The first step created {first} views, and every later step creates the views "
-        "listed above again."
+        f"only some views are cached. The first step created {first} views, and every later step creates "
+        f"{describe_kind(views, numels)} again."
     )
+
+
+def describe_kind(views, numels):
+    """Return what these views contain: whole buckets, which have `numels` elements, or shards."""
+    sizes = {numel for view in views for numel in view["numels"]}
+    if sizes == set(numels):
+        return f"the views of whole buckets, of {join_names(sorted(sizes))} elements,"
+    if sizes and {numel * max(numels) // max(sizes) for numel in sizes} == set(numels):
+        return f"the views of shards, of {join_names(sorted(sizes))} elements,"
+    return "the views listed above"
 
 
 def explain_launches(launched, numels, gather_grads, events):

@@ -41,6 +41,10 @@ GATHERED = (
     "the constructor does not set ddp.gather_grads to False, so finish_grad_sync gathers all gradients on all ranks."
 )
 NO_INNER = "the inner optimizer is not the attribute `optim`."
+PARAMETERS_DIVIDED = (
+    "each parameter is divided into N equal parts. Divide each bucket into N shards instead: a rank steps on the "
+    "overlap of the parameter with its own shard of the bucket, which is empty for many parameters."
+)
 WHOLE_MASTERS = "each rank keeps fp32 copies of whole parameters, not only of the parts in its shards."
 NOT_ELEMENTWISE = (
     "the optimizer is not elementwise: it updates a part of a parameter differently from the same part of the whole "
@@ -468,8 +472,11 @@ def are_close(one, other, tolerance):
     return True
 
 
-def suspect_scaling(case, recipe, is_moving):
-    """Return mistakes of a step with averages, and with buffers that move before each step."""
+def suspect_shards(case, recipe, is_moving, actual, layout):
+    """Return mistakes of a step with averages, with buffers that move before each step, and with the shards.
+
+    `actual` are the weights of one rank, and `layout` is that of the buffer with all trainable parameters.
+    """
     size = len(case.group)
     hypotheses = {
         f"gradients are {how} by the number of ranks, although finish_grad_sync has averaged them.": partial(
@@ -481,7 +488,24 @@ def suspect_scaling(case, recipe, is_moving):
         hypotheses[
             "the optimizer keeps tensors from its constructor, but `reallocate` replaces them in the buffers."
         ] = case.start
+    if are_parameters_divided(case, recipe, actual, layout):
+        hypotheses = {PARAMETERS_DIVIDED: partial(dict, actual)} | hypotheses
     return hypotheses
+
+
+def are_parameters_divided(case, recipe, actual, layout):
+    """Return whether only those entries have changed that are in the same part of their parameter and their bucket."""
+    size, start, expected = len(case.group), case.start(), compute_weights(case, recipe)
+    trainable = [(name, p) for name, p in reversed(case.parameters().items()) if p.requires_grad]
+    for (name, p), (begin, end), bucket in zip(trainable, layout["param_ranges"], layout["bucket_of"]):
+        bucket_begin, bucket_end = layout["bucket_ranges"][bucket]
+        place = torch.arange(begin, end)
+        part = (place - begin) // math.ceil(p.numel() / size)
+        is_stepped = part == (place - bucket_begin) // ((bucket_end - bucket_begin) // size)
+        has_changed = (actual[name] != start[name]).flatten()
+        if not torch.equal(has_changed, is_stepped & (expected[name] != start[name]).flatten()):
+            return False
+    return size > 1
 
 
 def explain_refusal(answer):

@@ -57,8 +57,8 @@ MUTANTS = [
         ("test_views_follow_the_buffer",),
         "in addition to views of the new one",
     ),
-    Mutant("views made again every time", KEPT, "if True:", STEADY, "no view is cached"),
-    Mutant("views made again every time, and moved", KEPT, "if True:", FOLLOW, "no view is cached"),
+    Mutant("views made again every time", KEPT, "if True:", STEADY, "every view is created twice"),
+    Mutant("views made again every time, and moved", KEPT, "if True:", FOLLOW, "every view is created twice"),
     Mutant(
         "module 6's groups",
         GROUP_CLASS,
@@ -85,7 +85,14 @@ MUTANTS = [
         KEPT,
         "if rank is None or (bucket, rank) not in self.views:",
         STEADY,
-        "some views are cached",
+        "creates the views of whole buckets",
+    ),
+    Mutant(
+        "buckets kept, shards not",
+        KEPT,
+        "if rank is not None or (bucket, rank) not in self.views:",
+        STEADY,
+        "creates the views of shards",
     ),
     Mutant(
         "emptied in every finish_grad_sync, for safety",

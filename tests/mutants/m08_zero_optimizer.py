@@ -463,7 +463,7 @@ ZERO = [
         LENGTH,
         "bucket_start, length = param_start, -((param_start - param_end) // dist.get_world_size(process_group))\n",
         ("test_zero_equals_unsharded",),
-        "the r-th of the N equal parts",
+        "each parameter is divided into N equal parts",
     ),
     Mutant(
         "only parameters that are in one shard",

@@ -44,7 +44,9 @@ class ViewCounter(TorchFunctionMode):
             caller = sys._getframe(1)
             self.control += caller.f_code is make_view.__code__
             if not is_ours(caller):
-                self.views.append({"count": count, "call": get_name(function), "phase": self.phase} | locate(caller))
+                numels = [tensor.numel() for tensor in list_tensors(result)]
+                view = {"count": count, "numels": numels, "call": get_name(function), "phase": self.phase}
+                self.views.append(view | locate(caller))
         return result
 
     @contextlib.contextmanager
