@@ -88,7 +88,7 @@ def scheduling() -> list[int]:
 
 
 def cut_off() -> None:
-    """Kill rank 0. Before that, raise gloo's error for a connection to a process that has ended on the other ranks."""
+    """On all ranks except 0, raise gloo's error for a connection to an ended process. Then kill rank 0."""
     if dist.get_rank():
         raise RuntimeError("Gloo connectFullMesh failed with [pair.cc:152] timed out connecting: Connection refused")
     time.sleep(0.1)
@@ -355,7 +355,7 @@ def recorded_calls() -> None:
 
 
 def recorded_subgroups() -> dict[str, Any]:
-    """Call an all-reduce and a broadcast in differently created groups, in a phase that names the way."""
+    """Call an all-reduce and a broadcast in groups that are created in several ways. Each phase names the way."""
     from torch.distributed.distributed_c10d import new_group as imported_new_group
 
     rank = dist.get_rank()
@@ -792,7 +792,7 @@ def timed(call: Callable[[], Any]) -> float:
 
 
 def wait_for_the_link(count: int) -> dict[str, float]:
-    """Return the seconds that one collective takes, `count` collectives launched at once, and other cases."""
+    """Return durations in seconds: of one collective, of `count` collectives launched at once, and of other cases."""
     x = torch.ones(4)
     processor = time.process_time()
     one = timed(lambda: dist.all_reduce(x))

@@ -64,7 +64,7 @@ def two_ranks(monkeypatch):
 def expect_next_to_nothing(entry, text, backend):
     """Expect the text to earn at most `MOST` points as the answer to a module.
 
-    The checks with most points run first.
+    The checks with the most points run first.
     """
     every = sorted(collect([entry]), key=lambda check: check.points, reverse=True)
     earned, open_points = {}, sum(check.points for check in every)

@@ -64,7 +64,7 @@ STUB = """if True:
 
 
 def start_stub(student, options, lock):
-    """Replace `classroom.start_grader`: start a fast grader that gives the points in the file `points`."""
+    """Start a fast grader instead of the real one. It gives the points in the file `points`."""
     student.fingerprint_file.unlink(missing_ok=True)
     points = (student.path / "points").read_text()
     return subprocess.Popen([sys.executable, "-c", STUB, points, str(student.results)], stdin=subprocess.PIPE)
@@ -91,9 +91,9 @@ def small_class(directory, **points):
 
 
 def test_a_class_from_beginning_to_end(tmp_path):
-    """Two submissions are correct.
+    """A class is graded, and its gradebook and feedback are complete.
 
-    One has a mistake, one is not Python, one has no modules, and one entry is an essay.
+    Two submissions are correct, one has a mistake, one is not Python, one has no modules, and one is an essay.
     """
     directory, table_file = tmp_path / "submissions", tmp_path / "grades.csv"
     wrong = answer(1).replace("[*module.parameters(), *module.buffers()]", "module.parameters()")
@@ -180,7 +180,7 @@ def test_interrupted_it_goes_on_where_it_was(tmp_path):
 
 
 def test_a_grader_ends_with_its_class(tmp_path):
-    """The standard input of a grader is a pipe from the process that grades the class, so it closes in any case."""
+    """A grader's standard input is a pipe from the process for the class, and closes when that process ends."""
     scratch, out = tmp_path / "scratch", tmp_path / "results.json"
     scratch.mkdir()
     command = [sys.executable, "-m", "brigade.cli.grade_student", "--submission", "solutions", "--out", str(out)]

@@ -24,7 +24,7 @@ MODULES_OF_BRIGADE = {
 def imports(modules: dict[str, str]) -> dict[str, set[str]]:
     """Return the modules of brigade that each module imports, at the top or in functions.
 
-    Modules are names and texts.
+    `modules` maps names to texts.
     """
     found = {}
     for name, text in modules.items():

@@ -294,7 +294,7 @@ def test_the_expected_values_of_a_case_pass(model):
 
 
 def test_an_average_in_the_gradients_own_dtype_passes():
-    """A correct answer computes a sum in float32 or bfloat16 before or after a division."""
+    """A correct answer may sum in float32 or bfloat16, and may divide before or after the sum."""
     for seed in range(8):
         case = Case(random.Random(seed), "Plain", 4)
         own = [case.gradients([rank]) for rank in range(4)]
@@ -363,9 +363,9 @@ def test_one_buffer_that_was_not_broadcast():
 
 
 def record(*steps: str) -> list[dict[str, Any]]:
-    """Return a record with one step per text:
+    """Return a record with one step for each text.
 
-    "r" is a ready gradient, "l" a launch, "f" the start of finish_grad_sync.
+    In a text, "r" is a ready gradient, "l" a launch, and "f" the start of finish_grad_sync.
     """
     fields = ("dtype", "numel", "nbytes", "parts", "sync", "reduce_op", "peer", "line", "name", "memory")
     launch = {"op": "all_reduce", "time": 0.0} | dict.fromkeys(fields)

@@ -219,7 +219,7 @@ def read_validated(text, form):
 def grade(tmp_path, capfd, monkeypatch):
     """Grade in this process with the named checks (default: all).
 
-    Return the status, the results, the output and errors.
+    Return the status, the results, the output and the errors.
     """
 
     def run(submission, *options, only=()):

@@ -229,7 +229,7 @@ def header(kind: bytes, size: int, name: str = FIRST.path.name) -> bytes:
 
 
 class Zeros(io.BytesIO):
-    """A stream with `first` and then an endless number of zeros, which a test could not write to a file."""
+    """A stream of `first` and then endless zeros: more than a test should write to a file."""
 
     def read(self, size: int) -> bytes:
         return super().read(size).ljust(size, b"\0")

@@ -31,7 +31,7 @@ NOTEBOOKS = list_notebooks()
 
 @pytest.fixture(scope="module", autouse=True)
 def temporary(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Yield a directory for all temporary files. Started processes can be recognised by its name."""
+    """Yield a directory for all temporary files. Its name also identifies all processes that are started."""
     directory = tmp_path_factory.mktemp("temporary")
     with pytest.MonkeyPatch.context() as patch:
         for name in ("JUPYTER_RUNTIME_DIR", "JUPYTER_DATA_DIR", "JUPYTER_CONFIG_DIR", "IPYTHONDIR"):

@@ -1,4 +1,4 @@
-"""The activity of ranks, deadlocks, and the validity of events, all determined from events alone."""
+"""Events alone show what each rank is doing and whether a run is deadlocked. Invalid events are refused."""
 
 import math
 

@@ -156,7 +156,7 @@ COLLIDING = [i * (2**61 - 1) for i in range(SENT // 24)]  # integers with one ha
 
 
 def test_keys_that_collide_are_refused_before_they_cost_time():
-    """Quadratic time would be minutes for 4 MB, so the first colliding key is refused."""
+    """For 4 MB, quadratic time would be minutes, so the first colliding key is refused."""
     assert len({hash(key) for key in COLLIDING}) == 1
     data = message({"dict": [[key, 0] for key in COLLIDING[: SENT // 30]]})
     assert len(data) > SENT // 2
@@ -214,7 +214,7 @@ def test_random_bytes_are_refused(data):
 @limited
 @given(values, st.data())
 def test_damaged_messages_are_refused_or_read(value, data):
-    """After a change of bytes, decoding returns a value or raises WireError, never another exception."""
+    """For changed bytes, decoding returns a value or raises WireError, but never raises another exception."""
     sent = bytearray(encode(value))
     for _ in range(data.draw(st.integers(1, 4))):
         sent[data.draw(st.integers(0, len(sent) - 1))] = data.draw(st.integers(0, 255))
@@ -275,7 +275,7 @@ def test_nesting_without_end_is_refused():
 
 @pytest.mark.parametrize("module", [wire, ranks])
 def test_nothing_that_is_read_can_run_code(module):
-    """The module uses neither pickle or a similar module nor eval."""
+    """The module uses neither eval nor pickle, nor any module like pickle."""
     tree = ast.parse(inspect.getsource(module))
     imported = {
         name.partition(".")[0]
