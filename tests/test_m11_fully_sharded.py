@@ -141,6 +141,13 @@ def test_parameters_stay_views(submission):
     case = submission.case("Blocks", world, hidden_layers=3)
     results = run(submission, scenarios.describe_views, join_jobs([case.make_jobs(**JOB)]), world_size=world)
     for rank, [result] in enumerate(results):
+        expect(
+            not result["moved"],
+            "when all units are gathered and freed again, every parameter keeps its storage",
+            f"{join_names(result['moved'], 4)} got another storage",
+            diagnosis.REPLACED,
+            rank=rank,
+        )
         for number, unit in enumerate(lay_out(case)):
             for layout, names in unit.values():
                 views = [result["views"][name] for name in names]  # (number of the storage, first element)
@@ -153,13 +160,6 @@ def test_parameters_stay_views(submission):
                     diagnosis.OTHER_LAYOUT,
                     rank=rank,
                 )
-        expect(
-            not result["moved"],
-            "when all units are gathered and freed again, every parameter keeps its storage",
-            f"{join_names(result['moved'], 4)} got another storage",
-            diagnosis.REPLACED,
-            rank=rank,
-        )
         expect(
             not result["alive"],
             "after full_state_dict full weights have no memory",
@@ -182,12 +182,13 @@ def test_shards_have_average_gradients(submission):
     cases = [
         submission.case("Blocks", world, dtype=torch.float64, hidden_layers=4, micro_batches=micro) for micro in (1, 2)
     ]
-    jobs = [case.make_jobs(**JOB, finish_each=True) for case in cases]
+    jobs = [case.make_jobs(**JOB, finish_each=True, first_step=number) for number, case in enumerate(cases)]
     results = run(submission, scenarios.train, join_jobs(jobs), world_size=world)
     for number, case in enumerate(cases):
         own = [result[number] for result in results]
         expect_nothing_whole(own, case)
         expect_shapes(own, case)
+        expect_all_shards(own, results.events, case, first_step=number, finishes=number + 1)
         with explain_failures([], partial(diagnosis.explain_unawaited, results.events)):
             expect_equal(
                 "after finish_grad_sync the shards have the average of the gradients"
@@ -218,9 +219,9 @@ def test_weights_equal_plain_training(submission):
         case = submission.case(model, world, steps=20, dtype=torch.float64, hidden_layers=3, **options)
         results = run(submission, scenarios.train, join_jobs([case.make_jobs(**JOB | more)]), world_size=world)
         own = [results[rank][0] for rank in case.group]
-        expect_trained(own, case, train_plain(case)[0], f"weights after 20 steps of {case.optimizer} ({model})")
         expect_shapes(own, case, more.get("unit_type", "Block"))
         expect_nothing_whole(own, case, more.get("unit_type", "Block"))
+        expect_trained(own, case, train_plain(case)[0], f"weights after 20 steps of {case.optimizer} ({model})")
 
 
 @pytest.mark.points(3)
@@ -239,7 +240,7 @@ def test_weights_are_freed(submission):
             entries, bare = result[number]["boundaries"], result[number]["bare"]
             after = {unit_of[name] for name in result[number]["after"]}
             for entry, alone in zip(entries, bare):
-                expect_bounded(entry, alone, unit_of, whole, prefetch, after, rank)
+                expect_bounded(entry, alone, unit_of, whole, prefetch, after, result[number]["whole"], rank)
             expect(
                 not result[number]["after"],
                 "after finish_grad_sync, the full weights of every unit are freed",
@@ -289,27 +290,28 @@ def test_volume(submission):
 @pytest.mark.points(1)
 def test_accumulation(submission):
     """Inside no_sync, full gradients stay in p.grad and are not reduced. Weights are still gathered and freed."""
-    micro = 3
+    micro, crossed = 3, 2
     [world] = submission.worlds(2)
     case = submission.case("TiedBlocks", world, steps=3, micro_batches=micro, dtype=torch.float64, hidden_layers=4)
-    jobs = case.make_jobs(**JOB, zero="ddp", drop=True, interrupted=1)
+    jobs = case.make_jobs(**JOB, zero="ddp", drop=True, interrupted=1, crossed=crossed)
     results = run(submission, scenarios.train, join_jobs([jobs]), world_size=world)
     names = [name for name, p in case.parameters().items() if p.requires_grad]
     for rank, [result] in enumerate(results):
         for step, accumulated in enumerate(result["accumulated"]):
             expect(
                 accumulated == names,
-                "after a backward in no_sync, every parameter has its full gradient in p.grad",
+                "after a backward in no_sync, every parameter has its full gradient in p.grad"
+                + " (forward ran outside no_sync)" * (step == crossed),
                 f"{len(accumulated)} of {len(names)} parameters have one",
-                partial(diagnosis.explain_accumulated, results.events[rank], step),
+                partial(diagnosis.explain_accumulated, results.events[rank], step, crossed),
                 rank=rank,
                 step=step,
             )
         for step in range(1, 3):
-            expect_volume(results.events[rank], step, case, rank, 2, micro)
+            expect_volume(results.events[rank], step, case, rank, 2, micro, is_crossed=step == crossed)
     own = [result[0] for result in results]
-    expect_trained(own, case, train_plain(case)[0], f"weights after 3 steps of {micro} micro-batches")
     expect_nothing_whole(own, case)
+    expect_trained(own, case, train_plain(case)[0], f"weights after 3 steps of {micro} micro-batches")
 
 
 @pytest.mark.points(1)
@@ -319,10 +321,17 @@ def test_clipping(submission):
     groups = [[1, 3], [0, 2]] if world == 4 else [list(range(world))]
     case = submission.case("TiedBlocks", world, steps=6, dtype=torch.float64, hidden_layers=3, group=groups[0])
     limit = sorted(train_plain(case, max_norm=float("inf"))[1])[3]  # this clips about half of the steps
-    jobs = case.make_jobs(**JOB, clip=limit, groups=groups)
-    results = run(submission, scenarios.train, join_jobs([jobs]), world_size=world)
+    mixed = submission.case("MixedDtypes", world, hidden_layers=3, group=groups[0])
+    half = train_plain(mixed, max_norm=float("inf"))[1][0] / 2
+    jobs = [
+        case.make_jobs(**JOB, clip=limit, groups=groups),
+        mixed.make_jobs(unit_type="Linear", clip=half, groups=groups, first_step=10),
+    ]
+    results = run(submission, scenarios.train, join_jobs(jobs), world_size=world)
     weights, norms = train_plain(case, max_norm=limit)
     own = [results[rank][0] for rank in case.group]
+    expect_nothing_whole(own, case)
+    expect_all_shards(own, results.events, case)
     for rank, result in zip(case.group, own):
         got, dtype = result["norms"][0]
         rounding = MANY_STEPS if dtype == torch.float64 else 1e-5
@@ -331,13 +340,16 @@ def test_clipping(submission):
             abs(got - norms[0]) <= rounding * norms[0],
             f"clip_grad_norm_ returns the norm of all gradients, {wanted_text}",
             f"it returned {got_text}",
-            partial(diagnosis.explain_norm, [result["gradients"][0] for [result] in results], case.group, got),
+            partial(diagnosis.explain_norm, [result["gradients"][0] for result, _ in results], case.group, got),
             rank=rank,
         )
     what = f"weights after 6 steps with gradients clipped to the norm {limit:.4g}"
     # torch adds 1e-6 to the norm. It is right to add it or not, and to round the factor to float32.
     suspects = partial(diagnosis.suspect_clipping, case, limit)
     expect_trained(own, case, weights, what, 1e-5, otherwise=diagnosis.NOT_SCALED, hypotheses=suspects)
+    own = [results[rank][1] for rank in mixed.group]
+    expect_all_shards(own, results.events, mixed, "Linear", first_step=10)
+    expect_scaled(own, mixed, half)
 
 
 @pytest.mark.points(1)
@@ -353,6 +365,7 @@ def test_checkpoints(submission):
         for rank, result in enumerate(saved):
             expect_state_dict(result[number]["weights"], plain.state_dict(), result[number]["gradients"][0], rank)
         own, weights = [result[number] for result in saved], train_plain(case, range(half), range(first))[0]
+        expect_nothing_whole(own, case, kinds[case.model]["unit_type"])
         expect_trained(own, case, weights, f"the state dict after {half} steps")
     state = own[0]["weights"]
     plain.load_state_dict(state)
@@ -381,12 +394,12 @@ def test_frozen_parameters(submission):
             reduced == trainable,
             f"only trainable parameters are reduced, in flat tensors of {join_names(trainable)} elements",
             f"reduce-scatters of {join_names(reduced)} elements",
-            diagnosis.FROZEN_REDUCED,
+            partial(diagnosis.explain_reduced, reduced, case),
             rank=rank,
             step=0,
         )
-    expect_trained(own, case, train_plain(case)[0], "weights after 8 steps with frozen parameters")
     expect_nothing_whole(own, case)
+    expect_trained(own, case, train_plain(case)[0], "weights after 8 steps with frozen parameters")
 
 
 @pytest.mark.points(1)
@@ -398,29 +411,23 @@ def test_skipped_units(submission):
         submission.case("Blocks", world, **common, branches=[0b0011, 0b1010, 0b0001], micro_batches=2),
         submission.case("Blocks", world, **common, branches=[0b1111, 0b0110, 0b1000]),
     ]
-    jobs = [case.make_jobs(**JOB, arguments={"prefetch": number}) for number, case in enumerate(cases)]
+    jobs = [
+        case.make_jobs(**JOB, arguments={"prefetch": number}, first_step=10 * number)
+        for number, case in enumerate(cases)
+    ]
     results = run(submission, scenarios.train, join_jobs(jobs), world_size=world)
     for number, case in enumerate(cases):
         own = [result[number] for result in results]
-        expect_trained(own, case, train_plain(case)[0], "weights after 3 steps in which each rank skips other blocks")
         expect_nothing_whole(own, case)
-        for rank, result in enumerate(own):
-            missing = sum(gradient is None for gradient in result["gradients"][0])
-            expect(
-                not missing,
-                "after finish_grad_sync every shard has a gradient, which is zero for weights that no rank used",
-                f"{missing} of {len(result['gradients'][0])} shards have none",
-                diagnosis.NO_ZEROS,
-                rank=rank,
-                step=0,
-            )
+        expect_all_shards(own, results.events, case, first_step=10 * number)
+        expect_trained(own, case, train_plain(case)[0], "weights after 3 steps in which each rank skips other blocks")
     for rank, events in enumerate(results.events):
         forgotten = [x for x in launches(events) if x.step is not None and not x.waits]
         expect(
             not forgotten,
             "a rank waits for every gather and reduction, also for those of a unit that it skips",
             f"it never waits for {len(forgotten)} of {len(launches(events))} launches",
-            diagnosis.ON_ITS_WAY,
+            partial(diagnosis.explain_forgotten, forgotten),
             rank=rank,
         )
 
@@ -432,14 +439,24 @@ def test_other_forwards_between(submission):
     reshards = (True, False)
     cases = [submission.case("Blocks", world, steps=3, dtype=torch.float64, hidden_layers=4) for _ in reshards]
     jobs = [
-        case.make_jobs(**JOB, extra=True, arguments={"reshard_after_forward": reshard})
+        case.make_jobs(**JOB, extra=scenarios.EXTRA, arguments={"reshard_after_forward": reshard})
         for case, reshard in zip(cases, reshards)
     ]
     results = run(submission, scenarios.train, join_jobs(jobs), world_size=world)
     for number, case in enumerate(cases):
         own = [result[number] for result in results]
-        expect_trained(own, case, train_plain(case)[0], "weights after 3 steps with other forwards in between")
         expect_nothing_whole(own, case)
+        for rank, result in enumerate(own):
+            for step, alive in enumerate(result["evaluated"]):
+                expect(
+                    not alive,
+                    "after an evaluation, all full weights are freed if no backward is due",
+                    f"{join_names(alive, 4)} have memory",
+                    diagnosis.KEPT_AFTER_EVALUATION,
+                    rank=rank,
+                    step=step,
+                )
+        expect_trained(own, case, train_plain(case)[0], "weights after 3 steps with other forwards in between")
 
 
 # ---- helpers
@@ -566,6 +583,49 @@ def expect_nothing_whole(results, case, unit_type="Block"):
             )
 
 
+def expect_all_shards(results, events, case, unit_type="Block", first_step=0, finishes=1):
+    """Expect every shard to have a gradient after each step, which calls finish_grad_sync `finishes` times."""
+    names = [names for unit in lay_out(case, unit_type) for _, names in unit.values()]
+    for rank, result in zip(case.group, results):
+        for step, missing in enumerate(result["missing"]):
+            expect(
+                not missing,
+                "after finish_grad_sync every shard has a gradient, which is zero for weights that no rank used",
+                f"shard.grad is None for {len(missing)} of {len(names)} shards. The first of them is the shard of "
+                f"{join_names(names[missing[0]]) if missing else ''}",
+                partial(diagnosis.explain_missing, launches(events[rank], first_step + step), len(names) * finishes),
+                rank=rank,
+                step=step,
+            )
+
+
+def expect_scaled(results, case, limit):
+    """Expect clip_grad_norm_(limit) to return the norm over all dtypes, and to scale the gradients of every dtype.
+
+    bfloat16 has 8 significant bits. The norm, the factor and the gradients may be rounded to it.
+    """
+    gradients = [[grad.double() for grad in result["gradients"][0]] for result in results]
+    norm = sum(float(grad.square().sum()) for grads in gradients for grad in grads) ** 0.5
+    for rank, grads, result in zip(case.group, gradients, results):
+        got = result["norms"][0][0]
+        expect(
+            abs(got - norm) <= 2**-6 * norm,
+            f"clip_grad_norm_ returns the norm of the gradients of all dtypes, {norm:.4g}",
+            f"it returned {got:.4g}",
+            rank=rank,
+        )
+        pairs = list(zip(grads, result["clipped"][0]))
+        wrong = [new for old, new in pairs if not (old * limit / norm - new).abs().max() <= 2**-6 * old.abs().max()]
+        dtypes = sorted({str(new.dtype).removeprefix("torch.") for new in wrong})
+        expect(
+            not wrong,
+            f"clip_grad_norm_ multiplies the gradients of shards of all dtypes by {limit / norm:.4g}",
+            f"those of {join_names(dtypes)} are not multiplied by it",
+            diagnosis.NOT_SCALED,
+            rank=rank,
+        )
+
+
 def expect_trained(results, case, expected, what, tolerance=MANY_STEPS, otherwise="", hypotheses=None):
     """Expect each rank's state dict to have the weights `expected`."""
     with explain_failures([], lambda: otherwise):
@@ -579,10 +639,10 @@ def expect_trained(results, case, expected, what, tolerance=MANY_STEPS, otherwis
         )
 
 
-def expect_bounded(entry, alone, unit_of, whole, prefetch, after, rank):
+def expect_bounded(entry, alone, unit_of, whole, prefetch, after, uncleared, rank):
     """Expect a boundary to have no more full weights and gradients than allowed. `alone` is the bare model's.
 
-    The units in `after` have full weights after finish_grad_sync.
+    After finish_grad_sync, the units in `after` have full weights, and the parameters in `uncleared` have gradients.
     """
     name, direction = entry["name"], entry["direction"]
     unit = unit_of[name] if direction == "backward" else unit_of.get(f"{name}.weight", 0)
@@ -615,7 +675,7 @@ def expect_bounded(entry, alone, unit_of, whole, prefetch, after, rank):
         copies <= bound,
         f"{where} {what} take at most {bound} bytes more than in the bare model",
         f"they take {copies} bytes more",
-        diagnosis.COPIES[direction],
+        diagnosis.WHOLE_GRADIENTS if direction == "backward" and uncleared else diagnosis.COPIES[direction],
         rank=rank,
     )
 
@@ -702,8 +762,11 @@ def find_marks(events, step):
             yield place, event
 
 
-def expect_volume(events, step, case, rank, gathers, passes=1):
-    """Expect a step to reduce each unit once, and each of its `passes` to gather it `gathers` times, the root once."""
+def expect_volume(events, step, case, rank, gathers, passes=1, is_crossed=False):
+    """Expect a step to reduce each unit once, and each of its `passes` to gather it `gathers` times, the root once.
+
+    If `is_crossed`, the forward of its last pass was in no_sync, but the backward was not.
+    """
     numels = [sum(layout["numel"] for layout, _ in unit.values()) for unit in lay_out(case)]
     expected = {
         "all_gather": sorted((numels[:1] + numels[1:] * gathers) * passes),
@@ -716,7 +779,7 @@ def expect_volume(events, step, case, rank, gathers, passes=1):
         f"each forward and backward gathers each unit {gathers} time{'s' * (gathers > 1)} and the root once; a step "
         f"reduces each once. This is {sum(map(sum, expected.values()))} elements with padding",
         f"{sum(map(sum, got.values()))} elements: {summarize(launched, 20)}",
-        partial(diagnosis.explain_volume, got, expected),
+        partial(diagnosis.explain_volume, got, expected, passes, is_crossed),
         rank=rank,
         step=step,
     )

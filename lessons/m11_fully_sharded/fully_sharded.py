@@ -145,9 +145,10 @@ class FullyShardedDDP(GradSyncMixin, nn.Module):
 
     Pass `shards()` to an elementwise torch optimizer, or use `make_optimizer`. Call `finish_grad_sync` before each
     step. All ranks must call the wrapper equally often, with one backward per forward, and run units in registration
-    order. A rank may skip units. Outside a call of the wrapper, the model's own parameters have no memory: read them
-    with `full_state_dict()`. Without `reshard_after_forward`, full weights stay in memory until backward. While a unit
-    computes, the next `prefetch` units are gathered.
+    order. A rank may skip units. Between steps, the model's own parameters have no memory: read them with
+    `full_state_dict()`. From a forward to the end of its backward, the root stays gathered. Without
+    `reshard_after_forward`, each unit stays gathered until it has computed in backward. While a unit computes, the next
+    `prefetch` units are gathered.
     """
 
     def __init__(

@@ -81,9 +81,9 @@ SYNC = "the launch blocks. Use async_op=True."
 LATE_GATHER = "the gather is launched too late: the schedule has it `prefetch` units ahead."
 EARLY_WAIT = "a gather is awaited where it is launched. Wait for it only before its unit computes."
 EARLY_REDUCE_WAIT = "a reduction is awaited where it is launched. Let it run until the next unit has computed."
-ON_ITS_WAY = "a skipped unit is freed while its gather is on its way. Wait for the gather first."
 GATHERED_AGAIN = "without reshard_after_forward the weights are still there in backward: leave its gathers out."
 REDUCED_AGAIN = "a backward in no_sync reduces. Leave its reduce actions out."
+READ_EARLY = "the wrapper reads the flag of no_sync during forward. `begin_backward` must read it."
 REDUCED_EARLY = "a backward in no_sync launches reduce-scatters. `begin_backward` must leave its reduce actions out."
 NOT_KEPT = "a backward in no_sync reduces nothing, but it does not leave the full gradients in p.grad."
 OWN_NORM = "it is the norm of this rank's own shards. Sum the squares over all ranks."
@@ -91,12 +91,19 @@ SUM_OF_NORMS = (
     "the norms of the shards are added without squaring them. Add the squares of all norms, over shards and ranks, and "
     "then take the square root."
 )
-NO_ZEROS = "finish_reduce must set shard.grad after every reduction, even if the average is zero everywhere."
+NO_ZEROS = (
+    "all shards are reduced, but `finish_reduce` (part (g)) does not set shard.grad after every reduction. It must do "
+    "so even if the average is zero everywhere."
+)
 OTHER_GROUP = "the norm includes the ranks of another group. Pass self.process_group to the all-reduce."
 NOT_SCALED = "the gradients of all shards must be scaled by max_norm / norm, but at most 1."
 NOT_OWN_PART = "load_full_state_dict must load into each shard this rank's own part of the flat tensor."
 CONVERTED = "full_state_dict converts the weights to another dtype. Return them in the dtype of the shards."
-FROZEN_REDUCED = "frozen parameters have no gradients: their flat tensor is never reduced."
+FROZEN_REDUCED = "frozen parameters have no gradients. `start_reduce` must not reduce their flat tensor."
+NEVER_REDUCED = (
+    "a unit is not reduced in this step. Every backward outside no_sync must perform the reduce actions of all units, "
+    "and `start_reduce` must reduce all their trainable flat tensors."
+)
 SKIPPED = (
     "ranks that skip a unit do not perform the same actions as the other ranks. `reach` must perform every action of a "
     "skipped unit, also its reduction, with zeros as gradients."
@@ -106,9 +113,30 @@ UNFINISHED = (
     "them."
 )
 ROOT_FREED = "the root is freed before forward has ended. `leave` must not free the root in forward."
-FREED_BETWEEN = (
-    "an evaluation between a forward and its backward frees weights that this backward needs. As long as a backward is "
-    "due, an evaluation must not free the root."
+FREED_BETWEEN = "an evaluation between a forward and its backward frees weights that this backward needs. "
+ROOT_BETWEEN = FREED_BETWEEN + "As long as a backward is due, an evaluation must not free the root."
+FORGOTTEN_BACKWARD = (
+    "an evaluation comes between a forward and its backward, and this backward gathers nothing. After the evaluation, "
+    "the backward is still due."
+)
+UNITS_BETWEEN = (
+    FREED_BETWEEN + "Without reshard_after_forward, an evaluation must not free any unit as long as a backward is due."
+)
+AFTER_OTHER = (
+    "the forward after {}, or its backward, uses weights that are freed. Each forward must start a new schedule and "
+    "gather all units again."
+)
+KEPT_AFTER_EVALUATION = (
+    "an evaluation has no backward that frees the weights. If no backward is due, the end of `forward` must free all "
+    "units and the root."
+)
+FREED_IN_FLIGHT = (
+    'a unit is freed while its all-gather is in flight. The action "compute" must wait for the all-gather (part (l)), '
+    "also if this rank skips the unit (part (j))."
+)
+EMPTIED = (
+    "parameter.data was replaced by an empty tensor, so the parameter lost its shape. `free` must resize the storage "
+    "to 0 bytes and leave parameter.data as it is."
 )
 CRASHED = "a freed weight is used: on the CPU this crashes the process. Its unit is freed too early or not gathered."
 
@@ -239,10 +267,17 @@ def explain_run(submission, scenario, jobs):
 
 def explain_failure(failed, submission, scenario, jobs):
     """Return a more specific cause than that of the failure, or ""."""
-    if failed.verdict.ending == "died":
-        return CRASHED
-    if failed.verdict.hypothesis == "freed":
-        return explain_freed(failed, submission, scenario, jobs)
+    if "was freed between the launch and its wait" in failed.verdict.message:
+        return explain_in_flight(failed)
+    if "shape '[0]' is invalid" in failed.verdict.message:
+        return EMPTIED
+    has_crashed = failed.verdict.ending == "died"
+    if has_crashed or failed.verdict.hypothesis == "freed":
+        if any(job.get("extra") for job in jobs[0]):
+            cause = explain_extra(failed, submission, scenario, jobs)
+        else:
+            cause = "" if has_crashed else explain_freed(failed, jobs)
+        return cause or CRASHED * has_crashed
     if failed.verdict.hypothesis in ("usual for mismatch", "usual for deadlock"):
         return explain_skips(submission, scenario, jobs)
     return ""
@@ -269,13 +304,43 @@ def find_wrong_group(records, jobs):
     return ""
 
 
-def explain_freed(failed, submission, scenario, jobs):
-    """Return why a rank used a freed weight, if it is the root's or an evaluation freed it."""
-    if any(job.get("extra") for job in jobs[0]):
-        return FREED_BETWEEN if succeeds(submission, scenario, jobs, lambda *_: {"extra": False}) else ""
+def explain_freed(failed, jobs):
+    """Return why a rank used a freed weight, if it is the root's."""
     rank, shape = failed.verdict.rank, re.search(r"sizes \[([\d, ]+)\]", failed.verdict.message)
     is_forward = failed.events[rank][-1]["phase"] == "forward"
     return ROOT_FREED if is_forward and shape and is_late_root(shape[1], jobs[rank]) else ""
+
+
+def explain_extra(failed, submission, scenario, jobs):
+    """Return why a rank used a freed weight, if one of a step's extra forwards alone is enough for it."""
+    if not succeeds(submission, scenario, jobs, lambda *_: {"extra": ()}):
+        return ""
+    for kind, what in (("evaluated before", "an evaluation"), ("discarded", "a discarded forward")):
+        if not succeeds(submission, scenario, jobs, lambda *_, kind=kind: {"extra": (kind,)}):
+            return AFTER_OTHER.format(what)
+    between = {"extra": ("evaluated between",)}
+    if succeeds(submission, scenario, jobs, lambda *_: between):
+        return ""
+    always = between | {"arguments": {"reshard_after_forward": True}}
+    if succeeds(submission, scenario, jobs, lambda *_: always):
+        return UNITS_BETWEEN
+    has_gathered = any(x.op == "all_gather" for own in failed.events for x in launches(own, phase="backward"))
+    return ROOT_BETWEEN if has_gathered else FORGOTTEN_BACKWARD
+
+
+def explain_in_flight(failed):
+    """Return why a tensor was freed while a launch was in flight, if this launch was an all-gather."""
+    waits = [event["index"] for event in failed.events[failed.verdict.rank] if event["kind"] == "wait"]
+    launched = {launch.index: launch.op for launch in launches(failed.events[failed.verdict.rank])}
+    return FREED_IN_FLIGHT if waits and launched.get(waits[-1]) == "all_gather" else ""
+
+
+def explain_forgotten(forgotten):
+    """Return why a rank that skips units never waits for these launches."""
+    ops = {launch.op for launch in forgotten}
+    if ops == {"all_gather"}:
+        return FREED_IN_FLIGHT
+    return UNAWAITED["reduce_scatter"] if ops == {"reduce_scatter"} else ""
 
 
 def is_late_root(shape, jobs):
@@ -318,11 +383,19 @@ def explain_alive(alive, unit, direction, prefetch, after):
     return TOO_FAR if max(distances) > prefetch else NOT_FREED
 
 
-def explain_volume(got, expected):
-    """Return why a step launches other collectives than expected."""
+def explain_volume(got, expected, passes, is_crossed):
+    """Return why a step launches other collectives than expected. All its `passes` except the last are in no_sync.
+
+    If `is_crossed`, the forward of the last pass was in no_sync, but the backward was not. In earlier steps, both were
+    outside, and everything was reduced.
+    """
     counts = {op: len(got.get(op, [])) - len(numels) for op, numels in expected.items()}
+    if is_crossed and "reduce_scatter" not in got:
+        return READ_EARLY
     if counts["reduce_scatter"] > 0:
-        return REDUCED_AGAIN
+        return REDUCED_AGAIN * (passes > 1)
+    if Counter(got.get("reduce_scatter")) < Counter(expected["reduce_scatter"]):
+        return NEVER_REDUCED
     return GATHERED_AGAIN if counts["all_gather"] > 0 else ""
 
 
@@ -357,10 +430,32 @@ def is_close(got, value):
     return abs(got - value) <= 1e-5 * value
 
 
-def explain_accumulated(events, step):
-    """Return why full gradients are not in p.grad after a backward in no_sync."""
+def explain_accumulated(events, step, crossed):
+    """Return why full gradients are not in p.grad after a backward in no_sync.
+
+    In step `crossed`, forward was outside no_sync. In earlier steps, it was inside, and full gradients were in p.grad.
+    """
     is_reduced = any(launch.op == "reduce_scatter" for launch in find_no_sync_launches(events, step))
-    return REDUCED_EARLY if is_reduced else NOT_KEPT
+    if is_reduced:
+        return READ_EARLY if step == crossed else REDUCED_EARLY
+    return NOT_KEPT
+
+
+def explain_missing(launched, expected):
+    """Return why shards have no gradient after a step with these launches, of which `expected` should be reductions."""
+    return NO_ZEROS if sum(launch.op == "reduce_scatter" for launch in launched) >= expected else NEVER_REDUCED
+
+
+def explain_reduced(reduced, case):
+    """Return why a step reduces flat tensors with these numbers of elements."""
+    trainable, frozen = (
+        Counter(layout["numel"] for unit in lay_out(case, trainable=kind) for layout, _ in unit.values())
+        for kind in (True, False)
+    )
+    surplus, missing = Counter(reduced) - trainable, trainable - Counter(reduced)
+    if surplus and not missing and surplus <= frozen:
+        return FROZEN_REDUCED
+    return NEVER_REDUCED if missing and not surplus else ""
 
 
 def explain_entry(got, expected, shards):

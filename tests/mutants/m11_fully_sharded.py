@@ -28,6 +28,12 @@ OWN_PART = "self.full.chunk(size)[rank].clone(), self.params[0].requires_grad)\n
 GATHER = "self.handle = all_gather(self.full, self.shard.detach(), self.process_group, async_op=True)\n"
 RESIZED = "self.full.untyped_storage().resize_(self.full.nbytes)\n"
 FREE = "self.full.untyped_storage().resize_(0)\n"
+GATHER_AND_FREE = f"""{RESIZED}        {GATHER}        ### END SOLUTION
+
+    def free(self) -> None:
+        \"""Release the memory of `full`. A second call does nothing. No all-gather may be in flight.\"""
+        ### BEGIN SOLUTION part (e)
+        {FREE}"""
 MOVED = "                view.copy_(parameter.grad)\n                parameter.grad = None\n"
 ADDED = "self.grad_part if self.shard.grad is None else self.shard.grad.add_(self.grad_part)\n"
 STAYS = "if self.is_backward or (unit != 0 and self.reshard_after_forward):\n"
@@ -158,6 +164,26 @@ SHARD_MISTAKES = [
         "the storage is replaced",
     ),
     Mutant(
+        "parameters emptied instead of freed",
+        FREE,
+        FREE + "        for parameter in self.params:\n            parameter.data = parameter.data.new_empty(0)\n",
+        (VIEWS,),
+        "the storage is replaced",
+    ),
+    Mutant(
+        "views made again from parameters that are emptied",
+        GATHER_AND_FREE,
+        GATHER_AND_FREE.replace(
+            GATHER,
+            "for parameter, view in zip(self.params, self.make_views(self.full)):\n"
+            "            parameter.data = view\n"
+            f"        {GATHER}",
+        )
+        + "        for parameter in self.params:\n            parameter.data = parameter.data.new_empty(0)\n",
+        (VIEWS,),
+        "the parameter lost its shape",
+    ),
+    Mutant(
         "parameters get other storages in the constructor",
         "parameter.data = view.copy_(parameter.data)\n",
         "view.copy_(parameter.data)\n            parameter.data = parameter.data.clone()\n",
@@ -166,6 +192,13 @@ SHARD_MISTAKES = [
     ),
     Mutant("gradients summed", "dist.ReduceOp.AVG", "dist.ReduceOp.SUM", (GRADIENTS,), "not divided by the group size"),
     Mutant("the shard's gradient overwritten", ADDED, "self.grad_part\n", (GRADIENTS,), "replaces shard.grad"),
+    Mutant(
+        "averages added only to an existing gradient",
+        f"self.shard.grad = {ADDED}",
+        "self.shard.grad = None if self.shard.grad is None else self.shard.grad.add_(self.grad_part)\n",
+        (CLIPPING, GRADIENTS),
+        "part (g)",
+    ),
     Mutant(
         "the reduction not awaited",
         "        self.wait()\n        self.shard.grad",
@@ -285,6 +318,19 @@ WRAPPER_MISTAKES = [
         "`begin_backward` must leave its reduce actions out",
     ),
     Mutant(
+        "no_sync read in forward",
+        "            self.awaits_backward = True\n",
+        "            self.awaits_backward = True\n"
+        "            is_reduced, begin = self.require_grad_sync, type(self).begin_backward\n\n"
+        "            def begin_backward():\n"
+        "                before, self.require_grad_sync = self.require_grad_sync, is_reduced\n"
+        "                begin(self)\n"
+        "                self.require_grad_sync = before\n\n"
+        "            self.begin_backward = begin_backward\n",
+        (ACCUMULATION,),
+        "reads the flag of no_sync during forward",
+    ),
+    Mutant(
         "a backward in no_sync not completed",
         "        self.reach(None)\n        self.is_backward = False\n",
         "        self.schedule.clear()\n        self.is_backward = False\n",
@@ -313,6 +359,13 @@ WRAPPER_MISTAKES = [
         (CLIPPING,),
         "without squaring them",
     ),
+    Mutant(
+        "only the shards of one dtype scaled",
+        "            grad.mul_(factor)\n",
+        "            grad.mul_(factor if grad.dtype == grads[0].dtype else 1.0)\n",
+        (CLIPPING,),
+        "the gradients of all shards",
+    ),
     Mutant("small gradients scaled up", ".clamp(max=1.0)", "", (CLIPPING,), "scaled up"),
     Mutant(
         "weights in another dtype",
@@ -337,11 +390,26 @@ WRAPPER_MISTAKES = [
     ),
     Mutant("frozen parameters reduced", HAS_GRADIENTS, HAS_GRADIENTS.partition("        if")[0], (FROZEN,), "frozen"),
     Mutant(
+        "only the first flat shard of each unit reduced",
+        "            else:\n                flat.start_reduce()\n",
+        "            elif flat is self.units[unit][0]:\n                flat.start_reduce()\n",
+        (FROZEN,),
+        "is not reduced in this step",
+    ),
+    Mutant(
+        "skipped units freed before the wait",
+        "            self.perform(action, index)\n            self.current",
+        "            if index not in (unit, 0):\n                self.free(index)\n"
+        "            self.perform(action, index)\n            self.current",
+        (SKIPPED,),
+        "freed while its all-gather is in flight",
+    ),
+    Mutant(
         "skipped units not awaited",
         "            self.perform(action, index)\n            self.current",
         "            if index in (unit, 0):\n                self.perform(action, index)\n            self.current",
         (SKIPPED,),
-        "on its way",
+        "freed while its all-gather is in flight",
     ),
     Mutant(
         "skipped units never reduced",
@@ -356,7 +424,28 @@ WRAPPER_MISTAKES = [
         "elif not self.awaits_backward:",
         "else:",
         (BETWEEN,),
-        "an evaluation must not free",
+        "an evaluation must not free the root",
+    ),
+    Mutant(
+        "an evaluation frees units that stay for backward",
+        STAYS,
+        STAYS.replace("self.reshard_after_forward)", "(self.reshard_after_forward or not torch.is_grad_enabled()))"),
+        (BETWEEN,),
+        "an evaluation must not free any unit",
+    ),
+    Mutant(
+        "an evaluation forgets that a backward is due",
+        "elif not self.awaits_backward:",
+        "else:\n            self.awaits_backward = False",
+        (BETWEEN,),
+        "the backward is still due",
+    ),
+    Mutant(
+        "the root stays after an evaluation",
+        "for unit in range(len(self.units)):\n",
+        "for unit in range(1, len(self.units)):\n",
+        (BETWEEN,),
+        "an evaluation has no backward",
     ),
 ]
 MUTANTS = UNIT_MISTAKES + SCHEDULE_MISTAKES + SHARD_MISTAKES + WRAPPER_MISTAKES

@@ -1,5 +1,6 @@
 """Functions that the ranks run in the checks of module 11. The expected values use the same trees of modules."""
 
+import contextlib
 import random
 from typing import Any
 
@@ -128,6 +129,11 @@ def list_alive(model: nn.Module) -> list[str]:
     return [name for name, p in model.named_parameters() if p.untyped_storage().nbytes()]
 
 
+def list_gradients(model: nn.Module) -> list[str]:
+    """Return the names of the parameters that have a gradient."""
+    return [name for name, p in model.named_parameters() if p.grad is not None]
+
+
 def cast_layers(job: dict, model: nn.Module) -> None:
     """Give every second parameter the dtype job["cast"], if it is set."""
     for parameter in list(model.parameters())[:: 2 if "cast" in job else 10**6]:
@@ -189,14 +195,14 @@ def measure(jobs: list[dict]) -> list[dict]:
             boundaries.known = list(ddp.shards()) + [shard.grad for shard in ddp.shards()]
             compute_loss(ddp, cut(last)).backward()
             ddp.finish_grad_sync()
-            after = list_alive(model)
+            after, whole = list_alive(model), list_gradients(model)
         bare = edge_case_models.build(job["model"], job["sizes"], job["state"], job["dtype"]).to(device())
         with LiveMemory() as memory:
             alone = Boundaries(bare, memory)
             for parameter in bare.parameters():
                 parameter.register_post_accumulate_grad_hook(drop)
             compute_loss(bare, cut(last)).backward()
-        results.append({"boundaries": boundaries.entries, "after": after, "bare": alone.entries})
+        results.append({"boundaries": boundaries.entries, "after": after, "whole": whole, "bare": alone.entries})
     return results
 
 
@@ -244,8 +250,9 @@ def train(jobs: list[dict]) -> list[dict]:
     """Train with each job. Its steps have the numbers from job["first_step"] on.
 
     A job may have: "load", a state dict; "clip", the largest norm; "finish_each", to call finish_grad_sync after
-    each micro-batch; "zero", "ddp" or "optimizer"; "extra", to run more forwards before the last forward, and
-    between it and its backward; "interrupted", a step in which exceptions end the no_sync blocks; "drop", to accumulate
+    each micro-batch; "zero", "ddp" or "optimizer"; "extra", names from EXTRA, to run more forwards before the last
+    forward, and between it and its backward; "interrupted", a step in which exceptions end the no_sync blocks;
+    "crossed", a step in which either a forward or its backward is inside no_sync, but not both; "drop", to accumulate
     gradients that are then cleared.
     """
     return [train_one(job) for job in jobs]
@@ -262,24 +269,33 @@ def train_one(job: dict) -> dict:
         ddp.full_state_dict()
     shards = list(ddp.shards())
     optimizer = OPTIMIZERS[job["optimizer"]](shards)
-    results: dict[str, list] = {"gradients": [], "norms": [], "alive": [], "whole": [], "accumulated": []}
+    keys = ("gradients", "missing", "norms", "clipped", "alive", "whole", "accumulated", "evaluated")
+    results: dict[str, list] = {key: [] for key in keys}
     for step in range(len(job["batches"])):
         recording.note("step", step=job.get("first_step", 0) + step)
         take_gradients(job, step, ddp, model, optimizer, results)
+        missing = [number for number, shard in enumerate(shards) if shard.grad is None]
         if step == 0:
-            results["gradients"].append([None if shard.grad is None else shard.grad.clone() for shard in shards])
+            results["gradients"].append(copy_gradients(shards))
+        results["missing"].append(missing)
         results["alive"].append(list_alive(model))
-        results["whole"].append([name for name, p in model.named_parameters() if p.grad is not None])
-        if "clip" in job:
+        results["whole"].append(list_gradients(model))
+        if "clip" in job and not missing:
             with phase("clip"):
                 norm = ddp.clip_grad_norm_(job["clip"])
             results["norms"].append((float(norm), norm.dtype if isinstance(norm, Tensor) else None))
+            if step == 0:
+                results["clipped"].append(copy_gradients(shards))
         with phase("step"):
             optimizer.step()
     recording.note("step", step=None)
     with phase("checkpoint"):
         state = ddp.full_state_dict()
     return results | {"weights": state, "numels": [shard.numel() for shard in shards]}
+
+
+def copy_gradients(shards: list[Tensor]) -> list[Tensor | None]:
+    return [None if shard.grad is None else shard.grad.clone() for shard in shards]
 
 
 def take_gradients(job: dict, step: int, ddp: nn.Module, model: nn.Module, optimizer: Any, results: dict) -> None:
@@ -294,22 +310,53 @@ def take_gradients(job: dict, step: int, ddp: nn.Module, model: nn.Module, optim
             forward_backward(ddp, batch)
             ddp.finish_grad_sync()
         return
-    accumulate(ddp, batches[:-1], step == job.get("interrupted"))
-    results["accumulated"].append([name for name, p in model.named_parameters() if p.grad is not None])
-    if job.get("extra"):
-        look_around(ddp, batches[0])
+    is_crossed = step == job.get("crossed")
+    if is_crossed:
+        for batch in batches[:-1]:
+            cross_no_sync(ddp, batch, is_reduced=False)
+    else:
+        accumulate(ddp, batches[:-1], step == job.get("interrupted"))
+    results["accumulated"].append(list_gradients(model))
+    if is_crossed:
+        cross_no_sync(ddp, batches[-1], is_reduced=True)
+    elif extra := job.get("extra"):
+        results["evaluated"].append(look_around(ddp, model, batches[0], extra))
         loss = compute_loss(ddp, move_to_device(batches[-1]))
-        with torch.no_grad():
-            compute_loss(ddp, move_to_device(batches[0]))
-        loss.backward()
+        if "evaluated between" in extra:
+            evaluate(ddp, batches[0])
+        with recording.record_backward(loss):
+            loss.backward()
     else:
         forward_backward(ddp, batches[-1])
     with phase("finish"):
         ddp.finish_grad_sync()
 
 
-def look_around(ddp: nn.Module, batch: dict) -> None:
-    """Evaluate a batch, then run a forward whose output is not used."""
+EXTRA = ("evaluated before", "discarded", "evaluated between")  # before the last forward, and before its backward
+
+
+def look_around(ddp: nn.Module, model: nn.Module, batch: dict, extra: tuple[str, ...]) -> list[str]:
+    """Run those forwards of `extra` that come first. Return which parameters have memory after the evaluation."""
+    alive = []
+    if "evaluated before" in extra:
+        evaluate(ddp, batch)
+        alive = list_alive(model)
+    if "discarded" in extra:
+        compute_loss(ddp, move_to_device(batch))
+    return alive
+
+
+def evaluate(ddp: nn.Module, batch: dict) -> None:
+    """Run a forward without gradients."""
     with torch.no_grad():
         compute_loss(ddp, move_to_device(batch))
-    compute_loss(ddp, move_to_device(batch))
+
+
+def cross_no_sync(ddp: nn.Module, batch: dict, is_reduced: bool) -> None:
+    """Run a forward inside no_sync and its backward outside (`is_reduced`), or the other way round."""
+    contexts = (ddp.no_sync, contextlib.nullcontext)
+    around_forward, around_backward = contexts if is_reduced else contexts[::-1]
+    with around_forward(), phase("forward"):
+        loss = compute_loss(ddp, move_to_device(batch))
+    with around_backward(), recording.record_backward(loss):
+        loss.backward()
