@@ -30,13 +30,14 @@ from rich.table import Table
 
 from brigade.course.modules import MODULES, ROOT, CourseError, get_module
 from brigade.lab.bench import Bench, load_json
-from brigade.lab.ladder import TORCH_DDP, TORCH_ZERO, get_variant
+from brigade.lab.ladder import TORCH_DDP, TORCH_FSDP, TORCH_ZERO, get_variant
 
-MODULE_S, TWO_MODULES_S, CHECKS_S, DEMO_S = 4.5, 10.0, 25.0, 60.0
+MODULE_S, LONG_MODULE_S, CORE_S, DEMO_S = 3.0, 6.0, 15.0, 60.0
+LONG = (8, 11)  # modules with about twice as many checks as the others
 BUCKETED = (4, 5, 6, 7)  # modules with the same buckets as torch DDP
-ZERO = 8  # compared with torch's ZeroRedundancyOptimizer; module 8 is two modules in one, with 12 checks
-BUCKETED_RATIO, ZERO_RATIO = 1.05, 0.85
-BENCH = "brigade bench --comm-ratio 0.8 --target solutions"
+ZERO, PREFETCHED, FULLY_SHARDED = 8, 9, 11
+BUCKETED_RATIO, ZERO_RATIO, PREFETCHED_RATIO, FULLY_SHARDED_RATIO = 1.00, 0.85, 0.95, 1.00
+BENCH = "brigade bench --modules 4-9,11 --comm-ratio 0.8 --target solutions"
 LEFT_COMMAND = "brigade check 5 --target solutions"  # the command that is killed
 GONE_WITHIN_S = 15.0  # after the kill; the fork server needs some time to notice it
 
@@ -62,10 +63,12 @@ def make_promise(figure: str, command: str, limit: float, values: Sequence[float
 
 
 def make_ladder_promises(benches: Sequence[Bench]) -> list[Promise]:
-    """Return the promises on step times, relative to torch's in the same rounds, and on module 8's optimizer state."""
-    zero = get_variant(get_module(ZERO)).label
+    """Return the promises on step times, relative to others in the same rounds, and on module 8's optimizer state."""
+    zero, prefetched, fully_sharded = (get_variant(get_module(n)).label for n in (ZERO, PREFETCHED, FULLY_SHARDED))
     wanted = [(get_variant(get_module(n)).label, TORCH_DDP.label, BUCKETED_RATIO) for n in BUCKETED]
     wanted.append((zero, TORCH_ZERO.label, ZERO_RATIO))
+    wanted.append((prefetched, zero, PREFETCHED_RATIO))
+    wanted.append((fully_sharded, TORCH_FSDP.label, FULLY_SHARDED_RATIO))
     rows = []
     for label, base, limit in wanted:
         values = [median(bench.ladder.compute_ratios(bench.ladder.get_measurement(label), base)) for bench in benches]
@@ -174,10 +177,10 @@ def measure_all(repetitions: int, on_stage: Callable[[str], None]) -> list[Promi
     for entry in MODULES:
         on_stage(f"checks of module {entry.number}")
         command = f"brigade check {entry.number} --target solutions"
-        limit_s = TWO_MODULES_S if entry.number == ZERO else MODULE_S
+        limit_s = LONG_MODULE_S if entry.number in LONG else MODULE_S
         rows.append(time_command(f"checks of module {entry.number}", command, limit_s, repetitions))
-    on_stage("all checks")
-    rows.append(time_command("all graded checks", "brigade check --target solutions", CHECKS_S, repetitions))
+    on_stage("all core checks")
+    rows.append(time_command("all core checks", "brigade grade --submission solutions", CORE_S, repetitions))
     on_stage("the demo")
     rows.append(time_command("make demo", "python -m brigade.cli.demo", DEMO_S, 1))
     on_stage(f"{repetitions} benches")

@@ -7,9 +7,9 @@ import promises
 import pytest
 from promises import make_ladder_promises, make_left_promise, make_promise
 
-from brigade.course.modules import ROOT
+from brigade.course.modules import ROOT, get_module
 from brigade.lab.bench import Bench
-from brigade.lab.ladder import TORCH_DDP, TORCH_ZERO, Ladder, Measurement, Workload, get_course_variants
+from brigade.lab.ladder import TORCH_DDP, TORCH_FSDP, TORCH_ZERO, Ladder, Measurement, Workload, get_variant
 
 
 def make_measurement(label, step_s=0.1, state=100):
@@ -20,9 +20,9 @@ def make_measurement(label, step_s=0.1, state=100):
 
 
 def make_bench(**changes):
-    """Return a bench of equal variants, except for module 8 and `changes`: arguments by label (with _ for spaces)."""
-    changes = {"8_ZeroOptimizer": {"step_s": 0.08}} | changes
-    variants = [*get_course_variants(), TORCH_DDP, TORCH_ZERO]
+    """Return a bench of equal variants, except for modules 8, 9 and `changes` (by label, with _ for spaces)."""
+    changes = {"8_ZeroOptimizer": {"step_s": 0.08}, "9_PrefetchedZeroOptimizer": {"step_s": 0.07}} | changes
+    variants = [*map(get_variant, map(get_module, (4, 5, 6, 7, 8, 9, 11))), TORCH_DDP, TORCH_ZERO, TORCH_FSDP]
     found = [
         make_measurement(variant.label, **changes.get(variant.label.replace(" ", "_"), {})) for variant in variants
     ]
@@ -37,7 +37,7 @@ def test_the_median_counts():
 
 
 def test_short_times_hold_and_longer_ones_do_not():
-    assert [row.is_kept for row in make_ladder_promises([make_bench()] * 3)] == [True] * 6
+    assert [row.is_kept for row in make_ladder_promises([make_bench()] * 3)] == [True] * 8
     slow = make_bench(**{"5_BufferedDDP": {"step_s": 0.107}, "8_ZeroOptimizer": {"step_s": 0.09}})
     rows = make_ladder_promises([slow, slow, make_bench()])
     assert [row.figure for row in rows if not row.is_kept] == [
