@@ -66,7 +66,7 @@ def test_ring_reduce_scatter(submission):
 
 @pytest.mark.points(2)
 def test_ring_all_gather(submission):
-    """Every rank gets chunk r from rank r. Each rank sends N − 1 messages, all to the next rank of the ring."""
+    """Every rank gets each chunk r from rank r. Each rank sends N − 1 messages, all to the next rank of the ring."""
     for group, tensors, results in run(submission, "ring_all_gather"):
         for step in range(len(tensors)):
             shards = [split(tensors[step][rank], len(group))[i] for i, rank in enumerate(group)]
@@ -283,7 +283,7 @@ def format_messages(peers, side):
 def describe_rows(rows, batch):
     """Return what shard_batch returned, in words."""
     if not isinstance(rows, torch.Tensor):
-        return "shard_batch returned no tensor"
+        return "shard_batch did not return a tensor"
     return f"shard_batch returned a tensor of shape {tuple(rows.shape)}" + (
         " with other rows" if rows.shape[1:] == batch.shape[1:] else ""
     )
@@ -292,5 +292,5 @@ def describe_rows(rows, batch):
 def describe_view(view):
     """Return what ring_reduce_scatter returned, in words."""
     if not view:
-        return "ring_reduce_scatter returned no view of the tensor"
+        return "ring_reduce_scatter did not return a view of the tensor"
     return f"ring_reduce_scatter returned elements {view[0]}:{view[0] + view[1]}"

@@ -130,7 +130,7 @@ def test_coalesce_refuses_mixtures(submission):
                 )
             expect(
                 not launched,
-                f"a coalesce block with {label} ends with an exception and launches nothing",
+                f"a coalesce block that contains {label} raises an exception and launches nothing",
                 f"the block made {summarize(launched)}",
                 partial(diagnosis.explain_launch_after_error, compared),
                 rank=rank,
@@ -253,7 +253,7 @@ def test_launches_and_volume(submission):
 
 @pytest.mark.points(2)
 def test_groups_overlap_with_backward(submission):
-    """Each group is launched once complete and before the next one is. Backward does not immediately wait for it."""
+    """Backward launches each complete group before the next group is complete, and does not wait for it immediately."""
     for world, is_uneven in zip(submission.worlds(2, 3), (False, True)):
         case = submission.case("Plain", world, hidden_layers=6, steps=2)
         buckets_per_group = choose_uneven(case, world) if is_uneven else 1

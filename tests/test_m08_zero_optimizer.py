@@ -221,7 +221,7 @@ def test_sharded_groups_and_schedulers(submission):
 @pytest.mark.parts("8a, part (e): clipping")
 @pytest.mark.points(1)
 def test_sharded_clipping(submission):
-    """clip_grad_norm_ returns the norm over all gradients and clips by it. After that, step does not reduce again."""
+    """clip_grad_norm_ returns the norm of all gradients and clips them by it. Then step does not reduce them again."""
     for world, hidden, groups in zip(submission.worlds(3, 4), (1, 0), ([[0, 1, 2]], [[1, 2, 3], [0]])):
         groups = groups if world > 1 else [[0]]
         max_norm = submission.rng.uniform(0.02, 0.1)
@@ -436,7 +436,7 @@ def test_zero_groups_and_schedulers(submission):
 
 @pytest.mark.points(2)
 def test_zero_clipping(submission):
-    """clip_grad_norm_ returns the norm over all gradients and clips by it. NaN and infinity reach every rank."""
+    """clip_grad_norm_ returns the norm of all gradients and clips them by it. NaN and infinity reach every rank."""
     steps = 10
     for world, model in zip(submission.worlds(2, 3), ("Frozen", "Tied")):
         # Gradients are large, so the 1e-6 that torch adds to a norm does not matter.

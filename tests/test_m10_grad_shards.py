@@ -252,7 +252,7 @@ def expect_bounded_launches(launched, buckets, max_live, ready, rank, step):
     late = [launch for launch in launched[:-1] if launch.phase != "backward"]
     expect(
         not late,
-        f"a bucket is launched when its last gradient is ready, in backward{setting}",
+        f"during backward, each bucket is launched when its last gradient is ready{setting}",
         f"{len(late)} of {len(launched)} buckets were launched in {join_names(sorted({x.phase for x in late}))}",
         partial(diagnosis.explain_late, launched),
         rank=rank,

@@ -126,7 +126,7 @@ class Reordered(Plain):
 
 
 class Block(nn.Module):
-    """A residual block of a norm and two layers."""
+    """A residual block with a norm and two linear layers."""
 
     def __init__(self, width: int, hidden: int):
         super().__init__()

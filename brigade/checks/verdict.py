@@ -100,7 +100,7 @@ def make_not_run(reason: str) -> Verdict:
 
 
 class CheckFailed(AssertionError):
-    """The exception that a failing check raises. `events` contains the record of each rank, if a rank failed."""
+    """The exception that a failing check raises. If a rank failed, `events` contains each rank's record."""
 
     def __init__(self, verdict: Verdict, events: Sequence[Sequence[dict[str, Any]]] = ()):
         super().__init__(verdict)

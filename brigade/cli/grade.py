@@ -44,7 +44,7 @@ def add_grade_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="with --class: write each student's results to this directory, as text and as a web page",
     )
-    memory = "with --class: the memory in GB that all gradings may use together (default: 4)"
+    memory = "with --class: the memory in GB that all grading runs may use together (default: 4)"
     add_number(parser, "--memory-gb", ABOVE_ZERO, default=4.0, metavar="N", help=memory)
     parser.add_argument("--out", metavar="FILE", help="the results file (default: print to the terminal)")
     parser.add_argument(
@@ -76,7 +76,7 @@ def add_grade_arguments(parser: argparse.ArgumentParser) -> None:
         "for checks that fail, the reference (auto, the default)",
     )
     parser.add_argument(
-        "--seed", type=int, metavar="N", help="repeat the random cases of the grading that used this seed"
+        "--seed", type=int, metavar="N", help="repeat the random cases of the grading run that used this seed"
     )
     parser.add_argument("--backend", default="gloo", choices=("gloo", "nccl"), help="the backend (default: gloo)")
     parser.add_argument("--share-gpu", action="store_true", help="put several NCCL ranks on one GPU")
@@ -249,7 +249,7 @@ def run_class(options: argparse.Namespace, entries: Sequence[Module], console: C
     table = identified.table
     report = Console(highlight=False, soft_wrap=True, markup=False)
     kept = len(everyone) - len(waiting)
-    report.print(f"{len(everyone)} submissions, {kept} of them unchanged since an earlier grading: {gradebook}")
+    report.print(f"{len(everyone)} submissions, {kept} of them unchanged since an earlier grading run: {gradebook}")
     for name in others:
         report.print(f"  ignored, because it is neither a directory nor an archive: {name}")
     if feedback:

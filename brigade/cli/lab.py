@@ -110,7 +110,7 @@ def run_bench(options: argparse.Namespace) -> int:
 def run_bench_on_ranks(options: argparse.Namespace) -> int:
     """Run the benchmark. Return the exit status: 1 if a variant trains differently from one process, else 0.
 
-    Raise the exceptions of `ladder.run_benchmark`.
+    Raise what `ladder.run_benchmark` raises.
     """
     from brigade.lab import ladder, plots, torchrun
     from brigade.lab.bench import (
@@ -156,7 +156,7 @@ def compare(
 ) -> Bench:
     """Measure the variants, print the tables and the remarks, and return the results.
 
-    `how` contains arguments of `ladder.run_benchmark`. Raise the exceptions of that function.
+    `how` contains arguments of `ladder.run_benchmark`. Raise what that function raises.
     """
     from brigade.lab import ladder, plots, torchrun
     from brigade.lab.bench import Bench, estimate_seconds
@@ -211,7 +211,9 @@ def write_entry(options: argparse.Namespace) -> int:
         if names := failed[entry.number]:
             console.print(f"Module {entry.number} is left out because it fails these checks: {', '.join(names)}.")
     if not passing:
-        raise CourseError("no module from 4 on passes all its checks, so there is nothing to enter")
+        raise CourseError(
+            "no module from 4 to 11 passes all its checks, so there is nothing to enter in the leaderboard"
+        )
     console.print(f"All checks pass in modules {', '.join(str(entry.number) for entry in passing)}.")
     variants = ladder.add_torch_variants([ladder.get_variant(entry) for entry in passing])
     how = {"world_size": entries.WORLD_SIZE, "backend": entries.BACKEND, "deadline": options.deadline}
@@ -384,7 +386,7 @@ def run_trace(options: argparse.Namespace) -> int:
         console.print(f"{shown.label}: a step of {shown.lengths}, {shown.count}")
         if num_unwaited := sum(collective.waited_ms is None for collective in shown.launched):
             missed = describe_missed(num_unwaited, len(shown.launched), "collective", "the")
-            console.print(f"  The code does not wait for {missed} on all ranks")
+            console.print(f"  Across all ranks, the code does not wait for {missed}")
     console.print(timelines[0].link_text)
     console.print(f"{shorten(files['png'])}  the picture", markup=False)
     console.print(f"{shorten(files['html'])}  the timeline as an interactive page", markup=False)

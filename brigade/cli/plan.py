@@ -36,7 +36,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
     ranks = f"the number of data-parallel ranks, 1 to {MAX_RANKS} (default: 8)"
     add_number(parser, "--dp", RANKS, default=8, metavar="N", help=ranks)
-    add_number(parser, "--tokens", TOKENS, default=4096, metavar="N", help="tokens per rank and step (default: 4096)")
+    add_number(parser, "--tokens", TOKENS, default=4096, metavar="N", help="tokens per rank per step (default: 4096)")
     add_number(
         parser,
         "--bucket-mb",
@@ -62,7 +62,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     add_number(parser, "--bandwidth-gbps", ABOVE_ZERO, metavar="X", help=rate)
     latency = "the latency of each message in microseconds (default: the latency of --link)"
     add_number(parser, "--latency-us", NOT_NEGATIVE, metavar="X", help=latency)
-    peak = "the peak rate of a rank's device in TFLOPS (default: an H100 with 67 in fp32 or 989.4 in bf16; "
+    peak = "the peak rate of a rank's device in TFLOPS (default: that of an H100, 67 in fp32 or 989.4 in bf16; "
     peak += "for TF32, pass 494.7)"
     add_number(parser, "--tflops", ABOVE_ZERO, metavar="X", help=peak)
     part = f"the fraction of the peak that computation reaches (default: {UTILISATION})"
@@ -128,7 +128,7 @@ def run_plan(options: argparse.Namespace) -> int:
     if options.dtype == "bf16":
         assumptions.append(
             "In bf16, modules 5 to 8 accumulate and reduce gradients in fp32, and module 8's ZeroOptimizer keeps fp32 "
-            "main parameters. Everything else, including the optimizer state, is in bf16, which saves memory and loses "
+            "main parameters. Everything else, including the optimizer state, is in bf16, which saves memory but loses "
             "precision."
         )
     assumptions += [f"Not planned: {item}." for item in missing]

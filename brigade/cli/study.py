@@ -55,7 +55,7 @@ def run_hint(options: argparse.Namespace) -> int:
     part = (options.part or find_unwritten_part(entry)).strip("()").lower()
     if not part:
         example = f"`brigade hint {entry.number} {parts[0]}`"
-        raise CourseError(f"all parts of module {entry.number} are written: name a part, as in {example}")
+        raise CourseError(f"you have already written all parts of module {entry.number}: name one, as in {example}")
     if part not in parts:
         raise CourseError(f"module {entry.number} has no part {part}; its parts are {', '.join(parts)}")
     hints = [f"{step.splitlines()[0]}\n\n{about}" for step in steps if (about := extract_part(step, part))]

@@ -169,7 +169,7 @@ def make_points_remark(entry: Module, root: Path) -> str:
     """Return the points of a module's written questions in parentheses, or "" if it has none."""
     points = written.count_points([entry], root)
     answers = f"lessons/{entry.package}/{written.ANSWERS}"
-    return f" ({written.format_points(points)}), answered in [{written.ANSWERS}]({answers})" if points else ""
+    return f" ({written.format_points(points)}): write your answers in [{written.ANSWERS}]({answers})" if points else ""
 
 
 def format_table(headings: Iterable[object], rows: Iterable[Iterable[object]]) -> str:

@@ -27,7 +27,7 @@ from brigade.grade.gradebook import Row, format_csv
 from brigade.grade.roster import Identified, Person
 from brigade.grade.static_look import HEADING
 
-GRADING_BYTES = 1_000_000_000  # memory for one grading with four ranks: 0.7 GB measured, plus a margin
+GRADING_BYTES = 1_000_000_000  # memory for one grading run with four ranks: 0.7 GB measured, plus a margin
 TRIES = 2  # attempts, if a grader is killed
 END_S = 20.0  # limit for a grader to clean up
 CODE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)

@@ -73,13 +73,13 @@ def format_written_points(grading: Grading) -> str:
 
 
 def list_remarks(grading: Grading) -> list[str]:
-    """Return remarks on an incomplete grading, and the grading's notes."""
+    """Return remarks on an incomplete grading run, and the notes of the run."""
     lines = []
     if left := grading.count_unfinished():
-        lines.append(f"The grading {UNFINISHED}: {left} of {len(grading.outcomes)} checks have not run.")
+        lines.append(f"The grading run {UNFINISHED}: {left} of {len(grading.outcomes)} checks have not run.")
     elif not grading.finished:
         lines.append(
-            f"The grading {UNFINISHED}: not all failed checks were repeated with the reference's earlier modules."
+            f"The grading run {UNFINISHED}: not all failed checks were repeated with the reference's earlier modules."
         )
     return [*lines, *map(make_printable, grading.notes)]
 
@@ -110,12 +110,12 @@ def make_printable(text: str) -> str:
 
 
 def format_json(grading: Grading) -> str:
-    """Return the complete grading as JSON."""
+    """Return the complete results of a grading run as JSON."""
     return json.dumps(encode_grading(grading), indent=2) + "\n"
 
 
 def encode_grading(grading: Grading) -> dict[str, Any]:
-    """Return the complete grading as a dict that JSON can represent."""
+    """Return the complete results of a grading run as a JSON-serializable dict."""
     return {
         "score": grading.score,
         "max_score": grading.max_score,

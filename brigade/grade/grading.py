@@ -1,6 +1,6 @@
 """Run all graded checks on one submission and keep the score.
 
-The maximum score is known before anything runs. The grading contains every check of the requested modules from the
+The maximum score is known before anything runs. A grading run contains every check of the requested modules from the
 start, with zero points and the words "did not finish". A check keeps this result until it has run or is skipped.
 """
 
@@ -38,12 +38,12 @@ def grade(
 ) -> Grading:
     """Grade the modules of `target`. Call `on_change` with the grading before the first check and after each check.
 
-    `on_change` may raise OSError after a check, for example if the disk is full. The grading then continues. Only
+    `on_change` may raise OSError after a check, for example if the disk is full. The grading run then continues. Only
     exceptions of the first and the last call propagate. With `prior` "auto", the earlier modules are the submission's
     own. If a check fails, and an earlier module does not pass all its checks, the check is repeated with the
     reference's earlier modules. So an error costs points only once.
     """
-    torch.set_num_threads(1)  # expected values are small, and several gradings may run in parallel
+    torch.set_num_threads(1)  # expected values are small, and several grading runs may be active in parallel
     grading = Grading([Outcome(check) for check in collect(entries)], seed, notes=list(notes))
     on_change(grading)
     Schedule(target, grading, prior, Conditions(seed, backend, share_gpu), total_s, on_change).run()
@@ -121,7 +121,7 @@ class Schedule:
             if source == "own" and self.choose_first_source(number) == "reference":
                 patience = 1  # an earlier module has stalled already
             if time.monotonic() >= self.ends_at:
-                self.skip(outcome, f"the grading has used up its time limit ({self.total_s:.0f} s)")
+                self.skip(outcome, f"the grading run has used up its time limit ({self.total_s:.0f} s)")
             elif self.count_timeouts(number, source) >= patience:
                 self.skip(outcome, f"module {number} was stopped: {patience} of its checks did not finish in time")
             elif time.monotonic() >= ends_at:

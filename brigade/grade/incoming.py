@@ -186,8 +186,8 @@ def format_names(names: Sequence[str]) -> str:
 def unpack(archive: Path, name: str) -> Iterator[Incoming]:
     """Unpack the module files in the best place of an archive, each up to the maximum size of a module.
 
-    Write them to a new directory, at their paths relative to that place. No other part of a path in an archive is ever
-    used.
+    Write them to a new directory, at their paths relative to that place. The rest of each path in the archive is
+    ignored.
     """
     with tempfile.TemporaryDirectory(prefix="brigade-zip-") as directory:
         try:

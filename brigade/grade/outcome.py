@@ -16,7 +16,7 @@ UNFINISHED = "did not finish"
 
 @dataclass
 class Grading:
-    """The state of the grading of one submission, which can be written to a results file at any time."""
+    """The state of one submission's grading run, which can be written to a results file at any time."""
 
     outcomes: list[Outcome]
     seed: int
@@ -51,5 +51,5 @@ class Grading:
 
 
 def make_empty_grading(entries: Sequence[Module], seed: int) -> Grading:
-    """Return a grading of these modules in which no check has run."""
+    """Return a grading run of these modules in which no check has run."""
     return Grading([Outcome(check) for entry in entries for check in list_checks(entry)], seed)

@@ -123,7 +123,7 @@ def tokenize_text(text: str) -> list[tuple[str, int]]:
 
 
 def find_runs(text: str) -> Runs:
-    """Return all runs of RUN tokens within each function, or in the whole text if it has none.
+    """Return all runs of RUN tokens within each function, or in the whole text if it contains no functions.
 
     Each run, as a hash, comes with its first MOST_PLACES places.
     """

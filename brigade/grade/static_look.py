@@ -141,7 +141,7 @@ class Finding:
 
 
 def look_at(target: Path, entries: Sequence[Module]) -> list[Finding]:
-    """List the findings in the modules of `target` that a grading of `entries` may import."""
+    """List the findings in the modules of `target` that a grading run of `entries` may import."""
     texts, findings = {}, []
     last = max((entry.number for entry in entries), default=0)
     for entry in MODULES:
@@ -217,7 +217,8 @@ def find_private_names(nodes: Sequence[ast.AST]) -> Iterator[str]:
 class FileLook:
     """The analysis of one file.
 
-    `paths` maps each node that starts at an import to its dotted name; `strings` maps nodes to constant strings.
+    `paths` maps the id of each node that refers to an imported name, such as `dist.all_reduce`, to its full dotted
+    name. `strings` maps the ids of nodes to the constant strings that they evaluate to.
     """
 
     def __init__(self, nodes: Sequence[ast.AST], own_private_names: set[str]):
@@ -240,7 +241,7 @@ class FileLook:
         self.plain_uses = self.find_plain_uses()
 
     def resolve_paths(self) -> None:
-        """Resolve dotted names that start at imports and their aliases."""
+        """Resolve the dotted names that begin with an imported name or an alias."""
         for node in reversed(self.nodes):
             path = None
             if isinstance(node, ast.Name):

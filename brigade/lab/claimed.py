@@ -130,9 +130,9 @@ def check_latency() -> Finding:
         computed[link.what] = one_by_one_s / pace.seconds("all_reduce", sum(sizes), 2)
     words = join_words([f"{ratio:.2f} ({what})" for what, ratio in computed.items()])
     return Finding(
-        f"for TinyLM tiny on gloo, including the recorder's time, 39 all-reduces take {summarize(single)} ms, and a "
-        f"single all-reduce of the same bytes takes {summarize(together)} ms, a ratio of {summarize(ratios)}. For XL, "
-        f"computed with α from NCCL's table, the ratio is {words}",
+        f"for TinyLM tiny on gloo, including the recorder's time, 39 all-reduces take {summarize(single)} ms, and "
+        f"a single all-reduce of the same number of bytes takes {summarize(together)} ms, a ratio of "
+        f"{summarize(ratios)}. For XL, computed with α from NCCL's table, the ratio is {words}",
         judge_cases([median(ratios) > 2, *(ratio > 2 for ratio in computed.values())]),
     )
 
@@ -661,8 +661,8 @@ def check_reduce_scatter_bytes() -> Finding:
     ratios = [gloo["reduce_scatter"] / gloo["all_reduce"], half / whole]
     return Finding(
         f"for S bytes, a rank sends {gloo['all_reduce']:.2f} S in gloo's all-reduce, {gloo['reduce_scatter']:.2f} S in "
-        f"its reduce-scatter (an all-reduce and a slice), and {gloo['all_gather']:.2f} S in its all-gather. With a "
-        "ring of sends and receives, the algorithm for which nccl-tests counts bytes, an all-reduce sends "
+        f"its reduce-scatter (an all-reduce and a slice), and {gloo['all_gather']:.2f} S in its all-gather. In a "
+        "ring of sends and receives (the algorithm whose bytes nccl-tests counts), an all-reduce sends "
         f"{whole:.2f} S and a reduce-scatter {half:.2f} S",
         judge_cases([abs(2 * ratio - 1) < 0.1 for ratio in ratios]),
     )

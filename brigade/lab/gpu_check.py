@@ -1,7 +1,7 @@
 """Check everything that needs a GPU, in one command: python3 -m brigade.lab.gpu_check
 
-The command needs this clone and a python3 with torch and pytest, but no set-up and no network. With NCCL, it runs a
-first all-reduce, the graded checks of all modules on the reference, two mutants of each module, which the checks must
+The command needs this clone and a python3 with torch and pytest, but no setup and no network access. With NCCL, it runs
+a first all-reduce, the graded checks of all modules on the reference, two mutants of each module, which the checks must
 catch, and the ladder. If there are fewer GPUs than the checks have ranks, several ranks share one GPU. Such a run shows
 whether results are correct, but says nothing about speed.
 

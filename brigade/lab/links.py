@@ -2,10 +2,10 @@
 
 The effect of communication depends on how long it takes compared with backward. On a machine that computes more slowly
 than a GPU, the real rate of a link would make communication look negligible. A named link is therefore defined by the
-two ratios of a `Pace`: the ratios of its times to backward in one fixed GPU set-up. The emulated link has the same
+two ratios of a `Pace`: the ratios of its times to backward in one fixed GPU setup. The emulated link has the same
 ratios to this machine's backward.
 
-The set-up: NVIDIA H100 GPUs reach 40 % of their dense bf16 peak, and train the XL model of module 4 with fp32
+The setup: NVIDIA H100 GPUs reach 40 % of their dense bf16 peak, and train the XL model of module 4 with fp32
 gradients on 32 768 tokens per GPU and step. Backward takes two multiplications and two additions per parameter and
 token, not counting attention. With two ranks:
 
@@ -44,7 +44,7 @@ class NamedLink:
     latency_s: float
 
     def make_pace(self, world_size: int) -> Pace:
-        """Return the link's ratios in the set-up described above, for `world_size` ranks (at least two)."""
+        """Return the link's ratios in the setup described above, for `world_size` ranks (at least two)."""
         from brigade.rank.emulated_link import Link, Pace
 
         link = Link(self.latency_s, self.bytes_per_s)

@@ -133,7 +133,7 @@ class Ranks:
         """Execute Python text on all ranks (or on `ranks`), as a `%%px` cell does, and show what they print.
 
         Raise RanksError if a rank raises an exception, dies or misses the deadline. In the last two cases, all ranks
-        end.
+        are terminated.
         """
         self._require_running()
         ranks = list(range(self.world_size) if ranks is None else ranks)

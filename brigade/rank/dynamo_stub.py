@@ -1,4 +1,4 @@
-"""Stubs for two parts of torch that the course does not use. Importing these takes longer than importing the rest.
+"""Stubs for two parts of torch that the course does not use. They take longer to import than the rest of torch.
 
 The first optimizer and `init_process_group` import torch's compiler, torch._dynamo, only to tell it what not to
 compile. The import takes a second, and accounts for half of the memory that a fork copies. `import_torch` replaces the

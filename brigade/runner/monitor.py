@@ -175,7 +175,7 @@ class Monitor:
         return values
 
     def _find_failure_kind(self, ends_at: float) -> str | None:
-        """Return how the run has failed, or None if it has not failed yet."""
+        """Return the kind of failure, such as "deadlock", or None if the run has not failed yet."""
         now = time.monotonic()
         if self._mismatch:  # even if all ranks have delivered a result: some mismatched collectives complete
             return "mismatch"

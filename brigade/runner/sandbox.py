@@ -6,8 +6,8 @@ files (tests, solutions, history), and the directories that the grader names.
 
 The kernel refuses some system calls (`filter_system_calls`): those that leave data in the kernel for a later process of
 the user (key rings, shared memory, semaphores, message queues), and those that create namespaces. If control groups are
-writable, all processes of the user share one group. The group limits their memory, and gives every grading an equal
-share of the processors, regardless of how many processes the grading starts.
+writable, all processes of the user share one group. The group limits their memory, and gives every grading run an equal
+share of the processors, regardless of how many processes it starts.
 
 If namespaces are allowed, hidden paths are masked, the temporary directories are small and disappear with the rank,
 other users' processes are invisible, and the network has only a loopback interface. If namespaces are not allowed (in
@@ -54,7 +54,7 @@ RENDEZVOUS = "rendezvous"  # the file in a run's directory that all its ranks sh
 SECRETS = ("tests", "solutions", ".git", "out")  # of the course
 NICENESS = 5  # of ranks, so that the grader and other processes have priority
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
-ORDINARY_SHARES = 4  # a grading gets the processor time of this many ordinary processes
+ORDINARY_SHARES = 4  # a grading run gets the processor time of this many ordinary processes
 
 # System calls that a rank may not make, by machine: (its number in audit.h, seccomp, clone, clone3, refused calls).
 # The refused calls are add_key, request_key, keyctl; shmget, shmat, shmctl; msgget, msgsnd, msgrcv, msgctl; semget,
@@ -230,7 +230,7 @@ def reserve_user() -> Iterator[int]:
             finally:
                 leave_groups(uid)
             return
-    raise CourseError(f"{USERS} gradings are already running on this machine")
+    raise CourseError(f"{USERS} grading runs are already active on this machine")
 
 
 def kill_user(uid: int) -> None:

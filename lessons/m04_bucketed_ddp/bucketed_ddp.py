@@ -4,8 +4,8 @@ Gradients become ready in roughly reverse registration order, so neighbours in t
 25 MiB. A bucket is all-reduced as soon as its last gradient is ready, while backward continues. Gradients may become
 ready in a different order on each rank, but all ranks launch buckets in the same order (`LaunchQueue`).
 
-Cost per step: about (bytes of gradients) / (bucket size) launches, most of them during backward, and the same bytes as
-in module 3. Each gradient is copied into its bucket and back.
+Cost per step: about (bytes of gradients) / (bucket size) launches, most of them during backward, and the same number
+of bytes as in module 3. Each gradient is copied into its bucket and back.
 """
 
 from __future__ import annotations

@@ -267,7 +267,7 @@ class FullyShardedDDP(GradSyncMixin, nn.Module):
     def leave(self, unit: int | None) -> None:
         """If `unit` is the current unit, free it, then perform the actions before the next "compute".
 
-        During forward, some weights stay in memory, because the backward of this forward does not gather them again.
+        During forward, do not free weights that the corresponding backward uses without gathering them again.
         """
         # TODO: part (k)
         raise NotImplementedError("module 11, part (k)")

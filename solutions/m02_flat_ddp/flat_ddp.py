@@ -4,8 +4,8 @@ Launching a collective takes time, even if it carries few bytes. After backward,
 tensor, averaged with one all-reduce, and copied back. A collective carries only one dtype, so each dtype of the
 parameters has its own flat tensor.
 
-Cost per step: one launch per dtype, after backward, and the same bytes as in module 1. All gradients are copied twice
-(in and out). During the all-reduce, the gradients take twice as much memory.
+Cost per step: one launch per dtype, after backward, and the same number of bytes as in module 1. All gradients are
+copied twice (in and out). During the all-reduce, the gradients take twice as much memory.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ The gradient of the last layer is ready when backward has barely begun. A hook o
 without waiting, as soon as the parameter's gradient is ready, and backward continues. `finish_grad_sync` waits for the
 all-reduces that are still running.
 
-Cost per step: one launch per trainable parameter, during backward, the same bytes as in module 1, and no copies. Only
-communication that does not overlap with computation makes the step longer. Restriction: all ranks must use every
-parameter, in the same order.
+Cost per step: one launch per trainable parameter, during backward, the same number of bytes as in module 1, and no
+copies. Only communication that does not overlap with computation makes the step longer. Restriction: all ranks must use
+every parameter, in the same order.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ def explain_other_kinds(others, is_gather_off):
     if "all_reduce" in ops:
         return (
             "the code calls all_reduce. Call reduce_scatter and all_gather instead, which together give the same "
-            "result and send the same bytes."
+            "result and send the same number of bytes."
         )
     if is_gather_off and ops == {"all_gather"}:
         return (

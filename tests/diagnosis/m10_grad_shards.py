@@ -197,7 +197,7 @@ def suspect_mistakes(case, recipe):
     """Return causes, and the weights to which each of them leads: mistakes in averaging and clearing gradients."""
     size = len(case.group)
     return {
-        "the reduce-scatter sums over the ranks, and nothing divides by their number.": partial(
+        "the reduce-scatter sums over the ranks, and the code does not divide the sum by the group size.": partial(
             compute_weights, case, recipe | {"loss_scale": size}
         ),
         "gradients are divided twice by the number of ranks.": partial(

@@ -34,7 +34,10 @@ TOO_FAR = "a unit is gathered too far ahead: at most `prefetch` units after the 
 
 # Flat shards
 NEVER_FREED = "`free` never releases the memory. Resize the storage of the flat tensor to 0 bytes."
-COPIED = "no two parameters share a storage, so they are copies. Let parameter.data be its view of the flat tensor."
+COPIED = (
+    "no two parameters share a storage, so they are copies. Set each parameter's `.data` to its view of the flat "
+    "tensor."
+)
 UNSHARDED = "shards() returns the model's own parameters: nothing is sharded."
 WHOLE = "each rank keeps the whole flat tensor, not one of N equal parts."
 FROZEN_SHARDS = "the shard of frozen parameters is trainable. It must have requires_grad=False, as they do."

@@ -2,8 +2,8 @@
 
 from hostile import ONE, Hostile, reference
 
-# What stays in the kernel when all processes of a user are gone, by the name of the system call; a later grading could
-# read it. Numbers are those of x86_64 and of aarch64. `left` returns the calls that succeed.
+# What stays in the kernel when all processes of a user are gone, by the name of the system call; a later grading run
+# could read it. Numbers are those of x86_64 and of aarch64. `left` returns the calls that succeed.
 KERNEL = """
 import ctypes, platform
 libc = ctypes.CDLL(None, use_errno=True)
@@ -42,7 +42,7 @@ def daemon(work):
 
 CASES = [
     Hostile(
-        "something in the kernel for the next grading",
+        "something in the kernel for the next grading run",
         reference(KERNEL, "if left(): raise SystemExit(f'left {left()}')"),
         3,
     ),

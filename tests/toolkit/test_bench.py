@@ -82,7 +82,7 @@ def test_named_links_are_what_they_are_said_to_be():
             sent = 4 * 1_998_235_200 * 2 * (ranks - 1) / ranks
             assert pace.comm_ratio == pytest.approx(sent / rates[name] / backward_s, rel=1e-3)
             assert pace.latency_ratio == pytest.approx(2 * (ranks - 1) * latencies[name] / backward_s)
-            # In the set-up itself, the pace gives the link again.
+            # In the setup itself, the pace gives the link again.
             again = pace.link(backward_s, 4 * 1_998_235_200, ranks)
             assert again.bytes_per_s == pytest.approx(link.bytes_per_s)
             assert again.latency_s == pytest.approx(link.latency_s)

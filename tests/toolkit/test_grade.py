@@ -183,7 +183,7 @@ def convert_element(element):
 
 
 def read_validated(text, form):
-    """Return the score, the maximum, and whether the grading is unfinished. Fail if the results file is not valid."""
+    """Return the score, the maximum, and whether the run is unfinished. Fail if the results file is not valid."""
     if form == "text":
         score, _, most, *_ = text.split()
         return int(score), int(most), UNFINISHED in text
@@ -276,7 +276,7 @@ def scores(result):
 
 
 def states():
-    """Yield the states of a grading from its beginning to its end."""
+    """Yield the states of a grading run from its beginning to its end."""
     yield make_empty_grading(CORE_MODULES, 7), 0, sum(entry.points for entry in CORE_MODULES), True
     checks = [(1, "test_one", "The first.", 3), (1, "test_two", "The second.", 5), (2, "test_three", "The third.", 8)]
     outcomes = [Outcome(GradedCheck(*check)) for check in checks]
@@ -361,7 +361,7 @@ def test_a_file_is_replaced_as_a_whole(tmp_path, monkeypatch):
 
 
 def test_reference_gets_all_points_in_every_form(grade, submit, tmp_path, monkeypatch):
-    """Each state that is written during the grading is valid and has the correct maximum. The score never falls."""
+    """Each state that is written during the grading run is valid and has the correct maximum. The score never falls."""
     written = []
     monkeypatch.setattr(formats, "write", lambda path, text: written.append(text))
     for name, value in META.items():

@@ -311,7 +311,7 @@ def test_a_frame_in_a_scenario_shows_its_line(user):
     assert caught.value.lines[-1].endswith(": raise ValueError(message)"), caught.value.lines
 
 
-# ---- many processes, and another grading
+# ---- many processes, and another grading run
 
 
 EATS = """
@@ -331,7 +331,7 @@ if eats and signal.SIGKILL not in ended: raise SystemExit(f"there is no limit: {
 
 
 def test_all_processes_of_a_grading_share_one_limit_on_memory(user, submission, monkeypatch):
-    """Each process stays within its own limit. If all together exceed the grading's limit, the kernel ends some."""
+    """Each process stays within its own limit. If all together exceed their run's limit, the kernel ends some."""
     [found] = ranks.run_ranks(sandbox.probe, world_size=1)
     if not found["is_grouped"]:
         pytest.skip("no control groups can be made here")
@@ -421,7 +421,7 @@ def test_a_full_disk_is_waited_for(user, submission, tmp_path):
 
 
 def test_a_grader_that_is_killed_takes_the_submission_along(submission, tmp_path):
-    """The results state that the grading did not finish, and all processes that its ranks started end."""
+    """The results state that the grading run did not finish, and all processes that its ranks started end."""
     hostile.reference("open('left', 'w')\nos.fork()\nos.setsid() if os.fork() else 0\nwhile True: pass")(submission)
     out, others = tmp_path / "results.json", {process.uids().real for process in psutil.process_iter()}
     arguments = ["grade", "--submission", str(submission), "--out", str(out), "--modules", "1"]

@@ -107,7 +107,7 @@ def find_skipped_call(events: Sequence[Sequence[Event]], kind: str) -> str:
 
     In each process group, find the first launch that the ranks made in different methods. In a "deadlock", this launch
     may be missing on a rank. If a rank made its previous launch in the same method, it may have left the method early,
-    so name no cause.
+    so do not report a cause.
     """
     groups = {event["group"]: event["ranks"] for own in events for event in own if event["kind"] == "launch"}
     for group, ranks in groups.items():
