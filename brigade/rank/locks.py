@@ -153,6 +153,3 @@ def hide_packages(packages: set[str]) -> None:
         for name in list(imported_modules(sys.modules[package])):
             sys.modules.pop(name, None)
     sys.meta_path.insert(0, NotForSubmissions(packages))
-
-
-trust(globals())  # a reserved function that calls another one has examined its own caller

@@ -29,7 +29,6 @@ import torch.distributed as dist
 from brigade.course import submission
 from brigade.rank import api, dynamo_stub, emulated_link, failure, finished_answers, locks, recording, strict
 from brigade.rank.channel import Channel
-from brigade.rank.quick_store import QuickStore
 from brigade.runner import wire
 
 MODES = {"record": recording.RecordingGroup, "strict": strict.StrictGroup, "emulate": emulated_link.EmulatedLinkGroup}
@@ -75,8 +74,7 @@ def run(request: dict[str, Any], sink: Callable[[dict[str, Any]], None]) -> Any:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     os.chdir(request["directory"])
     os.environ.update(request["environment"])
-    make_store = QuickStore if request["backend"] == "gloo" else dist.FileStore
-    store = make_store(os.path.join(request["directory"], "rendezvous"), request["world_size"])
+    store = dist.FileStore(os.path.join(request["directory"], "rendezvous"), request["world_size"])
     return perform(request, sink, store)
 
 

@@ -30,7 +30,6 @@ from brigade.course.submission import PACKAGE
 from brigade.rank import locks
 from brigade.rank.locks import hidden_attribute, make_sealed_metaclass, private
 from brigade.rank.memory import list_tensors, uncounted
-from brigade.rank.quick_store import QuickStore
 
 locks.trust(globals())
 COLLECTIVES = locks.CodeOf(c10d)  # created before any submission can change c10d
@@ -547,10 +546,10 @@ OTHER_WAYS = [
     if ("ProcessGroup" in name and name not in ("ProcessGroup", "FakeProcessGroup"))
     or name in ("_StoreCollectives", "TCPStore", "FileStore")
 ]
-STORE_CALLS = {
+STORE_CALLS = (
     "set", "get", "add", "append", "check", "compare_set", "delete_key", "multi_get", "multi_set", "queue_push",
     "queue_pop", "queue_len", "wait", "barrier", "list_keys", "num_keys",
-}  # fmt: skip
+)  # fmt: skip
 THREAD_STARTS = ("start_new_thread", "start_new", "start_joinable_thread")
 
 
@@ -571,9 +570,9 @@ def forbid_other_ways() -> None:
     for name in OTHER_WAYS:
         owner = getattr(torch._C._distributed_c10d, name)
         locks.reserve(owner, "__init__", other.format(name.strip("_")))
-    for owner in (dist.Store, QuickStore):
-        for name in STORE_CALLS & vars(owner).keys():
-            locks.reserve(owner, name, other.format(f"Store.{name}"), users=COLLECTIVES)
+    for name in STORE_CALLS:
+        if hasattr(dist.Store, name):
+            locks.reserve(dist.Store, name, other.format(f"Store.{name}"), users=COLLECTIVES)
     for module, prefix in ((_thread, ""), (threading, "_")):
         for name in THREAD_STARTS:
             if hasattr(module, prefix + name):

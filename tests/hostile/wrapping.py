@@ -124,17 +124,6 @@ def average(grad, number):
 """,
     ),
     make_unrecorded_case(
-        "the store inside the store",
-        "Store.set is not for submissions",
-        """
-def average(grad, number):
-    store = c10d._get_default_store()
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    store.set(f"{number} {dist.get_rank()}", repr(grad.tolist()))
-""",
-    ),
-    make_unrecorded_case(
         "a store of its own",
         "TCPStore is not for submissions",
         "def average(grad, number): dist.TCPStore('127.0.0.1', 29500, is_master=dist.get_rank() == 0)",

@@ -1,6 +1,5 @@
 """Torch's private names that the course uses: each test shows what breaks if torch changes one."""
 
-import threading
 from datetime import timedelta
 
 import pytest
@@ -9,7 +8,6 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from brigade.rank import recording
-from brigade.rank.quick_store import QuickStore
 from brigade.runner.machine import find_loopback_interface
 from brigade.runner.ranks import run_ranks
 
@@ -103,15 +101,3 @@ def test_other_ways_exist():
     for name in ("set", "get", "add", "wait"):
         assert name in recording.STORE_CALLS and hasattr(dist.Store, name), name
     assert "start_new_thread" in recording.THREAD_STARTS
-
-
-def test_torch_calls_the_methods_of_a_python_store(tmp_path):
-    """QuickStore must work inside torch's PrefixStore, which wraps the store of every group."""
-    stores = [QuickStore(str(tmp_path / "keys"), 2) for _ in range(2)]
-    mine, other = (dist.PrefixStore("group", store) for store in stores)
-    late = threading.Timer(0.05, other.set, ["key", "value"])
-    late.start()
-    assert not mine.check(["key"])
-    assert mine.get("key") == b"value"
-    late.join()
-    assert (mine.add("count", 2), other.add("count", 3)) == (2, 5)
