@@ -32,11 +32,11 @@ from brigade.course.modules import MODULES, ROOT, CourseError, get_module
 from brigade.lab.bench import Bench, load_json
 from brigade.lab.ladder import TORCH_DDP, TORCH_FSDP, TORCH_ZERO, get_variant
 
-MODULE_S, LONG_MODULE_S, CORE_S, DEMO_S = 3.0, 6.0, 15.0, 60.0
+MODULE_S, LONG_MODULE_S, CORE_S, DEMO_S = 5.0, 10.0, 30.0, 60.0
 LONG = (8, 11)  # modules with about twice as many checks as the others
 BUCKETED = (4, 5, 6, 7)  # modules with the same buckets as torch DDP
 ZERO, PREFETCHED, FULLY_SHARDED = 8, 9, 11
-BUCKETED_RATIO, ZERO_RATIO, PREFETCHED_RATIO, FULLY_SHARDED_RATIO = 1.00, 0.85, 0.95, 1.00
+BUCKETED_RATIO, ZERO_RATIO, PREFETCHED_RATIO, FULLY_SHARDED_RATIO = 1.05, 0.85, 0.95, 1.00
 BENCH = "brigade bench --modules 4-9,11 --comm-ratio 0.8 --target solutions"
 LEFT_COMMAND = "brigade check 5 --target solutions"  # the command that is killed
 GONE_WITHIN_S = 15.0  # after the kill; the fork server needs some time to notice it

@@ -28,10 +28,10 @@ def isolate_ranks(submission: str, out: str | None, backend: str) -> Iterator[li
         return
     private = [str(Path(path).resolve().parent) for path in (submission, out) if path]
     private = [path for path in private if path != "/"]
-    with sandbox.reserve_user() as uid:
+    with sandbox.reserve_user() as (uid, reservation):
         # CUDA reserves more address space than any limit would allow.
         limits = {"memory": 0} if backend == "nccl" else {}
-        ranks.SERVER.sandbox = sandbox.Sandbox(uid, hidden=private, **limits)
+        ranks.SERVER.sandbox = sandbox.Sandbox(uid, reservation, hidden=private, **limits)
         try:
             yield []
         finally:

@@ -38,8 +38,8 @@ PR_SET_CHILD_SUBREAPER = 36
 PATIENCE_S = 10.0  # limit on the wait for killed ranks
 
 
-def serve(descriptor: int, lock: int, scratch: str, import_path: str, modules: Sequence[str]) -> None:
-    """Serve until the socket closes, then remove the directory `scratch`. `lock` is an open file there.
+def serve(descriptor: int, locks: Sequence[int], scratch: str, import_path: str, modules: Sequence[str]) -> None:
+    """Serve until the socket closes, then remove the directory `scratch`. `locks` are files that stay open until then.
 
     `modules` are imported before the first fork, so that ranks need not import them.
     """
@@ -51,7 +51,7 @@ def serve(descriptor: int, lock: int, scratch: str, import_path: str, modules: S
     gc.freeze()
     if sys.platform == "linux":
         sandbox.prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans of a rank become our children, and we kill them
-    server = ForkServer(channel, lock)
+    server = ForkServer(channel, locks)
     try:
         server.listen()
     except (BrokenPipeError, ConnectionResetError):
@@ -65,11 +65,11 @@ def serve(descriptor: int, lock: int, scratch: str, import_path: str, modules: S
 class ForkServer:
     """The forked ranks, and the loop that executes the parent's orders."""
 
-    def __init__(self, channel: socket.socket, lock: int):
+    def __init__(self, channel: socket.socket, locks: Sequence[int]):
         self.ranks: set[int] = set()  # process ids
         self.sandbox_settings: dict | None = None  # the settings of the last rank with a sandbox
         self._channel = channel
-        self._lock = lock
+        self._locks = locks
         self._wake_read, self._wake_write = os.pipe()  # receives a byte when a child ends
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
@@ -108,7 +108,7 @@ class ForkServer:
         if sandbox_settings and not self.sandbox_settings:
             sandbox.leave_network()
         self.sandbox_settings = sandbox_settings or self.sandbox_settings
-        inherited = [self._channel.fileno(), self._wake_read, self._wake_write, self._lock, *descriptors]
+        inherited = [self._channel.fileno(), self._wake_read, self._wake_write, *self._locks, *descriptors]
         pids = []
         for start in range(0, len(descriptors), FDS_PER_RANK):
             own = descriptors[start : start + FDS_PER_RANK]

@@ -77,6 +77,7 @@ class Sandbox:
     """The settings of the sandbox of a run's ranks. Sizes are in bytes. `memory` and `file` are limits per process."""
 
     uid: int
+    reservation: int  # a descriptor from `reserve_user`, which the fork server inherits
     hidden: list[str] = field(default_factory=list)
     memory: int = 3 << 30  # in addition to what torch has mapped; 0: no limit
     together: int = 4 << 30  # resident memory of all processes, if there are control groups; 0: no limit
@@ -213,8 +214,11 @@ def write_existing(path: Path, number: int) -> None:
 
 
 @contextlib.contextmanager
-def reserve_user() -> Iterator[int]:
-    """Reserve a user that no other grader on this machine uses, and yield its id. Raise CourseError if none is free."""
+def reserve_user() -> Iterator[tuple[int, int]]:
+    """Reserve a user that no other grader on this machine uses. Yield its id and a descriptor.
+
+    The user stays reserved until all processes have closed the descriptor. Raise CourseError if no user is free.
+    """
     locks = Path("/run/brigade")
     locks.mkdir(mode=0o700, exist_ok=True)
     for uid in range(FIRST_UID, FIRST_UID + USERS):
@@ -226,7 +230,7 @@ def reserve_user() -> Iterator[int]:
             kill_user(uid)  # a grader that was killed may have left processes and files
             remove_files(uid)
             try:
-                yield uid
+                yield uid, lock.fileno()
             finally:
                 leave_groups(uid)
             return

@@ -51,15 +51,18 @@ class Server:
     def _start(self) -> None:
         self.close()
         sweep()
-        self.scratch, lock = make_locked_directory()  # the server holds the lock as long as it runs
+        self.scratch, lock = make_locked_directory()
+        # The server holds the locks as long as it runs. It kills all processes of the user when it ends, so nobody else
+        # may use the user before that.
+        locks = [lock, self.sandbox.reservation] if self.sandbox else [lock]
         channel, server_end = socket.socketpair()
         program = (
             f"import sys; sys.path[:1] = [{str(ROOT)!r}]; from brigade.rank.fork_server import serve; "
-            f"serve({server_end.fileno()}, {lock}, {str(self.scratch)!r}, {str(ROOT)!r}, {sorted(self.preload)!r})"
+            f"serve({server_end.fileno()}, {locks}, {str(self.scratch)!r}, {str(ROOT)!r}, {sorted(self.preload)!r})"
         )
         self._process = subprocess.Popen(
             [sys.executable, "-s", "-c", program],
-            pass_fds=[server_end.fileno(), lock],
+            pass_fds=[server_end.fileno(), *locks],
             env=self._make_environment(),
             start_new_session=True,  # Ctrl-C goes to this process only, which then ends the ranks
         )

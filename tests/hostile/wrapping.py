@@ -200,7 +200,7 @@ def average(grad, number):
             number=5,
         ),
         0,
-        "a step copies at most as many elements as a step of the bare model",
+        "a step copies no more elements than a step of the bare model",
         modules=(5,),
         checks=("test_gradients_are_views",),
     ),

@@ -71,9 +71,9 @@ def user() -> Iterator[int]:
     os.environ["COURSE_SECRET"] = "the grader's own secret"
     ranks.SERVER.close()
     try:
-        with sandbox.reserve_user() as uid:
+        with sandbox.reserve_user() as (uid, reservation):
             sandbox.close_off(ROOT / name for name in sandbox.SECRETS)
-            ranks.SERVER.sandbox = sandbox.Sandbox(uid)
+            ranks.SERVER.sandbox = sandbox.Sandbox(uid, reservation)
             [found] = ranks.run_ranks(sandbox.probe, world_size=1)
             assert found["uid"] == uid and found["secrets"] == []
             yield uid
@@ -421,7 +421,10 @@ def test_a_full_disk_is_waited_for(user, submission, tmp_path):
 
 
 def test_a_grader_that_is_killed_takes_the_submission_along(submission, tmp_path):
-    """The results state that the grading run did not finish, and all processes that its ranks started end."""
+    """The results state that the grading run did not finish, and all processes that its ranks started end.
+
+    Until then, the user stays reserved. Otherwise, the end of the fork server would kill another grader's ranks.
+    """
     hostile.reference("open('left', 'w')\nos.fork()\nos.setsid() if os.fork() else 0\nwhile True: pass")(submission)
     out, others = tmp_path / "results.json", {process.uids().real for process in psutil.process_iter()}
     arguments = ["grade", "--submission", str(submission), "--out", str(out), "--modules", "1"]
@@ -435,18 +438,21 @@ def test_a_grader_that_is_killed_takes_the_submission_along(submission, tmp_path
                 found = {p.uids().real for p in psutil.Process(process.pid).children(recursive=True)} - others
                 users = {uid for uid in found if uid >= sandbox.FIRST_UID}
         time.sleep(0.3)
+        [server] = psutil.Process(process.pid).children()
+        server.suspend()
     finally:
         process.kill()
         process.wait()
+    for uid in users:
+        with open(f"/run/brigade/{uid}", "w") as lock, pytest.raises(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    server.resume()
     results = json.loads(out.read_text())
     assert results["score"] == 0 and "did not finish" in results["output"]
     assert sum(test.get("max_score", 0) for test in results["tests"]) == 8
     for uid in users:
         with open(f"/run/brigade/{uid}", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # another grader may have taken the user meanwhile
-            give_up = time.monotonic() + 5
-            while (list_processes(uid) or list_files(uid)) and time.monotonic() < give_up:
-                time.sleep(0.02)
+            fcntl.flock(lock, fcntl.LOCK_EX)  # wait for the server, and for another grader that has taken the user
             assert not list_processes(uid) and not list_files(uid)
 
 

@@ -214,7 +214,7 @@ def test_valid_events(event):
 @pytest.mark.parametrize(
     ("event", "why"),
     [
-        ([LAUNCH], "is a dict"),
+        ([LAUNCH], "must be a dict"),
         (LAUNCH | {"kind": ["launch"]}, "kind"),
         (LAUNCH | {"time": 1}, "time"),
         (LAUNCH | {"time": math.inf}, "finite"),
