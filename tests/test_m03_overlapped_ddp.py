@@ -68,7 +68,7 @@ def test_launches_are_asynchronous(submission):
                 blocking = [launch for launch in launched if launch.sync or "backward" in launch.wait_phases]
                 expect(
                     not blocking,
-                    "no launch in backward is synchronous, and backward waits on no handle",
+                    "during backward, every launch is asynchronous, and the code does not wait on any handle",
                     f"backward waited for {describe_share(len(blocking), len(launched))}",
                     diagnosis.BLOCKING,
                     rank=rank,

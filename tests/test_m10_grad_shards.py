@@ -238,7 +238,7 @@ def test_volume_and_dtypes(submission):
 
 
 def expect_bounded_launches(launched, buckets, max_live, ready, rank, step):
-    """Expect one reduce-scatter per bucket, in backward, in order, and at most `max_live` between launch and wait."""
+    """Expect one reduce-scatter per bucket, during backward and in order, and at most `max_live` live buckets."""
     setting = f" (max_live_buckets={max_live})"
     numels = [numel for _, numel, _ in buckets]
     expect(

@@ -713,7 +713,7 @@ def expect_overlap(events, step, units, prefetch, rank):
         )
         expect(
             gather.waits and gather.waits[0] > marks["reached", unit],
-            f"in forward nobody waits for unit {unit} before its turn (prefetch={prefetch})",
+            f"during forward, no rank waits for unit {unit} before its turn (prefetch={prefetch})",
             "this rank waited earlier" if gather.waits else "this rank never waited",
             diagnosis.EARLY_WAIT,
             **at,
@@ -722,14 +722,14 @@ def expect_overlap(events, step, units, prefetch, rank):
         ahead = min(unit + prefetch, count - 1)
         expect(
             gather.place < min(ready[ahead]),
-            f"unit {unit} is gathered before unit {ahead} computes in backward (prefetch={prefetch})",
+            f"during backward, unit {unit} is gathered before unit {ahead} computes (prefetch={prefetch})",
             "the gather was launched later",
             diagnosis.OTHER_PREFETCH["backward"],
             **at,
         )
         expect(
             gather.waits and (unit == count - 1 or gather.waits[0] > max(ready[unit + 1])),
-            f"in backward nobody waits for unit {unit} before its turn (prefetch={prefetch})",
+            f"during backward, no rank waits for unit {unit} before its turn (prefetch={prefetch})",
             "this rank waited earlier" if gather.waits else "this rank never waited",
             diagnosis.EARLY_WAIT,
             **at,
@@ -737,13 +737,13 @@ def expect_overlap(events, step, units, prefetch, rank):
     for unit, launch in zip(range(count - 1, -1, -1), reduced):
         expect(
             launch.place > max(ready[unit]) and (unit < 2 or launch.place < min(ready[unit - 1])),
-            f"unit {unit} is reduced after its gradients are ready and before unit {unit - 1} computes in backward",
+            f"during backward, unit {unit} is reduced when its gradients are ready, before unit {unit - 1} computes",
             "the reduce-scatter was launched earlier or later",
             **at,
         )
         expect(
             launch.waits and (unit == 0 or launch.waits[0] > max(ready[unit - 1])),
-            f"nobody waits for the reduction of unit {unit} before unit {unit - 1} has computed",
+            f"no rank waits for the reduction of unit {unit} before unit {unit - 1} has computed",
             "this rank waited earlier" if launch.waits else "this rank never waited",
             diagnosis.EARLY_REDUCE_WAIT,
             **at,

@@ -127,7 +127,7 @@ def explain_bytes(hook, result, events, buckets, world, max_live):
     if finished[0] > kept + max(buckets) // world:
         return explain_left(finished[0], result["left"][0], buckets, kept)
     if growth == sorted(growth) and growth[-1] >= whole:
-        return "no bucket is freed in backward. Free each bucket after the wait for its reduce-scatter."
+        return "no bucket is freed during backward. Free each bucket after the wait for its reduce-scatter."
     if count_live(launched) > max_live:
         return explain_unbounded(launched, max_live)
     if hook["left"]:

@@ -61,7 +61,7 @@ ROOT_STAYS = (
 NOT_FREED = "a unit that has computed is not freed."
 IN_THE_ROOT = "units are not freed after they have computed, or are gathered too far ahead."
 LEFT_OVER = (
-    "units keep their memory after finish_grad_sync: `leave` must free each unit when it has computed in backward."
+    "units keep their memory after finish_grad_sync: during backward, `leave` must free each unit that has computed."
 )
 OTHER_PREFETCH = {
     "forward": (
@@ -84,7 +84,9 @@ SYNC = "the launch blocks. Use async_op=True."
 LATE_GATHER = "the gather is launched too late: the schedule has it `prefetch` units ahead."
 EARLY_WAIT = "a gather is awaited where it is launched. Wait for it only before its unit computes."
 EARLY_REDUCE_WAIT = "a reduction is awaited where it is launched. Let it run until the next unit has computed."
-GATHERED_AGAIN = "without reshard_after_forward the weights are still there in backward: leave its gathers out."
+GATHERED_AGAIN = (
+    "without reshard_after_forward, the weights are still in memory during backward, so do not gather them again."
+)
 REDUCED_AGAIN = "a backward in no_sync reduces. Leave its reduce actions out."
 READ_EARLY = "the wrapper reads the flag of no_sync during forward. `begin_backward` must read it."
 REDUCED_EARLY = "a backward in no_sync launches reduce-scatters. `begin_backward` must leave its reduce actions out."
