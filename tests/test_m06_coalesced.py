@@ -332,7 +332,7 @@ def list_names(op):
 def draw_calls(rng, world, size, kinds, name=None):
     """Return the same calls for each rank, one per (operation, reduce operation, dtype), with inputs of its own.
 
-    `size` is that of the groups. `name` is the name of the function, by default the newest that this torch has.
+    `size` is that of the groups. `name` is the name of the function (default: the newest that this torch has).
     """
     generator = torch.Generator().manual_seed(rng.randrange(2**31))
     lengths = [rng.randint(2, 40) for _ in kinds]

@@ -180,7 +180,7 @@ def look(texts: Mapping[str, str]) -> list[Finding]:
 def parse(text: str) -> list[ast.AST]:
     """Return the nodes of the text, parents before their children. No code here recurses into them.
 
-    Raise ValueError if there are more than MOST_NODES, and the exceptions of `ast.parse`.
+    Raise ValueError if there are more than MOST_NODES, and raise what `ast.parse` raises.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about escape sequences in a student's text

@@ -10,7 +10,7 @@ from scenarios import m08_sharded, m08_zero
 
 
 def train_unsharded(case, job, ranks=None, steps=None, forget=False):
-    """Return what `run_loop` returns in one process that trains on the batches of `ranks`, by default the case's group.
+    """Return what `run_loop` returns in one process that trains on the batches of `ranks` (default: the case's group).
 
     With `forget`, each step has a new optimizer.
     """
