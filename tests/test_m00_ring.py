@@ -190,7 +190,7 @@ def expect_own_chunks(results, tensors, group):
                 found["view"] == [start if end > start else 0, end - start],
                 f"ring_reduce_scatter returns a view of elements {start}:{end} of the tensor",
                 describe_view(found["view"]),
-                diagnosis.OTHER_VIEW,
+                partial(diagnosis.explain_view, found["view"], len(group)),
                 rank=rank,
             )
 

@@ -56,7 +56,8 @@ def test_bytes_on_the_wire(submission):
     for model in ("Tied", "Frozen", "MixedDtypes"):
         [world] = submission.worlds(2)
         case = submission.case(model, world)
-        results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)
+        with diagnosis.suspect_padding(case):
+            results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)
         trainable = [p for p in case.parameters().values() if p.requires_grad]
         nbytes = sum(p.numel() * p.element_size() for p in trainable)
         for rank, events in enumerate(results.events):

@@ -125,6 +125,7 @@ def test_every_handle_is_waited_on(submission):
     """finish_grad_sync waits for every asynchronous launch of its step and for no launch of an earlier step."""
     for world in submission.worlds(2, 3):
         case = submission.case("Plain", world, steps=3)
+        numel = sum(parameter.numel() for parameter in case.parameters().values())
         results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)
         for rank, events in enumerate(results.events):
             for step in range(3):
@@ -153,7 +154,7 @@ def test_every_handle_is_waited_on(submission):
                     not raced,
                     "a gradient does not change between its launch and its wait",
                     f"the gradient changed before the wait in {len(raced)} of {len(launched)} launches",
-                    partial(diagnosis.explain_race, events, step),
+                    partial(diagnosis.explain_race, events, step, numel),
                     rank=rank,
                     step=step,
                 )

@@ -614,7 +614,7 @@ def expect_complete(events, step, groups, rank):
         expect(
             not missing,
             "a group is launched when all gradients of all its buckets are ready",
-            f"launch {number} (group {number}) came before {describe_gradients(missing)} ready",
+            f"launch {number}, which should be group {number}, came before {describe_gradients(missing)} ready",
             partial(diagnosis.explain_early_launch, events, step, launch, groups),
             rank=rank,
             step=step,

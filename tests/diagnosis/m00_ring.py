@@ -13,10 +13,6 @@ COLLECTIVE = "the code calls a collective. This module asks you to send messages
 CHANGED = "a tensor is written while isend still reads it, or read before irecv has filled it."
 NOT_AWAITED = "the code does not wait on every handle. Until wait() returns, the message may still be in transit."
 OTHER_ROOT = "dst and src name ranks of the world. Use group_dst and group_src for ranks of the group."
-OTHER_VIEW = (
-    "the tensor has the right sum, but the function returns a copy of it or another chunk. Return chunk r as a slice "
-    "of the tensor. A slice of a clone is not a view of the tensor."
-)
 WHOLE_TENSOR = "a message carries more than one chunk. Send one chunk per step."
 
 
@@ -69,6 +65,15 @@ def explain_chunk(members, place, start, end):
             {"the tensor": before.flatten()[start:end]}
         ],
     }
+
+
+def explain_view(view, size):
+    """Explain why a rank of a group of `size` ranks returned `view`, although its chunk of the tensor is right."""
+    what = (
+        "returns another chunk" if view else "does not return a slice of the tensor, but for example a slice of a copy"
+    )
+    right = "the tensor has the right sum, but " if size > 1 else ""  # a single rank adds nothing
+    return f"{right}the function {what}. Return chunk r as a slice of the tensor. A clone of a chunk is not a view."
 
 
 def explain_gathered(members):

@@ -39,6 +39,22 @@ def suspect_left_out_gradients():
         raise
 
 
+@contextlib.contextmanager
+def suspect_padding(case):
+    """Explain an error in splitting a flat tensor by a launch that is longer than the gradients."""
+    try:
+        yield
+    except CheckFailed as failed:
+        numel = sum(p.numel() for p in case.parameters().values() if p.requires_grad)
+        longest = max((launch.numel for events in failed.events or [] for launch in launches(events, 0)), default=0)
+        if longest > numel and "split_with_sizes" in failed.verdict.message:
+            raise failed.with_cause(
+                f"the flat tensor has {longest} elements, but the gradients have {numel}. Do not pad it, and do not "
+                "add other tensors."
+            ) from None
+        raise
+
+
 def explain_launches(launched, case):
     """Explain why a step does not launch one all_reduce per dtype."""
     trainable = [p for p in case.parameters().values() if p.requires_grad]

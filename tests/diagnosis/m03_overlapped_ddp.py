@@ -55,10 +55,10 @@ def explain_late_launch(num_ready, num_gradients):
     )
 
 
-def explain_race(events, step):
-    """Explain why a gradient changes between its launch and its wait."""
+def explain_race(events, step, numel):
+    """Explain why a gradient changes between its launch and its wait. All gradients have `numel` elements in total."""
     divided = "the gradient is divided or overwritten while its all_reduce is running."
-    return find_repeated_reduction(events, step) or divided
+    return find_repeated_reduction(events, step, numel) or divided
 
 
 def explain_noise(nested):

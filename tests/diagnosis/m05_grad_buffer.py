@@ -190,9 +190,8 @@ def suspect_main_grads(batches, step, results):
 
     before = results[0]["steps"][0]["main_grad"]
     hypotheses = {
-        "the micro-batches are accumulated in bf16, in which 1 + 0.002 is rounded to 1.": average(
-            lambda micro, i: add_up(micro, i)[-1]
-        ),
+        "the micro-batches are accumulated in bf16, in which 1 + 0.002 is rounded to 1. Add each micro-batch to "
+        "main_grad in fp32, also inside no_sync.": average(lambda micro, i: add_up(micro, i)[-1]),
         "main_grad still contains the gradients of the previous step. zero_grad does not clear it.": average(
             lambda micro, i: sum(x[i].float() for x in micro) + (before[str(i)] if step else 0)
         ),

@@ -201,9 +201,15 @@ def explain_mixed_order():
 def explain_early_launch(events, step, launch, groups):
     """Return why a group was launched before all its gradients were ready."""
     ready_at = {name: position for position, name in list_ready_gradients(events, step)}
-    for _, numel, names in groups:
-        if numel == launch.numel and all(ready_at.get(name, -1) <= launch.place for name in names):
-            return "a group is launched as soon as it is complete, not in the order of the buckets."
+    latest = max((at for at in ready_at.values() if at <= launch.place), default=-1)
+    complete = {
+        number: max(ready_at.get(name, -1) for name in names)  # when its last gradient was ready
+        for number, (_, numel, names) in enumerate(groups)
+        if numel == launch.numel and all(ready_at.get(name, -1) <= launch.place for name in names)
+    }
+    if complete:
+        carried = next((f"group {number}" for number, at in complete.items() if at == latest), "a group")
+        return f"{carried} is launched as soon as it is complete, not in the order of the buckets."
     return "a group is launched before it is complete. A group must count the gradients of all its buckets."
 
 

@@ -162,6 +162,9 @@ def explain_launches(launched, numels, gather_grads, events):
         return "gradients are gathered, although gather_grads is False. In this case, gather only parameters."
     total = sum(launch.numel for launch in launched)
     if total > 2 * sum(numels):
+        gathers = [launch for launch in launched if launch.op == "all_gather"]
+        if not gather_grads and Counter(x.numel for x in gathers) == Counter(numels * 2):
+            return "start_param_sync gathers the parameters of each group twice."
         counts = Counter(launch.op for launch in launched)
         twice = [f"{op}s" for op in ("reduce_scatter", "all_gather") if counts[op] > len(numels)]
         return f"some buckets are launched twice: there are too many {join_names(twice) or 'elements'}."

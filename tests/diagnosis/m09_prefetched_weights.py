@@ -131,13 +131,21 @@ def find_unfinished(events_by_rank):
         if gathers and not any(launch.sync or launch.waits for launch in gathers):
             return NOTHING_AWAITED
         last = [launch for launch in gathers if launch.step == gathers[-1].step]
-        left = [place for place, launch in enumerate(last, 1) if not launch.sync and not launch.waits]
+        left = [place for place, launch in enumerate(last) if not launch.sync and not launch.waits]
         if left:
+            which = join_names([name_place(place, len(last)) for place in left])
             return (
-                f"finish_param_sync does not wait for {len(left)} of the last step's {len(last)} all-gathers, in the "
-                f"order of their launches number {join_names(left)}. It must wait for every group in flight."
+                f"finish_param_sync does not wait for {len(left)} of the last step's {len(last)} all-gathers: the one"
+                f"{'s' * (len(left) > 1)} launched {which}. It must pass every group to wait_for, which must wait for "
+                "each of them that is in flight."
             )
     return ""
+
+
+def name_place(place, count):
+    """Return the position of one of `count` launches in words, for example "second"."""
+    ordinals = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth")
+    return "last" if place + 1 == count else ordinals[place] if place < len(ordinals) else f"{place + 1}th"
 
 
 def find_early_forward(submission, jobs, trainable):
@@ -181,7 +189,8 @@ def explain_forward(events, trainable, step=1):
         if arrived:
             return (
                 f"{owner} runs with {join_names(arrived)} complete, but {join_names(late)} incomplete. The parameters "
-                "of a module may be in several groups. Its pre-hook must wait for all of them."
+                "of a module may be in several groups. groups_of must list all of them, and before_forward must wait "
+                "for all of them."
             )
         return f"{owner} runs before its weights have arrived. Its pre-hook must wait for the groups of its parameters."
     first = next(iter(started.values()), set())  # when the model's own forward began

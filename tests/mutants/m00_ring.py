@@ -75,6 +75,7 @@ MUTANTS = [
         BUFFER,
         BUFFER + "\n    chunks = [chunk.clone() for chunk in chunks]",
         REDUCED,
+        "the function does not return a slice of the tensor",
     ),
     Mutant(
         "every rank sends first",

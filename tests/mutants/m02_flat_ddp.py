@@ -120,6 +120,7 @@ MUTANTS = [
         REDUCE,
         "flat = torch.nn.functional.pad(flat, (0, -flat.numel() % 1024))\n            " + REDUCE,
         ("test_bytes_on_the_wire",),
+        "elements, but the gradients have",
     ),
     Mutant(
         "zeros of torch's own dtype",

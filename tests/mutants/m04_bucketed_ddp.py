@@ -211,7 +211,7 @@ MUTANTS = [
         RESET,
         "self.queue.num_pending = [len(bucket.parameters) for bucket in self.buckets]\n",
         ("test_steps_and_subgroups",),
-        "launches was 0, but",
+        "LaunchQueue.reset() must reset both num_pending and next_to_launch",
     ),
     Mutant(
         "no handle kept", REDUCE, REDUCE.replace("True", "False"), ("test_gradients_are_averaged",), "async_op=True"

@@ -269,7 +269,7 @@ MUTANTS = [
         ACCUMULATE,
         f"if self.require_grad_sync:\n            {ACCUMULATE}",
         ("test_main_grad_accumulates_in_fp32",),
-        "are accumulated in bf16",
+        "Add each micro-batch to main_grad in fp32, also inside no_sync",
     ),
     Mutant(
         "main_grad overwritten by each micro-batch",

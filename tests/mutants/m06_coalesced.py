@@ -353,7 +353,7 @@ MUTANTS = [
         "                self.queue.next_to_launch += 1\n"
         "        return\n",
         ("test_steps_and_subgroups",),
-        "as soon as it is complete, not in the order of the buckets",
+        "group 1 is launched as soon as it is complete, not in the order of the buckets",
     ),
     Mutant(
         "counters not reset",

@@ -274,7 +274,7 @@ MUTANTS = [
             "        super().start_param_sync()\n"
         ),
         LAUNCHES,
-        "there are too many all_gathers",
+        "start_param_sync gathers the parameters of each group twice",
     ),
     Mutant(
         "parameters not waited for",

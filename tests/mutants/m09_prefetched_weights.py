@@ -61,7 +61,7 @@ MUTANTS = [
         "self.wait_for(self.groups_of[owner])",
         "self.wait_for(self.groups_of[owner][:1])",
         EQUALS,
-        "may be in several groups",
+        "groups_of must list all of them, and before_forward must wait",
     ),
     Mutant(
         "hooks wait for the parameters of submodules too",
@@ -139,7 +139,7 @@ MUTANTS = [
         "self.wait_for(self.forward_order)",
         "self.wait_for(self.forward_order[::2])",
         EQUALS,
-        "finish_param_sync does not wait for",
+        "all-gathers: the one launched second. It must pass every group to wait_for",
     ),
 ]
 

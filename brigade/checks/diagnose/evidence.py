@@ -89,6 +89,16 @@ def find_repeated_reduction(record: Sequence[Event], step: int | None, numel: in
     """
     readiness, last = list_ready_gradients(record, step), {}
     reductions = [x for x in select_sync_launches(record, step) if x.op == "all_reduce"]
+    has_one_pass = len(list_backward_passes(record, step)) == 1
+    if has_one_pass and numel and sum(launch.numel for launch in reductions) == 2 * numel:
+        names = [launch.name for launch in reductions]
+        is_at_once = names[::2] == names[1::2] and None not in names
+        if is_at_once and all(launch.phase == "backward" for launch in reductions):
+            return (
+                "every gradient is all-reduced twice in one step, both times in backward: its hook is registered "
+                "twice, or the hook launches twice."
+            )
+        return "every gradient is all-reduced twice in one step."
     for launch in reductions:
         if launch.memory != "gradient" or launch.name is None:
             continue
@@ -96,9 +106,6 @@ def find_repeated_reduction(record: Sequence[Event], step: int | None, numel: in
         if before is not None and not any(n == launch.name and before < at < launch.place for at, n in readiness):
             return f"the gradient of {launch.name} is all-reduced twice in one step."
         last[launch.name] = launch.place
-    has_one_pass = len(list_backward_passes(record, step)) == 1
-    if has_one_pass and numel and sum(launch.numel for launch in reductions) == 2 * numel:
-        return "every gradient is all-reduced twice in one step."
     return ""
 
 

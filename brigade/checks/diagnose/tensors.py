@@ -62,7 +62,10 @@ def overwritten_gradient(compared: Comparison) -> str:
     is_gone = all(value is None for tensors in compared.actual for value in tensors.values())
     if not compared.evidence.has_sync_launch or not is_gone:
         return ""
-    return "p.grad was overwritten with None. A collective works in place and returns None unless async_op=True."
+    return (
+        "p.grad was overwritten with None. A collective works in place and returns None unless async_op=True. Do not "
+        "assign its result to p.grad."
+    )
 
 
 def missing_gradient(compared: Comparison) -> str:
