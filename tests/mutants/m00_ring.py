@@ -152,7 +152,7 @@ MUTANTS = [
         "return chunks[rank]",
         "return chunks[rank].clone()",
         ("test_ring_reduce_scatter",),
-        "returns a copy of it or another chunk",
+        "the function does not return a slice of the tensor",
     ),
     Mutant(
         "chunks of torch.chunk",
