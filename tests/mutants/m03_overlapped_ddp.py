@@ -28,7 +28,7 @@ MUTANTS = [
         HOOK,
         f"{HOOK}; {HOOK}",
         ("test_every_handle_is_waited_on", "test_launches_are_asynchronous", "test_no_sync_restores_its_state"),
-        "every gradient is all-reduced twice in one step, both times in backward",
+        "every gradient is all-reduced twice in one step, both times during backward",
     ),
     Mutant("summed, not averaged", DIVIDE, "pass", ("test_gradients_are_averaged",), "summed"),
     Mutant("divided by a literal 2", DIVIDE, "parameter.grad /= 2", ("test_gradients_are_averaged",), "divided by 2"),

@@ -95,7 +95,7 @@ def find_repeated_reduction(record: Sequence[Event], step: int | None, numel: in
         is_at_once = names[::2] == names[1::2] and None not in names
         if is_at_once and all(launch.phase == "backward" for launch in reductions):
             return (
-                "every gradient is all-reduced twice in one step, both times in backward: its hook is registered "
+                "every gradient is all-reduced twice in one step, both times during backward: its hook is registered "
                 "twice, or the hook launches twice."
             )
         return "every gradient is all-reduced twice in one step."
