@@ -164,6 +164,7 @@ def explain_forward(events, trainable, step=1):
     """
     places = {event["step"]: place for place, event in enumerate(events) if event["kind"] == "step"}
     forward = [x for x in events[places[step] : places.get(step + 1, len(events))] if x["phase"] == "forward"]
+    forward = [x for x in forward if x["kind"] != "end"]  # the end of a transfer, which may come at any time
     owned = {}
     for name in trainable:
         owned.setdefault(name.rpartition(".")[0], []).append(name)
