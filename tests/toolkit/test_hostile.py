@@ -391,21 +391,28 @@ def test_a_fork_server_that_is_killed_is_started_again(user, submission, tmp_pat
 
 def test_a_rank_that_is_killed_from_outside_costs_one_check(user, submission, tmp_path):
     RIGHT.make(submission)
+    is_over = threading.Event()
+    killer = threading.Thread(target=kill_processes, args=(user, is_over))
 
-    def kill_soon(state: Grading) -> None:
-        if finished(state) == AT_WORK:
-            threading.Thread(target=kill_first_process, args=(user,)).start()
+    def kill_in_one_check(state: Grading) -> None:
+        if finished(state) == AT_WORK and not killer.ident:
+            killer.start()
+        elif finished(state) > AT_WORK:
+            is_over.set()
+            killer.join()
 
-    graded = Graded(submission, tmp_path / "results.json", RIGHT, kill_soon)
+    graded = Graded(submission, tmp_path / "results.json", RIGHT, kill_in_one_check)
     [failed] = [outcome for outcome in graded.state.outcomes if not outcome.passed]
     assert failed is graded.state.outcomes[AT_WORK] and "killed by SIGKILL" in failed.verdict.got
     expect_nothing_left(user)
 
 
-def kill_first_process(uid: int) -> None:
-    while not (found := list_processes(uid)):
-        time.sleep(0.001)
-    found[0].kill()
+def kill_processes(uid: int, is_over: threading.Event) -> None:
+    """Kill all processes of the user as soon as they start, until the event is set."""
+    while not is_over.is_set():
+        for process in list_processes(uid):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
 
 def test_a_full_disk_is_waited_for(user, submission, tmp_path):
