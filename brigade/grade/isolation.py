@@ -35,6 +35,7 @@ def isolate_ranks(submission: str, out: str | None, backend: str) -> Iterator[li
         try:
             yield []
         finally:
+            ranks.SERVER.close()  # while the user is reserved: the server kills all processes of the user when it ends
             ranks.SERVER.sandbox = None
             sandbox.remove_files(uid)
 

@@ -11,10 +11,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from brigade.course.modules import ROOT, CourseError, resolve_results_file
-from brigade.runner import sandbox
+from brigade.grade import isolation
+from brigade.runner import ranks, sandbox
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="a lock of Linux")
 EPERM, ENOSYS = 1, 38
@@ -262,3 +264,13 @@ def test_the_recipe_for_classroom_50_follows_no_link(tmp_path):
 def script(path: Path, text: str) -> None:
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="isolation needs Linux and root")
+def test_no_server_outlives_the_reservation_of_its_user():
+    """When a server ends, it kills all processes of its user, who may belong to another grader by then."""
+    ranks.SERVER.start()
+    with isolation.isolate_ranks("submission", None, "gloo"):
+        ranks.run_ranks(sandbox.probe, world_size=1)
+        server = psutil.Process(ranks.SERVER._process.pid)
+    assert not server.is_running()
