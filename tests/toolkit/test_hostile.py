@@ -443,7 +443,7 @@ def test_a_grader_that_is_killed_takes_the_submission_along(submission, tmp_path
             time.sleep(0.02)
             with contextlib.suppress(psutil.NoSuchProcess):
                 found = {p.uids().real for p in psutil.Process(process.pid).children(recursive=True)} - others
-                users = {uid for uid in found if uid >= sandbox.FIRST_UID}
+                users = found & set(range(sandbox.FIRST_UID, sandbox.FIRST_UID + sandbox.USERS))
         time.sleep(0.3)
         [server] = psutil.Process(process.pid).children()
         server.suspend()
