@@ -373,6 +373,14 @@ def test_reference_gets_all_points_in_every_form(grade, submit, tmp_path, monkey
         assert found[0] == (0, 8, True) and found[1] == (0, 1, True) and found[-1] == (1, 1, False), found
 
 
+@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="isolation needs Linux and root")
+@pytest.mark.parametrize("entry", MODULES, ids=lambda entry: entry.package)
+def test_isolated_reference_gets_all_points(entry, grade):
+    """Isolated ranks cannot read the course's files, but a correct answer never needs them."""
+    done = grade(ROOT / "solutions", "--modules", str(entry.number))
+    assert scores(done.result) == ({entry.number: entry.points}, set()), done.result["output"]
+
+
 def test_points_are_what_the_checks_say(grade, submit):
     """Module 1 has one mistake, and module 2 is still the skeleton."""
     unwritten = (ROOT / "lessons" / get_module(2).path).read_text()
