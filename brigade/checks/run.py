@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import random
 import shlex
 import time
@@ -152,12 +154,31 @@ def compile_student_files(target: str | Path, number: int, prior_source: str) ->
 def prepare() -> None:
     """Import the modules that checks need, in this process and in the process from which ranks are forked."""
     start_server()
-    dynamo_stub.import_torch()
+    with limit_threads():
+        dynamo_stub.import_torch()
     import torch
 
     import brigade.checks.reference  # noqa: F401
 
-    torch.set_num_threads(1)  # the tensors are small; on a busy machine, a second thread only adds waiting time
+    torch.set_num_threads(1)  # if torch was imported earlier; this applies to the current thread only
+
+
+@contextlib.contextmanager
+def limit_threads() -> Iterator[None]:
+    """Make torch and numpy use one thread if they are imported in this block.
+
+    The tensors of checks are small; on a busy machine, a second thread only adds waiting time.
+    """
+    before = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+    os.environ |= dict.fromkeys(before, "1")
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def read_sources(target: str | Path, number: int, prior_source: str) -> Sources:

@@ -15,10 +15,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from brigade.checks.server import start_server
+from brigade.checks.run import prepare
 from brigade.cli.options import ABOVE_ZERO, add_number
 from brigade.course.modules import CORE, MODULES, CourseError, Module, resolve_results_file, select_modules
-from brigade.grade import classroom, formats, incoming, isolation, roster, similarity, static_look, visibility
+from brigade.grade import classroom, formats, grading, incoming, isolation, roster, similarity, static_look, visibility
 from brigade.grade.outcome import Grading, make_empty_grading
 from brigade.runner import machine, ranks, sandbox
 
@@ -171,9 +171,7 @@ def run_one(options: argparse.Namespace, entries: Sequence[Module], console: Con
                 isolation.isolate_ranks(options.submission, options.out, options.backend) as notes,
             ):
                 with delay_interrupts():
-                    start_server()
-                    from brigade.grade import grading
-
+                    prepare()
                     grading.collect(entries)
                 findings += static_look.look_at(submission.directory, entries)
                 if ranks.SERVER.sandbox:

@@ -12,8 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from brigade.checks.collect import collect
 from brigade.checks.run import Conditions, run_check
 from brigade.checks.verdict import Outcome, make_not_run
@@ -43,7 +41,6 @@ def grade(
     own. If a check fails, and an earlier module does not pass all its checks, the check is repeated with the
     reference's earlier modules. So an error costs points only once.
     """
-    torch.set_num_threads(1)  # expected values are small, and several grading runs may be active in parallel
     grading = Grading([Outcome(check) for check in collect(entries)], seed, notes=list(notes))
     on_change(grading)
     Schedule(target, grading, prior, Conditions(seed, backend, share_gpu), total_s, on_change).run()

@@ -323,9 +323,15 @@ def append_limited(kept: bytearray, data: bytes, limit: int) -> None:
 
 def read_json(body: bytes) -> Any:
     """Return a rank's JSON message. Raise ValueError or RecursionError if our ranks would not send it."""
+    return make_decoder().decode(body.decode())
+
+
+@functools.cache
+def make_decoder() -> json.JSONDecoder:
+    """Return the decoder of all messages. `json.loads` with the same arguments would make one for each message."""
     from brigade.runner import wire
 
-    return json.loads(body, parse_int=wire.read_int, parse_constant=refuse_constant)
+    return json.JSONDecoder(parse_int=wire.read_int, parse_constant=refuse_constant)
 
 
 def refuse_constant(name: str) -> None:
