@@ -178,11 +178,11 @@ def draw_bars(
     *,
     xlabel: str,
     title: str,
-    spread: Mapping[str, tuple[float, float]] | None = None,
+    spread: Mapping[str, tuple[float, float, float]] | None = None,
 ) -> LargeFigure:
     """Draw one stacked bar for each row, and write the values of its parts at the end of the bar.
 
-    `spread` contains the quartiles of the whole bar, by row.
+    `spread` contains the lower quartile, the median and the upper quartile of what the whole bar shows, by row.
     """
     with make_figure(1.9 + 0.62 * len(rows)) as (figure, axes):
         names = [*dict.fromkeys(name for parts in rows.values() for name in parts)]
@@ -194,10 +194,9 @@ def draw_bars(
                 left += value
             end = left
             if spread:
-                lower, upper = spread[label]
-                axes.errorbar(
-                    left, row, xerr=[[left - lower], [upper - left]], fmt="D", color=BLACK, linewidth=2, capsize=6
-                )
+                lower, median, upper = spread[label]
+                interval = [[median - lower], [upper - median]]
+                axes.errorbar(median, row, xerr=interval, fmt="D", color=BLACK, linewidth=2, capsize=6)
                 end = max(left, upper)
             axes.annotate(
                 " + ".join(f"{value:.3g}" for value in parts.values()),
@@ -218,14 +217,20 @@ def draw_bars(
 
 
 def draw_step_times(results: Ladder, title: str, labels: Sequence[str] | None = None) -> LargeFigure:
-    """Draw the median step of each variant in two parts: the step without communication, and the exposed time."""
+    """Draw the median step of each variant in two parts: the step without communication, and the exposed time.
+
+    On a busy machine, a variant can be faster than the step without communication. It then has no exposed time.
+    """
     alone = results.computation.median_ms
     labels = labels or [variant.label for variant in results.variants]
     rows = {
         label: {"step without communication": alone, "exposed communication": max(0.0, variant.median_ms - alone)}
         for label, variant in zip(labels, results.variants)
     }
-    spread = {label: variant.quartiles_ms for label, variant in zip(labels, results.variants)}
+    spread = {}
+    for label, variant in zip(labels, results.variants):
+        lower, upper = variant.quartiles_ms
+        spread[label] = (lower, variant.median_ms, upper)
     return draw_bars(rows, xlabel="time of one training step (ms); lines: quartiles", title=title, spread=spread)
 
 

@@ -246,7 +246,7 @@ WRAPPER_MISTAKES = [
         "`forward` does not give it the wrapper's `prefetch`",
     ),
     Mutant("nothing freed in forward", STAYS, "if self.is_backward:\n", (FREED,), "not freed"),
-    Mutant("nothing freed in backward", STAYS, "if not self.is_backward and unit != 0:\n", (FREED,), "in backward"),
+    Mutant("nothing freed in backward", STAYS, "if not self.is_backward and unit != 0:\n", (FREED,), "during backward"),
     Mutant(
         "the root freed with the first unit",
         STAYS,

@@ -391,28 +391,36 @@ def test_a_fork_server_that_is_killed_is_started_again(user, submission, tmp_pat
 
 def test_a_rank_that_is_killed_from_outside_costs_one_check(user, submission, tmp_path):
     RIGHT.make(submission)
-    is_over = threading.Event()
-    killer = threading.Thread(target=kill_processes, args=(user, is_over))
+    with contextlib.ExitStack() as killer:
 
-    def kill_in_one_check(state: Grading) -> None:
-        if finished(state) == AT_WORK and not killer.ident:
-            killer.start()
-        elif finished(state) > AT_WORK:
-            is_over.set()
-            killer.join()
+        def kill_in_one_check(state: Grading) -> None:
+            if finished(state) == AT_WORK:
+                killer.enter_context(kill_processes(user))
+            else:
+                killer.close()
 
-    graded = Graded(submission, tmp_path / "results.json", RIGHT, kill_in_one_check)
+        graded = Graded(submission, tmp_path / "results.json", RIGHT, kill_in_one_check)
     [failed] = [outcome for outcome in graded.state.outcomes if not outcome.passed]
     assert failed is graded.state.outcomes[AT_WORK] and "killed by SIGKILL" in failed.verdict.got
     expect_nothing_left(user)
 
 
-def kill_processes(uid: int, is_over: threading.Event) -> None:
-    """Kill all processes of the user as soon as they start, until the event is set."""
-    while not is_over.is_set():
-        for process in list_processes(uid):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+@contextlib.contextmanager
+def kill_processes(uid: int) -> Iterator[None]:
+    """During the block, kill all processes of the user as soon as they start, as `sandbox.kill_user` does once."""
+    program = f"""if True:
+        import os, signal, time
+        os.setresuid({uid + sandbox.USERS}, {uid}, {uid + sandbox.USERS})
+        print("ready", flush=True)
+        while True:
+            try:
+                os.kill(-1, signal.SIGKILL)
+            except ProcessLookupError:
+                time.sleep(0.001)"""
+    with subprocess.Popen([sys.executable, "-S", "-c", program], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "ready\n"
+        yield
+        process.kill()
 
 
 def test_a_full_disk_is_waited_for(user, submission, tmp_path):

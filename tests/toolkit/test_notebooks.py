@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import nbformat
 import psutil
@@ -23,7 +24,7 @@ from brigade.course.modules import MODULES, ROOT, get_module
 from brigade.events import launches
 from brigade.lab.notebook import Ranks, RanksError, show, start_ranks
 from brigade.lab.notebook_files import EXECUTED, execute, hash_code, list_notebooks
-from brigade.lab.notebook_plots import explore
+from brigade.lab.notebook_plots import draw_step_times, explore
 from brigade.lab.slides import make_deck
 
 NOTEBOOKS = list_notebooks()
@@ -268,3 +269,16 @@ def test_a_deck_needs_no_network() -> None:
     )
     assert "Reveal.initialize(" in page and 'src="data:image/svg+xml' in page and "data:image/png" in page
     assert "the first buckets at 10 MiB:" in page and "Run sheet" not in page
+
+
+def test_step_times_can_be_drawn_after_a_noisy_run():
+    """On a busy machine, a step with communication can take less time than one without."""
+    fast = SimpleNamespace(label="fast", median_ms=80.0, quartiles_ms=(75.0, 84.0))
+    slow = SimpleNamespace(label="slow", median_ms=120.0, quartiles_ms=(110.0, 130.0))
+    results = SimpleNamespace(computation=SimpleNamespace(median_ms=100.0), variants=[fast, slow])
+    [axes] = draw_step_times(results, "Step times").axes
+    assert [(line.get_xdata()[0], line.get_ydata()[0]) for line in axes.lines if line.get_marker() == "D"] == [
+        (80.0, 0),
+        (120.0, 1),
+    ]
+    assert [bar.get_width() for bar in axes.patches] == [100.0, 0.0, 100.0, 20.0]
