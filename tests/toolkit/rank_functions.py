@@ -274,6 +274,11 @@ def start_daemon() -> list[int]:
     return [child.pid, int(grandchild.stdout)]
 
 
+def import_all(names: list[str]) -> None:
+    for name in names:
+        importlib.import_module(name)
+
+
 def import_by_name(name: str) -> dict[str, Any]:
     """Import a module of the submission, and return its public strings by name."""
     module = importlib.import_module(name)

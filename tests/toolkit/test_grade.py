@@ -373,6 +373,7 @@ def test_reference_gets_all_points_in_every_form(grade, submit, tmp_path, monkey
         assert found[0] == (0, 8, True) and found[1] == (0, 1, True) and found[-1] == (1, 1, False), found
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="isolation needs Linux and root")
 @pytest.mark.parametrize("entry", MODULES, ids=lambda entry: entry.package)
 def test_isolated_reference_gets_all_points(entry, grade):

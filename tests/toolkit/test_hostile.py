@@ -33,7 +33,7 @@ from hostile import forging
 from brigade import events
 from brigade.checks.context import CheckContext
 from brigade.checks.reference import Case
-from brigade.course.modules import ROOT, CourseError, get_module
+from brigade.course.modules import MODULES, ROOT, CourseError, get_module
 from brigade.course.submission import read
 from brigade.grade import formats, grading, incoming
 from brigade.grade.outcome import Grading, make_empty_grading
@@ -81,6 +81,14 @@ def user() -> Iterator[int]:
         del os.environ["COURSE_SECRET"]
         ranks.SERVER.sandbox = None
         ranks.SERVER.close()  # it has no network, and little of our environment
+
+
+def test_isolated_ranks_can_import_all_scenarios():
+    """They cannot read the course's files, so the fork server must have imported everything that scenarios use."""
+    _, packages = ranks.find_sources(training.train)
+    names = [f"scenarios.{name}" for name in packages["scenarios"]]
+    assert len(names) > len(MODULES)
+    ranks.run_ranks(functions.import_all, names, packages=packages, world_size=1)
 
 
 @pytest.fixture(scope="module")
