@@ -8,6 +8,7 @@ command fails, and 130 if the run is stopped.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
 import shlex
@@ -22,12 +23,14 @@ from importlib.metadata import version
 from itertools import groupby
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import psutil
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from brigade.cli.grade import PARTS
 from brigade.course.modules import MODULES, ROOT, CourseError, get_module
 from brigade.lab.bench import Bench, load_json
 from brigade.lab.ladder import TORCH_DDP, TORCH_FSDP, TORCH_ZERO, get_variant
@@ -112,6 +115,21 @@ def time_command(figure: str, command: str, limit_s: float, repetitions: int) ->
     return make_promise(figure, command, limit_s, [run(command) for _ in range(repetitions)], "s")
 
 
+def check_points(part: str) -> Promise:
+    """Grade the reference, and return the promise that it gets all points of a part of the course."""
+    command = f"brigade grade --submission solutions --part {part}"
+    with tempfile.TemporaryDirectory(prefix="brigade-promises-") as directory:
+        path = Path(directory) / "results.json"
+        run(command, out=str(path), format="json")
+        return make_points_promise(part, command, json.loads(path.read_text()))
+
+
+def make_points_promise(part: str, command: str, result: dict[str, Any]) -> Promise:
+    """Return the promise that a result of `brigade grade` contains all points."""
+    score, max_score = result["score"], result["max_score"]
+    return Promise(f"points of the reference, {part}", command, str(max_score), str(score), score == max_score)
+
+
 def run_benches(repetitions: int) -> list[Bench]:
     with tempfile.TemporaryDirectory(prefix="brigade-promises-") as directory:
         paths = [Path(directory) / f"{number}.json" for number in range(repetitions)]
@@ -181,6 +199,9 @@ def measure_all(repetitions: int, on_stage: Callable[[str], None]) -> list[Promi
         rows.append(time_command(f"checks of module {entry.number}", command, limit_s, repetitions))
     on_stage("all core checks")
     rows.append(time_command("all core checks", "brigade grade --submission solutions", CORE_S, repetitions))
+    for part in PARTS:
+        on_stage(f"points of the reference, {part}")
+        rows.append(check_points(part))
     on_stage("the demo")
     rows.append(time_command("make demo", "python -m brigade.cli.demo", DEMO_S, 1))
     on_stage(f"{repetitions} benches")

@@ -54,6 +54,12 @@ def test_too_much_state_in_any_run_is_seen():
     assert not make_ladder_promises([full, full, too_full])[-1].is_kept
 
 
+def test_every_point_of_the_reference_counts():
+    row = promises.check_points("warm-up")
+    assert row.is_kept and row.aim == row.measured == "10"
+    assert not promises.make_points_promise("core", "brigade grade", {"score": 99, "max_score": 100}).is_kept
+
+
 def test_whatever_is_left_is_named():
     assert make_left_promise("after Ctrl-C", "brigade check 5", [], []).is_kept
     row = make_left_promise("after Ctrl-C", "brigade check 5", ["python"], ["brigade-x"])
