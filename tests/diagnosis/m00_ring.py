@@ -69,9 +69,9 @@ def explain_chunk(members, place, start, end):
 
 def explain_view(view, size):
     """Explain why a rank of a group of `size` ranks returned `view`, although its chunk of the tensor is right."""
-    what = (
-        "returns another chunk" if view else "does not return a slice of the tensor, but for example a slice of a copy"
-    )
+    what = "returns another chunk"
+    if not view:
+        what = "does not return a slice of the tensor. It may return a slice of a copy"
     right = "the tensor has the right sum, but " if size > 1 else ""  # a single rank adds nothing
     return f"{right}the function {what}. Return chunk r as a slice of the tensor. A clone of a chunk is not a view."
 

@@ -426,9 +426,11 @@ def kill_processes(uid: int) -> Iterator[None]:
             except ProcessLookupError:
                 time.sleep(0.001)"""
     with subprocess.Popen([sys.executable, "-S", "-c", program], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout.readline() == "ready\n"
-        yield
-        process.kill()
+        try:
+            assert process.stdout.readline() == "ready\n"
+            yield
+        finally:
+            process.kill()
 
 
 def test_a_full_disk_is_waited_for(user, submission, tmp_path):

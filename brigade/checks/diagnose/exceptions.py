@@ -135,8 +135,9 @@ def explain_leftover(failure: RankFailure, sources: Sources) -> str:
     cause = find_leftover(get_events(failure))
     files = {file for file, *_ in failure.frames}
     uses_queue = any("LaunchQueue" in text for path, text in sources.values() if Path(path).name in files)
-    hint = " For example, LaunchQueue.reset() must reset both num_pending and next_to_launch."
-    return cause + hint * (cause != "" and uses_queue)
+    if cause and uses_queue:
+        cause += " For example, LaunchQueue.reset() must reset both num_pending and next_to_launch."
+    return cause
 
 
 def explain_no_handle(failure: RankFailure, sources: Sources) -> str:
