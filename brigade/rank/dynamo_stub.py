@@ -37,6 +37,7 @@ def import_torch() -> None:
     collects = gc.isenabled()
     gc.disable()  # garbage collection could not free any new object, and takes a tenth of the time
     importlib.import_module("torch")
+    gc.freeze()  # torch stays until the process ends; without this, the next collections examine all of it
     if collects:
         gc.enable()
     if COMPILER not in sys.modules:

@@ -47,7 +47,6 @@ def serve(descriptor: int, locks: Sequence[int], scratch: str, import_path: str,
     preload(modules)
     if import_path in sys.path:
         sys.path.remove(import_path)  # a submission must not find the course's own files
-    gc.collect()
     gc.freeze()
     if sys.platform == "linux":
         sandbox.prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans of a rank become our children, and we kill them
