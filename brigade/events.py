@@ -18,6 +18,7 @@ machine share) and `phase` (what the training loop was doing). `rank/recording.p
     phase    the training loop enters this phase
     race     a tensor of launch `index` was changed between launch and wait (`rank/strict.py`)
     ready    backward is about to add the gradient of the parameter `name` to its `.grad`
+    call     the rank begins the next call of `run_calls`
     step     the following events belong to step `step` of the training loop, or to no step if `step` is None
 
 Scenarios add kinds of their own with `note`. The parent process validates each event once, when the event arrives.
@@ -27,6 +28,7 @@ All other code may rely on the fields.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -149,6 +151,31 @@ def launches(events: Sequence[Event], step: int | None = None, *, phase: str | N
         for launch in by_index.values()
         if launch.op != "barrier" and step in (None, launch.step) and phase in (None, launch.phase)
     ]
+
+
+def split_calls(events: Sequence[Event], count: int) -> list[list[Event]]:
+    """Return the events of each of the `count` calls of a run, with launches numbered from 0 in each call.
+
+    The end of a launch belongs to the call of the launch, even if it is recorded later. A wait does not.
+    """
+    if count == 1:
+        return [list(events)]
+    parts: list[list[Event]] = [[]]
+    starts = [0]  # the number of each call's first launch
+    num_launches = 0
+    for event in events:
+        if event["kind"] == "call" and len(parts) < count:
+            parts.append([])
+            starts.append(num_launches)
+            continue
+        num_launches += event["kind"] == "launch"
+        call = len(parts) - 1
+        if "index" in FIELDS.get(event["kind"], ()):
+            call = bisect_right(starts, event["index"]) - 1
+            event = event | {"index": event["index"] - starts[call]}
+        if call == len(parts) - 1 or event["kind"] == "end":
+            parts[call].append(event)
+    return parts + [[] for _ in range(count - len(parts))]
 
 
 def list_ready_gradients(events: Sequence[Event], step: int) -> list[tuple[int, str]]:

@@ -32,17 +32,17 @@ def test_gradients_are_averaged(submission):
 @pytest.mark.points(2)
 def test_one_all_reduce_per_dtype(submission):
     """A step launches exactly one all-reduce for each dtype among the trainable parameters."""
-    for model, dtypes in (("Tied", 1), ("Frozen", 1), ("MixedDtypes", 3)):
-        [world] = submission.worlds(2)
-        case = submission.case(model, world, steps=2)
-        results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)
+    [world] = submission.worlds(2)
+    cases = [submission.case(model, world, steps=2) for model in ("Tied", "Frozen", "MixedDtypes")]
+    all_results = submission.run_each(training.train, [case.make_jobs(**JOB) for case in cases])
+    for case, dtypes, results in zip(cases, (1, 1, 3), all_results):
         for rank, events in enumerate(results.events):
             for step in range(2):
                 launched = launches(events, step)
                 kinds = [(launch.op, launch.dtype) for launch in launched]
                 expect(
                     len(kinds) == dtypes == len(set(kinds)) and all(op == "all_reduce" for op, _ in kinds),
-                    f"a step of the {model} model launches one all_reduce per dtype, {dtypes} in total",
+                    f"a step of the {case.model} model launches one all_reduce per dtype, {dtypes} in total",
                     f"the step made {summarize(launched)}",
                     partial(diagnosis.explain_launches, launched, case),
                     rank=rank,
@@ -78,7 +78,10 @@ def test_mixed_dtypes(submission):
     """Gradients of several dtypes are averaged without casts, with one all-reduce per dtype."""
     for world in submission.worlds(2, 3):
         case = submission.case("MixedDtypes", world, hidden_layers=4)
-        results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)
+        # A pure float64 model reveals a cast to float32, which bfloat16 activations would hide.
+        exact = submission.case("Plain", world, dtype=torch.float64)
+        jobs = [case.make_jobs(**JOB), exact.make_jobs(**JOB)]
+        results, exact_results = submission.run_each(training.train, jobs)
         for rank, result in enumerate(results):
             for name, parameter in case.parameters().items():
                 gradient = result["gradients"][0][name]
@@ -90,10 +93,7 @@ def test_mixed_dtypes(submission):
                 )
         expect_gradients(results, case, tolerance=MIXED)
         require_flat(results, case)
-        # A pure float64 model reveals a cast to float32, which bfloat16 activations would hide.
-        exact = submission.case("Plain", world, dtype=torch.float64)
-        results = submission.run(training.train, exact.make_jobs(**JOB), world_size=world)
-        expect_gradients(results, exact, "float64 gradients are averaged in float64")
+        expect_gradients(exact_results, exact, "float64 gradients are averaged in float64")
 
 
 @pytest.mark.points(1)

@@ -96,35 +96,35 @@ def test_each_rank_has_its_part(submission):
     cases = [submission.case(model, world, hidden_layers=3) for model in kinds]
     jobs = [case.make_jobs(**JOB | more) for case, more in zip(cases, kinds.values())]
     jobs[0] = PerRank(job | {"cast": torch.float64} for job in jobs[0])
-    results = run(submission, scenarios.construct, join_jobs(jobs), world_size=world)
-    for number, (case, (model, more)) in enumerate(zip(cases, kinds.items())):
+    all_results = run(submission, scenarios.construct, jobs)
+    for number, (case, (model, more), results) in enumerate(zip(cases, kinds.items(), all_results)):
         kind = (more.get("unit_type", "Block"), torch.float64 if number == 0 else None)
         units = lay_out(case, *kind)
         expected = [(layout["numel"] // world, dtype) for unit in units for dtype, (layout, _) in unit.items()]
         for rank, result in enumerate(results):
-            got = [(shard.numel(), shard.dtype) for shard in result[number]["shards"]]
+            got = [(shard.numel(), shard.dtype) for shard in result["shards"]]
             expect(
-                got == expected and all(shard.dim() == 1 for shard in result[number]["shards"]),
+                got == expected and all(shard.dim() == 1 for shard in result["shards"]),
                 f"shards() of {model} are 1-D, 1/{world} of each padded flat tensor: {describe_sizes(expected)}",
                 describe_sizes(got),
                 partial(diagnosis.explain_sizes, got, expected, case, *kind),
                 rank=rank,
             )
             expect(
-                all(result[number]["trainable"]),
+                all(result["trainable"]),
                 "shards() are trainable nn.Parameters",
                 "one is a plain tensor, or has requires_grad=False",
                 rank=rank,
             )
             expect(
-                not result[number]["alive"],
+                not result["alive"],
                 "after construction full weights have no memory",
-                f"{join_names(result[number]['alive'], 4)} have memory",
-                partial(diagnosis.explain_memory, result[number]["alive"], result[number]["storages"]),
+                f"{join_names(result['alive'], 4)} have memory",
+                partial(diagnosis.explain_memory, result["alive"], result["storages"]),
                 rank=rank,
             )
         start = {name: value for name, value in case.start().items() if case.parameters()[name].requires_grad}
-        values = join_shards([result[number]["shards"] for result in results], units, case)
+        values = join_shards([result["shards"] for result in results], units, case)
         expect_equal(
             f"the shards of all ranks, one after the other, are the weights of rank 0 ({model})",
             [values],
@@ -139,8 +139,8 @@ def test_parameters_stay_views(submission):
     """A unit's parameters are views of one flat tensor. Freeing and gathering resize its storage but keep it."""
     [world] = submission.worlds(2)
     case = submission.case("Blocks", world, hidden_layers=3)
-    results = run(submission, scenarios.describe_views, join_jobs([case.make_jobs(**JOB)]), world_size=world)
-    for rank, [result] in enumerate(results):
+    [results] = run(submission, scenarios.describe_views, [case.make_jobs(**JOB)])
+    for rank, result in enumerate(results):
         expect(
             not result["moved"],
             "when all units are gathered and freed again, every parameter keeps its storage",
@@ -167,7 +167,7 @@ def test_parameters_stay_views(submission):
             diagnosis.NEVER_FREED,
             rank=rank,
         )
-    gathered = [result[0]["gathered"] for result in results]
+    gathered = [result["gathered"] for result in results]
     expect_equal("gathered weights are those of rank 0", gathered, case.start(), tolerance=0.0)
 
 
@@ -182,18 +182,16 @@ def test_shards_have_average_gradients(submission):
     cases = [
         submission.case("Blocks", world, dtype=torch.float64, hidden_layers=4, micro_batches=micro) for micro in (1, 2)
     ]
-    jobs = [case.make_jobs(**JOB, finish_each=True, first_step=number) for number, case in enumerate(cases)]
-    results = run(submission, scenarios.train, join_jobs(jobs), world_size=world)
-    for number, case in enumerate(cases):
-        own = [result[number] for result in results]
-        expect_nothing_whole(own, case)
-        expect_shapes(own, case)
-        expect_all_shards(own, results.events, case, first_step=number, finishes=number + 1)
+    all_results = run(submission, scenarios.train, [case.make_jobs(**JOB, finish_each=True) for case in cases])
+    for number, (case, results) in enumerate(zip(cases, all_results)):
+        expect_nothing_whole(results, case)
+        expect_shapes(results, case)
+        expect_all_shards(results, results.events, case, finishes=number + 1)
         with explain_failures([], partial(diagnosis.explain_unawaited, results.events)):
             expect_equal(
                 "after finish_grad_sync the shards have the average of the gradients"
                 + (", and those of a second backward and finish are added" if number else ""),
-                [join_shards([result["gradients"][0] for result in own], lay_out(case), case)],
+                [join_shards([result["gradients"][0] for result in results], lay_out(case), case)],
                 case.gradients(),
                 hypotheses=partial(diagnosis.suspect_gradients, case),
                 scale=case.largest_entries(),
@@ -217,8 +215,8 @@ def test_weights_equal_plain_training(submission):
         ),
     ):
         case = submission.case(model, world, steps=20, dtype=torch.float64, hidden_layers=3, **options)
-        results = run(submission, scenarios.train, join_jobs([case.make_jobs(**JOB | more)]), world_size=world)
-        own = [results[rank][0] for rank in case.group]
+        [results] = run(submission, scenarios.train, [case.make_jobs(**JOB | more)])
+        own = [results[rank] for rank in case.group]
         expect_shapes(own, case, more.get("unit_type", "Block"))
         expect_nothing_whole(own, case, more.get("unit_type", "Block"))
         expect_trained(own, case, train_plain(case)[0], f"weights after 20 steps of {case.optimizer} ({model})")
@@ -231,20 +229,19 @@ def test_weights_are_freed(submission):
     prefetches = (0, 1, 2)
     cases = [submission.case("Blocks", world, steps=2, dtype=torch.float64, hidden_layers=7) for _ in prefetches]
     jobs = [case.make_jobs(**JOB, arguments={"prefetch": p}) for p, case in zip(prefetches, cases)]
-    results = run(submission, scenarios.measure, join_jobs(jobs), world_size=world)
-    for number, (prefetch, case) in enumerate(zip(prefetches, cases)):
+    all_results = run(submission, scenarios.measure, jobs)
+    for prefetch, case, results in zip(prefetches, cases, all_results):
         units = find_units(build(case), UNIT_TYPES["Block"])
         unit_of = {name: unit for unit, names in enumerate(units) for name in names}
         whole = [sum(layout["numel"] * 8 for layout, _ in unit.values()) for unit in lay_out(case)]
         for rank, result in enumerate(results):
-            entries, bare = result[number]["boundaries"], result[number]["bare"]
-            after = {unit_of[name] for name in result[number]["after"]}
-            for entry, alone in zip(entries, bare):
-                expect_bounded(entry, alone, unit_of, whole, prefetch, after, result[number]["whole"], rank)
+            after = {unit_of[name] for name in result["after"]}
+            for entry, alone in zip(result["boundaries"], result["bare"]):
+                expect_bounded(entry, alone, unit_of, whole, prefetch, after, result["whole"], rank)
             expect(
-                not result[number]["after"],
+                not result["after"],
                 "after finish_grad_sync, the full weights of every unit are freed",
-                f"{join_names(result[number]['after'], 4)} have memory",
+                f"{join_names(result['after'], 4)} have memory",
                 diagnosis.ROOT_STAYS,
                 rank=rank,
             )
@@ -257,15 +254,12 @@ def test_gathers_and_reductions_overlap(submission):
     prefetches = (1, 2, 0)
     cases = [submission.case("Blocks", world, steps=2, dtype=torch.float64, hidden_layers=6) for _ in prefetches]
     marks = [f"blocks.{block}" for block in range(5)]
-    jobs = [
-        case.make_jobs(**JOB, arguments={"prefetch": p}, marks=marks, first_step=10 * p)
-        for p, case in zip(prefetches, cases)
-    ]
-    results = run(submission, scenarios.train, join_jobs(jobs), world_size=world)
-    for prefetch, case in zip(prefetches, cases):
+    jobs = [case.make_jobs(**JOB, arguments={"prefetch": p}, marks=marks) for p, case in zip(prefetches, cases)]
+    all_results = run(submission, scenarios.train, jobs)
+    for prefetch, case, results in zip(prefetches, cases, all_results):
         units = find_units(build(case), UNIT_TYPES["Block"])
         for rank, events in enumerate(results.events):
-            for step in (10 * prefetch, 10 * prefetch + 1):
+            for step in range(2):
                 expect_overlap(events, step, units, prefetch, rank)
 
 
@@ -276,15 +270,14 @@ def test_volume(submission):
     reshards = (True, False)
     cases = [submission.case("Blocks", world, steps=2, dtype=torch.float64, hidden_layers=5) for _ in reshards]
     jobs = [
-        case.make_jobs(**JOB, arguments={"reshard_after_forward": reshard}, first_step=10 * reshard)
-        for reshard, case in zip(reshards, cases)
+        case.make_jobs(**JOB, arguments={"reshard_after_forward": reshard}) for reshard, case in zip(reshards, cases)
     ]
-    results = run(submission, scenarios.train, join_jobs(jobs), world_size=world)
-    for number, (reshard, case) in enumerate(zip(reshards, cases)):
+    all_results = run(submission, scenarios.train, jobs)
+    for reshard, case, results in zip(reshards, cases, all_results):
         for step in range(2):
             for rank, events in enumerate(results.events):
-                expect_volume(events, 10 * reshard + step, case, rank, 1 + reshard)
-        expect_nothing_whole([result[number] for result in results], case)
+                expect_volume(events, step, case, rank, 1 + reshard)
+        expect_nothing_whole(results, case)
 
 
 @pytest.mark.points(1)
@@ -294,9 +287,9 @@ def test_accumulation(submission):
     [world] = submission.worlds(2)
     case = submission.case("TiedBlocks", world, steps=3, micro_batches=micro, dtype=torch.float64, hidden_layers=4)
     jobs = case.make_jobs(**JOB, zero="ddp", drop=True, interrupted=1, crossed=crossed)
-    results = run(submission, scenarios.train, join_jobs([jobs]), world_size=world)
+    [results] = run(submission, scenarios.train, [jobs])
     names = [name for name, p in case.parameters().items() if p.requires_grad]
-    for rank, [result] in enumerate(results):
+    for rank, result in enumerate(results):
         for step, accumulated in enumerate(result["accumulated"]):
             expect(
                 accumulated == names,
@@ -309,9 +302,8 @@ def test_accumulation(submission):
             )
         for step in range(1, 3):
             expect_volume(results.events[rank], step, case, rank, 2, micro, is_crossed=step == crossed)
-    own = [result[0] for result in results]
-    expect_nothing_whole(own, case)
-    expect_trained(own, case, train_plain(case)[0], f"weights after 3 steps of {micro} micro-batches")
+    expect_nothing_whole(results, case)
+    expect_trained(results, case, train_plain(case)[0], f"weights after 3 steps of {micro} micro-batches")
 
 
 @pytest.mark.points(1)
@@ -325,11 +317,11 @@ def test_clipping(submission):
     half = train_plain(mixed, max_norm=float("inf"))[1][0] / 2
     jobs = [
         case.make_jobs(**JOB, clip=limit, groups=groups),
-        mixed.make_jobs(unit_type="Linear", clip=half, groups=groups, first_step=10),
+        mixed.make_jobs(unit_type="Linear", clip=half, groups=groups),
     ]
-    results = run(submission, scenarios.train, join_jobs(jobs), world_size=world)
+    results, mixed_results = run(submission, scenarios.train, jobs)
     weights, norms = train_plain(case, max_norm=limit)
-    own = [results[rank][0] for rank in case.group]
+    own = [results[rank] for rank in case.group]
     expect_nothing_whole(own, case)
     expect_all_shards(own, results.events, case)
     for rank, result in zip(case.group, own):
@@ -340,15 +332,15 @@ def test_clipping(submission):
             abs(got - norms[0]) <= rounding * norms[0],
             f"clip_grad_norm_ returns the norm of all gradients, {wanted_text}",
             f"it returned {got_text}",
-            partial(diagnosis.explain_norm, [result["gradients"][0] for result, _ in results], case.group, got),
+            partial(diagnosis.explain_norm, [result["gradients"][0] for result in results], case.group, got),
             rank=rank,
         )
     what = f"weights after 6 steps with gradients clipped to the norm {limit:.4g}"
     # torch adds 1e-6 to the norm. It is right to add it or not, and to round the factor to float32.
     suspects = partial(diagnosis.suspect_clipping, case, limit)
     expect_trained(own, case, weights, what, 1e-5, otherwise=diagnosis.NOT_SCALED, hypotheses=suspects)
-    own = [results[rank][1] for rank in mixed.group]
-    expect_all_shards(own, results.events, mixed, "Linear", first_step=10)
+    own = [mixed_results[rank] for rank in mixed.group]
+    expect_all_shards(own, mixed_results.events, mixed, "Linear")
     expect_scaled(own, mixed, half)
 
 
@@ -359,24 +351,22 @@ def test_checkpoints(submission):
     half, kinds = 2, {"Buffers": {"unit_type": "Linear"}, "TiedBlocks": JOB}
     cases = [submission.case(model, 4, steps=2 * half, dtype=torch.float64, hidden_layers=3) for model in kinds]
     jobs = [select_jobs(case, more, first, slice(half)) for case, more in zip(cases, kinds.values())]
-    saved = run(submission, scenarios.train, join_jobs(jobs), world_size=first)
-    for number, case in enumerate(cases):
+    for case, saved in zip(cases, run(submission, scenarios.train, jobs)):
         plain = build(case)
         for rank, result in enumerate(saved):
-            expect_state_dict(result[number]["weights"], plain.state_dict(), result[number]["gradients"][0], rank)
-        own, weights = [result[number] for result in saved], train_plain(case, range(half), range(first))[0]
-        expect_nothing_whole(own, case, kinds[case.model]["unit_type"])
-        expect_trained(own, case, weights, f"the state dict after {half} steps")
-    state = own[0]["weights"]
+            expect_state_dict(result["weights"], plain.state_dict(), result["gradients"][0], rank)
+        weights = train_plain(case, range(half), range(first))[0]
+        expect_nothing_whole(saved, case, kinds[case.model]["unit_type"])
+        expect_trained(saved, case, weights, f"the state dict after {half} steps")
+    state = saved[0]["weights"]
     plain.load_state_dict(state)
     start = {name: p.detach().clone() for name, p in plain.named_parameters()}
     for world in others:
         what = f"weights after {world} ranks load a state dict of {first} ranks and take {half} steps"
         jobs = select_jobs(case, JOB | {"load": state}, world, slice(half, None))
-        results = run(submission, scenarios.train, join_jobs([jobs]), world_size=world)
-        own = [result[0] for result in results]
+        [results] = run(submission, scenarios.train, [jobs])
         resumed, _ = train_plain(case, range(half, 2 * half), range(world), start=start)
-        expect_trained(own, case, resumed, what, otherwise=diagnosis.NOT_OWN_PART)
+        expect_trained(results, case, resumed, what, otherwise=diagnosis.NOT_OWN_PART)
 
 
 @pytest.mark.points(1)
@@ -384,9 +374,8 @@ def test_frozen_parameters(submission):
     """Frozen parameters, even whole frozen units, are gathered but never reduced or updated."""
     [world] = submission.worlds(3)
     case = submission.case("FrozenBlocks", world, steps=8, dtype=torch.float64, hidden_layers=4)
-    results = run(submission, scenarios.train, join_jobs([case.make_jobs(**JOB)]), world_size=world)
-    own = [result[0] for result in results]
-    expect_shapes(own, case)
+    [results] = run(submission, scenarios.train, [case.make_jobs(**JOB)])
+    expect_shapes(results, case)
     for rank, events in enumerate(results.events):
         reduced = sorted(x.numel for x in launches(events, 0) if x.op == "reduce_scatter")
         trainable = sorted(layout["numel"] for unit in lay_out(case) for layout, _ in unit.values())
@@ -398,8 +387,8 @@ def test_frozen_parameters(submission):
             rank=rank,
             step=0,
         )
-    expect_nothing_whole(own, case)
-    expect_trained(own, case, train_plain(case)[0], "weights after 8 steps with frozen parameters")
+    expect_nothing_whole(results, case)
+    expect_trained(results, case, train_plain(case)[0], "weights after 8 steps with frozen parameters")
 
 
 @pytest.mark.points(1)
@@ -411,17 +400,14 @@ def test_skipped_units(submission):
         submission.case("Blocks", world, **common, branches=[0b0011, 0b1010, 0b0001], micro_batches=2),
         submission.case("Blocks", world, **common, branches=[0b1111, 0b0110, 0b1000]),
     ]
-    jobs = [
-        case.make_jobs(**JOB, arguments={"prefetch": number}, first_step=10 * number)
-        for number, case in enumerate(cases)
-    ]
-    results = run(submission, scenarios.train, join_jobs(jobs), world_size=world)
-    for number, case in enumerate(cases):
-        own = [result[number] for result in results]
-        expect_nothing_whole(own, case)
-        expect_all_shards(own, results.events, case, first_step=10 * number)
-        expect_trained(own, case, train_plain(case)[0], "weights after 3 steps in which each rank skips other blocks")
-    for rank, events in enumerate(results.events):
+    jobs = [case.make_jobs(**JOB, arguments={"prefetch": number}) for number, case in enumerate(cases)]
+    all_results = run(submission, scenarios.train, jobs)
+    what = "weights after 3 steps in which each rank skips other blocks"
+    for case, results in zip(cases, all_results):
+        expect_nothing_whole(results, case)
+        expect_all_shards(results, results.events, case)
+        expect_trained(results, case, train_plain(case)[0], what)
+    for rank, events in [pair for results in all_results for pair in enumerate(results.events)]:
         forgotten = [x for x in launches(events) if x.step is not None and not x.waits]
         expect(
             not forgotten,
@@ -442,11 +428,9 @@ def test_other_forwards_between(submission):
         case.make_jobs(**JOB, extra=scenarios.EXTRA, arguments={"reshard_after_forward": reshard})
         for case, reshard in zip(cases, reshards)
     ]
-    results = run(submission, scenarios.train, join_jobs(jobs), world_size=world)
-    for number, case in enumerate(cases):
-        own = [result[number] for result in results]
-        expect_nothing_whole(own, case)
-        for rank, result in enumerate(own):
+    for case, results in zip(cases, run(submission, scenarios.train, jobs)):
+        expect_nothing_whole(results, case)
+        for rank, result in enumerate(results):
             for step, alive in enumerate(result["evaluated"]):
                 expect(
                     not alive,
@@ -456,21 +440,16 @@ def test_other_forwards_between(submission):
                     rank=rank,
                     step=step,
                 )
-        expect_trained(own, case, train_plain(case)[0], "weights after 3 steps with other forwards in between")
+        expect_trained(results, case, train_plain(case)[0], "weights after 3 steps with other forwards in between")
 
 
 # ---- helpers
 
 
-def run(submission, scenario, jobs, world_size):
-    """Run a scenario with one list of jobs per rank."""
+def run(submission, scenario, jobs):
+    """Run a scenario once for each element of `jobs`, and return the results of each."""
     with diagnosis.explain_run(submission, scenario, jobs):
-        return submission.run(scenario, jobs, world_size=world_size)
-
-
-def join_jobs(jobs):
-    """Return the input of each rank: a list with its entry of each element of `jobs`."""
-    return PerRank(list(own) for own in zip(*jobs))
+        return submission.run_each(scenario, jobs)
 
 
 def select_jobs(case, more, world, steps):
@@ -583,7 +562,7 @@ def expect_nothing_whole(results, case, unit_type="Block"):
             )
 
 
-def expect_all_shards(results, events, case, unit_type="Block", first_step=0, finishes=1):
+def expect_all_shards(results, events, case, unit_type="Block", finishes=1):
     """Expect every shard to have a gradient after each step, which calls finish_grad_sync `finishes` times."""
     names = [names for unit in lay_out(case, unit_type) for _, names in unit.values()]
     for rank, result in zip(case.group, results):
@@ -593,7 +572,7 @@ def expect_all_shards(results, events, case, unit_type="Block", first_step=0, fi
                 "after finish_grad_sync every shard has a gradient, which is zero for weights that no rank used",
                 f"shard.grad is None for {len(missing)} of {len(names)} shards. The first of them is the shard of "
                 f"{join_names(names[missing[0]]) if missing else ''}",
-                partial(diagnosis.explain_missing, launches(events[rank], first_step + step), len(names) * finishes),
+                partial(diagnosis.explain_missing, launches(events[rank], step), len(names) * finishes),
                 rank=rank,
                 step=step,
             )

@@ -7,7 +7,7 @@ import math
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -109,6 +109,19 @@ class CheckContext:
 
         If there are fewer GPUs than ranks and sharing is not allowed, the ranks run on the CPU.
         """
+        [results] = self._run(scenario, [args], world_size=world_size, mode=mode)
+        return results
+
+    def run_each(self, scenario: Callable[..., Any], jobs: Sequence[ranks.PerRank]) -> list[ranks.RankResults]:
+        """Run the scenario once for each element of `jobs`, in turn, and return the results of each: see `run`.
+
+        They all run on the same ranks, because starting new ones would take longer than most jobs.
+        """
+        return self._run(scenario, [[job] for job in jobs], world_size=len(jobs[0]))
+
+    def _run(
+        self, scenario: Callable[..., Any], calls: Sequence[Sequence[Any]], *, world_size: int, mode: str = "strict"
+    ) -> list[ranks.RankResults]:
         usual_s = self.deadline_s or ranks.DEADLINE_S[self.backend]
         left_s = self.ends_at - time.monotonic()
         if left_s <= 0:
@@ -116,9 +129,9 @@ class CheckContext:
         try:
             seed = self.rng.randrange(2**31)
             with self._pause():
-                results = ranks.run_ranks(
+                results = ranks.run_calls(
                     scenario,
-                    *args,
+                    calls,
                     world_size=world_size,
                     backend=self.backend if self.share_gpu or world_size <= count_gpus() else "gloo",
                     share_gpu=self.share_gpu,
@@ -136,7 +149,7 @@ class CheckContext:
                 else ""
             )
             raise to_failure(failure, self.sources, note) from None
-        self.output = results.output
+        self.output = results[0].output
         return results
 
     def try_run(self, scenario: Callable[..., Any], *args: Any, world_size: int) -> ranks.RankResults | None:

@@ -291,7 +291,7 @@ def become_rank(request: dict[str, Any]) -> None:
     function = {
         "module": "torch.distributed",
         "function": "get_rank",
-        "args": [],
+        "calls": [[]],
     }  # a placeholder: the work comes cell by cell
     rank.run(request | function | {"rank": number}, lambda event: record.write(json.dumps(event) + "\n"))
 

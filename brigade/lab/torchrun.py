@@ -105,7 +105,7 @@ def run_on_torchrun(function: Callable[..., Any], *args: Any, **options: Any) ->
         "packages": {**sources, **(how.packages or {})},
         "threads": max(1, count_cores() // local_size),
         "seed": how.seed or 0,  # the same on every rank, because no rank can draw a seed for all ranks
-        "args": args,
+        "calls": [args],
     }
     files = {path for path, _ in request["packages"].get("submission", {}).values()}
     if how.mode == "emulate" and rank == 0:
@@ -120,7 +120,7 @@ def run_on_torchrun(function: Callable[..., Any], *args: Any, **options: Any) ->
             store.set("directory", str(_directory))
         if how.mode == "emulate":
             request["directory"] = store.get("directory").decode()
-        result = inside.perform(request, take, store, local_rank, timeout)
+        [result] = inside.perform(request, take, store, local_rank, timeout)
         gathered = gather_results(result, record.events)
     except CourseError:
         raise

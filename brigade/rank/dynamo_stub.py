@@ -34,12 +34,13 @@ KERNEL_MODULES = {  # these modules and the kernels import each other
 
 def import_torch() -> None:
     """Import torch, with the stub for torch._dynamo. The real module is imported when it is first used."""
-    collects = gc.isenabled()
-    gc.disable()  # garbage collection could not free any new object, and takes a tenth of the time
-    importlib.import_module("torch")
-    gc.freeze()  # torch stays until the process ends; without this, the next collections examine all of it
-    if collects:
-        gc.enable()
+    if "torch" not in sys.modules:
+        collects = gc.isenabled()
+        gc.disable()  # garbage collection could not free any new object, and takes a tenth of the time
+        importlib.import_module("torch")
+        gc.freeze()  # torch stays until the process ends; without this, the next collections examine all of it
+        if collects:
+            gc.enable()
     if COMPILER not in sys.modules:
         sys.modules[COMPILER] = DynamoStub(COMPILER)
         sys.meta_path.insert(0, Submodules())

@@ -1,9 +1,9 @@
-"""Run a rank: start the process group, call one function, and deliver its result.
+"""Run a rank: start the process group, call one function, and deliver its results.
 
 A rank has three file descriptors. `channel.py` describes its `control` channel. Its standard output and error go to
 `output`. When it receives SIGUSR1, it prints its stacks to `trace`.
 
-After sending its result, a rank waits to be killed. If it tore down gloo while a peer still used the connection, the
+After sending its results, a rank waits to be killed. If it tore down gloo while a peer still used the connection, the
 peer could abort.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import functools
+import gc
 import importlib
 import os
 import random
@@ -65,8 +66,8 @@ def redirect(output_fd: int, is_terminal: bool) -> None:
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False, errors="replace")
 
 
-def run(request: dict[str, Any], sink: Callable[[dict[str, Any]], None]) -> Any:
-    """Execute the request in this process and return the result. `sink` receives the events."""
+def run(request: dict[str, Any], sink: Callable[[dict[str, Any]], None]) -> list[Any]:
+    """Execute the request in this process and return the results of its calls. `sink` receives the events."""
     if request["mode"] != "emulate" and hasattr(os, "SCHED_BATCH"):
         with contextlib.suppress(OSError):
             # If ranks share cores, gloo's polling threads interrupt each other, and a small collective takes five times
@@ -84,8 +85,8 @@ def perform(
     store: dist.Store,
     local_rank: int | None = None,
     timeout: timedelta | None = None,
-) -> Any:
-    """Become a rank: start the process group over `store`, and return what the request's function returns.
+) -> list[Any]:
+    """Become a rank: start the process group over `store`, and return what the request's function returns in each call.
 
     `local_rank` is the index of this rank on its machine, which selects its GPU. `timeout` applies to each collective.
     """
@@ -114,11 +115,16 @@ def perform(
         recording.forbid_other_ways()
         locks.hide_packages({"brigade", *request["packages"]} - {submission.PACKAGE})
     kept = scatter(request["seed"] + rank) if request["mode"] == "strict" else []
-    result = function(*request["args"])
+    results = []
+    for args in request["calls"]:
+        if results:
+            gc.collect()  # so that a call does not find the memory and the hooks of the models before it
+            recorder.note("call")
+        results.append(function(*args))
     kept.clear()
     if backend == "nccl":
         torch.cuda.synchronize()
-    return result
+    return results
 
 
 def scatter(seed: int) -> list[torch.nn.Parameter]:

@@ -161,14 +161,16 @@ class Monitor:
                 rank.close()
             self._selector.close()
 
-    def decode_results(self) -> list[Any]:
-        """Return the results of all ranks. Raise RankFailure if a result cannot be decoded."""
+    def decode_results(self, num_calls: int) -> list[list[Any]]:
+        """Return each rank's list of results, one per call. Raise RankFailure if it cannot be decoded."""
         from brigade.runner import wire
 
         values = []
         for state in self.states:
             try:
                 values.append(wire.decode(state.result))
+                if type(values[-1]) is not list or len(values[-1]) != num_calls:
+                    raise wire.WireError("not one result per call")
             except wire.WireError as error:
                 line = f"rank {state.number}: {error}"
                 raise RankFailure("garbled", "a rank delivered an unreadable result", [line], state.number) from None

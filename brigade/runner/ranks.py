@@ -24,14 +24,14 @@ from typing import Any
 
 from brigade.course.modules import CourseError
 from brigade.course.submission import Sources, prepare_for_ranks
-from brigade.events import Event
+from brigade.events import Event, split_calls
 from brigade.runner import sandbox
 from brigade.runner.machine import count_cores, make_gloo_environment, make_nccl_environments
 from brigade.runner.monitor import Monitor
 from brigade.runner.report import RankFailure
 from brigade.runner.server import SERVER
 
-__all__ = ["SERVER", "PerRank", "RankFailure", "RankResults", "RunOptions", "find_sources", "run_ranks"]
+__all__ = ["SERVER", "PerRank", "RankFailure", "RankResults", "RunOptions", "find_sources", "run_calls", "run_ranks"]
 
 DEADLINE_S = {"gloo": 20.0, "nccl": 90.0}
 
@@ -79,12 +79,21 @@ def run_ranks(function: Callable[..., Any], *args: Any, **options: Any) -> RankR
     `options` are the fields of `RunOptions`. An argument of type `PerRank` gives each rank its own entry. Raise
     RankFailure if a rank does not return a result, and CourseError if the run is impossible on this machine.
     """
+    [results] = run_calls(function, [args], **options)
+    return results
+
+
+def run_calls(function: Callable[..., Any], calls: Sequence[Sequence[Any]], **options: Any) -> list[RankResults]:
+    """Run `function(*args)` for each `args` of `calls`, in turn and on the same ranks: see `run_ranks`.
+
+    The results of each call have its own events, numbered from 0. All calls share one deadline and the printed output.
+    """
     how = RunOptions(**options)
     if how.world_size < 1:
         raise CourseError(f"the world size is {how.world_size}, but it must be at least 1")
     module, sources = find_sources(function)
     packages = {**sources, **(how.packages or {})}
-    requests = make_requests(module, function.__qualname__, args, packages, how)
+    requests = make_requests(module, function.__qualname__, calls, packages, how)
     SERVER.start()
     from brigade.runner import wire  # torch is imported while the server is starting
 
@@ -106,15 +115,19 @@ def run_ranks(function: Callable[..., Any], *args: Any, **options: Any) -> RankR
     finally:
         monitor.end()
         sandbox.remove(directory)
+    events = [split_calls(state.record.events, len(calls)) for state in monitor.states]
     if failure:
+        # The ranks may be in different calls. Show the first call that a rank has not finished.
+        failed = min(sum(event["kind"] == "call" for event in state.record.events) for state in monitor.states)
+        failure.events = [own[min(failed, len(calls) - 1)] for own in events]
         raise failure
-    states = monitor.states
-    events, output = [state.record.events for state in states], [state.read_output() for state in states]
-    return RankResults(monitor.decode_results(), events, output)
+    values = monitor.decode_results(len(calls))
+    output = [state.read_output() for state in monitor.states]
+    return [RankResults(*results, output) for results in zip(zip(*values), map(list, zip(*events)))]
 
 
 def make_requests(
-    module: str, function: str, args: Sequence[Any], packages: dict[str, Sources], how: RunOptions
+    module: str, function: str, calls: Sequence[Sequence[Any]], packages: dict[str, Sources], how: RunOptions
 ) -> list[dict[str, Any]]:
     """Return the request to each rank: see `rank/main.py`."""
     common = make_gloo_environment()
@@ -137,7 +150,7 @@ def make_requests(
         request
         | {
             "rank": rank,
-            "args": [arg[rank] if isinstance(arg, PerRank) else arg for arg in args],
+            "calls": [[arg[rank] if isinstance(arg, PerRank) else arg for arg in args] for args in calls],
             "environment": common | environment,
         }
         for rank, environment in enumerate(environments)

@@ -262,7 +262,7 @@ def explain_whole(whole, case, unit_type):
 
 @contextlib.contextmanager
 def explain_run(submission, scenario, jobs):
-    """Explain a run of a scenario that fails. jobs[rank] are the jobs of a rank."""
+    """Explain a run of a scenario that fails. Each element of `jobs` has one job per rank."""
     try:
         yield
     except CheckFailed as failed:
@@ -278,7 +278,7 @@ def explain_failure(failed, submission, scenario, jobs):
         return EMPTIED
     has_crashed = failed.verdict.ending == "died"
     if has_crashed or failed.verdict.hypothesis == "freed":
-        if any(job.get("extra") for job in jobs[0]):
+        if any(own[0].get("extra") for own in jobs):
             cause = explain_extra(failed, submission, scenario, jobs)
         else:
             cause = "" if has_crashed else explain_freed(failed, jobs)
@@ -290,14 +290,14 @@ def explain_failure(failed, submission, scenario, jobs):
 
 def succeeds(submission, scenario, jobs, change):
     """Return whether a scenario runs when change(job, job of rank 0) is the job of each rank."""
-    changed = PerRank([job | change(job, first) for job, first in zip(own, jobs[0])] for own in jobs)
-    return submission.try_run(scenario, changed, world_size=len(jobs)) is not None
+    changed = [PerRank(job | change(job, own[0]) for job in own) for own in jobs]
+    return all(submission.try_run(scenario, own, world_size=len(own)) is not None for own in changed)
 
 
 def find_wrong_group(records, jobs):
     """Describe an all-gather or a reduce-scatter on another group than the wrapper's."""
-    for rank, (events, own) in enumerate(zip(records, jobs)):
-        for group in (group for job in own for group in job.get("groups", []) if rank in group):
+    for rank, events in enumerate(records):
+        for group in (group for own in jobs for group in own[rank].get("groups", []) if rank in group):
             for event in events:
                 is_ours = event["kind"] == "launch" and event["op"] in ("all_gather", "reduce_scatter")
                 if is_ours and event["ranks"] != group:
@@ -313,7 +313,7 @@ def explain_freed(failed, jobs):
     """Return why a rank used a freed weight, if it is the root's."""
     rank, shape = failed.verdict.rank, re.search(r"sizes \[([\d, ]+)\]", failed.verdict.message)
     is_forward = failed.events[rank][-1]["phase"] == "forward"
-    return ROOT_FREED if is_forward and shape and is_late_root(shape[1], jobs[rank]) else ""
+    return ROOT_FREED if is_forward and shape and is_late_root(shape[1], [own[rank] for own in jobs]) else ""
 
 
 def explain_extra(failed, submission, scenario, jobs):
@@ -366,7 +366,8 @@ def is_late_root(shape, jobs):
 
 def explain_skips(submission, scenario, jobs):
     """Return why ranks launch different collectives, if they do not do so when they skip the same units."""
-    branches = [[[micro["branch"] for micro in step] for job in own for step in job["batches"]] for own in jobs]
+    by_rank = zip(*jobs)
+    branches = [[[micro["branch"] for micro in step] for job in own for step in job["batches"]] for own in by_rank]
     if all(own == branches[0] for own in branches):
         return ""
     if not succeeds(submission, scenario, jobs, lambda _, first: {"batches": first["batches"]}):

@@ -140,23 +140,18 @@ def cast_layers(job: dict, model: nn.Module) -> None:
         parameter.data = parameter.data.to(job.get("cast", parameter.dtype))
 
 
-def construct(jobs: list[dict]) -> list[dict]:
-    """Construct the wrapper of each job, and describe its shards."""
-    results = []
-    for job in jobs:
-        model = edge_case_models.build(job["model"], job["sizes"], job["state"], job["dtype"]).to(device())
-        cast_layers(job, model)
-        ddp = wrap(job, model)
-        shards = list(ddp.shards())
-        results.append(
-            {
-                "shards": [shard.detach() for shard in shards],
-                "trainable": [isinstance(shard, nn.Parameter) and shard.requires_grad for shard in shards],
-                "alive": list_alive(model),
-                "storages": len({p.untyped_storage().data_ptr() for p in model.parameters()} - {0}),
-            }
-        )
-    return results
+def construct(job: dict) -> dict:
+    """Construct the wrapper, and describe its shards."""
+    model = edge_case_models.build(job["model"], job["sizes"], job["state"], job["dtype"]).to(device())
+    cast_layers(job, model)
+    ddp = wrap(job, model)
+    shards = list(ddp.shards())
+    return {
+        "shards": [shard.detach() for shard in shards],
+        "trainable": [isinstance(shard, nn.Parameter) and shard.requires_grad for shard in shards],
+        "alive": list_alive(model),
+        "storages": len({p.untyped_storage().data_ptr() for p in model.parameters()} - {0}),
+    }
 
 
 class Boundaries:
@@ -178,32 +173,29 @@ class Boundaries:
         self.entries.append({"direction": direction, "name": name, "alive": alive, "bytes": nbytes})
 
 
-def measure(jobs: list[dict]) -> list[dict]:
-    """Take two steps of each job and return what is alive at every boundary of the second, then of the bare model.
+def measure(job: dict) -> dict:
+    """Take two steps and return what is alive at every boundary of the second, then of the bare model.
 
     The bare model drops every gradient as soon as it is complete.
     """
-    results = []
-    for job in jobs:
-        model = edge_case_models.build(job["model"], job["sizes"], job["state"], job["dtype"]).to(device())
-        ddp = wrap(job, model)
-        step, last = (batches[0] for batches in job["batches"])
-        compute_loss(ddp, cut(step)).backward()
+    model = edge_case_models.build(job["model"], job["sizes"], job["state"], job["dtype"]).to(device())
+    ddp = wrap(job, model)
+    step, last = (batches[0] for batches in job["batches"])
+    compute_loss(ddp, cut(step)).backward()
+    ddp.finish_grad_sync()
+    with LiveMemory() as memory:
+        boundaries = Boundaries(model, memory)
+        boundaries.known = list(ddp.shards()) + [shard.grad for shard in ddp.shards()]
+        compute_loss(ddp, cut(last)).backward()
         ddp.finish_grad_sync()
-        with LiveMemory() as memory:
-            boundaries = Boundaries(model, memory)
-            boundaries.known = list(ddp.shards()) + [shard.grad for shard in ddp.shards()]
-            compute_loss(ddp, cut(last)).backward()
-            ddp.finish_grad_sync()
-            after, whole = list_alive(model), list_gradients(model)
-        bare = edge_case_models.build(job["model"], job["sizes"], job["state"], job["dtype"]).to(device())
-        with LiveMemory() as memory:
-            alone = Boundaries(bare, memory)
-            for parameter in bare.parameters():
-                parameter.register_post_accumulate_grad_hook(drop)
-            compute_loss(bare, cut(last)).backward()
-        results.append({"boundaries": boundaries.entries, "after": after, "whole": whole, "bare": alone.entries})
-    return results
+        after, whole = list_alive(model), list_gradients(model)
+    bare = edge_case_models.build(job["model"], job["sizes"], job["state"], job["dtype"]).to(device())
+    with LiveMemory() as memory:
+        alone = Boundaries(bare, memory)
+        for parameter in bare.parameters():
+            parameter.register_post_accumulate_grad_hook(drop)
+        compute_loss(bare, cut(last)).backward()
+    return {"boundaries": boundaries.entries, "after": after, "whole": whole, "bare": alone.entries}
 
 
 def cut(batch: dict) -> dict:
@@ -215,29 +207,26 @@ def drop(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-def describe_views(jobs: list[dict]) -> list[dict]:
+def describe_views(job: dict) -> dict:
     """Gather and free all units. Return where each parameter's view is, and which parameters got other storages.
 
     A view is the number of its storage, in the order of the parameters, and its first element.
     """
-    results = []
-    for job in jobs:
-        model = edge_case_models.build(job["model"], job["sizes"], job["state"], job["dtype"]).to(device())
-        ddp = wrap(job, model)
-        storages = {name: p.untyped_storage() for name, p in model.named_parameters()}
-        different: list[Any] = []
-        for storage in storages.values():
-            if not any(storage is other for other in different):
-                different.append(storage)
-        numbers = {
-            name: next(number for number, other in enumerate(different) if other is storage)
-            for name, storage in storages.items()
-        }
-        gathered = ddp.full_state_dict()
-        views = {name: (numbers[name], p.storage_offset()) for name, p in model.named_parameters()}
-        moved = [name for name, p in model.named_parameters() if p.untyped_storage() is not storages[name]]
-        results.append({"views": views, "moved": moved, "alive": list_alive(model), "gathered": gathered})
-    return results
+    model = edge_case_models.build(job["model"], job["sizes"], job["state"], job["dtype"]).to(device())
+    ddp = wrap(job, model)
+    storages = {name: p.untyped_storage() for name, p in model.named_parameters()}
+    different: list[Any] = []
+    for storage in storages.values():
+        if not any(storage is other for other in different):
+            different.append(storage)
+    numbers = {
+        name: next(number for number, other in enumerate(different) if other is storage)
+        for name, storage in storages.items()
+    }
+    gathered = ddp.full_state_dict()
+    views = {name: (numbers[name], p.storage_offset()) for name, p in model.named_parameters()}
+    moved = [name for name, p in model.named_parameters() if p.untyped_storage() is not storages[name]]
+    return {"views": views, "moved": moved, "alive": list_alive(model), "gathered": gathered}
 
 
 def mark_units(job: dict, model: nn.Module, kind: str) -> None:
@@ -246,19 +235,15 @@ def mark_units(job: dict, model: nn.Module, kind: str) -> None:
         model.get_submodule(name).register_forward_pre_hook(lambda *_, unit=unit: recording.note(kind, unit=unit))
 
 
-def train(jobs: list[dict]) -> list[dict]:
-    """Train with each job. Its steps have the numbers from job["first_step"] on.
+def train(job: dict) -> dict:
+    """Train, and load and save checkpoints.
 
-    A job may have: "load", a state dict; "clip", the largest norm; "finish_each", to call finish_grad_sync after
+    The job may have: "load", a state dict; "clip", the largest norm; "finish_each", to call finish_grad_sync after
     each micro-batch; "zero", "ddp" or "optimizer"; "extra", names from EXTRA, to run more forwards before the last
     forward, and between it and its backward; "interrupted", a step in which exceptions end the no_sync blocks;
     "crossed", a step in which either a forward or its backward is inside no_sync, but not both; "drop", to accumulate
     gradients that are then cleared.
     """
-    return [train_one(job) for job in jobs]
-
-
-def train_one(job: dict) -> dict:
     model = build(job)
     mark_units(job, model, "reached")
     ddp = wrap(job, model)
@@ -272,7 +257,7 @@ def train_one(job: dict) -> dict:
     keys = ("gradients", "missing", "norms", "clipped", "alive", "whole", "accumulated", "evaluated")
     results: dict[str, list] = {key: [] for key in keys}
     for step in range(len(job["batches"])):
-        recording.note("step", step=job.get("first_step", 0) + step)
+        recording.note("step", step=step)
         take_gradients(job, step, ddp, model, optimizer, results)
         missing = [number for number, shard in enumerate(shards) if shard.grad is None]
         if step == 0:

@@ -25,8 +25,8 @@ import rank_functions as functions
 import torch.multiprocessing
 
 from brigade.course.modules import ROOT, CourseError
-from brigade.runner import machine, monitor
-from brigade.runner.ranks import SERVER, PerRank, RankFailure, run_ranks
+from brigade.runner import machine, monitor, wire
+from brigade.runner.ranks import SERVER, PerRank, RankFailure, run_calls, run_ranks
 from brigade.runner.report import OUTPUT_LIMIT, RankState
 from brigade.runner.server import Server, sweep
 
@@ -88,6 +88,31 @@ def find_line(mark: str) -> int:
 
 
 # ---- results
+
+
+def test_calls_run_in_turn_on_the_same_ranks():
+    calls = [[number, PerRank(["a", "b"])] for number in range(3)]
+    all_results = run_calls(functions.whoami, calls, world_size=2)
+    assert [[result["args"] for result in results] for results in all_results] == [
+        [[number, "a"], [number, "b"]] for number in range(3)
+    ]
+    assert len({result["pid"] for results in all_results for result in results}) == 2
+
+
+def test_each_call_has_its_own_events():
+    all_results = run_calls(functions.reduce_often, [[2], [0], [3]], world_size=2)
+    for times, results in zip((2, 0, 3), all_results):
+        for events in results.events:
+            assert [event["index"] for event in events if event["kind"] == "launch"] == list(range(times))
+            assert [event["index"] for event in events if event["kind"] == "done"] == list(range(times))
+
+
+def test_a_failed_call_is_reported_with_its_own_events():
+    nobody = -1
+    with pytest.raises(RankFailure) as caught:
+        run_calls(functions.fail, [[nobody, "no error"], [1, "the second call"]], world_size=2)
+    assert (caught.value.kind, caught.value.rank, caught.value.message) == ("exception", 1, "the second call")
+    assert [len([event for event in own if event["kind"] == "launch"]) for own in caught.value.events] == [1, 0]
 
 
 def test_results_come_in_the_order_of_ranks():
@@ -324,6 +349,8 @@ FORGED = {
     ),
     "a result that is none": functions.frame(b"R", b"nonsense"),
     "an empty result": functions.frame(b"R", b""),
+    "no list of results": functions.frame(b"R", wire.encode(1)),
+    "too many results": functions.frame(b"R", wire.encode([1, 2])),
 }
 LAUNCH = {
     "kind": "launch", "time": 0.0, "phase": "setup", "index": 0, "group": "0", "ranks": [0, 1], "op": "all_reduce",

@@ -8,7 +8,7 @@ import pytest
 import rank_functions as functions
 import torch
 
-from brigade.events import Event, launches, list_ready_gradients, summarize
+from brigade.events import Event, launches, list_ready_gradients, split_calls, summarize
 from brigade.rank import recording
 from brigade.runner.ranks import RankFailure, run_ranks
 
@@ -254,6 +254,15 @@ def test_ready_order_of_a_step():
         and list_ready_gradients(RECORD, 1) == [(9, "c")]
         and list_ready_gradients(RECORD, 2) == []
     )
+
+
+def test_events_of_each_call():
+    first = [launch_event(0), event("wait", index=0), launch_event(1), event("note", index=1)]
+    second = [launch_event(2), event("wait", index=2)]
+    late = [event("wait", index=0), event("end", index=1)]  # only the end belongs to the first call
+    parts = split_calls([*first, event("call"), *second, *late, event("call")], 4)
+    assert parts == [[*first, late[1]], [launch_event(0), event("wait", index=0)], [], []]
+    assert len(split_calls([event("call")] * 5, 2)) == 2, "a rank cannot add calls"
 
 
 def test_summary_of_launches():
