@@ -302,10 +302,11 @@ while True: pass
     # ---- values
     make_result_case("nothing", "b''"),
     make_result_case("a pickle", "b'\\x80\\x04\\x95' + bytes(30)"),
-    make_result_case("an empty dict", "message('{\"dict\": []}')", "could not examine what the ranks returned"),
+    make_result_case("an empty dict", "message('[{\"dict\": []}]')", "could not examine what the ranks returned"),
     make_result_case(
-        "a list where a dict belongs", "message('[1, 2, 3]')", "could not examine what the ranks returned"
+        "a list where a dict belongs", "message('[[1, 2, 3]]')", "could not examine what the ranks returned"
     ),
+    make_result_case("a list of two results", "message('[1, 2]')", "not one result per call"),
     make_result_case("a negative size", "message('{\"tensor\": [0, \"float32\", [-1, -1]]}', '[4]', b'abcd')"),
     make_result_case("a blob of a negative size", "message('null', '[-1]')"),
     make_result_case(
@@ -321,11 +322,13 @@ while True: pass
     ),
     make_result_case("lists in lists", "message('[' * 500_000 + ']' * 500_000)"),
     make_result_case(
-        "many empty lists", "message('[%s]' % ','.join(['[]'] * 150_000))", "could not examine what the ranks returned"
+        "many empty lists",
+        "message('[[%s]]' % ','.join(['[]'] * 150_000))",
+        "could not examine what the ranks returned",
     ),
     make_result_case(
         "gradients that are NaN",
-        """message('{"dict": [["gradients", [{"dict": [["layers.0.weight", NaN]]}]], ["start", {"dict": []}]]}')""",
+        """message('[{"dict": [["gradients", [{"dict": [["layers.0.weight", NaN]]}]], ["start", {"dict": []}]]}]')""",
         "could not examine what the ranks returned",
     ),
     Hostile(
