@@ -35,7 +35,7 @@ from brigade.course.modules import MODULES, ROOT, CourseError, get_module
 from brigade.lab.bench import Bench, load_json
 from brigade.lab.ladder import TORCH_DDP, TORCH_FSDP, TORCH_ZERO, get_variant
 
-MODULE_S, LONG_MODULE_S, CORE_S, DEMO_S = 5.0, 10.0, 30.0, 60.0
+MODULE_S, LONG_MODULE_S, CORE_S, DEMO_S = 3.0, 6.0, 25.0, 60.0
 LONG = (8, 11)  # modules with about twice as many checks as the others
 BUCKETED = (4, 5, 6, 7)  # modules with the same buckets as torch DDP
 ZERO, PREFETCHED, FULLY_SHARDED = 8, 9, 11

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+from pathlib import Path
 
 from brigade.course.modules import CourseError
 
 
+CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")  # in a container: microseconds of processor time, and per how many
+
+
 def count_cores() -> int:
-    """Return the number of processor cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Return the number of processor cores that this process may use, also in a container with limited CPU time."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with contextlib.suppress(OSError, ValueError):  # there is no file, or its limit is "max"
+        limit_us, period_us = map(int, CPU_LIMIT.read_text().split())
+        cores = min(cores, max(1, limit_us // period_us))
+    return cores
 
 
 def find_loopback_interface() -> str:

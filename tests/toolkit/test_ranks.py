@@ -87,6 +87,18 @@ def find_line(mark: str) -> int:
     return number
 
 
+@pytest.mark.parametrize(
+    ("limit", "most"),
+    [("150000 100000", 1), ("50000 100000", 1), ("6400000 100000", 64), ("max 100000", 1 << 20), (None, 1 << 20)],
+)
+def test_number_of_cores_respects_the_limit_of_a_container(limit, most, tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "CPU_LIMIT", tmp_path / "cpu.max")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(128)), raising=False)
+    if limit:
+        (tmp_path / "cpu.max").write_text(limit + "\n")
+    assert machine.count_cores() == min(128, most)
+
+
 # ---- results
 
 
