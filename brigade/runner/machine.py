@@ -9,7 +9,6 @@ from pathlib import Path
 
 from brigade.course.modules import CourseError
 
-
 CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")  # in a container: microseconds of processor time, and per how many
 
 
