@@ -18,7 +18,7 @@ machine share) and `phase` (what the training loop was doing). `rank/recording.p
     phase    the training loop enters this phase
     race     a tensor of launch `index` was changed between launch and wait (`rank/strict.py`)
     ready    backward is about to add the gradient of the parameter `name` to its `.grad`
-    call     the rank begins the next call of `run_calls`
+    call     the rank begins a call of `run_calls`; the first call has no such event (`rank/main.py`)
     step     the following events belong to step `step` of the training loop, or to no step if `step` is None
 
 Scenarios add kinds of their own with `note`. The parent process validates each event once, when the event arrives.
@@ -153,29 +153,30 @@ def launches(events: Sequence[Event], step: int | None = None, *, phase: str | N
     ]
 
 
-def split_calls(events: Sequence[Event], count: int) -> list[list[Event]]:
-    """Return the events of each of the `count` calls of a run, with launches numbered from 0 in each call.
+def split_calls(events: Sequence[Event], num_calls: int) -> list[list[Event]]:
+    """Return the events of each of the `num_calls` calls of a run, with launches numbered from 0 in each call.
 
-    The end of a launch belongs to the call of the launch, even if it is recorded later. A wait does not.
+    An `end` event belongs to the call that made the launch, even if it arrives during a later call. A `wait`, `done` or
+    `race` event that arrives in a later call is dropped.
     """
-    if count == 1:
+    if num_calls == 1:
         return [list(events)]
-    parts: list[list[Event]] = [[]]
-    starts = [0]  # the number of each call's first launch
+    events_by_call: list[list[Event]] = [[]]
+    starts = [0]  # the index of each call's first launch
     num_launches = 0
     for event in events:
-        if event["kind"] == "call" and len(parts) < count:
-            parts.append([])
+        if event["kind"] == "call" and len(events_by_call) < num_calls:
+            events_by_call.append([])
             starts.append(num_launches)
             continue
         num_launches += event["kind"] == "launch"
-        call = len(parts) - 1
+        current = call_index = len(events_by_call) - 1
         if "index" in FIELDS.get(event["kind"], ()):
-            call = bisect_right(starts, event["index"]) - 1
-            event = event | {"index": event["index"] - starts[call]}
-        if call == len(parts) - 1 or event["kind"] == "end":
-            parts[call].append(event)
-    return parts + [[] for _ in range(count - len(parts))]
+            call_index = bisect_right(starts, event["index"]) - 1
+            event = event | {"index": event["index"] - starts[call_index]}
+        if call_index == current or event["kind"] == "end":
+            events_by_call[call_index].append(event)
+    return events_by_call + [[] for _ in range(num_calls - len(events_by_call))]
 
 
 def list_ready_gradients(events: Sequence[Event], step: int) -> list[tuple[int, str]]:

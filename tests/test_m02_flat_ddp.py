@@ -35,14 +35,14 @@ def test_one_all_reduce_per_dtype(submission):
     [world] = submission.worlds(2)
     cases = [submission.case(model, world, steps=2) for model in ("Tied", "Frozen", "MixedDtypes")]
     all_results = submission.run_each(training.train, [case.make_jobs(**JOB) for case in cases])
-    for case, dtypes, results in zip(cases, (1, 1, 3), all_results):
+    for case, num_dtypes, results in zip(cases, (1, 1, 3), all_results):
         for rank, events in enumerate(results.events):
             for step in range(2):
                 launched = launches(events, step)
                 kinds = [(launch.op, launch.dtype) for launch in launched]
                 expect(
-                    len(kinds) == dtypes == len(set(kinds)) and all(op == "all_reduce" for op, _ in kinds),
-                    f"a step of the {case.model} model launches one all_reduce per dtype, {dtypes} in total",
+                    len(kinds) == num_dtypes == len(set(kinds)) and all(op == "all_reduce" for op, _ in kinds),
+                    f"a step of the {case.model} model launches one all_reduce per dtype, {num_dtypes} in total",
                     f"the step made {summarize(launched)}",
                     partial(diagnosis.explain_launches, launched, case),
                     rank=rank,
@@ -79,9 +79,9 @@ def test_mixed_dtypes(submission):
     for world in submission.worlds(2, 3):
         case = submission.case("MixedDtypes", world, hidden_layers=4)
         # A pure float64 model reveals a cast to float32, which bfloat16 activations would hide.
-        exact = submission.case("Plain", world, dtype=torch.float64)
-        jobs = [case.make_jobs(**JOB), exact.make_jobs(**JOB)]
-        results, exact_results = submission.run_each(training.train, jobs)
+        float64_case = submission.case("Plain", world, dtype=torch.float64)
+        jobs = [case.make_jobs(**JOB), float64_case.make_jobs(**JOB)]
+        results, float64_results = submission.run_each(training.train, jobs)
         for rank, result in enumerate(results):
             for name, parameter in case.parameters().items():
                 gradient = result["gradients"][0][name]
@@ -93,7 +93,7 @@ def test_mixed_dtypes(submission):
                 )
         expect_gradients(results, case, tolerance=MIXED)
         require_flat(results, case)
-        expect_gradients(exact_results, exact, "float64 gradients are averaged in float64")
+        expect_gradients(float64_results, float64_case, "float64 gradients are averaged in float64")
 
 
 @pytest.mark.points(1)

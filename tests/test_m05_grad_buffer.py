@@ -193,10 +193,12 @@ def test_zero_grad_in_any_form(submission):
     """With every form of zero_grad, before or after forward, weights equal those from training in one process."""
     forms = ("optimizer, to None", "optimizer, to zeros", "model, to None", "model, to zeros")
     [world] = submission.worlds(2)
-    orders = [(form, late) for form in forms for late in (False, True)]
-    cases = [submission.case("Branches", world, steps=3, dtype=torch.float64, branches=[1, -1][:world]) for _ in orders]
-    jobs = [case.make_jobs(zero=form, late=late, **JOB) for case, (form, late) in zip(cases, orders)]
-    for (form, late), case, results in zip(orders, cases, submission.run_each(m05_grad_buffer.train, jobs)):
+    variants = [(form, late) for form in forms for late in (False, True)]
+    cases = [
+        submission.case("Branches", world, steps=3, dtype=torch.float64, branches=[1, -1][:world]) for _ in variants
+    ]
+    jobs = [case.make_jobs(zero=form, late=late, **JOB) for case, (form, late) in zip(cases, variants)]
+    for (form, late), case, results in zip(variants, cases, submission.run_each(m05_grad_buffer.train, jobs)):
         when = "between forward and backward" if late else "before forward"
         with explain_failures(results.events, partial(diagnosis.explain_lost_view, results)):
             what = f"3 steps with {format_zero_grad(form)} {when} give the same weights as training in one process"

@@ -30,7 +30,7 @@ def make_jobs(case, recipe, buckets_per_group=2, bucket_numel=BUCKET_NUMEL, **mo
 
 @pytest.mark.points(4)
 def test_equals_unsharded(submission):
-    """Over 8 to 20 steps, weights equal the plain optimizer's, even with closures, clipping and skipped layers."""
+    """After 8 or 20 steps, weights equal the plain optimizer's, even with closures, clipping and skipped layers."""
     models = ("Plain", "Tied", "Branches", "Frozen")
     details = ({"closure": True}, {}, {}, {"max_norm": 0.5})
     for world, model, detail in zip(submission.worlds(1, 2, 3, 4), models, details):
@@ -38,7 +38,7 @@ def test_equals_unsharded(submission):
         case = submission.case(
             model,
             world,
-            steps=8 if world == 3 else 20,  # with three ranks, each step has many launches
+            steps=8 if world == 3 else 20,  # three ranks use buckets of one element, so each step has many launches
             micro_batches=2 if model == "Tied" else 1,
             dtype=torch.float64,
             branches=[0, 1, 0][:world] if model == "Branches" else None,
@@ -48,8 +48,8 @@ def test_equals_unsharded(submission):
         bucket_numel = 1 if world == 3 else BUCKET_NUMEL
         jobs = make_jobs(case, recipe, None if world == 1 else 1, bucket_numel, groups=groups, finish=True)
         results = submission.run(m08_zero.train, jobs, world_size=world)
-        steps, name = len(case.batches[0]), recipe["optimizer"]
-        what = f"weights after {steps} steps of {name} equal those of the plain optimizer ({model} model)"
+        steps, optimizer = len(case.batches[0]), recipe["optimizer"]
+        what = f"weights after {steps} steps of {optimizer} equal those of the plain optimizer ({model} model)"
         trainable = [name for name, parameter in case.parameters().items() if parameter.requires_grad]
         with diagnosis.explain_incomplete(submission, jobs, results.events, trainable):
             expect_trained(what, results, compute_weights(case, recipe), case.start(), ranks=case.group)
@@ -181,14 +181,14 @@ def test_groups_that_no_forward_used(submission):
 def test_complete_weights_elsewhere(submission):
     """state_dict, an evaluation, a second step, load_state_dict and add_param_group all use complete weights."""
     [world] = submission.worlds(2)
-    all_steps = {  # what reads the weights -> how many steps come before
+    num_steps_by_reader = {  # how the weights are read -> how many steps the optimizer takes in total
         "ddp.state_dict()": 1,
         "an evaluation": 1,
         "a second step": 2,
         "load_state_dict and add_param_group": 3,
     }
-    cases, recipes, jobs = [], [], []
-    for read, steps in all_steps.items():
+    cases, recipes, jobs_per_call = [], [], []
+    for reader, steps in num_steps_by_reader.items():
         # 16-bit weights have main parameters, which start from the weights if a checkpoint lacks them.
         case = submission.case("Plain", world, dtype=torch.bfloat16 if steps == 3 else torch.float64)
         recipe = {"optimizer": "SGD", "options": {"lr": 0.05}}
@@ -198,16 +198,17 @@ def test_complete_weights_elsewhere(submission):
             recipe["late"] = {"names": [weight, bias], "options": {}}
         cases.append(case)
         recipes.append(recipe)
-        jobs.append(make_jobs(case, recipe, 1, read=read, probe=case.batches[0][0][0]["x"]))
-    all_results = submission.run_each(m09_prefetched_weights.read_weights, jobs)
-    for (read, steps), case, recipe, own, results in zip(all_steps.items(), cases, recipes, jobs, all_results):
+        jobs_per_call.append(make_jobs(case, recipe, 1, read=reader, probe=case.batches[0][0][0]["x"]))
+    all_results = submission.run_each(m09_prefetched_weights.read_weights, jobs_per_call)
+    settings = zip(num_steps_by_reader.items(), cases, recipes, jobs_per_call)
+    for ((reader, steps), case, recipe, jobs), results in zip(settings, all_results):
         expected = step_alone(case, recipe, steps)
-        if read == "an evaluation":
+        if reader == "an evaluation":
             model = edge_case_models.build(case.model, case.sizes, expected, case.dtype)
-            expected = {"output": model(own[0]["probe"]).detach()}
-        with diagnosis.explain_reading(read, submission, own, results.events, list(case.parameters())):
+            expected = {"output": model(jobs[0]["probe"]).detach()}
+        with diagnosis.explain_reading(reader, submission, jobs, results.events, list(case.parameters())):
             expect_equal(
-                f"after step, {read} {'use' if 'late' in recipe else 'uses'} the plain optimizer's weights",
+                f"after step, {reader} {'use' if 'late' in recipe else 'uses'} the plain optimizer's weights",
                 list(results),
                 expected,
                 tolerance=2**-5 if case.dtype == torch.bfloat16 else MANY_STEPS,

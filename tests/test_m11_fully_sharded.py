@@ -96,7 +96,7 @@ def test_each_rank_has_its_part(submission):
     cases = [submission.case(model, world, hidden_layers=3) for model in kinds]
     jobs = [case.make_jobs(**JOB | more) for case, more in zip(cases, kinds.values())]
     jobs[0] = PerRank(job | {"cast": torch.float64} for job in jobs[0])
-    all_results = run(submission, scenarios.construct, jobs)
+    all_results = run_each(submission, scenarios.construct, jobs)
     for number, (case, (model, more), results) in enumerate(zip(cases, kinds.items(), all_results)):
         kind = (more.get("unit_type", "Block"), torch.float64 if number == 0 else None)
         units = lay_out(case, *kind)
@@ -139,7 +139,7 @@ def test_parameters_stay_views(submission):
     """A unit's parameters are views of one flat tensor. Freeing and gathering resize its storage but keep it."""
     [world] = submission.worlds(2)
     case = submission.case("Blocks", world, hidden_layers=3)
-    [results] = run(submission, scenarios.describe_views, [case.make_jobs(**JOB)])
+    [results] = run_each(submission, scenarios.describe_views, [case.make_jobs(**JOB)])
     for rank, result in enumerate(results):
         expect(
             not result["moved"],
@@ -182,7 +182,7 @@ def test_shards_have_average_gradients(submission):
     cases = [
         submission.case("Blocks", world, dtype=torch.float64, hidden_layers=4, micro_batches=micro) for micro in (1, 2)
     ]
-    all_results = run(submission, scenarios.train, [case.make_jobs(**JOB, finish_each=True) for case in cases])
+    all_results = run_each(submission, scenarios.train, [case.make_jobs(**JOB, finish_each=True) for case in cases])
     for number, (case, results) in enumerate(zip(cases, all_results)):
         expect_nothing_whole(results, case)
         expect_shapes(results, case)
@@ -215,7 +215,7 @@ def test_weights_equal_plain_training(submission):
         ),
     ):
         case = submission.case(model, world, steps=20, dtype=torch.float64, hidden_layers=3, **options)
-        [results] = run(submission, scenarios.train, [case.make_jobs(**JOB | more)])
+        [results] = run_each(submission, scenarios.train, [case.make_jobs(**JOB | more)])
         own = [results[rank] for rank in case.group]
         expect_shapes(own, case, more.get("unit_type", "Block"))
         expect_nothing_whole(own, case, more.get("unit_type", "Block"))
@@ -229,7 +229,7 @@ def test_weights_are_freed(submission):
     prefetches = (0, 1, 2)
     cases = [submission.case("Blocks", world, steps=2, dtype=torch.float64, hidden_layers=7) for _ in prefetches]
     jobs = [case.make_jobs(**JOB, arguments={"prefetch": p}) for p, case in zip(prefetches, cases)]
-    all_results = run(submission, scenarios.measure, jobs)
+    all_results = run_each(submission, scenarios.measure, jobs)
     for prefetch, case, results in zip(prefetches, cases, all_results):
         units = find_units(build(case), UNIT_TYPES["Block"])
         unit_of = {name: unit for unit, names in enumerate(units) for name in names}
@@ -255,7 +255,7 @@ def test_gathers_and_reductions_overlap(submission):
     cases = [submission.case("Blocks", world, steps=2, dtype=torch.float64, hidden_layers=6) for _ in prefetches]
     marks = [f"blocks.{block}" for block in range(5)]
     jobs = [case.make_jobs(**JOB, arguments={"prefetch": p}, marks=marks) for p, case in zip(prefetches, cases)]
-    all_results = run(submission, scenarios.train, jobs)
+    all_results = run_each(submission, scenarios.train, jobs)
     for prefetch, case, results in zip(prefetches, cases, all_results):
         units = find_units(build(case), UNIT_TYPES["Block"])
         for rank, events in enumerate(results.events):
@@ -272,7 +272,7 @@ def test_volume(submission):
     jobs = [
         case.make_jobs(**JOB, arguments={"reshard_after_forward": reshard}) for reshard, case in zip(reshards, cases)
     ]
-    all_results = run(submission, scenarios.train, jobs)
+    all_results = run_each(submission, scenarios.train, jobs)
     for reshard, case, results in zip(reshards, cases, all_results):
         for step in range(2):
             for rank, events in enumerate(results.events):
@@ -287,7 +287,7 @@ def test_accumulation(submission):
     [world] = submission.worlds(2)
     case = submission.case("TiedBlocks", world, steps=3, micro_batches=micro, dtype=torch.float64, hidden_layers=4)
     jobs = case.make_jobs(**JOB, zero="ddp", drop=True, interrupted=1, crossed=crossed)
-    [results] = run(submission, scenarios.train, [jobs])
+    [results] = run_each(submission, scenarios.train, [jobs])
     names = [name for name, p in case.parameters().items() if p.requires_grad]
     for rank, result in enumerate(results):
         for step, accumulated in enumerate(result["accumulated"]):
@@ -319,7 +319,7 @@ def test_clipping(submission):
         case.make_jobs(**JOB, clip=limit, groups=groups),
         mixed.make_jobs(unit_type="Linear", clip=half, groups=groups),
     ]
-    results, mixed_results = run(submission, scenarios.train, jobs)
+    results, mixed_results = run_each(submission, scenarios.train, jobs)
     weights, norms = train_plain(case, max_norm=limit)
     own = [results[rank] for rank in case.group]
     expect_nothing_whole(own, case)
@@ -351,7 +351,7 @@ def test_checkpoints(submission):
     half, kinds = 2, {"Buffers": {"unit_type": "Linear"}, "TiedBlocks": JOB}
     cases = [submission.case(model, 4, steps=2 * half, dtype=torch.float64, hidden_layers=3) for model in kinds]
     jobs = [select_jobs(case, more, first, slice(half)) for case, more in zip(cases, kinds.values())]
-    for case, saved in zip(cases, run(submission, scenarios.train, jobs)):
+    for case, saved in zip(cases, run_each(submission, scenarios.train, jobs)):
         plain = build(case)
         for rank, result in enumerate(saved):
             expect_state_dict(result["weights"], plain.state_dict(), result["gradients"][0], rank)
@@ -364,7 +364,7 @@ def test_checkpoints(submission):
     for world in others:
         what = f"weights after {world} ranks load a state dict of {first} ranks and take {half} steps"
         jobs = select_jobs(case, JOB | {"load": state}, world, slice(half, None))
-        [results] = run(submission, scenarios.train, [jobs])
+        [results] = run_each(submission, scenarios.train, [jobs])
         resumed, _ = train_plain(case, range(half, 2 * half), range(world), start=start)
         expect_trained(results, case, resumed, what, otherwise=diagnosis.NOT_OWN_PART)
 
@@ -374,7 +374,7 @@ def test_frozen_parameters(submission):
     """Frozen parameters, even whole frozen units, are gathered but never reduced or updated."""
     [world] = submission.worlds(3)
     case = submission.case("FrozenBlocks", world, steps=8, dtype=torch.float64, hidden_layers=4)
-    [results] = run(submission, scenarios.train, [case.make_jobs(**JOB)])
+    [results] = run_each(submission, scenarios.train, [case.make_jobs(**JOB)])
     expect_shapes(results, case)
     for rank, events in enumerate(results.events):
         reduced = sorted(x.numel for x in launches(events, 0) if x.op == "reduce_scatter")
@@ -401,8 +401,8 @@ def test_skipped_units(submission):
         submission.case("Blocks", world, **common, branches=[0b1111, 0b0110, 0b1000]),
     ]
     jobs = [case.make_jobs(**JOB, arguments={"prefetch": number}) for number, case in enumerate(cases)]
-    all_results = run(submission, scenarios.train, jobs)
-    what = "weights after 3 steps in which each rank skips other blocks"
+    all_results = run_each(submission, scenarios.train, jobs)
+    what = "weights after 3 steps in which each rank skips different blocks"
     for case, results in zip(cases, all_results):
         expect_nothing_whole(results, case)
         expect_all_shards(results, results.events, case)
@@ -428,7 +428,7 @@ def test_other_forwards_between(submission):
         case.make_jobs(**JOB, extra=scenarios.EXTRA, arguments={"reshard_after_forward": reshard})
         for case, reshard in zip(cases, reshards)
     ]
-    for case, results in zip(cases, run(submission, scenarios.train, jobs)):
+    for case, results in zip(cases, run_each(submission, scenarios.train, jobs)):
         expect_nothing_whole(results, case)
         for rank, result in enumerate(results):
             for step, alive in enumerate(result["evaluated"]):
@@ -446,10 +446,10 @@ def test_other_forwards_between(submission):
 # ---- helpers
 
 
-def run(submission, scenario, jobs):
-    """Run a scenario once for each element of `jobs`, and return the results of each."""
-    with diagnosis.explain_run(submission, scenario, jobs):
-        return submission.run_each(scenario, jobs)
+def run_each(submission, scenario, jobs_per_call):
+    """Call a scenario once for each element of `jobs_per_call`, and return the results of each call."""
+    with diagnosis.explain_run(submission, scenario, jobs_per_call):
+        return submission.run_each(scenario, jobs_per_call)
 
 
 def select_jobs(case, more, world, steps):

@@ -112,15 +112,21 @@ class CheckContext:
         [results] = self._run(scenario, [args], world_size=world_size, mode=mode)
         return results
 
-    def run_each(self, scenario: Callable[..., Any], jobs: Sequence[ranks.PerRank]) -> list[ranks.RankResults]:
-        """Run the scenario once for each element of `jobs`, in turn, and return the results of each: see `run`.
+    def run_each(self, scenario: Callable[..., Any], jobs_per_call: Sequence[ranks.PerRank]) -> list[ranks.RankResults]:
+        """Call the scenario once for each element of `jobs_per_call`, and return the results of each call.
 
-        They all run on the same ranks, because starting new ones would take longer than most jobs.
+        The calls run one after the other on the same ranks, which saves starting new ones. Raise CheckFailed as `run`
+        does.
         """
-        return self._run(scenario, [[job] for job in jobs], world_size=len(jobs[0]))
+        return self._run(scenario, [[jobs] for jobs in jobs_per_call], world_size=len(jobs_per_call[0]))
 
     def _run(
-        self, scenario: Callable[..., Any], calls: Sequence[Sequence[Any]], *, world_size: int, mode: str = "strict"
+        self,
+        scenario: Callable[..., Any],
+        args_per_call: Sequence[Sequence[Any]],
+        *,
+        world_size: int,
+        mode: str = "strict",
     ) -> list[ranks.RankResults]:
         usual_s = self.deadline_s or ranks.DEADLINE_S[self.backend]
         left_s = self.ends_at - time.monotonic()
@@ -131,7 +137,7 @@ class CheckContext:
             with self._pause():
                 results = ranks.run_calls(
                     scenario,
-                    calls,
+                    args_per_call,
                     world_size=world_size,
                     backend=self.backend if self.share_gpu or world_size <= count_gpus() else "gloo",
                     share_gpu=self.share_gpu,

@@ -36,9 +36,9 @@ def import_torch() -> None:
     """Import torch, with the stub for torch._dynamo. The real module is imported when it is first used."""
     if "torch" not in sys.modules:
         collects = gc.isenabled()
-        gc.disable()  # garbage collection could not free any new object, and takes a tenth of the time
+        gc.disable()  # garbage collection would free nothing here, and takes a tenth of the import time
         importlib.import_module("torch")
-        gc.freeze()  # torch stays until the process ends; without this, the next collections examine all of it
+        gc.freeze()  # torch's objects live until the process ends; otherwise, later collections would examine all
         if collects:
             gc.enable()
     if COMPILER not in sys.modules:

@@ -1,4 +1,4 @@
-"""Run a rank: start the process group, call one function, and deliver its results.
+"""Run a rank: start the process group, call one function once or several times, and deliver its results.
 
 A rank has three file descriptors. `channel.py` describes its `control` channel. Its standard output and error go to
 `output`. When it receives SIGUSR1, it prints its stacks to `trace`.
@@ -118,7 +118,7 @@ def perform(
     results = []
     for args in request["calls"]:
         if results:
-            gc.collect()  # so that a call does not find the memory and the hooks of the models before it
+            gc.collect()  # free the models of earlier calls: their memory and hooks could affect the next call
             recorder.note("call")
         results.append(function(*args))
     kept.clear()

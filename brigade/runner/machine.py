@@ -9,14 +9,18 @@ from pathlib import Path
 
 from brigade.course.modules import CourseError
 
-CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")  # in a container: microseconds of processor time, and per how many
+# In a container, this file contains two numbers: the CPU time allowed per period, and the period, in microseconds.
+CPU_LIMIT_FILE = Path("/sys/fs/cgroup/cpu.max")
 
 
 def count_cores() -> int:
-    """Return the number of processor cores that this process may use, also in a container with limited CPU time."""
+    """Return the number of processor cores that this process may use.
+
+    Respect the CPU limit of a container, rounded down, but return at least 1.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with contextlib.suppress(OSError, ValueError):  # there is no file, or its limit is "max"
-        limit_us, period_us = map(int, CPU_LIMIT.read_text().split())
+        limit_us, period_us = map(int, CPU_LIMIT_FILE.read_text().split())
         cores = min(cores, max(1, limit_us // period_us))
     return cores
 

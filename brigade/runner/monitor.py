@@ -162,7 +162,7 @@ class Monitor:
             self._selector.close()
 
     def decode_results(self, num_calls: int) -> list[list[Any]]:
-        """Return each rank's list of results, one per call. Raise RankFailure if it cannot be decoded."""
+        """Return each rank's list of results, one per call. Raise RankFailure if a rank sent anything else."""
         from brigade.runner import wire
 
         values = []
@@ -170,7 +170,7 @@ class Monitor:
             try:
                 values.append(wire.decode(state.result))
                 if type(values[-1]) is not list or len(values[-1]) != num_calls:
-                    raise wire.WireError("not one result per call")
+                    raise wire.WireError(f"the result is not a list with one entry per call ({num_calls} expected)")
             except wire.WireError as error:
                 line = f"rank {state.number}: {error}"
                 raise RankFailure("garbled", "a rank delivered an unreadable result", [line], state.number) from None

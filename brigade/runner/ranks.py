@@ -53,7 +53,7 @@ class RankResults(list):
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """Options of a run. `run_ranks` takes each field as a keyword argument."""
+    """Options of a run. `run_ranks` and `run_calls` take each field as a keyword argument."""
 
     world_size: int = 2
     backend: str = "gloo"  # or "nccl"
@@ -83,17 +83,20 @@ def run_ranks(function: Callable[..., Any], *args: Any, **options: Any) -> RankR
     return results
 
 
-def run_calls(function: Callable[..., Any], calls: Sequence[Sequence[Any]], **options: Any) -> list[RankResults]:
-    """Run `function(*args)` for each `args` of `calls`, in turn and on the same ranks: see `run_ranks`.
+def run_calls(
+    function: Callable[..., Any], args_per_call: Sequence[Sequence[Any]], **options: Any
+) -> list[RankResults]:
+    """Run `function(*args)` for each `args` of `args_per_call`, one after the other on the same ranks: see `run_ranks`.
 
-    The results of each call have its own events, numbered from 0. All calls share one deadline and the printed output.
+    Each element of the returned list has the events of its own call, with launches numbered from 0, and the printed
+    output of the whole run. All calls share one deadline.
     """
     how = RunOptions(**options)
     if how.world_size < 1:
         raise CourseError(f"the world size is {how.world_size}, but it must be at least 1")
     module, sources = find_sources(function)
     packages = {**sources, **(how.packages or {})}
-    requests = make_requests(module, function.__qualname__, calls, packages, how)
+    requests = make_requests(module, function.__qualname__, args_per_call, packages, how)
     SERVER.start()
     from brigade.runner import wire  # torch is imported while the server is starting
 
@@ -115,19 +118,20 @@ def run_calls(function: Callable[..., Any], calls: Sequence[Sequence[Any]], **op
     finally:
         monitor.end()
         sandbox.remove(directory)
-    events = [split_calls(state.record.events, len(calls)) for state in monitor.states]
+    num_calls = len(args_per_call)
+    events = [split_calls(state.record.events, num_calls) for state in monitor.states]  # by rank and call
     if failure:
-        # The ranks may be in different calls. Show the first call that a rank has not finished.
-        failed = min(sum(event["kind"] == "call" for event in state.record.events) for state in monitor.states)
-        failure.events = [own[min(failed, len(calls) - 1)] for own in events]
+        # The ranks may be in different calls. Report the events of the earliest call that a rank is still in.
+        earliest = min(sum(event["kind"] == "call" for event in state.record.events) for state in monitor.states)
+        failure.events = [events_by_call[min(earliest, num_calls - 1)] for events_by_call in events]
         raise failure
-    values = monitor.decode_results(len(calls))
+    values = monitor.decode_results(num_calls)
     output = [state.read_output() for state in monitor.states]
     return [RankResults(*results, output) for results in zip(zip(*values), map(list, zip(*events)))]
 
 
 def make_requests(
-    module: str, function: str, calls: Sequence[Sequence[Any]], packages: dict[str, Sources], how: RunOptions
+    module: str, function: str, args_per_call: Sequence[Sequence[Any]], packages: dict[str, Sources], how: RunOptions
 ) -> list[dict[str, Any]]:
     """Return the request to each rank: see `rank/main.py`."""
     common = make_gloo_environment()
@@ -150,7 +154,7 @@ def make_requests(
         request
         | {
             "rank": rank,
-            "calls": [[arg[rank] if isinstance(arg, PerRank) else arg for arg in args] for args in calls],
+            "calls": [[arg[rank] if isinstance(arg, PerRank) else arg for arg in args] for args in args_per_call],
             "environment": common | environment,
         }
         for rank, environment in enumerate(environments)

@@ -261,16 +261,18 @@ def explain_whole(whole, case, unit_type):
 
 
 @contextlib.contextmanager
-def explain_run(submission, scenario, jobs):
-    """Explain a run of a scenario that fails. Each element of `jobs` has one job per rank."""
+def explain_run(submission, scenario, jobs_per_call):
+    """If the scenario fails, add a more specific likely cause to the failure."""
     try:
         yield
     except CheckFailed as failed:
-        cause = find_wrong_group(failed.events, jobs) or explain_failure(failed, submission, scenario, jobs)
+        cause = find_wrong_group(failed.events, jobs_per_call) or explain_failure(
+            failed, submission, scenario, jobs_per_call
+        )
         raise (failed.with_cause(cause) if cause else failed) from None
 
 
-def explain_failure(failed, submission, scenario, jobs):
+def explain_failure(failed, submission, scenario, jobs_per_call):
     """Return a more specific cause than that of the failure, or ""."""
     if "was freed between the launch and its wait" in failed.verdict.message:
         return explain_in_flight(failed)
@@ -278,26 +280,26 @@ def explain_failure(failed, submission, scenario, jobs):
         return EMPTIED
     has_crashed = failed.verdict.ending == "died"
     if has_crashed or failed.verdict.hypothesis == "freed":
-        if any(own[0].get("extra") for own in jobs):
-            cause = explain_extra(failed, submission, scenario, jobs)
+        if any(jobs[0].get("extra") for jobs in jobs_per_call):
+            cause = explain_extra(failed, submission, scenario, jobs_per_call)
         else:
-            cause = "" if has_crashed else explain_freed(failed, jobs)
+            cause = "" if has_crashed else explain_freed(failed, jobs_per_call)
         return cause or CRASHED * has_crashed
     if failed.verdict.hypothesis in ("usual for mismatch", "usual for deadlock"):
-        return explain_skips(submission, scenario, jobs)
+        return explain_skips(submission, scenario, jobs_per_call)
     return ""
 
 
-def succeeds(submission, scenario, jobs, change):
-    """Return whether a scenario runs when change(job, job of rank 0) is the job of each rank."""
-    changed = [PerRank(job | change(job, own[0]) for job in own) for own in jobs]
-    return all(submission.try_run(scenario, own, world_size=len(own)) is not None for own in changed)
+def succeeds(submission, scenario, jobs_per_call, change):
+    """Return whether all calls of a scenario succeed when change(job, job of rank 0) is added to each rank's job."""
+    changed = [PerRank(job | change(job, jobs[0]) for job in jobs) for jobs in jobs_per_call]
+    return all(submission.try_run(scenario, jobs, world_size=len(jobs)) is not None for jobs in changed)
 
 
-def find_wrong_group(records, jobs):
+def find_wrong_group(records, jobs_per_call):
     """Describe an all-gather or a reduce-scatter on another group than the wrapper's."""
     for rank, events in enumerate(records):
-        for group in (group for own in jobs for group in own[rank].get("groups", []) if rank in group):
+        for group in (group for jobs in jobs_per_call for group in jobs[rank].get("groups", []) if rank in group):
             for event in events:
                 is_ours = event["kind"] == "launch" and event["op"] in ("all_gather", "reduce_scatter")
                 if is_ours and event["ranks"] != group:
@@ -309,25 +311,25 @@ def find_wrong_group(records, jobs):
     return ""
 
 
-def explain_freed(failed, jobs):
+def explain_freed(failed, jobs_per_call):
     """Return why a rank used a freed weight, if it is the root's."""
     rank, shape = failed.verdict.rank, re.search(r"sizes \[([\d, ]+)\]", failed.verdict.message)
     is_forward = failed.events[rank][-1]["phase"] == "forward"
-    return ROOT_FREED if is_forward and shape and is_late_root(shape[1], [own[rank] for own in jobs]) else ""
+    return ROOT_FREED if is_forward and shape and is_late_root(shape[1], [jobs[rank] for jobs in jobs_per_call]) else ""
 
 
-def explain_extra(failed, submission, scenario, jobs):
+def explain_extra(failed, submission, scenario, jobs_per_call):
     """Return why a rank used a freed weight, if one of a step's extra forwards alone is enough for it."""
-    if not succeeds(submission, scenario, jobs, lambda *_: {"extra": ()}):
+    if not succeeds(submission, scenario, jobs_per_call, lambda *_: {"extra": ()}):
         return ""
     for kind, what in (("evaluated before", "an evaluation"), ("discarded", "a discarded forward")):
-        if not succeeds(submission, scenario, jobs, lambda *_, kind=kind: {"extra": (kind,)}):
+        if not succeeds(submission, scenario, jobs_per_call, lambda *_, kind=kind: {"extra": (kind,)}):
             return AFTER_OTHER.format(what)
     between = {"extra": ("evaluated between",)}
-    if succeeds(submission, scenario, jobs, lambda *_: between):
+    if succeeds(submission, scenario, jobs_per_call, lambda *_: between):
         return ""
     always = between | {"arguments": {"reshard_after_forward": True}}
-    if succeeds(submission, scenario, jobs, lambda *_: always):
+    if succeeds(submission, scenario, jobs_per_call, lambda *_: always):
         return UNITS_BETWEEN
     has_gathered = any(x.op == "all_gather" for own in failed.events for x in launches(own, phase="backward"))
     return ROOT_BETWEEN if has_gathered else FORGOTTEN_BACKWARD
@@ -364,17 +366,19 @@ def is_late_root(shape, jobs):
     return bool(found) and all(found)
 
 
-def explain_skips(submission, scenario, jobs):
+def explain_skips(submission, scenario, jobs_per_call):
     """Return why ranks launch different collectives, if they do not do so when they skip the same units."""
-    by_rank = zip(*jobs)
-    branches = [[[micro["branch"] for micro in step] for job in own for step in job["batches"]] for own in by_rank]
-    if all(own == branches[0] for own in branches):
+    branches = [  # of each rank, one list per step
+        [[micro["branch"] for micro in step] for job in jobs_of_rank for step in job["batches"]]
+        for jobs_of_rank in zip(*jobs_per_call)
+    ]
+    if all(steps == branches[0] for steps in branches):
         return ""
-    if not succeeds(submission, scenario, jobs, lambda _, first: {"batches": first["batches"]}):
+    if not succeeds(submission, scenario, jobs_per_call, lambda _, first: {"batches": first["batches"]}):
         return ""
     has_no_sync = any(len(step) > 1 for step in branches[0])
     is_unfinished = has_no_sync and succeeds(
-        submission, scenario, jobs, lambda job, _: {"batches": [step[-1:] for step in job["batches"]]}
+        submission, scenario, jobs_per_call, lambda job, _: {"batches": [step[-1:] for step in job["batches"]]}
     )
     return UNFINISHED if is_unfinished else SKIPPED
 

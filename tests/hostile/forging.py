@@ -306,7 +306,7 @@ while True: pass
     make_result_case(
         "a list where a dict belongs", "message('[[1, 2, 3]]')", "could not examine what the ranks returned"
     ),
-    make_result_case("a list of two results", "message('[1, 2]')", "not one result per call"),
+    make_result_case("a list of two results", "message('[1, 2]')", "not a list with one entry per call (1 expected)"),
     make_result_case("a negative size", "message('{\"tensor\": [0, \"float32\", [-1, -1]]}', '[4]', b'abcd')"),
     make_result_case("a blob of a negative size", "message('null', '[-1]')"),
     make_result_case(

@@ -174,7 +174,7 @@ class Boundaries:
 
 
 def measure(job: dict) -> dict:
-    """Take two steps and return what is alive at every boundary of the second, then of the bare model.
+    """Take two steps. Return what is alive at every boundary of the second, for the wrapper and for the bare model.
 
     The bare model drops every gradient as soon as it is complete.
     """
@@ -236,7 +236,7 @@ def mark_units(job: dict, model: nn.Module, kind: str) -> None:
 
 
 def train(job: dict) -> dict:
-    """Train, and load and save checkpoints.
+    """Load the state dict if there is one, train, and return the results with the final full state dict.
 
     The job may have: "load", a state dict; "clip", the largest norm; "finish_each", to call finish_grad_sync after
     each micro-batch; "zero", "ddp" or "optimizer"; "extra", names from EXTRA, to run more forwards before the last

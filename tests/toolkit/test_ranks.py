@@ -88,15 +88,15 @@ def find_line(mark: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("limit", "most"),
+    ("limit", "max_cores"),
     [("150000 100000", 1), ("50000 100000", 1), ("6400000 100000", 64), ("max 100000", 1 << 20), (None, 1 << 20)],
 )
-def test_number_of_cores_respects_the_limit_of_a_container(limit, most, tmp_path, monkeypatch):
-    monkeypatch.setattr(machine, "CPU_LIMIT", tmp_path / "cpu.max")
+def test_number_of_cores_respects_the_limit_of_a_container(limit, max_cores, tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "CPU_LIMIT_FILE", tmp_path / "cpu.max")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(128)), raising=False)
     if limit:
         (tmp_path / "cpu.max").write_text(limit + "\n")
-    assert machine.count_cores() == min(128, most)
+    assert machine.count_cores() == min(128, max_cores)
 
 
 # ---- results
@@ -120,11 +120,11 @@ def test_each_call_has_its_own_events():
 
 
 def test_a_failed_call_is_reported_with_its_own_events():
-    nobody = -1
+    no_rank = -1
     with pytest.raises(RankFailure) as caught:
-        run_calls(functions.fail, [[nobody, "no error"], [1, "the second call"]], world_size=2)
+        run_calls(functions.fail, [[no_rank, "no error"], [1, "the second call"]], world_size=2)
     assert (caught.value.kind, caught.value.rank, caught.value.message) == ("exception", 1, "the second call")
-    assert [len([event for event in own if event["kind"] == "launch"]) for own in caught.value.events] == [1, 0]
+    assert [len([event for event in events if event["kind"] == "launch"]) for events in caught.value.events] == [1, 0]
 
 
 def test_results_come_in_the_order_of_ranks():
@@ -361,7 +361,7 @@ FORGED = {
     ),
     "a result that is none": functions.frame(b"R", b"nonsense"),
     "an empty result": functions.frame(b"R", b""),
-    "no list of results": functions.frame(b"R", wire.encode(1)),
+    "a result that is not a list": functions.frame(b"R", wire.encode(1)),
     "too many results": functions.frame(b"R", wire.encode([1, 2])),
 }
 LAUNCH = {
