@@ -46,7 +46,8 @@ def test_gradients_are_averaged(submission):
         with diagnosis.suspect_views(world):
             results = submission.run(training.train, jobs, world_size=world)
             expect_start([result["start"] for result in results], case, events=results.events)
-            expect_gradients(results, case, tolerance=2**-6 if is_mixed else 1e-5)
+            tolerance, hypotheses = 2**-6 if is_mixed else 1e-5, partial(diagnosis.suspect_copies, case)
+            expect_gradients(results, case, tolerance=tolerance, hypotheses=hypotheses)
             if not is_mixed:
                 with diagnosis.suspect_move():
                     expect_weights(results, case)
@@ -159,7 +160,7 @@ def test_steps_and_subgroups(submission):
             if model == "Frozen":
                 expect_silence(results.events, case.group, 4)
                 expect_restored(results.events, case.group, 2)
-            expect_gradients(results, case)
+            expect_gradients(results, case, hypotheses=partial(diagnosis.suspect_copies, case))
             with diagnosis.suspect_move():
                 expect_weights(results, case)
         require_halves(results, case, steps=3)

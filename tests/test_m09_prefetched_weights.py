@@ -51,7 +51,7 @@ def test_equals_unsharded(submission):
         steps, optimizer = len(case.batches[0]), recipe["optimizer"]
         what = f"weights after {steps} steps of {optimizer} equal those of the plain optimizer ({model} model)"
         trainable = [name for name, parameter in case.parameters().items() if parameter.requires_grad]
-        with diagnosis.explain_incomplete(submission, jobs, results.events, trainable):
+        with diagnosis.explain_incomplete(submission, jobs, results, trainable):
             expect_trained(what, results, compute_weights(case, recipe), case.start(), ranks=case.group)
         if bucket_numel == BUCKET_NUMEL:
             require_shared_state([results[rank] for rank in case.group], case, recipe["optimizer"])
@@ -206,7 +206,7 @@ def test_complete_weights_elsewhere(submission):
         if reader == "an evaluation":
             model = edge_case_models.build(case.model, case.sizes, expected, case.dtype)
             expected = {"output": model(jobs[0]["probe"]).detach()}
-        with diagnosis.explain_reading(reader, submission, jobs, results.events, list(case.parameters())):
+        with diagnosis.explain_reading(reader, submission, jobs, results, list(case.parameters())):
             expect_equal(
                 f"after step, {reader} {'use' if 'late' in recipe else 'uses'} the plain optimizer's weights",
                 list(results),

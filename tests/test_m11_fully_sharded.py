@@ -693,7 +693,7 @@ def expect_overlap(events, step, units, prefetch, rank):
         expect(
             gather.waits and gather.waits[0] > marks["reached", unit],
             f"during forward, no rank waits for unit {unit} before its turn (prefetch={prefetch})",
-            "this rank waited earlier" if gather.waits else "this rank never waited",
+            "it waited earlier" if gather.waits else "it never waited",
             diagnosis.EARLY_WAIT,
             **at,
         )
@@ -709,7 +709,7 @@ def expect_overlap(events, step, units, prefetch, rank):
         expect(
             gather.waits and (unit == count - 1 or gather.waits[0] > max(ready[unit + 1])),
             f"during backward, no rank waits for unit {unit} before its turn (prefetch={prefetch})",
-            "this rank waited earlier" if gather.waits else "this rank never waited",
+            "it waited earlier" if gather.waits else "it never waited",
             diagnosis.EARLY_WAIT,
             **at,
         )
@@ -723,7 +723,7 @@ def expect_overlap(events, step, units, prefetch, rank):
         expect(
             launch.waits and (unit == 0 or launch.waits[0] > max(ready[unit - 1])),
             f"no rank waits for the reduction of unit {unit} before unit {unit - 1} has computed",
-            "this rank waited earlier" if launch.waits else "this rank never waited",
+            "it waited earlier" if launch.waits else "it never waited",
             diagnosis.EARLY_REDUCE_WAIT,
             **at,
         )

@@ -15,7 +15,6 @@ from brigade.course.parts import Part
 
 LABELS = ("Expected:", "Got:", "Likely cause:", "Repeat:")
 LABEL_WIDTH = 14  # the length of "Likely cause: "
-THIS_RANK = "this rank "  # the first words of a `got` whose subject is the rank
 
 # How the run that led to a verdict ended. The strings in the unpacked tuple are the kinds of `RankFailure`.
 COMPLETE = "complete"  # every rank returned a result, but not the expected one
@@ -44,8 +43,6 @@ class Location:
 class Verdict:
     """The reason why a check did not pass. `got` is about `rank`, `step` and `parameter`, if they are known.
 
-    If `got` begins with "this rank", messages show the number of the rank instead.
-
     `hypothesis` is the name of the rule that found the likely cause. `part` is the part of the module that is not
     written yet. `error` is the type of a rank's exception and `message` its text. `note` adds a fact, such as the time
     limit of the check or the part of the module to which a failing line belongs.
@@ -67,20 +64,17 @@ class Verdict:
 
     @property
     def where(self) -> str:
-        """The place of the failure, such as "rank 1, step 0, weight", without the parts that `got` already names."""
+        """The place of the failure, such as "rank 1, step 0, weight", or "" if `got` already names it."""
         if self.ending != COMPLETE:
             return ""
-        rank = [] if self.rank is None or self.got.startswith(THIS_RANK) else [f"rank {self.rank}"]
+        rank = [] if self.rank is None else [f"rank {self.rank}"]
         step = [] if self.step is None else [f"step {self.step}"]
         return ", ".join([*rank, *step, *filter(None, [self.parameter])])
 
     @property
     def described(self) -> str:
         """The value of `got` with the place of the failure in front."""
-        got = self.got
-        if self.rank is not None and got.startswith(THIS_RANK):
-            got = f"rank {self.rank} " + got.removeprefix(THIS_RANK)
-        return f"{self.where}: {got}" if self.where else got
+        return f"{self.where}: {self.got}" if self.where else self.got
 
     def __str__(self) -> str:
         if self.ending == NOT_RUN:

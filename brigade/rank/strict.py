@@ -4,7 +4,7 @@ On a fast machine, a forgotten `wait()` is almost never noticed, because the col
 result is read. In this mode, it is always noticed. A launch works on copies of its inputs and fills its outputs with
 NaN. Waiting on the handle of *that* launch (or asking for its future, its result, or whether it is complete) writes the
 result to the outputs. If a tensor is changed between launch and wait, which is a race on a GPU, an event of kind "race"
-is recorded. If its memory is freed, which corrupts memory on a GPU, the wait raises RuntimeError.
+is recorded. If its memory is freed, which corrupts memory on a GPU, the wait raises FreedTensorError.
 
 With gloo, as with NCCL, the wait for a send ends only after the peer has posted the matching receive, regardless of the
 size of the message. Ranks that all send first and receive afterwards therefore deadlock every time.
@@ -31,6 +31,10 @@ from brigade.rank.memory import list_tensors, uncounted
 from brigade.rank.recording import METHODS, RecordedWork, Recorder, RecordingGroup, find_options
 
 locks.trust(globals())
+
+
+class FreedTensorError(RuntimeError):
+    """The memory of a tensor was freed while a collective used it."""
 
 
 class StrictGroup(RecordingGroup):
@@ -114,7 +118,7 @@ class StrictWork(RecordedWork):
         if not self._delivered:
             self._delivered = True
             if any(is_freed(tensor) for tensor in self._given):
-                raise RuntimeError("a tensor of this launch was freed between the launch and its wait()")
+                raise FreedTensorError("a tensor of this launch was freed between the launch and its wait()")
             if any(has_changed(now, *then) for now, then in zip(self._given, self._at_launch)):
                 self._recorder.note("race", index=self._index)
             for target, result in zip(self._targets, self._results):

@@ -1,12 +1,11 @@
 """Likely causes of failures of module 6's checks."""
 
 import contextlib
-import re
 from collections import Counter
 
 from brigade.checks.diagnose.evidence import find_leftover
 from brigade.checks.verdict import CheckFailed
-from brigade.events import launches, list_ready_gradients
+from brigade.events import Progress, launches, list_ready_gradients
 
 # coalesce
 ONE_BY_ONE = "the calls of a block are launched one by one."
@@ -192,10 +191,20 @@ def explain_mixed_order():
     try:
         yield
     except CheckFailed as failed:
-        called = re.search(r"called (\w+) #.*, but rank \d+ called (\w+) #", str(failed.verdict))
-        if called and set(called.groups()) == {"reduce_scatter", "all_gather"}:
+        if failed.verdict.ending == "mismatch" and find_unequal_ops(failed.events) == {"reduce_scatter", "all_gather"}:
             raise failed.with_cause(MIXED_ORDER) from None
         raise
+
+
+def find_unequal_ops(records):
+    """Return the two operations of the first mismatch between ranks, or an empty set if there is none."""
+    progress = Progress(len(records))
+    for rank, events in enumerate(records):
+        for event in events:
+            progress.add(rank, event)
+            if event["kind"] == "launch" and (mismatch := progress.find_mismatch(rank)):
+                return {mismatch.launch["op"], mismatch.peer_launch["op"]}
+    return set()
 
 
 def explain_early_launch(events, step, launch, groups):

@@ -33,9 +33,12 @@ def suspect_views(world_size):
         is_general = not verdict.likely_cause or verdict.hypothesis in ("ranks_disagree", "unequal shards")
         if is_general and not verdict.part and (is_unequal or not verdict.error):
             failed = failed.with_cause(explain_unequal_shards(verdict.message, world_size) or WRONG_VIEW)
-        elif verdict.likely_cause.startswith("each rank still has its own gradient"):
-            failed = failed.with_cause(COPIES)
         raise failed from None
+
+
+def suspect_copies(case):
+    """Return the gradients that the ranks have if nothing replaces their own."""
+    return {COPIES: [case.gradients([rank]) for rank in case.group]} if len(case.group) > 1 else {}
 
 
 def explain_unequal_shards(message, world_size):

@@ -52,16 +52,16 @@ READINGS = {
 
 
 @contextlib.contextmanager
-def explain_reading(read, submission, jobs, events_by_rank, trainable):
+def explain_reading(read, submission, jobs, results, trainable):
     """Explain wrong weights in the block by what the ranks waited for when they were read in the way `read`."""
     try:
         yield
     except CheckFailed as failed:
-        cause = find_unfinished(events_by_rank)
+        cause = find_unfinished(results.events)
         if not cause and read == "an evaluation":
-            cause = find_early_forward(submission, jobs, trainable) or find_evaluation(events_by_rank[0], trainable)
+            cause = find_early_forward(submission, jobs, trainable) or find_evaluation(results.events[0], trainable)
         elif not cause:
-            causes = (find_reader(own, read, "nan" in failed.verdict.got) for own in events_by_rank)
+            causes = (find_reader(own, read, has_nan(results)) for own in results.events)
             cause = next(filter(None, causes), "")
         raise (failed.with_cause(cause) if cause else failed) from None
 
@@ -90,6 +90,11 @@ def find_reader(events, read, has_nan):
     return ""
 
 
+def has_nan(tensors_by_rank):
+    """Return whether a tensor of a rank contains NaN, as incomplete weights do."""
+    return any(tensor.isnan().any() for tensors in tensors_by_rank for tensor in tensors.values())
+
+
 def is_written(launch, events):
     """Return whether the inner optimizer wrote weights between a launch and the first wait for it."""
     return any(event["kind"] == "write" for event in events[launch.place : (launch.waits or [0])[0]])
@@ -110,16 +115,16 @@ def explain_never_awaited(events):
 
 
 @contextlib.contextmanager
-def explain_incomplete(submission, jobs, events_by_rank, trainable):
+def explain_incomplete(submission, jobs, results, trainable):
     """Explain weights that are NaN in the block: something read them before their all-gather was awaited.
 
-    The ranks recorded `events_by_rank` with `jobs`. `trainable` are the names of the trainable parameters.
+    The ranks returned `results` for `jobs`. `trainable` are the names of the trainable parameters.
     """
     try:
         yield
     except CheckFailed as failed:
-        if "nan" in failed.verdict.got:
-            cause = find_unfinished(events_by_rank) or find_early_forward(submission, jobs, trainable) or INCOMPLETE
+        if has_nan(result["weights"] for result in results):
+            cause = find_unfinished(results.events) or find_early_forward(submission, jobs, trainable) or INCOMPLETE
             failed = failed.with_cause(cause)
         raise failed from None
 

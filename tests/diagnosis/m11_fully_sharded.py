@@ -274,7 +274,7 @@ def explain_run(submission, scenario, jobs_per_call):
 
 def explain_failure(failed, submission, scenario, jobs_per_call):
     """Return a more specific cause than that of the failure, or ""."""
-    if "was freed between the launch and its wait" in failed.verdict.message:
+    if failed.verdict.error == "FreedTensorError":
         return explain_in_flight(failed)
     if "shape '[0]' is invalid" in failed.verdict.message:
         return EMPTIED

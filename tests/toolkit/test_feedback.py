@@ -115,15 +115,6 @@ def test_nan_where_the_record_knows_of_the_handles(num_unawaited, message):
     assert message in cause and ("does not wait" in cause) == bool(num_unawaited)
 
 
-def test_a_message_about_the_rank_names_it_once():
-    with pytest.raises(CheckFailed) as failed:
-        expect(False, "3 launches", "this rank made 4 launches", rank=0, step=1)
-    assert failed.value.verdict.described == "step 1: rank 0 made 4 launches"
-    with pytest.raises(CheckFailed) as failed:
-        expect(False, "3 launches", "this rank made 4 launches", rank=0)
-    assert failed.value.verdict.described == "rank 0 made 4 launches"
-
-
 def test_a_mistake_in_the_record_comes_first():
     assert verdict([times(2)] * 2, evidence=Evidence(mistake="the wrong group.")).likely_cause == "the wrong group."
 
