@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from brigade.course import editions, validation
 from brigade.course.modules import ROOT
+from brigade.runner.temporary import temporary_directory
 
 SCRIPTS = Path(__file__).parent / "gradescope"
 NEEDED = ("LICENSE", *editions.CORE, "brigade/grade/**/*.py", "solutions/*/*.py", *editions.CHECKS)
@@ -47,9 +47,9 @@ def build(archive: Path, options: Sequence[str] = ()) -> int:
 
 def import_checks(contents: Mapping[str, str]) -> None:
     """Import every check from the packed files only. Raise CourseError if that fails."""
-    with tempfile.TemporaryDirectory(prefix="brigade-package-") as directory:
+    with temporary_directory() as directory:
         for name, text in contents.items():
-            path = Path(directory, name)
+            path = directory / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
-        validation.import_checks(Path(directory))
+        validation.import_checks(directory)

@@ -13,7 +13,6 @@ import itertools
 import os
 import stat
 import tarfile
-import tempfile
 import zipfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,6 +24,7 @@ from brigade.course.modules import CORE_MODULES, MODULES, CourseError
 from brigade.course.submission import MAX_SOURCE_BYTES, find
 from brigade.course.submission import open_no_follow as open_no_link
 from brigade.grade.formats import make_printable
+from brigade.runner.temporary import temporary_directory
 
 MEDDLING = (
     "conftest.py",
@@ -189,7 +189,7 @@ def unpack(archive: Path, name: str) -> Iterator[Incoming]:
     Write them to a new directory, at their paths relative to that place. The rest of each path in the archive is
     ignored.
     """
-    with tempfile.TemporaryDirectory(prefix="brigade-zip-") as directory:
+    with temporary_directory() as directory:
         try:
             with open(archive, "rb", opener=open_no_link) as file:
                 status = os.fstat(file.fileno())
@@ -198,12 +198,12 @@ def unpack(archive: Path, name: str) -> Iterator[Incoming]:
                 files, modules = read_archive(file, name)
             place = choose_place(modules)
             for module in find_places(modules).get(place, []):
-                target = Path(directory, make_relative(module, place))
+                target = directory / make_relative(module, place)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.write_bytes(modules[module])
         except Exception as error:  # zipfile, gzip and tarfile report a damaged file in many ways
             raise CourseError(f"{format_names([name])} cannot be unpacked: {format_names([str(error)])}") from None
-        yield Incoming(Path(directory), make_notes(files, place))
+        yield Incoming(directory, make_notes(files, place))
 
 
 def read_archive(file: BinaryIO, name: str) -> tuple[list[str], dict[str, bytes]]:

@@ -35,7 +35,7 @@ from brigade.course.submission import Sources, read
 from brigade.events import Event, Progress
 from brigade.runner.machine import count_cores, make_gloo_environment
 from brigade.runner.report import describe_exit
-from brigade.runner.server import make_locked_directory
+from brigade.runner.temporary import make_locked_directory
 
 if TYPE_CHECKING:
     from ipyparallel import AsyncResult
@@ -304,7 +304,7 @@ def make_import_path() -> str:
 def start_guard(directory: Path, lock: int) -> subprocess.Popen:
     """Start a process that ends the ranks and removes their directory after this process has ended, however it ends.
 
-    The new process holds the lock. If it is killed too, `server.sweep` removes the directory later.
+    The new process holds the lock. If it is killed too, `temporary.sweep` removes the directory later.
     """
     program = "import sys; from brigade.lab.notebook import guard; guard(sys.argv[1])"
     process = subprocess.Popen(

@@ -32,7 +32,8 @@ from brigade.runner import sandbox
 from brigade.runner.machine import count_cores, make_nccl_environments
 from brigade.runner.ranks import RankResults, RunOptions, find_sources
 from brigade.runner.report import BROKEN_LINK, RankFailure
-from brigade.runner.server import SERVER, make_locked_directory
+from brigade.runner.server import SERVER
+from brigade.runner.temporary import make_locked_directory
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # As soon as one process has failed, torchrun ends its other processes. A process without a message of its own waits
@@ -177,7 +178,7 @@ _directory: Path | None = None  # on rank 0: the directory of the files that the
 
 
 def make_directory() -> None:
-    """Make `_directory` and keep it locked. If this process is killed, `server.sweep` removes the directory later."""
+    """Make `_directory` and keep it locked until this process ends: see `runner/temporary.py`."""
     global _directory
     _directory, _ = make_locked_directory()
 

@@ -39,9 +39,10 @@ PATIENCE_S = 10.0  # limit on the wait for killed ranks
 
 
 def serve(descriptor: int, locks: Sequence[int], scratch: str, import_path: str, modules: Sequence[str]) -> None:
-    """Serve until the socket closes, then remove the directory `scratch`. `locks` are files that stay open until then.
+    """Serve until the socket closes, then remove the directory `scratch`.
 
-    `modules` are imported before the first fork, so that ranks need not import them.
+    The descriptors `locks` stay open until then. `modules` are imported before the first fork, so that ranks need not
+    import them.
     """
     channel = socket.socket(fileno=descriptor)
     preload(modules)

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import fcntl
 import os
 import select
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
@@ -23,6 +21,7 @@ from typing import Any
 
 from brigade.course.modules import ROOT, CourseError
 from brigade.runner import protocol, sandbox
+from brigade.runner.temporary import make_locked_directory, sweep
 
 
 class ServerLost(CourseError):
@@ -178,29 +177,6 @@ class Server:
                 self._process.wait()
             self._process = None
             sandbox.remove(self.scratch)
-
-
-def make_locked_directory() -> tuple[Path, int]:
-    """Make a temporary directory. Return it and a descriptor that locks it.
-
-    Once the descriptor is closed, `sweep` removes the directory.
-    """
-    directory = Path(tempfile.mkdtemp(prefix="brigade-"))
-    lock = os.open(directory / "new", os.O_CREAT | os.O_RDWR)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    os.rename(directory / "new", directory / "lock")  # so that `sweep` never finds it unlocked
-    return directory, lock
-
-
-def sweep() -> None:
-    """Remove the temporary directories of servers that were killed together with their parents."""
-    for lock in Path(tempfile.gettempdir()).glob("brigade-*/lock"):
-        try:
-            with open(lock, "r+") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                sandbox.remove(lock.parent)
-        except OSError:
-            continue  # in use, or not ours
 
 
 SERVER = Server()

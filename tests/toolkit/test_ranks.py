@@ -25,10 +25,11 @@ import rank_functions as functions
 import torch.multiprocessing
 
 from brigade.course.modules import ROOT, CourseError
-from brigade.runner import machine, monitor, wire
+from brigade.runner import machine, monitor, sandbox, wire
 from brigade.runner.ranks import SERVER, PerRank, RankFailure, run_calls, run_ranks
 from brigade.runner.report import OUTPUT_LIMIT, RankState
-from brigade.runner.server import Server, sweep
+from brigade.runner.server import Server
+from brigade.runner.temporary import PREFIX, lock_directory, make_locked_directory, sweep
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc, or a child subreaper")
 
@@ -68,8 +69,8 @@ def wait_until(condition: Callable[[], Any], seconds: float) -> bool:
 
 def is_unlocked(path: Path) -> bool:
     """Return whether nobody holds the lock. The threads of a killed process may hold it a little longer."""
-    with open(path, "r+") as file, contextlib.suppress(BlockingIOError):
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with contextlib.suppress(BlockingIOError):
+        os.close(lock_directory(path, fcntl.LOCK_EX | fcntl.LOCK_NB))
         return True
     return False
 
@@ -570,7 +571,7 @@ def test_parent_and_server_killed_together_leave_no_rank_and_the_next_start_clea
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
     [stale] = tmp_path.glob("brigade-*")
-    assert wait_until(lambda: is_unlocked(stale / "lock"), seconds=5)
+    assert wait_until(lambda: is_unlocked(stale), seconds=5)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     another = Server()
     another.start()
@@ -580,6 +581,35 @@ def test_parent_and_server_killed_together_leave_no_rank_and_the_next_start_clea
     another._process.kill()  # it is still importing torch
     another.close()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_directory_whose_process_was_killed_before_locking_it_is_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    abandoned = tmp_path / f"{PREFIX}abandoned"
+    abandoned.mkdir()
+    (tmp_path / "brigade-other").mkdir()  # locked by nobody, and not ours
+    directory, lock = make_locked_directory()
+    sweep()
+    assert not abandoned.exists() and directory.exists() and (tmp_path / "brigade-other").exists()
+    os.close(lock)
+    sweep()
+    assert not directory.exists()
+
+
+def test_a_directory_that_is_swept_before_it_is_locked_is_made_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    flock, swept = fcntl.flock, []
+
+    def sweep_first(descriptor, how):
+        if not swept:
+            swept.extend(tmp_path.iterdir())
+            sandbox.remove(swept[0])
+        flock(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", sweep_first)
+    directory, lock = make_locked_directory()
+    os.close(lock)
+    assert len(swept) == 1 and list(tmp_path.iterdir()) == [directory] and directory not in swept
 
 
 def test_a_rank_that_was_only_just_forked_is_ended_too(tmp_path):

@@ -1,0 +1,60 @@
+"""Temporary directories that do not outlive their process for long, even if it is killed.
+
+Each directory is locked while it is in use. When a process ends, its locks end too, however it ends. The next process
+that calls `sweep` removes directories without a lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from brigade.runner import sandbox
+
+PREFIX = "brigade-locked-"  # of the directories' names
+
+
+@contextlib.contextmanager
+def temporary_directory() -> Iterator[Path]:
+    """Make a temporary directory, and remove it after the block."""
+    directory, lock = make_locked_directory()
+    try:
+        yield directory
+    finally:
+        sandbox.remove(directory)
+        os.close(lock)
+
+
+def make_locked_directory() -> tuple[Path, int]:
+    """Make a temporary directory. Return it and the descriptor that holds its lock."""
+    while True:
+        directory = Path(tempfile.mkdtemp(prefix=PREFIX))
+        with contextlib.suppress(FileNotFoundError):  # the `sweep` of another process removed it before it was locked
+            lock = lock_directory(directory, fcntl.LOCK_EX)
+            if directory.exists():
+                return directory, lock
+            os.close(lock)
+
+
+def lock_directory(directory: Path, how: int) -> int:
+    """Lock a directory with `fcntl.flock`, and return the descriptor that holds the lock."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, how)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def sweep() -> None:
+    """Remove the directories of processes that were killed before they could remove them."""
+    for directory in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):  # in use, or not ours
+            lock = lock_directory(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            sandbox.remove(directory)
+            os.close(lock)
