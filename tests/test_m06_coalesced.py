@@ -307,10 +307,10 @@ def test_steps_and_subgroups(submission):
         expect_weights(results, case)
         require_halves(results, case, steps=3)
     forms = (("optimizer, to zeros", "before"), ("model, to None", "after"))
-    for world, (form, when) in zip(submission.worlds(2, 2), forms):
-        case = submission.case("Branches", world, steps=3, dtype=F64, branches=[1, -1][:world])
-        jobs = case.make_jobs(zero=form, late=when == "after", **make_job(2))
-        results = submission.run(m05_grad_buffer.train, jobs, world_size=world)
+    [world] = submission.worlds(2)
+    cases = [submission.case("Branches", world, steps=3, dtype=F64, branches=[1, -1][:world]) for _ in forms]
+    jobs = [case.make_jobs(zero=form, late=when == "after", **make_job(2)) for case, (form, when) in zip(cases, forms)]
+    for (form, when), case, results in zip(forms, cases, submission.run_each(m05_grad_buffer.train, jobs)):
         with explain_failures(results.events, partial(explain_lost_view, results)):
             expect_trained(
                 f"after 3 steps with unused parameters and {format_zero_grad(form)} {when} forward, the weights equal "

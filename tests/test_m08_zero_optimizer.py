@@ -56,7 +56,7 @@ GAP = 1 / 128  # the distance between neighbouring bfloat16 numbers from 1 to 2
 @pytest.mark.parts("8a, parts (a) to (d): whole parameters")
 @pytest.mark.points(3)
 def test_sharded_equals_unsharded(submission):
-    """Over 20 steps, weights equal those of the unsharded optimizer, even in sub-groups or if a rank owns nothing."""
+    """After 5 to 20 steps, weights equal the unsharded optimizer's, even in sub-groups or if a rank owns nothing."""
     groups = [[1, 2, 3], [0]]
     adam = {"optimizer": "Adam", "options": {"lr": 0.01}, "params": "list"}
     adamw = {"optimizer": "AdamW", "options": {"lr": 0.01, "weight_decay": 0.1}, "params": "generator"}
@@ -65,7 +65,7 @@ def test_sharded_equals_unsharded(submission):
         submission.worlds(2, 4, 3, 2, 4, 1),
         ("Branches", "Tied", "Frozen", "Plain", "Plain", "Plain"),
         (SGD, SGD | {"groups": groups}, adamw, adam | {"zero_by_model": True}, adafactor, adam),
-        (20, 5, 20, 20, 5, 5),
+        (8, 5, 8, 20, 5, 5),
         (
             {"branches": [1, -1], "hidden_layers": 0},
             {"group": groups[0], "hidden_layers": 1},
@@ -266,14 +266,14 @@ def test_sharded_clipping(submission):
 @pytest.mark.parts("8b, parts (f) to (h): shards of buckets")
 @pytest.mark.points(3)
 def test_zero_equals_unsharded(submission):
-    """Over 20 steps, weights equal those of the plain optimizer. Optimizers that are not elementwise are rejected."""
+    """After 8 or 20 steps, weights equal the plain optimizer's. Optimizers that are not elementwise are rejected."""
     names = ["AdamW", *submission.rng.sample(list(OPTIMIZERS), 3)]
     for world, model, name in zip(submission.worlds(1, 2, 3, 4), ("Plain", "Tied", "Reordered", "Frozen"), names):
         groups = [[1, 3], [0, 2]] if world == 4 else [list(range(world))]
         case = submission.case(
             model,
             world,
-            steps=20,
+            steps=20 if world < 3 else 8,
             micro_batches=2 if model == "Tied" else 1,
             dtype=torch.float64,
             branches=list(range(world)) if model == "Reordered" else None,
@@ -283,7 +283,8 @@ def test_zero_equals_unsharded(submission):
         arguments = ZERO["arguments"] | {"buckets_per_group": {1: None, 2: 1}.get(world, 2)}
         jobs = make_zero_jobs(case, recipe, groups=groups, arguments=arguments, reallocate=is_moving)
         results = submission.run(m08_zero.train, jobs, world_size=world)
-        what = f"20 steps of {name} on {format_ranks(case.group)} give the same weights as the plain optimizer"
+        steps = len(case.batches[0])
+        what = f"{steps} steps of {name} on {format_ranks(case.group)} give the same weights as the plain optimizer"
         if is_moving:
             what += ", although buffer.reallocate() moves the buffers before every step"
         numels = [p.numel() for p in reversed(case.parameters().values()) if p.requires_grad]
