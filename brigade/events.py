@@ -18,7 +18,7 @@ machine share) and `phase` (what the training loop was doing). `rank/recording.p
     phase    the training loop enters this phase
     race     a tensor of launch `index` was changed between launch and wait (`rank/strict.py`)
     ready    backward is about to add the gradient of the parameter `name` to its `.grad`
-    call     the rank begins a call of `run_calls`; the first call has no such event (`rank/main.py`)
+    call     the rank begins the second or a later call of the function given to `run_calls` (`rank/main.py`)
     step     the following events belong to step `step` of the training loop, or to no step if `step` is None
 
 Scenarios add kinds of their own with `note`. The parent process validates each event once, when the event arrives.

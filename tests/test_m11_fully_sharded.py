@@ -201,7 +201,7 @@ def test_shards_have_average_gradients(submission):
 
 @pytest.mark.points(2)
 def test_weights_equal_plain_training(submission):
-    """On 1 to 4 ranks, even with tied weights and sub-groups, 8 or 20 steps give the weights of plain training."""
+    """After 8 or 20 steps on 1 to 4 ranks, weights equal plain training's, even with tied weights and sub-groups."""
     groups = [[1, 3], [0, 2]]
     for world, model, options, more in zip(
         submission.worlds(1, 2, 3, 4),
@@ -694,7 +694,7 @@ def expect_overlap(events, step, units, prefetch, rank):
         expect(
             gather.waits and gather.waits[0] > marks["reached", unit],
             f"during forward, no rank waits for unit {unit} before its turn (prefetch={prefetch})",
-            "it waited earlier" if gather.waits else "it never waited",
+            "the rank waited earlier" if gather.waits else "the rank never waited",
             diagnosis.EARLY_WAIT,
             **at,
         )
@@ -710,7 +710,7 @@ def expect_overlap(events, step, units, prefetch, rank):
         expect(
             gather.waits and (unit == count - 1 or gather.waits[0] > max(ready[unit + 1])),
             f"during backward, no rank waits for unit {unit} before its turn (prefetch={prefetch})",
-            "it waited earlier" if gather.waits else "it never waited",
+            "the rank waited earlier" if gather.waits else "the rank never waited",
             diagnosis.EARLY_WAIT,
             **at,
         )
@@ -724,7 +724,7 @@ def expect_overlap(events, step, units, prefetch, rank):
         expect(
             launch.waits and (unit == 0 or launch.waits[0] > max(ready[unit - 1])),
             f"no rank waits for the reduction of unit {unit} before unit {unit - 1} has computed",
-            "it waited earlier" if launch.waits else "it never waited",
+            "the rank waited earlier" if launch.waits else "the rank never waited",
             diagnosis.EARLY_REDUCE_WAIT,
             **at,
         )

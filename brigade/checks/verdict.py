@@ -64,7 +64,7 @@ class Verdict:
 
     @property
     def where(self) -> str:
-        """The place of the failure, such as "rank 1, step 0, weight", or "" if `got` already names it."""
+        """The place of the failure, such as "rank 1, step 0, weight", or "" if it is unknown or in `got`."""
         if self.ending != COMPLETE:
             return ""
         rank = [] if self.rank is None else [f"rank {self.rank}"]

@@ -38,7 +38,7 @@ def import_torch() -> None:
         collects = gc.isenabled()
         gc.disable()  # garbage collection would free nothing here, and takes a tenth of the import time
         importlib.import_module("torch")
-        gc.freeze()  # torch's objects live until the process ends; otherwise, later collections would examine all
+        gc.freeze()  # later collections skip torch's objects, which live until the process ends
         if collects:
             gc.enable()
     if COMPILER not in sys.modules:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from brigade.course.modules import CourseError
 
-# In a container, this file contains two numbers: the CPU time allowed per period, and the period, in microseconds.
+# In a container, this file contains the CPU time allowed per period (or "max") and the period, in microseconds.
 CPU_LIMIT_FILE = Path("/sys/fs/cgroup/cpu.max")
 
 

@@ -1,7 +1,7 @@
-"""Temporary directories that do not outlive their process for long, even if it is killed.
+"""Temporary directories that a later process removes if their own process is killed.
 
-Each directory is locked while it is in use. When a process ends, its locks end too, however it ends. The next process
-that calls `sweep` removes directories without a lock.
+Each directory is locked while it is in use. The kernel releases a lock when every process that holds its descriptor has
+ended, even if they were killed. The next process that calls `sweep` removes directories without a lock.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def lock_directory(directory: Path, how: int) -> int:
 
 
 def sweep() -> None:
-    """Remove the directories of processes that were killed before they could remove them."""
+    """Remove the temporary directories that killed processes left behind."""
     for directory in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):  # in use, or not ours
+        with contextlib.suppress(OSError):  # another process uses the directory, or it belongs to another user
             lock = lock_directory(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
             sandbox.remove(directory)
             os.close(lock)

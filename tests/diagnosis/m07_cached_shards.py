@@ -37,7 +37,7 @@ def suspect_views(world_size):
 
 
 def suspect_copies(case):
-    """Return the gradients that the ranks have if nothing replaces their own."""
+    """Return the hypothesis that no rank replaces its own gradients: {likely cause: each rank's gradients}."""
     return {COPIES: [case.gradients([rank]) for rank in case.group]} if len(case.group) > 1 else {}
 
 

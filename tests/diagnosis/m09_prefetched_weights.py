@@ -91,7 +91,7 @@ def find_reader(events, read, has_nan):
 
 
 def has_nan(tensors_by_rank):
-    """Return whether a tensor of a rank contains NaN, as incomplete weights do."""
+    """Return whether any tensor of any rank contains NaN, which strict mode writes into incomplete weights."""
     return any(tensor.isnan().any() for tensors in tensors_by_rank for tensor in tensors.values())
 
 

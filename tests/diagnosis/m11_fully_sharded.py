@@ -291,7 +291,7 @@ def explain_failure(failed, submission, scenario, jobs_per_call):
 
 
 def succeeds(submission, scenario, jobs_per_call, change):
-    """Return whether all calls of a scenario succeed when change(job, job of rank 0) is added to each rank's job."""
+    """Return whether all calls of a scenario succeed after each job is updated with change(job, job of rank 0)."""
     changed = [PerRank(job | change(job, jobs[0]) for job in jobs) for jobs in jobs_per_call]
     return all(submission.try_run(scenario, jobs, world_size=len(jobs)) is not None for jobs in changed)
 
@@ -368,7 +368,7 @@ def is_late_root(shape, jobs):
 
 def explain_skips(submission, scenario, jobs_per_call):
     """Return why ranks launch different collectives, if they do not do so when they skip the same units."""
-    branches = [  # of each rank, one list per step
+    branches = [  # branches[rank][step] is the list of the branches of the micro-batches
         [[micro["branch"] for micro in step] for job in jobs_of_rank for step in job["batches"]]
         for jobs_of_rank in zip(*jobs_per_call)
     ]

@@ -587,7 +587,7 @@ def test_a_directory_whose_process_was_killed_before_locking_it_is_removed(tmp_p
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     abandoned = tmp_path / f"{PREFIX}abandoned"
     abandoned.mkdir()
-    (tmp_path / "brigade-other").mkdir()  # locked by nobody, and not ours
+    (tmp_path / "brigade-other").mkdir()  # it is not locked, but sweep must ignore it because of its prefix
     directory, lock = make_locked_directory()
     sweep()
     assert not abandoned.exists() and directory.exists() and (tmp_path / "brigade-other").exists()
