@@ -46,6 +46,11 @@ def add_grade_arguments(parser: argparse.ArgumentParser) -> None:
     )
     memory = "with --class: the memory in GB that all grading runs may use together (default: 4)"
     add_number(parser, "--memory-gb", ABOVE_ZERO, default=4.0, metavar="N", help=memory)
+    parser.add_argument(
+        "--please-look",
+        metavar="FILE",
+        help="with --submission: list the names that no answer needs in this file, for the instructor only",
+    )
     parser.add_argument("--out", metavar="FILE", help="the results file (default: print to the terminal)")
     parser.add_argument(
         "--format", choices=formats.FORMATS, help="the output format (default: gradescope with --out, otherwise text)"
@@ -147,6 +152,7 @@ def run_one(options: argparse.Namespace, entries: Sequence[Module], console: Con
         raise CourseError("--roster and --feedback work only with --class")
     render = choose_format(options, entries)
     out = resolve_results_file(options.out, options.submission)
+    please_look = resolve_results_file(options.please_look, options.submission)
     columns = (TextColumn("checks"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=None)
@@ -154,7 +160,7 @@ def run_one(options: argparse.Namespace, entries: Sequence[Module], console: Con
         def follow(grading: Grading) -> None:
             nonlocal latest
             latest = grading
-            latest.findings = findings
+            latest.findings = findings  # only Gradescope's format contains them, hidden from students
             if out:
                 formats.write(out, render(grading))
             done = sum(outcome.is_settled for outcome in grading.outcomes)
@@ -174,6 +180,8 @@ def run_one(options: argparse.Namespace, entries: Sequence[Module], console: Con
                     prepare()
                     grading.collect(entries)
                 findings += static_look.look_at(submission.directory, entries)
+                if please_look:
+                    formats.write(please_look, formats.format_findings(findings))
                 if ranks.SERVER.sandbox:
                     notes += isolation.verify_isolation()
                 notes += submission.notes
@@ -203,9 +211,11 @@ def run_one(options: argparse.Namespace, entries: Sequence[Module], console: Con
 
 def run_class(options: argparse.Namespace, entries: Sequence[Module], console: Console) -> int:
     """Grade all submissions in --class and write --gradebook. Return the exit status."""
-    if not options.gradebook or options.out or options.format or options.meta or options.visibility:
+    misplaced = (options.out, options.format, options.meta, options.visibility, options.please_look)
+    if not options.gradebook or any(misplaced):
         raise CourseError(
-            "--class needs --gradebook FILE.csv, and does not work with --out, --format, --meta or --visibility"
+            "--class needs --gradebook FILE.csv, and does not work with --out, --format, --meta, --visibility or "
+            "--please-look"
         )
     gradebook = resolve_results_file(options.gradebook)
     people = roster.read_roster(Path(options.roster)) if options.roster else []
@@ -258,10 +268,8 @@ def run_class(options: argparse.Namespace, entries: Sequence[Module], console: C
         report.print(f"  no submission: {', '.join(identified.missing)}")
     for key, names in identified.several.items():
         report.print(f"  several submissions by {key}: {', '.join(names)}")
-    if watched := [line["student"] for line in table if line.get(static_look.HEADING)]:
-        report.print(
-            f"  please look: {', '.join(map(str, watched))} (they use names that no answer needs; see the gradebook)"
-        )
+    if watched := classroom.write_findings(gradebook, everyone):
+        report.print(f"  please look: {', '.join(watched)} (see {classroom.get_findings_path(gradebook)})")
     for conflict in dict.fromkeys(student.conflict for student in everyone if student.conflict):
         report.print(f"  {conflict}; decide which one counts")
     for check, count in classroom.count_failures(table)[:10]:

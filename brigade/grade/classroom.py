@@ -25,7 +25,6 @@ from brigade.course.submission import MAX_SOURCE_BYTES, find
 from brigade.grade import feedback, formats, incoming, roster, similarity
 from brigade.grade.gradebook import Row, format_csv
 from brigade.grade.roster import Identified, Person
-from brigade.grade.static_look import HEADING
 
 GRADING_BYTES = 1_000_000_000  # memory for one grading run with four ranks: 0.7 GB measured, plus a margin
 TRIES = 2  # attempts, if a grader is killed
@@ -48,6 +47,11 @@ class Student:
         return self.results.with_suffix(".made-from")
 
     @property
+    def findings(self) -> Path:
+        """The file with the findings of the static check."""
+        return self.results.with_suffix(".please-look")
+
+    @property
     def log(self) -> Path:
         """The file with the grader's output."""
         return self.results.with_suffix(".log")
@@ -58,6 +62,11 @@ def get_results_path(gradebook: Path) -> Path:
     return gradebook.with_name(gradebook.name + ".results")
 
 
+def get_findings_path(gradebook: Path) -> Path:
+    """Return the file with the findings of the static check in all submissions. It is for the instructor only."""
+    return gradebook.with_name(gradebook.name + ".please-look.txt")
+
+
 def list_students(directory: Path, gradebook: Path, *written: Path) -> tuple[list[Student], list[str]]:
     """Return the submissions in a class's directory (directories and archives), and the names of its other entries.
 
@@ -66,7 +75,7 @@ def list_students(directory: Path, gradebook: Path, *written: Path) -> tuple[lis
     """
     if not directory.is_dir():
         raise CourseError(f"there is no directory {directory}")
-    ours = (gradebook, get_results_path(gradebook), *written)
+    ours = (gradebook, get_results_path(gradebook), get_findings_path(gradebook), *written)
     entries = [path for path in sorted(directory.iterdir()) if path.name[0] != "." and path not in ours]
     found = [path for path in entries if path.is_dir() or path.name.lower().endswith(incoming.ARCHIVES)]
     if not found:
@@ -189,7 +198,10 @@ def start_grader(student: Student, command: Sequence[str], lock: int) -> subproc
     student.fingerprint_file.unlink(missing_ok=True)
     with open(student.log, "w") as log:
         return subprocess.Popen(
-            [*command, "--submission", str(student.path), "--out", str(student.results), "--format", "json"],
+            [
+                *[*command, "--submission", str(student.path), "--out", str(student.results), "--format", "json"],
+                *["--please-look", str(student.findings)],
+            ],
             cwd=ROOT,  # a directory in which no student's directory can be imported as a package
             stdin=subprocess.PIPE,
             stdout=log,
@@ -220,7 +232,6 @@ def make_row(student: Student, entries: Sequence[Module], waiting: Container[Stu
         line[f"module {entry.number}"] = sum(c["score"] for c in result["checks"] if c["module"] == entry.number)
     for check in result["checks"]:
         line[f"{check['module']}.{check['name'].removeprefix('test_')}"] = check["score"]
-    line[HEADING] = " / ".join(result["findings"])
     return line | {"note": collect_notes(student, *result["notes"])}
 
 
@@ -258,6 +269,14 @@ def write_feedback(directory: Path, everyone: Sequence[Student]) -> int:
             formats.write(directory / f"{student.path.name}.html", feedback.format_html(student.name, result))
             count += 1
     return count
+
+
+def write_findings(gradebook: Path, everyone: Sequence[Student]) -> list[str]:
+    """Write the findings in all submissions to one file. Return the names of the submissions with findings."""
+    texts = {s.name: s.findings.read_text() for s in everyone if s.findings.exists()}
+    watched = {name: textwrap.indent(text, "  ") for name, text in texts.items() if text}
+    formats.write(get_findings_path(gradebook), "\n".join(f"{name}\n{text}" for name, text in watched.items()))
+    return list(watched)
 
 
 def count_failures(table: Sequence[Row]) -> list[tuple[str, int]]:

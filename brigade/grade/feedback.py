@@ -1,7 +1,4 @@
-"""A student's results as text and as a web page, from the dict that `formats.encode_grading` returns.
-
-Both leave out the findings of the static check, which are for the instructor.
-"""
+"""A student's results as text and as a web page, from the dict that `formats.encode_grading` returns."""
 
 from __future__ import annotations
 

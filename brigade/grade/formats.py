@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
@@ -21,7 +21,7 @@ from brigade.course import written
 from brigade.course.modules import CourseError, get_module
 from brigade.grade import feedback
 from brigade.grade.outcome import UNFINISHED, Grading
-from brigade.grade.static_look import HEADING
+from brigade.grade.static_look import HEADING, Finding
 from brigade.grade.visibility import VISIBLE, Visibility
 
 SCREEN_LINES, SCREEN_CHARACTERS = 40, 4_000  # of feedback for one check
@@ -98,10 +98,10 @@ def format_feedback(outcome: Outcome) -> str:
     return kept if len(kept) == len("\n".join(lines)) else kept + " ..."
 
 
-def format_findings(grading: Grading) -> str:
+def format_findings(findings: Sequence[Finding]) -> str:
     """Return the findings of the static check for the instructor, or "" if there are none."""
-    lines = [make_printable(str(finding)) for finding in grading.findings]
-    return "\n".join(["For the instructor only. This list does not change the score.", *lines]) if lines else ""
+    lines = [make_printable(str(finding)) for finding in findings]
+    return "\n".join(["For the instructor only. This list does not change the score.", *lines, ""]) if lines else ""
 
 
 def make_printable(text: str) -> str:
@@ -125,7 +125,6 @@ def encode_grading(grading: Grading) -> dict[str, Any]:
         "finished": grading.finished,
         "not_included": format_written_points(grading),
         "notes": list_remarks(grading),
-        "findings": [make_printable(str(finding)) for finding in grading.findings],
         "checks": [
             {
                 "module": outcome.check.module,
@@ -181,7 +180,7 @@ def format_gradescope(grading: Grading, visibility: Visibility | None = None) ->
         for number, outcomes in grading.modules()
         for place, outcome in enumerate(outcomes, 1)
     ]
-    if findings := format_findings(grading):
+    if findings := format_findings(grading.findings):
         # Gradescope shows a hidden test only to instructors. Because it has no points, it does not hide the total:
         # https://gradescope-autograders.readthedocs.io/en/latest/specs/#controlling-test-case-visibility
         tests.append(
@@ -223,17 +222,13 @@ def format_classroom50(grading: Grading, metadata: Mapping[str, Any]) -> str:
                 "passed": outcome.passed,
                 "score": outcome.score,
                 "max-score": outcome.check.points,
+                **({} if outcome.passed else {"output": format_feedback(outcome)}),
             }
             for outcome in grading.outcomes
         ],
     }
-    remarks = {  # no field of this format is hidden from the student
-        "Written answers": format_written_points(grading),
-        HEADING: format_findings(grading),
-    }
-    for name, text in remarks.items():
-        if text:
-            result["tests"].append({"test-name": name, "passed": True, "score": 0, "max-score": 0, "output": text})
+    summary = {"test-name": "Summary", "passed": True, "score": 0, "max-score": 0, "output": format_heading(grading)}
+    result["tests"].append(summary)
     return json.dumps(result, indent=2) + "\n"
 
 
@@ -291,21 +286,13 @@ def format_junit(grading: Grading) -> str:
                 failure = ElementTree.SubElement(case, "failure", message=f"0 of {outcome.check.points} points")
                 failure.text = format_feedback(outcome)
         ElementTree.SubElement(suite, "system-out").text = heading
-    if findings := format_findings(grading):
-        counts = dict.fromkeys(("tests", "failures", "errors", "skipped"), "0")
-        suite = ElementTree.SubElement(top, "testsuite", name=HEADING, **counts)
-        ElementTree.SubElement(suite, "system-out").text = findings
     ElementTree.indent(top)
     return ElementTree.tostring(top, encoding="utf-8", xml_declaration=True).decode() + "\n"
 
 
 def format_text(grading: Grading) -> str:
     """Return text for people: the score, then every module, with the feedback on failed checks."""
-    text = feedback.format_text(encode_grading(grading))
-    if findings := format_findings(grading):
-        lines = [HEADING.capitalize(), *(" " * 2 + line for line in findings.splitlines()), ""]
-        text += "\n" + "\n".join(lines)
-    return text
+    return feedback.format_text(encode_grading(grading))
 
 
 WRITERS: dict[str, Callable[[Grading], str]] = {

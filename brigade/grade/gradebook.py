@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from brigade.course.modules import CourseError, Module, get_module
-from brigade.grade.static_look import HEADING
 
 FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")  # a spreadsheet evaluates cells that begin with one of these
 # The columns by which a platform identifies a student, and the columns of the gradebook that contain the same values.
@@ -107,13 +106,13 @@ def merge_student(
     rows: Sequence[tuple[str, Row]], entries: Sequence[Module], keep: str, penalties: Mapping[str, float]
 ) -> Row:
     """Merge the rows of one student into one row. Each row comes with the name of its gradebook."""
-    taken = re.compile(rf"score|max|note|{HEADING}|module \d+|\d+\..*")
+    taken = re.compile(r"score|max|note|module \d+|\d+\..*")
     merged: Row = {}
     for _, row in rows:
         merged |= {column: value for column, value in row.items() if not taken.fullmatch(column) and value != ""}
     points: Row = {}
     checks: Row = {}
-    notes, findings = [], []
+    notes = []
     for entry in entries:
         column = f"module {entry.number}"
         graded = [
@@ -131,12 +130,11 @@ def merge_student(
         if penalties.get(name):
             notes.append(f"{column}: {shorten(penalties[name])} % off ({name})")
         notes.append(str(row.get("note", "")))
-        findings.append(str(row.get(HEADING, "")))
     earned = [float(value) for value in points.values() if value != ""]
     merged |= {"score": shorten(sum(earned)) if earned else "", "max": sum(entry.points for entry in entries)}
     if not earned:
         notes = [str(row.get("note", "")) for _, row in rows]
-    return merged | points | checks | {HEADING: join_texts(findings), "note": join_texts(notes)}
+    return merged | points | checks | {"note": join_texts(notes)}
 
 
 def join_texts(texts: Sequence[str]) -> str:

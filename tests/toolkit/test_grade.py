@@ -81,7 +81,6 @@ OWN = make_object_schema(
     finished={"type": "boolean"},
     not_included=LINE,
     notes={"type": "array", "items": TEXT},
-    findings={"type": "array", "items": TEXT},
     checks=some(
         make_object_schema(
             module=INTEGER,
@@ -134,7 +133,7 @@ CLASSROOM50 = make_object_schema(
             make_object_schema(
                 "output",
                 **{"test-name": LINE, "passed": {"type": "boolean"}, "score": INTEGER, "max-score": INTEGER},
-                output=LINE,
+                output=TEXT | {"maxLength": 4_100},
             )
         ),
         "graded_at": INSTANT,
@@ -212,6 +211,8 @@ def read_validated(text, form):
     validate(result, CLASSROOM50)
     assert result["score"] == sum(test["score"] for test in result["tests"])
     assert result["max-score"] == sum(test["max-score"] for test in result["tests"])
+    assert all(test["passed"] or test["output"] for test in result["tests"]), "a failed test has no reason"
+    assert " points, seed " in result["tests"][-1]["output"]
     return result["score"], result["max-score"], UNFINISHED in text
 
 
@@ -752,7 +753,13 @@ def test_results_say_that_written_points_are_not_included(modules, points):
     assert sentence in formats.format_junit(done)
     assert json.loads(formats.format_json(done))["not_included"] == sentence
     last = json.loads(formats.format_classroom50(done, {}))["tests"][-1]
-    assert (last["test-name"], last["output"], last["score"], last["max-score"]) == ("Written answers", sentence, 0, 0)
+    assert (last["test-name"], last["output"], last["score"], last["max-score"]) == (
+        "Summary",
+        f"0 of {done.max_score} points, seed 7\n{sentence}\nThe grading run did not finish: "
+        f"{len(done.outcomes)} of {len(done.outcomes)} checks have not run.",
+        0,
+        0,
+    )
 
 
 def test_terminal_says_that_written_points_are_not_included(grade, submit):
