@@ -128,7 +128,9 @@ def preload(modules: Sequence[str]) -> None:
         importlib.import_module(module)
     weight = torch.nn.Parameter(torch.zeros(1))
     weight.grad = torch.zeros(1)
-    torch.optim.Adam([weight]).step()  # a step performs imports that each rank would otherwise perform
+    # A step performs imports that each rank would otherwise perform. A step of Adam would also initialise CUDA if there
+    # is a GPU, and then no forked rank could use it.
+    torch.optim.SGD([weight]).step()
 
 
 def fork_rank(own: list[int], others: list[int], sandbox_settings: dict | None, directory: str) -> int:
