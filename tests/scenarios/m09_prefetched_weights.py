@@ -9,6 +9,7 @@ from torch import nn
 
 from brigade.checks.reference import compute_loss
 from brigade.rank import recording
+from brigade.rank.api import device
 from brigade.rank.recording import phase
 from scenarios.m08_zero import build, build_param_group, make_zero_optimizer
 from scenarios.training import move_to_device, wrap
@@ -120,7 +121,7 @@ def read_weights(job: dict) -> dict:
         values = {name: find_entry(weights, name).clone() for name, _ in model.named_parameters()}
     elif job["read"] == "an evaluation":
         with phase("forward"), torch.no_grad():
-            values = {"output": ddp(job["probe"])}
+            values = {"output": ddp(job["probe"].to(device()))}
     elif job["read"] == "a second step":
         take_step()
     else:
