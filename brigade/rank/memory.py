@@ -51,7 +51,8 @@ class LiveMemory(TorchDispatchMode):
     def __init__(self, tensors: Iterable[torch.Tensor] = ()):
         super().__init__()
         self.peak = 0
-        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # by id
+        # By id. A garbage collection can remove entries at any time, so iterate only over copies.
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._follow(tensors)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -71,12 +72,12 @@ class LiveMemory(TorchDispatchMode):
             self.peak = max(self.peak, self.total())
 
     def _list_live(self) -> dict[int, torch.UntypedStorage]:
-        live = {key: reference() for key, reference in list(self._storages.items())}
+        live = {key: reference() for key, reference in self._storages.copy().items()}
         return {key: storage for key, storage in live.items() if storage is not None}
 
     def total(self) -> int:
         """Return the number of live bytes."""
-        storages = [reference() for reference in list(self._storages.values())]
+        storages = [reference() for reference in self._storages.copy().values()]
         return sum(storage.nbytes() for storage in storages if storage is not None)
 
     def count(self, **kinds: Iterable[Any]) -> dict[str, int]:

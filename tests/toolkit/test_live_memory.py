@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import rank_functions as functions
 import torch
@@ -75,3 +77,17 @@ def test_a_strict_group_keeps_no_memory_after_the_wait():
 def test_a_wait_refuses_a_tensor_that_was_freed(which):
     with pytest.raises(RankFailure, match="was freed between the launch and its wait"):
         run_ranks(functions.free_in_flight, which, mode="strict")
+
+
+def test_a_garbage_collection_may_free_blocks_during_a_count():
+    """The garbage collector can free a block that is part of a reference cycle at any allocation."""
+    before = gc.get_threshold()
+    try:
+        with LiveMemory() as memory:
+            gc.set_threshold(1)
+            for _ in range(50):
+                cycle = [make() for _ in range(20)]
+                cycle.append(cycle)
+                memory.total(), memory.count()
+    finally:
+        gc.set_threshold(*before)
