@@ -86,7 +86,7 @@ promises: setup
 	$(BIN)/python tests/promises.py
 
 soak: setup
-	$(BIN)/python tests/soak.py
+	$(BIN)/python tests/soak.py $(SOAK_OPTIONS)
 
 matrix: setup
 	$(BIN)/python tests/matrix.py $(MATRIX)
