@@ -20,7 +20,7 @@ from torch import nn
 
 from brigade.checks.tiny_lm import SIZES, Block, Size, TinyLM
 from brigade.course.modules import TRAINING_MODULES
-from brigade.lab.ladder import COMPUTATION, FP32_BYTES, TORCH_DDP, Variant, get_variant
+from brigade.lab.ladder import FP32_BYTES, TORCH_DDP, Variant, get_variant
 from brigade.lab.links import PEAK_FLOPS
 from brigade.lab.memory import list_cases
 from brigade.lab.memory_accounting import KINDS, Bytes
@@ -56,7 +56,7 @@ class PlannedStep:
     """The predicted step of one variant.
 
     `sent_bytes` is the mean over ranks. `memory` contains the bytes that the fullest rank keeps between two steps, by
-    kind. `exposed_s` is how much longer the step takes than computation alone.
+    kind. `exposed_s` is how much longer the step takes than this variant's own computation.
     """
 
     label: str
@@ -130,7 +130,6 @@ def split_label(label: str) -> tuple[float, str]:
 
 def plan(setting: Setting, link: Link, selected: Sequence[Variant] | None = None) -> list[PlannedStep]:
     """Return the predicted step of each selected variant. `selected` defaults to `list_variants()`."""
-    alone_s = simulate(make_program(COMPUTATION, setting), link).end_s
     steps = []
     for variant in list_variants() if selected is None else selected:
         program = make_program(variant, setting)
@@ -138,7 +137,12 @@ def plan(setting: Setting, link: Link, selected: Sequence[Variant] | None = None
         sent = sum(count_sent_bytes(launch.op, launch.nbytes, setting.world_size) for launch in program.launches)
         steps.append(
             PlannedStep(
-                variant.label, len(program.launches), sent, step_s, step_s - alone_s, count_kept_bytes(variant, setting)
+                variant.label,
+                len(program.launches),
+                sent,
+                step_s,
+                max(0.0, step_s - program.computation_s),  # rounding can make an exposed time of zero negative
+                count_kept_bytes(variant, setting),
             )
         )
     return steps

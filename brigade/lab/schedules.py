@@ -74,6 +74,11 @@ class Program:
         self.launches.append(self.instructions[-1])
         return len(self.launches) - 1
 
+    @property
+    def computation_s(self) -> float:
+        """The time of the step's own computation. Copies belong to communication."""
+        return sum(one.seconds for one in self.instructions if isinstance(one, Compute) and one.kind != "copy")
+
     def wait(self, *launched: int) -> None:
         self.instructions += map(Wait, launched)
 

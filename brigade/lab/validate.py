@@ -25,10 +25,19 @@ from torch import Tensor
 
 from brigade.course.modules import TRAINING_MODULES, CourseError
 from brigade.lab import ladder
-from brigade.lab.ladder import EMULATED, TORCH_DDP, TORCH_ZERO, Ladder, Workload, get_course_variants, get_variant
+from brigade.lab.ladder import (
+    COMPUTATION,
+    EMULATED,
+    TORCH_DDP,
+    TORCH_ZERO,
+    Ladder,
+    Workload,
+    get_course_variants,
+    get_variant,
+)
 from brigade.lab.plan import count_backward_flops, find_units, make_model, plan
 from brigade.lab.plan_config import OPTIMIZERS, Machine, Setting
-from brigade.lab.schedules import select_with_rule
+from brigade.lab.schedules import make_program, select_with_rule
 from brigade.lab.script import run_to_status, show_progress
 from brigade.rank import emulated_link
 from brigade.rank.emulated_link import Link
@@ -87,7 +96,9 @@ def compare(ladder_results: Ladder, overheads: Overheads) -> list[Point]:
     measured = {measurement.label for measurement in ladder_results.variants}
     known = [*map(get_variant, TRAINING_MODULES), TORCH_DDP, TORCH_ZERO]
     variants = select_with_rule(variant for variant in known if variant.label in measured)
-    for step in plan(make_setting(ladder_results, overheads), ladder_results.link, variants):
+    setting = make_setting(ladder_results, overheads)
+    alone_s = make_program(COMPUTATION, setting).computation_s  # measured exposed times are relative to this step
+    for step in plan(setting, ladder_results.link, variants):
         variant = ladder_results.get_measurement(step.label)
         points.append(
             Point(
@@ -96,7 +107,7 @@ def compare(ladder_results: Ladder, overheads: Overheads) -> list[Point]:
                 ladder_results.workload.bucket_mb,
                 1e3 * step.step_s,
                 variant.median_ms,
-                1e3 * step.exposed_s,
+                1e3 * (step.step_s - alone_s),
                 median(ladder_results.compute_exposed_ms(variant)),
             )
         )
