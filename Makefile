@@ -8,6 +8,7 @@
 #   HINTS=3                        for make student: include the third hints, which are almost the code
 #   ANSWERS=1                      for make student: include the model answers to the written questions
 #   GPU_OPTIONS="--minutes 9"      for make gpu-check: options of the command
+#   SOAK_OPTIONS="--all --busy 0"  for make soak: options of the command
 
 COURSE := $(if $(STUDENT),out/student,.)
 SITE := $(if $(STUDENT),student-site,site)
@@ -29,7 +30,7 @@ help:
 	@echo "make gpu-check        run checks, mutants and the benchmark on NCCL; needs only a python3 with torch and pytest"
 	@echo "make claims           run the experiments behind the readings' claims, in less than a minute"
 	@echo "make promises         measure what the course promises; do not run anything else at the same time"
-	@echo "make soak             run all graded checks 30 times while both cores are busy; takes about half an hour"
+	@echo "make soak             run all graded checks with 30 seeds while both cores are busy; takes about half an hour"
 	@echo "make matrix           run all tests on the oldest, the pinned and the newest torch, with Python 3.10 to 3.14"
 	@echo "make clean            remove .venv and out"
 
