@@ -1,6 +1,6 @@
 """TinyLM: a small decoder-only transformer, and its sizes.
 
-The block follows LLaMA: RMSNorm, rotary attention, SwiGLU, no biases. Parameters are registered in
+The block follows LLaMA: RMSNorm, rotary position embeddings, SwiGLU, no biases. Parameters are registered in
 the order in which forward uses them, so their gradients become ready in the reverse order.
 """
 

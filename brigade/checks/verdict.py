@@ -41,7 +41,7 @@ class Location:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The reason why a check did not pass. `got` is about `rank`, `step` and `parameter`, if they are known.
+    """The reason why a check did not pass. `got` refers to `rank`, `step` and `parameter`, if they are known.
 
     `hypothesis` is the name of the rule that found the likely cause. `part` is the part of the module that is not
     written yet. `error` is the type of a rank's exception and `message` its text. `note` adds a fact, such as the time

@@ -92,7 +92,7 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", metavar="FILE", help="write all measurements to this file")
     parser.add_argument("--csv", metavar="FILE", help="write the table to this file")
-    parser.add_argument("--png", metavar="FILE", help="draw the results and save the picture as this file")
+    parser.add_argument("--png", metavar="FILE", help="plot the results and save the plot to this file")
     entry = "enter a leaderboard as NAME: check modules 4 to 11, measure those that pass, and write entry-NAME.json"
     parser.add_argument("--entry", metavar="NAME", help=entry)
     deadline = "the deadline for all ranks (default: 900)"
@@ -330,11 +330,11 @@ def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
     size = "the size of the buckets in MiB (default: 1)"
     add_number(parser, "--bucket-mb", ABOVE_ZERO, default=1.0, metavar="MB", help=size)
     parser.add_argument("--memory", action="store_true", help="draw the memory use during a step instead of a timeline")
-    picture = "the file for the picture (default: out/trace-N.png, or out/memory-N.png with --memory)"
+    picture = "write the picture to this file (default: out/trace-N.png, or out/memory-N.png with --memory)"
     parser.add_argument("--png", metavar="FILE", help=picture)
-    trace_file = "the file for the trace, to open in Perfetto or chrome://tracing (default: out/trace-N.json)"
+    trace_file = "write the trace to this file; open it in Perfetto or chrome://tracing (default: out/trace-N.json)"
     parser.add_argument("--json", metavar="FILE", help=trace_file)
-    page = "the file for the interactive timeline, a page for any browser (default: out/trace-N.html)"
+    page = "write the interactive timeline, an HTML page, to this file (default: out/trace-N.html)"
     parser.add_argument("--html", metavar="FILE", help=page)
     add_link_arguments(parser, "an all-reduce of all gradients takes 0.8 times as long as backward")
     parser.add_argument(
@@ -424,7 +424,7 @@ def add_link_arguments(parser: argparse.ArgumentParser, default: str) -> None:
     group.add_argument("--link", choices=links.NAMED, help=named)
     ratio = "an all-reduce of all gradients takes R times as long as backward alone"
     add_number(group, "--comm-ratio", ABOVE_ZERO, metavar="R", help=ratio)
-    latency = f"the latency of one all-reduce is L times as long as backward (default: {links.LATENCY_RATIO})"
+    latency = f"the latency of one all-reduce, in units of the backward time (default: {links.LATENCY_RATIO})"
     add_number(group, "--latency-ratio", NOT_NEGATIVE, metavar="L", help=latency)
     rate = "the rate in each direction, in Gbit/s (not GB/s)"
     add_number(group, "--bandwidth-gbps", ABOVE_ZERO, metavar="G", help=rate)

@@ -97,7 +97,7 @@ def list_students(directory: Path, gradebook: Path, *written: Path) -> tuple[lis
 
 
 def remove_archive_suffix(path: Path) -> str:
-    """Return the name of a submission without the ending of an archive."""
+    """Return a submission's name without the archive's file extension."""
     if path.is_dir():
         return path.name
     endings = [ending for ending in incoming.ARCHIVES if path.name.lower().endswith(ending)]

@@ -44,7 +44,7 @@ ENDING = "ends the process"
 
 
 def split_words(text: str) -> frozenset[str]:
-    """Return the set of the words in a text."""
+    """Return the set of words in a text."""
     return frozenset(text.split())
 
 

@@ -139,7 +139,7 @@ def check_latency() -> Finding:
 
 @claim(
     "flatten", 2, "Flatten, reduce, done: fewer collectives and nothing else changes", BUCKETS,
-    "right if this copies nothing and allocates no memory", "wrong",
+    "right if flattening copies nothing and allocates no memory", "wrong",
 )  # fmt: skip
 def check_flatten() -> Finding:
     overhead = ledger.measure_overhead(run_with_solutions, "m02_flat_ddp", "FlatDDP")
@@ -537,8 +537,8 @@ def check_coalesce_175b() -> Finding:
 cite(
     "launch-cost", 6, "Every NCCL launch costs 10 to 50 µs", COALESCING,
     "this needs GPUs; pull request [98793](https://github.com/pytorch/pytorch/pull/98793) reports 2865 µs of CPU time "
-    "for 64 all-reduces one by one: 45 µs per call, including all of c10d. A step takes longer only if the GPU "
-    "waits for the CPU",
+    "for 64 all-reduces in the coalescing manager of that time, which called C++ for each of them: 45 µs per call, "
+    "including all of c10d. A step takes longer only if the GPU waits for the CPU",
 )  # fmt: skip
 
 
@@ -649,7 +649,7 @@ def check_benchmark_loop() -> Finding:
 @claim(
     "reduce-scatter-bytes", 6, "A reduce-scatter sends half as many bytes as an all-reduce",
     "nccl-tests, PERFORMANCE.md: (n−1)/n and 2(n−1)/n of the buffer",
-    "right if this is true within 10 % both on gloo and with a ring, wrong if it is true with neither. The kernel "
+    "right if this is true within 10 % both on gloo and with a ring, wrong if it is true with neither. Linux "
     "counts the bytes that a rank sends",
     "depends",
 )  # fmt: skip

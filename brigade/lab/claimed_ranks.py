@@ -168,7 +168,7 @@ def run_ring(whole: Tensor, phases: int) -> None:
 def count_ring_bytes() -> list[float]:
     """Return the bytes that this process sends in a ring's reduce-scatter and all-reduce, per byte of the tensor.
 
-    This works only on Linux, whose kernel counts the bytes that a process writes.
+    This works only on Linux, which counts the bytes that a process writes.
     """
 
     def count_written_bytes() -> int:

@@ -100,6 +100,14 @@ def make_page(results: Iterable[CheckedClaim]) -> str:
         "Unless a row says otherwise, we measured two ranks with gloo over loopback, on two CPU cores that also ran "
         "other programs. The numbers in brackets are quartiles. The experiments cannot measure *cited* claims, most of "
         "which need GPUs or are about the source code of other projects.",
+        "",
+        "The articles on Megatron-LM's gradient buffer, on coalesced communication and on cached shards are "
+        "files of one repository of notes, whose first commit is of 11 November 2025. We judge the edition "
+        "that this course started from; its line numbers match Megatron-LM's commit bb216765de of 30 October "
+        "2025. The authors extended their notes until 31 January 2026. A later file on padding shows "
+        "Megatron-LM's real divisor, lcm(N, 128), with 2^16 as an option. It thereby corrects the "
+        'article\'s code (`published-layout`) and its "always" (`padding-always`). It repeats the rise from 120 to '
+        "320 GB/s (`nvls`) and adds a table (40.1 MB: 305 GB/s), without naming a run.",
     ]
     number = 0
     for checked in results:

@@ -314,7 +314,7 @@ _finishing: queue.SimpleQueue | None = None
 
 
 def get_completion_queue() -> queue.SimpleQueue:
-    """Return the queue of futures that a thread completes in order, each when its launch is complete."""
+    """Return a queue. A thread completes its futures in order, each as soon as its launch is complete."""
     global _finishing
     if _finishing is None:
         _finishing = queue.SimpleQueue()

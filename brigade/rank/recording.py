@@ -156,7 +156,7 @@ def note(kind: str, **fields: Any) -> None:
 
 
 def name_parameters(module: torch.nn.Module) -> None:
-    """Use the parameter names of `module` in later events. Do nothing outside a rank."""
+    """From now on, name parameters in events as `module` does. Do nothing outside a rank."""
     if _recorder:
         _recorder.name_parameters(module)
 

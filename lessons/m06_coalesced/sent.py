@@ -1,6 +1,6 @@
 """Print how many bytes a rank sends in gloo's collectives, and in how many writes, one by one and coalesced.
 
-This works only on Linux, whose kernel counts the bytes that a process writes.
+This works only on Linux, which counts the bytes that a process writes.
 """
 
 import sys

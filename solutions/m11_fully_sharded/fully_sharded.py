@@ -1,17 +1,19 @@
 """Module 11: weights in shards (ZeRO stage 3; torch calls it FSDP).
 
 Each rank keeps 1/N of all weights, gradients and optimizer state. Some submodules of the model are *units*. The rest of
-the model is the *root* unit. A unit's full weights exist only while the unit computes. There are three actions:
+the model is the *root* unit. A unit's full weights exist only from its gather until it has computed. There are three
+actions:
 
     "gather"    all-gather the full weights of a unit from the shards of all ranks
-    "compute"   run the unit's forward or backward, then free its full weights
+    "compute"   run the unit's forward or backward, then free its full weights (the root's at the end of the pass)
     "reduce"    reduce-scatter the unit's full gradients; each rank keeps the average of its own shard
 
 `plan_schedule` lists these actions in an order that is the same on all ranks. Hooks tell `FullyShardedDDP` how far this
 rank has progressed, and `FlatShard` performs the actions.
 
 Cost per step, with P bytes of weights on N ranks: each rank sends 3 P (N - 1) / N bytes, 1.5 times as many as in an
-all-reduce. Memory for weights: P / N bytes of shards, the full root, and `prefetch` + 1 full units.
+all-reduce, but the root is gathered only once. Memory for weights: P / N bytes of shards, the full root, and `prefetch`
++ 1 full units.
 """
 
 from __future__ import annotations
@@ -182,11 +184,11 @@ def make_flat_shards(params: Sequence[nn.Parameter], process_group: ProcessGroup
 
 
 class FullyShardedDDP(GradSyncMixin, nn.Module):
-    """Wrap a model. Each rank keeps 1/N of all weights, and full weights exist only while their unit computes.
+    """Wrap a model. Each rank keeps 1/N of all weights, and full weights exist only while they are needed.
 
     Pass `shards()` to an elementwise torch optimizer, or use `make_optimizer`. Call `finish_grad_sync` before each
-    step. All ranks must call the wrapper equally often, with one backward per forward, and run units in registration
-    order. A rank may skip units. Between steps, the model's own parameters have no memory: read them with
+    step. All ranks must call the wrapper the same number of times, with one backward per forward, and run units in
+    registration order. A rank may skip units. Between steps, the model's own parameters have no memory: read them with
     `full_state_dict()`. From a forward to the end of its backward, the root stays gathered. Without
     `reshard_after_forward`, each unit stays gathered until it has computed in backward. While a unit computes, the next
     `prefetch` units are gathered.
