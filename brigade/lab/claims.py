@@ -105,7 +105,7 @@ def make_page(results: Iterable[CheckedClaim]) -> str:
         "files of one repository of notes, whose first commit is of 11 November 2025. We judge the edition "
         "that this course started from; its line numbers match Megatron-LM's commit bb216765de of 30 October "
         "2025. The authors extended their notes until 31 January 2026. A later file on padding shows "
-        "Megatron-LM's real divisor, lcm(N, 128), with 2^16 as an option. It thereby corrects the "
+        "Megatron-LM's real divisor, lcm(N, 128), with 2^16 as an option. It corrects the "
         'article\'s code (`published-layout`) and its "always" (`padding-always`). It repeats the rise from 120 to '
         "320 GB/s (`nvls`) and adds a table (40.1 MB: 305 GB/s), without naming a run.",
     ]
