@@ -8,7 +8,7 @@ import os
 import random
 import shlex
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,11 +46,12 @@ def run_check(
     conditions: Conditions,
     prior_source: str = "own",
     sources: Sources | None = None,
+    replaced: Collection[int] | None = None,
 ) -> Outcome:
     """Run one check on the submission in `target`, or on the texts `sources` instead, and return the outcome.
 
-    `prior_source` selects the earlier modules (see `submission.read`). Only KeyboardInterrupt and similar exceptions
-    are raised.
+    `prior_source` and `replaced` select the earlier modules (see `submission.read`). Only KeyboardInterrupt and similar
+    exceptions are raised.
     """
     started = time.monotonic()
     outcome = Outcome(
@@ -59,7 +60,7 @@ def run_check(
     context = None
     try:
         context = CheckContext(
-            read_sources(target, check.module, prior_source) if sources is None else sources,
+            read_sources(target, check.module, prior_source, replaced) if sources is None else sources,
             seed=derive_seed(conditions.seed, check.name),
             backend=conditions.backend,
             share_gpu=conditions.share_gpu,
@@ -181,10 +182,12 @@ def limit_threads() -> Iterator[None]:
                 os.environ[name] = value
 
 
-def read_sources(target: str | Path, number: int, prior_source: str) -> Sources:
+def read_sources(
+    target: str | Path, number: int, prior_source: str, replaced: Collection[int] | None = None
+) -> Sources:
     """Return the texts of a submission. Raise CheckFailed if it cannot be read."""
     try:
-        return read(target, number, prior_source).sources
+        return read(target, number, prior_source, replaced).sources
     except CourseError as error:
         raise CheckFailed(Verdict("the submission can be read", str(error), ending="unreadable")) from None
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
+import importlib
 import importlib.abc
 import importlib.machinery
 import linecache
@@ -21,17 +22,19 @@ import marshal
 import os
 import stat
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from brigade.course.modules import HAS_SOLUTIONS, MODULES, ROOT, TRAINING_MODULES, CourseError, Module, get_module
+from brigade.course.modules import MODULES, ROOT, TRAINING_MODULES, CourseError, Module, get_module
 
 PACKAGE = "submission"
+OWN = "__own"  # ends the name of a student's module whose place the reference's module has taken
 MAX_SOURCE_BYTES = 250_000
 
-Sources = dict[str, tuple[str, str]]  # module name -> (path of the file, text)
+Sources = dict[str, tuple[str, str]]  # module name -> (path of the file, text); see `read_earlier` if the path is ""
 ForRanks = dict[str, tuple[str, str, "bytes | None"]]  # module name -> (path, text, code)
 
 _student_code: dict[tuple[str, str], bytes] = {}  # by path and text; see `keep_code`
@@ -75,14 +78,15 @@ def resolve_target(target: str | Path) -> Path:
     return path
 
 
-def read(target: str | Path, number: int, prior: str = "own") -> Submission:
+def read(target: str | Path, number: int, prior: str = "own", replaced: Collection[int] | None = None) -> Submission:
     """Return module `number` in `target`, with the earlier modules that it may import.
 
-    If `prior` is "own", the earlier modules are the submission's. If it is "reference", they are the reference's
-    earlier modules that the module or its checks name, directly or through other earlier modules. In the student
-    edition, the submission's own modules replace reference modules that are not unlocked. An earlier module that is
-    missing or broken is left out, because it may not be needed. Raise CourseError, with a message of one line, if the
-    module itself is missing, unreadable, outside `target` or not Python.
+    If `prior` is "own", the earlier modules are the submission's. If it is "reference", the reference's modules replace
+    those in `replaced` (default: all), and modules that nothing names are left out. In the student edition, modules of
+    the reference that are not unlocked replace nothing. A replaced module stays available under a second name, which
+    ends with OWN, because later modules may use functions that only this module defines. Importing an earlier module
+    that is missing or broken raises an ImportError with the reason. Raise CourseError, with a message of one line, if
+    module `number` itself is missing, unreadable, outside `target` or not Python.
     """
     target = resolve_target(target)
     entry = get_module(number)
@@ -91,20 +95,28 @@ def read(target: str | Path, number: int, prior: str = "own") -> Submission:
         raise CourseError(f"module {number} is missing: {target} has no {entry.path}")
     text = read_source(path, target)
     earlier: Sources = {}
-    places = [target]
-    if prior == "reference":
-        places = [resolve_target("solutions"), *([] if HAS_SOLUTIONS else places)]
     for other in [other for other in TRAINING_MODULES if other.number < entry.number]:
-        place = next((place for place in places if find(place, other)), target)
-        other_path = find(place, other)
-        try:
-            if other_path is not None:
-                earlier[f"{other.package}.{other.name}"] = (str(other_path), read_source(other_path, place))
-        except CourseError:
-            continue
+        name = f"{other.package}.{other.name}"
+        earlier[name] = read_earlier(target, other)
+        if prior == "reference" and (replaced is None or other.number in replaced):
+            solutions = resolve_target("solutions")
+            if other_path := find(solutions, other):
+                earlier[name + OWN] = earlier[name]
+                earlier[name] = (str(other_path), read_source(other_path, solutions))
     if prior == "reference":
         earlier = select_used(entry, text, earlier)
     return Submission(target, {f"{entry.package}.{entry.name}": (str(path), text), **earlier})
+
+
+def read_earlier(target: Path, entry: Module) -> tuple[str, str]:
+    """Return the path and the text of a module, or "" and the reason why it cannot be imported."""
+    path = find(target, entry)
+    try:
+        if path is None:
+            raise CourseError(f"there is no {entry.path}")
+        return str(path), read_source(path, target)
+    except CourseError as error:
+        return "", f"module {entry.number} cannot be imported: {error}"
 
 
 def select_used(entry: Module, text: str, earlier: Sources) -> Sources:
@@ -241,11 +253,22 @@ class SourceFinder(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
         if name in self._packages:
             return
         path, text, code = self._sources[name]
+        if not path:
+            raise ImportError(text)
         module.__file__ = path
         if text:
             linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)  # for tracebacks
         self._sources[name] = (path, text, None)  # drop the code: it is needed only once, and must not be found
         exec(marshal.loads(code) if code else compile(text, path, "exec", dont_inherit=True), module.__dict__)
+        if name + OWN in self._sources:
+            module.__getattr__ = functools.partial(get_own_attribute, name)
+
+
+def get_own_attribute(name: str, attribute: str) -> Any:
+    """Return what only the student's own module defines, when the reference's module has taken the place of `name`."""
+    if attribute.startswith("__"):
+        raise AttributeError(attribute)
+    return getattr(importlib.import_module(name + OWN), attribute)
 
 
 def install(package: str, sources: Sources | ForRanks) -> None:

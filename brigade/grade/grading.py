@@ -18,7 +18,10 @@ from brigade.checks.verdict import Outcome, make_not_run
 from brigade.course.modules import TRAINING_MODULES, Module
 from brigade.grade.outcome import Grading
 
+Replaced = frozenset[int]  # the numbers of the earlier modules that the reference replaces
+
 TOTAL_S = 900.0  # for one submission; checks that have not run by then count as failed
+NONE: Replaced = frozenset()
 PATIENCE = 2  # stop a module after this many of its checks have reached their deadline
 
 
@@ -38,8 +41,8 @@ def grade(
 
     `on_change` may raise OSError after a check, for example if the disk is full. The grading run then continues. Only
     exceptions of the first and the last call propagate. With `prior` "auto", the earlier modules are the submission's
-    own. If a check fails, and an earlier module does not pass all its checks, the check is repeated with the
-    reference's earlier modules. So an error costs points only once.
+    own. If a check fails, it is repeated, and the reference's modules replace the earlier modules that do not pass all
+    their checks. So an error costs points only once.
     """
     grading = Grading([Outcome(check) for check in collect(entries)], seed, notes=list(notes))
     on_change(grading)
@@ -53,9 +56,13 @@ class Schedule:
     """Run the checks in an order in which no module can use up the time of the others.
 
     First, every check runs once. Each module gets an equal share of the remaining time, and is stopped after two checks
-    that reach their deadline. After a check that reaches its deadline or deadlocks, later modules run with the
-    reference's earlier modules, because they would probably hang with the submission's own. Then failed checks are
-    repeated: with the reference's earlier modules if they ran with the submission's own, and vice versa.
+    that reach their deadline. After a check that reaches its deadline or deadlocks, later modules run without the
+    earlier modules that have failed a check, because they would probably hang with them.
+
+    Then failed checks are repeated. First, the reference replaces the earlier modules that have lost points. Because
+    the modules are repeated in order, these have lost their points themselves. Second, checks that still cannot import
+    a name are repeated with the reference's modules only. Third, checks that have never run with the submission's own
+    earlier modules run with them.
     """
 
     def __init__(
@@ -75,7 +82,8 @@ class Schedule:
         self.on_change = on_change
         self.began = time.monotonic()
         self.ends_at = self.began + total_s
-        self.attempts: dict[tuple[int, str, str], Outcome] = {}  # by module, check and prior source
+        # for each module and check, the attempts in order, by the numbers of the modules that the reference replaces
+        self.attempts: dict[tuple[int, str], dict[Replaced, Outcome]] = {}
         self.stalled: set[int] = set()  # modules that hung in a check or used up their time
 
     def run(self) -> None:
@@ -84,71 +92,83 @@ class Schedule:
         for index, (number, outcomes) in enumerate(modules):
             now = time.monotonic()
             share = max(0.0, self.ends_at - now) / (len(modules) - index)
-            self.attempt(outcomes, self.choose_first_source(number), now + share)
+            self.attempt(outcomes, self.choose_first(number), now + share)
         if self.prior == "auto":
-            for source in ("reference", "own"):
+            for choose in (self.list_failed, list_earlier, lambda number: NONE):
                 for number, _ in modules:
-                    repeated = [
-                        outcome for outcome in self.grading.list_outcomes(number) if self.may_gain(outcome, source)
-                    ]
-                    self.attempt(repeated, source, self.ends_at)
+                    replaced = choose(number)
+                    outcomes = self.grading.list_outcomes(number)
+                    repeated = [outcome for outcome in outcomes if self.may_gain(outcome, replaced)]
+                    self.attempt(repeated, replaced, self.ends_at)
+            for outcome in self.grading.outcomes:
+                self.explain(outcome)
 
-    def choose_first_source(self, number: int) -> str:
-        """Return the source of the earlier modules to use first: "own" or "reference"."""
+    def choose_first(self, number: int) -> Replaced:
+        """Return the earlier modules that the reference replaces in the first attempt."""
         if self.prior != "auto":
-            return self.prior
-        return "reference" if any(stalled < number for stalled in self.stalled) else "own"
+            return list_earlier(number) if self.prior == "reference" else NONE
+        return self.list_failed(number) if any(stalled < number for stalled in self.stalled) else NONE
 
-    def may_gain(self, outcome: Outcome, source: str) -> bool:
-        """Return whether a check that has not passed could pass with the earlier modules of `source`."""
-        if outcome.passed or self.get_earlier_outcome(outcome, source):
+    def list_failed(self, number: int) -> Replaced:
+        """Return the earlier modules that have failed a check so far, or that are not graded and so may be wrong."""
+        passing = {n for n, outcomes in self.grading.modules() if all(outcome.passed for outcome in outcomes)}
+        return list_earlier(number) - passing
+
+    def may_gain(self, outcome: Outcome, replaced: Replaced) -> bool:
+        """Return whether a check that has not passed could pass if the reference replaces these earlier modules."""
+        number = outcome.check.module
+        attempts = self.list_attempts(outcome)
+        if outcome.passed or replaced in attempts:
             return False
-        if source == "reference":
-            return has_failed_earlier(self.grading, outcome.check.module) or is_missing_name(outcome)
-        # The check has run with the reference's modules or not at all. If it hung with them, it would hang again.
-        stopped = self.count_timeouts(outcome.check.module, "reference") >= PATIENCE
-        before = self.get_earlier_outcome(outcome, "reference")
-        return not stopped and not (before and before.ending in ("deadline", "deadlock"))
+        if any(one.ending in ("deadline", "deadlock") for others, one in attempts.items() if others):
+            return False  # it would hang again
+        if any(is_beyond_help(one) for one in attempts.values()):
+            return False
+        if not replaced:
+            return self.count_timeouts(number, True) < PATIENCE
+        return replaced == self.list_failed(number) or is_blocked([*attempts.values()][-1])
 
-    def attempt(self, outcomes: Sequence[Outcome], source: str, ends_at: float) -> None:
+    def attempt(self, outcomes: Sequence[Outcome], replaced: Replaced, ends_at: float) -> None:
         """Run these checks of one module until it is stopped or out of time."""
         started = time.monotonic()
         for outcome in outcomes:
             number, patience = outcome.check.module, PATIENCE
-            if source == "own" and self.choose_first_source(number) == "reference":
+            if not replaced and self.choose_first(number):
                 patience = 1  # an earlier module has stalled already
             if time.monotonic() >= self.ends_at:
                 self.skip(outcome, f"the grading run has used up its time limit ({self.total_s:.0f} s)")
-            elif self.count_timeouts(number, source) >= patience:
+            elif self.count_timeouts(number, bool(replaced)) >= patience:
                 self.skip(outcome, f"module {number} was stopped: {patience} of its checks did not finish in time")
             elif time.monotonic() >= ends_at:
                 self.stalled.add(number)
                 share = f"its share of the time limit ({ends_at - started:.0f} s)"
                 self.skip(outcome, f"module {number} has used up {share}")
             else:
-                self.examine(outcome, source, ends_at)
+                self.examine(outcome, replaced, ends_at)
 
     def skip(self, outcome: Outcome, reason: str) -> None:
         """Record why a check does not run. Keep the verdict of an earlier attempt."""
-        if not self.has_run(outcome):
+        if not self.list_attempts(outcome):
             outcome.verdict = make_not_run(reason)
         self.report()
 
-    def examine(self, outcome: Outcome, source: str, ends_at: float) -> None:
+    def examine(self, outcome: Outcome, replaced: Replaced, ends_at: float) -> None:
         """Run one check. Running a check again can only gain points."""
+        attempts = self.list_attempts(outcome)
+        source = self.prior if self.prior != "auto" else "reference" if replaced else "own"
         conditions = replace(self.conditions, ends_at=ends_at)
         started = time.monotonic()
         for _ in range(2):
-            found = run_check(outcome.check, self.target, conditions, source)
+            found = run_check(outcome.check, self.target, conditions, source, replaced=replaced)
             if found.ending != "lost":  # killed from outside, perhaps because memory ran out: try again
                 break
         found.seconds = outcome.seconds + time.monotonic() - started
         found.exception = None  # free the objects that it refers to
-        if found.passed or not self.has_run(outcome):
+        if found.passed or not attempts or (is_blocked(outcome) and not is_blocked(found)):
             self.grading.outcomes = [found if other is outcome else other for other in self.grading.outcomes]
         else:
             outcome.seconds = found.seconds
-        self.attempts[outcome.check.module, outcome.check.name, source] = found
+        attempts[replaced] = found
         if found.ending in ("deadline", "deadlock"):
             self.stalled.add(outcome.check.module)
         self.report()
@@ -159,27 +179,55 @@ class Schedule:
         with contextlib.suppress(OSError):
             self.on_change(self.grading)
 
-    def get_earlier_outcome(self, outcome: Outcome, source: str) -> Outcome | None:
-        """Return the outcome of the check with the earlier modules of `source`, or None if it has not run with them."""
-        return self.attempts.get((outcome.check.module, outcome.check.name, source))
+    def list_attempts(self, outcome: Outcome) -> dict[Replaced, Outcome]:
+        """Return the outcomes of a check so far, by the earlier modules that the reference replaced."""
+        return self.attempts.setdefault((outcome.check.module, outcome.check.name), {})
 
-    def has_run(self, outcome: Outcome) -> bool:
-        """Return whether the check has run with any earlier modules."""
-        return any(self.get_earlier_outcome(outcome, source) for source in ("own", "reference"))
+    def count_timeouts(self, number: int, is_replaced: bool) -> int:
+        """Return how many of the module's checks reached their deadline, with replaced earlier modules or without."""
+        attempts = [self.list_attempts(outcome) for outcome in self.grading.list_outcomes(number)]
+        return sum(
+            any(bool(replaced) == is_replaced and one.ending == "deadline" for replaced, one in some.items())
+            for some in attempts
+        )
 
-    def count_timeouts(self, number: int, source: str) -> int:
-        """Return how many of the module's checks reached their deadline with the earlier modules of `source`."""
-        found = [self.get_earlier_outcome(outcome, source) for outcome in self.grading.list_outcomes(number)]
-        return sum(outcome is not None and outcome.ending == "deadline" for outcome in found)
+    def explain(self, outcome: Outcome) -> None:
+        """Add a note to a failed check that was tried with other earlier modules, because some have lost points."""
+        replaced, last = next(
+            ((some, one) for some, one in reversed(self.list_attempts(outcome).items()) if some), (NONE, None)
+        )
+        if outcome.passed or last is None or self.list_failed(outcome.check.module).isdisjoint(replaced):
+            return
+        names = f"module{'s' * (len(replaced) > 1)} {join_numbers(sorted(replaced))}"
+        if is_blocked(last):
+            what = f"The repetition with the reference's {names} could not run: {last.verdict.message}"
+        else:
+            what = f"The check fails with the reference's {names} too."
+        note = "\n".join(filter(None, [outcome.verdict.note, what]))
+        outcome.verdict = replace(outcome.verdict, note=note)
 
 
-def is_missing_name(outcome: Outcome) -> bool:
-    """Return whether the module imports a name that an earlier module does not define. It may still be correct."""
-    return outcome.verdict is not None and outcome.verdict.error == "ImportError"
+def list_earlier(number: int) -> Replaced:
+    """Return the numbers of the modules that module `number` may import."""
+    return frozenset(entry.number for entry in TRAINING_MODULES if entry.number < number)
 
 
-def has_failed_earlier(grading: Grading, number: int) -> bool:
-    """Return whether an earlier module has failed a check, or is not graded and so may be wrong."""
-    graded = {outcome.check.module for outcome in grading.outcomes}
-    earlier = [entry.number for entry in TRAINING_MODULES if entry.number < number]
-    return any(n not in graded or not all(o.passed for o in grading.list_outcomes(n)) for n in earlier)
+def join_numbers(numbers: Sequence[int]) -> str:
+    """Return text such as "1, 2 and 4"."""
+    return " and ".join(filter(None, [", ".join(map(str, numbers[:-1])), str(numbers[-1])]))
+
+
+def is_beyond_help(outcome: Outcome) -> bool:
+    """Return whether a check fails with any earlier modules: its own module is not Python, or a part is not written."""
+    verdict = outcome.verdict
+    return outcome.ending == "unreadable" or bool(
+        verdict and verdict.part and verdict.part.module == outcome.check.module
+    )
+
+
+def is_blocked(outcome: Outcome) -> bool:
+    """Return whether a check failed because of an import, or because an earlier module is not written."""
+    verdict = outcome.verdict
+    if verdict is None:
+        return False
+    return verdict.error == "ImportError" or bool(verdict.part and verdict.part.module != outcome.check.module)

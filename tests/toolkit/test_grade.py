@@ -480,6 +480,26 @@ def test_an_earlier_module_may_lack_the_names_that_ours_gives_to_later_ones(grad
     assert scores(done.result)[1] == set()
 
 
+@pytest.mark.parametrize(
+    ("helper", "options", "lost", "reason"),
+    [
+        (5, ["--modules", "1-6"], {1, 4}, ""),
+        (5, ["--modules", "6", "--prior", "reference"], set(), ""),
+        (4, ["--modules", "6"], {6}, "could not run: module 4 cannot be imported: bucketed_ddp.py, line 1: "),
+    ],
+)
+def test_a_later_module_may_use_a_helper_of_an_earlier_one(helper, options, lost, reason, grade, submit):
+    """Modules 1 and 4 are not Python. Module 6 imports a function that only the student's module defines."""
+    broken = {1: "def f(:\n", 4: "def f(:\n"}
+    mine = {n: text + "\n\ndef keep(value):\n    return value\n" for n, text in ((5, reference(5)), *broken.items())}
+    entry = get_module(helper)
+    mine[6] = reference(6) + f"\n\nfrom ..{entry.package}.{entry.name} import keep\n\nBucketGroup = keep(BucketGroup)\n"
+    done = grade(submit(mine, upto=6), *options, only={"test_buffers_start_equal", *map(one_check, range(2, 7))})
+    failed = [test for test in done.result["tests"] if test.get("status") == "failed"]
+    assert {int(test["number"][0]) for test in failed} == lost, failed
+    assert all(reason in test["output"] for test in failed)
+
+
 @pytest.mark.parametrize("failing", [*range(0, 11), None])
 def test_any_earlier_training_module_can_be_why_a_check_fails(failing):
     outcomes = [
@@ -487,7 +507,8 @@ def test_any_earlier_training_module_can_be_why_a_check_fails(failing):
         for entry in MODULES
         for check in list_checks(entry)[:1]
     ]
-    affected = [entry.number for entry in MODULES if grading.has_failed_earlier(Grading(outcomes, 0), entry.number)]
+    schedule = grading.Schedule(ROOT, Grading(outcomes, 0), "auto", grading.Conditions(), 1, print)
+    affected = [entry.number for entry in MODULES if schedule.list_failed(entry.number)]
     assert affected == ([n for n in range(1, 12) if n > failing] if failing else [])  # nobody imports module 0
 
 
@@ -505,7 +526,7 @@ class Simulated:
         monkeypatch.setattr(grading, "time", SimpleNamespace(monotonic=lambda: self.now))
         monkeypatch.setattr(grading, "run_check", self.run_check)
 
-    def run_check(self, check, target, conditions, prior_source):
+    def run_check(self, check, target, conditions, prior_source, replaced):
         index = list_check_names(check.module).index(check.name)
         ending, seconds = self.attempt(check.module, index, prior_source)
         if self.now + seconds >= conditions.ends_at:

@@ -114,10 +114,19 @@ def test_of_the_reference_only_what_is_named_is_read(tmp_path):
     assert get_module(7).package in list_packages(tmp_path, 8), "its checks wrap their models in module 7's class"
 
 
-def test_earlier_modules_that_are_missing_or_broken_are_left_out(tmp_path):
+def test_earlier_modules_that_are_missing_or_broken_raise_the_reason(tmp_path):
     lay(tmp_path, "answer = 1\n", THIRD)
     lay(tmp_path, "def broken(:\n", FIRST)
-    assert list(read(tmp_path, 3).sources) == ["m03_overlapped_ddp.overlapped_ddp"]
+    assert read(tmp_path, 3).sources == {
+        "m03_overlapped_ddp.overlapped_ddp": (str(tmp_path / THIRD.path), "answer = 1\n"),
+        NAIVE: ("", "module 1 cannot be imported: naive_ddp.py, line 1: invalid syntax: def broken(:"),
+        FLAT: ("", f"module 2 cannot be imported: there is no {SECOND.path}"),
+    }
+    lay(tmp_path, f"from ..{FIRST.package}.{FIRST.name} import broken\n", THIRD)
+    with pytest.raises(RankFailure) as caught:
+        import_in_ranks(tmp_path, 3, "m03_overlapped_ddp.overlapped_ddp")
+    assert "ImportError: module 1 cannot be imported: naive_ddp.py, line 1" in caught.value.summary
+    assert len(caught.value.lines) == 1, "only the student's line"
 
 
 # ---- what is refused
@@ -187,7 +196,7 @@ def test_a_link_is_read_when_it_stays_inside(tmp_path):
     (tmp_path / "submission" / SECOND.path.name).symlink_to("mine.py")
     (tmp_path / "link").symlink_to("submission")
     assert read(tmp_path / "link", 2).sources[FLAT][1] == "answer = 2\n"
-    assert NAIVE not in read(tmp_path / "link", 2).sources
+    assert "outside of the submission" in read(tmp_path / "link", 2).sources[NAIVE][1]
 
 
 def test_what_editors_put_around_a_text_is_not_in_it(tmp_path):
