@@ -12,6 +12,7 @@ machine share) and `phase` (what the training loop was doing). `rank/recording.p
              the call. `caller` is the submission's outermost function on the stack, such as "full_state_dict". Both
              are None if the submission is not on the stack.
     wait     the rank begins to wait for launch `index`
+    complete the rank asks whether launch `index` is complete, and it is; the wait that follows does not block
     done     the rank has the result of launch `index`
     end      launch `index` is complete. On CUDA, `time` is when the kernel was queued; for gloo's reduce_scatter, it is
              when the rank's wait ended. `began` is when the emulated link began to transfer the data.
@@ -49,6 +50,7 @@ FIELDS: dict[str, Fields] = {
         "line": (str, type(None)), "caller": (str, type(None)),
     },
     "wait": COMMON_FIELDS | {"index": (int,)},
+    "complete": COMMON_FIELDS | {"index": (int,)},
     "done": COMMON_FIELDS | {"index": (int,)},
     "end": COMMON_FIELDS | {"index": (int,)},
     "race": COMMON_FIELDS | {"index": (int,)},
@@ -114,6 +116,7 @@ class Launch:
     wait_phases: list[str] = field(default_factory=list)
     wait_steps: list[int | None] = field(default_factory=list)
     raced: bool = False
+    is_polled: bool = False  # whether the rank learnt that the launch was complete before it waited
 
 
 LAUNCH_FIELDS = (
@@ -135,6 +138,8 @@ def launches(events: Sequence[Event], step: int | None = None, *, phase: str | N
             by_index[event["index"]] = Launch(step=current_step, place=place, start=event["time"], **fields)
         elif launch is None:
             continue
+        elif kind == "complete":
+            launch.is_polled = not launch.waits
         elif kind == "wait":
             launch.wait_start = event["time"] if launch.wait_start is None else launch.wait_start
             launch.waits.append(place)

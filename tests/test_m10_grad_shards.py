@@ -277,9 +277,8 @@ def expect_bounded_launches(launched, buckets, max_live, ready, rank, step):
             step=step,
         )
         after = [name for *_, names in buckets[number + 1 : number + max_live] for name in names]
-        too_early = launch.sync or (
-            bool(after) and launch.waits and launch.waits[0] < max(ready_at.get(name, -1) for name in after)
-        )
+        awaited_at = launch.waits[0] if launch.waits and not launch.is_polled else float("inf")
+        too_early = launch.sync or (bool(after) and awaited_at < max(ready_at.get(name, -1) for name in after))
         blocks = number + 1 < len(buckets) and blocks_backward(launch, buckets[number + 1][-1], ready_at)
         expect(
             not too_early and not blocks,

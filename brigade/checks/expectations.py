@@ -464,7 +464,7 @@ def blocks_backward(launch: Launch, after: Sequence[str], ready_at: Mapping[str,
     """Return whether backward waited for the launch before any gradient of `after` was ready (see `ready_at`)."""
     first = min((ready_at[name] for name in after if name in ready_at), default=float("inf"))
     waits = [place for place, phase in zip(launch.waits, launch.wait_phases) if phase == "backward"]
-    return launch.sync or any(place < first for place in waits)
+    return launch.sync or (not launch.is_polled and any(place < first for place in waits))
 
 
 def require_launches(

@@ -46,6 +46,7 @@ class Recorder:
         self.phase = "setup"
         self._sink = sink
         self.end_with_wait: set[int] = set()  # launches without a future: their end is recorded when a wait ends
+        self.progress = 0  # events so far, except ends of transfers, which come at any time
         self._launches = 0
         self._lock = threading.RLock()
         self._parameters: dict[str, torch.nn.Parameter] = {}
@@ -56,6 +57,7 @@ class Recorder:
     def note(self, kind: str, **fields: Any) -> None:
         """Record an event."""
         with self._lock:
+            self.progress += kind != "end"
             self._sink({"kind": kind, "time": perf_counter(), "phase": self.phase, **fields})
 
     def launch(self, **fields: Any) -> int:

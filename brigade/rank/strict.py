@@ -2,9 +2,9 @@
 
 On a fast machine, a forgotten `wait()` is almost never noticed, because the collective is complete long before its
 result is read. In this mode, it is always noticed. A launch works on copies of its inputs and fills its outputs with
-NaN. Waiting on the handle of *that* launch (or asking for its future, its result, or whether it is complete) writes the
-result to the outputs. If a tensor is changed between launch and wait, which is a race on a GPU, an event of kind "race"
-is recorded. If its memory is freed, which corrupts memory on a GPU, the wait raises FreedTensorError.
+NaN. Waiting on the handle of *that* launch (or asking for its future or its result, or learning that it is complete)
+writes the result to the outputs. If a tensor is changed between launch and wait, which is a race on a GPU, an event of
+kind "race" is recorded. If its memory is freed, which corrupts memory on a GPU, the wait raises FreedTensorError.
 
 With gloo, as with NCCL, the wait for a send ends only after the peer has posted the matching receive, regardless of the
 size of the message. Ranks that all send first and receive afterwards therefore deadlock every time.
@@ -86,7 +86,8 @@ class StrictGroup(RecordingGroup):
 class StrictWork(RecordedWork):
     """The handle of a launch. The first wait copies the results into the caller's tensors."""
 
-    _given, _at_launch, _targets, _results, _delivered, _delivered_to = (
+    _given, _at_launch, _targets, _results, _delivered, _delivered_to, _asked_at = (
+        hidden_attribute(),
         hidden_attribute(),
         hidden_attribute(),
         hidden_attribute(),
@@ -111,6 +112,7 @@ class StrictWork(RecordedWork):
         self._results = results
         self._delivered = False
         self._delivered_to = []
+        self._asked_at = -1  # the recorder's `progress` when `is_completed` answered False
 
     @uncounted()
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -136,7 +138,13 @@ class StrictWork(RecordedWork):
             torch.cuda.current_stream().synchronize()
 
     def is_completed(self) -> bool:
-        return self.wait()
+        """Deliver the result if the launch is complete. To ask again before the next event is to wait."""
+        if self._asked_at != self._recorder.progress and not self._delivered:
+            if not self._inner.is_completed():
+                self._asked_at = self._recorder.progress
+                return False
+            self._recorder.note("complete", index=self._index)
+        return self._delivered or self.wait()
 
     def result(self) -> list[torch.Tensor]:
         targets = self._targets or [target for reference in self._delivered_to if (target := reference()) is not None]

@@ -19,6 +19,7 @@ NORM = """        squares = torch.zeros((), dtype=torch.float64, device=self.par
 FLOAT32 = NORM.replace("vector_norm(grad, dtype=torch.float64)", "vector_norm(grad.float())").replace(
     "float64", "float32"
 )
+START_10 = "        if index >= self.max_live_buckets:\n"
 CLIPPING = ("test_sharded_clipping", "test_zero_clipping")
 
 VARIANTS = {
@@ -57,6 +58,16 @@ VARIANTS = {
             NORM,
             NORM.replace("return norm", "return norm.bfloat16()"),
             CLIPPING,
+        ),
+    ],
+    10: [
+        Variant(
+            "a bucket freed as soon as its handle says that it is complete",
+            START_10,
+            "        for group in self.groups[:index]:\n"
+            "            if group.grad_handle is not None and group.grad_handle.is_completed():\n"
+            "                group.finish_grad_sync()\n" + START_10,
+            ("test_gradient_memory", "test_live_buckets"),
         ),
     ],
 }

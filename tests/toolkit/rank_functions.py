@@ -659,6 +659,14 @@ def deliver(how: str) -> dict[str, Any]:
     return {"before": before, "after": after, "answer": answer, "later": first}
 
 
+def poll() -> list[bool]:
+    """Ask whether a reduce-scatter is complete: once, and three times after another event. Gloo always says no."""
+    handle = dist.reduce_scatter_tensor(torch.empty(1), torch.ones(dist.get_world_size()), async_op=True)
+    answers = [handle.is_completed()]
+    recording.note("other")
+    return answers + [handle.is_completed() for _ in range(3)]
+
+
 def change(where: str) -> dict[str, Any]:
     """Change or read the tensors of an all-gather or all-reduce between its launch and its wait."""
     x = torch.arange(4.0)

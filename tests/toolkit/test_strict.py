@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from brigade.events import launches
 from brigade.rank.recording import Recorder, RecordingGroup
 from brigade.rank.strict import StrictGroup, get_filler
 from brigade.runner.ranks import RankFailure, run_ranks
@@ -77,6 +78,19 @@ def test_only_the_own_handle_delivers_and_every_way_of_asking_does(how):
             assert [tensor.tolist() for tensor in result["answer"]] == [[7.0] * 3]  # the tensors themselves
         elif how != "synchronize":
             assert result["answer"] is True
+
+
+def test_asking_in_a_loop_is_waiting():
+    results = run_ranks(functions.poll, mode="strict")
+    assert list(results) == [[False, False, True, True]] * len(results)
+    for events in results.events:
+        assert [event["kind"] for event in events if event["kind"] != "end"] == ["launch", "other", "wait", "done"]
+
+
+def test_an_answer_that_a_launch_is_complete_is_no_wait():
+    for events in run_ranks(functions.deliver, "is_completed", mode="strict").events:
+        first, second = launches(events)
+        assert first.is_polled and first.waits and not second.is_polled
 
 
 @pytest.mark.parametrize(
