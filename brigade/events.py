@@ -16,6 +16,8 @@ machine share) and `phase` (what the training loop was doing). `rank/recording.p
     done     the rank has the result of launch `index`
     end      launch `index` is complete. On CUDA, `time` is when the kernel was queued; for gloo's reduce_scatter, it is
              when the rank's wait ended. `began` is when the emulated link began to transfer the data.
+    connect  the rank begins to create the process group `group` of the global ranks `ranks`, all of which must do so
+    connected  the process group is complete
     phase    the training loop enters this phase
     race     a tensor of launch `index` was changed between launch and wait (`rank/strict.py`)
     ready    backward is about to add the gradient of the parameter `name` to its `.grad`
@@ -54,6 +56,7 @@ FIELDS: dict[str, Fields] = {
     "done": COMMON_FIELDS | {"index": (int,)},
     "end": COMMON_FIELDS | {"index": (int,)},
     "race": COMMON_FIELDS | {"index": (int,)},
+    "connect": COMMON_FIELDS | {"group": (str,), "ranks": (list,)},
     "ready": COMMON_FIELDS | {"name": (str,)},
     "step": COMMON_FIELDS | {"step": (int, type(None))},
 }  # fmt: skip
@@ -73,9 +76,11 @@ def validate(event: Any, num_launches: int) -> None:
     began = event.get("began")
     if not math.isfinite(event["time"]) or (began is not None and (type(began) is not float or math.isinf(began))):
         raise ValueError("a time is not finite")
+    if "ranks" in fields and not all(type(rank) is int for rank in event["ranks"]):
+        raise ValueError("the ranks of an event are not numbers")
     if kind == "launch":
-        if event["index"] != num_launches or not all(type(rank) is int for rank in event["ranks"]):
-            raise ValueError("a launch has the wrong number, or its ranks are not numbers")
+        if event["index"] != num_launches:
+            raise ValueError("a launch has the wrong number")
     elif "index" in fields and event["index"] >= num_launches:
         raise ValueError("an event belongs to a launch that was not made")
 
@@ -251,6 +256,8 @@ class RankRecord:
         self.events: list[Event] = []
         self.launches: list[Event] = []
         self.waiting: Event | None = None  # the launch that the rank is waiting for
+        self.connecting: Event | None = None  # the "connect" event of the process group that the rank is creating
+        self.groups: set[str] = set()  # the names of the process groups that the rank has begun to create
 
     def add(self, event: Event) -> None:
         """Add the rank's next event."""
@@ -261,6 +268,11 @@ class RankRecord:
             self.waiting = self.launches[event["index"]]
         elif event["kind"] == "done":
             self.waiting = None
+        elif event["kind"] == "connect":
+            self.connecting = event
+            self.groups.add(event["group"])
+        elif event["kind"] == "connected":
+            self.connecting = None
 
     def describe_last_launch(self) -> str:
         """Describe the rank's last launch, for example "after all_reduce #3 (fc2.weight, float32, 4096 B)"."""
@@ -272,8 +284,13 @@ class RankRecord:
         For example: "waits in all_reduce #3 (float32, 4096 B), which rank 1 never launched". `missing_peers` are the
         ranks that have not launched the collective that this rank waits for.
         """
+        names = " and ".join(f"rank {peer}" for peer in missing_peers)
+        if self.connecting:
+            ranks = ", ".join(map(str, self.connecting["ranks"]))
+            return f"is creating the process group of the ranks {ranks}" + (
+                f", which {names} never did" if names else ""
+            )
         if self.waiting:
-            names = " and ".join(f"rank {peer}" for peer in missing_peers)
             opposite = OPPOSITES.get(self.waiting["op"])
             missing = f"for which {names} called no {opposite}" if opposite else f"which {names} never launched"
             return f"waits in {describe(self.waiting)}" + (f", {missing}" if names else "")
@@ -323,13 +340,20 @@ class Progress:
         """
         missing = self.find_missing_peers(rank)
         text = self.ranks[rank].describe_activity(missing)
-        if missing and self.ranks[rank].waiting["op"] in OPPOSITES and (other := self.ranks[missing[0]].waiting):
+        own = self.ranks[rank].waiting
+        if missing and own and own["op"] in OPPOSITES and (other := self.ranks[missing[0]].waiting):
             text += f" because it waits in {describe_call(other)}"
         return text
 
     def find_missing_peers(self, rank: int) -> list[int]:
-        """Return the peers that have not launched what this rank waits for."""
-        launch = self.ranks[rank].waiting
+        """Return the peers that have not launched what this rank waits for, or not begun to create its new group."""
+        connecting, launch = self.ranks[rank].connecting, self.ranks[rank].waiting
+        if connecting:
+            return [
+                peer
+                for peer in connecting["ranks"]
+                if 0 <= peer < len(self.ranks) and connecting["group"] not in self.ranks[peer].groups
+            ]
         if launch is None:
             return []
         group = launch["group"]

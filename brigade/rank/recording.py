@@ -27,7 +27,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from brigade.course.submission import PACKAGE
-from brigade.rank import locks
+from brigade.events import OPPOSITES
+from brigade.rank import api, locks
 from brigade.rank.locks import hidden_attribute, make_sealed_metaclass, private
 from brigade.rank.memory import list_tensors, uncounted
 
@@ -295,6 +296,34 @@ class Finished(dist.Work):
         raise NotImplementedError("a call with async_op=False has no future")
 
 
+class CarriedMessage(dist.Work):
+    """The handle of a message between GPUs, which gloo carries in CPU memory. A wait copies it to the receiver's GPU.
+
+    NCCL would run a rank's sends and receives one after the other on one stream. Two ranks that both post their receive
+    first, and wait later, would then wait forever.
+    """
+
+    def __init__(self, inner: dist.Work, targets: list[torch.Tensor], copies: list[torch.Tensor]):
+        super().__init__()
+        self._inner, self._targets, self._copies = inner, targets, copies
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self._inner.wait(*(() if timeout is None else (timeout,)))
+        for target, copy in zip(self._targets, self._copies):
+            target.data.copy_(copy)
+        self._targets = []
+        return True
+
+    def is_completed(self) -> bool:
+        return self._inner.is_completed() and self.wait()
+
+    def get_future(self) -> torch.futures.Future:
+        return self._inner.get_future()
+
+    def _source_rank(self) -> int:
+        return self._inner._source_rank()
+
+
 # For each method of a process group: the operation, and the positions of outputs and inputs in its arguments. A
 # collective whose outputs are its inputs works in place. Torch 2.13 renamed some operations.
 METHODS: dict[str, tuple[str, int | None, int | None]] = {
@@ -352,8 +381,13 @@ class RecordingGroup(dist.ProcessGroup, metaclass=make_sealed_metaclass(dist.Pro
     @private
     @uncounted()  # gloo's reduce-scatter copies its input
     def _perform(self, method: str, args: list[Any], kwargs: dict[str, Any]) -> dist.Work:
-        work = getattr(self._inner, method)(*args, **kwargs)
-        return Finished() if work is None else work
+        op, outputs, _ = METHODS[method]
+        if op not in OPPOSITES or not args[0][0].is_cuda:
+            work = getattr(self._inner, method)(*args, **kwargs)
+            return Finished() if work is None else work
+        copies = [tensor.cpu() for tensor in args[0]]
+        work = getattr(self._inner, method)(copies, *args[1:], **kwargs)
+        return CarriedMessage(work, [] if outputs is None else args[0], copies)
 
     @private
     def _note_end(self, work: dist.Work, index: int) -> None:
@@ -468,7 +502,9 @@ def start_process_group(
         ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
         arguments = (options.store, options.group_rank, options.group_size, options.timeout)
         inner = dist.ProcessGroup(*arguments[:3])
+        recorder.note("connect", group=str(options.group_id), ranks=ranks)  # returns when all ranks have called it
         register_backends(inner, backend, *arguments)
+        recorder.note("connected")
         group = group_class(inner, recorder, str(options.group_id), ranks)
         register_stand_ins(group, backend)
         return group
@@ -486,7 +522,7 @@ def register_backends(
     world_size: int,
     timeout: timedelta,
 ) -> None:
-    """Register the backends of the inner group, as `init_process_group` would."""
+    """Register the backends of the inner group, as `init_process_group` would. Connect its ranks."""
     gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, world_size, make_gloo_options(timeout))
     register(group, "cpu", dist.ProcessGroup.BackendType.GLOO, gloo)
     if backend == "nccl":
@@ -494,6 +530,7 @@ def register_backends(
         options._timeout = timeout
         nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, world_size, options)
         register(group, "cuda", dist.ProcessGroup.BackendType.NCCL, nccl)
+        nccl.eager_connect_single_device(api.device())  # otherwise the first collective would connect the ranks
 
 
 def register_stand_ins(group: dist.ProcessGroup, backend: str) -> None:

@@ -6,8 +6,9 @@ NaN. Waiting on the handle of *that* launch (or asking for its future or its res
 writes the result to the outputs. If a tensor is changed between launch and wait, which is a race on a GPU, an event of
 kind "race" is recorded. If its memory is freed, which corrupts memory on a GPU, the wait raises FreedTensorError.
 
-With gloo, as with NCCL, the wait for a send ends only after the peer has posted the matching receive, regardless of the
-size of the message. Ranks that all send first and receive afterwards therefore deadlock every time.
+The wait for a send ends only after the peer has posted the matching receive, because gloo carries the messages on CPUs
+and on GPUs. NCCL would not wait if a message fits into its buffer. Ranks that all send first and receive afterwards
+therefore deadlock every time, regardless of the size of the message.
 
 Tensors must be contiguous, as with NCCL. Gloo alone would accept some other tensors: it would read a transposed tensor
 in memory order, and a slice together with its gaps.

@@ -5,6 +5,7 @@ A run ends when every rank has delivered a result, or when
 - a rank raised an exception, ended without a result or sent something unreadable ("failed"),
 - launches with the same number in a group differ between two ranks ("mismatch"),
 - no rank can continue by itself ("deadlock"),
+- every rank has been creating a process group for a long time ("unconnected"),
 - the deadline has passed ("deadline").
 
 A rank is not trusted: everything that it sends is limited in size and validated here.
@@ -39,6 +40,7 @@ from brigade.runner.report import (
 from brigade.runner.server import SERVER
 
 QUIET_S = 2.0  # after this time without a message from any rank, look for a deadlock
+CONNECT_S = 30.0  # after this time without a message, stop ranks that are still creating a process group
 GRACE_S = 0.3  # after the first failure, other ranks have this time to report theirs
 LISTEN_S = 0.001  # pause between reads: waking up for each event would take processor time from the ranks
 ANSWER_S = 0.5  # the time that ranks have to print their stacks
@@ -190,6 +192,9 @@ class Monitor:
             return "deadline"
         if self._stream and now > self._last_news + QUIET_S and self.progress.is_deadlocked(settled):
             return "deadlock"
+        unsettled = [state for state in self.states if not state.is_settled]
+        if now > self._last_news + CONNECT_S and all(state.record.connecting for state in unsettled):
+            return "unconnected"
         return None
 
     # ---- messages from the ranks and the server

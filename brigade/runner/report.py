@@ -111,7 +111,7 @@ def describe_failure(
     deadline_s: float | None,
     packages: dict[str, Sources],
 ) -> RankFailure:
-    """Return the exception that reports a failed run. `kind` is "mismatch", "deadlock", "deadline" or "failed"."""
+    """Return the exception that reports a failed run. `kind`: see `runner/monitor.py`."""
     if kind == "failed":
         failure = _describe_rank_failure(states, progress, packages)
     else:
@@ -129,9 +129,16 @@ def describe_failure(
                 else "All ranks of a group must call the same collectives in the same order"
             )
         elif kind == "deadlock":
-            what = "send or a recv" if waiting <= OPPOSITES.keys() else "collective"
+            what = "a send or a recv" if waiting <= OPPOSITES.keys() else "a collective"
+            what += " that a peer never launched"
+            if any(state.record.connecting for state in states):
+                what = "peers that never create its new process group"
+            summary = f"deadlock: every rank has stopped, and at least one waits for {what}"
+        elif kind == "unconnected":
+            kind = "deadline"
             summary = (
-                f"deadlock: every rank has stopped, and at least one waits for a {what} that a peer never launched"
+                "stopped, because the ranks did not finish creating a process group. Likely cause: the GPUs cannot "
+                "communicate. NCCL_DEBUG=INFO shows why"
             )
         else:
             summary = f"stopped after {deadline_s:.0f} s"

@@ -14,6 +14,8 @@ def main():
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"  # where the ranks find each other
     has_gpus = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device(f"cuda:{local_rank}" if has_gpus else "cpu")  # one GPU per rank
+    if has_gpus:
+        torch.cuda.set_device(device)  # otherwise calls that name no device would use GPU 0
     dist.init_process_group("nccl" if has_gpus else "gloo", device_id=device if has_gpus else None)
     number = torch.tensor([rank + 1], device=device)
     dist.all_reduce(number)

@@ -23,6 +23,18 @@ START_10 = "        if index >= self.max_live_buckets:\n"
 CLIPPING = ("test_sharded_clipping", "test_zero_clipping")
 
 VARIANTS = {
+    0: [
+        Variant(
+            "the receive posted before the send",
+            "    handle = dist.isend(outgoing, group=process_group, group_dst=(rank + 1) % size)\n"
+            "    dist.recv(incoming, group=process_group, group_src=(rank - 1) % size)\n"
+            "    handle.wait()\n",
+            "    receive = dist.irecv(incoming, group=process_group, group_src=(rank - 1) % size)\n"
+            "    dist.isend(outgoing, group=process_group, group_dst=(rank + 1) % size).wait()\n"
+            "    receive.wait()\n",
+            ("test_ring_reduce_scatter", "test_ring_all_gather", "test_ring_all_reduce", "test_ring_memory"),
+        ),
+    ],
     3: [
         Variant(
             "every launch held back until one more gradient is ready",

@@ -190,6 +190,18 @@ def cross_over() -> None:
     dist.all_reduce(torch.ones(3), group=second)
 
 
+def create_group_on_rank_0() -> None:
+    """Create a process group of both ranks on one rank only."""
+    if dist.get_rank() == 0:
+        dist.new_group([0, 1])
+
+
+def hang_in_a_new_group() -> None:
+    """Create a process group whose backends never connect."""
+    recording.register_backends = lambda *_: time.sleep(100)
+    dist.new_group([0, 1])
+
+
 def send_first() -> None:
     """Send to the next rank before receiving. No send ends, because no rank receives."""
     rank, world_size = dist.get_rank(), dist.get_world_size()

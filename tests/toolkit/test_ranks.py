@@ -168,7 +168,7 @@ def test_events_arrive_while_the_ranks_run():
     assert list(results) == [3.0, 3.0]
     for rank in range(2):
         assert [event for number, event in heard if number == rank] == results.events[rank]
-        assert [event["kind"] for event in results.events[rank]][0] == "launch"
+        assert [event["kind"] for event in results.events[rank]][:3] == ["connect", "connected", "launch"]
 
 
 def test_events_that_come_in_batches_are_all_there():
@@ -310,6 +310,20 @@ def test_ranks_that_wait_for_each_other_in_two_groups_are_a_deadlock(monkeypatch
     failure = get_failure(functions.cross_over, deadline=deadline)
     assert failure.kind == "deadlock" and time.monotonic() - start < monitor.QUIET_S + 4
     assert "rank 1 never launched" in failure.lines[0] and "rank 0 never launched" in failure.lines[1]
+
+
+def test_a_rank_that_does_not_create_a_group_is_a_deadlock(monkeypatch):
+    monkeypatch.setattr(monitor, "QUIET_S", 0.5)
+    failure = get_failure(functions.create_group_on_rank_0)
+    assert failure.kind == "deadlock" and "waits for peers that never create its new process group" in failure.summary
+    assert "rank 0 is creating the process group of the ranks 0, 1, which rank 1 never did, at" in failure.lines[0]
+
+
+def test_ranks_that_cannot_connect_are_stopped_before_the_deadline(monkeypatch):
+    monkeypatch.setattr(monitor, "CONNECT_S", 0.5)
+    failure = get_failure(functions.hang_in_a_new_group)
+    assert failure.kind == "deadline" and "did not finish creating a process group" in failure.summary
+    assert "rank 1 is creating the process group of the ranks 0, 1, at" in failure.lines[1]
 
 
 def test_ranks_that_all_send_first_are_a_deadlock(monkeypatch):
