@@ -45,6 +45,8 @@ ALL_SEND = (
     "every rank waits in a send before it receives. Start the send with isend, receive, and then wait for the send."
 )
 
+MAX_FRAMES = 6  # of a traceback in a message
+
 # Concurrent checks take turns in this process, because it has only one random number generator. While one check waits
 # for its ranks, another check has its turn.
 TURN = threading.Lock()
@@ -191,7 +193,7 @@ def to_failure(failure: ranks.RankFailure, sources: Sources, note: str = "") -> 
     return CheckFailed(
         Verdict(
             expected.get(kind, "every rank returns its result"),
-            "\n".join([failure.summary, *failure.lines]),
+            "\n".join([failure.summary, *failure.lines[-MAX_FRAMES:]]),
             cause,
             hypothesis if cause else "",
             ending=kind,

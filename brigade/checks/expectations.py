@@ -22,8 +22,8 @@ from brigade.checks.diagnose.evidence import (
     find_no_sync_launches,
     join_names,
 )
-from brigade.checks.diagnose.tensors import GENERAL, Comparison, Difference, Tensors, agree, explain_tensors
-from brigade.checks.verdict import CheckFailed, Verdict
+from brigade.checks.diagnose.tensors import Comparison, Difference, Tensors, agree, explain_tensors
+from brigade.checks.verdict import GENERAL, CheckFailed, Verdict
 from brigade.events import Event, Launch, launches, list_backward_passes, list_ready_gradients, summarize
 
 if TYPE_CHECKING:
@@ -33,6 +33,10 @@ Hypotheses = Mapping[str, Sequence[Tensors]]  # a likely cause -> the values, by
 
 # Tolerances for the gradients of one step, relative to the largest entry of any rank's own gradient.
 ONE_STEP = {torch.float32: 1e-5, torch.float64: 1e-10, torch.bfloat16: 2**-7}
+USUAL_LAUNCHES = (
+    "the wrapper launches collectives as in an earlier module, or it has a mistake that another check of this module "
+    "names."
+)
 MANY_STEPS = 1e-8  # for float64, relative to the largest entry; in float32, Adam amplifies rounding to 1e-2 in 20 steps
 
 
@@ -52,7 +56,8 @@ def expect(
     """
     if not condition:
         cause = evaluate(likely_cause)
-        raise CheckFailed(Verdict(expected, got, cause, rank=rank, step=step, parameter=parameter))
+        hypothesis = "usual launches" if cause == USUAL_LAUNCHES else ""
+        raise CheckFailed(Verdict(expected, got, cause, hypothesis, rank=rank, step=step, parameter=parameter))
 
 
 def expect_start(
@@ -508,10 +513,7 @@ def describe_idle(idle: int, total: int) -> str:
 
 def explain_launches(explain: Callable[[Sequence[Event], int], str], events: Sequence[Event], step: int) -> str:
     """Return why the launches of a step are not of the module's kind, or the usual reasons if it is unknown."""
-    return explain(events, step) or (
-        "the wrapper launches collectives as in an earlier module, or it has a mistake that another check of "
-        "this module names."
-    )
+    return explain(events, step) or USUAL_LAUNCHES
 
 
 def overlaps(launch: Launch) -> bool:

@@ -44,6 +44,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "points(n): the points of a graded check")
+    config.addinivalue_line("markers", "needs(name): an earlier check, which must pass before `check` runs this one")
     config.addinivalue_line("markers", "parts(heading): the parts that this check and the following checks test")
     if config.getoption("--seed") is None:
         config.option.seed = random.randrange(10**6)

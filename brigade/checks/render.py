@@ -1,32 +1,128 @@
-"""Format the outcomes of checks as text."""
+"""Format the outcomes of checks as text: one message for each mistake. Every command and results file uses this."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from brigade.checks.verdict import LABELS, Outcome, Verdict, label_text
+from brigade.checks.verdict import LABELS, NOT_RUN, UNEXPLAINED, USUAL, Outcome, label_text
+
+MAX_LINES = 25  # for the failed checks of one module, including their titles
+MIN_LINES = 6  # of the message that is complete, with many failed checks
+WIDTH = 400  # characters of a message that is shortened to one line
 
 
-def format_plain(outcome: Outcome) -> str:
-    """Return the text about a check that did not pass: the verdict, and the command that repeats the check."""
-    if outcome.status == "not written":
-        return str(outcome.verdict)
-    return f"{outcome.verdict}\n{label_text(LABELS[-1], outcome.repeat)}"
+@dataclass(frozen=True)
+class Message:
+    """What a student reads about checks of one module that fail for the same reason. The first check explains it best.
+
+    If `is_vague`, the text only refers to the first message, because no cause of its own is known.
+    """
+
+    outcomes: list[Outcome]
+    text: str
+    is_vague: bool = False
+
+    def __str__(self) -> str:
+        first, *others = (outcome.check.number for outcome in self.outcomes)
+        also = f" (and {', '.join(others)})" if others else ""
+        complete = "\n" in self.text
+        return f"Check {first}{also}:" + (f"\n{indent(self.text, 2)}" if complete else f" {self.text}")
 
 
-def format_with_prints(outcome: Outcome) -> str:
-    """Return the text of `format_plain` and the last lines that the ranks printed; one line for an unwritten part."""
+def list_messages(outcomes: Sequence[Outcome], shows_all: bool = False, repeats: bool = True) -> list[Message]:
+    """Return the messages about the checks of one module that ran and failed, the most specific one first.
+
+    The first message is complete. The others have one line each, because they often follow from the same mistake. All
+    of them and the titles of the checks have at most MAX_LINES lines. With `shows_all`, nothing is shortened. With
+    `repeats`, complete messages contain the command that repeats the check.
+    """
+    groups: dict[tuple[object, ...], list[Outcome]] = {}
+    failed = [outcome for outcome in outcomes if outcome.verdict]
+    ran = [outcome for outcome in failed if outcome.ending != NOT_RUN]
+    for outcome in sorted(ran, key=lambda outcome: outcome.vagueness):
+        groups.setdefault(make_key(outcome), []).append(outcome)
+    messages: list[Message] = []
+    vague: list[Outcome] = []
+    left = max(MIN_LINES, MAX_LINES - len(failed) - 2)  # its heading, and the vague ones
+    for group in groups.values():
+        if shows_all:
+            messages.append(Message(group, format_message(group[0], repeats, prints=20)))
+        elif not messages:
+            lines = clip(format_message(group[0], repeats).splitlines(), left)
+            left -= len(lines)
+            messages.append(Message(group, "\n".join(lines)))
+        elif left and not is_vague(group[0]):
+            left -= 1
+            messages.append(Message(group, summarize(group[0])))
+        else:
+            vague += group
+    if vague:
+        messages.append(Message(vague, f"first see {messages[0].outcomes[0].check.number}", is_vague=True))
+    return messages
+
+
+def explain_each(outcomes: Sequence[Outcome]) -> dict[str, str]:
+    """Return what the student reads below each check of one module that did not pass, by the name of the check."""
+    texts = {outcome.check.name: str(outcome.verdict) for outcome in outcomes if outcome.ending == NOT_RUN}
+    for message in list_messages(outcomes, repeats=False):
+        for index, outcome in enumerate(message.outcomes):
+            is_told = not index or message.is_vague or outcome.verdict.part
+            texts[outcome.check.name] = message.text if is_told else f"same cause as {message.outcomes[0].check.number}"
+    return texts
+
+
+def format_message(outcome: Outcome, repeats: bool = True, prints: int = 4) -> str:
+    """Return the verdict on a check, the command that repeats it, and the last lines that each rank printed."""
     if outcome.status == "not written":
         return f"to do: {outcome.verdict.part}"
-    return "\n".join([format_plain(outcome), *list_printed_lines(outcome)])
+    repeat = [label_text(LABELS[-1], outcome.repeat)] * (repeats and outcome.ending != NOT_RUN)
+    return "\n".join([str(outcome.verdict), *repeat, *list_printed_lines(outcome, prints)])
+
+
+def summarize(outcome: Outcome) -> str:
+    """Return one line about a check that did not pass: the likely cause if it is known, otherwise what was seen."""
+    verdict = outcome.verdict
+    if outcome.status == "not written":
+        return format_message(outcome)
+    label, text = ("likely cause:", verdict.likely_cause) if verdict.likely_cause else ("got:", verdict.described)
+    return f"{label} {text.partition(chr(10))[0][:WIDTH]}"
+
+
+def is_vague(outcome: Outcome) -> bool:
+    """Return whether the outcome of a check explains nothing beside a more specific one."""
+    return outcome.vagueness in (USUAL, UNEXPLAINED)
+
+
+def clip(lines: list[str], number: int) -> list[str]:
+    """Return the lines, without some in the middle if there are more than `number`."""
+    if len(lines) <= number:
+        return lines
+    half = number // 2
+    return [*lines[:half], f"... ({len(lines) - number + 1} lines more)", *lines[half - number + 1 :]]
+
+
+def indent(text: str, by: int = 9) -> str:
+    """Return the text with `by` spaces before each line."""
+    return "\n".join(" " * by + line for line in text.splitlines())
 
 
 def list_printed_lines(outcome: Outcome, lines: int = 20, characters: int | None = None) -> list[str]:
-    """Return the last `lines` lines that each rank printed, cut to `characters`, with the rank's number in front."""
-    last_lines = []
+    """Return the last `lines` lines that each rank printed, cut to `characters`, with the ranks' numbers in front.
+
+    Leave out lines that the verdict contains, too, whatever their numbers.
+    """
+    ranks: dict[tuple[str, ...], list[int]] = {}
+    told = blur(outcome.verdict.got) if outcome.verdict else ""
     for rank, text in enumerate(outcome.printed):
-        last_lines += [f"[rank {rank}] {line[:characters]}" for line in text.rstrip().splitlines()[-lines:]]
-    return last_lines
+        last = [line[:characters] for line in text.rstrip().splitlines() if not line or blur(line) not in told]
+        ranks.setdefault(tuple(last[-lines:]), []).append(rank)
+    return [
+        f"[rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}] {line}"
+        for texts, numbers in ranks.items()
+        for line in texts
+    ]
 
 
 def is_same(one: Outcome, other: Outcome) -> bool:
@@ -36,9 +132,19 @@ def is_same(one: Outcome, other: Outcome) -> bool:
     return one.verdict == other.verdict and list_printed_lines(one) == list_printed_lines(other)
 
 
-def make_key(verdict: Verdict) -> tuple[object, ...]:
-    """Return a key that is equal for verdicts with the same underlying mistake, regardless of the rank."""
-    if verdict.error:
-        message = re.sub(r"\d[\d, ]*", "#", verdict.message)  # sizes are random
-        return (verdict.error, message, verdict.location, verdict.likely_cause)
-    return (verdict.ending, verdict.expected, verdict.got, verdict.likely_cause)
+def make_key(outcome: Outcome) -> tuple[object, ...]:
+    """Return a key that is equal for outcomes with the same underlying mistake, whatever the ranks, sizes and times."""
+    verdict, name = outcome.verdict, outcome.verdict.parameter
+    if verdict.part or verdict.ending in (NOT_RUN, "unreadable"):
+        return (verdict.ending, verdict.part, verdict.got)
+    if verdict.error:  # of an exception, or how the process ended
+        return (verdict.ending, verdict.error, blur(verdict.message, name), verdict.location)
+    if verdict.likely_cause:
+        return (blur(verdict.likely_cause, name),)
+    return (verdict.ending, blur(verdict.expected, name), blur(verdict.got, name))
+
+
+def blur(text: str, parameter: str | None = None) -> str:
+    """Return a text without the numbers and the parameter, which differ between cases of the same mistake."""
+    text = text.replace(parameter, "#") if parameter else text
+    return re.sub(r"\d[\d, .]*", "#", text)

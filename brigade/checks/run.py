@@ -9,16 +9,16 @@ import random
 import shlex
 import time
 from collections.abc import Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from brigade.checks.collect import Check
 from brigade.checks.context import CheckContext, count_gpus
 from brigade.checks.server import start_server
-from brigade.checks.verdict import CheckFailed, Outcome, Verdict, make_not_run
+from brigade.checks.verdict import BROKEN, CheckFailed, Outcome, Verdict, make_not_run
 from brigade.course.listing import GradedCheck
-from brigade.course.modules import ROOT, CourseError
+from brigade.course.modules import HAS_SOLUTIONS, ROOT, CourseError, get_module
 from brigade.course.submission import Sources, compile_texts, is_sealed, keep_code, read, resolve_target
 from brigade.rank import dynamo_stub
 from brigade.runner import ranks
@@ -80,12 +80,20 @@ def run_check(
         outcome.status, outcome.verdict = "error", Verdict("the check can run here", str(error), ending="refused")
     except Exception as error:  # a submission that the check did not foresee is wrong, but must not crash the grader
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-        got = f"the check could not examine what the ranks returned ({reason})"
-        outcome.status, outcome.verdict = "error", Verdict("the check finishes", got, ending="unexamined")
+        got, ending = f"the check could not examine what the ranks returned ({reason})", "unexamined"
+        if context and is_broken(check, conditions, context):
+            got, ending = f"the check fails with the reference solution, too ({reason}). Please report it", BROKEN
+        outcome.status, outcome.verdict = "error", Verdict("the check finishes", got, ending=ending)
         outcome.exception = error
     outcome.printed = context.output if context else []
     outcome.seconds = time.monotonic() - started
     return outcome
+
+
+def is_broken(check: Check, conditions: Conditions, context: CheckContext) -> bool:
+    """Return whether a check that raised an exception on a submission does not pass with the reference either."""
+    own = next(path for name, (path, _) in context.sources.items() if name.startswith(get_module(check.module).package))
+    return HAS_SOLUTIONS and (is_sealed(own) or not run_check(check, "solutions", conditions).passed)
 
 
 def run_checks(
@@ -97,17 +105,27 @@ def run_checks(
 ) -> Iterator[Outcome]:
     """Run checks, several at a time, and yield their outcomes in the order of the checks.
 
-    Ranks mostly wait for each other, so two checks at a time use two cores better than one check. Once a
-    check has reached its deadline, later checks get less time. After `HUNG_LIMIT` such checks, no other check runs.
+    A check does not run if the check that it needs did not pass. Ranks mostly wait for each other, so two checks at a
+    time use two cores better than one check. Once a check has reached its deadline, later checks get less time. After
+    `HUNG_LIMIT` such checks, no other check runs.
     """
     hung = 0
     if len(checks) > 1:
         compile_student_files(target, max(check.module for check in checks), prior_source)
+    results = {(check.module, check.name): Future() for check in checks}
 
     def run_next(check: Check) -> Outcome:
+        outcome = run_unless_in_vain(check)
+        results[check.module, check.name].set_result(outcome)
+        return outcome
+
+    def run_unless_in_vain(check: Check) -> Outcome:
         nonlocal hung
-        if hung >= HUNG_LIMIT:
-            reason = f"{hung} earlier checks reached their time limit"
+        needed = results.get((check.module, check.needs))  # its check is earlier in the list and so has started
+        reason = f"{hung} earlier checks reached their time limit" if hung >= HUNG_LIMIT else ""
+        if needed and not (first := needed.result()).passed:
+            reason = f"first {first.check.number}"
+        if reason:
             return Outcome(
                 check, verdict=make_not_run(reason), repeat=make_repeat_command(check, target, conditions, prior_source)
             )

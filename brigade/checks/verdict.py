@@ -19,6 +19,7 @@ LABEL_WIDTH = 14  # the length of "Likely cause: "
 # How the run that led to a verdict ended. The strings in the unpacked tuple are the kinds of `RankFailure`.
 COMPLETE = "complete"  # every rank returned a result, but not the expected one
 NOT_RUN = "not run"
+BROKEN = "broken"  # the check raises an exception on the reference, too
 ENDINGS = (
     COMPLETE,
     *("exception", "died", "deadline", "deadlock", "mismatch", "garbled"),
@@ -26,8 +27,14 @@ ENDINGS = (
     "refused",  # the check cannot run here
     "lost",  # something outside ended the process that starts the ranks
     "unexamined",  # the check itself raised an exception
+    BROKEN,
     NOT_RUN,  # `got` is the reason
 )
+# Hypotheses of vague causes. A more specific cause replaces them, or is shown first.
+GENERAL = ("early_read", "ranks_disagree")
+# Hypotheses without evidence of their own: the cause is the usual one.
+USUAL_CAUSES = ("usual launches", *(f"usual for {ending}" for ending in ENDINGS))
+STATED, SEEN, USUAL, UNEXPLAINED, UNWRITTEN = range(5)  # what a verdict tells, from the most to the least specific
 
 
 @dataclass(frozen=True)
@@ -78,7 +85,7 @@ class Verdict:
 
     def __str__(self) -> str:
         if self.ending == NOT_RUN:
-            return f"This check was not run, because {self.got}."
+            return f"Not run: {self.got}."
         labelled = zip((*LABELS[:3], ""), (self.expected, self.described, self.likely_cause, self.note))
         return "\n".join(label_text(label, text) for label, text in labelled if text)
 
@@ -137,6 +144,18 @@ class Outcome:
     @property
     def score(self) -> int:
         return self.check.points if self.passed else 0
+
+    @property
+    def vagueness(self) -> int:
+        """How little the verdict explains: STATED, SEEN, USUAL, UNEXPLAINED or UNWRITTEN."""
+        verdict = self.verdict
+        if verdict.part:
+            return UNWRITTEN
+        if verdict.hypothesis in USUAL_CAUSES:
+            return USUAL
+        if verdict.likely_cause or verdict.ending == "unreadable":
+            return SEEN if verdict.hypothesis in GENERAL else STATED
+        return SEEN if verdict.error or verdict.ending == BROKEN else UNEXPLAINED
 
     @property
     def ending(self) -> str:

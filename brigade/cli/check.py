@@ -18,8 +18,8 @@ from brigade.checks import render
 from brigade.checks.collect import Check, collect
 from brigade.checks.run import Conditions, choose_backend, prepare, run_checks
 from brigade.checks.server import start_server
-from brigade.checks.verdict import Outcome
-from brigade.cli.console import console, indent, shorten
+from brigade.checks.verdict import NOT_RUN, Outcome
+from brigade.cli.console import console, shorten
 from brigade.cli.options import add_prior, add_target
 from brigade.cli.progress_file import find_state, hash_submission, recall, remember
 from brigade.cli.success import handle_success
@@ -72,35 +72,30 @@ class Report:
     is_quiet: bool = False
     shows_prints: bool = False  # whether to show what passing checks print, too
     outcomes: list[Outcome] = field(default_factory=list)
-    first_checks: dict[tuple, str] = field(default_factory=dict)  # the first check that fails for each reason
 
     def add(self, outcome: Outcome) -> None:
         heading = outcome.check.parts
         is_new = all(other.check.parts != heading for other in self.outcomes)
         self.outcomes.append(outcome)
-        if heading and is_new and not self.is_quiet and not self.before:
+        if self.is_quiet:
+            return
+        if heading and is_new and not self.before:
             console.print(f"  {heading}", markup=False)
-        if not self.is_quiet and not self.is_unchanged(outcome):
+        if not self.is_unchanged(outcome):
             sign, colour = ("✓", "green") if outcome.passed else ("✗", "red")
+            sign, colour = ("-", "yellow") if outcome.ending == NOT_RUN else (sign, colour)
+            number = "" if outcome.passed else f"{outcome.check.number}  "
+            why = f" {outcome.verdict}" if outcome.ending == NOT_RUN else ""
             points = f"{outcome.score}/{outcome.check.points}"
-            console.print(Text.assemble((f"  {sign} ", colour), f"{points}  {outcome.check.title}"))
-            if text := self.describe(outcome):
-                console.print(Text(indent(text)))
+            console.print(Text.assemble((f"  {sign} ", colour), f"{points}  {number}{outcome.check.title}{why}"))
+        if outcome.passed and self.shows_prints and (lines := render.list_printed_lines(outcome)):
+            console.print(Text(render.indent("\n".join(lines))))
 
-    def describe(self, outcome: Outcome) -> str:
-        """Return the text that the student reads below a check's title."""
-        if outcome.passed:
-            return "\n".join(render.list_printed_lines(outcome)) if self.shows_prints else ""
-        text = render.format_with_prints(outcome)
-        if outcome.status != "not written":
-            first = self.first_checks.setdefault(render.make_key(outcome.verdict), outcome.check.title)
-            if first != outcome.check.title and text.count("\n") > 2:
-                return (
-                    "as in the first failed check"
-                    if first == next(iter(self.first_checks.values()))
-                    else f"as in: {first}"
-                )
-        return text
+    def print_messages(self) -> None:
+        """Print one message for each mistake. Leave out messages that the previous run has shown."""
+        for message in render.list_messages(self.outcomes, shows_all=self.shows_prints):
+            if not all(map(self.is_unchanged, message.outcomes)):
+                console.print(Text(render.indent(str(message), 2)))
 
     def is_unchanged(self, outcome: Outcome) -> bool:
         before = self.before.get(outcome.check)
@@ -131,12 +126,13 @@ class Report:
                 tallies.append(f"{heading.partition(':')[0]}: {sum(passed)} of {len(passed)} passed")
         return tallies
 
-    def list_unchanged(self) -> str:
-        """Return a line about the checks that are not shown because nothing changed, or "" if there are none."""
+    def list_unchanged(self) -> list[str]:
+        """Return a line for each check that still fails, and one for those that still pass."""
         same = [outcome for outcome in self.outcomes if self.is_unchanged(outcome)]
-        failing = [f"still fails: {outcome.check.title}" for outcome in same if not outcome.passed]
-        passing = [f"{len(same) - len(failing)} pass as before"] if len(same) > len(failing) else []
-        return "; ".join(passing + failing)
+        checks = [outcome.check for outcome in same if not outcome.passed]
+        failing = [f"still fails: {check.number}  {check.title}" for check in checks]
+        passing = len(same) - len(checks)
+        return failing + [f"{passing} pass{'es' * (passing == 1)} as before"] * (passing > 0)
 
 
 def check_module(
@@ -162,13 +158,19 @@ def check_module(
     )
     headings = list(dict.fromkeys(check.parts for check in checks))
     report = Report(before or {}, headings, is_quiet, shows_prints=bool(options.only))
-    checks.sort(key=lambda check: check in report.before and report.before[check].passed)
+    checks.sort(key=lambda check: was_fine(check, checks, report.before))
     at_a_time = 1 if options.debug or conditions.backend == "nccl" else min(MAX_AT_A_TIME, machine.count_cores())
     for outcome in run_checks(checks, options.target, conditions, options.prior, at_a_time):
         report.add(outcome)
         if options.debug and not outcome.passed:
             break
     return report
+
+
+def was_fine(check: Check, checks: Sequence[Check], before: Outcomes) -> bool:
+    """Return whether a check and all checks that need it passed in the previous run."""
+    dependents = [other for other in checks if other.needs == check.name]
+    return check in before and before[check].passed and all(was_fine(other, checks, before) for other in dependents)
 
 
 def select(checks: Sequence[Check], only: str) -> list[Check]:
@@ -239,8 +241,9 @@ def check_once(entries: Sequence[Module], options: argparse.Namespace, before: O
             continue
         report = check_module(entry, options, before=before)
         seconds = time.monotonic() - started
-        if unchanged := report.list_unchanged():
-            console.print(f"  {unchanged}", markup=False)
+        for line in report.list_unchanged():
+            console.print(f"  {line}", markup=False)
+        report.print_messages()
         before.update({outcome.check: outcome for outcome in report.outcomes})
         for tally in report.list_tallies():
             console.print(f"  {tally}", markup=False)
@@ -351,8 +354,9 @@ def run_next(options: argparse.Namespace) -> int:
         console.print(f"  check   brigade check {entry.number} --watch")
         console.print(f"  stuck?  brigade hint {entry.number}")
         if report:
-            console.print(f"\n  first failed check: {report.failed[0].check.title}")
-            console.print(Text(indent(render.format_with_prints(report.failed[0]))))
+            [message, *_] = render.list_messages(report.outcomes)
+            console.print(f"\n  {message.outcomes[0].check.number}  {message.outcomes[0].check.title}", markup=False)
+            console.print(Text(render.indent(str(message), 2)))
         return 1
     console.print(f"All {len(entries)} modules pass. `brigade submit` creates the zip file to hand in.", markup=False)
     console.print("The written questions are in assignments.md.")

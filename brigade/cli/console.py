@@ -19,11 +19,6 @@ class Terminal(Console):
 console = Terminal(highlight=False, soft_wrap=True)
 
 
-def indent(text: str, by: int = 9) -> str:
-    """Return the text with `by` spaces before each line."""
-    return "\n".join(" " * by + line for line in text.splitlines())
-
-
 def shorten(path: Path | None) -> str:
     """Return the path as the student would type it; "" for None."""
     if path is None:

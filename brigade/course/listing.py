@@ -15,7 +15,8 @@ class GradedCheck:
     """One graded check. Students read `title`, the first line of the check's docstring.
 
     `parts` is the heading above the check. It names the parts that the check needs, such as "Parts (b) to (d): shards".
-    If the checks of the module have no headings, `parts` is "".
+    If the checks of the module have no headings, `parts` is "". `place` is the check's position in its module, from 1.
+    `needs` is the name of an earlier check of the module: while that one fails, this one tells a student nothing new.
     """
 
     module: int
@@ -23,15 +24,24 @@ class GradedCheck:
     title: str
     points: int
     parts: str = ""
+    place: int = 1
+    needs: str = ""
+
+    @property
+    def number(self) -> str:
+        """The number by which messages name the check, such as "4.2"."""
+        return f"{self.module}.{self.place}"
 
 
 def list_checks(entry: Module, root: Path = ROOT) -> list[GradedCheck]:
     """Return the graded checks of a module of the course in `root`, in order."""
     checks, parts = [], ""
-    for node in list_check_functions(ast.parse((root / "tests" / entry.checks.name).read_text())):
+    nodes = list_check_functions(ast.parse((root / "tests" / entry.checks.name).read_text()))
+    for place, node in enumerate(nodes, 1):
         parts = read_mark(node, "parts") or parts  # a heading applies until the next one
         title = (ast.get_docstring(node) or node.name).splitlines()[0]
-        checks.append(GradedCheck(entry.number, node.name, title, read_mark(node, "points") or 0, parts))
+        points, needs = read_mark(node, "points") or 0, read_mark(node, "needs") or ""
+        checks.append(GradedCheck(entry.number, node.name, title, points, parts, place, needs))
     return checks
 
 

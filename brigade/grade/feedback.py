@@ -35,6 +35,14 @@ def list_modules(result: Mapping[str, Any]) -> list[tuple[str, list[Mapping[str,
     return modules
 
 
+def split_feedback(check: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the title of a check, followed by feedback of one line, and feedback that needs several lines."""
+    if check["status"] == "passed":
+        return check["title"], ""
+    title, text = f"{check['number']}  {check['title']}", check["feedback"]
+    return (title, text) if "\n" in text else (f"{title} → {text}", "")
+
+
 def format_instant(instant: str) -> str:
     """Return an instant such as "2026-01-31T12:00:00Z" in a readable form."""
     return instant.replace("T", " ").replace("Z", " UTC")
@@ -47,8 +55,9 @@ def format_text(result: Mapping[str, Any]) -> str:
         lines.append(heading)
         for check in checks:
             mark = "+" if check["status"] == "passed" else "-"
-            lines.append(f"  {mark} {check['score']}/{check['points']}  {check['title']}")
-            lines += [" " * 9 + line for line in check["feedback"].splitlines()]
+            title, text = split_feedback(check)
+            lines.append(f"  {mark} {check['score']}/{check['points']}  {title}")
+            lines += [" " * 9 + line for line in text.splitlines()]
         lines.append("")
     return "\n".join(lines)
 
@@ -60,8 +69,9 @@ def format_html(student: str, result: Mapping[str, Any]) -> str:
         lines += [f"<h2>{escape(heading)}</h2>", "<ul>"]
         for check in checks:
             kind, mark = ("passed", "+") if check["status"] == "passed" else ("failed", "&minus;")
-            text = f"<pre>{escape(check['feedback'])}</pre>" if check["feedback"] else ""
+            title, text = split_feedback(check)
+            more = f"<pre>{escape(text)}</pre>" if text else ""
             points = f"{mark} {check['score']}/{check['points']}"
-            lines.append(f'<li class="{kind}"><b>{points}</b><span>{escape(check["title"])}</span>{text}</li>')
+            lines.append(f'<li class="{kind}"><b>{points}</b><span>{escape(title)}</span>{more}</li>')
         lines.append("</ul>")
     return format_page(f"Feedback for {student}", STYLE, "\n".join(lines))

@@ -16,7 +16,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from brigade.checks import render
-from brigade.checks.verdict import Outcome, Verdict
+from brigade.checks.verdict import Verdict
 from brigade.course import written
 from brigade.course.modules import CourseError, get_module
 from brigade.grade import feedback
@@ -24,8 +24,7 @@ from brigade.grade.outcome import UNFINISHED, Grading
 from brigade.grade.static_look import HEADING, Finding
 from brigade.grade.visibility import VISIBLE, Visibility
 
-SCREEN_LINES, SCREEN_CHARACTERS = 40, 4_000  # of feedback for one check
-PRINTED_LINES, PRINTED_CHARACTERS = 10, 200  # lines per rank, and characters per line
+SCREEN_CHARACTERS = 4_000  # of feedback for one check
 
 # The fields of Classroom 50's result, and the environment variables in which its runner passes them.
 # https://github.com/foundation50/classroom50/blob/main/schemas/result-v1.schema.json
@@ -84,18 +83,16 @@ def list_remarks(grading: Grading) -> list[str]:
     return [*lines, *map(make_printable, grading.notes)]
 
 
-def format_feedback(outcome: Outcome) -> str:
-    """Return the feedback on a check for the student, at most one screen long."""
-    if outcome.passed:
-        return ""
-    if not outcome.verdict:
-        return UNFINISHED
-    text = str(outcome.verdict)
-    lines = [text[:SCREEN_CHARACTERS] + (" ..." if len(text) > SCREEN_CHARACTERS else "")]
-    lines += render.list_printed_lines(outcome, PRINTED_LINES, PRINTED_CHARACTERS)
-    lines = make_printable("\n".join(lines)).splitlines()
-    kept = "\n".join(lines[:SCREEN_LINES])[:SCREEN_CHARACTERS]
-    return kept if len(kept) == len("\n".join(lines)) else kept + " ..."
+def list_feedback(grading: Grading) -> dict[tuple[int, str], str]:
+    """Return the feedback on every check for the student, by module and name. At most one screen for each module."""
+    texts = {}
+    for number, outcomes in grading.modules():
+        explained = render.explain_each(outcomes)
+        for outcome in outcomes:
+            text = "" if outcome.passed else explained.get(outcome.check.name, UNFINISHED)
+            text = make_printable(text)
+            texts[number, outcome.check.name] = text[:SCREEN_CHARACTERS] + " ..." * (len(text) > SCREEN_CHARACTERS)
+    return texts
 
 
 def format_findings(findings: Sequence[Finding]) -> str:
@@ -116,6 +113,7 @@ def format_json(grading: Grading) -> str:
 
 def encode_grading(grading: Grading) -> dict[str, Any]:
     """Return the complete results of a grading run as a JSON-serializable dict."""
+    feedback_on = list_feedback(grading)
     return {
         "score": grading.score,
         "max_score": grading.max_score,
@@ -129,6 +127,7 @@ def encode_grading(grading: Grading) -> dict[str, Any]:
             {
                 "module": outcome.check.module,
                 "name": outcome.check.name,
+                "number": outcome.check.number,
                 "title": outcome.check.title,
                 "points": outcome.check.points,
                 "score": outcome.score,
@@ -136,7 +135,7 @@ def encode_grading(grading: Grading) -> dict[str, Any]:
                 "seconds": round(outcome.seconds, 3),
                 "prior_source": outcome.prior_source,
                 "verdict": outcome.verdict and encode_verdict(outcome.verdict),
-                "feedback": format_feedback(outcome),
+                "feedback": feedback_on[outcome.check.module, outcome.check.name],
             }
             for outcome in grading.outcomes
         ],
@@ -164,6 +163,7 @@ def format_gradescope(grading: Grading, visibility: Visibility | None = None) ->
     total.
     """
     visibility = visibility or {}
+    feedback_on = list_feedback(grading)
     shows_all = all(value == VISIBLE for value in visibility.values())
     tests = [
         {
@@ -171,14 +171,14 @@ def format_gradescope(grading: Grading, visibility: Visibility | None = None) ->
             "max_score": outcome.check.points,
             "status": "passed" if outcome.passed else "failed",
             "name": outcome.check.title,
-            "number": f"{outcome.check.module}.{place}",
-            "output": format_feedback(outcome),
+            "number": outcome.check.number,
+            "output": feedback_on[number, outcome.check.name],
             "output_format": "text",
             "tags": [f"module {outcome.check.module}", outcome.check.name],
             "visibility": visibility.get((number, outcome.check.name), VISIBLE),
         }
         for number, outcomes in grading.modules()
-        for place, outcome in enumerate(outcomes, 1)
+        for outcome in outcomes
     ]
     if findings := format_findings(grading.findings):
         # Gradescope shows a hidden test only to instructors. Because it has no points, it does not hide the total:
@@ -264,7 +264,7 @@ def read_classroom50_metadata(given: Mapping[str, str]) -> dict[str, Any]:
 
 def format_junit(grading: Grading) -> str:
     """Return JUnit XML with a suite for each module. Each suite's system-out contains the score and the remarks."""
-    heading = format_heading(grading)
+    heading, feedback_on = format_heading(grading), list_feedback(grading)
     top = ElementTree.Element("testsuites", name="Bucket Brigade", time=f"{grading.seconds:.3f}")
     for number, outcomes in grading.modules():
         package = get_module(number).package
@@ -284,7 +284,7 @@ def format_junit(grading: Grading) -> str:
             case = ElementTree.SubElement(suite, "testcase", classname=package, name=outcome.check.name, time=seconds)
             if not outcome.passed:
                 failure = ElementTree.SubElement(case, "failure", message=f"0 of {outcome.check.points} points")
-                failure.text = format_feedback(outcome)
+                failure.text = feedback_on[number, outcome.check.name]
         ElementTree.SubElement(suite, "system-out").text = heading
     ElementTree.indent(top)
     return ElementTree.tostring(top, encoding="utf-8", xml_declaration=True).decode() + "\n"

@@ -35,7 +35,7 @@ def run_jobs(jobs: dict[str, Any]) -> Iterator[dict[str, Any]]:
     conditions = Conditions(backend=jobs["backend"], share_gpu=jobs["share_gpu"], deadline_s=jobs["deadline_s"])
     for check in checks:
         outcome = run_check(check, "solutions", conditions)
-        text = "" if outcome.passed else render.format_with_prints(outcome)
+        text = "" if outcome.passed else render.format_message(outcome)
         yield {"name": check.name, "passed": outcome.passed, "seconds": outcome.seconds, "text": text}
     for number, name in jobs["mutants"]:
         entry, started = get_module(number), time.monotonic()

@@ -297,7 +297,7 @@ class Monitor:
     def _read_error(self, error: Any) -> RankError:
         return RankError(
             str(error["type"])[:MESSAGE_LIMIT],
-            remove_jargon(str(error["message"])[:MESSAGE_LIMIT]),
+            remove_jargon(str(error["message"])[:MESSAGE_LIMIT]).strip(),
             bool(error["own"]),
             [self._read_frame(*frame) for frame in error["frames"][-FRAMES_LIMIT:]],
         )

@@ -24,6 +24,7 @@ JARGON = (
     (r"\b(Strict|Recorded)Work\b", "Work"),
     (r"\b(Strict|Recording|EmulatedLink)Group\b", "ProcessGroup"),
     (r"(?m)^terminate called .*\n?", ""),
+    (r"(\[rank\d+\]:)?\[[IWEF]\d{4} [^\]]*\] ?", ""),  # the prefix of torch's log: rank, date, time, thread, line
     (
         r"(  what\(\):  )?\[enforce fail at [^\]]*\] ?op\.preamble\.length[^\n]*",
         OTHER_SIZE,
@@ -172,7 +173,7 @@ def _describe_rank_failure(
     how = "it closed its channel" if culprit.status is None else describe_exit(culprit.status)
     summary = f"rank {culprit.number} ended without a result ({how})"
     lines = [describe_state(state, progress, packages) for state in states]
-    return RankFailure("died", summary, lines, culprit.number)
+    return RankFailure("died", summary, lines, culprit.number, how)
 
 
 def find_culprit(states: Sequence[RankState]) -> RankState:

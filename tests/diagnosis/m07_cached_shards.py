@@ -6,8 +6,7 @@ from collections import Counter
 
 from brigade.checks.diagnose.evidence import find_leftover, join_names
 from brigade.checks.diagnose.exceptions import UNEQUAL_SHARDS
-from brigade.checks.diagnose.tensors import GENERAL
-from brigade.checks.verdict import CheckFailed
+from brigade.checks.verdict import GENERAL, CheckFailed
 
 WRONG_VIEW = (
     "a cached view does not refer to the right bucket or shard. It belongs to another buffer, bucket or rank, or its "

@@ -63,7 +63,7 @@ GRADESCOPE = make_object_schema(
             status={"enum": ["passed", "failed"]},
             name=LINE,
             number={"type": "string", "pattern": r"^\d\.\d+$"},
-            output=TEXT | {"maxLength": 4_004, "pattern": r"^([^\n]*\n){0,39}[^\n]*$"},
+            output=TEXT | {"maxLength": 4_004, "pattern": r"^([^\n]*\n){0,24}[^\n]*$"},
             output_format={"const": "text"},
             tags=some(LINE),
             visibility=SHOWN,
@@ -85,6 +85,7 @@ OWN = make_object_schema(
         make_object_schema(
             module=INTEGER,
             name=LINE,
+            number={"type": "string", "pattern": r"^\d\.\d+$"},
             title=LINE,
             points=INTEGER,
             score=INTEGER,
@@ -391,10 +392,7 @@ def test_points_are_what_the_checks_say(grade, submit):
     points, failed = scores(done.result)
     assert points == {1: 7, 2: 0} and failed == {"test_buffers_start_equal", *list_check_names(2)}
     told = {test["output"] for test in done.result["tests"] if test["number"].startswith("2.")}
-    assert told == {
-        "Expected:     module 2, part (a) is written\n"
-        "Got:          it is still the skeleton's `raise NotImplementedError`"
-    }
+    assert told == {"to do: module 2, part (a)"}
     assert read_validated(json.dumps(done.result), "gradescope") == (7, 16, False)
 
 
@@ -436,7 +434,7 @@ def test_missing_modules_and_broken_checks_count(grade, submit, monkeypatch):
     assert read_validated(json.dumps(done.result), "gradescope") == (0, 15, False)
     told = [test["output"] for test in done.result["tests"]]
     assert "module 1 is missing" in told[0] and "flat_ddp.py, line 1: invalid syntax" in told[1]
-    assert "could not examine what the ranks returned (ZeroDivisionError: in the check)" in told[2]
+    assert "fails with the reference solution, too (ZeroDivisionError: in the check). Please report it" in told[2]
 
 
 def test_seed_repeats_a_grading(grade, submit):
@@ -574,8 +572,8 @@ def test_a_module_that_is_slow_costs_itself_only(monkeypatch):
     state = simulated.grade()
     assert set(count_lost_points(state)) == {1} and simulated.now <= 480
     simulated = Simulated(monkeypatch, lambda *_: ("passed", 9.0))
-    [text] = {formats.format_feedback(outcome) for outcome in simulated.grade("own", total_s=64).list_outcomes(1)[1:]}
-    assert text == "This check was not run, because module 1 has used up its share of the time limit (8 s)."
+    [text] = {str(outcome.verdict) for outcome in simulated.grade("own", total_s=64).list_outcomes(1)[1:]}
+    assert text == "Not run: module 1 has used up its share of the time limit (8 s)."
 
 
 def test_a_deadlock_sends_later_modules_to_the_reference_and_stops_nothing(monkeypatch):
@@ -649,7 +647,7 @@ def test_a_real_endless_loop_in_module_1(grade, submit, monkeypatch):
     points, failed = scores(done.result)
     assert failed == set(list_check_names(1)) and points[1] == 0, done.result
     told = [test["output"] for test in done.result["tests"] if test["number"].startswith("1.")]
-    assert all("stopped after 8 s" in text for text in told[:2])
+    assert "stopped after 8 s" in told[0] and told[1] == "same cause as 1.1"
     assert all("module 1 was stopped: 2 of its checks did not finish" in text for text in told[2:])
     assert done.result["execution_time"] < 60
 
@@ -681,7 +679,7 @@ def test_feedback_fits_on_a_screen(grade, submit):
     [test] = done.result["tests"]
     lines = test["output"].splitlines()
     assert lines[0] == "Expected:     every rank finishes without an exception"
-    assert 24 <= len(lines) <= 40 and len(test["output"]) <= 4_010 and "\x1b" not in test["output"]
+    assert 20 <= len(lines) <= 25 and len(test["output"]) <= 4_010 and "\x1b" not in test["output"]
 
 
 def test_without_root_the_results_say_what_is_not_protected(grade, submit, monkeypatch):

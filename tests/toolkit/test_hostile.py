@@ -138,11 +138,7 @@ class Graded:
         self.seconds = time.monotonic() - self.started
 
     def failures(self) -> list[str]:
-        return (
-            [self.told]
-            if self.told
-            else [formats.format_feedback(outcome) for outcome in self.state.outcomes if not outcome.passed]
-        )
+        return [self.told] if self.told else [*formats.list_feedback(self.state).values()]
 
 
 def list_processes(uid: int) -> list[psutil.Process]:

@@ -232,8 +232,6 @@ HYPOTHESES: tuple[Callable[[Comparison], str], ...] = (
     mixed_entries,
     ranks_disagree,
 )
-# The causes of these hypotheses are vague, so a more specific cause replaces them.
-GENERAL = (early_read.__name__, ranks_disagree.__name__)
 
 
 def flatten_all(tensors: Iterable[Tensor | None]) -> Tensor:

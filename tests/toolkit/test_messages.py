@@ -1,0 +1,123 @@
+"""One mistake, one message: failed checks are grouped by cause, and a check whose need failed does not run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from brigade.checks import render
+from brigade.checks.collect import Check, collect, import_from_tests
+from brigade.checks.run import Conditions, run_checks
+from brigade.checks.verdict import CheckFailed, Location, Outcome, Verdict
+from brigade.course.listing import list_checks
+from brigade.course.modules import MODULES, ROOT
+from brigade.course.parts import Part
+
+PREFIX = "[rank{}]:[F1123 06:18:31.469391966 ProcessGroupGloo.cpp:1537] "
+
+
+def make_outcome(place: int, likely_cause: str = "", got: str = "entry 3 is 1, expected 2", **fields: Any) -> Outcome:
+    check = Check(4, f"test_{place}", f"Title {place}.", 1, "", place, function=lambda submission: None)
+    status = "not written" if "part" in fields else "failed"
+    return Outcome(check, status, Verdict("all is well", got, likely_cause, **fields), repeat="brigade check 4")
+
+
+def show(*outcomes: Outcome) -> list[str]:
+    return [str(message).partition("\n")[0] for message in render.list_messages(outcomes)]
+
+
+def test_causes_that_differ_in_numbers_are_one():
+    """Ranks, sizes, times and the parameter of a case do not make a new mistake. The complete message comes first."""
+    first = make_outcome(2, "rank 1 waits 3.5 s for 12 of 64 B of fc1.weight.", parameter="fc1.weight")
+    other = make_outcome(5, "rank 0 waits 10 s for 7 of 128 B of fc2.bias.", parameter="fc2.bias")
+    assert show(first, other) == ["Check 4.2 (and 4.5):"]
+    [message] = render.list_messages([first, other])
+    assert (
+        message.text.splitlines()[0] == "Expected:     all is well" and "Repeat:       brigade check 4" in message.text
+    )
+    assert render.explain_each([first, other])["test_5"] == "same cause as 4.2"
+
+
+def test_the_most_specific_cause_comes_first():
+    vague = make_outcome(1, "it depends.", hypothesis="usual for deadlock")
+    unknown, stated = make_outcome(2), make_outcome(3, "it is summed.")
+    other = make_outcome(4, "it is late.", got="one\ntwo")
+    unwritten = make_outcome(5, part=Part(4, "c"))
+    assert show(vague, unknown, stated, other, unwritten) == [
+        "Check 4.3:",
+        "Check 4.4: likely cause: it is late.",
+        "Check 4.5: to do: module 4, part (c)",
+        "Check 4.1 (and 4.2): first see 4.3",
+    ]
+    assert show(vague, unknown) == ["Check 4.1:", "Check 4.2: first see 4.1"]
+
+
+def test_exceptions_and_crashes_are_one_whatever_their_causes():
+    line = Location("a.py", 3, "finish")
+    raised = [
+        make_outcome(n, cause, ending="exception", error="RuntimeError", message=f"{n} vs. {n * 7}", location=line)
+        for n, cause in ((1, ""), (2, "the shard is empty."))
+    ]
+    assert show(*raised) == ["Check 4.2 (and 4.1):"]
+    killed = [make_outcome(n, f"cause {'ab'[n]}.", ending="died", error="killed by SIGSEGV") for n in range(2)]
+    assert show(*killed) == ["Check 4.0 (and 4.1):"]
+    assert len(show(*raised, replace(killed[0]))) == 2
+
+
+def test_a_module_never_takes_more_lines_than_a_screen():
+    outcomes = [
+        make_outcome(n, f"cause {chr(97 + n)}.", got="\n".join("line" * 9 for _ in range(40))) for n in range(17)
+    ]
+    messages = render.list_messages(outcomes)
+    assert len(outcomes) + sum(str(message).count("\n") + 1 for message in messages) <= render.MAX_LINES
+    assert "lines more)" in messages[0].text
+    assert len(render.list_messages(outcomes, shows_all=True)) == 17
+
+
+def test_printed_lines_are_shown_once():
+    outcome = make_outcome(1, got="Check failed: 3 == 4")
+    outcome.printed = ["hello\nCheck failed: 5 == 6", "hello", "other"]
+    assert render.list_printed_lines(outcome) == ["[ranks 0, 1] hello", "[rank 2] other"]
+
+
+@pytest.mark.parametrize("at_a_time", [1, 2])
+def test_a_check_whose_need_failed_does_not_run(at_a_time):
+    ran = []
+
+    def fail(submission):
+        ran.append("one")
+        raise CheckFailed(Verdict("a", "b"))
+
+    one = Check(1, "test_one", "One.", 1, "", 1, function=fail)
+    two = Check(1, "test_two", "Two.", 1, "", 2, "test_one", function=lambda submission: ran.append("two"))
+    three = Check(1, "test_three", "Three.", 1, "", 3, "test_two", function=lambda submission: ran.append("three"))
+    outcomes = list(run_checks([one, two, three], "solutions", Conditions(), at_a_time=at_a_time))
+    assert [str(outcome.verdict) for outcome in outcomes[1:]] == ["Not run: first 1.1.", "Not run: first 1.2."]
+    assert ran == ["one"]
+    assert list(run_checks([three], "solutions", Conditions()))[0].passed and ran == ["one", "three"]
+
+
+def test_a_check_needs_an_earlier_one():
+    for entry in MODULES:
+        names: list[str] = []
+        for check in list_checks(entry):
+            assert not check.needs or check.needs in names, f"{check.name} needs {check.needs}"
+            names.append(check.name)
+
+
+@pytest.mark.parametrize("entry", MODULES, ids=lambda entry: entry.package)
+def test_the_cause_is_told_on_one_screen(entry, tmp_path, request):
+    """Among the messages about all checks of a mutant is the cause that the mutant names."""
+    known = import_from_tests(f"mutants.{entry.package}")
+    [mutant] = [mutant for mutant in known.MUTANTS if mutant.name == known.SAMPLE[0]]
+    for other in MODULES[: MODULES.index(entry) + 1]:
+        text = (ROOT / "solutions" / other.path).read_text()
+        (tmp_path / other.path.name).write_text(mutant.apply(text) if other == entry else text)
+    conditions = Conditions(backend=request.config.option.backend)
+    outcomes = list(run_checks(collect([entry]), tmp_path, conditions, at_a_time=2))
+    messages = [str(message) for message in render.list_messages(outcomes)]
+    failed = sum(not outcome.passed for outcome in outcomes)
+    assert mutant.cause in " ".join(" ".join(messages).split())
+    assert failed + sum(message.count("\n") + 1 for message in messages) <= render.MAX_LINES
