@@ -209,6 +209,7 @@ def format_classroom50(grading: Grading, metadata: Mapping[str, Any]) -> str:
     """Return Classroom 50's result.json. `metadata` comes from `read_classroom50_metadata`."""
     now = datetime.now(timezone.utc).strftime(INSTANT)
     open_end = "" if grading.finished else f" ({UNFINISHED})"
+    feedback_on = list_feedback(grading)
     result = {
         "schema": "classroom50/result/v1",
         "datetime": now,  # when it was submitted; Classroom 50's runner replaces it with the time of the commit
@@ -218,11 +219,11 @@ def format_classroom50(grading: Grading, metadata: Mapping[str, Any]) -> str:
         "max-score": grading.max_score,
         "tests": [
             {
-                "test-name": f"{outcome.check.module}. {outcome.check.title}" + ("" if outcome.passed else open_end),
+                "test-name": f"{outcome.check.number}  {outcome.check.title}" + ("" if outcome.passed else open_end),
                 "passed": outcome.passed,
                 "score": outcome.score,
                 "max-score": outcome.check.points,
-                **({} if outcome.passed else {"output": format_feedback(outcome)}),
+                **({} if outcome.passed else {"output": feedback_on[outcome.check.module, outcome.check.name]}),
             }
             for outcome in grading.outcomes
         ],
@@ -283,7 +284,9 @@ def format_junit(grading: Grading) -> str:
             seconds = f"{outcome.seconds:.3f}"
             case = ElementTree.SubElement(suite, "testcase", classname=package, name=outcome.check.name, time=seconds)
             if not outcome.passed:
-                failure = ElementTree.SubElement(case, "failure", message=f"0 of {outcome.check.points} points")
+                failure = ElementTree.SubElement(
+                    case, "failure", message=f"{outcome.check.number}: 0 of {outcome.check.points} points"
+                )
                 failure.text = feedback_on[number, outcome.check.name]
         ElementTree.SubElement(suite, "system-out").text = heading
     ElementTree.indent(top)
