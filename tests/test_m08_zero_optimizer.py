@@ -293,7 +293,7 @@ def test_zero_equals_unsharded(submission):
         why = partial(diagnosis.suspect_shards, case, recipe, is_moving, weights, layout)
         expect_trained(what, results, compute_weights(case, recipe), case.start(), why, ranks=case.group)
         require_shared_state([results[rank] for rank in case.group], case, name)
-    [world] = submission.worlds(2)
+    [world] = submission.worlds(3)
     results = submission.run(
         m08_zero.collect_refusals, submission.case("Plain", world).make_jobs(**ZERO), world_size=world
     )
@@ -310,7 +310,7 @@ def test_zero_equals_unsharded(submission):
 
 @pytest.mark.points(2)
 def test_zero_state_is_shared(submission):
-    """On each rank, each moment and the fp32 main parameters have at most 1/N of the buckets' elements."""
+    """Moments and main parameters have at most 1/N of the buckets' elements on a rank. No fp32 gradients are kept."""
     names = submission.rng.sample(list(OPTIMIZERS), 3)
     for world, model, name in zip(submission.worlds(2, 3, 4), ("Plain", "Frozen", "Tied"), names):
         dtype = torch.bfloat16 if world == 4 else torch.float32
@@ -341,6 +341,13 @@ def test_zero_state_is_shared(submission):
                 f"the fp32 main parameters take at most {bound} bytes on each of {world} ranks",
                 f"optimizer.optim has {masters} bytes of fp32 parameters",
                 diagnosis.WHOLE_MASTERS,
+                rank=rank,
+            )
+            expect(
+                dtype != torch.bfloat16 or not result["grad_bytes"],
+                "after a step, no fp32 copies of the gradients are left",
+                f"the parameters of optimizer.optim have gradients of {result['grad_bytes']} bytes outside the buffers",
+                diagnosis.GRADIENTS_KEPT,
                 rank=rank,
             )
         total = sum(result["state_bytes"] for result in results)
@@ -477,6 +484,14 @@ def test_zero_clipping(submission):
                 diagnosis.ONE_SHARD,
                 rank=rank,
             )
+            finite = [name for name, weight in result["weights"].items() if weight.isfinite().any()]
+            expect(
+                not math.isnan(value) or not finite,
+                "if the norm is NaN, clip_grad_norm_ makes all gradients NaN, and the step all weights",
+                f"{join_names(finite)} have finite entries after the step",
+                diagnosis.NAN_NOT_SCALED,
+                rank=rank,
+            )
 
 
 @pytest.mark.parts("8b, parts (i) and (j): checkpoints")
@@ -527,7 +542,7 @@ def test_zero_checkpoints(submission):
 
 @pytest.mark.points(1)
 def test_zero_masters(submission):
-    """16-bit weights equal the rounded fp32 main parameters, even after tiny steps. Checkpoints keep fp32 values."""
+    """16-bit weights equal the rounded fp32 main parameters, which checkpoints save. Plain checkpoints load too."""
     generator = torch.Generator().manual_seed(submission.rng.randrange(2**31))
     dtypes = (torch.bfloat16, torch.float16, torch.float32, torch.bfloat16)
     sizes = submission.rng.sample(range(60, 400), 4)
@@ -559,19 +574,31 @@ def test_zero_masters(submission):
     exact = {torch.bfloat16: GAP / 8, torch.float16: GAP / 64, torch.float32: 1e-5}
     what = "after 5 small steps of Adam, the weights equal the rounded fp32 main parameters"
     expect_trained(what, saved, round_like(masters, start), start, tolerance=exact)
-    jobs = make_dots_jobs(
-        recipe, saved[0]["weights"], inputs[:after], grad_dtype=torch.float32, load=saved[0]["state_dict"]
-    )
+    rounded, state_dict = saved[0]["weights"], saved[0]["state_dict"]
+    plain = {key: state_dict[key] for key in ("state", "param_groups")}
+    make = partial(make_dots_jobs, recipe, inputs=inputs[:after], grad_dtype=torch.float32)
+    jobs_per_call = [
+        make(rounded, load=state_dict),
+        make(start, load=plain, late_weights=list(rounded.values())),
+    ]
     with diagnosis.suspect_misfitting_moments():
-        results = submission.run(m08_zero.train_dots, jobs, world_size=after)
+        results, without = submission.run_each(m08_zero.train_dots, jobs_per_call)
     expect_trained(
         f"after loading the state_dict of {before} ranks, 5 steps on {after} ranks start from its main parameters",
         results,
         compute_dots_weights(recipe, masters, inputs, state, start),
-        saved[0]["weights"],
-        partial(diagnosis.suspect_rounded_masters, recipe, masters, start, inputs, state, saved[0]["state_dict"]),
+        rounded,
+        partial(diagnosis.suspect_rounded_masters, recipe, masters, start, inputs, state, state_dict),
         tolerance=exact,
         otherwise=diagnosis.MASTERS_NOT_COVERED,
+    )
+    expect_trained(
+        "after loading a state_dict without masters, 5 steps start from the weights at the time of the call",
+        without,
+        compute_dots_weights(recipe, widen(rounded), inputs, state, start),
+        rounded,
+        tolerance=exact,
+        otherwise=diagnosis.MASTERS_NOT_FROM_WEIGHTS,
     )
 
 

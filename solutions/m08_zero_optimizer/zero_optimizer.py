@@ -13,6 +13,9 @@ Both optimizers take a step in three phases. There are N ranks, and a bucket has
 With P parameters in fp32, Adam keeps 8 P / N bytes of state per rank instead of 8 P. `ZeroOptimizer` adds padding and,
 for 16-bit weights, 4 P / N bytes of fp32 main parameters ("masters" in checkpoints). `ShardedOptimizer` adds at most
 the state of the largest parameter.
+
+Later modules use `is_elementwise`, `ParamShard` (`param`, `buffer_slice`, `shard`, `is_master`) and `ZeroOptimizer`
+(`ddp`, `positions`, `param_shards`, `prepare_grads`, `start_sharing`, `share_weights`).
 """
 
 from __future__ import annotations
@@ -72,7 +75,10 @@ class OuterOptimizer(Optimizer):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale the averaged gradients to a global 2-norm of at most `max_norm`. Return the old norm in fp64."""
+        """Scale the averaged gradients to a global 2-norm of at most `max_norm`. Return the old norm in fp64.
+
+        If the norm is NaN, all gradients become NaN.
+        """
         grads = self.prepare_grads()
         # Use the factor of torch.nn.utils.clip_grad_norm_: max_norm / (norm + 1e-6), but at most 1.
         ### BEGIN SOLUTION part (e)
@@ -186,6 +192,8 @@ class ParamShard:
         self.param_slice, self.buffer_slice = slice(start - param_start, end - param_start), slice(start, end)
         ### END SOLUTION
         weights = buffer.param_data[self.buffer_slice]
+        if len(self.param.flatten()[self.param_slice]) != len(weights):
+            raise ValueError("param_slice and buffer_slice differ in length. A negative stop counts from the end")
         self.is_master = weights.itemsize < 4
         self.shard = nn.Parameter(weights.float() if self.is_master else weights)
 
@@ -212,8 +220,8 @@ class ZeroOptimizer(OuterOptimizer):
 
     Raise ValueError if the optimizer is not elementwise. Without `param_groups`, there is one parameter group with all
     parameters. The constructor turns off `ddp.gather_grads`. Call `ddp.finish_grad_sync()` before `clip_grad_norm_` and
-    `step`. Load weights before you construct the optimizer, because the constructor copies the fp32 main parameters
-    from them.
+    `step`, once, with no backward in between. Load weights before you construct the optimizer, because the constructor
+    copies the fp32 main parameters from them.
     """
 
     def __init__(self, ddp: CoalescedDDP, optimizer_cls: type[Optimizer], param_groups: Params = None, **defaults):
@@ -249,7 +257,7 @@ class ZeroOptimizer(OuterOptimizer):
         return [part.buffer.grad_data[part.buffer_slice] for part in self.param_shards.values()]
 
     def start_sharing(self) -> None:
-        """Copy the rounded main parameters into the buffers, then start the all-gathers of the weights."""
+        """Drop used gradients, copy rounded main parameters into the buffers, and start the all-gathers."""
         ### BEGIN SOLUTION part (h)
         for part in self.param_shards.values():
             part.shard.grad = None
@@ -279,7 +287,10 @@ class ZeroOptimizer(OuterOptimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict saved on any number of ranks or by a plain optimizer. Masters default to the weights."""
+        """Load a state dict saved on any number of ranks or by a plain optimizer.
+
+        Main parameters that it does not contain start from the current weights.
+        """
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         # The inner optimizer numbers the shards from 0, in the same order.
         ### BEGIN SOLUTION part (j)

@@ -182,6 +182,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.optim.step()
             for run in self._all_runs():
                 run.spread(run.flat.detach(), run.buffer.param_data)
+                run.flat.grad = None
         self.ddp.start_param_sync()
         self.ddp.finish_param_sync()
         return loss

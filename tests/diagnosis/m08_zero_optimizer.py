@@ -61,6 +61,11 @@ ONE_SHARD = (
     "only one rank's shard contains this value, and the value is lost before or while the ranks add their sums of "
     "squares."
 )
+NAN_NOT_SCALED = (
+    "gradients keep their values, because a comparison with NaN is False. With a factor of NaN, min(1.0, factor) is "
+    "1.0, and factor < 1 is False. clamp keeps NaN."
+)
+GRADIENTS_KEPT = "start_sharing does not set shard.grad to None, so each rank keeps an fp32 copy of its gradients."
 NOT_COVERED = (
     "a rank does not load the part of each moment that belongs to its own shards. These parts change with the number "
     "of ranks."
@@ -72,6 +77,10 @@ MISFITTING_MOMENTS = (
 MASTERS_NOT_COVERED = (
     "a rank does not load the part of each main parameter that belongs to its own shards. These parts change with the "
     "number of ranks."
+)
+MASTERS_NOT_FROM_WEIGHTS = (
+    "the checkpoint has no main parameters, and they are not taken from the weights that the model has when "
+    "load_state_dict is called."
 )
 LOST_STATE = "a rank that has no part of a parameter does not receive the parameter's state from the other ranks."
 

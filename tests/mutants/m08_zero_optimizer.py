@@ -417,7 +417,7 @@ START_AND_FINISH = GATHER.replace("()\n", "()\n" + BETWEEN, 1)  # as the referen
 LOCAL_GRADS = "        return [part.buffer.grad_data[part.buffer_slice] for part in self.param_shards.values()]\n"
 SHARE_WEIGHTS = (
     "\n    def start_sharing(self) -> None:\n"
-    '        """Copy the rounded main parameters into the buffers, then start the all-gathers of the weights."""\n'
+    '        """Drop used gradients, copy rounded main parameters into the buffers, and start the all-gathers."""\n'
     "        ### BEGIN SOLUTION part (h)\n"
     "        for part in self.param_shards.values():\n"
     "            part.shard.grad = None\n"
@@ -476,8 +476,8 @@ ZERO = [
         "the slices of an empty overlap not empty",
         OVERLAP,
         OVERLAP.replace("max(start, min(param_end, shard_start + length))", "min(param_end, shard_start + length)"),
-        ("test_zero_checkpoints",),
-        "do not have the shapes of the shards",
+        ("test_zero_equals_unsharded", "test_zero_checkpoints"),
+        "A negative stop counts from the end",
     ),
     Mutant(
         "weights not gathered",
@@ -565,6 +565,13 @@ ZERO = [
         "gradients are gathered too",
     ),
     Mutant(
+        "fp32 gradients kept between steps",
+        "            part.shard.grad = None\n",
+        "",
+        ("test_zero_state_is_shared",),
+        "start_sharing does not set shard.grad to None",
+    ),
+    Mutant(
         "options never copied",
         OPTIONS,
         "pass\n",
@@ -647,6 +654,13 @@ ZERO = [
         "",
         ("test_zero_clipping",),
         "below max_norm are scaled up",
+    ),
+    Mutant(
+        "a NaN factor replaced by 1",
+        "(max_norm / (norm + 1e-6)).clamp(max=1.0)",
+        "min(1.0, max_norm / (norm + 1e-6))",
+        ("test_zero_clipping",),
+        "a comparison with NaN is False",
     ),
     Mutant(
         "NaN counts as zero",
@@ -750,6 +764,19 @@ ZERO = [
         LOAD_MASTERS.replace("masters.get(index, part.param)", "part.param"),
         ("test_zero_masters",),
         "load_state_dict must load them",
+    ),
+    Mutant(
+        "a checkpoint without masters not accepted",
+        LOAD_MASTERS,
+        LOAD_MASTERS.replace("masters.get(index, part.param)", "masters[index]"),
+        ("test_zero_masters",),
+    ),
+    Mutant(
+        "masters kept if the checkpoint has none",
+        LOAD_MASTERS,
+        "part.shard.copy_(part.cut(masters[index]) if masters else part.shard)",
+        ("test_zero_masters",),
+        "they are not taken from the weights",
     ),
     Mutant(
         "masters cut where another rank's shard is",

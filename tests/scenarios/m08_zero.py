@@ -166,8 +166,14 @@ def train_dots(job: dict) -> dict:
 
 
 def train_wrapped(job: dict, ddp: nn.Module, model: nn.Module, gradients: Callable[[int], float]) -> dict:
-    """Make the optimizer, take all steps, and return the values that a check compares."""
+    """Make the optimizer, take all steps, and return the values that a check compares.
+
+    job["late_weights"] replace the weights after the optimizer is made, before it loads job["load"].
+    """
     optimizer = make_zero_optimizer(job, ddp, model)
+    with torch.no_grad():
+        for parameter, weight in zip(model.parameters(), job.get("late_weights", [])):
+            parameter.copy_(weight)
     if "load" in job:
         optimizer.load_state_dict(move_state_to_device(job["load"]))
     outcome = take_steps(
@@ -186,6 +192,7 @@ def train_wrapped(job: dict, ddp: nn.Module, model: nn.Module, gradients: Callab
         "groups": [[names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups],
         "state_bytes": None if inner is None else count_state_bytes(inner.state),
         "inner_bytes": None if inner is None else count_bytes_by_dtype(inner.param_groups),
+        "grad_bytes": 0 if inner is None else count_gradient_bytes(inner.param_groups, ddp),
         "state_dict": optimizer.state_dict() if job.get("save") else None,
     }
 
@@ -215,8 +222,20 @@ def count_bytes_by_dtype(param_groups: list[dict]) -> dict[str, int]:
     return totals
 
 
+def count_gradient_bytes(param_groups: list[dict], ddp: nn.Module) -> int:
+    """Return the bytes of the gradients of these groups that are not views of the wrapper's buffers."""
+    buffers = {buffer.grad_data.untyped_storage().data_ptr() for buffer in ddp.grad_buffers}
+    gradients = [p.grad for group in param_groups for p in group["params"] if p.grad is not None]
+    return sum(grad.nbytes for grad in gradients if grad.untyped_storage().data_ptr() not in buffers)
+
+
 def collect_refusals(job: dict) -> list[str | None]:
-    """Return what ZeroOptimizer raises for each optimizer that is not elementwise, as text; None if it accepts it."""
+    """Return what ZeroOptimizer raises for each optimizer that is not elementwise, as text; None if it accepts it.
+
+    First construct one for SGD. On 3 ranks, rank 0's shard ends 64 elements before a parameter of 100 elements.
+    """
+    model = Dots([torch.ones(numel, device=device()) for numel in (100, 10, 10, 10)])
+    student("m08_zero_optimizer", "ZeroOptimizer")(wrap(job, model), torch.optim.SGD, lr=0.01)
     answers: list[str | None] = []
     for optimizer_cls in (torch.optim.Adafactor, LARS, torch.optim.LBFGS):
         ddp = wrap(job, build(job))

@@ -89,14 +89,6 @@ def test_a_new_gradient_of_another_dtype_or_shape():
     assert "must have its parameter's shape" in cause("RuntimeError", shape, ["p.grad = piece"])
 
 
-def test_an_empty_overlap_whose_slice_is_not_empty():
-    message = "The expanded size of the tensor (220) must match the existing size (0) at non-singleton dimension 0."
-    frames = [("f.py", 1, "all_gather_full", "full[self.param_slice] = part")]
-    failure = RankFailure("exception", "", [], 0, "RuntimeError", message=message, frames=frames)
-    failure.own = True
-    assert "counts from the end" in explain_exception(failure, {})[0]
-
-
 def test_an_outer_optimizer_without_defaults():
     text = (
         "class Outer(torch.optim.Optimizer):\n    def __init__(self, params):\n        super().__init__(params, {})\n"

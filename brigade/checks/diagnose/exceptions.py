@@ -25,10 +25,6 @@ MAIN_GRAD_AS_GRAD = (
     "main_grad and its parameter have different dtypes, so main_grad cannot be p.grad. Only finish_accumulation sets "
     "p.grad, to a rounded copy. Forward must not attach views."
 )
-EMPTY_OVERLAP = (
-    "a param_slice is not empty, but the shard contains no elements of the parameter. If the two ranges do not "
-    "overlap, both slices must be empty. A negative stop counts from the end."
-)
 GATHERED_EARLY = (
     "a group is gathered before its reduce-scatter is launched. If gradients become ready in another order, half of "
     "the next group can be ready earlier. Only groups before queue.next_to_launch are launched."
@@ -117,11 +113,6 @@ def explain_assigned_gradient(failure: RankFailure, sources: Sources) -> str:
     return "p.grad must have its parameter's shape. Copy the piece of the flat tensor into p.grad instead."
 
 
-def explain_empty_overlap(failure: RankFailure, sources: Sources) -> str:
-    function = failure.frames[-1][2] if failure.frames else ""
-    return EMPTY_OVERLAP if function == "all_gather_full" else ""
-
-
 def explain_missing_option(failure: RankFailure, sources: Sources) -> str:
     """Name the line that constructs the outer optimizer without the inner optimizer's options."""
     line = next((f" ({line})" for line in find_optimizer_calls(sources)), "")
@@ -199,7 +190,6 @@ SYMPTOMS = [
     Symptom("no return", "", "NoneType", explain_no_return),
     Symptom("unequal shards", "", UNEQUAL_SHARDS, explain_unequal_shards),
     Symptom("no gradient", "", NO_ATTRIBUTE, explain_no_gradient),
-    Symptom("empty overlap", "RuntimeError", r"must match the existing size \(0\)", explain_empty_overlap),
     Symptom("world rank", "IndexError", "", explain_world_rank),
     Symptom("last bucket", "IndexError", "", explain_last_bucket),
     Symptom("left over", "", "", explain_leftover),
