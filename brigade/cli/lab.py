@@ -384,10 +384,15 @@ def run_trace(options: argparse.Namespace) -> int:
     timeline_view.save_html(timelines, files["html"])
     for shown in timelines:
         console.print(f"{shown.label}: a step of {shown.lengths}, {shown.count}")
+        if shown.doubt:
+            console.print(f"  Do not trust this timeline: {shown.doubt}. Repeat it while no other program runs.")
         if num_unwaited := sum(collective.waited_ms is None for collective in shown.launched):
             missed = describe_missed(num_unwaited, len(shown.launched), "collective", "the")
             console.print(f"  Across all ranks, the code does not wait for {missed}")
     console.print(timelines[0].link_text)
+    console.print(
+        "Numbers in blocks are those of parameters, buckets or units, if the code launches what ours launches."
+    )
     console.print(f"{shorten(files['png'])}  the picture", markup=False)
     console.print(f"{shorten(files['html'])}  the timeline as an interactive page", markup=False)
     console.print(f"{shorten(files['json'])}  for https://ui.perfetto.dev or chrome://tracing", markup=False)

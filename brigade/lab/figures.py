@@ -35,8 +35,12 @@ def main() -> int:
 
 
 def draw_figures(number: str | None = None, only_computed: bool = False) -> int:
-    """Draw the pictures of one module, or of all modules. Raise CourseError if there is no such module."""
+    """Draw the pictures of one module, or of all modules. Raise CourseError if there is no such module.
+
+    Return 1 if a timeline was not written because it cannot be trusted.
+    """
     entries = [get_module(number)] if number else MODULES
+    status = 0
     for entry in entries:
         if entry.number in DIAGRAMS:
             name, draw_diagram = DIAGRAMS[entry.number]
@@ -53,6 +57,10 @@ def draw_figures(number: str | None = None, only_computed: bool = False) -> int:
         for name, make in kinds.items():
             path = entry.lesson / f"{name}.png"
             timelines = make(variants)
+            if doubts := [f"{line.label}: {line.doubt}" for line in timelines if line.doubt]:
+                status = 1
+                print(f"{path.relative_to(ROOT)} not written, because the machine was busy ({'; '.join(doubts)})")
+                continue
             draw(timelines, path, titles)
             print(f"{path.relative_to(ROOT)} written: {describe_lengths(timelines)}")
         if "CachedDDP" in entry.public and not only_computed:
@@ -63,7 +71,7 @@ def draw_figures(number: str | None = None, only_computed: bool = False) -> int:
             path = entry.lesson / "memory.png"
             memory_over_step.draw(memory_over_step.measure(variants), path)
             print(f"{path.relative_to(ROOT)} written")
-    return 0
+    return status
 
 
 def list_compared(entry: Module) -> list[Module]:

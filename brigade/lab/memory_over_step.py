@@ -110,9 +110,16 @@ def draw(curves: Sequence[Curve], path: Path) -> None:
         for place, (before, phase) in enumerate(zip(curve.phases, curve.phases[1:]), 1):
             if phase != before:
                 axes.axvline(place, color="#333333", linestyle=":", lw=1)
-        for phase in ("forward", "backward"):
-            first = curve.phases.index(phase)
-            axes.annotate(phase, (first, 1), (3, -2), ("data", "axes fraction"), "offset points", va="top", fontsize=9)
+        for phase in dict.fromkeys(curve.phases):
+            first, is_short = curve.phases.index(phase), phase in ("finish", "step")
+            offset, angle = ((-2, -2), 90) if is_short else ((3, -2), 0)  # short phases have their labels on the left
+            place = {
+                "va": "top",
+                "ha": "right" if is_short else "left",
+                "rotation": angle,
+                "fontsize": 8 if is_short else 9,
+            }
+            axes.annotate(phase, (first, 1), offset, ("data", "axes fraction"), "offset points", **place)
         axes.set_title(
             f"{curve.label}: at most {curve.peak / 1e6:.1f} MB, {curve.between_steps / 1e6:.1f} MB between steps",
             loc="left",

@@ -12,7 +12,10 @@ machine. Ranks compute on the CPU, because on a GPU, the events show when work w
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,20 +29,26 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from brigade.checks.tiny_lm import Size
+from brigade.course.modules import CourseError
 from brigade.course.submission import Sources
 from brigade.events import Launch, launches
+from brigade.lab import schedules
 from brigade.lab.ladder import (
     COMPUTATION,
     EMULATED,
     PHASES,
     Variant,
     Workload,
+    compute_quartiles,
     find_step_number,
     make_measurement,
     read_reference,
     run_variants,
 )
+from brigade.lab.plan import find_units, make_model
+from brigade.lab.plan_config import OPTIMIZERS, Machine, Setting
 from brigade.lab.plots import COLOURS, NAMES
+from brigade.lab.schedules import get_rule, make_program
 from brigade.rank.emulated_link import Link
 
 # A model with few but large parameters, so that the collectives are visible.
@@ -63,6 +72,8 @@ WAITING = {"facecolor": "#ffffff", "edgecolor": "#999999", "hatch": "////"}
 COPYING = {"facecolor": COLOURS["copy"], "edgecolor": "#555555"}
 EXPOSED = ("wait", "finish", "copy")  # kinds of spans that one process would not need
 GAP_S = 1e-4  # shorter waits are ignored
+MAX_SPREAD = 0.25  # of the step time, between its quartiles, relative to the median
+MAX_LATE = 0.1  # of the step time, by which a recorded end may be later than the link's
 EXPOSED_COLOUR = "#d55e00"
 LATENCY_COLOUR = "#6b4a00"
 BACKWARD_END = {"color": "black", "marker": "", "linestyle": "--", "linewidth": 1.2}
@@ -93,8 +104,8 @@ class Collective:
 
     An emulated link carries one collective at a time, so `start_ms` is later than the launch if another rank launched
     later or if the link was busy. If the end was not recorded, `end_ms` is the end of the step. The rank waited for the
-    collective until `waited_ms`; None means that it never waited. `number` counts the earlier launches of `op` in the
-    step, and `parts` counts the tensors in a coalesced launch. `name` is the parameter's name, if the launch is on a
+    collective until `waited_ms`; None means that it never waited. `number` is the one that `number_launches` gives, and
+    `parts` counts the tensors in a coalesced launch. `name` is the parameter's name, if the launch is on a
     single parameter. Collectives that overlap have different values of `row`, starting at 0. `line` is the line of the
     wrapper that launched the collective, if it is known. `label` is the text of the collective in the picture, in which
     the first `latency_ms` are dark.
@@ -135,7 +146,8 @@ class Timeline:
     """One step of one variant: the step that has the median length of all timed steps.
 
     `exposed_ms` is the time by which communication lengthens a step (median over the timed rounds). `link` is the
-    emulated link, and `backward_ms` is the time of backward alone. A schematic (`schematic.py`) has one rank, which
+    emulated link, and `backward_ms` is the time of backward alone. `doubt` says why the picture may be wrong, or is
+    empty. A schematic (`schematic.py`) has one rank, which
     stands for all. Its `memory` contains a span for each period in which the memory that its label names is allocated.
     """
 
@@ -147,6 +159,7 @@ class Timeline:
     link: Link | None
     backward_ms: float
     memory: Sequence[Span] = ()
+    doubt: str = ""
 
     @property
     def end_ms(self) -> float:
@@ -161,7 +174,8 @@ class Timeline:
     @property
     def lengths(self) -> str:
         """The length of the step as text, such as: 131 ms, 44 ms exposed"""
-        return f"{self.end_ms:.0f} ms, {max(0.0, self.exposed_ms):.0f} ms exposed"
+        warning = " (unreliable: the machine was busy)" if self.doubt else ""
+        return f"{self.end_ms:.0f} ms, {max(0.0, self.exposed_ms):.0f} ms exposed{warning}"
 
     @property
     def memory_lanes(self) -> list[str]:
@@ -233,12 +247,85 @@ def trace(
                 if launch.wait_end is not None and launch.wait_start < times[-1]  # module 9 waits in the next step
             ]
             spans += [Span(rank, "wait", 1e3 * (a - zero), 1e3 * (b - zero)) for a, b in merge_intervals(waits)]
-            launched += make_collectives(rank, rank_launches, zero, bool(link))
-        exposed_ms = median(measurement.compute_exposed_ms(alone))
-        timelines.append(
-            Timeline(variant.label, world_size, spans, launched, exposed_ms, link, 1e3 * results[0]["backward_s"])
+            numbers = number_launches(rank_launches, *plan_launches(variant, workload, world_size))
+            launched += make_collectives(rank, rank_launches, numbers, zero, bool(link))
+        line = Timeline(
+            variant.label,
+            world_size,
+            spans,
+            launched,
+            median(measurement.compute_exposed_ms(alone)),
+            link,
+            1e3 * results[0]["backward_s"],
         )
+        timelines.append(replace(line, doubt=find_doubt(line, lengths)))
     return timelines
+
+
+def find_doubt(timeline: Timeline, lengths_ms: Sequence[float]) -> str:
+    """Return why a timeline may contradict what it should show, or "". `lengths_ms` are the lengths of all steps.
+
+    On a busy machine, ranks get the processor late: the lengths of the steps vary, and a rank notices the end of a
+    collective long after it left the emulated link.
+    """
+    lower, upper = compute_quartiles(lengths_ms)
+    if upper - lower > MAX_SPREAD * median(lengths_ms):
+        return f"the quartiles of the step time are {lower:.0f} and {upper:.0f} ms"
+    late_ms = compute_latest_end_ms(timeline)
+    if late_ms > MAX_LATE * timeline.end_ms:
+        return f"a collective ended {late_ms:.0f} ms later than on the emulated link"
+    return ""
+
+
+def compute_latest_end_ms(timeline: Timeline) -> float:
+    """Return by how much any recorded end of a collective is later than its end on the emulated link.
+
+    The link carries one collective at a time, and starts it when the last rank has launched it.
+    """
+    free_ms = late_ms = 0.0
+    for same in zip(*map(timeline.get_collectives, range(timeline.world_size))) if timeline.link else ():
+        free_ms = max(free_ms, *(one.launched_ms for one in same))
+        free_ms += 1e3 * timeline.link.seconds(same[0].op, same[0].nbytes, timeline.world_size)
+        late_ms = max(late_ms, *(one.end_ms - free_ms for one in same))
+    return late_ms
+
+
+def number_launches(launched: Sequence[Launch], planned: Sequence[schedules.Launch], by_unit: bool) -> list[int]:
+    """Return the number of what each launch carries, so that a bucket has the same number in all its collectives.
+
+    If every launch carries one parameter, this is the parameter's index, as in the schematics. Otherwise, buckets are
+    numbered in the order of backward, and units in the order of forward, from 0 for the root. If the launches are not
+    the planned ones, return how many earlier launches have the same operation.
+    """
+    counters = defaultdict(itertools.count)
+    counts = [next(counters[one.op]) for one in launched]
+    plans = {op: [one for one in planned if one.op == op] for op in counters}
+    matches = [plans[one.op][count % len(plans[one.op])] for one, count in zip(launched, counts) if plans[one.op]]
+    if [one.nbytes for one in launched] != [one.nbytes for one in matches] or len(matches) < len(planned):
+        return counts
+    carried = [tuple(sorted(one.param_indices)) for one in matches]
+    different = set(carried)
+    if len(set().union(*different)) < sum(map(len, different)):  # buckets in one collective, parameters in another
+        return counts
+    has_buckets = any(len(one) > 1 for one in different) and not by_unit
+    order = sorted(different, reverse=has_buckets)
+    return [order.index(one) for one in carried]
+
+
+def plan_launches(variant: Variant, workload: Workload, world_size: int) -> tuple[list[schedules.Launch], bool]:
+    """Return the launches of a variant according to its rule in `schedules.py`, and whether they carry units.
+
+    The list is empty if there is no rule, or if it needs a function that is not written yet.
+    """
+    model = make_model(workload.size)
+    parameters = list(model.parameters())
+    machine = Machine(1.0, (1.0,) * len(parameters), math.inf, math.inf)  # the launches do not depend on times
+    bucket_mb = workload.bucket_mb if variant.bucket_mb is None else variant.bucket_mb
+    setting = Setting(parameters, world_size, bucket_mb, OPTIMIZERS["sgd"], machine, find_units(model))
+    try:
+        return make_program(variant, setting).launches, get_rule(variant).state == "units"
+    except (KeyError, CourseError):
+        return [], False
 
 
 def merge_intervals(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -252,12 +339,13 @@ def merge_intervals(intervals: list[tuple[float, float]]) -> list[tuple[float, f
     return [(start, end) for start, end in merged if end - start > GAP_S]
 
 
-def make_collectives(rank: int, launched: Sequence[Launch], zero: float, one_at_a_time: bool) -> list[Collective]:
+def make_collectives(
+    rank: int, launched: Sequence[Launch], numbers: Sequence[int], zero: float, one_at_a_time: bool
+) -> list[Collective]:
     """Return the collectives of one rank's step. Times in seconds become milliseconds since `zero`."""
-    numbers: dict[str, int] = {}
     rows: list[float] = []  # when the last collective of each row ended
     collectives = []
-    for launch in launched:
+    for launch, number in zip(launched, numbers):
         start, row = launch.began or launch.start, 0
         if one_at_a_time:  # the previous collective may have ended late
             start = max([start, *rows])
@@ -265,7 +353,6 @@ def make_collectives(rank: int, launched: Sequence[Launch], zero: float, one_at_
             row = next((i for i, end in enumerate(rows) if end <= start), len(rows))
         end = max(start, launch.end)
         rows[row : row + 1] = [end]
-        number = numbers[launch.op] = numbers.get(launch.op, -1) + 1
         collectives.append(
             Collective(
                 rank,

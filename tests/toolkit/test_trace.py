@@ -177,6 +177,7 @@ def test_the_command_writes_a_picture_and_a_trace(quick, brigade, tmp_path):
     options = ("--torch", "--latency-us", 500, "--bandwidth-gbps", 1, *files)
     status, out, err = brigade("trace", 2, "--target", "solutions", *options)
     assert status == 0 and not err
+    out = re.sub(r" \(unreliable: the machine was busy\)", "", out)  # perhaps it was
     assert "2 FlatDDP: a step of " in out and "torch DDP: a step of " in out and " ms exposed, 1 collective" in out
     assert "The link is emulated, 500.0 us per message and 1 Gbit/s in each direction" in out
     assert all(str(path) in out for path in (picture, events, page))
@@ -270,3 +271,44 @@ def test_one_reading_has_its_picture_redrawn(monkeypatch, capsys):
         assert figures.main() == 0 and drawn == [get_module(3).lesson / name for name in names]
     monkeypatch.setattr(sys, "argv", ["figures", "77"])
     assert figures.main() == 2 and capsys.readouterr().err.startswith("figures: there is no module 77")
+
+
+def number_twice(number, repeated):
+    """Return the op and the number of each planned launch of a module. Launches of `repeated` are repeated first."""
+    planned, by_unit = timeline.plan_launches(ladder.get_variant(get_module(number)), WORKLOAD, 2)
+    launched = [one for one in planned if one.op == repeated] + planned
+    return [f"{one.op} {n}" for one, n in zip(launched, timeline.number_launches(launched, planned, by_unit))]
+
+
+def test_a_bucket_and_a_unit_have_one_number_in_all_their_collectives():
+    """As in the schematics, a parameter's number is its index, and the root is unit 0."""
+    assert number_twice(3, "")[:2] == [f"all_reduce {len(PARAMETERS) - 1}", f"all_reduce {len(PARAMETERS) - 2}"]
+    assert number_twice(11, "") == [
+        *("all_gather 0", "all_gather 1"),
+        "all_gather 1",
+        "reduce_scatter 1",
+        "reduce_scatter 0",
+    ]
+    last = max(int(one.split()[1]) for one in number_twice(9, ""))
+    gathers = [f"all_gather {n}" for n in range(last, -1, -1)]  # for the first layers, which forward needs first
+    scatters = [f"reduce_scatter {n}" for n in range(last + 1)]
+    assert last > 1 and number_twice(9, "all_gather") == [*gathers, *gathers, *scatters]
+    planned, _ = timeline.plan_launches(ladder.get_variant(get_module(9)), WORKLOAD, 2)
+    assert timeline.number_launches([*planned[1:2], *planned[:1]], planned, False) == [0, 1], "not what was planned"
+
+
+def test_a_timeline_from_a_busy_machine_is_doubted(capsys, monkeypatch, tmp_path):
+    [line] = figures.make_timelines([ladder.get_variant(get_module(4))])
+    both = [replace(one, rank=rank) for rank in range(2) for one in line.launched]
+    line = replace(line, world_size=2, launched=both)
+    assert not timeline.find_doubt(line, [99.0, 100.0, 101.0, 102.0])
+    assert "quartiles of the step time are 100 and 150 ms" in timeline.find_doubt(line, [100.0, 100.0, 150.0, 150.0])
+    late = replace(both[1], end_ms=both[1].end_ms + 0.2 * line.end_ms)
+    doubtful = replace(line, launched=[both[0], late, *both[2:]])
+    doubtful = replace(doubtful, doubt=timeline.find_doubt(doubtful, [100.0] * 4))
+    assert "later than on the emulated link" in doubtful.doubt and "unreliable" in doubtful.lengths
+    monkeypatch.setattr(figures, "trace", lambda variants: [doubtful])
+    monkeypatch.setattr(figures, "draw", lambda timelines, path, titles: drawn.append(path.name))
+    drawn = []
+    assert figures.draw_figures("1") == 1 and drawn == ["schematic.png"]
+    assert "timeline.png not written, because the machine was busy" in capsys.readouterr().out
