@@ -83,7 +83,6 @@ def test_coalesce_is_one_launch(submission):
                         {f"call {i}": compute_result([calls[r][i] for r in group], index) for i in range(count)},
                         ranks=[rank],
                     )
-                expect_kernels(results.events[rank], len(blocks), rank)
 
 
 @pytest.mark.points(2)
@@ -357,20 +356,6 @@ def compute_result(calls, index):
         return torch.cat(inputs)
     reduced = REDUCED[calls[0]["op"]](inputs)
     return reduced if calls[0]["output_numel"] is None else reduced.chunk(len(inputs))[index]
-
-
-def expect_kernels(events, blocks, rank):
-    """Expect one kernel of NCCL per block of coalesced calls, where the events of a GPU run count kernels."""
-    for event in events:
-        if event["kind"] == "kernels" and event["counts"] is not None:
-            counts = event["counts"]
-            expect(
-                sum(counts.values()) == blocks,
-                f"on the GPU, {blocks} coalesce blocks run {blocks} NCCL kernels",
-                join_names([f"{count} {name}" for name, count in counts.items()], 8) or "no kernel",
-                partial(diagnosis.explain_kernels, counts, blocks),
-                rank=rank,
-            )
 
 
 def expect_one_launch(launched, op, count, what, rank):

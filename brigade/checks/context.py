@@ -18,7 +18,7 @@ from brigade.checks.diagnose.parts import describe_part
 from brigade.checks.verdict import CheckFailed, Location, Verdict, make_not_run
 from brigade.course.submission import Sources
 from brigade.events import OPPOSITES
-from brigade.runner import ranks
+from brigade.runner import machine, ranks
 from brigade.runner.report import OTHER_SIZE
 
 EXPECTED = {
@@ -141,7 +141,7 @@ class CheckContext:
                     scenario,
                     args_per_call,
                     world_size=world_size,
-                    backend=self.backend if self.share_gpu or world_size <= count_gpus() else "gloo",
+                    backend=self.backend if self.share_gpu or world_size <= machine.count_gpus() else "gloo",
                     share_gpu=self.share_gpu,
                     deadline=min(usual_s, left_s),
                     mode=mode,
@@ -218,10 +218,3 @@ def find_location(failure: ranks.RankFailure, sources: Sources) -> Location | No
     names = {Path(path).name for path, _ in sources.values()}
     own = [Location(file, line, function) for file, line, function, _ in failure.frames if file in names]
     return own[-1] if own else None
-
-
-def count_gpus() -> int:
-    """Return the number of GPUs on this machine."""
-    import torch
-
-    return torch.cuda.device_count()

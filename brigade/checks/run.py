@@ -14,14 +14,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from brigade.checks.collect import Check
-from brigade.checks.context import CheckContext, count_gpus
+from brigade.checks.context import CheckContext
 from brigade.checks.server import start_server
 from brigade.checks.verdict import BROKEN, CheckFailed, Outcome, Verdict, make_not_run
 from brigade.course.listing import GradedCheck
 from brigade.course.modules import HAS_SOLUTIONS, ROOT, CourseError, get_module
 from brigade.course.submission import Sources, compile_texts, is_sealed, keep_code, read, resolve_target
 from brigade.rank import dynamo_stub
-from brigade.runner import ranks
+from brigade.runner import machine, ranks
 from brigade.runner.server import SERVER, ServerLost
 
 DEADLINE_DIVISOR = 4  # once a check has reached its deadline, later checks get a quarter of the usual time
@@ -217,7 +217,7 @@ def derive_seed(seed: int, name: str) -> int:
 
 def choose_backend() -> str:
     """Return "nccl" if there are at least two GPUs, else "gloo"."""
-    return "nccl" if count_gpus() >= 2 else "gloo"
+    return "nccl" if machine.count_gpus() >= 2 else "gloo"
 
 
 def make_repeat_command(check: GradedCheck, target: str | Path, conditions: Conditions, prior_source: str) -> str:

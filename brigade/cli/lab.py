@@ -265,12 +265,11 @@ def choose_world_size(wanted: int | None) -> int:
 
 def default_backend(world_size: int) -> str:
     """Return "nccl" if there are several ranks and each rank on this machine can have its own GPU, else "gloo"."""
-    import torch
-
     from brigade.lab import torchrun
+    from brigade.runner import machine
 
     local_ranks = torchrun.read_rank_variables()[3] if torchrun.is_torchrun() else world_size
-    return "nccl" if world_size > 1 and local_ranks <= torch.cuda.device_count() else "gloo"
+    return "nccl" if world_size > 1 and local_ranks <= machine.count_gpus() else "gloo"
 
 
 def make_workload(options: argparse.Namespace, link: Link | Pace | None, world_size: int) -> Workload:

@@ -29,8 +29,9 @@ def isolate_ranks(submission: str, out: str | None, backend: str) -> Iterator[li
     private = [str(Path(path).resolve().parent) for path in (submission, out) if path]
     private = [path for path in private if path != "/"]
     with sandbox.reserve_user() as (uid, reservation):
-        # CUDA reserves more address space than any limit would allow.
-        limits = {"memory": 0} if backend == "nccl" else {}
+        # CUDA reserves more address space than any limit would allow. NCCL uses fast transports only between ranks
+        # that have the same /dev/shm.
+        limits = {"memory": 0, "together": 16 << 30, "shares_memory": True} if backend == "nccl" else {}
         ranks.SERVER.sandbox = sandbox.Sandbox(uid, reservation, hidden=private, **limits)
         try:
             yield []

@@ -35,6 +35,8 @@ from brigade.lab.script import run_to_status
 if TYPE_CHECKING:
     from brigade.lab.ladder import Ladder, Workload
 
+MINUTES = 60.0
+FIRST_MODULES = (0, 6, 9, 11)  # messages, coalescing, late waits and freed memory: most of what only NCCL shows
 MOST_RANKS = 4  # in the graded checks
 RUN_DEADLINE_S = 60  # for one run of ranks
 
@@ -50,9 +52,15 @@ class Plan:
     share_gpu: bool = False
     world_size: int = 2  # of the ladder
     modules: tuple[Module, ...] = MODULES
-    minutes: float = 30.0
+    minutes: float = MINUTES
     jobs: int = 1
+    gpus: int = 0
     workload: Workload | None = None  # of the ladder; None selects one that suits the machine
+
+    @property
+    def shares_in_ladder(self) -> bool:
+        """Whether ranks of the ladder share a GPU."""
+        return self.share_gpu and self.world_size > self.gpus
 
 
 @dataclass(frozen=True)
@@ -63,6 +71,7 @@ class JobResult:
     passed: bool
     seconds: float
     text: str = ""
+    runs: int = 0  # how often ranks were started
 
 
 @dataclass(frozen=True)
@@ -82,6 +91,10 @@ class Stage:
 
     def count(self, passed: bool) -> int:
         return sum(test.passed == passed for test in self.tests)
+
+    @property
+    def num_runs(self) -> int:
+        return sum(test.runs for test in self.tests)
 
 
 @dataclass
@@ -106,9 +119,9 @@ def describe_machine(backend: str) -> list[tuple[str, str]]:
 
     rows = [("date", datetime.now(timezone.utc).strftime("%Y-%m-%d"))]
     if backend == "nccl":
-        names = Counter(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
-        rows.append(("GPU", ", ".join(f"{count} × {name}" for name, count in names.items())))
-        rows.append(("driver", read_driver_version()))
+        names, drivers = zip(*query_gpus())
+        rows.append(("GPU", ", ".join(f"{count} × {name}" for name, count in Counter(names).items())))
+        rows.append(("driver", drivers[0]))
     rows.append(("torch", str(torch.__version__)))
     if backend == "nccl":
         rows.append(("CUDA", str(torch.version.cuda)))
@@ -118,14 +131,16 @@ def describe_machine(backend: str) -> list[tuple[str, str]]:
     return rows
 
 
-def read_driver_version() -> str:
-    """Return the version of the NVIDIA driver that nvidia-smi reports, or "unknown" if it reports none."""
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+def query_gpus() -> list[tuple[str, str]]:
+    """Return the name and the driver's version of each visible GPU, as nvidia-smi reports them, without using CUDA."""
+    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        command.append(f"--id={visible}")
     try:
-        words = subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.split()
-    except (OSError, subprocess.TimeoutExpired):
-        words = []
-    return words[0] if words else "unknown"
+        lines = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.splitlines()
+        return [tuple(line.split(", ")) for line in lines] or [("unknown", "unknown")]
+    except (OSError, subprocess.SubprocessError):
+        return [("unknown", "unknown")]
 
 
 # ---- the stages
@@ -182,7 +197,7 @@ def run_launch_stage(plan: Plan) -> Stage:
 
 
 def run_check_stages(plan: Plan, deadline: float) -> Iterator[Stage]:
-    """Run the graded checks of each module on the reference. Yield the stages in the order of the modules.
+    """Run the graded checks of each module on the reference. Yield the stages, those of `FIRST_MODULES` first.
 
     Up to `plan.jobs` modules run at the same time.
     """
@@ -193,7 +208,7 @@ def run_check_stages(plan: Plan, deadline: float) -> Iterator[Stage]:
         )
 
     with ThreadPoolExecutor(plan.jobs) as pool:
-        yield from pool.map(run_checks, plan.modules)
+        yield from pool.map(run_checks, sorted(plan.modules, key=lambda entry: entry.number not in FIRST_MODULES))
 
 
 def run_mutant_stage(plan: Plan, deadline: float) -> Stage:
@@ -251,7 +266,7 @@ def run_ladder_stage(plan: Plan, deadline: float) -> Stage:
     started = time.monotonic()
     if deadline - started < 1:
         return Stage("The benchmark", 0.0, problem="not reached: the time was used up")
-    workload = plan.workload or (ladder.Workload(rounds=8, warmup=2) if plan.share_gpu else ladder.Workload())
+    workload = plan.workload or (ladder.Workload(rounds=8, warmup=2) if plan.shares_in_ladder else ladder.Workload())
     title = f"The benchmark: {plan.world_size} ranks, {workload.rounds - workload.warmup} timed steps each"
     try:
         results = ladder.run_ladder(
@@ -265,7 +280,7 @@ def run_ladder_stage(plan: Plan, deadline: float) -> Stage:
         return Stage(title, time.monotonic() - started, problem=str(error))
     problem = "\n".join(results.list_wrong_losses())
     lines = format_ladder(results)
-    if plan.share_gpu:
+    if plan.shares_in_ladder:
         lines += ["", "Ranks that share a GPU wait for each other, so these times say nothing about NCCL."]
     return Stage(title, time.monotonic() - started, problem=problem, lines=tuple(lines))
 
@@ -334,6 +349,8 @@ def describe_stage(stage: Stage) -> str:
     named = ((True, "passed"), (False, "failed"))
     counts = [f"{stage.count(passed)} {name}" for passed, name in named if stage.count(passed)]
     counts += [f"{stage.missing} not reached"] if stage.missing else []
+    if stage.num_runs:
+        counts.append(f"{stage.num_runs} runs of {stage.seconds / stage.num_runs:.2f} s")
     first = stage.problem.partition("\n")[0]
     return f"{stage.title}: {', '.join([verdict, *counts, f'{stage.seconds:.1f} s'])}" + (
         f" ({first})" if first else ""
@@ -357,12 +374,13 @@ def format_report(results: CheckReport) -> str:
         "|---|---|",
         *(f"| {name} | {value} |" for name, value in results.machine),
         "",
-        "| stage | passed | failed | not reached | seconds | |",
-        "|---|---|---|---|---|---|",
+        "| stage | passed | failed | not reached | runs | seconds | seconds per run | |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for stage in results.stages:
         counts = [str(stage.count(passed)) for passed in (True, False)] if stage.tests else [""] * 2
-        cells = [*counts, str(stage.missing) if stage.missing else "", f"{stage.seconds:.1f}"]
+        cells = [*counts, str(stage.missing or ""), str(stage.num_runs or ""), f"{stage.seconds:.1f}"]
+        cells.append(f"{stage.seconds / stage.num_runs:.2f}" if stage.num_runs else "")
         lines.append(f"| {stage.title} | {' | '.join(cells)} | {'passed' if stage.is_good else '**failed**'} |")
     for stage in results.stages:
         if stage.lines:
@@ -406,13 +424,12 @@ def make_plan(options: argparse.Namespace) -> Plan:
         return Plan(options.backend, modules=entries, minutes=options.minutes, jobs=options.jobs)
     if options.share_gpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
-    import torch
-
-    from brigade.runner.machine import make_nccl_environments
+    from brigade.runner.machine import count_gpus, make_nccl_environments
 
     make_nccl_environments(1, share_gpu=False)
-    gpus = torch.cuda.device_count()
+    gpus = count_gpus()
     return Plan(
+        gpus=gpus,
         share_gpu=gpus < MOST_RANKS,
         world_size=next((size for size in (8, 4) if size <= gpus), 2),
         modules=entries,
@@ -437,7 +454,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--out", type=Path, help="where to write the report (default: docs/gpu_report.md; with gloo, out/gpu_report.md)"
     )
     parser.add_argument(
-        "--minutes", type=float, default=30.0, help="the time limit for all stages together (default: 30)"
+        "--minutes", type=float, default=MINUTES, help=f"the time limit for all stages together (default: {MINUTES:g})"
     )
     parser.add_argument("--jobs", type=int, default=1, help="how many modules to check at the same time (default: 1)")
     parser.add_argument(

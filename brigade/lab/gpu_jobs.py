@@ -18,6 +18,7 @@ from brigade.checks import render
 from brigade.checks.collect import collect, import_from_tests
 from brigade.checks.run import Conditions, prepare, run_check
 from brigade.course.modules import Module, get_module
+from brigade.runner.server import SERVER
 
 
 def import_mutants(entry: Module) -> Any:
@@ -32,18 +33,21 @@ def run_jobs(jobs: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """
     checks = collect([get_module(number) for number in jobs["checks"]])
     yield {"jobs": len(checks) + len(jobs["mutants"])}
+
+    def report(name: str, problem: str, started: float, runs_before: int) -> dict[str, Any]:
+        fields = {"seconds": time.monotonic() - started, "runs": SERVER.num_runs - runs_before}
+        return {"name": name, "passed": not problem, "text": problem} | fields
+
     conditions = Conditions(backend=jobs["backend"], share_gpu=jobs["share_gpu"], deadline_s=jobs["deadline_s"])
     for check in checks:
+        started, before = time.monotonic(), SERVER.num_runs
         outcome = run_check(check, "solutions", conditions)
-        text = "" if outcome.passed else render.format_message(outcome)
-        yield {"name": check.name, "passed": outcome.passed, "seconds": outcome.seconds, "text": text}
+        yield report(check.name, "" if outcome.passed else render.format_message(outcome), started, before)
     for number, name in jobs["mutants"]:
-        entry, started = get_module(number), time.monotonic()
-        known = import_mutants(entry)
-        [mutant] = [mutant for mutant in known.MUTANTS if mutant.name == name]
+        entry, started, before = get_module(number), time.monotonic(), SERVER.num_runs
+        [mutant] = [mutant for mutant in import_mutants(entry).MUTANTS if mutant.name == name]
         escaped = import_from_tests("mutants").escapes(entry, mutant, conditions)
-        seconds = time.monotonic() - started
-        yield {"name": f"mutant {number}: {name}", "passed": not escaped, "seconds": seconds, "text": escaped}
+        yield report(f"mutant {number}: {name}", escaped, started, before)
 
 
 def main(arguments: Sequence[str]) -> int:

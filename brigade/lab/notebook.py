@@ -33,7 +33,7 @@ from brigade.course.modules import MODULES, ROOT, get_module
 from brigade.course.skeletons import BEGIN, END
 from brigade.course.submission import Sources, read
 from brigade.events import Event, Progress
-from brigade.runner.machine import count_cores, make_gloo_environment
+from brigade.runner.machine import count_cores, count_gpus, make_gloo_environment
 from brigade.runner.report import describe_exit
 from brigade.runner.temporary import make_locked_directory
 
@@ -102,9 +102,7 @@ class Ranks:
         import ipyparallel
 
         self._controller = self._spawn("controller", *CONTROLLER)
-        import torch  # while the controller is starting
-
-        gpus = torch.cuda.device_count()
+        gpus = count_gpus()  # imports torch while the controller is starting
         self.world_size = n or (gpus if gpus >= 2 else 2)
         self.backend = "nccl" if gpus >= max(2, self.world_size) else "gloo"
         connection = {"IPP_CONNECTION_INFO": json.dumps(self._read_connection("engine"))}

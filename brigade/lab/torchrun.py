@@ -80,6 +80,8 @@ def run_on_torchrun(function: Callable[..., Any], *args: Any, **options: Any) ->
             "an emulated link needs all ranks on one machine, because they need a common clock: leave out the link's "
             "options"
         )
+    if how.share_gpu and local_size != size:
+        raise CourseError("--share-gpu needs all ranks on one machine, because it gives each rank its own host name")
     if how.backend == "nccl":
         os.environ.update(make_nccl_environments(local_size, how.share_gpu)[local_rank])
     from torch import distributed as dist

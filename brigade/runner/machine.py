@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import os
 import socket
 from pathlib import Path
@@ -36,13 +38,54 @@ def make_gloo_environment() -> dict[str, str]:
     return {} if "GLOO_SOCKET_IFNAME" in os.environ else {"GLOO_SOCKET_IFNAME": find_loopback_interface()}
 
 
-def make_nccl_environments(world_size: int, share_gpu: bool) -> list[dict[str, str]]:
-    """Return the environment variables of each rank for NCCL. Raise CourseError if there are too few GPUs."""
+def count_gpus() -> int:
+    """Return the number of GPUs that ranks can use. CUDA is not initialised in this process."""
+    return 0 if find_gpu_problem() else _count_devices()
+
+
+def find_gpu_problem() -> str:
+    """Return why ranks cannot use a GPU here, as a part of a sentence. Return "" if they can."""
     import torch
 
-    gpus = torch.cuda.device_count()
-    if gpus == 0:
-        raise CourseError("--backend nccl needs a GPU, but torch finds none; --backend gloo works on any machine")
+    supported, needed = read_driver_version(), torch.version.cuda
+    if _count_devices():
+        if needed and supported and supported // 1000 < int(needed.partition(".")[0]):
+            has = f"{supported // 1000}.{supported % 1000 // 10}"
+            return f"the NVIDIA driver is too old: it supports CUDA {has}, but this torch was built for CUDA {needed}"
+        return ""
+    if needed is None:
+        return "this torch was built without CUDA"
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return "CUDA_VISIBLE_DEVICES is empty, which hides all GPUs"
+    return "torch finds none" if supported else "there is no NVIDIA driver, or it does not answer"
+
+
+def _count_devices() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+@functools.cache
+def read_driver_version() -> int | None:
+    """Return the newest version of CUDA that the NVIDIA driver supports, such as 13010 for 13.1, or None if unknown.
+
+    NVIDIA's management library (NVML) knows the version without initialising CUDA.
+    """
+    version = ctypes.c_int()
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        known = nvml.nvmlInit_v2() == 0 and nvml.nvmlSystemGetCudaDriverVersion_v2(ctypes.byref(version)) == 0
+    except (OSError, AttributeError):
+        return None
+    return version.value if known else None
+
+
+def make_nccl_environments(world_size: int, share_gpu: bool) -> list[dict[str, str]]:
+    """Return the environment variables of each rank for NCCL. Raise CourseError if there are too few GPUs."""
+    if problem := find_gpu_problem():
+        raise CourseError(f"--backend nccl needs a GPU, but {problem}; --backend gloo works on any machine")
+    gpus = _count_devices()
     if gpus >= world_size:
         return [{} for _ in range(world_size)]
     if not share_gpu:
@@ -50,5 +93,12 @@ def make_nccl_environments(world_size: int, share_gpu: bool) -> list[dict[str, s
             f"{world_size} ranks need {world_size} GPUs, but there are {gpus}; --share-gpu puts several ranks on one "
             "GPU, to check correctness only"
         )
-    shared = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": find_loopback_interface()}
+    shared = {
+        "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+        "NCCL_NET": "Socket",
+        "NCCL_SOCKET_IFNAME": find_loopback_interface(),
+        # While a kernel waits for a rank that has no turn on the GPU, it occupies one block instead of many.
+        "NCCL_MAX_CTAS": "1",
+        "NCCL_NVLS_ENABLE": "0",
+    }
     return [shared | {"NCCL_HOSTID": f"brigade-{rank}"} for rank in range(world_size)]

@@ -81,6 +81,7 @@ class Sandbox:
     hidden: list[str] = field(default_factory=list)
     memory: int = 3 << 30  # in addition to what torch has mapped; 0: no limit
     together: int = 4 << 30  # resident memory of all processes, if there are control groups; 0: no limit
+    shares_memory: bool = False  # whether /dev/shm and the IPC namespace are those of the machine
     processes: int = 400  # of this user, threads included
     file: int = 64 << 20
     disk: int = 64 << 20  # of each private directory, which is in memory
@@ -95,7 +96,7 @@ def enter(settings: dict, directory: str, server: int) -> None:
     """
     join_groups(settings)
     os.nice(NICENESS)
-    mounted = unshare_mounts()
+    mounted = unshare_mounts(settings["shares_memory"])
     shared = os.path.join(directory, RENDEZVOUS)
     os.close(os.open(shared, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600))
     for path in (directory, shared):
@@ -288,12 +289,13 @@ def close_off(paths: Iterable[Path]) -> None:
             path.chmod(stat.S_IMODE(path.stat().st_mode) & 0o700)
 
 
-def unshare_mounts() -> bool:
-    """Give this process its own mounts and shared memory. Return False if that is not allowed."""
+def unshare_mounts(shares_memory: bool) -> bool:
+    """Give this process its own mounts and, unless `shares_memory`, its own shared memory. Return False if refused."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(CLONE_NEWNS) != 0:
         return False
-    libc.unshare(CLONE_NEWIPC)  # if this fails, only a rank's System V shared memory can remain
+    if not shares_memory:
+        libc.unshare(CLONE_NEWIPC)  # if this fails, only a rank's System V shared memory can remain
     return libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None) == 0
 
 
@@ -313,14 +315,17 @@ def mask_paths(settings: dict, directory: str) -> None:
     limits = f"size={settings['disk']},nr_inodes={settings['files']}"
     needed = {path for path in (sys.prefix, sys.base_prefix, directory, *sys.path) if os.path.isdir(path)}
     needed |= set(map(os.path.realpath, needed))
-    covers = {str(ROOT), *map(os.path.realpath, settings["hidden"]), *map(os.path.realpath, PRIVATE_DIRECTORIES)}
+    privates = {os.path.realpath(path) for path in PRIVATE_DIRECTORIES}
+    if settings["shares_memory"]:
+        privates.discard(os.path.realpath("/dev/shm"))
+    covers = {str(ROOT), *map(os.path.realpath, settings["hidden"]), *privates}
     covers |= {ancestor for path in needed for ancestor in list_closed_ancestors(path)}
     covers = {path for path in covers if os.path.isdir(path)}
     outermost = [path for path in sorted(covers) if not any(is_below(path, other) for other in covers - {path})]
     for place in outermost:
         kept = sorted(path for path in needed if is_below(path, place))
         handles = {path: os.open(path, os.O_PATH) for path in kept}
-        private = place in map(os.path.realpath, PRIVATE_DIRECTORIES)
+        private = place in privates
         mount("tmpfs", place, "tmpfs", MS_NOSUID | MS_NODEV, f"{limits},mode={'1777' if private else '755'}")
         for path, handle in handles.items():
             os.makedirs(path, mode=0o755, exist_ok=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import re
 import select
 import socket
 import subprocess
@@ -22,6 +23,11 @@ from typing import Any
 from brigade.course.modules import ROOT, CourseError
 from brigade.runner import protocol, sandbox
 from brigade.runner.temporary import make_locked_directory, sweep
+
+# The variables that a rank in a sandbox may see: those that select and find GPUs, but no keys such as NVIDIA_API_KEY.
+VISIBLE = re.compile(
+    "PATH|LANG|LC_ALL|LD_LIBRARY_PATH|CUDA_VISIBLE_DEVICES|CUDA_DEVICE_ORDER|NCCL_.*|NVIDIA_(?!.*(KEY|TOKEN|SECRET)).*"
+)
 
 
 class ServerLost(CourseError):
@@ -37,6 +43,7 @@ class Server:
         self._ready = False  # whether the server has answered, which it does after importing torch
         self._lock = threading.RLock()  # held during an exchange of messages
         self._on_exit: dict[int, Callable[[int], None]] = {}  # by process id of each running rank
+        self.num_runs = 0  # for which ranks were forked
         self.scratch = Path()
         self.preload: set[str] = set()  # modules that the server imports for all ranks when it starts
         self.sandbox: sandbox.Sandbox | None = None  # the sandbox of all ranks from now on
@@ -74,12 +81,12 @@ class Server:
         """Return the environment of the server, which its ranks inherit."""
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "PYTHON"))}
         if self.sandbox:  # a submission may see only these variables
-            environment = {name: value for name, value in environment.items() if name in ("PATH", "LANG", "LC_ALL")}
+            environment = {name: value for name, value in environment.items() if VISIBLE.fullmatch(name)}
         return environment | {
             "OMP_NUM_THREADS": "1",  # no thread pools before the fork; each rank sets its own number of threads later
             "OPENBLAS_NUM_THREADS": "1",
             "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",  # fewer, larger pages: a fork copies less
-            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # the search for GPUs must not initialise CUDA before the fork
+            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # the search for GPUs does not initialise CUDA
             "OBJC_DISABLE_INITIALIZE_FORK_SAFETY": "YES",
             "TORCHINDUCTOR_CACHE_DIR": str(self.scratch / "inductor"),  # torch._dynamo creates it on import
         }
@@ -94,6 +101,7 @@ class Server:
             order = {"fork": len(descriptors) // protocol.FDS_PER_RANK, "directory": str(directory)}
             protocol.send(self._channel, order | self._make_sandbox_fields(), descriptors)
             pids = self._receive_answer("forked")
+            self.num_runs += 1
             self._on_exit.update(zip(pids, on_exit))
             return pids
 

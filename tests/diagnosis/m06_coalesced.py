@@ -239,8 +239,3 @@ def suspect_kept_gradients(expected, before, dtype, world, gather_grads):
         cause += " finish_accumulation(set_grads=False) must reset has_accumulated too."
     kept = {f"parameter {i}": (value + before[i]).to(dtype) for i, value in expected.items()}
     return {cause: [kept] * world}
-
-
-def explain_kernels(counts, blocks):
-    """Return why NCCL's kernels are not one for each block."""
-    return ONE_BY_ONE if sum(counts.values()) > blocks else ""

@@ -9,7 +9,6 @@ from torch import nn
 from brigade.checks.reference import OPTIMIZERS
 from brigade.rank import recording
 from brigade.rank.api import device, student
-from brigade.rank.kernels import record_kernels
 from brigade.rank.recording import phase
 from scenarios.training import Interruption, build, create_group, forward_backward, wrap
 
@@ -28,22 +27,18 @@ def call(entry: dict, group: dist.ProcessGroup | None) -> torch.Tensor:
 
 
 def run_blocks(job: dict) -> list[list[torch.Tensor]]:
-    """Call the collectives of each block inside `coalesce`. Return what their tensors contain after handle.wait().
-
-    On GPUs, also record the number of kernels of all blocks together.
-    """
+    """Call the collectives of each block inside `coalesce`. Return what their tensors contain after handle.wait()."""
     coalesce = student("m06_coalesced", "coalesce")
     group = create_group(job)
     results = []
-    with record_kernels():
-        for number, block in enumerate(job["blocks"]):
-            recording.note("step", step=number)
-            with phase("block"):
-                with coalesce(group) as handle:
-                    tensors = [call(entry, group) for entry in block]
-            with phase("wait"):
-                handle.wait()
-            results.append([tensor.clone() for tensor in tensors])
+    for number, block in enumerate(job["blocks"]):
+        recording.note("step", step=number)
+        with phase("block"):
+            with coalesce(group) as handle:
+                tensors = [call(entry, group) for entry in block]
+        with phase("wait"):
+            handle.wait()
+        results.append([tensor.clone() for tensor in tensors])
     return results
 
 

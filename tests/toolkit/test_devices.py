@@ -5,10 +5,15 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from torch.optim import Optimizer
 
-from brigade.course.modules import ROOT
+from brigade.cli.main import main
+from brigade.course.modules import ROOT, CourseError
+from brigade.lab import gpu_check
+from brigade.runner import machine
 from brigade.runner.ranks import run_ranks
+from brigade.runner.server import VISIBLE
 
 # On a machine without a GPU, torch claims to have one and raises an exception if anybody uses it.
 FAKE_GPU = """
@@ -83,3 +88,91 @@ def read_visible_devices() -> str | None:
 def test_ranks_with_gloo_see_no_gpu(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     assert list(run_ranks(read_visible_devices, world_size=2)) == ["", ""]
+
+
+# ---- machines that have no usable GPU
+
+# (GPUs that torch counts, CUDA of torch, CUDA of the driver, CUDA_VISIBLE_DEVICES, what the message says)
+UNUSABLE = {
+    "no driver": (0, "13.0", None, None, "there is no NVIDIA driver"),
+    "an old driver": (2, "13.0", 12040, None, "supports CUDA 12.4, but this torch was built for CUDA 13.0"),
+    "no GPU": (0, "13.0", 13000, None, "torch finds none"),
+    "hidden GPUs": (0, "13.0", 13000, "", "CUDA_VISIBLE_DEVICES is empty, which hides all GPUs"),
+    "a build for CPUs": (0, None, None, None, "this torch was built without CUDA"),
+}
+
+
+@pytest.fixture
+def pretend(monkeypatch):
+    """Make torch and NVIDIA's library describe another machine."""
+
+    def set_up(gpus, built="13.0", driver=13000, visible=None):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        monkeypatch.setattr(torch.version, "cuda", built)
+        monkeypatch.setattr(machine, "read_driver_version", lambda: driver)
+        if visible is None:
+            monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        else:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+
+    return set_up
+
+
+@pytest.mark.parametrize("case", UNUSABLE.values(), ids=UNUSABLE)
+def test_a_machine_without_a_usable_gpu_gets_one_line(case, pretend, capsys):
+    *facts, said = case
+    pretend(*facts)
+    assert machine.count_gpus() == 0
+    for command in (
+        lambda: main(["check", "1", "--backend", "nccl", "--share-gpu"]),
+        lambda: main(["bench", "--backend", "nccl"]),
+        lambda: main(["grade", "--submission", str(ROOT / "lessons"), "--backend", "nccl"]),
+        lambda: gpu_check.main([]),
+    ):
+        assert command() == 2
+        error = capsys.readouterr().err
+        assert said in error and "needs a GPU" in error and error.count("\n") == 1, error
+
+
+@pytest.mark.parametrize("command", [["bench", "--ranks", "2"], ["grade", "--submission", str(ROOT / "lessons")]])
+def test_more_ranks_than_gpus_get_one_line(command, pretend, capsys):
+    pretend(1)
+    assert main([*command, "--backend", "nccl"]) == 2
+    error = capsys.readouterr().err
+    assert "2 ranks need 2 GPUs, but there are 1" in error and "--share-gpu" in error and error.count("\n") == 1
+
+
+def test_ranks_share_a_gpu_only_if_there_are_too_few(pretend):
+    pretend(1)
+    with pytest.raises(CourseError, match="2 ranks need 2 GPUs"):
+        machine.make_nccl_environments(2, share_gpu=False)
+    shared = machine.make_nccl_environments(2, share_gpu=True)
+    assert len({variables["NCCL_HOSTID"] for variables in shared}) == 2
+    assert {variables["NCCL_MAX_CTAS"] for variables in shared} == {"1"}
+    pretend(2, driver=None)  # an unknown driver is no problem
+    assert machine.count_gpus() == 2
+    assert machine.make_nccl_environments(2, share_gpu=True) == [{}, {}]
+
+
+class FakeNVML:
+    """NVIDIA's management library, with a driver for CUDA 12.4."""
+
+    def nvmlInit_v2(self) -> int:
+        return 0
+
+    def nvmlSystemGetCudaDriverVersion_v2(self, version) -> int:
+        version._obj.value = 12040
+        return 0
+
+
+def test_the_driver_is_asked_through_nvml(monkeypatch):
+    monkeypatch.setattr(machine.ctypes, "CDLL", lambda name: FakeNVML())
+    assert machine.read_driver_version.__wrapped__() == 12040
+    monkeypatch.setattr(machine.ctypes, "CDLL", lambda name: object())  # too old to know the function
+    assert machine.read_driver_version.__wrapped__() is None
+
+
+def test_ranks_in_a_sandbox_see_the_variables_that_select_a_gpu():
+    seen = ["PATH", "CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH", "NVIDIA_VISIBLE_DEVICES", "NCCL_SOCKET_IFNAME"]
+    hidden = ["NVIDIA_API_KEY", "HOME", "AWS_SECRET_ACCESS_KEY", "MY_PATH"]
+    assert [name for name in seen + hidden if VISIBLE.fullmatch(name)] == seen

@@ -1,5 +1,6 @@
 """The parts of make gpu-check that need no GPU: a run on gloo with few tests, and the arithmetic."""
 
+import os
 import subprocess
 import sys
 import time
@@ -10,10 +11,12 @@ from mutants import Mutant, escapes
 
 from brigade.checks.run import Conditions
 from brigade.checks.tiny_lm import Size
-from brigade.course.modules import CORE_MODULES, MODULES, ROOT, get_module
+from brigade.course.modules import CORE_MODULES, MODULES, ROOT, CourseError, get_module
 from brigade.lab import gpu_check, ladder
 from brigade.lab.gpu_check import CheckReport, JobResult, Plan, Stage
 from brigade.lab.gpu_jobs import import_mutants
+from brigade.runner import machine, ranks
+from brigade.runner.ranks import RankFailure, RankResults
 
 TINY = ladder.Workload(
     size=Size(d_model=16, d_ff=32, layers=1, heads=2, vocabulary=256), batch_size=4, time=8, rounds=2, warmup=0
@@ -100,7 +103,7 @@ def test_a_mutant_that_escapes_fails():
 
 
 def test_the_report_has_what_failed():
-    passed, wrong = JobResult("test_good", True, 1.0), JobResult("test_bad", False, 2.0, f"in {ROOT}/x.py ```")
+    passed, wrong = JobResult("test_good", True, 1.0, runs=6), JobResult("test_bad", False, 2.0, f"in {ROOT}/x.py ```")
     stages = [
         Stage("Checks of module 1", 3.0, (passed, wrong), missing=4),
         Stage("The benchmark", 5.0, problem="stopped"),
@@ -109,7 +112,68 @@ def test_the_report_has_what_failed():
     report = gpu_check.format_report(results)
     assert not results.is_good and "**Not everything passed.**" in report
     assert "| GPU | 1 × NVIDIA Example |" in report and "several ranks on one GPU" in report
-    assert "| Checks of module 1 | 1 | 1 | 4 | 3.0 | **failed** |" in report
+    assert "| Checks of module 1 | 1 | 1 | 4 | 6 | 3.0 | 0.50 | **failed** |" in report
     failures = report.partition("## What failed")[2]
     assert "### Checks of module 1: test_bad" in failures and "in ./x.py" in failures and "stopped" in failures
     assert failures.count("```") == 4
+
+
+def test_a_machine_with_gpus_is_described_without_cuda(monkeypatch, tmp_path):
+    """`nvidia-smi` names the GPUs, so that this process does not use them."""
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 7))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
+    program = tmp_path / "nvidia-smi"
+    program.write_text('#!/bin/sh\n[ "$3" = --id=1,2 ] && printf "NVIDIA H100, 580.1\\nNVIDIA H100, 580.1\\n"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    rows = dict(gpu_check.describe_machine("nccl"))
+    assert (rows["GPU"], rows["driver"], rows["NCCL"]) == ("2 × NVIDIA H100", "580.1", "2.29.7")
+    program.write_text("#!/bin/sh\nexit 9\n")
+    assert dict(gpu_check.describe_machine("nccl"))["GPU"] == "1 × unknown"
+
+
+@pytest.mark.parametrize(
+    ("options", "gpus", "expected"),
+    [
+        ([], 1, (True, 2, True)),
+        ([], 2, (True, 2, False)),
+        ([], 8, (False, 8, False)),
+        (["--share-gpu"], 1, (True, 2, True)),
+    ],
+)
+def test_the_plan_follows_the_number_of_gpus(options, gpus, expected, monkeypatch):
+    """With two GPUs, checks with four ranks share GPUs, but the two ranks of the benchmark do not."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4")
+    monkeypatch.setattr(machine, "find_gpu_problem", lambda: "")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    plan = gpu_check.make_plan(gpu_check.parse_arguments(options))
+    assert (plan.share_gpu, plan.world_size, plan.shares_in_ladder) == expected
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ("3" if options else "3,4")
+
+
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [
+        (RankFailure("died", "rank 0 ended", []), "rank 0 ended"),
+        (CourseError("no loopback interface"), "no loopback interface"),
+        ([3.0], "an all-reduce of ones on 2 ranks gave [[3.0]]"),
+    ],
+)
+def test_the_first_launch_can_fail(answer, problem, monkeypatch):
+    def run(*_, **__):
+        if isinstance(answer, Exception):
+            raise answer
+        return RankResults([{"device": "cuda:0", "sums": answer}], [[{"kind": "kernels", "counts": {"Ring": 1}}]], [])
+
+    monkeypatch.setattr(ranks, "run_ranks", run)
+    stage = gpu_check.run_launch_stage(Plan())
+    assert stage.problem == problem and not stage.is_good
+    assert not stage.lines or stage.lines[-1] == "3 coalesced all-reduces: 1 kernel(s) Ring"
+
+
+def test_a_benchmark_that_fails_is_reported(monkeypatch):
+    def fail(*_, **__):
+        raise RankFailure("died", "rank 1 ended", [])
+
+    monkeypatch.setattr(ladder, "run_ladder", fail)
+    assert gpu_check.run_ladder_stage(Plan("gloo"), time.monotonic() + 60).problem == "rank 1 ended"

@@ -455,20 +455,6 @@ def test_a_world_needs_a_rank(world_size):
     assert str(world_size) in get_refusal(world_size=world_size)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_nccl_needs_a_gpu():
-    assert "GPU" in get_refusal(backend="nccl")
-
-
-def test_nccl_needs_a_gpu_for_each_rank_unless_they_share(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(CourseError, match="2 ranks need 2 GPUs, but there are 1.*--share-gpu"):
-        machine.make_nccl_environments(2, share_gpu=False)
-    environment = machine.make_nccl_environments(2, share_gpu=True)
-    assert len({variables["NCCL_HOSTID"] for variables in environment}) == 2
-    assert machine.make_nccl_environments(1, share_gpu=False) == [{}]
-
-
 # ---- the parent's end
 
 PARENT = """
