@@ -14,11 +14,15 @@ setup: $(INSTALLED)
 
 $(INSTALLED): requirements.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "Python 3.10 or newer is needed; choose one with PYTHON=...")'
-	$(PYTHON) -m venv $(VENV)
-	$(if $(TORCH_INDEX),$(BIN)/python -m pip install --quiet --index-url $(TORCH_INDEX) $(shell grep ^torch== requirements.txt))
-	$(BIN)/python -m pip install --quiet -r requirements.txt
-	$(BIN)/python -m pip install --quiet --no-deps --editable .
+	@echo "Creating $(VENV), then installing torch and other packages. This takes a few minutes."
+	@$(PYTHON) -m venv $(VENV)
+	$(if $(TORCH_INDEX),$(BIN)/python -m pip install --index-url $(TORCH_INDEX) $(shell grep ^torch== requirements.txt))
+	$(BIN)/python -m pip install -r requirements.txt
+	@$(BIN)/python -m pip install --quiet --no-deps --editable .
 	@touch $@
+	@echo "Ready. Now run these two commands:"
+	@echo "  source $(BIN)/activate"
+	@echo "  brigade next"
 
 clean:
 	rm -rf $(VENV) out *.egg-info

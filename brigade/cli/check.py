@@ -34,7 +34,7 @@ Outcomes = dict[Check, Outcome]  # of the previous run
 
 def add_check_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `brigade check`."""
-    parser.add_argument("number", nargs="?", metavar="N", help="the module's number (default: all modules)")
+    parser.add_argument("numbers", nargs="*", metavar="N", help="the numbers of modules (default: all modules)")
     add_next_arguments(parser)
     parser.add_argument("--watch", action="store_true", help="run the checks again whenever you save a module's file")
 
@@ -212,10 +212,10 @@ def run_check(options: argparse.Namespace) -> int:
     start_server()  # imports torch in the meantime
     if options.backend == "nccl":
         machine.make_nccl_environments(2, options.share_gpu)
-    entries = [get_module(options.number)] if options.number else list(MODULES)
+    entries = [get_module(number) for number in options.numbers] or list(MODULES)
     if options.debug:
-        if not options.number:
-            raise CourseError("--debug needs the number of a module, as in `brigade check 3 --debug`")
+        if len(entries) > 1:
+            raise CourseError("--debug needs the number of one module, as in `brigade check 3 --debug`")
         console.print("--debug runs one rank without a deadline, so mistakes that need several ranks are not detected.")
     if not options.watch:
         return check_once(entries, options, {})
@@ -231,7 +231,7 @@ def check_once(entries: Sequence[Module], options: argparse.Namespace, before: O
     for entry in entries:
         started = time.monotonic()
         path = find(Path(options.target), entry)
-        console.print(Text.assemble((f"Module {entry.number}: {entry.title}", "bold"), f"  {shorten(path)}"))
+        console.print(Text.assemble((f"Module {entry.number}: {entry.title}", "bold"), f"  {shorten(path)}".rstrip()))
         try:
             sources = read(options.target, entry.number, options.prior).sources
         except CourseError as error:

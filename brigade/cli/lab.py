@@ -377,7 +377,7 @@ def run_trace(options: argparse.Namespace) -> int:
         with show_progress("training steps", workload.rounds * (len(variants) + 1)) as advance:
             timelines = timeline.trace(variants, sources, workload=workload, on_step=advance, **how)
     except RankFailure as failure:
-        raise CourseError(explain_failure(failure, entry.number)) from None
+        raise CourseError(explain_failure(failure, entry.number, sources)) from None
     timeline.draw(timelines, files["png"], width=1200)
     timeline.save_chrome(timelines, files["json"])
     timeline_view.save_html(timelines, files["html"])
@@ -411,7 +411,7 @@ def draw_memory_over_step(entry: Module, sources: Sources, options: argparse.Nam
     try:
         curves = memory_over_step.measure(variants, sources, bucket_mb=options.bucket_mb, world_size=options.ranks)
     except RankFailure as failure:
-        raise CourseError(explain_failure(failure, entry.number)) from None
+        raise CourseError(explain_failure(failure, entry.number, sources)) from None
     memory_over_step.draw(curves, picture)
     for curve in curves:
         lowest, highest = curve.between_steps / 1e6, curve.peak / 1e6

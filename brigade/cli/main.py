@@ -13,6 +13,8 @@ from importlib import import_module
 from brigade.course.modules import HAS_SOLUTIONS, CourseError
 from brigade.runner import ranks
 
+SETUP = "Run `make setup` once, then `source .venv/bin/activate` in each new terminal."
+
 
 @dataclass(frozen=True)
 class Command:
@@ -105,6 +107,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return options.run(options)
     except CourseError as error:
         print(f"brigade: {error}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        print(f"brigade: {sys.executable} has no torch. {SETUP}", file=sys.stderr)
         return 2
     except OSError as error:
         print(f"brigade: {error.filename or ''}: {error.strerror}", file=sys.stderr)

@@ -10,7 +10,7 @@ from typing import Any
 
 from brigade.course.modules import ROOT, CourseError, Module
 from brigade.course.parts import find_unwritten_parts
-from brigade.course.submission import Sources, read
+from brigade.course.submission import Sources, read, select_used
 
 PROGRESS = ROOT / ".brigade-progress.json"
 
@@ -18,8 +18,8 @@ PROGRESS = ROOT / ".brigade-progress.json"
 def recall(kind: str) -> dict[str, Any]:
     """Return the remembered values of one kind for all modules, by package.
 
-    `kind` is "hints" (how many hints of each part were shown), or "passed" or "failed" (the fingerprint of the last
-    sources that passed or failed).
+    `kind` is "hints" (how many hints of each part were shown), or "passed", "failed" or "compared" (the fingerprint of
+    the last sources that passed, failed, or were compared with the previous module).
     """
     try:
         return dict(json.loads(PROGRESS.read_text())[kind])
@@ -29,15 +29,17 @@ def recall(kind: str) -> dict[str, Any]:
 
 def remember(kind: str, package: str, value: Any) -> None:
     """Store the value that `recall` will return for a module. Do nothing if the directory is not writable."""
-    content = {name: recall(name) for name in ("hints", "passed", "failed")}
+    content = {name: recall(name) for name in ("hints", "passed", "failed", "compared")}
     content[kind][package] = value
     with contextlib.suppress(OSError):
         PROGRESS.write_text(json.dumps(content))
 
 
 def hash_submission(entry: Module, sources: Sources) -> str:
-    """Return a fingerprint of the module's checks and of everything that they examine."""
-    texts = [entry.checks.read_text(), *(text for _, (_, text) in sorted(sources.items()))]
+    """Return a fingerprint of the module's checks and of the module, with the earlier modules that it uses."""
+    name = f"{entry.package}.{entry.name}"
+    used = select_used(entry, sources[name][1], {other: source for other, source in sources.items() if other != name})
+    texts = [entry.checks.read_text(), sources[name][1], *(text for _, (_, text) in sorted(used.items()))]
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()
 
 

@@ -14,9 +14,9 @@ from brigade.cli.options import add_target
 from brigade.cli.progress_file import find_state, recall, remember
 from brigade.course import skeletons, written
 from brigade.course.measurements import MEASUREMENTS, locate_measurements, read_measurements
-from brigade.course.modules import CORE_MODULES, MODULES, ROOT, CourseError, Module, get_module
+from brigade.course.modules import MODULES, ROOT, TRAINING_MODULES, CourseError, Module, get_module
 from brigade.course.parts import find_unwritten_parts
-from brigade.course.submission import find, read, resolve_target
+from brigade.course.submission import advise_reset, find, read, resolve_target
 
 LEVELS = 3  # levels of hints: Nudge, Approach, Almost the code
 LEFT_OUT = "This was the last hint. Your instructor has left out the third hint, which gives away most of the code."
@@ -85,6 +85,8 @@ def print_markdown(text: str) -> None:
 def find_unwritten_part(entry: Module) -> str:
     """Return the letter of the first part in the student's file that is not written; "" if there is none."""
     path = ROOT / "lessons" / entry.path
+    if not path.is_file():
+        raise CourseError(f"module {entry.number} is missing: there is no {shorten(path)}. {advise_reset(entry)}")
     unwritten = find_unwritten_parts(path.read_text())
     return unwritten[0].letter if unwritten else ""
 
@@ -145,10 +147,14 @@ def run_submit(options: argparse.Namespace) -> int:
     )
     unknown = [number for number in complete if number not in passing]
     if unknown:
-        console.print(f"Not known to pass: {name_modules(unknown)}. `brigade check` runs all checks.", markup=False)
+        check = f"`brigade check {' '.join(map(str, unknown))}` runs their checks."
+        console.print(f"Not known to pass: {name_modules(unknown)}. {check}", markup=False)
+    if changed := [number for number in unknown if get_module(number).package in recall("passed")]:
+        console.print(f"Of these, passed before the last change: {name_modules(changed)}.")
     if unwritten := [number for number, state in states.items() if state == "not written"]:
         console.print(f"Not completely written: {name_modules(unwritten)}.")
-    if unanswered := [entry.number for entry in CORE_MODULES if entry.number not in answered]:
+    asked = [entry.number for entry in TRAINING_MODULES if entry.is_core or entry.number in complete]
+    if unanswered := [number for number in asked if number not in answered]:
         console.print(f"Without written answers: {name_modules(unanswered)}.")
     console.print(measured, markup=False)
     for entry in MODULES:

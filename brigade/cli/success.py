@@ -13,20 +13,21 @@ from brigade.runner.ranks import RankFailure
 
 
 def handle_success(entry: Module, sources: Sources, target: Path, show: bool) -> None:
-    """Remember that these sources pass. The first time, compare with the previous module and show the next steps."""
+    """Remember that these sources pass. The first time, compare with the previous module and show the next steps.
+
+    A comparison that did not finish is tried again the next time.
+    """
     key = hash_submission(entry, sources)
     news = key != recall("passed").get(entry.package)
     remember("passed", entry.package, key)
-    if not show or not news:
-        return
-    if entry.is_core:
-        compare(entry, sources)
-    for sentence in list_next_steps(entry, target):
+    if show and entry.is_core and key != recall("compared").get(entry.package) and compare(entry, sources):
+        remember("compared", entry.package, key)
+    for sentence in list_next_steps(entry, target) if show and news else ():
         console.print(sentence, markup=False)
 
 
-def compare(entry: Module, sources: Sources) -> None:
-    """Print the comparison with the previous module, or the reason why it failed."""
+def compare(entry: Module, sources: Sources) -> bool:
+    """Print the comparison with the previous module, or the reason why it failed. Return whether it succeeded."""
     from brigade.lab import comparison
     from brigade.lab.script import show_progress
 
@@ -34,12 +35,17 @@ def compare(entry: Module, sources: Sources) -> None:
         with show_progress("training steps", comparison.count_steps(entry)) as advance:
             rows = comparison.compare_with_previous(entry, sources, advance)
     except RankFailure as failure:
-        console.print(f"  The comparison with the previous module failed: {failure.summary}\n", markup=False)
-        return
+        why = f"The comparison with the previous module failed: {failure.summary}."
+        if failure.kind == "deadline":
+            why = f"The machine is busy, so the comparison with the previous module was {failure.summary}."
+        again = f"The next `brigade check {entry.number}` tries again."
+        console.print(f"  Your points are safe. {why} {again}\n", markup=False)
+        return False
     console.print(comparison.make_table(rows, previous=entry.number - 1))
     console.print()
     if doubts := comparison.describe_doubts(rows):
         console.print(doubts + "\n", markup=False)
+    return True
 
 
 def list_next_steps(entry: Module, target: Path) -> list[str]:

@@ -34,6 +34,7 @@ INCLUDED += ("Dockerfile", ".dockerignore", ".devcontainer/devcontainer.json", *
 INCLUDED += tuple(f"docs/{name}.md" for name in ("browser", "claims", "glossary", "gpus", "leaderboard", "plan"))
 INCLUDED += ("lessons/*/README.md", "lessons/*/hints.md", "lessons/*/*.png", "lessons/*/*.py", "site/**/*")
 PACKAGES = ("torch", "pytest", "numpy", "matplotlib", "rich", "psutil")  # from requirements.txt
+SITE_PACKAGES = ("sphinx", "furo", "myst-nb", "sphinx-design", "sphinx-copybutton")
 HINT_LEVELS = 2  # of the three in each hints.md
 OUT = ROOT / "out" / "student"
 
@@ -68,7 +69,8 @@ def collect_files(hint_levels: int = HINT_LEVELS, with_answers: bool = False) ->
     for document in map(Path, handout.DOCUMENTS):
         text = handout.fill_in(contents[document].decode(), ROOT)
         contents[document] = re.sub(r"<!-- .* -->\n+", "", text).encode()
-    return contents | {Path("requirements.txt"): editions.select_requirements(PACKAGES).encode()}
+    pins = {Path("requirements.txt"): PACKAGES, Path("site", "requirements.txt"): SITE_PACKAGES}
+    return contents | {path: editions.select_requirements(packages).encode() for path, packages in pins.items()}
 
 
 def cut_hints(text: str, levels: int) -> str:

@@ -92,7 +92,7 @@ def read(target: str | Path, number: int, prior: str = "own", replaced: Collecti
     entry = get_module(number)
     path = find(target, entry)
     if path is None:
-        raise CourseError(f"module {number} is missing: {target} has no {entry.path}")
+        raise CourseError(f"module {number} is missing: {target} has no {entry.path}. {advise_reset(entry)}")
     text = read_source(path, target)
     earlier: Sources = {}
     for other in [other for other in TRAINING_MODULES if other.number < entry.number]:
@@ -117,6 +117,11 @@ def read_earlier(target: Path, entry: Module) -> tuple[str, str]:
         return str(path), read_source(path, target)
     except CourseError as error:
         return "", f"module {entry.number} cannot be imported: {error}"
+
+
+def advise_reset(entry: Module) -> str:
+    """Return a sentence on how to get the skeleton of a module whose file is missing."""
+    return f"`brigade reset {entry.number}` writes its skeleton."
 
 
 def select_used(entry: Module, text: str, earlier: Sources) -> Sources:

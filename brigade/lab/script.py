@@ -10,6 +10,8 @@ import sys
 from collections.abc import Callable, Iterator
 
 from brigade.course.modules import HAS_SOLUTIONS, CourseError
+from brigade.course.parts import find_unwritten_parts
+from brigade.course.submission import Sources
 from brigade.runner.ranks import RankFailure
 
 
@@ -28,14 +30,16 @@ def run_to_status(name: str, run: Callable[[], int]) -> int:
         return 130
 
 
-def explain_failure(failure: RankFailure, number: int) -> str:
+def explain_failure(failure: RankFailure, number: int, sources: Sources | None = None) -> str:
     """Return a message about a failed run: which part is not written yet, or what happened on which rank.
 
-    `number` is the number of the module that was run.
+    `number` is the number of the module that was run. If `sources` are given, name the first part that they lack.
     """
     part = failure.part
     if not part:
         return str(failure)
+    unwritten = [other for _, text in (sources or {}).values() for other in find_unwritten_parts(text)]
+    part = next((other for other in unwritten if other.module == part.module), part)
     advice = f"`brigade check {part.module}` shows what to do"
     if part.module < number and HAS_SOLUTIONS:
         advice += ", and --prior reference uses the reference's modules"

@@ -21,6 +21,7 @@ from brigade.cli import check, progress_file, study
 from brigade.cli import main as cli
 from brigade.course import skeletons, written
 from brigade.course.modules import MODULES, ROOT, get_module, select_modules
+from brigade.course.submission import read
 from brigade.lab import comparison
 from brigade.runner import ranks
 
@@ -55,7 +56,7 @@ def lessons(tmp_path):
         (["check", "1", "--target", "does/not/exist"], "there is no directory does/not/exist"),
         (["check", "1", "--target", __file__], "is not a directory"),
         (["check", "1", "--only", "zebra"], "no check whose name contains 'zebra'; its checks are parameters"),
-        (["check", "--debug"], "--debug needs the number of a module"),
+        (["check", "--debug"], "--debug needs the number of one module"),
         (["hint", "12"], "there is no module 12"),
         (["reset", "x"], "there is no module x"),
         (["submit", "--target", "notebooks"], "there are no module files in"),
@@ -306,7 +307,7 @@ def test_submit_says_what_is_written_and_passes(brigade, lessons, tmp_path_facto
     printed = submitted(brigade, lessons, next(places), monkeypatch)
     assert printed.startswith(
         f"contains {len(MODULES)} of {len(MODULES)} module files: 2 written, 1 known to pass all checks.\n"
-        "Not known to pass: module 2. `brigade check` runs all checks.\n"
+        "Not known to pass: module 2. `brigade check 2` runs their checks.\n"
         f"Not completely written: modules {', '.join(str(e.number) for e in MODULES if e.number not in (1, 2, 3))}.\n"
         "Without written answers: modules 1, 2, 3, 4, 5, 6, 7, 8.\n"
         "measurements.json is not included: `brigade bench --comm-ratio 0.8 --save` creates it.\n"
@@ -314,7 +315,15 @@ def test_submit_says_what_is_written_and_passes(brigade, lessons, tmp_path_facto
     )
     file = lessons / get_module(1).path
     file.write_text(file.read_text() + "# another line\n")
-    assert "2 written, 0 known to pass" in submitted(brigade, lessons, next(places), monkeypatch)
+    printed = submitted(brigade, lessons, next(places), monkeypatch)
+    assert "2 written, 0 known to pass" in printed and "passed before the last change: module 1.\n" in printed
+
+
+def test_a_change_to_a_module_that_is_not_used_changes_no_result():
+    sources = read("solutions", 11).sources
+    assert progress_file.hash_submission(get_module(11), sources) == progress_file.hash_submission(
+        get_module(11), sources | {"m10_grad_shards.grad_shards": ("", "x = 1")}
+    )
 
 
 def test_hints_come_one_after_another(capsys):
@@ -350,6 +359,19 @@ def test_every_part_has_three_hints(entry):
     assert parts and all(study.extract_part(step, part) for step in steps for part in parts)
 
 
+def test_a_hint_of_a_missing_module_names_the_command_that_restores_it(brigade, tmp_path, monkeypatch):
+    monkeypatch.setattr(study, "ROOT", tmp_path)
+    assert "`brigade reset 4` writes its skeleton." in brigade("hint", 4).stderr
+
+
+def test_without_torch_one_line_says_what_to_do(tmp_path):
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('No module named torch', name='torch')\n")
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    command = [sys.executable, "-m", "brigade", "check", "1"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "make setup" in done.stderr, done.stderr
+
+
 def test_without_a_command_all_are_listed(brigade):
     done = brigade()
     assert done.returncode == 2 and all(name in done.stdout for name in ("check", "next", "hint", "submit"))
@@ -359,7 +381,9 @@ def test_next_names_the_first_unfinished_module(brigade, lessons):
     done = brigade("next", "--target", lessons)
     assert done.returncode == 1
     assert "✓ Module 1" in done.stdout
-    assert "→ module 2 is missing" in done.stdout
+    assert "→ module 2 is missing" in done.stdout and "`brigade reset 2` writes its skeleton" in done.stdout
+    shown = brigade("check", 1, 2, "--target", lessons, "--only", "start_equal or one_all_reduce").stdout
+    assert "✓ 1/1" in shown and "Module 2: One flat all-reduce\n  ✗ module 2 is missing" in shown
 
 
 def test_debug_runs_one_rank_on_this_terminal(lessons):
@@ -418,7 +442,15 @@ def test_a_module_that_passes_on_the_reference_only_is_not_compared(brigade, les
         (lessons / entry.path).write_text((ROOT / where / entry.path).read_text())
     done = brigade("check", 3, "--target", lessons)
     assert done.returncode == 0 and "12 of 12 points" in done.stdout, done.stdout
-    assert "The comparison with the previous module failed: " in done.stdout
+    assert "Your points are safe. The comparison with the previous module failed: " in done.stdout
+    assert "tries again" in brigade("check", 3, "--target", lessons).stdout, "it is not forgotten"
+
+
+def test_a_busy_machine_costs_no_points(brigade, lessons, monkeypatch):
+    monkeypatch.setattr(comparison, "DEADLINE_S", 0.01)
+    done = brigade("check", 1, "--target", lessons)
+    assert "Your points are safe. The machine is busy" in done.stdout and "brigade next" in done.stdout
+    monkeypatch.undo()
 
 
 @pytest.fixture

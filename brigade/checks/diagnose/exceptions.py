@@ -164,8 +164,8 @@ FREED = (
 HOOK_RESULT = "hook returned|hooks should return"
 NO_ATTRIBUTE = r"'NoneType' object has no attribute '(\w+)'"
 SYMPTOMS = [
-    Symptom("breakpoint", "BdbQuit", "", "a breakpoint() is still in the code. It works only with --debug, which runs "
-            "one rank on this terminal."),
+    Symptom("breakpoint", "BdbQuit", "", "you left the debugger, or a breakpoint() is still in the code. It works only "
+            "with --debug, which runs one rank on this terminal."),
     Symptom("missing name", "NameError", " has no ", "this name from the skeleton was changed or deleted. "
             "`brigade reset` restores it."),
     Symptom("hook result", "TypeError", HOOK_RESULT, "a hook returns a value. It must return None."),

@@ -1,0 +1,5 @@
+"""python -m brigade"""
+
+from brigade.cli.main import program
+
+program()
