@@ -79,6 +79,7 @@ def test_ring_all_gather(submission):
 
 
 @pytest.mark.points(2)
+@pytest.mark.needs("test_ring_reduce_scatter")
 def test_ring_all_reduce(submission):
     """The tensor becomes the sum, in place. Each rank sends at most 2(N − 1) messages of one chunk each."""
     for group, tensors, results in run(submission, "ring_all_reduce"):

@@ -44,6 +44,7 @@ def test_gradients_are_averaged(submission):
 
 
 @pytest.mark.points(1)
+@pytest.mark.needs("test_gradients_are_averaged")
 def test_several_steps(submission):
     """After four optimizer steps, the weights equal those that one process computes from the whole batch."""
     for world, optimizer in zip(submission.worlds(2, 3), ("sgd", "adam")):
@@ -85,6 +86,7 @@ def test_one_all_reduce_per_parameter(submission):
 
 
 @pytest.mark.points(1)
+@pytest.mark.needs("test_gradients_are_averaged")
 def test_subgroups(submission):
     """Ranks 1 and 3 train in their own group: they start with the weights of rank 1 and average over two ranks."""
     [world] = submission.worlds(4)

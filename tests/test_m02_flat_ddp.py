@@ -97,6 +97,7 @@ def test_mixed_dtypes(submission):
 
 
 @pytest.mark.points(1)
+@pytest.mark.needs("test_gradients_are_averaged")
 def test_gradients_keep_shape_and_stride(submission):
     """A single all-reduce also averages non-contiguous gradients and preserves their shapes and strides."""
     for world in submission.worlds(2, 3):
@@ -128,6 +129,7 @@ def test_branches_and_unused_parameters(submission):
 
 
 @pytest.mark.points(1)
+@pytest.mark.needs("test_gradients_are_averaged")
 def test_steps_and_subgroups(submission):
     """After four steps with one all-reduce each, weights equal those of one process, even in a group of two ranks."""
     for world, optimizer in zip(submission.worlds(2, 4), ("adam", "sgd")):

@@ -221,6 +221,7 @@ def test_no_sync_restores_its_state(submission):
 
 
 @pytest.mark.points(1)
+@pytest.mark.needs("test_gradients_are_averaged")
 def test_steps_and_subgroups(submission):
     """Four overlapped steps give the same weights as training in one process, even in a group of ranks 1 and 3."""
     for world, optimizer in zip(submission.worlds(2, 4), ("adam", "sgd")):

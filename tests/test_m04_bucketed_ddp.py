@@ -79,6 +79,7 @@ def test_gradients_are_averaged(submission):
 
 
 @pytest.mark.points(3)
+@pytest.mark.needs("test_bucket_rule")
 def test_buckets_overlap_with_backward(submission):
     """Each bucket is launched once, asynchronously, before the next one is complete. Backward waits for nothing."""
     for world in submission.worlds(2, 3):
@@ -104,6 +105,7 @@ def test_buckets_overlap_with_backward(submission):
 
 
 @pytest.mark.points(3)
+@pytest.mark.needs("test_bucket_rule")
 def test_launch_order_does_not_depend_on_ready_order(submission):
     """If gradients become ready in a different order on each rank, all ranks still launch buckets in the same order."""
     for world in submission.worlds(2, 3, 4):
@@ -141,6 +143,7 @@ def test_launch_order_does_not_depend_on_ready_order(submission):
 
 
 @pytest.mark.points(2)
+@pytest.mark.needs("test_bucket_rule")
 def test_unused_parameters(submission):
     """A bucket is launched in every step, even if some or all ranks do not use one of its parameters."""
     for world in submission.worlds(2, 3):
@@ -166,6 +169,7 @@ def test_unused_parameters(submission):
 
 
 @pytest.mark.points(1)
+@pytest.mark.needs("test_gradients_are_averaged")
 def test_no_sync_accumulates(submission):
     """Inside no_sync, even nested or interrupted, backward launches nothing. The last backward averages the sum."""
     [world] = submission.worlds(2)
@@ -203,6 +207,7 @@ def test_no_sync_accumulates(submission):
 
 
 @pytest.mark.points(1)
+@pytest.mark.needs("test_gradients_are_averaged")
 def test_steps_and_subgroups(submission):
     """Four overlapped steps give the same weights as training in one process, even in a group of ranks 1 and 3."""
     for world, optimizer in zip(submission.worlds(2, 4), ("adam", "sgd")):

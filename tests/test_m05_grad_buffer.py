@@ -206,6 +206,7 @@ def test_zero_grad_in_any_form(submission):
 
 
 @pytest.mark.points(2)
+@pytest.mark.needs("test_layout_rule")
 def test_buckets_overlap_with_backward(submission):
     """Each bucket is launched in place, with its padding, before the next one is complete. The padding stays zero."""
     for world in submission.worlds(2, 3):
@@ -241,6 +242,7 @@ def test_buckets_overlap_with_backward(submission):
 
 
 @pytest.mark.points(1)
+@pytest.mark.needs("test_gradients_are_averaged")
 def test_steps_and_subgroups(submission):
     """Gradients are correct over several steps with no_sync (even if interrupted), any ready order and sub-groups."""
     for world, model in zip(submission.worlds(2, 3, 4), ("Plain", "Reordered", "Tied")):
@@ -279,6 +281,7 @@ def test_steps_and_subgroups(submission):
 
 @pytest.mark.parts("Parts (h) and (i): accumulate in fp32")
 @pytest.mark.points(2)
+@pytest.mark.needs("test_gradients_are_averaged")
 def test_main_grad_accumulates_in_fp32(submission):
     """With grad_dtype=float32, many small bf16 gradients accumulate in fp32, and each step starts from zero."""
     rng = torch.Generator().manual_seed(submission.rng.randrange(2**31))
@@ -350,6 +353,7 @@ def test_main_grad_accumulates_in_fp32(submission):
 
 
 @pytest.mark.points(1)
+@pytest.mark.needs("test_gradients_are_averaged")
 def test_one_buffer_per_dtype(submission):
     """The parameters of each dtype share one buffer, in this dtype or a wider grad_dtype. Gradients are averaged."""
     for world, grad_dtype in zip(submission.worlds(2, 3), (None, torch.float32)):

@@ -185,6 +185,7 @@ def test_bucket_group(submission):
 
 @pytest.mark.parts("Parts (e) and (f): groups of buckets")
 @pytest.mark.points(1)
+@pytest.mark.needs("test_bucket_group")
 def test_shards_without_gather(submission):
     """With gather_grads=False, this rank's shards are averaged, and parameters are gathered instead of gradients."""
     for world, buckets_per_group in zip(submission.worlds(2, 4), (2, 1)):
@@ -270,6 +271,7 @@ def test_groups_overlap_with_backward(submission):
 
 
 @pytest.mark.points(1)
+@pytest.mark.needs("test_gradients_are_averaged")
 def test_steps_and_subgroups(submission):
     """Gradients are correct over several steps with no_sync, any ready order, sub-groups and unused parameters."""
     for world, model in zip(submission.worlds(2, 3, 4), ("Plain", "Reordered", "Tied")):

@@ -140,6 +140,7 @@ def test_launches_are_those_of_module_6(submission):
 
 
 @pytest.mark.points(1)
+@pytest.mark.needs("test_gradients_are_averaged")
 def test_steps_and_subgroups(submission):
     """Gradients are correct over several steps with no_sync, reallocate(), any ready order and sub-groups."""
     for world, model in zip(submission.worlds(2, 3, 4), ("Frozen", "Reordered", "Tied")):

@@ -81,7 +81,8 @@ def run_on_text(check: Check, text: str, conditions: Conditions) -> Outcome:
 def escapes(entry: Module, mutant: Mutant, conditions: Conditions) -> str:
     """Return in which way a mutant escapes the checks that it names; "" if it does not.
 
-    Each of them has to fail, as a check and not by accident, and the first has to name the likely cause.
+    Each of them has to fail, as a check and not by accident, and the first has to name the likely cause. So does the
+    check that the first one needs, if it fails too, because `brigade check` then does not run the first one.
     """
     text = mutant.apply((ROOT / "solutions" / entry.path).read_text())
     checks = {check.name: check for check in collect([entry])}
@@ -98,4 +99,10 @@ def escapes(entry: Module, mutant: Mutant, conditions: Conditions) -> str:
             return f"{name}: the likely cause is no statement that ends with a full stop: {likely_cause}"
         if name == mutant.caught_by[0] and mutant.cause not in " ".join(str(outcome.verdict).split()):
             return f"{name}: the student is not told {mutant.cause!r} but:\n{outcome.verdict}"
+    needed = checks[mutant.caught_by[0]].needs
+    while needed and mutant.cause:
+        outcome = run_on_text(checks[needed], text, conditions)
+        if not outcome.passed and mutant.cause not in " ".join(str(outcome.verdict).split()):
+            return f"{needed} hides the cause of {mutant.caught_by[0]}, which needs it:\n{outcome.verdict}"
+        needed = checks[needed].needs
     return ""
