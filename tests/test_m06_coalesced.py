@@ -271,7 +271,6 @@ def test_groups_overlap_with_backward(submission):
 
 
 @pytest.mark.points(1)
-@pytest.mark.needs("test_gradients_are_averaged")
 def test_steps_and_subgroups(submission):
     """Gradients are correct over several steps with no_sync, any ready order, sub-groups and unused parameters."""
     for world, model in zip(submission.worlds(2, 3, 4), ("Plain", "Reordered", "Tied")):

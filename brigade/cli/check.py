@@ -275,7 +275,7 @@ def find_obstacle(entry: Module, report: Report, options: argparse.Namespace) ->
     If it is not known whether an earlier module passes, run its checks. An unwritten module counts only if one of its
     unwritten parts raised the exception of a failed check.
     """
-    parts = [outcome.verdict.part for outcome in report.failed]
+    parts = [outcome.verdict.part for outcome in report.failed if outcome.ending != NOT_RUN]
     others = {part.module for part in parts if part and part.module != entry.number}
     if options.prior != "own" or options.debug or not (others or None in parts):
         return ""
