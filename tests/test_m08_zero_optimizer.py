@@ -220,6 +220,7 @@ def test_sharded_groups_and_schedulers(submission):
 
 @pytest.mark.parts("8a, part (e): clipping")
 @pytest.mark.points(1)
+@pytest.mark.needs("test_sharded_equals_unsharded")
 def test_sharded_clipping(submission):
     """clip_grad_norm_ returns the norm of all gradients and clips them by it. Then step does not reduce them again."""
     for world, hidden, groups in zip(submission.worlds(3, 4), (1, 0), ([[0, 1, 2]], [[1, 2, 3], [0]])):
@@ -396,6 +397,7 @@ def test_zero_volume(submission):
 
 
 @pytest.mark.points(2)
+@pytest.mark.needs("test_zero_equals_unsharded")
 def test_zero_groups_and_schedulers(submission):
     """Parameter groups keep their options. Schedulers, changed options, closures and groups added later work."""
     steps = 12
@@ -443,6 +445,7 @@ def test_zero_groups_and_schedulers(submission):
 
 
 @pytest.mark.points(2)
+@pytest.mark.needs("test_zero_equals_unsharded")
 def test_zero_clipping(submission):
     """clip_grad_norm_ returns the norm of all gradients and clips them by it. NaN and infinity reach every rank."""
     steps = 10
@@ -496,6 +499,7 @@ def test_zero_clipping(submission):
 
 @pytest.mark.parts("8b, parts (i) and (j): checkpoints")
 @pytest.mark.points(2)
+@pytest.mark.needs("test_zero_equals_unsharded")
 def test_zero_checkpoints(submission):
     """On every rank, state_dict equals the plain optimizer's. Training resumes on any number of ranks."""
     half = 4
@@ -541,6 +545,7 @@ def test_zero_checkpoints(submission):
 
 
 @pytest.mark.points(1)
+@pytest.mark.needs("test_zero_checkpoints")
 def test_zero_masters(submission):
     """16-bit weights equal the rounded fp32 main parameters, which checkpoints save. Plain checkpoints load too."""
     generator = torch.Generator().manual_seed(submission.rng.randrange(2**31))

@@ -133,6 +133,7 @@ def test_weights_are_awaited_just_before_use(submission):
 
 
 @pytest.mark.points(2)
+@pytest.mark.needs("test_equals_unsharded")
 def test_groups_that_no_forward_used(submission):
     """If forward skips a layer, a layer that shares its weight waits for the group, or else the next step does."""
     for world, is_tied in zip(submission.worlds(2, 3), (False, True)):

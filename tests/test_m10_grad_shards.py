@@ -130,6 +130,7 @@ def test_live_buckets(submission):
 
 
 @pytest.mark.points(3)
+@pytest.mark.needs("test_equals_unsharded")
 def test_accumulation(submission):
     """Gradients of micro-batches accumulate, with or without no_sync. Only zero_grad clears the shards."""
     for world, finish_each, model in zip(submission.worlds(2, 3, 2), (True, False, False), ("Tied", "Plain", "Frozen")):

@@ -249,6 +249,7 @@ def test_weights_are_freed(submission):
 
 
 @pytest.mark.points(2)
+@pytest.mark.needs("test_backward_schedule")
 def test_gathers_and_reductions_overlap(submission):
     """A rank waits for a gather only when it needs the unit, and for a reduction only after the next unit computes."""
     [world] = submission.worlds(2)
@@ -265,6 +266,7 @@ def test_gathers_and_reductions_overlap(submission):
 
 
 @pytest.mark.points(1)
+@pytest.mark.needs("test_backward_schedule")
 def test_volume(submission):
     """A step gathers the root once and other units twice (once without resharding), and reduces every unit once."""
     [world] = submission.worlds(3)
@@ -282,6 +284,7 @@ def test_volume(submission):
 
 
 @pytest.mark.points(1)
+@pytest.mark.needs("test_weights_equal_plain_training")
 def test_accumulation(submission):
     """Inside no_sync, full gradients stay in p.grad and are not reduced. Weights are still gathered and freed."""
     micro, crossed = 3, 2
@@ -308,6 +311,7 @@ def test_accumulation(submission):
 
 
 @pytest.mark.points(1)
+@pytest.mark.needs("test_weights_equal_plain_training")
 def test_clipping(submission):
     """clip_grad_norm_ returns the norm of all gradients, and multiplies every shard's gradient by the same factor."""
     [world] = submission.worlds(4)
@@ -346,6 +350,7 @@ def test_clipping(submission):
 
 
 @pytest.mark.points(1)
+@pytest.mark.needs("test_weights_equal_plain_training")
 def test_checkpoints(submission):
     """full_state_dict equals the plain module's state dict. The plain module and any number of ranks can load it."""
     first, *others = submission.worlds(4, 2, 3)
@@ -371,6 +376,7 @@ def test_checkpoints(submission):
 
 
 @pytest.mark.points(1)
+@pytest.mark.needs("test_weights_equal_plain_training")
 def test_frozen_parameters(submission):
     """Frozen parameters, even whole frozen units, are gathered but never reduced or updated."""
     [world] = submission.worlds(3)
@@ -393,6 +399,7 @@ def test_frozen_parameters(submission):
 
 
 @pytest.mark.points(1)
+@pytest.mark.needs("test_weights_equal_plain_training")
 def test_skipped_units(submission):
     """A rank that skips a unit still joins its gathers and reductions. A missing gradient counts as zero."""
     [world] = submission.worlds(3)
@@ -420,6 +427,7 @@ def test_skipped_units(submission):
 
 
 @pytest.mark.points(1)
+@pytest.mark.needs("test_weights_equal_plain_training")
 def test_other_forwards_between(submission):
     """Training is correct with an evaluation between forward and backward, or a forward whose output is discarded."""
     [world] = submission.worlds(2)
