@@ -50,8 +50,7 @@ def test_equals_unsharded(submission):
         results = submission.run(m08_zero.train, jobs, world_size=world)
         steps, optimizer = len(case.batches[0]), recipe["optimizer"]
         what = f"weights after {steps} steps of {optimizer} equal those of the plain optimizer ({model} model)"
-        trainable = [name for name, parameter in case.parameters().items() if parameter.requires_grad]
-        with diagnosis.explain_incomplete(submission, jobs, results, trainable):
+        with diagnosis.explain_incomplete(submission, jobs, results, case):
             expect_trained(what, results, compute_weights(case, recipe), case.start(), ranks=case.group)
         if bucket_numel == BUCKET_NUMEL:
             require_shared_state([results[rank] for rank in case.group], case, recipe["optimizer"])
@@ -74,7 +73,7 @@ def test_step_waits_for_no_weights(submission):
                     f"step launches one all-gather for each of {len(groups)} groups, of "
                     f"{join_names(sorted(numel for _, numel, _ in groups))} elements",
                     summarize(launched),
-                    partial(diagnosis.explain_gathers, launched, launches(events)),
+                    partial(diagnosis.explain_gathers, launched, launches(events), [numel for _, numel, _ in groups]),
                     rank=rank,
                     step=step,
                 )

@@ -26,8 +26,8 @@ from ..m08_zero_optimizer.zero_optimizer import ZeroOptimizer
 class PrefetchedDDP(CachedDDP):
     """Like `CachedDDP`, but after `start_param_sync`, the next forward waits for each group when it needs the group.
 
-    A module's weights are incomplete from `start_param_sync` until the module runs. Call `finish_param_sync` before you
-    read `ddp.module.weight` directly.
+    A module's weights are incomplete from `start_param_sync` until the module runs, in training or in an evaluation.
+    Call `finish_param_sync` before you read `ddp.module.weight` directly.
     """
 
     def __init__(

@@ -1,7 +1,9 @@
 """Likely causes of failures of module 9's checks."""
 
 import contextlib
+from collections import Counter
 
+from brigade.checks.diagnose.evidence import find_wrong_group
 from brigade.checks.expectations import join_names
 from brigade.checks.verdict import CheckFailed
 from brigade.events import launches
@@ -31,7 +33,11 @@ WRITTEN_FIRST = (
     "step waits for an all-gather of the previous step only after the inner optimizer has written new weights, which "
     "the old ones then overwrite. It must wait before."
 )
-NOT_IN_EVALUATION = "no hook waits for the weights when gradients are disabled."
+NOT_IN_EVALUATION = "no hook waits for the weights in an evaluation, that is, in eval mode and without gradients."
+IN_CHAIN = (
+    "step launches only some groups, and forward launches the others, as Megatron-LM does. Here, step must launch all "
+    "groups: ranks whose forwards skip different modules would otherwise launch different all-gathers."
+)
 PHASES = {  # of the ways to read weights, one for each step after the first
     "ddp.state_dict()": ["ddp.state_dict()"],
     "a second step": ["step"],
@@ -115,18 +121,19 @@ def explain_never_awaited(events):
 
 
 @contextlib.contextmanager
-def explain_incomplete(submission, jobs, results, trainable):
-    """Explain weights that are NaN in the block: something read them before their all-gather was awaited.
+def explain_incomplete(submission, jobs, results, case):
+    """Explain wrong weights in the block by a wrong group, or if they are NaN, by what did not wait for them.
 
-    The ranks returned `results` for `jobs`. `trainable` are the names of the trainable parameters.
+    The ranks returned `results` for the `jobs` of the case.
     """
     try:
         yield
     except CheckFailed as failed:
-        if has_nan(result["weights"] for result in results):
+        cause = find_wrong_group(results.events, case.group)
+        if not cause and has_nan(result["weights"] for result in results):
+            trainable = [name for name, parameter in case.parameters().items() if parameter.requires_grad]
             cause = find_unfinished(results.events) or find_early_forward(submission, jobs, trainable) or INCOMPLETE
-            failed = failed.with_cause(cause)
-        raise failed from None
+        raise (failed.with_cause(cause) if cause else failed) from None
 
 
 def find_unfinished(events_by_rank):
@@ -209,8 +216,8 @@ def explain_forward(events, trainable, step=1):
     return ""
 
 
-def explain_gathers(gathers, launched):
-    """Return why step does not launch one all-gather per group. `launched` are all launches of the rank."""
+def explain_gathers(gathers, launched, numels):
+    """Return why step does not launch one all-gather per group, of these `numels`. `launched` are all launches."""
     if not gathers:
         elsewhere = sorted({launch.phase for launch in launched if launch.op == "all_gather"})
         return (
@@ -219,7 +226,14 @@ def explain_gathers(gathers, launched):
             if elsewhere
             else "step does not gather the weights."
         )
-    return "a group is launched twice, or a group is missing."
+    extra, missing = Counter(launch.numel for launch in gathers), Counter(numels)
+    extra, missing = sorted((extra - missing).elements()), sorted((missing - extra).elements())
+    if missing and any(launch.op == "all_gather" and launch.phase == "forward" for launch in launched):
+        return IN_CHAIN
+    if missing and extra:
+        return f"step gathers {join_names(extra)} elements instead of {join_names(missing)}."
+    elements = f"{join_names(extra or missing)} elements"
+    return f"step launches an all-gather of {elements} again." if extra else f"step does not gather {elements}."
 
 
 def explain_early_wait(awaited, launched):
@@ -254,8 +268,14 @@ def explain_places(actual, expected, is_listed, gathers, events):
     if not early and len(gathers) < total:
         return f"step launches only {len(gathers)} of {total} all-gathers. It must launch all of them; forward waits."
     if not early:
-        awaited = [launch for launch in gathers if launch.sync or launch.wait_phases[0] == "step"]
-        return explain_early_wait(awaited, gathers) if awaited else "some groups are awaited before forward begins."
+        awaited = [x for x in gathers if x.sync or (x.wait_phases[0], x.wait_steps[0]) == ("step", x.step)]
+        silent = [name for name, count in expected.items() if name and count > actual.get(name, 0)]
+        if awaited or not silent or sum(actual.values()) >= total:
+            return explain_early_wait(awaited, gathers) if awaited else "some groups are awaited before forward begins."
+        return (
+            f"no hook of {join_names(silent)} waits for its own weights, although its forward is called. Every module "
+            "that directly owns parameters needs a hook, even if it has submodules too."
+        )
     return (
         f"forward waits before {join_names(early)} for groups that other modules should wait for. A group belongs to "
         "the first module, in call order, that directly owns one of its parameters."

@@ -13,6 +13,11 @@ LAUNCH = "for group in self.forward_order:\n            group.start_param_sync()
 IN_FLIGHT = "self.in_flight = list(self.forward_order)\n"
 REGISTER = "owner.register_forward_pre_hook(self.before_forward)"
 WAIT = "self.in_flight.remove(group)\n                group.finish_param_sync()"
+TO_WAIT = (
+    "        ### END SOLUTION\n\n    def wait_for(self, groups: list[BucketGroup]) -> None:\n"
+    '        """Wait for the weights of these groups. A group that is not in flight is already complete."""\n'
+    "        ### BEGIN SOLUTION part (c)\n        for group in groups:\n"
+)
 ORDER = "self.forward_order = list(dict.fromkeys(group_of[p] for p in module.parameters() if p in group_of))"
 UNCALLED = "            if owner not in self.called:\n                self.wait_for(groups)"
 BEFORE_STEP = "        self.ddp.finish_param_sync()\n        return super().prepare_grads()"
@@ -69,6 +74,36 @@ MUTANTS = [
         "owner.parameters()",
         PLACES,
         "a module owns only its direct parameters",
+    ),
+    Mutant(
+        "only modules without children have a hook",
+        "for owner in module.modules():",
+        "for owner in (m for m in module.modules() if not list(m.children())):",
+        PLACES,
+        "no hook of layers.1 waits for its own weights, although its forward is called",
+    ),
+    Mutant(
+        "hooks wait in training mode only",
+        "self.wait_for(self.groups_of[owner])",
+        "self.wait_for(self.groups_of[owner] if owner.training else [])",
+        ELSEWHERE,
+        "in an evaluation",
+    ),
+    Mutant(
+        "each wait launches the next group",
+        f"{LAUNCH}        {IN_FLIGHT}{TO_WAIT}            if group in self.in_flight:\n                {WAIT}",
+        f"self.forward_order[0].start_param_sync()\n        {IN_FLIGHT}{TO_WAIT}"
+        "            while group in self.in_flight:\n                self.in_flight.pop(0).finish_param_sync()\n"
+        "                for following in self.in_flight[:1]:\n                    following.start_param_sync()",
+        STEP,
+        "as Megatron-LM does",
+    ),
+    Mutant(
+        "the process group lost",
+        "buckets_per_group, grad_dtype, process_group)",
+        "buckets_per_group, grad_dtype)",
+        EQUALS,
+        "but it trains in the group of ranks 1 and 3",
     ),
     Mutant(
         "each hook waits for everything",
@@ -132,7 +167,7 @@ MUTANTS = [
         "self.wait_for(self.groups_of[owner])",
         "self.wait_for(self.groups_of[owner] if torch.is_grad_enabled() else [])",
         ELSEWHERE,
-        "when gradients are disabled",
+        "in an evaluation",
     ),
     Mutant(
         "finish_param_sync waits for half",

@@ -16,13 +16,15 @@ from scenarios.training import move_to_device, wrap
 
 
 class Listed(nn.Module):
-    """A layer with its weights in a ParameterList, which has no forward of its own."""
+    """A layer that owns a weight, and has others in a ParameterList, which has no forward of its own."""
 
     def __init__(self, width: int, count: int):
         super().__init__()
+        self.scale = nn.Parameter(torch.ones(width))
         self.weights = nn.ParameterList(torch.eye(width) for _ in range(count))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.scale
         for weight in self.weights:
             x = torch.tanh(x @ weight)
         return x
@@ -120,6 +122,7 @@ def read_weights(job: dict) -> dict:
             weights = ddp.state_dict()
         values = {name: find_entry(weights, name).clone() for name, _ in model.named_parameters()}
     elif job["read"] == "an evaluation":
+        ddp.eval()
         with phase("forward"), torch.no_grad():
             values = {"output": ddp(job["probe"].to(device()))}
     elif job["read"] == "a second step":
