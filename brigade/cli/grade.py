@@ -19,6 +19,7 @@ from brigade.checks.run import prepare
 from brigade.cli.options import ABOVE_ZERO, add_number
 from brigade.course.modules import CORE, MODULES, CourseError, Module, resolve_results_file, select_modules
 from brigade.grade import classroom, formats, grading, incoming, isolation, roster, similarity, static_look, visibility
+from brigade.grade.gradebook_file import GradebookFile
 from brigade.grade.outcome import Grading, make_empty_grading
 from brigade.runner import machine, ranks, sandbox
 
@@ -218,10 +219,10 @@ def run_class(options: argparse.Namespace, entries: Sequence[Module], console: C
             "--please-look"
         )
     gradebook = resolve_results_file(options.gradebook)
-    people = roster.read_roster(Path(options.roster)) if options.roster else []
+    people, ignored = roster.read_roster(Path(options.roster)) if options.roster else ([], [])
     feedback = Path(options.feedback).resolve() if options.feedback else None
-    written = [feedback] if feedback else []
-    everyone, others = classroom.list_students(Path(options.class_directory).resolve(), gradebook, *written)
+    ours = [Path(path).resolve() for path in (options.feedback, options.roster) if path]
+    everyone = classroom.list_students(Path(options.class_directory).resolve(), gradebook, *ours)
     passed_on = ["--prior", options.prior, "--backend", options.backend, "--limit", str(options.limit)]
     passed_on += ["--modules", options.modules] if options.modules else ["--part", options.part]
     passed_on += ["--seed", str(1 if options.seed is None else options.seed)]  # the same for all, in every run
@@ -229,6 +230,8 @@ def run_class(options: argparse.Namespace, entries: Sequence[Module], console: C
     if isolation.may_isolate():  # without private mounts, one submission could read another
         sandbox.close_off([Path(options.class_directory).resolve()])
     with classroom.lock_gradebook(gradebook) as lock:
+        book = GradebookFile(gradebook, classroom.get_results_path(gradebook))
+        before = classroom.read_scores(everyone)
         waiting = classroom.find_outdated(everyone, passed_on)
         room = int(options.memory_gb * 1e9 // classroom.GRADING_BYTES)
         columns = (TextColumn("submissions"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -241,27 +244,37 @@ def run_class(options: argparse.Namespace, entries: Sequence[Module], console: C
 
             def follow(student: classroom.Student) -> None:
                 left_to_grade.discard(student)
-                table = classroom.save(gradebook, everyone, entries, left_to_grade, people).table
+                table = classroom.save(book, everyone, entries, left_to_grade, people).table
                 line = table[everyone.index(student)]
-                note = "" if student.fingerprint_file.exists() else f"; not graded: {line['note']}"
-                console.print(f"{student.name}: {line['score']} points{note}", markup=False)
+                is_graded = student.fingerprint_file.exists()
+                what = f"{line['score']} points" if is_graded else line["note"]
+                console.print(f"{student.name}: {what}", markup=False)
                 done = progress.tasks[task].completed + 1
                 left = (time.monotonic() - started) / done * (len(waiting) - done)
                 progress.update(task, completed=done, left=f"about {left:.0f} s left" if done < len(waiting) else "")
 
-            classroom.save(gradebook, everyone, entries, left_to_grade, people)
+            classroom.save(book, everyone, entries, left_to_grade, people)
             at_once = max(1, min(room, machine.count_cores()))
             command = [sys.executable, "-m", "brigade.cli.grade_student", *passed_on]
             classroom.grade_all(waiting, command, at_once=at_once, lock=lock, on_finish=follow)
-    identified = classroom.save(gradebook, everyone, entries, people=people)
-    table = identified.table
+        identified = classroom.save(book, everyone, entries, people=people)
     report = Console(highlight=False, soft_wrap=True, markup=False)
     kept = len(everyone) - len(waiting)
     report.print(f"{len(everyone)} submissions, {kept} of them unchanged since an earlier grading run: {gradebook}")
-    for name in others:
-        report.print(f"  ignored, because it is neither a directory nor an archive: {name}")
+    now = classroom.read_scores(everyone)
+    if failed := [student.name for student in everyone if student not in now]:
+        report.print(f"  not graded (the gradebook says why): {', '.join(failed)}")
+    for student, score in before.items():
+        if score != now.get(student):
+            report.print(f"  {student.name}: {score} points before, {now.get(student, 'none')} now")
+    for correction in book.corrections:
+        report.print(f"  changed by hand, and kept: {correction}")
+    if book.removed:
+        report.print(f"  kept, although the submission is not there any more: {', '.join(book.removed)}")
     if feedback:
         report.print(f"  feedback for {classroom.write_feedback(feedback, everyone)} submissions: {feedback}")
+    if ignored:
+        report.print(f"  columns of the roster that are not used: {', '.join(ignored)}")
     if identified.unknown:
         report.print(f"  not in the roster: {', '.join(identified.unknown)}")
     if identified.missing:
@@ -272,12 +285,12 @@ def run_class(options: argparse.Namespace, entries: Sequence[Module], console: C
         report.print(f"  please look: {', '.join(watched)} (see {classroom.get_findings_path(gradebook)})")
     for conflict in dict.fromkeys(student.conflict for student in everyone if student.conflict):
         report.print(f"  {conflict}; decide which one counts")
-    for check, count in classroom.count_failures(table)[:10]:
+    for check, count in classroom.count_failures(identified.table)[:10]:
         report.print(f"  {count} of {len(everyone)} submissions fail {check}")
     for group in similarity.find_groups(classroom.read_class(everyone, entries)):
         names = ", ".join(group.names)
         report.print(f"  near-identical in module {group.module}: {names} ({group.share:.0%})")
-    return 0 if all(student.fingerprint_file.exists() for student in everyone) else 1
+    return 1 if failed else 0
 
 
 def choose_format(options: argparse.Namespace, entries: Sequence[Module]) -> Callable[[Grading], str]:

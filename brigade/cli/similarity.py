@@ -23,7 +23,7 @@ def add_similarity_arguments(parser: argparse.ArgumentParser) -> None:
 def run_similarity(options: argparse.Namespace) -> int:
     """Write the report on similar pairs, and print the first pairs. Return the exit status 0."""
     out = resolve_results_file(options.out)
-    everyone, _ = classroom.list_students(Path(options.directory).resolve(), out)
+    everyone = classroom.list_students(Path(options.directory).resolve(), out)
     texts = classroom.read_class(everyone, MODULES)
     pairs = similarity.find_pairs(texts)
     formats.write(out, similarity_report.format_report(pairs, texts))

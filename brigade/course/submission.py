@@ -143,10 +143,15 @@ def select_named(texts: list[str], sources: Sources) -> Sources:
 
 
 def read_source(path: Path, within: Path) -> str:
-    """Return the text of a Python file.
+    """Return the text of a Python file. Raise CourseError if it is not Python, or as `read_text` does."""
+    text = read_text(path, within)
+    if message := find_syntax_error(path.name, text):
+        raise CourseError(message)
+    return text
 
-    Raise CourseError if the file is unreadable, too long, outside the directory `within` or not Python.
-    """
+
+def read_text(path: Path, within: Path) -> str:
+    """Return the text of a file. Raise CourseError if it is unreadable, too long or outside the directory `within`."""
     try:
         if not path.resolve().is_relative_to(within.resolve()):
             raise CourseError(f"{path.name} is a link to a file outside of the submission")
@@ -156,14 +161,11 @@ def read_source(path: Path, within: Path) -> str:
             content = file.read(MAX_SOURCE_BYTES + 1)
         if len(content) > MAX_SOURCE_BYTES:
             raise CourseError(f"{path.name} is larger than {MAX_SOURCE_BYTES} bytes")
-        text = content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
+        return content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except OSError as error:
         raise CourseError(f"{path.name} cannot be read: {error.strerror}") from None
     except (UnicodeDecodeError, RuntimeError) as error:  # RuntimeError: a link to itself
         raise CourseError(f"{path.name} is not a Python source file: {error}") from None
-    if message := find_syntax_error(path.name, text):
-        raise CourseError(message)
-    return text
 
 
 def open_no_follow(path: str, flags: int) -> int:

@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import os
 import re
 import subprocess
 import textwrap
@@ -21,13 +22,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from brigade.course.modules import MODULES, ROOT, CourseError, Module
-from brigade.course.submission import MAX_SOURCE_BYTES, find
+from brigade.course.submission import find, read_text
 from brigade.grade import feedback, formats, incoming, roster, similarity
-from brigade.grade.gradebook import Row, format_csv
+from brigade.grade.gradebook import Row
+from brigade.grade.gradebook_file import GradebookFile
 from brigade.grade.roster import Identified, Person
 
 GRADING_BYTES = 1_000_000_000  # memory for one grading run with four ranks: 0.7 GB measured, plus a margin
 TRIES = 2  # attempts, if a grader is killed
+LONGEST_NAME = 200  # bytes of a submission's name in the names of its results, to which endings are added
 END_S = 20.0  # limit for a grader to clean up
 CODE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
@@ -40,6 +43,7 @@ class Student:
     path: Path
     results: Path
     conflict: str = ""  # a note on another submission that seems to be the same student's
+    submission: str = ""  # the name of the file or directory, unique and printable
 
     @property
     def fingerprint_file(self) -> Path:
@@ -67,52 +71,65 @@ def get_findings_path(gradebook: Path) -> Path:
     return gradebook.with_name(gradebook.name + ".please-look.txt")
 
 
-def list_students(directory: Path, gradebook: Path, *written: Path) -> tuple[list[Student], list[str]]:
-    """Return the submissions in a class's directory (directories and archives), and the names of its other entries.
+def list_students(directory: Path, gradebook: Path, *others: Path) -> list[Student]:
+    """Return the submissions in a class's directory, including files that cannot be graded.
 
-    Skip the gradebook, its results and the other files that this command has `written`. Raise CourseError if there are
-    no submissions.
+    Skip the gradebook, the files beside it, and the `others` that do not come from students. Raise CourseError if there
+    is nothing that can be graded.
     """
     if not directory.is_dir():
         raise CourseError(f"there is no directory {directory}")
-    ours = (gradebook, get_results_path(gradebook), get_findings_path(gradebook), *written)
+    ours = (gradebook, get_results_path(gradebook), get_findings_path(gradebook), *others)
     entries = [path for path in sorted(directory.iterdir()) if path.name[0] != "." and path not in ours]
-    found = [path for path in entries if path.is_dir() or path.name.lower().endswith(incoming.ARCHIVES)]
-    if not found:
+    found = [path for path in entries if path.name not in incoming.SKIPPED]
+    if not any(path.is_dir() or path.name.lower().endswith((*incoming.ARCHIVES, ".py")) for path in found):
         raise CourseError(
             f"there are no submissions in {directory}; it must contain one directory or archive per student"
         )
-    same: dict[str, list[str]] = {}
+    same: dict[str, list[Path]] = {}
     for path in found:
-        same.setdefault(remove_archive_suffix(path), []).append(formats.make_printable(path.name))
+        same.setdefault(formats.make_line(get_student_name(path)), []).append(path)
     results = get_results_path(gradebook)
-    everyone = []
+    everyone: list[Student] = []
     for path in found:
-        name, alike = remove_archive_suffix(path), same[remove_archive_suffix(path)]
-        several = len(alike) > 1  # such as ada and ada.zip
-        conflict = f"Possibly one student: {', '.join(alike)}. All of them are graded" if several else ""
-        shown = formats.make_printable(path.name if several else name)
-        everyone.append(Student(shown, path, results / f"{path.name}.json", conflict))
-    return everyone, [formats.make_printable(path.name) for path in entries if path not in found]
+        name, submission = (formats.make_line(text) for text in (get_student_name(path), path.name))
+        alike = ", ".join(formats.make_line(one.name) for one in same[name])  # such as ada, ada.zip
+        several = len(same[name]) > 1
+        conflict = f"Possibly one student: {alike}. All of them are graded" if several else ""
+        if count := sum(formats.make_line(one.path.name) == submission for one in everyone):
+            submission += f" ({count + 1})"  # the names differ in characters that cannot be shown
+        shown = submission if several else name
+        everyone.append(Student(shown, path, results / f"{limit_name(path.name)}.json", conflict, submission))
+    return everyone
 
 
-def remove_archive_suffix(path: Path) -> str:
-    """Return a submission's name without the archive's file extension."""
+def get_student_name(path: Path) -> str:
+    """Return a submission's name without the file extension."""
     if path.is_dir():
         return path.name
-    endings = [ending for ending in incoming.ARCHIVES if path.name.lower().endswith(ending)]
-    return path.name[: -len(max(endings, key=len))] if endings else path.name
+    endings = [*incoming.ARCHIVES, *(f"_{module}" for module in incoming.ENTRIES)]
+    endings = [ending for ending in endings if path.name.lower().endswith(ending)]
+    return path.name[: -len(max(endings, key=len))] if endings else path.stem
+
+
+def limit_name(name: str) -> str:
+    """Return the name of a submission, or its beginning and a hash if file names with endings would be too long."""
+    encoded = os.fsencode(name)
+    if len(encoded) <= LONGEST_NAME:
+        return name
+    return encoded[: LONGEST_NAME // 2].decode(errors="ignore") + "-" + hashlib.sha256(encoded).hexdigest()[:16]
 
 
 def read_texts(student: Student) -> dict[int, str]:
-    """Return the texts of the modules that can be read, by number."""
+    """Return the texts of the modules by number. The text of a file that must not be read is empty."""
     texts = {}
     with contextlib.suppress(CourseError, OSError):
         with incoming.open_submission(student.path) as submission:
             for entry in MODULES:
                 if path := find(submission.directory, entry):
-                    with open(path, "rb") as file:
-                        texts[entry.number] = file.read(MAX_SOURCE_BYTES + 1).decode(errors="backslashreplace")
+                    texts[entry.number] = ""
+                    with contextlib.suppress(CourseError):
+                        texts[entry.number] = read_text(path, submission.directory)
     return texts
 
 
@@ -171,7 +188,11 @@ def grade_all(
         while queue or running:
             while queue and len(running) < at_once:
                 student, attempt = queue.pop(0)
-                running.append((start_grader(student, command, lock), student, attempt))
+                try:
+                    running.append((start_grader(student, command, lock), student, attempt))
+                except OSError as error:  # concerns only this student
+                    formats.write(student.log, f"the grader could not be started: {error}\n")
+                    on_finish(student)
             time.sleep(0.05)
             for job in [job for job in running if job[0].poll() is not None]:
                 running.remove(job)
@@ -216,17 +237,18 @@ def make_row(student: Student, entries: Sequence[Module], waiting: Container[Stu
 
     A student who is still `waiting` has no score, because earlier results come from other checks, options or modules.
     """
-    line: Row = {"student": student.name}
+    line: Row = {"student": student.name, "submission": student.submission, "score": "", "max": ""}
+    line |= {f"module {entry.number}": "" for entry in entries}
     try:
         result = json.loads(student.results.read_text())
     except (OSError, ValueError):
         result = None
     if student in waiting:
         earlier = f"; an earlier run under other conditions gave {result['score']} points" if result else ""
-        return line | {"score": "", "note": collect_notes(student, f"not graded yet{earlier}")}
-    if result is None:
-        note = f"the grader wrote no results: see {student.log.name}"
-        return line | {"score": 0, "note": collect_notes(student, note)}
+        return line | {"note": collect_notes(student, f"not graded yet{earlier}")}
+    if result is None or not student.fingerprint_file.exists():
+        reasons = result["notes"][-1:] if result else [f"the grader wrote no results: see {student.log.name}"]
+        return line | {"note": collect_notes(student, "not graded", *reasons)}
     line |= {"score": result["score"], "max": result["max_score"]}
     for entry in entries:
         line[f"module {entry.number}"] = sum(c["score"] for c in result["checks"] if c["module"] == entry.number)
@@ -241,21 +263,27 @@ def collect_notes(student: Student, *notes: str) -> str:
 
 
 def save(
-    gradebook: Path,
+    book: GradebookFile,
     everyone: Sequence[Student],
     entries: Sequence[Module],
     waiting: Container[Student] = (),
     people: Sequence[Person] = (),
 ) -> Identified:
-    """Write the gradebook and return its rows. The rows of students who are still `waiting` have no score.
+    """Update the gradebook and return the grader's rows. The rows of students who are still `waiting` have no score.
 
     `people` is the roster, if there is one.
     """
     table = [make_row(student, entries, waiting) for student in everyone]
-    names = [remove_archive_suffix(student.path) for student in everyone]
+    names = [get_student_name(student.path) for student in everyone]
     identified = roster.identify(table, people, names) if people else Identified(table, [], [], {})
-    formats.write(gradebook, format_csv(identified.table))
+    book.update(identified.table, entries)
     return identified
+
+
+def read_scores(everyone: Sequence[Student]) -> dict[Student, int]:
+    """Return the scores of the students who are graded."""
+    graded = [student for student in everyone if student.fingerprint_file.exists() and student.results.exists()]
+    return {student: json.loads(student.results.read_text())["score"] for student in graded}
 
 
 def write_feedback(directory: Path, everyone: Sequence[Student]) -> int:
@@ -263,10 +291,11 @@ def write_feedback(directory: Path, everyone: Sequence[Student]) -> int:
     directory.mkdir(mode=0o700, exist_ok=True)
     count = 0
     for student in everyone:
-        with contextlib.suppress(FileNotFoundError):  # the grader wrote no results
+        if student.fingerprint_file.exists():
             result = json.loads(student.results.read_text())
-            formats.write(directory / f"{student.path.name}.txt", feedback.format_text(result))
-            formats.write(directory / f"{student.path.name}.html", feedback.format_html(student.name, result))
+            name = limit_name(student.path.name)
+            formats.write(directory / f"{name}.txt", feedback.format_text(result))
+            formats.write(directory / f"{name}.html", feedback.format_html(student.name, result))
             count += 1
     return count
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
@@ -104,6 +105,11 @@ def format_findings(findings: Sequence[Finding]) -> str:
 def make_printable(text: str) -> str:
     """Replace characters that control a terminal, or that XML or a database does not allow, with question marks."""
     return "".join(letter if letter.isprintable() or letter in "\n\t" else "?" for letter in text)
+
+
+def make_line(text: str) -> str:
+    """Return the text as one printable line, with equal characters in the same form (NFC)."""
+    return unicodedata.normalize("NFC", make_printable(text)).replace("\n", "?").replace("\t", "?")
 
 
 def format_json(grading: Grading) -> str:

@@ -4,56 +4,91 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import re
+import unicodedata
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from brigade.course import written
 from brigade.course.modules import CourseError, Module, get_module
 
-FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")  # a spreadsheet evaluates cells that begin with one of these
+BOM = "\ufeff"  # without it, Excel does not read a CSV file as UTF-8
+# A spreadsheet evaluates cells that begin with one of these. It may read separators as the beginning of another cell.
+FORMULA = re.compile(r"(^|[;,|\t\r\n])(\s*)(?=[=+\-@\t\r\n\uff1d\uff0b\uff0d\uff20])")
+NUMBER = re.compile(r"-?\d+([.,]\d+)?")
 # The columns by which a platform identifies a student, and the columns of the gradebook that contain the same values.
 # https://github.com/instructure/canvas-lms/blob/master/lib/gradebook_importer.rb
 CANVAS = {"ID": "canvas id", "SIS User ID": "id", "SIS Login ID": "login"}
 # https://docs.moodle.org/405/en/Grade_import
-MOODLE = {"Email address": "email", "ID number": "id", "Username": "login"}
+MOODLE = {"Email address": "email", "ID number": "id", "Username": "login", "Identifier": "participant"}
 
 Row = dict[str, "str | int | float"]
 
 
 def escape_formula(value: str | int | float) -> str | int | float:
     """Return a cell that a spreadsheet does not evaluate as a formula."""
-    return "'" + value if isinstance(value, str) and value.startswith(FORMULA) else value
+    if not isinstance(value, str) or NUMBER.fullmatch(value):
+        return value
+    return FORMULA.sub(r"\1\2'", value)
 
 
 def format_csv(table: Sequence[Row]) -> str:
-    """Return the table as CSV, with the columns of all rows."""
-    longest = max(table, key=len)  # contains all checks, in order
-    return format_columns(list(dict.fromkeys(column for row in (longest, *table) for column in row)), table)
+    """Return the table as CSV, with the columns of all rows, and without formulas."""
+    escaped = [{key: escape_formula(value) for key, value in row.items()} for row in table]
+    return BOM + format_columns(list_columns(table), escaped)
 
 
-def format_columns(columns: Sequence[str], table: Sequence[Row]) -> str:
+def list_columns(table: Sequence[Row]) -> list[str]:
+    """Return the columns of all rows in order."""
+    longest = max(table, key=len, default={})  # contains all checks, in order
+    return list(dict.fromkeys(column for row in (longest, *table) for column in row))
+
+
+def format_columns(columns: Sequence[str], table: Sequence[Row], delimiter: str = ",") -> str:
     """Return these columns of the table as CSV."""
     text = io.StringIO()
-    writer = csv.DictWriter(text, columns, restval="", extrasaction="ignore")
+    writer = csv.DictWriter(text, columns, restval="", extrasaction="ignore", delimiter=delimiter)
     writer.writeheader()
-    writer.writerows({key: escape_formula(value) for key, value in row.items()} for row in table)
+    writer.writerows(table)
     return text.getvalue()
 
 
-def read_csv(path: Path) -> list[dict[str, str]]:
-    """Return the rows of a CSV file with commas or semicolons. Raise CourseError for any other file."""
+def read_lines(path: Path) -> tuple[list[list[str]], str]:
+    """Return the lines and the delimiter of a CSV file with commas, semicolons or tabs.
+
+    Raise CourseError for any other file.
+    """
     try:
-        text = path.read_text(encoding="utf-8-sig")
-        delimiter = ";" if text.partition("\n")[0].count(";") > text.partition("\n")[0].count(",") else ","
-        reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, restval="", strict=True)
-        return [{column.strip(): value.strip() for column, value in row.items() if column} for row in reader]
+        content = path.read_bytes()
+        text = content.decode("utf-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig")
+        delimiter = max(",;\t", key=text.partition("\n")[0].count)
+        lines = list(csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True))
     except (UnicodeDecodeError, csv.Error) as error:
-        raise CourseError(f"{path} is not a CSV file in UTF-8: {error}") from None
+        raise CourseError(f"{path} is not a CSV file in UTF-8 ({error}); save it as 'CSV UTF-8'") from None
+    stripped = [[unicodedata.normalize("NFC", cell.strip()) for cell in line] for line in lines]
+    return list(filter(any, stripped)), delimiter
+
+
+def read_table(path: Path) -> tuple[list[str], list[dict[str, str]], str]:
+    """Return the columns, the rows and the delimiter of a CSV file.
+
+    Raise CourseError if a cell does not belong to exactly one column, because it would be lost.
+    """
+    lines, delimiter = read_lines(path)
+    headings, *lines = lines or [[]]
+    for place in range(max(map(len, [headings, *lines]))):
+        heading = "".join(headings[place : place + 1])
+        if heading in headings[:place] if heading else any("".join(line[place : place + 1]) for line in lines):
+            problem = f"is {heading!r} again" if heading else "is empty"
+            raise CourseError(f"{path}: the heading of column {place + 1} {problem}; give it a name of its own")
+    rows = [{column: value for column, value in zip(headings, line) if column} for line in lines]
+    return list(filter(None, headings)), rows, delimiter
 
 
 def read_gradebook(path: Path) -> list[Row]:
     """Return the rows of a gradebook. Raise CourseError for any other file."""
-    rows = read_csv(path)
+    _, rows, _ = read_table(path)
     if not rows or "student" not in rows[0] or not list_modules(rows):
         raise CourseError(f"{path} is not a gradebook of `brigade grade --class`: it has no students or no modules")
     return [dict(row) for row in rows]
@@ -65,15 +100,48 @@ def list_modules(table: Sequence[Mapping]) -> list[Module]:
     return [get_module(number) for number in sorted(found, key=int)]
 
 
-def read_points(row: Mapping, entry: Module) -> float | None:
-    """Return a student's points for a module, if there are any. Raise CourseError if the cell is not a number."""
-    cell = row.get(f"module {entry.number}", "")
-    if cell == "":
-        return None
+def list_written(table: Sequence[Mapping]) -> list[Module]:
+    """Return the modules for which the table has written points."""
+    found = {match[1] for row in table for c in row if row[c] != "" and (match := re.fullmatch(r"written (\d+)", c))}
+    return [get_module(number) for number in sorted(found, key=int)]
+
+
+def refuse_several_parts(entries: Sequence[Module]) -> None:
+    """Raise CourseError if the modules belong to several parts of the course."""
+    parts = list(dict.fromkeys(entry.track for entry in entries))
+    if len(parts) > 1:
+        raise CourseError(
+            f"the {' and the '.join(parts)} modules have separate totals; write separate gradebooks for them"
+        )
+
+
+def parse_points(cell: str | int | float) -> float | None:
+    """Return the number in a cell, or None if it does not contain a finite number from 0 on."""
     try:
-        return float(cell)
+        return value if 0 <= (value := float(cell)) < math.inf else None
     except ValueError:
-        raise CourseError(f"{row['student']}: module {entry.number} has {cell!r} instead of points") from None
+        return None
+
+
+def read_points(row: Mapping, column: str) -> float | None:
+    """Return a student's points in a column, if there are any. Raise CourseError if the cell is not a number."""
+    cell = row.get(column, "")
+    if cell != "" and parse_points(cell) is None:
+        raise CourseError(f"{row['student']}: {column} has {cell!r} instead of points")
+    return None if cell == "" else parse_points(cell)
+
+
+def add_up(row: Row, entries: Sequence[Module], with_written: Sequence[Module]) -> Row:
+    """Return the score and the maximum for the modules of a row, and for the written answers to `with_written`.
+
+    Return empty cells if no module has points.
+    """
+    graded = [entry for entry in entries if row.get(f"module {entry.number}", "") != ""]
+    points = [read_points(row, f"module {entry.number}") for entry in graded]
+    points += [read_points(row, f"written {entry.number}") or 0 for entry in with_written]
+    if not graded:
+        return {"score": "", "max": ""}
+    return {"score": shorten(sum(points)), "max": sum_points(graded, with_written)}
 
 
 def shorten(points: float) -> int | float:
@@ -90,22 +158,30 @@ def merge(gradebooks: Mapping[str, Sequence[Row]], keep: str, penalties: Mapping
     value. Raise CourseError if the modules belong to several parts of the course.
     """
     entries = list_modules([row for table in gradebooks.values() for row in table])
-    parts = list(dict.fromkeys(entry.track for entry in entries))
-    if len(parts) > 1:
-        raise CourseError(
-            f"the {' and the '.join(parts)} modules have separate totals; merge their gradebooks separately"
-        )
+    refuse_several_parts(entries)
+    with_written = list_written([row for table in gradebooks.values() for row in table])
     students: dict[str, list[tuple[str, Row]]] = {}
     for name, table in gradebooks.items():
         for row in table:
             students.setdefault(str(row["student"]), []).append((name, row))
-    return [merge_student(rows, entries, keep, penalties) for rows in students.values()]
+    merged = [merge_student(rows, entries, keep, penalties) for rows in students.values()]
+    for row in merged:
+        row |= add_up(row, entries, with_written) | {"max": sum_points(entries, with_written)}
+    return merged
+
+
+def sum_points(entries: Sequence[Module], with_written: Sequence[Module]) -> int:
+    """Return the maximum of the points for these modules, and for the written answers to `with_written`."""
+    return sum(entry.points for entry in entries) + written.count_points(with_written)
 
 
 def merge_student(
     rows: Sequence[tuple[str, Row]], entries: Sequence[Module], keep: str, penalties: Mapping[str, float]
 ) -> Row:
-    """Merge the rows of one student into one row. Each row comes with the name of its gradebook."""
+    """Merge the rows of one student into one row. Each row comes with the name of its gradebook.
+
+    The score and the maximum are left empty.
+    """
     taken = re.compile(r"score|max|note|module \d+|\d+\..*")
     merged: Row = {}
     for _, row in rows:
@@ -118,7 +194,7 @@ def merge_student(
         graded = [
             (value * (1 - penalties.get(name, 0) / 100), place)
             for place, (name, row) in enumerate(rows)
-            if (value := read_points(row, entry)) is not None
+            if (value := read_points(row, column)) is not None
         ]
         if not graded:
             points[column] = ""
@@ -130,9 +206,8 @@ def merge_student(
         if penalties.get(name):
             notes.append(f"{column}: {shorten(penalties[name])} % off ({name})")
         notes.append(str(row.get("note", "")))
-    earned = [float(value) for value in points.values() if value != ""]
-    merged |= {"score": shorten(sum(earned)) if earned else "", "max": sum(entry.points for entry in entries)}
-    if not earned:
+    merged |= {"score": "", "max": ""}
+    if all(value == "" for value in points.values()):
         notes = [str(row.get("note", "")) for _, row in rows]
     return merged | points | checks | {"note": join_texts(notes)}
 
@@ -149,12 +224,19 @@ def export_canvas(table: Sequence[Row]) -> tuple[str, list[str]]:
     """
     entries = list_modules(table)
     identified, others = split_identified(table, list(CANVAS.values()), "Canvas")
-    headings = ["Student", *CANVAS, "Section", *(f"Module {entry.number}" for entry in entries)]
-    rows: list[Row] = [{"Student": "Points Possible"} | {f"Module {entry.number}": entry.points for entry in entries}]
+    possible = {f"Module {entry.number}": entry.points for entry in entries}
+    possible |= {f"Written {entry.number}": written.count_points([entry]) for entry in list_written(table)}
+    headings = ["Student", *CANVAS, "Section", *possible]
+    rows: list[Row] = [{"Student": "Points Possible"} | possible]
     for row in identified:
         person = {"Student": row.get("name") or row["student"], "Section": row.get("section", "")}
         rows.append(person | {heading: row.get(column, "") for heading, column in CANVAS.items()} | list_points(row))
-    return format_columns(headings, rows), others
+    return format_export(headings, rows), others
+
+
+def format_export(headings: Sequence[str], rows: Sequence[Row]) -> str:
+    """Return a file for a platform, without formulas."""
+    return format_columns(headings, [{key: escape_formula(value) for key, value in row.items()} for row in rows])
 
 
 def export_moodle(table: Sequence[Row]) -> tuple[str, list[str]]:
@@ -167,12 +249,14 @@ def export_moodle(table: Sequence[Row]) -> tuple[str, list[str]]:
     heading = next((heading for heading, column in MOODLE.items() if column in columns), "Email address")
     identified, others = split_identified(table, [MOODLE[heading]], "Moodle")
     rows = [{heading: row[MOODLE[heading]]} | list_points(row) for row in identified]
-    return format_columns([heading, *(f"Module {entry.number}" for entry in entries)], rows), others
+    points = [f"Module {entry.number}" for entry in entries]
+    points += [f"Written {entry.number}" for entry in list_written(table)]
+    return format_export([heading, *points], rows), others
 
 
 def list_points(row: Row) -> Row:
-    """Return a row's points for each module, under the names that platforms show."""
-    return {column.capitalize(): value for column, value in row.items() if re.fullmatch(r"module \d+", column)}
+    """Return a row's points for each module and its written answers, under the names that platforms show."""
+    return {c.capitalize(): value for c, value in row.items() if re.fullmatch(r"(module|written) \d+", c)}
 
 
 def split_identified(table: Sequence[Row], columns: Sequence[str], platform: str) -> tuple[list[Row], list[str]]:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from brigade.course.modules import CORE_MODULES, MODULES, CourseError
-from brigade.course.submission import MAX_SOURCE_BYTES, find
+from brigade.course.submission import MAX_SOURCE_BYTES, find, read_text
 from brigade.course.submission import open_no_follow as open_no_link
 from brigade.grade.formats import make_printable
 from brigade.runner.temporary import temporary_directory
@@ -38,6 +38,7 @@ MEDDLING = (
 )
 SKIPPED = (".git", ".venv", "venv", "node_modules", "__pycache__", "__MACOSX", ".ipynb_checkpoints")
 ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz")
+UNREADABLE = (".rar", ".7z", ".gz", ".bz2", ".xz", ".zst", ".tbz2", ".txz")  # archives, unless the name is in ARCHIVES
 LOOKED_AT = 20_000  # entries of a directory tree to examine, the upper levels first
 MOST_ARCHIVE_BYTES = 30_000_000
 MOST_UNPACKED_BYTES = 300_000_000  # read from a tar; from a zip, only module files are unpacked
@@ -78,7 +79,7 @@ def open_submission(path: str | Path) -> Iterator[Incoming]:
     if not path.is_dir():
         if not path.is_file():
             raise CourseError(f"there is no directory or archive {path}")
-        with unpack(path.resolve(), path.name) as incoming:
+        with (take_module if path.suffix == ".py" else unpack)(path.resolve(), path.name) as incoming:
             yield incoming
         return
     files = walk(path)
@@ -93,6 +94,8 @@ def open_submission(path: str | Path) -> Iterator[Incoming]:
             with unpack(path / archives[0], archives[0]) as incoming:
                 yield Incoming(incoming.directory, [*incoming.notes, *find_meddling(files)])
             return
+        if unreadable := [file for file in files if file.lower().endswith(UNREADABLE)]:
+            raise make_unreadable(unreadable)
     notes = make_notes(files, place)
     if archives and place is not None:
         notes.append(
@@ -182,6 +185,23 @@ def format_names(names: Sequence[str]) -> str:
     return line + (f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else "")
 
 
+def make_unreadable(names: Sequence[str]) -> CourseError:
+    """Return the exception for files in a form that cannot be read."""
+    endings = ", ".join(dict.fromkeys(Path(name).suffix.lower() or "no file extension" for name in names))
+    return CourseError(f"unreadable: {endings}; hand in {', '.join(ARCHIVES)} or a directory ({format_names(names)})")
+
+
+@contextlib.contextmanager
+def take_module(path: Path, name: str) -> Iterator[Incoming]:
+    """Copy a single module file to a new directory. Platforms put the student's name before the name of the file."""
+    modules = [module for module in ENTRIES if name == module or name.endswith("_" + module)]
+    if not modules:
+        raise CourseError(f"unreadable: {format_names([name])} has no name of a module, such as {[*ENTRIES][1]}")
+    with temporary_directory() as directory:
+        (directory / modules[0]).write_text(read_text(path, path.parent), encoding="utf-8", errors="replace")
+        yield Incoming(directory, [])
+
+
 @contextlib.contextmanager
 def unpack(archive: Path, name: str) -> Iterator[Incoming]:
     """Unpack the module files in the best place of an archive, each up to the maximum size of a module.
@@ -189,6 +209,8 @@ def unpack(archive: Path, name: str) -> Iterator[Incoming]:
     Write them to a new directory, at their paths relative to that place. The rest of each path in the archive is
     ignored.
     """
+    if not name.lower().endswith(ARCHIVES):
+        raise make_unreadable([name])
     with temporary_directory() as directory:
         try:
             with open(archive, "rb", opener=open_no_link) as file:

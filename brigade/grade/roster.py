@@ -14,25 +14,28 @@ from pathlib import Path
 
 from brigade.course.modules import CourseError
 from brigade.grade import formats
-from brigade.grade.gradebook import Row, read_csv
+from brigade.grade.gradebook import Row, read_lines
 
 # The fields that identify a student, in the order in which they are tried, and their headings in lower case.
 FIELDS = {
     "key": ("key", "submission"),
-    "login": ("login", "sis login id", "username", "netid"),
-    "email": ("email", "email address", "e-mail"),
-    "id": ("id", "id number", "sis user id", "sid", "student id"),
+    "login": ("login", "sis login id", "username", "netid", "github username", "github_username", "anmeldename"),
+    "email": ("email", "email address", "e-mail", "e-mail-adresse"),
+    "id": ("id", "id number", "sis user id", "sid", "student id", "student number", "matrikelnummer"),
     "canvas id": ("canvas id",),
-    "name": ("name", "student", "full name", "student name"),
-    "section": ("section", "sections", "group"),
+    "name": ("name", "student", "full name", "student name", "vollständiger name"),
+    "participant": ("participant", "identifier"),  # in Moodle, a number for each student of one assignment
+    "section": ("section", "sections", "group", "gruppe"),
 }
+NAMES = (("first name", "vorname"), ("last name", "surname", "nachname"))  # together, they are a name
 IDENTIFYING = [field for field in FIELDS if field != "section"]
 UNIQUE = [field for field in IDENTIFYING if field != "name"]
 NOT_STUDENTS = ("Points Possible", "Student, Test")  # rows of Canvas's gradebook
-DOWNLOADED = {  # the names that platforms give to the submissions in a download, and the fields that they contain
-    "name": re.compile(r"(.+)_\d+_assignsubmission_.*"),  # Moodle
-    "canvas id": re.compile(r"[^_]+(?:_LATE)?_(\d+)_\d+_.*"),  # Canvas
-}
+# The names that platforms give to the submissions in a download. Moodle's contains the student's name (or "Participant"
+# if marking is blind) and the number of the participant. Canvas's contains the canvas id.
+# https://github.com/moodle/moodle/blob/main/mod/assign/locallib.php
+MOODLE = re.compile(r"(.+)_(\d+)_assignsubmission_.*")
+CANVAS = re.compile(r"[^_]+(?:_LATE)?_(\d+)_\d+_.*")
 
 Person = dict[str, str]  # the values of a student's fields
 
@@ -47,24 +50,33 @@ class Identified:
     several: dict[str, list[str]]  # the submissions of each student with more than one
 
 
-def read_roster(path: Path) -> list[Person]:
-    """Return the students. Raise CourseError if the file is not a roster, or if two students have the same id."""
+def read_roster(path: Path) -> tuple[list[Person], list[str]]:
+    """Return the students, and the headings of the columns that are ignored.
+
+    Raise CourseError if the file is not a roster, or if two students have the same id.
+    """
+    lines, _ = read_lines(path)
+    headings = [heading.lower() for heading in lines[0]] if lines else []
+    if any(heading.startswith("sis ") for heading in headings):  # a gradebook of Canvas
+        headings = ["canvas id" if heading == "id" else heading for heading in headings]
     people = []
-    for row in read_csv(path):
-        cells = {heading.lower(): formats.make_printable(value) for heading, value in row.items()}
-        if any(heading.startswith("sis ") for heading in cells):  # a gradebook of Canvas
-            cells["canvas id"] = cells.pop("id", "")
-        person = {field: find_value(cells, headings) for field, headings in FIELDS.items()}
-        names = [cells.get("first name", ""), cells.get("last name", "") or cells.get("surname", "")]
+    for line in lines[1:]:
+        cells = {heading: formats.make_printable(value) for heading, value in reversed([*zip(headings, line)])}
+        person = {field: find_value(cells, known) for field, known in FIELDS.items()}
+        names = [find_value(cells, known) for known in NAMES]
         person["name"] = person["name"] or " ".join(filter(None, names))
         if any(person[field] for field in IDENTIFYING) and person["name"] not in NOT_STUDENTS:
             people.append(person)
+    known = [heading for group in (*FIELDS.values(), *NAMES) for heading in group]
     if not people:
-        raise CourseError(f"{path} has no students; it needs a heading such as {', '.join(IDENTIFYING)}")
+        raise CourseError(
+            f"{path} has no students; its columns are {', '.join(headings)}, and the grader needs one such as "
+            f"{', '.join(IDENTIFYING)}"
+        )
     for field in UNIQUE:
         refuse_repetition(path, field, [person[field] for person in people if person[field]])
     refuse_repetition(path, "name", [get_key(person) for person in people])
-    return people
+    return people, [heading for heading in headings if heading and heading not in known]
 
 
 def refuse_repetition(path: Path, field: str, values: Sequence[str]) -> None:
@@ -85,15 +97,32 @@ def get_key(person: Person) -> str:
 
 def find_person(submission: str, people: Sequence[Person]) -> Person | None:
     """Return the student whom a submission's name identifies: the name is, or contains, one of the student's fields."""
+    submission = formats.make_line(submission)
     wanted = dict.fromkeys(IDENTIFYING, submission)
-    for field, pattern in DOWNLOADED.items():
-        if match := pattern.fullmatch(submission):
-            wanted = {field: match[1]}
+    if match := MOODLE.fullmatch(submission):
+        wanted = {"name": match[1]}
+        # Another assignment gives the same number to another student, so the name must not contradict it.
+        numbered = [person for person in people if re.findall(r"\d+$", person["participant"]) == [match[2]]]
+        agreeing = [p for p in numbered if not p["name"] or is_equal(p["name"], match[1]) or is_blind(match[1])]
+        if len(agreeing) == 1:
+            return agreeing[0]
+    elif match := CANVAS.fullmatch(submission):
+        wanted = {"canvas id": match[1]}
     for field, value in wanted.items():
-        found = [person for person in people if person[field] and person[field].casefold() == value.casefold()]
+        found = [person for person in people if person[field] and is_equal(person[field], value)]
         if len(found) == 1:
             return found[0]
     return None
+
+
+def is_equal(one: str, other: str) -> bool:
+    """Return whether two texts are equal except for capital letters."""
+    return one.casefold() == other.casefold()
+
+
+def is_blind(name: str) -> bool:
+    """Return whether Moodle has replaced a student's name, because marking is blind."""
+    return name.casefold().startswith("participant")
 
 
 def identify(table: Sequence[Row], people: Sequence[Person], names: Sequence[str]) -> Identified:
@@ -111,7 +140,7 @@ def identify(table: Sequence[Row], people: Sequence[Person], names: Sequence[str
         key = get_key(person) if person else row["student"]
         fields = {field: person[field] if person else "" for field in columns}
         note = str(row["note"]) if person else " / ".join(filter(None, ["not in the roster", str(row["note"])]))
-        rows.append({"student": key, "submission": row["student"], **fields} | {**row, "student": key, "note": note})
+        rows.append({"student": key, "submission": row["submission"], **fields} | row | {"student": key, "note": note})
         if person:
             submissions[str(key)].append(str(row["student"]))
         else:

@@ -5,6 +5,7 @@ import csv
 import importlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -48,7 +49,7 @@ def hand_in(directory, name, answers):
 
 
 def gradebook_rows(path):
-    return list(csv.DictReader(path.read_text().splitlines()))
+    return list(csv.DictReader(path.read_text(encoding="utf-8-sig").splitlines()))
 
 
 STUB = """if True:
@@ -57,8 +58,10 @@ STUB = """if True:
     if points < 0:
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(float(os.environ.get("STUB_S", "0.05")))
-    checks = [{"module": 1, "name": "test_stub", "score": points, "points": 8}]
+    check = {"module": 1, "name": "test_stub", "score": points, "points": 8}
+    checks = [check | {"title": "A stub.", "status": "passed", "feedback": ""}]
     result = {"score": points, "max_score": 8, "checks": checks, "notes": ["Note one", "Note two"]}
+    result |= {"seed": 1, "started": "2026-01-31T12:00:00Z", "not_included": ""}
     open(sys.argv[2], "w").write(json.dumps(result))
 """
 
@@ -107,13 +110,11 @@ def test_a_class_from_beginning_to_end(tmp_path):
     command = [sys.executable, "-m", "brigade.cli", "grade", "--class", str(directory), "--gradebook", str(table_file)]
     command += ["--modules", "1", "--feedback", str(tmp_path / "feedback")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert (
-        "5 submissions, 0 of them unchanged" in done.stdout
-        and "neither a directory nor an archive: essay.pdf" in done.stdout
-    )
+    assert done.returncode == 1, done.stderr
+    assert "6 submissions, 0 of them unchanged" in done.stdout
+    assert "  not graded (the gradebook says why): essay\n" in done.stdout
     assert "  Possibly one student: ada, ada.zip. All of them are graded; decide which one counts\n" in done.stdout
-    assert "3 of 5 submissions fail 1.buffers_start_equal" in done.stdout
+    assert "3 of 6 submissions fail 1.buffers_start_equal" in done.stdout
     assert f"feedback for 5 submissions: {tmp_path / 'feedback'}" in done.stdout
     assert (tmp_path / "feedback" / "ada.zip.txt").read_text().startswith("7 of 8 points, seed 1\n")
     [copy] = [line for line in done.stdout.splitlines() if "near-identical" in line]
@@ -127,11 +128,13 @@ def test_a_class_from_beginning_to_end(tmp_path):
         ("ada.zip", "7", "8", "0"),
         ("carl_98765_assignsubmission_file", "0", "8", "0"),
         ("dora", "0", "8", "0"),
+        ("essay", "", "", ""),
     ]
     notes = [row["note"] for row in table]
     assert all("Possibly one student: ada, ada.zip" in note for note in notes[1:3]) and "Possibly" not in notes[0]
     assert "No module file such as naive_ddp.py was found. Found instead: notes.ipynb" in notes[4]
-    assert len(table[0]) == 4 + 7 + 1 and all(row["module 1"] == row["score"] for row in table)
+    assert "unreadable: .pdf; hand in .zip, .tar, .tar.gz, .tgz or a directory (essay.pdf)" in notes[5]
+    assert len(table[0]) == 5 + 7 + 1 and all(row["module 1"] == row["score"] for row in table)
     assert not list(tmp_path.glob(".*")) and [p.name for p in (tmp_path / "grades.csv.results").glob(".*")] == [".lock"]
 
 
@@ -219,7 +222,10 @@ def test_only_what_changed_is_graded_again(stub, tmp_path, capfd):
     shutil.rmtree(directory / "bob")
     (tmp_path / "grades.csv.results" / "ada.json").unlink()
     assert cli.main([*command, "--seed", "2"]) == 0 and stub == ["ada"]
-    assert [row["student"] for row in gradebook_rows(tmp_path / "grades.csv")] == ["ada", "carl", "dora", "emil"]
+    table = {row["student"]: row for row in gradebook_rows(tmp_path / "grades.csv")}
+    assert sorted(table) == ["ada", "bob", "carl", "dora", "emil"]
+    assert table["bob"]["score"] == "3" and table["bob"]["note"].startswith("the submission is not in the class's")
+    assert "  kept, although the submission is not there any more: bob\n" in capfd.readouterr().out
 
 
 def test_an_interrupted_regrade_leaves_no_mixed_table(stub, tmp_path, capfd, monkeypatch):
@@ -257,10 +263,10 @@ def test_a_grader_that_is_killed_gets_a_second_try(stub, tmp_path, capfd):
     command = small_class(tmp_path / "class", ada=8, bob=-signal.SIGKILL)
     assert cli.main(command) == 1
     assert sorted(stub) == ["ada", "bob", "bob"]
-    assert "bob: 0 points; not graded: " in capfd.readouterr().err
+    assert "bob: not graded / the grader wrote no results: see bob.log" in capfd.readouterr().err
     [ada, bob] = gradebook_rows(tmp_path / "grades.csv")
     assert ada["score"] == "8" and ada["note"] == "Note one / Note two"
-    assert bob["score"] == "0" and bob["1.stub"] == ""
+    assert bob["score"] == "" and bob["1.stub"] == ""
     (tmp_path / "class" / "bob" / "points").write_text("4")
     assert cli.main(command) == 0 and stub[3:] == ["bob"]
 
@@ -285,6 +291,119 @@ def test_the_roster_says_who_is_missing(stub, tmp_path, capfd):
     assert seen == [("ada", "ada", "Ada L", "8"), ("eve", "eve", "", "3"), ("zoe", "", "Zoe M", "")]
 
 
+# What a person wrote in the gradebook
+
+
+@pytest.fixture
+def hand_made(stub, tmp_path, monkeypatch):
+    """Grade a class of three. Then edit the gradebook as a person with a spreadsheet does.
+
+    Add columns and a row, correct points, sort the rows, and save with semicolons. Return the command, a function that
+    reads the gradebook by student, and what the person wrote.
+    """
+    monkeypatch.setattr("brigade.runner.machine.count_cores", lambda: 1)
+    command = small_class(tmp_path / "class", ada=8, bob=3, carl=5)
+    assert cli.main(command) == 0
+    path = tmp_path / "grades.csv"
+    rows = gradebook_rows(path)
+    for row in rows:
+        row |= {"written 1": {"ada": "5"}.get(row["student"], ""), "remark": f"=1; said by {row['student']}", "x": "-1"}
+    rows[1] |= {"module 1": "6", "note": "talked to him"}
+    rows[2] |= {"score": "7.50"}
+    rows = [{"student": "mean", "remark": "by hand"}, *reversed(rows)]
+    path.write_text(gradebook.format_columns(["x", *(column for column in rows[1] if column != "x")], rows, ";"))
+    mine = {row["student"]: {c: row.get(c, "") for c in ("x", "remark", "written 1")} for row in rows}
+    mine["bob"] |= {"module 1": "6", "note": "talked to him", "score": "6"}
+    mine["carl"] |= {"score": "7.50"}
+
+    def read():
+        text = path.read_text(encoding="utf-8-sig")
+        return {row["student"]: row for row in csv.DictReader(text.splitlines(), delimiter=";")}
+
+    return command, read, mine
+
+
+def list_changes(table, mine):
+    """Return what a person wrote and what is now in its place, for each cell that has changed."""
+    return [
+        (name, c, old, table[name][c]) for name, row in mine.items() for c, old in row.items() if table[name][c] != old
+    ]
+
+
+@pytest.mark.parametrize("how", ["again", "late student", "feedback", "other seed", "other points", "killed", "roster"])
+def test_what_a_person_wrote_survives_every_run(how, hand_made, stub, tmp_path, capfd, monkeypatch):
+    """Every later run keeps own columns, own rows and corrections, makes a copy first, and adds the written points."""
+    command, read, mine = hand_made
+    before = (tmp_path / "grades.csv").read_bytes()
+    options = {"other seed": ["--seed", "2"], "feedback": ["--feedback", str(tmp_path / "out")]}.get(how, [])
+    expected = {"ada": ("13", "14"), "bob": ("6", "14"), "carl": ("7.50", "14")}
+    if how == "late student":
+        small_class(tmp_path / "class", dora=1)
+        expected["dora"] = ("1", "14")
+    elif how == "other points":
+        for name in ("ada", "bob", "carl"):
+            (tmp_path / "class" / name / "points").write_text("6")
+        options = ["--seed", "2"]
+        expected["ada"] = ("11", "14")
+    elif how == "roster":
+        (tmp_path / "roster.csv").write_text("name,email\nada,ada\nbob,bob\ncarl,carl\nzoe,zoe\n")
+        options, expected["zoe"] = ["--roster", str(tmp_path / "roster.csv")], ("", "")
+    elif how == "killed":
+        written = classroom.formats.write
+        with monkeypatch.context() as patch:
+
+            def killed_before_the_gradebook(path, text):
+                if path.name == "grades.csv" and "Note one" in text:
+                    raise KeyboardInterrupt
+                written(path, text)
+
+            patch.setattr(formats, "write", killed_before_the_gradebook)
+            assert cli.main([*command, "--seed", "2"]) == 130
+        options = ["--seed", "2"]
+    capfd.readouterr()
+    for _ in range(2):
+        assert cli.main([*command, *options]) == 0
+        table = read()
+        assert list_changes(table, mine) == []
+        assert {name: (row["score"], row["max"]) for name, row in table.items() if name != "mean"} == expected
+        assert list(table)[:4] == ["mean", "carl", "bob", "ada"], "the person's order"
+    printed = capfd.readouterr().out
+    assert "  changed by hand, and kept: bob: module 1 is 6; the grader gave " in printed
+    assert ("  ada: 8 points before, 6 now\n" in printed) == (how == "other points")
+    copies = [path.read_bytes() for path in (tmp_path / "grades.csv.results" / "backups").iterdir()]
+    assert before in copies and len(copies) <= 2, len(copies)
+
+
+def test_a_correction_remains_one_if_the_grader_agrees_for_a_while(hand_made, tmp_path):
+    command, read, _ = hand_made
+    for seed, points in ((2, 6), (3, 2)):
+        (tmp_path / "class" / "bob" / "points").write_text(str(points))
+        assert cli.main([*command, "--seed", str(seed)]) == 0
+        assert read()["bob"]["module 1"] == "6"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "has no record of it, so the grader cannot tell which cells a person changed; rename it"),
+        (b"student;note\nada;J\xf6rg\n", "is not a CSV file in UTF-8"),
+        (b"student,remark,remark\nada,a,b\n", "the heading of column 3 is 'remark' again"),
+        (b"student,,score\nada,mine,8\n", "the heading of column 2 is empty"),
+        (b"student,submission,written 1\nada,ada,five\n", "ada: written 1 has 'five' instead of points"),
+        (b"student,module 9\nada,1\n", "the core and the advanced modules have separate totals"),
+    ],
+)
+def test_a_gradebook_that_cannot_be_updated_is_not_touched(text, message, stub, tmp_path, capfd):
+    command = small_class(tmp_path / "class", ada=8)
+    path = tmp_path / "grades.csv"
+    if text:
+        assert cli.main(command) == 0
+    path.write_bytes(text or b"student,module 1\nada,8\n")
+    before = path.read_bytes()
+    assert cli.main([*command, "--seed", "3"]) == 2
+    assert message in capfd.readouterr().err and path.read_bytes() == before
+
+
 def test_two_runs_do_not_share_a_gradebook(stub, tmp_path, capfd):
     command = small_class(tmp_path / "class", ada=8)
     with classroom.lock_gradebook(tmp_path / "grades.csv"):
@@ -298,32 +417,32 @@ def test_two_runs_do_not_share_a_gradebook(stub, tmp_path, capfd):
 
 def test_names_of_submissions(tmp_path):
     directory = tmp_path / "class"
-    for name in ("ada", "b.c", ".git", "class.csv.results"):
+    for name in ("ada", "b.c", ".git", "class.csv.results", "__MACOSX"):
         (directory / name).mkdir(parents=True)
     archives = ("ada.zip", "eve.ZIP", "fay.tar.gz", "gus.tgz", "gus.TAR", os.fsdecode(b"\xff\x1b.zip"))
-    for name in (*archives, "class.csv", "list.txt", ".hidden"):
+    for name in (*archives, "class.csv", "roster.csv", "list.txt", ".hidden", "a\nscore,100: 8.zip"):
         (directory / name).touch()
-    everyone, others = classroom.list_students(directory, directory / "class.csv")
-    assert [student.name for student in everyone] == ["ada", "ada.zip", "b.c", "eve", "fay", "gus.TAR", "gus.tgz", "??"]
+    everyone = classroom.list_students(directory, directory / "class.csv", directory / "roster.csv")
+    names = [student.name for student in everyone]
+    assert names == ["a?score,100: 8", "ada", "ada.zip", "b.c", "eve", "fay", "gus.TAR", "gus.tgz", "list", "??"]
     conflicts = {student.conflict for student in everyone if student.name.startswith(("ada", "gus"))}
     assert conflicts == {
         "Possibly one student: ada, ada.zip. All of them are graded",
         "Possibly one student: gus.TAR, gus.tgz. All of them are graded",
     }
-    assert [student.name for student in everyone if not student.conflict] == ["b.c", "eve", "fay", "??"]
-    assert others == ["list.txt"]
     files = [path for student in everyone for path in (student.results, student.fingerprint_file, student.log)]
-    assert len(set(files)) == 24
+    assert len(set(files)) == 30
     (tmp_path / "empty").mkdir()
     with pytest.raises(CourseError, match="there are no submissions in"):
         classroom.list_students(tmp_path / "empty", tmp_path / "class.csv")
 
 
-@pytest.mark.parametrize("name", ["=1+1", "+1", "-1", "@A1", "\t=1", "\r=1"])
+@pytest.mark.parametrize("name", ["=1+1", "+1", "-A1", "@A1", "\t=1", "\r=1", "x;=1+1;y", "\uff1dSUM(A1)", "a, -b"])
 def test_a_name_is_no_formula(name):
-    [row] = csv.DictReader(gradebook.format_csv([{"student": name, "score": 1}]).splitlines(keepends=True))
-    assert row["student"].startswith("'")
-    assert gradebook.escape_formula(-1) == -1 and gradebook.escape_formula("o=o") == "o=o"
+    text = gradebook.format_csv([{"student": name, "score": 1}])
+    assert not re.search(r"(^|[;,\t\r\n])\s*[=+@\uff1d-]", text.replace('"', ""))
+    for harmless in (-1, "-1", "o=o", "2 - 1"):
+        assert gradebook.escape_formula(harmless) == harmless
 
 
 def test_columns_do_not_depend_on_who_comes_first():
@@ -331,7 +450,7 @@ def test_columns_do_not_depend_on_who_comes_first():
     unknown = {"student": "a", "score": 0, "max": 8, "module 1": 0, "note": "did not finish"}
     nothing = {"student": "c", "score": 0, "note": "the grader wrote no results: see c.log"}
     for table in ([unknown, known, nothing], [nothing, known, unknown]):
-        assert gradebook.format_csv(table).splitlines()[0] == "student,score,max,module 1,1.a,1.b,note"
+        assert gradebook.format_csv(table).splitlines()[0] == "\ufeffstudent,score,max,module 1,1.a,1.b,note"
     assert classroom.count_failures([known, unknown, nothing, known]) == [("1.b", 2)]
 
 
@@ -347,9 +466,10 @@ def test_feedback_is_text_and_a_page_in_which_nothing_is_markup(tmp_path):
     )
     for name in ("<b>ada", "bob"):
         (tmp_path / name).mkdir()
-    [ada, bob], _ = classroom.list_students(tmp_path, tmp_path / "grades.csv")
+    [ada, bob] = classroom.list_students(tmp_path, tmp_path / "grades.csv")
     ada.results.parent.mkdir()
     ada.results.write_text(formats.format_json(grading))
+    ada.fingerprint_file.touch()
     assert classroom.write_feedback(tmp_path / "feedback", [ada, bob]) == 1
     text, page = [(tmp_path / "feedback" / f"<b>ada.{ending}").read_text() for ending in ("txt", "html")]
     assert text.startswith("1 of 2 points, seed 7\n") and f"  + 1/1  {outcomes[0].check.title}\n" in text
@@ -357,7 +477,7 @@ def test_feedback_is_text_and_a_page_in_which_nothing_is_markup(tmp_path):
     assert "&lt;script&gt;alert(1)" in page and "<script" not in page and "Feedback for &lt;b&gt;ada</h1>" in page
     assert "instructor" not in text + page
     assert not list((tmp_path / "feedback").glob("bob*"))
-    assert [s.name for s in classroom.list_students(tmp_path, tmp_path / "x", tmp_path / "feedback")[0]] == [
+    assert [s.name for s in classroom.list_students(tmp_path, tmp_path / "x", tmp_path / "feedback")] == [
         "<b>ada",
         "bob",
         "grades.csv.results",

@@ -1,0 +1,165 @@
+"""Update the gradebook of a class, which belongs to the instructor: keep every cell that a person wrote.
+
+The results directory of the gradebook contains a record of what the grader wrote, `grader.csv`. A cell of the gradebook
+that differs from the record was changed by a person, so it is kept. Columns and rows that are not in the record are
+kept too. `backups` contains the gradebook as it was before the first write of each run, and before any write that found
+a person's changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+
+from brigade.course.modules import CourseError, Module
+from brigade.grade import formats, gradebook
+from brigade.grade.gradebook import BOM, Row, escape_formula, format_columns, list_columns, parse_points, read_table
+
+REMOVED = "the submission is not in the class's directory any more"
+
+
+class GradebookFile:
+    """The gradebook at `path`. Raise CourseError if it exists but nobody knows which of its cells the grader wrote."""
+
+    def __init__(self, path: Path, results: Path):
+        self.path = path
+        self.backups = results / "backups"
+        self.record = results / "grader.csv"
+        self.previous_record = results / "grader-before.csv"  # exists only if a run was killed during a write
+        self.last_text: str | None = None  # what this run wrote last
+        self.corrections: list[str] = []  # what a person changed, for the report
+        self.removed: list[str] = []  # rows whose submission is not there any more
+        if path.exists() and not self.record.exists():
+            raise CourseError(
+                f"{path} exists, but {results} has no record of it, so the grader cannot tell which cells a person "
+                "changed; rename it, or choose another file for --gradebook"
+            )
+
+    def update(self, table: Sequence[Row], graded: Sequence[Module]) -> list[Row]:
+        """Write the grader's rows for the `graded` modules, without losing what a person wrote.
+
+        Return all rows as they are in the file.
+        """
+        fresh = [{column: str(escape_formula(value)) for column, value in row.items()} for row in table]
+        columns = list_columns(fresh)
+        fresh = [dict.fromkeys(columns, "") | row for row in fresh]
+        present, rows, delimiter = read_table(self.path) if self.path.exists() else ([], [], ",")
+        entries = gradebook.list_modules([*rows, *fresh])
+        gradebook.refuse_several_parts(entries)
+        with_written = gradebook.list_written(rows)
+        records = [self.read_record(path) for path in (self.record, self.previous_record)]
+        by_submission = {row["submission"]: row for row in fresh if row["submission"]}
+        by_student = {row["student"]: row for row in reversed(fresh)}
+        merged, new_record, added = [], [], {id(row): row for row in fresh}
+        self.corrections, self.removed = [], []
+        for row in rows:
+            known = [record.get(get_key(row), {}) for record in records]
+            new = by_submission.get(row["submission"]) if row.get("submission") else by_student.get(row.get("student"))
+            by_hand = find_changes(row, known)
+            if new is None or not added.pop(id(new), None):
+                if known[0]:
+                    new_record.append(self.mark_removed(row, known[0], by_hand))
+                merged.append(row)
+                continue
+            obsolete = [c for c in known[0].keys() - {*columns, *by_hand} if is_check(c, graded)]
+            row |= new | dict.fromkeys(obsolete, "") | by_hand
+            total = {column: str(value) for column, value in gradebook.add_up(row, entries, with_written).items()}
+            row |= total | by_hand
+            for column in [column for column in columns if column in by_hand]:
+                if known[0]:
+                    what = f"{column} is {by_hand[column] or 'empty'}"
+                    self.corrections.append(f"{row['student']}: {what}; the grader gave {new[column] or 'nothing'}")
+                if is_same(by_hand[column], new[column]):
+                    new[column] = known[0].get(column, "")  # the record must still differ from the correction
+            merged.append(row)
+            new_record.append(known[0] | new | {c: value for c, value in total.items() if c not in by_hand})
+        students = {row.get("student") for row in merged}
+        for row in added.values():
+            if row["submission"] or row["student"] not in students:
+                row |= {c: str(value) for c, value in gradebook.add_up(row, entries, with_written).items()}
+                merged.append(row)
+                new_record.append(row)
+        columns = insert_columns(present, columns)
+        columns = [c for c in columns if not is_check(c, graded) or any(row.get(c) for row in merged)]
+        self.write(columns, merged, new_record, delimiter)
+        return merged
+
+    def read_record(self, path: Path) -> dict[str, dict[str, str]]:
+        """Return the rows that the grader wrote, by submission or student."""
+        return {get_key(row): row for row in read_table(path)[1]} if path.exists() else {}
+
+    def mark_removed(self, row: Row, known: Row, by_hand: Row) -> Row:
+        """Note in a row that its submission is not there any more. Its points remain. Return its record."""
+        if row.get("submission"):
+            self.removed.append(str(row["submission"]))
+            if "note" not in by_hand and REMOVED not in row["note"]:
+                row["note"] = " / ".join(filter(None, [REMOVED, row["note"]]))
+                return known | {"note": row["note"]}
+        return known
+
+    def write(self, columns: Sequence[str], rows: Sequence[Row], record: Sequence[Row], delimiter: str) -> None:
+        """Replace the gradebook and the record. If this process is killed in between, nothing is lost."""
+        text = BOM + format_columns(columns, rows, delimiter)
+        new_record = format_columns(list_columns(record), record)
+        current = self.path.read_bytes().decode("utf-8", "replace") if self.path.exists() else None
+        if current is not None and current not in (self.last_text, text):
+            self.back_up()
+        if self.record.exists():
+            formats.write(self.previous_record, self.record.read_text())
+        formats.write(self.record, new_record)
+        if current != text:
+            formats.write(self.path, text)
+        self.previous_record.unlink(missing_ok=True)
+        self.last_text = text
+
+    def back_up(self) -> None:
+        """Copy the gradebook to the backups, under the time of its last change."""
+        self.backups.mkdir(mode=0o700, exist_ok=True)
+        changed = datetime.fromtimestamp(self.path.stat().st_mtime)
+        copy = self.backups / f"{self.path.stem} {changed:%Y-%m-%d %H.%M.%S.%f}.csv"
+        with contextlib.suppress(FileExistsError):
+            handle = os.open(copy, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(handle, "wb") as file:
+                file.write(self.path.read_bytes())
+
+
+def get_key(row: Mapping[str, str]) -> str:
+    """Return what identifies a row in every run: the submission, or the student if there is no submission."""
+    return row.get("submission") or row.get("student", "")
+
+
+def is_same(one: str, other: str) -> bool:
+    """Return whether two cells have the same content. A spreadsheet may write a number in another form."""
+    first, second = (parse_points(text.replace(",", ".")) for text in (one, other))
+    return one.strip() == other.strip() or (first is not None and first == second)
+
+
+def find_changes(row: Row, records: Sequence[Row]) -> Row:
+    """Return the cells that a person has changed since the grader wrote the row. `records` are what it wrote.
+
+    A cell in which the grader wrote nothing, and in which there is nothing now, is unchanged.
+    """
+    return {
+        column: value
+        for column, value in row.items()
+        if not any(is_same(value, known.get(column, "")) for known in records)
+    }
+
+
+def is_check(column: str, entries: Sequence[Module]) -> bool:
+    """Return whether a column contains the points of a check of these modules."""
+    match = re.match(r"(\d+)\.", column)
+    return match is not None and int(match[1]) in [entry.number for entry in entries]
+
+
+def insert_columns(present: Sequence[str], columns: Sequence[str]) -> list[str]:
+    """Return the columns that are present, with each new column after the column that precedes it in `columns`."""
+    result = list(present)
+    for before, column in zip(("", *columns), columns):
+        if column not in result:
+            result.insert(result.index(before) + 1 if before else 0, column)
+    return result
