@@ -1,5 +1,6 @@
 """Graded checks of module 11: weights that are gathered only while their unit computes."""
 
+import itertools
 from functools import partial
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from brigade.checks.expectations import (
     MANY_STEPS,
     ONE_STEP,
+    evaluate,
     expect,
     expect_equal,
     explain_failures,
@@ -117,6 +119,13 @@ def test_each_rank_has_its_part(submission):
                 rank=rank,
             )
             expect(
+                world == 1 or result["kept"] <= sum(shard.nbytes for shard in result["shards"]),
+                f"shards() take {sum(shard.nbytes for shard in result['shards'])} bytes of memory ({model})",
+                f"their storages take {result['kept']} bytes",
+                diagnosis.KEPT_WHOLE,
+                rank=rank,
+            )
+            expect(
                 not result["alive"],
                 "after construction full weights have no memory",
                 f"{join_names(result['alive'], 4)} have memory",
@@ -157,7 +166,7 @@ def test_parameters_stay_views(submission):
                     f"the parameters of unit {number} are views of one flat tensor, at elements {join_names(expected)}",
                     f"at elements {join_names([start for _, start in views])} of "
                     f"{len({storage for storage, _ in views})} storages",
-                    diagnosis.OTHER_LAYOUT,
+                    diagnosis.COPIED if len({s for s, _ in views}) == len(views) > 1 else diagnosis.OTHER_LAYOUT,
                     rank=rank,
                 )
         expect(
@@ -237,13 +246,21 @@ def test_weights_are_freed(submission):
         whole = [sum(layout["numel"] * 8 for layout, _ in unit.values()) for unit in lay_out(case)]
         for rank, result in enumerate(results):
             after = {unit_of[name] for name in result["after"]}
-            for entry, alone in zip(result["boundaries"], result["bare"]):
+            for entry, alone in zip(result["boundaries"], itertools.cycle(result["bare"])):
                 expect_bounded(entry, alone, unit_of, whole, prefetch, after, result["whole"], rank)
             expect(
                 not result["after"],
                 "after finish_grad_sync, the full weights of every unit are freed",
                 f"{join_names(result['after'], 4)} have memory",
                 diagnosis.ROOT_STAYS,
+                rank=rank,
+            )
+            unsynced = sorted({unit_of[name] for name in result["unsynced"]} - {0})
+            expect(
+                len(unsynced) <= prefetch + 1,
+                f"after a backward in no_sync, at most the root and {prefetch + 1} units have memory",
+                f"{name_units(unsynced)} have memory",
+                diagnosis.KEPT_IN_NO_SYNC,
                 rank=rank,
             )
 
@@ -337,7 +354,7 @@ def test_clipping(submission):
             abs(got - norms[0]) <= rounding * norms[0],
             f"clip_grad_norm_ returns the norm of all gradients, {wanted_text}",
             f"it returned {got_text}",
-            partial(diagnosis.explain_norm, [result["gradients"][0] for result in results], case.group, got),
+            partial(diagnosis.explain_norm, [r["gradients"][0] for r in results], case.group, got, results.events),
             rank=rank,
         )
     what = f"weights after 6 steps with gradients clipped to the norm {limit:.4g}"
@@ -428,28 +445,58 @@ def test_skipped_units(submission):
 
 @pytest.mark.points(1)
 @pytest.mark.needs("test_weights_equal_plain_training")
-def test_other_forwards_between(submission):
-    """Training is correct with an evaluation between forward and backward, or a forward whose output is discarded."""
+def test_unusual_orders(submission):
+    """An evaluation changes nothing at any place of a step. Discarded forwards and more backwards work or are refused.
+
+    Refused means a RuntimeError. If all backward passes of a step are in no_sync, the finish reduces their gradients.
+    """
     [world] = submission.worlds(2)
-    reshards = (True, False)
-    cases = [submission.case("Blocks", world, steps=3, dtype=torch.float64, hidden_layers=4) for _ in reshards]
-    jobs = [
-        case.make_jobs(**JOB, extra=scenarios.EXTRA, arguments={"reshard_after_forward": reshard})
-        for case, reshard in zip(cases, reshards)
+    always = [*scenarios.EXTRA, *scenarios.TWO_BACKWARDS, scenarios.TWICE, *scenarios.UNSYNCED]
+    between = [order for order in scenarios.EXTRA if order[1] == scenarios.PLACES[1]]
+    orders = [(order, True) for order in always] + [(order, False) for order in between]
+    cases = [
+        submission.case(
+            "Blocks", world, steps=2, dtype=torch.float64, hidden_layers=3, micro_batches=2 - isinstance(order, tuple)
+        )
+        for order, _ in orders
     ]
-    for case, results in zip(cases, run_each(submission, scenarios.train, jobs)):
-        expect_nothing_whole(results, case)
+    for case, (order, _) in zip(cases, orders):
+        for step in (step for steps in case.batches for step in steps if order == scenarios.TWICE):
+            step[1] = step[0]
+    jobs = [
+        case.make_jobs(**JOB, number=number, order=order, arguments={"reshard_after_forward": reshard})
+        for number, (case, (order, reshard)) in enumerate(zip(cases, orders))
+    ]
+    all_results = run_each(submission, scenarios.train_unusually, jobs)
+    for case, (order, _), results in zip(cases, orders, all_results):
+        what = f"with {' '.join(order)}" if isinstance(order, tuple) else f"with {order}"
+        refused = [rank for rank, result in enumerate(results) if "refusal" in result]
+        if refused:
+            expect(
+                scenarios.EVALUATION not in order and order not in scenarios.UNSYNCED,
+                f"a step {what} is right",
+                f"RuntimeError: {results[refused[0]]['refusal']}",
+                diagnosis.REFUSED if order == (scenarios.EVALUATION, scenarios.PLACES[1]) else "",
+                rank=refused[0],
+            )
+            continue
         for rank, result in enumerate(results):
-            for step, alive in enumerate(result["evaluated"]):
-                expect(
-                    not alive,
-                    "after an evaluation, all full weights are freed if no backward is due",
-                    f"{join_names(alive, 4)} have memory",
-                    diagnosis.KEPT_AFTER_EVALUATION,
-                    rank=rank,
-                    step=step,
-                )
-        expect_trained(results, case, train_plain(case)[0], "weights after 3 steps with other forwards in between")
+            expect(
+                not result["evaluated"],
+                "after an evaluation, all full weights are freed if no backward is due",
+                f"{join_names(sorted({*result['evaluated']}), 4)} have memory",
+                diagnosis.KEPT_AFTER_EVALUATION,
+                rank=rank,
+            )
+            expect(
+                not result["alive"],
+                f"after the finish of a step {what}, all full weights are freed",
+                f"{join_names(sorted({*result['alive']}), 4)} have memory",
+                diagnosis.ROOT_STAYS,
+                rank=rank,
+            )
+        otherwise = partial(diagnosis.explain_order_of_calls, order, results.events, len(lay_out(case)))
+        expect_trained(results, case, train_plain(case)[0], f"weights after 2 steps {what}", otherwise=otherwise)
 
 
 # ---- helpers
@@ -615,8 +662,9 @@ def expect_scaled(results, case, limit):
 
 
 def expect_trained(results, case, expected, what, tolerance=MANY_STEPS, otherwise="", hypotheses=None):
-    """Expect each rank's state dict to have the weights `expected`."""
-    with explain_failures([], lambda: otherwise):
+    """Expect each rank's state dict to have the weights `expected`. `otherwise` is a likely cause, or finds one."""
+    events = getattr(results, "events", [])
+    with explain_failures([], lambda: evaluate(otherwise), partial(diagnosis.explain_garbage, events)):
         expect_equal(
             what,
             [result["weights"] for result in results],
@@ -637,14 +685,15 @@ def expect_bounded(entry, alone, unit_of, whole, prefetch, after, uncleared, ran
     alive = sorted({unit_of[parameter] for parameter in entry["alive"]} - {0})
     window = range(unit, unit + prefetch + 1) if direction == "forward" else range(unit - prefetch, unit + 1)
     fits = set(alive) <= set(window) if unit else len(alive) <= prefetch + 1
-    where = f"in {direction}, at {name} in unit {unit}," if unit else f"in {direction}, at {name} in the root,"
+    where = f"in {direction}, at {name} in {f'unit {unit}' if unit else 'the root'},"
+    where += " with no_sync," * entry["kept"]
     more = f"{prefetch + 1} other unit{'s' * (prefetch > 0)}"
     allowed = name_units([u for u in window if 0 < u < len(whole)]) if unit else more
     expect(
         fits,
         f"{where} at most the root and {allowed} have memory (prefetch={prefetch})",
         f"{name_units(alive)} {'have' if len(alive) > 1 else 'has'} memory",
-        partial(diagnosis.explain_alive, alive, unit, direction, prefetch, after),
+        partial(diagnosis.explain_alive, alive, unit, direction, prefetch, [] if entry["kept"] else after),
         rank=rank,
     )
     bound = whole[0] + sum(whole[u] for u in alive)
@@ -654,10 +703,12 @@ def expect_bounded(entry, alone, unit_of, whole, prefetch, after, uncleared, ran
         f"they take {entry['bytes']['weights']} bytes",
         rank=rank,
     )
-    # Full gradients: of the root, of the unit that computes and of the one whose reduction, to a half, is on its way.
+    if entry["kept"]:
+        return  # full gradients stay
+    # Full gradients: of the root, of the unit that computes, and of two whose reductions, to a half, are in flight.
     copies = entry["bytes"]["other"] - alone["bytes"]["other"]
-    second, largest = sorted(whole[1:])[-2:]
-    bound = whole[0] + second + largest + largest // 2 if direction == "backward" else min(whole[1:]) // 2
+    largest = sorted(whole[1:])[-3:]
+    bound = whole[0] + sum(largest) + sum(largest[1:]) // 2 if direction == "backward" else min(whole[1:]) // 2
     what = "full gradients and copies" if direction == "backward" else "copies of weights"
     expect(
         copies <= bound,
@@ -730,9 +781,16 @@ def expect_overlap(events, step, units, prefetch, rank):
             **at,
         )
         expect(
-            launch.waits and (unit == 0 or launch.waits[0] > max(ready[unit - 1])),
+            bool(launch.waits),
+            f"a rank waits for the reduction of {f'unit {unit}' if unit else 'the root'}",
+            "it never waits",
+            diagnosis.UNAWAITED["reduce_scatter"],
+            **at,
+        )
+        expect(
+            unit == 0 or launch.waits[0] > max(ready[unit - 1]),
             f"no rank waits for the reduction of unit {unit} before unit {unit - 1} has computed",
-            "the rank waited earlier" if launch.waits else "the rank never waited",
+            "the rank waited earlier",
             diagnosis.EARLY_REDUCE_WAIT,
             **at,
         )

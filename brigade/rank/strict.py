@@ -11,7 +11,8 @@ and on GPUs. NCCL would not wait if a message fits into its buffer. Ranks that a
 therefore deadlock every time, regardless of the size of the message.
 
 Tensors must be contiguous, as with NCCL. Gloo alone would accept some other tensors: it would read a transposed tensor
-in memory order, and a slice together with its gaps.
+in memory order, and a slice together with its gaps. Tensors must also fit into their storages, which a submission can
+resize.
 
 torch DDP does not run in this mode: its C++ reducer may wait in places that Python cannot see.
 """
@@ -55,13 +56,18 @@ class StrictGroup(RecordingGroup):
             return super().call(method, args, kwargs, index)
         positions = {outputs, inputs} - {None}
         given = {position: args[position] for position in positions}
-        copies = {position: copy_tensors(value) for position, value in given.items()}
         for tensor in list_tensors(list(given.values())):
+            if is_freed(tensor):
+                raise FreedTensorError(
+                    f"{op} needs {tensor.nbytes} bytes for a tensor, but the tensor's storage has "
+                    f"{tensor.untyped_storage().nbytes()} bytes"
+                )
             if not is_contiguous(tensor):
                 raise ValueError(
                     f"{op} needs a contiguous tensor, as with NCCL. This tensor has shape {tuple(tensor.shape)} and "
                     f"strides {tensor.stride()}. Pass a contiguous copy, then copy the result back."
                 )
+        copies = {position: copy_tensors(value) for position, value in given.items()}
         for position, copy in copies.items():
             args[position] = copy
         targets = list_tensors(given.get(outputs))

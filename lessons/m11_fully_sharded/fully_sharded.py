@@ -18,6 +18,7 @@ all-reduce, but the root is gathered only once. Memory for weights: P / N bytes 
 
 from __future__ import annotations
 
+import enum
 import itertools
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.optim import Optimizer
 
 from ..m01_naive_ddp.naive_ddp import broadcast_module_state
@@ -85,7 +87,8 @@ class FlatShard:
         rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
         self.layout = plan_layout([p.numel() for p in self.params], None, size)
         self.full = self.params[0].detach().new_zeros(self.layout.numel)
-        self.handle: dist.Work | None = None  # of the collective in flight
+        self.gather_handle: dist.Work | None = None  # of the all-gather in flight
+        self.reduce_handle: dist.Work | None = None  # of the reduce-scatter in flight
         self.full_grad: Tensor | None = None  # (numel,), the input of the reduce-scatter
         self.grad_part: Tensor | None = None  # (numel / N,), the output of the reduce-scatter
         # Copy each parameter into its view of `full`, and set parameter.data to this view. Create `shard`, a copy of
@@ -124,11 +127,11 @@ class FlatShard:
         # TODO: part (g)
         raise NotImplementedError("module 11, part (g)")
 
-    def wait(self) -> None:
-        """Wait for the collective in flight, if there is one."""
-        if self.handle is not None:
-            self.handle.wait()
-            self.handle = None
+    def finish_gather(self) -> None:
+        """Wait for the all-gather in flight, if there is one."""
+        if self.gather_handle is not None:
+            self.gather_handle.wait()
+            self.gather_handle = None
 
 
 def make_flat_shards(params: Sequence[nn.Parameter], process_group: ProcessGroup) -> list[FlatShard]:
@@ -142,15 +145,24 @@ def make_flat_shards(params: Sequence[nn.Parameter], process_group: ProcessGroup
 # ---- the wrapper
 
 
+class Phase(enum.Enum):
+    """What the wrapper is doing."""
+
+    IDLE = enum.auto()
+    FORWARD = enum.auto()
+    DUE = enum.auto()  # a forward with gradients has ended, and its backward has not begun
+    BACKWARD = enum.auto()
+
+
 class FullyShardedDDP(GradSyncMixin, nn.Module):
     """Wrap a model. Each rank keeps 1/N of all weights, and full weights exist only while they are needed.
 
     Pass `shards()` to an elementwise torch optimizer, or use `make_optimizer`. Call `finish_grad_sync` before each
-    step. All ranks must call the wrapper the same number of times, with one backward per forward, and run units in
-    registration order. A rank may skip units. Between steps, the model's own parameters have no memory: read them with
-    `full_state_dict()`. From a forward to the end of its backward, the root stays gathered. Without
-    `reshard_after_forward`, each unit stays gathered until it has computed in backward. While a unit computes, the next
-    `prefetch` units are gathered.
+    step. All ranks must call the wrapper the same number of times, and run units in registration order. A rank may skip
+    units. A backward belongs to one forward and runs once. Forwards without gradients may come at any time. Between
+    steps, the model's own parameters have no memory: read them with `full_state_dict()`. From a forward to the end of
+    its backward, the root stays gathered. Without `reshard_after_forward`, each unit stays gathered until it has
+    computed in backward. While a unit computes, the next `prefetch` units are gathered.
     """
 
     def __init__(
@@ -179,9 +191,10 @@ class FullyShardedDDP(GradSyncMixin, nn.Module):
         self.schedule: deque[tuple[str, int]] = deque()  # the remaining actions of this forward or backward
         self.current: int | None = None  # the unit that is computing
         self.reducing: list[FlatShard] = []  # the flat shards whose reduction is in flight
-        self.is_inside = False  # whether forward is running
-        self.is_backward = False  # whether `schedule` belongs to a backward
-        self.awaits_backward = False  # whether the backward of a forward has no schedule yet
+        self.phase = Phase.IDLE
+        self.num_forwards = 0
+        self.backward_of = 0  # the number of the forward to which the latest backward belongs
+        self.has_accumulated = False  # whether full gradients of a backward in no_sync are in p.grad
         self.register_hooks({named[name]: unit for unit, names in enumerate(plan) for name in names}, unit_types)
 
     def shards(self) -> list[nn.Parameter]:
@@ -203,59 +216,81 @@ class FullyShardedDDP(GradSyncMixin, nn.Module):
             is_unit = bool(name) and isinstance(submodule, unit_types) and not is_inside
             outermost = f"{name}." if is_unit else outermost
             for unit in {unit_of[parameter] for parameter in submodule.parameters(recurse=is_unit)}:
-                submodule.register_forward_pre_hook(partial(self.enter_forward, unit, name))
-                if unit == 0:
-                    continue  # the root is always gathered
-                enter, leave = partial(self.enter_backward, unit), partial(self.leave, unit)
-                submodule.register_forward_hook(lambda *args, enter=enter: call_in_backward(args[-1], enter))
-                if is_unit:
-                    submodule.register_forward_hook(lambda *_, leave=leave: leave())
-                    submodule.register_forward_pre_hook(
-                        lambda *inputs, leave=leave: call_in_backward(inputs[1:], leave), with_kwargs=True
-                    )
+                is_whole = is_unit and unit != 0
+                submodule.register_forward_pre_hook(
+                    partial(self.before_forward, unit, name, is_whole), with_kwargs=True
+                )
+                submodule.register_forward_hook(partial(self.after_forward, unit, is_whole))
+
+    def before_forward(self, unit: int, name: str, is_whole: bool, _: nn.Module, args: Any, kwargs: Any) -> None:
+        """Prepare the forward of a unit (`is_whole`), or of its submodule `name`. A pre-hook calls this."""
+        self.enter_forward(unit, name)
+        if is_whole:  # backward has computed the gradient of the unit's input: it has left the unit
+            call_in_backward((args, kwargs), partial(self.leave, unit))
+
+    def after_forward(self, unit: int, is_whole: bool, _: nn.Module, args: Any, output: Any) -> None:
+        """Leave the forward of a unit. Backward enters the unit when it has computed the gradient of `output`."""
+        if unit != 0 and self.phase is Phase.FORWARD:  # the root is always gathered
+            call_in_backward(output, partial(self.enter_backward, self.num_forwards, unit))
+            if is_whole:
+                self.leave(unit)
 
     def forward(self, *args, **kwargs):
-        # First complete an earlier backward in no_sync. Then create the schedule of this forward, start its first
-        # gathers, and wait for the root.
+        self.reach(None)  # what a forward or a backward has left that ended with an exception
+        is_due = self.phase is Phase.DUE  # then this forward comes between another forward and its backward
+        self.phase = Phase.FORWARD
+        self.num_forwards += 1
+        # Create the schedule of this forward, start its first gathers, and wait for the root.
         # TODO: part (h)
         raise NotImplementedError("module 11, part (h)")
-        self.is_inside = True
         try:
             output = self.module(*args, **kwargs)
+            self.reach(None)
         finally:
-            self.is_inside = False
-        self.reach(None)
+            self.phase = Phase.DUE if is_due else Phase.IDLE
         if torch.is_grad_enabled():
-            self.awaits_backward = True
-            call_in_backward(output, self.begin_backward)
-        elif not self.awaits_backward:  # an evaluation
-            for unit in range(len(self.units)):
-                self.free(unit)
+            self.phase = Phase.DUE
+            call_in_backward(output, partial(self.enter_backward, self.num_forwards))
+        if self.phase is Phase.IDLE:
+            self.free_all()
         return output
 
-    def enter_forward(self, unit: int, name: str, *_: Any) -> None:
-        """Prepare the forward of a unit. A pre-hook of the unit, or of its submodule `name`, calls this."""
-        if not self.is_inside:
+    def enter_forward(self, unit: int, name: str) -> None:
+        """Prepare the forward of a unit, or of its submodule `name`."""
+        if self.phase not in (Phase.FORWARD, Phase.BACKWARD):
             raise RuntimeError(f"call the wrapper, not {name or 'the model'}: only the wrapper gathers weights")
-        if unit not in (0, self.current):  # the root is always gathered, and the current unit calls its submodules
-            if ("compute", unit) not in self.schedule:
-                raise RuntimeError(f"{name} is called again, or after a later unit: its weights are freed")
-            self.reach(unit)
+        if unit in (0, self.current):  # the root is always gathered, and the current unit calls its submodules
+            return
+        if self.phase is Phase.BACKWARD:
+            raise RuntimeError(f"backward computes {name} again, but not while it runs the backward of its unit")
+        if ("compute", unit) not in self.schedule:
+            raise RuntimeError(f"{name} is called again, or after a later unit: its weights are freed")
+        self.reach(unit)
 
-    def enter_backward(self, unit: int) -> None:
-        """Prepare the backward of a unit. A hook on the unit's output calls this."""
-        self.begin_backward()
-        if ("compute", unit) in self.schedule:
+    def enter_backward(self, forward: int, unit: int = 0) -> None:
+        """Prepare the backward of a unit. A hook on the output of the unit, in forward number `forward`, calls this."""
+        if self.phase is Phase.DUE:
+            self.backward_of = forward
+            self.begin_backward()
+            Variable._execution_engine.queue_callback(self.end_backward)  # for the end of this backward
+        if self.phase is not Phase.BACKWARD or forward != self.backward_of:
+            raise RuntimeError("this backward belongs to an earlier or to a second forward: the weights are freed")
+        if ("compute", unit) in self.schedule and unit != 0:
             self.reach(unit)
 
     def begin_backward(self) -> None:
-        """Create the schedule of a backward, once after each forward, and start its first gathers."""
-        if not self.awaits_backward:
-            return
-        self.awaits_backward, self.is_backward = False, True
+        """Create the schedule of a backward, and start its first gathers."""
+        self.reach(None)
+        self.phase = Phase.BACKWARD
+        self.has_accumulated = not self.require_grad_sync  # otherwise this backward reduces all gradients in p.grad
         # Which actions must a backward omit inside no_sync? Which actions must it omit without reshard_after_forward?
         # TODO: part (i)
         raise NotImplementedError("module 11, part (i)")
+
+    def end_backward(self) -> None:
+        """Perform the remaining actions of a backward: skip the units that are left, and free the root."""
+        self.reach(None)
+        self.phase = Phase.IDLE
 
     def reach(self, unit: int | None) -> None:
         """Perform the actions up to ("compute", unit), or all actions if `unit` is None. Make `unit` current.
@@ -289,6 +324,11 @@ class FullyShardedDDP(GradSyncMixin, nn.Module):
         for flat in self.units[unit]:
             flat.free()
 
+    def free_all(self) -> None:
+        """Free the full weights of all units, also those that a discarded forward has gathered."""
+        for unit in range(len(self.units)):
+            self.free(unit)
+
     def finish_reduce(self) -> None:
         """Wait for the reduction in flight, if there is one."""
         for flat in self.reducing:
@@ -296,10 +336,14 @@ class FullyShardedDDP(GradSyncMixin, nn.Module):
         self.reducing = []
 
     def finish_grad_sync(self) -> None:
-        """Complete the backward. Then the gradients of `shards()` are averages, and all full weights are freed."""
-        # If this rank has not run a backward, the schedule does not exist yet.
+        """Reduce what is not reduced. Then `shards()` have averaged gradients, and all full weights are freed."""
+        if self.phase is Phase.DUE:  # this rank has not run the backward that other ranks have run
+            self.begin_backward()
+        self.end_backward()
+        # If the last backward was in no_sync, reduce all units. Then wait for the last reduction.
         # TODO: part (m)
         raise NotImplementedError("module 11, part (m)")
+        self.free_all()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of `shards()`, and the full gradients that no_sync has accumulated."""
@@ -324,7 +368,7 @@ class FullyShardedDDP(GradSyncMixin, nn.Module):
         for flat in itertools.chain(*self.units):
             is_free = flat.full.untyped_storage().nbytes() == 0
             flat.start_gather()
-            flat.wait()
+            flat.finish_gather()
             weights |= {parameter: parameter.detach().to("cpu", copy=True) for parameter in flat.params}
             if is_free:
                 flat.free()

@@ -80,6 +80,10 @@ class Flat:
             self.work.wait()
         self.work = None
 
+    def free(self):
+        self.wait()
+        self.resize(0)
+
     def reduce(self):
         if self.shard.requires_grad:
             self.grads = self.weights.new_zeros(self.nbytes // self.weights.element_size())
@@ -89,11 +93,11 @@ class Flat:
                     p.grad = None
             self.grads /= dist.get_world_size(self.group)
             self.average = self.grads.new_empty(self.shard.numel())
-            self.work = reduce_scatter(self.average, self.grads, dist.ReduceOp.SUM, self.group, async_op=True)
+            self.reduction = reduce_scatter(self.average, self.grads, dist.ReduceOp.SUM, self.group, async_op=True)
 
     def finish(self):
         if self.grads is not None:
-            self.wait()
+            self.reduction.wait()
             self.grads = None
             if self.shard.grad is None:
                 self.shard.grad = torch.zeros_like(self.shard)
@@ -119,6 +123,8 @@ class FullyShardedDDP(nn.Module):
         self.running = None  # a generator that performs the schedule, and stops at each "compute"
         self.now = self.reducing = None
         self.pending = False  # a backward is to come
+        self.token = self.serving = None  # of the latest forward, and of the forward whose backward is running
+        self.reduced = self.kept = False  # since the last finish, a backward was reduced, or was in no_sync
         number = {names[0]: unit for unit, names in enumerate(self.names) if unit}
         for path, child in find_units(module, unit_types):
             first = next((f"{path}.{name}" for name, _ in child.named_parameters() if f"{path}.{name}" in number), None)
@@ -138,7 +144,8 @@ class FullyShardedDDP(nn.Module):
         def after(_, args, output):
             self.advance(unit, leave=True)
             if tensors := list_tensors(output):
-                register_multi_grad_hook(tensors, lambda _: self.enter_backward(unit), mode="any")
+                token = self.token
+                register_multi_grad_hook(tensors, lambda _: self.enter_backward(unit, token), mode="any")
 
         child.register_forward_pre_hook(before, with_kwargs=True)
         child.register_forward_hook(after)
@@ -189,17 +196,25 @@ class FullyShardedDDP(nn.Module):
                 self.now = unit
                 return
 
-    def enter_backward(self, unit):
-        self.begin_backward()
+    def enter_backward(self, unit, token):
+        self.begin_backward(token)
         self.advance(unit)
+        if self.now != unit:
+            raise RuntimeError("one forward, one backward")
 
-    def begin_backward(self):
+    def begin_backward(self, token):
         if self.pending:
-            self.pending = False
+            self.pending, self.serving = False, token
+            self.reduced, self.kept = self.sync, not self.sync
             self.start(backward=True)
+        elif token is not self.serving:
+            raise RuntimeError("one backward, one forward")
 
     def forward(self, *args, **kwargs):
         self.advance(None)
+        if torch.is_grad_enabled() and self.reduced and self.sync:
+            raise RuntimeError("finish_grad_sync comes before the next forward")
+        self.token = token = object()
         self.start(backward=False)
         self.advance(0)
         output = self.module(*args, **kwargs)
@@ -207,12 +222,15 @@ class FullyShardedDDP(nn.Module):
         if torch.is_grad_enabled():
             self.pending = True
             if tensors := list_tensors(output):
-                register_multi_grad_hook(tensors, lambda _: self.begin_backward(), mode="any")
+                register_multi_grad_hook(tensors, lambda _: self.begin_backward(token), mode="any")
         elif not self.pending:
-            for flats in self.flats:
-                for flat in flats:
-                    flat.resize(0)
+            self.free_all()
         return output
+
+    def free_all(self):
+        for flats in self.flats:
+            for flat in flats:
+                flat.free()
 
     def finish_reduction(self):
         for flat in self.flats[self.reducing] if self.reducing is not None else ():
@@ -220,9 +238,17 @@ class FullyShardedDDP(nn.Module):
         self.reducing = None
 
     def finish_grad_sync(self):
-        self.begin_backward()
+        if self.pending:
+            self.begin_backward(None)
         self.advance(None)
+        for unit in reversed(range(len(self.flats))) if self.kept else ():
+            self.finish_reduction()
+            for flat in self.flats[unit]:
+                flat.reduce()
+            self.reducing = unit
         self.finish_reduction()
+        self.free_all()
+        self.serving, self.reduced, self.kept = None, False, False
 
     @contextlib.contextmanager
     def no_sync(self):

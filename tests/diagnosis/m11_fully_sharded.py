@@ -1,6 +1,7 @@
 """Likely causes of failures of module 11's checks."""
 
 import contextlib
+import math
 import re
 from collections import Counter
 
@@ -13,7 +14,7 @@ from brigade.events import launches
 from brigade.runner.ranks import PerRank
 from diagnosis.m08_zero_optimizer import scale_to
 from expected.m11_fully_sharded import build, cut_shards, find_units, join_shards, lay_out, train_plain
-from scenarios.m11_fully_sharded import UNIT_TYPES, cast_layers
+from scenarios.m11_fully_sharded import DISCARDED, EVALUATION, PLACES, UNIT_TYPES, UNSYNCED, cast_layers
 
 # Units
 OUTERMOST = "a submodule that is inside another one of these types is no unit: only the outermost one is."
@@ -48,9 +49,23 @@ OTHER_LAYOUT = "the views are not at the places that `layout.param_ranges` says.
 OVERWRITTEN = "the second reduction replaces shard.grad instead of adding to it."
 SUMMED = "gradients are summed over the ranks but not divided by the group size."
 UNAWAITED = {
-    "reduce_scatter": "`finish_reduce` must wait before it adds the average to shard.grad.",
+    "reduce_scatter": (
+        "`finish_reduce` must wait before it adds the average, and `finish_grad_sync` must wait for the last reduction."
+    ),
     "all_gather": '`perform` must wait for the weights in the action "compute".',
 }
+NOT_CLONED = "a shard is a view of the full tensor, so `free` frees the shard too. Keep a copy of this rank's part."
+KEPT_WHOLE = (
+    "a shard is a view of a larger tensor, which stays in memory as long as the shard. Copy this rank's part only."
+)
+BYTES = "`resize_` of a storage counts bytes, not elements. Resize it to the tensor's nbytes."
+NOT_RESIZED = (
+    "the full tensor has no memory when its all-gather is launched. `start_gather` must resize its storage first."
+)
+UNWRITTEN = (
+    "every handle is awaited, so these numbers come from memory that nothing has written. Start full gradients from "
+    "zeros: a parameter without a gradient, and the padding, must contribute zeros."
+)
 WHOLE_GRADIENTS = "start_reduce must set p.grad to None after it has copied the gradient."
 
 # Wrapper
@@ -114,10 +129,27 @@ SKIPPED = (
     "skipped unit, also its reduction, with zeros as gradients."
 )
 UNFINISHED = (
-    "a backward in no_sync left actions undone, because the rank skips units. The next `forward` must first perform "
+    "a backward in no_sync left actions undone, because the rank skips units. The end of the backward must perform "
     "them."
 )
 ROOT_FREED = "the root is freed before forward has ended. `leave` must not free the root in forward."
+REFUSED = "an evaluation may come at any place. After one between forward and backward, the backward is still due."
+NOT_REFUSED = (
+    "a step with {} uses weights that are freed. The wrapper must gather them again or raise RuntimeError: see "
+    "`enter_backward`."
+)
+LOST_HANDLE = (
+    "a forward between backward and finish makes the wrapper lose the handle of a reduction in flight. Nothing waits "
+    "for this reduction."
+)
+LOST_AT_FINISH = (
+    "finish_grad_sync after a backward in no_sync must reduce the gradients that were accumulated in p.grad."
+)
+STALE = (
+    "a forward that is discarded gathers weights, and the step changes them. The next forward must gather every unit "
+    "again, the root too."
+)
+KEPT_IN_NO_SYNC = "a backward in no_sync does not free the units. `leave` must free them in every backward."
 FREED_BETWEEN = "an evaluation between a forward and its backward frees weights that this backward needs. "
 ROOT_BETWEEN = FREED_BETWEEN + "As long as a backward is due, an evaluation must not free the root."
 FORGOTTEN_BACKWARD = (
@@ -274,17 +306,19 @@ def explain_run(submission, scenario, jobs_per_call):
 
 def explain_failure(failed, submission, scenario, jobs_per_call):
     """Return a more specific cause than that of the failure, or ""."""
+    if failed.verdict.error == "FreedShardError":
+        return NOT_CLONED if "full weights" in failed.verdict.message else ""
+    if sizes := re.search(r"all_gather needs (\d+) bytes.* has (\d+) bytes", failed.verdict.message):
+        return explain_too_small(failed, int(sizes[1]), int(sizes[2]))
     if failed.verdict.error == "FreedTensorError":
         return explain_in_flight(failed)
     if "shape '[0]' is invalid" in failed.verdict.message:
         return EMPTIED
     has_crashed = failed.verdict.ending == "died"
     if has_crashed or failed.verdict.hypothesis == "freed":
-        if any(jobs[0].get("extra") for jobs in jobs_per_call):
-            cause = explain_extra(failed, submission, scenario, jobs_per_call)
-        else:
-            cause = "" if has_crashed else explain_freed(failed, jobs_per_call)
-        return cause or CRASHED * has_crashed
+        if "order" in jobs_per_call[0][0]:
+            return explain_unusual(failed, jobs_per_call)
+        return CRASHED if has_crashed else explain_freed(failed, jobs_per_call)
     if failed.verdict.hypothesis in ("usual for mismatch", "usual for deadlock"):
         return explain_skips(submission, scenario, jobs_per_call)
     return ""
@@ -318,21 +352,49 @@ def explain_freed(failed, jobs_per_call):
     return ROOT_FREED if is_forward and shape and is_late_root(shape[1], [jobs[rank] for jobs in jobs_per_call]) else ""
 
 
-def explain_extra(failed, submission, scenario, jobs_per_call):
-    """Return why a rank used a freed weight, if one of a step's extra forwards alone is enough for it."""
-    if not succeeds(submission, scenario, jobs_per_call, lambda *_: {"extra": ()}):
+def explain_unusual(failed, jobs_per_call):
+    """Return why a step of `train_unusually` used a freed weight, if its order of calls alone is enough for it."""
+    events = failed.events[failed.verdict.rank]
+    numbers = [event["number"] for event in events if event["kind"] == "order"]
+    if not numbers:
         return ""
-    for kind, what in (("evaluated before", "an evaluation"), ("discarded", "a discarded forward")):
-        if not succeeds(submission, scenario, jobs_per_call, lambda *_, kind=kind: {"extra": (kind,)}):
-            return AFTER_OTHER.format(what)
-    between = {"extra": ("evaluated between",)}
-    if succeeds(submission, scenario, jobs_per_call, lambda *_: between):
+    job = jobs_per_call[numbers[-1]][0]
+    order = job["order"]
+    if order == (EVALUATION, PLACES[1]):
+        if not job["arguments"]["reshard_after_forward"]:
+            return UNITS_BETWEEN
+        step = max(event["step"] for event in events if event["kind"] == "step")
+        gathers = [x for x in launches(events, step) if x.op == "all_gather"]
+        forwards = 2 * len(find_units(edge_case_models.MODELS[job["model"]](job["sizes"]), UNIT_TYPES["Block"]))
+        return ROOT_BETWEEN if len(gathers) > forwards else FORGOTTEN_BACKWARD
+    return AFTER_OTHER.format(order[0]) if isinstance(order, tuple) else NOT_REFUSED.format(order)
+
+
+def explain_order_of_calls(order, records, num_units):
+    """Return why weights are wrong after steps with this order of calls."""
+    if cause := explain_unawaited(records):
+        return LOST_HANDLE if order in [(EVALUATION, PLACES[2]), (DISCARDED, PLACES[2])] else cause
+    if order == UNSYNCED[0]:
+        return LOST_AT_FINISH
+    gathers = [x for x in launches(records[0], 1) if x.op == "all_gather"]
+    if order == (DISCARDED, PLACES[3]) and len(gathers) < 3 * num_units - 1:
+        return STALE
+    return ""
+
+
+def explain_too_small(failed, needed, present):
+    """Return why the output of an all-gather needs more bytes than its storage has."""
+    gather = next(x for x in reversed(launches(failed.events[failed.verdict.rank])) if x.op == "all_gather")
+    if present == gather.numel:
+        return BYTES
+    return NOT_RESIZED if present == 0 and needed == gather.nbytes else ""
+
+
+def explain_garbage(records):
+    """Return why tensors contain NaN or garbage, judging by the launches that nobody waits for."""
+    if not records:
         return ""
-    always = between | {"arguments": {"reshard_after_forward": True}}
-    if succeeds(submission, scenario, jobs_per_call, lambda *_: always):
-        return UNITS_BETWEEN
-    has_gathered = any(x.op == "all_gather" for own in failed.events for x in launches(own, phase="backward"))
-    return ROOT_BETWEEN if has_gathered else FORGOTTEN_BACKWARD
+    return explain_unawaited(records) or UNWRITTEN * all(x.waits for events in records for x in launches(events))
 
 
 def explain_in_flight(failed):
@@ -423,12 +485,14 @@ def suspect_clipping(case, max_norm):
     return {cause: [train_plain(case, **how)[0]] * len(case.group) for cause, how in causes.items()}
 
 
-def explain_norm(gradients, group, got):
+def explain_norm(gradients, group, got, records):
     """Return why a norm over the group is wrong. gradients[rank] are the gradients of the shards of any rank."""
     of_all = [torch.stack([torch.linalg.vector_norm(grad) for grad in shards]) for shards in gradients]
     if len(group) < len(of_all) and is_close(got, float(torch.cat(of_all).square().sum().sqrt())):
         return OTHER_GROUP
     norms = [of_all[rank] for rank in group]
+    if math.isnan(got) and all(x.waits for events in records for x in launches(events)):
+        return UNWRITTEN
     if any(is_close(got, float(own.square().sum().sqrt())) for own in norms):
         return OWN_NORM
     total = float(torch.cat(norms).sum())
@@ -453,7 +517,10 @@ def explain_accumulated(events, step, crossed):
 
 def explain_missing(launched, expected):
     """Return why shards have no gradient after a step with these launches, of which `expected` should be reductions."""
-    return NO_ZEROS if sum(launch.op == "reduce_scatter" for launch in launched) >= expected else NEVER_REDUCED
+    reduced = [launch for launch in launched if launch.op == "reduce_scatter"]
+    if not all(launch.waits for launch in reduced):
+        return UNAWAITED["reduce_scatter"]
+    return NO_ZEROS if len(reduced) >= expected else NEVER_REDUCED
 
 
 def explain_reduced(reduced, case):

@@ -13,7 +13,7 @@ PART, VIEWS, GRADIENTS = (
 WEIGHTS, FREED = "test_weights_equal_plain_training", "test_weights_are_freed"
 OVERLAP, VOLUME = "test_gathers_and_reductions_overlap", "test_volume"
 ACCUMULATION, CLIPPING, CHECKPOINTS = "test_accumulation", "test_clipping", "test_checkpoints"
-FROZEN, SKIPPED, BETWEEN = "test_frozen_parameters", "test_skipped_units", "test_other_forwards_between"
+FROZEN, SKIPPED, BETWEEN = "test_frozen_parameters", "test_skipped_units", "test_unusual_orders"
 
 OUTERMOST = """        is_inside = name.startswith(tuple(prefixes))
         if name and isinstance(submodule, unit_types) and not is_inside:
@@ -25,7 +25,7 @@ SCHEDULE = 'return schedule + [("reduce", 0)] * backward\n'
 WINDOW = "order[: position + prefetch + 1]"
 REDUCED = 'schedule.append(("reduce", order[position - 1]))\n'
 OWN_PART = "self.full.chunk(size)[rank].clone(), self.params[0].requires_grad)\n"
-GATHER = "self.handle = all_gather(self.full, self.shard.detach(), self.process_group, async_op=True)\n"
+GATHER = "self.gather_handle = all_gather(self.full, self.shard.detach(), self.process_group, async_op=True)\n"
 RESIZED = "self.full.untyped_storage().resize_(self.full.nbytes)\n"
 FREE = "self.full.untyped_storage().resize_(0)\n"
 GATHER_AND_FREE = f"""{RESIZED}        {GATHER}        ### END SOLUTION
@@ -36,7 +36,7 @@ GATHER_AND_FREE = f"""{RESIZED}        {GATHER}        ### END SOLUTION
         {FREE}"""
 MOVED = "                view.copy_(parameter.grad)\n                parameter.grad = None\n"
 ADDED = "self.grad_part if self.shard.grad is None else self.shard.grad.add_(self.grad_part)\n"
-STAYS = "if self.is_backward or (unit != 0 and self.reshard_after_forward):\n"
+STAYS = "if self.phase is Phase.BACKWARD or (unit != 0 and self.reshard_after_forward):\n"
 EXTENDED = "self.schedule.extend(actions)\n"
 HAS_GRADIENTS = (
     'Frozen parameters have no gradients.\n        """\n        if not self.shard.requires_grad:\n            return\n'
@@ -144,6 +144,31 @@ SHARD_MISTAKES = [
         (PART,),
         "part r of N equal parts",
     ),
+    Mutant(
+        "the shard is a view",
+        "chunk(size)[rank].clone()",
+        "chunk(size)[rank]",
+        (PART, GRADIENTS),
+        "is a view of the full",
+    ),
+    Mutant(
+        "the shard is a view of a copy",
+        "self.full.chunk(size)[rank].clone()",
+        "self.full.clone().chunk(size)[rank]",
+        (PART,),
+        "view of a larger tensor",
+    ),
+    Mutant(
+        "resized by elements", "resize_(self.full.nbytes)", "resize_(self.full.numel())", (VIEWS, FREED), "counts bytes"
+    ),
+    Mutant("not resized for the gather", RESIZED, "pass\n", (VIEWS,), "must resize its storage first"),
+    Mutant(
+        "full gradients start from garbage",
+        "torch.zeros_like(self.full)",
+        "torch.empty_like(self.full)",
+        (SKIPPED, CLIPPING),
+        "memory that nothing has written",
+    ),
     Mutant("each rank keeps everything", "self.full.chunk(size)[rank].clone()", "self.full.clone()", (PART,), "whole"),
     Mutant("replicas not made equal", BROADCAST, "pass\n", (PART,), "rank 0"),
     Mutant(
@@ -201,7 +226,7 @@ SHARD_MISTAKES = [
     ),
     Mutant(
         "the reduction not awaited",
-        "        self.wait()\n        self.shard.grad",
+        "        self.reduce_handle.wait()\n        self.shard.grad",
         "        self.shard.grad",
         (GRADIENTS,),
         "`finish_reduce` must wait",
@@ -245,19 +270,25 @@ WRAPPER_MISTAKES = [
         (FREED,),
         "`forward` does not give it the wrapper's `prefetch`",
     ),
-    Mutant("nothing freed in forward", STAYS, "if self.is_backward:\n", (FREED,), "not freed"),
-    Mutant("nothing freed in backward", STAYS, "if not self.is_backward and unit != 0:\n", (FREED,), "during backward"),
+    Mutant("nothing freed in forward", STAYS, "if self.phase is Phase.BACKWARD:\n", (FREED,), "not freed"),
+    Mutant(
+        "nothing freed in backward",
+        STAYS,
+        "if self.phase is not Phase.BACKWARD and unit != 0:\n",
+        (FREED,),
+        "during backward",
+    ),
     Mutant(
         "the root freed with the first unit",
         STAYS,
-        "if self.is_backward or self.reshard_after_forward:\n",
+        "if self.phase is Phase.BACKWARD or self.reshard_after_forward:\n",
         (GRADIENTS, FREED),
         "must not free the root in forward",
     ),
     Mutant(
         "the root stays after backward",
         STAYS,
-        "if unit != 0 and (self.is_backward or self.reshard_after_forward):\n",
+        "if unit != 0 and (self.phase is Phase.BACKWARD or self.reshard_after_forward):\n",
         (FREED, GRADIENTS),
         "end of backward",
     ),
@@ -277,7 +308,7 @@ WRAPPER_MISTAKES = [
     ),
     Mutant(
         "gathers not awaited",
-        "                flat.wait()\n            else:",
+        "                flat.finish_gather()\n            else:",
         "                pass\n            else:",
         (GRADIENTS, WEIGHTS),
         "`perform` must wait",
@@ -285,14 +316,14 @@ WRAPPER_MISTAKES = [
     Mutant(
         "each gather awaited at once",
         "flat.start_gather()\n            elif",
-        "flat.start_gather()\n                flat.wait()\n            elif",
+        "flat.start_gather()\n                flat.finish_gather()\n            elif",
         (OVERLAP,),
         "before its turn",
     ),
     Mutant(
         "each reduction awaited at once",
         "                flat.start_reduce()\n",
-        "                flat.start_reduce()\n                flat.wait()\n",
+        "                flat.start_reduce()\n                flat.finish_reduce()\n",
         (OVERLAP,),
         "Let it run",
     ),
@@ -319,8 +350,8 @@ WRAPPER_MISTAKES = [
     ),
     Mutant(
         "no_sync read in forward",
-        "            self.awaits_backward = True\n",
-        "            self.awaits_backward = True\n"
+        "            self.phase = Phase.DUE\n",
+        "            self.phase = Phase.DUE\n"
         "            is_reduced, begin = self.require_grad_sync, type(self).begin_backward\n\n"
         "            def begin_backward():\n"
         "                before, self.require_grad_sync = self.require_grad_sync, is_reduced\n"
@@ -332,10 +363,11 @@ WRAPPER_MISTAKES = [
     ),
     Mutant(
         "a backward in no_sync not completed",
-        "        self.reach(None)\n        self.is_backward = False\n",
-        "        self.schedule.clear()\n        self.is_backward = False\n",
+        "        self.reach(None)\n        self.phase = Phase.IDLE\n",
+        "        if self.require_grad_sync:\n            self.reach(None)\n"
+        "        self.schedule.clear()\n        self.phase = Phase.IDLE\n",
         (SKIPPED,),
-        "must first perform them",
+        "must perform them",
     ),
     Mutant(
         "no gradient where the average is zero",
@@ -421,8 +453,8 @@ WRAPPER_MISTAKES = [
     ),
     Mutant(
         "an evaluation frees the root",
-        "elif not self.awaits_backward:",
-        "else:",
+        "if self.phase is Phase.IDLE:\n            self.free_all()",
+        "if not torch.is_grad_enabled():\n            self.free_all()",
         (BETWEEN,),
         "an evaluation must not free the root",
     ),
@@ -435,8 +467,8 @@ WRAPPER_MISTAKES = [
     ),
     Mutant(
         "an evaluation forgets that a backward is due",
-        "elif not self.awaits_backward:",
-        "else:\n            self.awaits_backward = False",
+        "Phase.DUE if is_due else Phase.IDLE",
+        "Phase.IDLE",
         (BETWEEN,),
         "the backward is still due",
     ),
@@ -446,6 +478,48 @@ WRAPPER_MISTAKES = [
         "for unit in range(1, len(self.units)):\n",
         (BETWEEN,),
         "an evaluation has no backward",
+    ),
+    Mutant(
+        "one handle for gathers and reductions",
+        "self.gather_handle = all_gather(",
+        "self.gather_handle = self.reduce_handle = all_gather(",
+        (BETWEEN,),
+        "lose the handle of a reduction",
+    ),
+    Mutant(
+        "what is in memory not gathered again",
+        "        ### BEGIN SOLUTION part (d)\n",
+        "        if self.full.untyped_storage().nbytes():\n            return\n",
+        (BETWEEN,),
+        "The next forward must gather every unit again",
+    ),
+    Mutant(
+        "a second backward of a forward not refused",
+        "if self.phase is not Phase.BACKWARD or forward != self.backward_of:",
+        "if False:",
+        (BETWEEN,),
+        "or raise RuntimeError",
+    ),
+    Mutant(
+        "gradients of no_sync lost by the finish",
+        "        if self.has_accumulated:\n",
+        "        if False:\n",
+        (BETWEEN,),
+        "must reduce the gradients that were accumulated",
+    ),
+    Mutant(
+        "nothing freed in the backward of no_sync",
+        STAYS,
+        "if self.require_grad_sync if self.phase is Phase.BACKWARD else unit and self.reshard_after_forward:\n",
+        (FREED,),
+        "not freed",
+    ),
+    Mutant(
+        "the last reduction not awaited",
+        "            self.has_accumulated = False\n        self.finish_reduce()\n",
+        "            self.has_accumulated = False\n",
+        (GRADIENTS, OVERLAP),
+        "`finish_grad_sync` must wait for the last reduction",
     ),
 ]
 MUTANTS = UNIT_MISTAKES + SCHEDULE_MISTAKES + SHARD_MISTAKES + WRAPPER_MISTAKES

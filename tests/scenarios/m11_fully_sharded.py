@@ -2,6 +2,7 @@
 
 import contextlib
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -116,12 +117,22 @@ def plan_schedules(cases: list[tuple[int, int, bool]]) -> list[list[tuple[str, i
 # ---- the wrapper
 
 
+class FreedShardError(Exception):
+    """A shard has no memory after construction. Reading it could end the process."""
+
+
 def wrap(job: dict, model: nn.Module) -> nn.Module:
     """Wrap the model with the submission's wrapper."""
     group = create_group(job)
     arguments = job.get("arguments", {}) | ({} if group is None else {"process_group": group})
     with phase("construct"):
-        return student(PACKAGE, "FullyShardedDDP")(model, UNIT_TYPES[job["unit_type"]], **arguments)
+        ddp = student(PACKAGE, "FullyShardedDDP")(model, UNIT_TYPES[job["unit_type"]], **arguments)
+    for number, shard in enumerate(ddp.shards()):
+        if (nbytes := shard.untyped_storage().nbytes()) < shard.nbytes:
+            is_shared = any(shard.untyped_storage() is p.untyped_storage() for p in model.parameters())
+            owner = "the storage of full weights" if is_shared else "its storage"
+            raise FreedShardError(f"shards()[{number}] needs {shard.nbytes} bytes, but {owner} has {nbytes}")
+    return ddp
 
 
 def list_alive(model: nn.Module) -> list[str]:
@@ -151,14 +162,15 @@ def construct(job: dict) -> dict:
         "trainable": [isinstance(shard, nn.Parameter) and shard.requires_grad for shard in shards],
         "alive": list_alive(model),
         "storages": len({p.untyped_storage().data_ptr() for p in model.parameters()} - {0}),
+        "kept": sum({s.untyped_storage().data_ptr(): s.untyped_storage().nbytes() for s in shards}.values()),
     }
 
 
 class Boundaries:
     """A list of what is alive in each forward pre-hook and gradient hook of a model."""
 
-    def __init__(self, model: nn.Module, memory: LiveMemory):
-        self.model, self.memory, self.entries, self.known = model, memory, [], []
+    def __init__(self, model: nn.Module, memory: LiveMemory, shards: Sequence[Tensor] = ()):
+        self.model, self.memory, self.entries, self.shards, self.is_kept = model, memory, [], shards, False
         for name, submodule in model.named_modules():
             if next(submodule.parameters(recurse=False), None) is not None:
                 submodule.register_forward_pre_hook(lambda *_, name=name: self.note("forward", name))
@@ -168,15 +180,17 @@ class Boundaries:
 
     def note(self, direction: str, name: str) -> None:
         parameters = list(self.model.parameters())
-        nbytes = self.memory.count(weights=parameters, known=self.known)
-        alive = list_alive(self.model)
-        self.entries.append({"direction": direction, "name": name, "alive": alive, "bytes": nbytes})
+        known = [*self.shards, *(shard.grad for shard in self.shards)]
+        nbytes = self.memory.count(weights=parameters, known=known)
+        alive, is_kept = list_alive(self.model), self.is_kept
+        self.entries.append({"direction": direction, "name": name, "alive": alive, "bytes": nbytes, "kept": is_kept})
 
 
 def measure(job: dict) -> dict:
     """Take two steps. Return what is alive at every boundary of the second, for the wrapper and for the bare model.
 
-    The bare model drops every gradient as soon as it is complete.
+    The bare model drops every gradient as soon as it is complete. A third step is in no_sync: "unsynced" is what is
+    alive after its backward, and its boundaries are "kept", because it keeps full gradients.
     """
     model = edge_case_models.build(job["model"], job["sizes"], job["state"], job["dtype"]).to(device())
     ddp = wrap(job, model)
@@ -184,18 +198,22 @@ def measure(job: dict) -> dict:
     compute_loss(ddp, cut(step)).backward()
     ddp.finish_grad_sync()
     with LiveMemory() as memory:
-        boundaries = Boundaries(model, memory)
-        boundaries.known = list(ddp.shards()) + [shard.grad for shard in ddp.shards()]
+        boundaries = Boundaries(model, memory, ddp.shards())
         compute_loss(ddp, cut(last)).backward()
         ddp.finish_grad_sync()
         after, whole = list_alive(model), list_gradients(model)
+        boundaries.is_kept = True
+        with ddp.no_sync():
+            compute_loss(ddp, cut(last)).backward()
+        unsynced = list_alive(model)
     bare = edge_case_models.build(job["model"], job["sizes"], job["state"], job["dtype"]).to(device())
     with LiveMemory() as memory:
         alone = Boundaries(bare, memory)
         for parameter in bare.parameters():
             parameter.register_post_accumulate_grad_hook(drop)
         compute_loss(bare, cut(last)).backward()
-    return {"boundaries": boundaries.entries, "after": after, "whole": whole, "bare": alone.entries}
+    both = {"boundaries": boundaries.entries, "bare": alone.entries}
+    return both | {"after": after, "whole": whole, "unsynced": unsynced}
 
 
 def cut(batch: dict) -> dict:
@@ -239,11 +257,11 @@ def train(job: dict) -> dict:
     """Load the state dict if there is one, train, and return the results with the final full state dict.
 
     The job may have: "load", a state dict; "clip", the largest norm; "finish_each", to call finish_grad_sync after
-    each micro-batch; "zero", "ddp" or "optimizer"; "extra", names from EXTRA, to run more forwards before the last
-    forward, and between it and its backward; "interrupted", a step in which exceptions end the no_sync blocks;
+    each micro-batch; "zero", "ddp" or "optimizer"; "interrupted", a step in which exceptions end the no_sync blocks;
     "crossed", a step in which either a forward or its backward is inside no_sync, but not both; "drop", to accumulate
-    gradients that are then cleared.
+    gradients that are then cleared. torch.empty returns tensors of NaN, so that nothing depends on chance.
     """
+    torch.use_deterministic_algorithms(True, warn_only=True)
     model = build(job)
     mark_units(job, model, "reached")
     ddp = wrap(job, model)
@@ -254,7 +272,7 @@ def train(job: dict) -> dict:
         ddp.full_state_dict()
     shards = list(ddp.shards())
     optimizer = OPTIMIZERS[job["optimizer"]](shards)
-    keys = ("gradients", "missing", "norms", "clipped", "alive", "whole", "accumulated", "evaluated")
+    keys = ("gradients", "missing", "norms", "clipped", "alive", "whole", "accumulated")
     results: dict[str, list] = {key: [] for key in keys}
     for step in range(len(job["batches"])):
         recording.note("step", step=step)
@@ -304,37 +322,80 @@ def take_gradients(job: dict, step: int, ddp: nn.Module, model: nn.Module, optim
     results["accumulated"].append(list_gradients(model))
     if is_crossed:
         cross_no_sync(ddp, batches[-1], is_reduced=True)
-    elif extra := job.get("extra"):
-        results["evaluated"].append(look_around(ddp, model, batches[0], extra))
-        loss = compute_loss(ddp, move_to_device(batches[-1]))
-        if "evaluated between" in extra:
-            evaluate(ddp, batches[0])
-        with recording.record_backward(loss):
-            loss.backward()
     else:
         forward_backward(ddp, batches[-1])
     with phase("finish"):
         ddp.finish_grad_sync()
 
 
-EXTRA = ("evaluated before", "discarded", "evaluated between")  # before the last forward, and before its backward
+# ---- steps in which forwards and backwards come at unusual places
 
 
-def look_around(ddp: nn.Module, model: nn.Module, batch: dict, extra: tuple[str, ...]) -> list[str]:
-    """Run those forwards of `extra` that come first. Return which parameters have memory after the evaluation."""
-    alive = []
-    if "evaluated before" in extra:
-        evaluate(ddp, batch)
-        alive = list_alive(model)
-    if "discarded" in extra:
-        compute_loss(ddp, move_to_device(batch))
-    return alive
+EVALUATION, DISCARDED = "an evaluation", "a discarded forward"
+PLACES = ("before the forward", "between forward and backward", "between backward and finish", "before the step")
+EXTRA = [(kind, place) for kind in (EVALUATION, DISCARDED) for place in PLACES]
+# Each order of calls has the gradients of both micro-batches. They are equal if one forward has two backward passes.
+TWO_BACKWARDS = ("a second backward before the finish", "one backward for two forwards", "the first backward last")
+TWICE = "two backward passes for one forward"
+UNSYNCED = ("only no_sync", "no_sync last")
 
 
-def evaluate(ddp: nn.Module, batch: dict) -> None:
-    """Run a forward without gradients."""
-    with torch.no_grad():
-        compute_loss(ddp, move_to_device(batch))
+def train_unusually(job: dict) -> dict:
+    """Train with steps of the order job["order"]. Return the weights and what was alive, or why the wrapper refused."""
+    model = build(job)
+    ddp = wrap(job, model)
+    optimizer = OPTIMIZERS[job["optimizer"]](list(ddp.shards()))
+    results: dict[str, Any] = {"alive": [], "evaluated": []}
+    recording.note("order", number=job["number"])
+    try:
+        for step, batches in enumerate(job["batches"]):
+            recording.note("step", step=step)
+            optimizer.zero_grad()
+            take_unusual_step(job["order"], ddp, model, [move_to_device(batch) for batch in batches], results)
+            with phase("step"):
+                optimizer.step()
+    except RuntimeError as error:
+        if type(error) is not RuntimeError or any(text in str(error) for text in ("gloo", "setStorage", "size of 0")):
+            raise  # this is no refusal
+        return {"refusal": str(error)}
+    recording.note("step", step=None)
+    return results | {"weights": ddp.full_state_dict()}
+
+
+def take_unusual_step(order: Any, ddp: nn.Module, model: nn.Module, batches: list[dict], results: dict) -> None:
+    """Run the forward and backward passes of a step, and finish_grad_sync, in this order."""
+    if isinstance(order, tuple):
+        kind, where = order
+        for place in PLACES:
+            if place == where:
+                with torch.set_grad_enabled(kind == DISCARDED):
+                    compute_loss(ddp, batches[0])
+                if kind == EVALUATION and place in (PLACES[0], PLACES[3]):
+                    results["evaluated"] += list_alive(model)
+            if place == PLACES[0]:
+                loss = compute_loss(ddp, batches[0])
+            elif place == PLACES[1]:
+                loss.backward()
+            elif place == PLACES[2]:
+                ddp.finish_grad_sync()
+                results["alive"] += list_alive(model)
+        return
+    if order in TWO_BACKWARDS[1:]:
+        losses = [compute_loss(ddp, batch) for batch in batches]
+        for loss in losses[::-1] if order == TWO_BACKWARDS[2] else [sum(losses)]:
+            loss.backward()
+    elif order == TWICE:
+        loss = compute_loss(ddp, batches[0])
+        loss.backward(retain_graph=True)
+        loss.backward()
+    else:
+        for number, batch in enumerate(batches):
+            is_unsynced = order == UNSYNCED[0] or (order == UNSYNCED[1] and number)
+            with ddp.no_sync() if is_unsynced else contextlib.nullcontext():
+                compute_loss(ddp, batch).backward()
+    with phase("finish"):
+        ddp.finish_grad_sync()
+    results["alive"] += list_alive(model)
 
 
 def cross_no_sync(ddp: nn.Module, batch: dict, is_reduced: bool) -> None:
