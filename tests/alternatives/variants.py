@@ -21,6 +21,11 @@ FLOAT32 = NORM.replace("vector_norm(grad, dtype=torch.float64)", "vector_norm(gr
 )
 START_10 = "        if index >= self.max_live_buckets:\n"
 CLIPPING = ("test_sharded_clipping", "test_zero_clipping")
+BEFORE_ACTION_11 = """        if action == "reduce":
+            self.finish_reduce()
+            self.reducing = self.units[unit]
+"""
+IN_FLIGHT_11 = ("test_shards_have_average_gradients", "test_weights_are_freed", "test_gathers_and_reductions_overlap")
 
 VARIANTS = {
     0: [
@@ -80,6 +85,28 @@ VARIANTS = {
             "            if group.grad_handle is not None and group.grad_handle.is_completed():\n"
             "                group.finish_grad_sync()\n" + START_10,
             ("test_gradient_memory", "test_live_buckets"),
+        ),
+    ],
+    11: [
+        Variant(
+            "a reduction finished as soon as it is complete",
+            BEFORE_ACTION_11,
+            "        reduced = [flat for flat in self.reducing if flat.reduce_handle is not None]\n"
+            "        if reduced and all(flat.reduce_handle.is_completed() for flat in reduced):\n"
+            f"            self.finish_reduce()\n{BEFORE_ACTION_11}",
+            IN_FLIGHT_11,
+        ),
+        Variant(
+            "two reductions in flight",
+            BEFORE_ACTION_11,
+            "        if action == 'reduce':\n"
+            "            for flat in getattr(self, 'older', []):\n"
+            "                flat.finish_reduce()\n"
+            "            self.older, self.reducing = self.reducing, self.units[unit]\n"
+            "        if action == 'reduce' and unit == 0:\n"
+            "            self.reducing = [*self.older, *self.reducing]\n"
+            "            self.older = []\n",
+            IN_FLIGHT_11,
         ),
     ],
 }
