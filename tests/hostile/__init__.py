@@ -44,6 +44,13 @@ class Hostile:
     limit_s: float = 60.0
 
 
+def quote(path: str, text: str = "") -> str:
+    """Return the text, or the path, after checking that the file of the course contains it. Attacks look for it."""
+    if text not in (ROOT / path).read_text():
+        raise ValueError(f"{path} no longer contains {text!r}, for which an attack looks")
+    return text or path
+
+
 def reference(*evil: str, number: int = 1) -> Callable[[Path], None]:
     """Write the right answers up to module `number`, the last one with `evil` after it."""
     texts = {entry.number: (ROOT / "solutions" / entry.path).read_text() for entry in select_modules(f"1-{number}")}

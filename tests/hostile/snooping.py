@@ -4,12 +4,18 @@ Each raises SystemExit when it finds something, so that full points prove that t
 """
 
 import functools
+import importlib
+import re
 import socket
 from collections.abc import Callable
 from pathlib import Path
 
+from brigade.checks.context import CheckContext
+from brigade.checks.reference import Case
+from brigade.checks.verdict import Outcome
 from brigade.course.modules import ROOT, get_module
-from hostile import ALL, Hostile, files, guard_text, reference, skeleton
+from brigade.grade.outcome import Grading
+from hostile import ALL, Hostile, files, guard_text, quote, reference, skeleton
 
 FOUND = "def found(what): raise SystemExit(f'found {what}')"
 
@@ -31,9 +37,14 @@ def calls_home(directory: Path) -> None:
     reference(FOUND, attack.replace("PORT", str(listener().getsockname()[1])))(directory)
 
 
-# Looks wherever Python keeps the text of what it has imported, and then everywhere in this process's memory, for words
-# of module 1's reference. One half of them is written backwards, so that this very text does not contain them.
-LOOKS_FOR_THE_REFERENCE = """
+# A comment in what students write in module 1. Neither skeletons nor compiled code contain it.
+ANSWER = (ROOT / "solutions" / get_module(1).path).read_text().partition("### BEGIN SOLUTION")[2]
+COMMENT = re.search(r"  # (.{20,})", ANSWER.partition("### END SOLUTION")[0])[1]
+# Looks wherever Python keeps the text of what it has imported, and then everywhere in this process's memory, for the
+# comment. One half of it is written backwards, so that this very text does not contain it.
+LOOKS_FOR_THE_REFERENCE = (
+    f"beginning, reversed_end = {COMMENT[:10].encode()}, {COMMENT[:9:-1].encode()}"
+    + """
 import ctypes, inspect, linecache, sys
 earlier = sys.modules["submission.m01_naive_ddp.naive_ddp"]
 if not hasattr(broadcast_module_state, "__code__"): found("no reference at all")
@@ -42,7 +53,6 @@ for look in (inspect.getsource, inspect.getsourcelines, lambda m: m.__loader__.g
     for thing in (earlier, earlier.broadcast_module_state):
         try: found(look(thing))
         except (OSError, AttributeError, IndexError, ZeroDivisionError, TypeError): pass
-beginning, reversed_end = b"the tensor itself, unless it is tr", b"ekil eht ro desopsna"
 for line in open("/proc/self/maps"):
     where, access = line.split()[:2]
     start, end = (int(number, 16) for number in where.split("-"))
@@ -54,12 +64,20 @@ for line in open("/proc/self/maps"):
             if rest[::-1] == reversed_end: found(beginning + rest)
             at = piece.find(beginning, at + 1)
 """
+)
 
 
 def without_module_1(*evil: str) -> Callable[[Path], None]:
     """Write module 2's right answer without module 1, so that its checks run with the reference's."""
     return files({2: (ROOT / "solutions" / get_module(2).path).read_text() + guard_text(*evil)})
 
+
+# What only the parent has: modules, classes, and words of the checks and of the command line.
+PARENT_ONLY = ["brigade.checks.expectations", "brigade.checks.run", "brigade.events"]
+assert all(map(importlib.util.find_spec, PARENT_ONLY))
+CLASSES = [one.__name__ for one in (Case, CheckContext, Grading, Outcome)]
+CHECKS = "tests/test_m01_naive_ddp.py"
+WORDS = [quote(CHECKS, "expect_gradients"), quote(CHECKS, "points(2)"), quote("brigade/cli/grade.py", "--submission")]
 
 CASES = [
     Hostile(
@@ -84,8 +102,8 @@ CASES = [
             FOUND,
             f"""
             import contextlib
-            for name in ("solutions/m01_naive_ddp/naive_ddp.py", "tests/test_m01_naive_ddp.py", ".git/HEAD", "tests",
-                         "solutions", ".git"):
+            for name in ("{quote("solutions/m01_naive_ddp/naive_ddp.py")}", "{quote("tests/test_m01_naive_ddp.py")}",
+                         ".git/HEAD", "tests", "solutions", ".git"):
                 with contextlib.suppress(OSError):
                     path = {str(ROOT)!r} + "/" + name
                     found(os.listdir(path) if os.path.isdir(path) else open(path).read())
@@ -136,22 +154,24 @@ for name, value in os.environ.items():
         "walks frames and objects for what the checks know",
         reference(
             FOUND,
-            """
+            f"""
 import gc, sys
 for name in list(sys.modules):
     if name.startswith(("test_", "tests", "solutions", "pytest", "brigade.grade")): found(name)
-    if name in ("brigade.checks.expectations", "brigade.checks.run", "brigade.events"): found(name)
-WORDS = ("expect_" + "gradients", "points(" + "2)", "--" + "submission")
+    if name in {PARENT_ONLY}: found(name)
+CLASSES, WORDS = {CLASSES}, [word[::-1] for word in {[word[::-1] for word in WORDS]}]
+            """,
+            """
 def look(value):
-    if type(value).__name__ in ("Case", "Grading", "Outcome", "CheckContext"): found(value)
+    if type(value).__name__ in CLASSES: found(value)
     if type(value) is str and any(word in value for word in WORDS): found(value[:100])
-    if type(value) is dict and {"expected", "truth"} & {key for key in value if type(key) is str}: found(list(value))
+    if type(value) is dict and "expected" in [key for key in value if type(key) is str]: found(list(value))
 frame = sys._getframe()
 while frame:
     for value in list(frame.f_locals.values()): look(value)
     frame = frame.f_back
 for thing in gc.get_objects():
-    if type(thing).__name__ in ("Case", "Grading", "Outcome", "CheckContext"): found(thing)
+    if type(thing).__name__ in CLASSES: found(thing)
     if type(thing) is dict and "packages" in thing:
         for sources in thing["packages"].values():
             for name, source in sources.items():

@@ -244,8 +244,8 @@ def test_no_rank_holds_what_the_checks_know(monkeypatch):
     ]
     common = {
         "expected": get_bytes(case.gradients()["layers.0.weight"]),
-        "checks": b"expect_gradients(results, case",
-        "solution": b"dist.all_reduce(parameter.grad, group=self.process_group",
+        "checks": hostile.quote("tests/test_m01_naive_ddp.py", "expect_gradients(results, case").encode(),
+        "solution": hostile.quote("solutions/m01_naive_ddp/naive_ddp.py", "dist.all_reduce(parameter.grad, ").encode(),
         "results": b"results.json",
         "secret": b"the grader's own secret",
     }
