@@ -244,7 +244,7 @@ def test_buckets_overlap_with_backward(submission):
 @pytest.mark.points(1)
 @pytest.mark.needs("test_gradients_are_averaged")
 def test_steps_and_subgroups(submission):
-    """Gradients are correct over several steps with no_sync (even if interrupted), any ready order and sub-groups."""
+    """Gradients stay correct over steps, in any ready order, in sub-groups, and in no_sync, even if interrupted."""
     for world, model in zip(submission.worlds(2, 3, 4), ("Plain", "Reordered", "Tied")):
         groups = [[1, 3], [0, 2]] if world == 4 else [list(range(world))]
         case = submission.case(

@@ -272,7 +272,7 @@ def test_groups_overlap_with_backward(submission):
 
 @pytest.mark.points(1)
 def test_steps_and_subgroups(submission):
-    """Gradients are correct over several steps with no_sync, any ready order, sub-groups and unused parameters."""
+    """Gradients stay correct over steps, in any ready order, in sub-groups, with no_sync and with unused parameters."""
     for world, model in zip(submission.worlds(2, 3, 4), ("Plain", "Reordered", "Tied")):
         case = submission.case(
             model,

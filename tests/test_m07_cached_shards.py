@@ -142,7 +142,7 @@ def test_launches_are_those_of_module_6(submission):
 @pytest.mark.points(1)
 @pytest.mark.needs("test_gradients_are_averaged")
 def test_steps_and_subgroups(submission):
-    """Gradients are correct over several steps with no_sync, reallocate(), any ready order and sub-groups."""
+    """Gradients stay correct over several steps, in any ready order, in sub-groups, with no_sync and reallocate()."""
     for world, model in zip(submission.worlds(2, 3, 4), ("Frozen", "Reordered", "Tied")):
         groups = [[1, 3], [0, 2]] if world == 4 else [list(range(world))]
         case = submission.case(

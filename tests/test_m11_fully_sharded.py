@@ -145,7 +145,7 @@ def test_each_rank_has_its_part(submission):
 
 @pytest.mark.points(3)
 def test_parameters_stay_views(submission):
-    """A unit's parameters are views of one flat tensor. Freeing and gathering resize its storage but keep it."""
+    """A unit's parameters are views of one flat tensor. Freeing and gathering resize its storage, never replace it."""
     [world] = submission.worlds(2)
     case = submission.case("Blocks", world, hidden_layers=3)
     [results] = run_each(submission, scenarios.describe_views, [case.make_jobs(**JOB)])

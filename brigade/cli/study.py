@@ -148,14 +148,14 @@ def run_submit(options: argparse.Namespace) -> int:
     unknown = [number for number in complete if number not in passing]
     if unknown:
         check = f"`brigade check {' '.join(map(str, unknown))}` runs their checks."
-        console.print(f"Not known to pass: {name_modules(unknown)}. {check}", markup=False)
+        console.print(f"No passing run on record: {name_modules(unknown)}. {check}", markup=False)
     if changed := [number for number in unknown if get_module(number).package in recall("passed")]:
         console.print(f"Of these, passed before the last change: {name_modules(changed)}.")
     if unwritten := [number for number, state in states.items() if state == "not written"]:
         console.print(f"Not completely written: {name_modules(unwritten)}.")
     asked = [entry.number for entry in TRAINING_MODULES if entry.is_core or entry.number in complete]
     if unanswered := [number for number in asked if number not in answered]:
-        console.print(f"Without written answers: {name_modules(unanswered)}.")
+        console.print(f"No written answers yet: {name_modules(unanswered)}.")
     console.print(measured, markup=False)
     for entry in MODULES:
         try:

@@ -128,7 +128,7 @@ def is_blind(name: str) -> bool:
 def identify(table: Sequence[Row], people: Sequence[Person], names: Sequence[str]) -> Identified:
     """Add the roster's columns to the rows of a gradebook, and a row for each student without a submission.
 
-    `names` are the names of the submissions, one for each row, without the ending of an archive. In the column
+    `names` are the names of the submissions, one for each row, without an archive's file extension. In the column
     `student`, the student's key replaces the name of the submission, which moves to the column `submission`.
     """
     columns = [field for field in FIELDS if field != "key" and any(person[field] for person in people)]

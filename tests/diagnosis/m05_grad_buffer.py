@@ -100,7 +100,7 @@ def explain_buffers(buffers, names):
         return "there must be one buffer per dtype, and all parameters of this model have the same dtype."
     order = list(buffers[0]["offsets"])
     if order == names:
-        return "plan_layout does not follow its rule (see test_layout_rule), or it is called with the wrong numbers."
+        return "plan_layout does not follow its rule (see test_layout_rule), or it is called with the wrong arguments."
     if order == names[::-1]:
         return "parameters are laid out from the first to the last. The list must be reversed."
     if set(order) != set(names):

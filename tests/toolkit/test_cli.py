@@ -214,7 +214,7 @@ def test_submit_makes_a_zip_of_the_modules(lessons, tmp_path, monkeypatch, capsy
     printed = capsys.readouterr().out
     assert (
         f"contains 1 of {len(MODULES)} module files: 1 written, 0 known to pass all checks.\n"
-        "Not known to pass: module 1." in printed
+        "No passing run on record: module 1." in printed
     )
     assert "module 2 is missing" in printed
 
@@ -233,7 +233,7 @@ def test_submit_adds_written_answers(lessons, tmp_path, monkeypatch, capsys):
     with zipfile.ZipFile(archive) as bundle:
         assert {*bundle.namelist()} == {get_module(1).path.as_posix(), *templates}
         assert "My answer: β.\n" in bundle.read(f"{get_module(3).package}/answers.md").decode()
-    assert "Without written answers: modules 2, 4, 5, 6, 7, 8.\n" in capsys.readouterr().out
+    assert "No written answers yet: modules 2, 4, 5, 6, 7, 8.\n" in capsys.readouterr().out
 
 
 def test_submit_adds_the_measurements(lessons, tmp_path, monkeypatch, capsys):
@@ -297,7 +297,7 @@ def test_submit_says_what_is_written_and_passes(brigade, lessons, tmp_path_facto
     assert submitted(brigade, lessons, next(places), monkeypatch) == (
         f"contains {len(MODULES)} of {len(MODULES)} module files: 0 written, 0 known to pass all checks.\n"
         f"Not completely written: modules {', '.join(str(entry.number) for entry in MODULES)}.\n"
-        "Without written answers: modules 1, 2, 3, 4, 5, 6, 7, 8.\n"
+        "No written answers yet: modules 1, 2, 3, 4, 5, 6, 7, 8.\n"
         "measurements.json is not included: `brigade bench --comm-ratio 0.8 --save` creates it.\n"
     )
     for entry in select_modules("1-2"):
@@ -307,9 +307,9 @@ def test_submit_says_what_is_written_and_passes(brigade, lessons, tmp_path_facto
     printed = submitted(brigade, lessons, next(places), monkeypatch)
     assert printed.startswith(
         f"contains {len(MODULES)} of {len(MODULES)} module files: 2 written, 1 known to pass all checks.\n"
-        "Not known to pass: module 2. `brigade check 2` runs their checks.\n"
+        "No passing run on record: module 2. `brigade check 2` runs their checks.\n"
         f"Not completely written: modules {', '.join(str(e.number) for e in MODULES if e.number not in (1, 2, 3))}.\n"
-        "Without written answers: modules 1, 2, 3, 4, 5, 6, 7, 8.\n"
+        "No written answers yet: modules 1, 2, 3, 4, 5, 6, 7, 8.\n"
         "measurements.json is not included: `brigade bench --comm-ratio 0.8 --save` creates it.\n"
         "Note: overlapped_ddp.py, line 1: "
     )
