@@ -311,7 +311,7 @@ def watch(entries: Sequence[Module], options: argparse.Namespace) -> int:
         check_once(entries, options, outcomes)
         console.print("Waiting for a file to change. Press Ctrl-C to stop.")
         while read_save_times(entries, options) == save_times:
-            time.sleep(0.2)
+            time.sleep(0.05)
         console.rule(time.strftime("%H:%M:%S"))
 
 
