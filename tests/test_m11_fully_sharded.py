@@ -366,7 +366,6 @@ def test_clipping(submission):
 
 
 @pytest.mark.points(1)
-@pytest.mark.needs("test_weights_equal_plain_training")
 def test_checkpoints(submission):
     """full_state_dict equals the plain module's state dict. The plain module and any number of ranks can load it."""
     first, *others = submission.worlds(4, 2, 3)
