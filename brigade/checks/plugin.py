@@ -30,6 +30,7 @@ from brigade.runner import machine
 
 OUTCOME = pytest.StashKey[Outcome]()
 CHECK = pytest.StashKey[Check]()
+FIRST = pytest.StashKey[dict[tuple[object, ...], str]]()  # the name of the first check that fails for each reason
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -112,10 +113,10 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Itera
         report.brigade_points = check.points
     if not outcome or call.when != "call":
         return
-    if printed := render.list_printed_lines(outcome):
-        report.sections.append(("what the ranks printed", "\n".join(printed)))
     if outcome.verdict and not outcome.exception:
-        report.longrepr = render.format_plain(outcome)
+        key = (check.module, render.make_key(outcome))
+        first = item.config.stash.setdefault(FIRST, {}).setdefault(key, check.name)
+        report.longrepr = render.format_message(outcome) if first == check.name else f"same cause as {first}"
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

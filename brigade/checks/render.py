@@ -10,19 +10,15 @@ from brigade.checks.verdict import LABELS, NOT_RUN, UNEXPLAINED, USUAL, Outcome,
 
 MAX_LINES = 25  # for the failed checks of one module, including their titles
 MIN_LINES = 6  # of the message that is complete, with many failed checks
-WIDTH = 400  # characters of a message that is shortened to one line
+MIN_WIDTH, WIDTH = 40, 400  # characters of a message that is repeated, or shortened to one line
 
 
 @dataclass(frozen=True)
 class Message:
-    """What a student reads about checks of one module that fail for the same reason. The first check explains it best.
-
-    If `is_vague`, the text only refers to the first message, because no cause of its own is known.
-    """
+    """Checks of one module that fail for the same reason, the best explained one first, and what a student reads."""
 
     outcomes: list[Outcome]
     text: str
-    is_vague: bool = False
 
     def __str__(self) -> str:
         first, *others = (outcome.check.number for outcome in self.outcomes)
@@ -53,13 +49,13 @@ def list_messages(outcomes: Sequence[Outcome], shows_all: bool = False, repeats:
             lines = clip(format_message(group[0], repeats).splitlines(), left)
             left -= len(lines)
             messages.append(Message(group, "\n".join(lines)))
-        elif left and not is_vague(group[0]):
+        elif left and group[0].vagueness not in (USUAL, UNEXPLAINED):
             left -= 1
             messages.append(Message(group, summarize(group[0])))
         else:
             vague += group
     if vague:
-        messages.append(Message(vague, f"first see {messages[0].outcomes[0].check.number}", is_vague=True))
+        messages.append(Message(vague, f"first see {messages[0].outcomes[0].check.number}"))
     return messages
 
 
@@ -67,9 +63,9 @@ def explain_each(outcomes: Sequence[Outcome]) -> dict[str, str]:
     """Return what the student reads below each check of one module that did not pass, by the name of the check."""
     texts = {outcome.check.name: str(outcome.verdict) for outcome in outcomes if outcome.ending == NOT_RUN}
     for message in list_messages(outcomes, repeats=False):
-        for index, outcome in enumerate(message.outcomes):
-            is_told = not index or message.is_vague or outcome.verdict.part
-            texts[outcome.check.name] = message.text if is_told else f"same cause as {message.outcomes[0].check.number}"
+        first, *others = message.outcomes
+        same = message.text if len(message.text) < MIN_WIDTH else f"same cause as {first.check.number}"
+        texts |= {first.check.name: message.text} | {outcome.check.name: same for outcome in others}
     return texts
 
 
@@ -88,11 +84,6 @@ def summarize(outcome: Outcome) -> str:
         return format_message(outcome)
     label, text = ("likely cause:", verdict.likely_cause) if verdict.likely_cause else ("got:", verdict.described)
     return f"{label} {text.partition(chr(10))[0][:WIDTH]}"
-
-
-def is_vague(outcome: Outcome) -> bool:
-    """Return whether the outcome of a check explains nothing beside a more specific one."""
-    return outcome.vagueness in (USUAL, UNEXPLAINED)
 
 
 def clip(lines: list[str], number: int) -> list[str]:

@@ -68,7 +68,6 @@ class Report:
     """
 
     before: Outcomes
-    headings: Sequence[str] = ()  # of the checks, in order; each names parts of the module
     is_quiet: bool = False
     shows_prints: bool = False  # whether to show what passing checks print, too
     outcomes: list[Outcome] = field(default_factory=list)
@@ -117,15 +116,6 @@ class Report:
         """Return the number of passing checks whose ranks printed something."""
         return sum(bool(render.list_printed_lines(outcome)) and outcome.passed for outcome in self.outcomes)
 
-    def list_tallies(self) -> list[str]:
-        """Return how many checks of each heading pass, such as "Part (a): 1 of 1 passed"."""
-        tallies = []
-        for heading in filter(None, self.headings):
-            passed = [outcome.passed for outcome in self.outcomes if outcome.check.parts == heading]
-            if passed:
-                tallies.append(f"{heading.partition(':')[0]}: {sum(passed)} of {len(passed)} passed")
-        return tallies
-
     def list_unchanged(self) -> list[str]:
         """Return a line for each check that still fails, and one for those that still pass."""
         same = [outcome for outcome in self.outcomes if self.is_unchanged(outcome)]
@@ -156,8 +146,7 @@ def check_module(
         share_gpu=options.share_gpu,
         is_debugged=options.debug,
     )
-    headings = list(dict.fromkeys(check.parts for check in checks))
-    report = Report(before or {}, headings, is_quiet, shows_prints=bool(options.only))
+    report = Report(before or {}, is_quiet, shows_prints=bool(options.only))
     checks.sort(key=lambda check: was_fine(check, checks, report.before))
     at_a_time = 1 if options.debug or conditions.backend == "nccl" else min(MAX_AT_A_TIME, machine.count_cores())
     for outcome in run_checks(checks, options.target, conditions, options.prior, at_a_time):
@@ -245,8 +234,6 @@ def check_once(entries: Sequence[Module], options: argparse.Namespace, before: O
             console.print(f"  {line}", markup=False)
         report.print_messages()
         before.update({outcome.check: outcome for outcome in report.outcomes})
-        for tally in report.list_tallies():
-            console.print(f"  {tally}", markup=False)
         console.print(f"  {report.earned} of {report.possible} points, {seconds:.1f} s")
         if (silent := report.count_silent_prints()) and not options.only and not options.debug:
             times = "1 check that passed" if silent == 1 else f"{silent} checks that passed"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +14,7 @@ from brigade.checks.collect import Check, collect, import_from_tests
 from brigade.checks.run import Conditions, run_checks
 from brigade.checks.verdict import CheckFailed, Location, Outcome, Verdict
 from brigade.course.listing import list_checks
-from brigade.course.modules import MODULES, ROOT
+from brigade.course.modules import MODULES, ROOT, get_module
 from brigade.course.parts import Part
 
 PREFIX = "[rank{}]:[F1123 06:18:31.469391966 ProcessGroupGloo.cpp:1537] "
@@ -121,3 +123,20 @@ def test_the_cause_is_told_on_one_screen(entry, tmp_path, request):
     failed = sum(not outcome.passed for outcome in outcomes)
     assert mutant.cause in " ".join(" ".join(messages).split())
     assert failed + sum(message.count("\n") + 1 for message in messages) <= render.MAX_LINES
+
+
+def test_plain_pytest_names_the_check_that_has_failed_for_the_same_reason(tmp_path):
+    text = (ROOT / "solutions" / get_module(1).path).read_text()
+    (tmp_path / "naive_ddp.py").write_text(text.replace("dist.get_world_size(", "dist.get_wolrd_size("))
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        str(get_module(1).checks),
+        "--target",
+        str(tmp_path),
+        "-k",
+        "start_equal",
+    ]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120).stdout
+    assert shown.count("Repeat: ") == 1 and "\nsame cause as test_parameters_start_equal\n" in shown, shown
