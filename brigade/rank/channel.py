@@ -1,7 +1,8 @@
 """The channel between a rank and the parent. The rank receives one request, and sends events and a result or exception.
 
 A message to the parent consists of a letter, an 8-byte length and that many bytes. The letters are E for events (a JSON
-list), R for the result (`wire.py`), and X for an exception (JSON). The request has no letter.
+list), R for the result (`wire.py`), and X for an exception (JSON). In a run with a switch, C is a launch and W the wait
+for one, which the parent answers with its result. The request and the answers have no letter.
 """
 
 from __future__ import annotations
@@ -34,41 +35,59 @@ class Channel:
         self._events: list[dict[str, Any]] = []  # not sent yet
         self._sent_at = time.monotonic()
         self._stream = True
+        self._has_switch = False  # then events can wait for the next launch, wait or phase
+        self._num_launches = 0
 
     def receive_request(self) -> dict[str, Any]:
         """Wait for the request and return it."""
-        request = wire.decode(self._read(struct.unpack("<Q", self._read(8))[0]))
+        request = wire.decode(self._read_answer())
         self._stream = request["stream"]
+        self._has_switch = request["switch"]
         return request
 
     def add_event(self, event: dict[str, Any]) -> None:
         """Send an event immediately, or in a batch if events need not be streamed."""
         self._events.append(event)
-        if self._stream or time.monotonic() > self._sent_at + UNSTREAMED_S:
+        is_urgent = self._stream and (not self._has_switch or event["kind"] == "phase")
+        if is_urgent or time.monotonic() > self._sent_at + UNSTREAMED_S:
             self.send_events()
 
     def send_events(self) -> None:
         """Send the events that have not been sent."""
-        with self._lock:  # gloo's thread may call this too; keep the order, and send no event twice
-            events = self._events[:]
-            del self._events[: len(events)]
-            self._sent_at = time.monotonic()
-            if events:
-                self._send(b"E", encode_events(events).encode())
+        self._send()
 
     def send_result(self, result: bytes) -> None:
         """Send the encoded result, after all events."""
-        self.send_events()
         self._send(b"R", result)
 
     def send_failure(self, description: dict[str, Any]) -> None:
         """Send the description of an exception, after all events."""
-        self.send_events()
         self._send(b"X", json.dumps(description).encode())
 
-    def _send(self, letter: bytes, body: bytes) -> None:
-        with self._lock:
-            send(self._socket, letter + struct.pack("<Q", len(body)) + body)
+    def send_launch(self, header: dict[str, Any], tensors: list[bytes]) -> int:
+        """Send a launch to the switch, after its event. Return its number."""
+        text = json.dumps(header).encode()
+        self._send(b"C", b"".join([struct.pack("<I", len(text)), text, *tensors]))
+        self._num_launches += 1
+        return self._num_launches - 1
+
+    def receive_result(self, index: int) -> bytes:
+        """Wait until the switch sends the result of a launch."""
+        self._send(b"W", struct.pack("<Q", index))
+        return self._read_answer()
+
+    def _send(self, letter: bytes = b"", body: bytes = b"") -> None:
+        """Send the events that have not been sent, then a message if there is a letter."""
+        with self._lock:  # gloo's thread may call this too; keep the order, and send no event twice
+            events = self._events[:]
+            del self._events[: len(events)]
+            self._sent_at = time.monotonic()
+            parts = [(b"E", encode_events(events).encode())] if events else []
+            parts += [(letter, body)] if letter else []
+            send(self._socket, b"".join(mark + struct.pack("<Q", len(data)) + data for mark, data in parts))
+
+    def _read_answer(self) -> bytes:
+        return self._read(struct.unpack("<Q", self._read(8))[0])
 
     def _read(self, size: int) -> bytes:
         data = bytearray()

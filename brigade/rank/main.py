@@ -30,6 +30,7 @@ import torch.distributed as dist
 from brigade.course import submission
 from brigade.rank import api, dynamo_stub, emulated_link, failure, finished_answers, locks, recording, strict
 from brigade.rank.channel import Channel
+from brigade.rank.switch_group import SwitchGroup
 from brigade.runner import wire
 
 MODES = {"record": recording.RecordingGroup, "strict": strict.StrictGroup, "emulate": emulated_link.EmulatedLinkGroup}
@@ -46,7 +47,7 @@ def main(control_fd: int, output_fd: int, trace_fd: int, server: int) -> None:
     if sys.platform != "linux":
         threading.Thread(target=exit_with_parent, args=(server,), daemon=True).start()
     try:
-        channel.send_result(wire.encode(run(request, channel.add_event)))
+        channel.send_result(wire.encode(run(request, channel)))
     except BaseException as error:  # also SystemExit and KeyboardInterrupt: nothing may end a rank silently
         channel.send_failure(failure.describe(error, request["packages"]))
     sys.stdout.flush()
@@ -66,8 +67,8 @@ def redirect(output_fd: int, is_terminal: bool) -> None:
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False, errors="replace")
 
 
-def run(request: dict[str, Any], sink: Callable[[dict[str, Any]], None]) -> list[Any]:
-    """Execute the request in this process and return the results of its calls. `sink` receives the events."""
+def run(request: dict[str, Any], channel: Channel) -> list[Any]:
+    """Execute the request in this process and return the results of its calls."""
     if request["mode"] != "emulate" and hasattr(os, "SCHED_BATCH"):
         with contextlib.suppress(OSError):
             # If ranks share cores, gloo's polling threads interrupt each other, and a small collective takes five times
@@ -75,8 +76,10 @@ def run(request: dict[str, Any], sink: Callable[[dict[str, Any]], None]) -> list
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     os.chdir(request["directory"])
     os.environ.update(request["environment"])
+    if request["switch"]:
+        return perform(request, channel.add_event, dist.HashStore(), switch=channel)
     store = dist.FileStore(os.path.join(request["directory"], "rendezvous"), request["world_size"])
-    return perform(request, sink, store)
+    return perform(request, channel.add_event, store)
 
 
 def perform(
@@ -85,10 +88,12 @@ def perform(
     store: dist.Store,
     local_rank: int | None = None,
     timeout: timedelta | None = None,
+    switch: Channel | None = None,
 ) -> list[Any]:
     """Become a rank: start the process group over `store`, and return what the request's function returns in each call.
 
     `local_rank` is the index of this rank on its machine, which selects its GPU. `timeout` applies to each collective.
+    With `switch`, the channel to the grader's switch, the group communicates through it instead of `backend`.
     """
     rank, world_size, backend = request["rank"], request["world_size"], request["backend"]
     dynamo_stub.import_torch()
@@ -111,7 +116,10 @@ def perform(
     recording.install(recorder)
     if request["mode"] == "emulate":
         emulated_link.share_launches(request["directory"], world_size)
-    recording.start_process_group(MODES[request["mode"]], recorder, backend, store, rank, world_size, timeout)
+    make_inner = functools.partial(SwitchGroup, switch) if switch else None
+    recording.start_process_group(
+        MODES[request["mode"]], recorder, backend, store, rank, world_size, timeout, make_inner
+    )
     function = functools.reduce(getattr, request["function"].split("."), importlib.import_module(request["module"]))
     if graded:
         recording.forbid_other_ways()

@@ -491,8 +491,11 @@ def start_process_group(
     rank: int,
     world_size: int,
     timeout: timedelta | None = None,
+    make_inner: Callable[[str, list[int], int], Any] | None = None,
 ) -> None:
     """Start the default process group of this rank. This group and all later ones wrap `backend` in a `group_class`.
+
+    Instead of `backend`, they wrap what `make_inner` returns for a group's name, global ranks and own rank, if given.
 
     `backend` is "gloo" or "nccl", which still uses gloo for CPU tensors. `timeout` applies to each collective. None
     means torch's default, which is 30 minutes with gloo.
@@ -501,10 +504,13 @@ def start_process_group(
     def create(options: Any, _: Any) -> RecordingGroup:
         ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
         arguments = (options.store, options.group_rank, options.group_size, options.timeout)
-        inner = dist.ProcessGroup(*arguments[:3])
-        recorder.note("connect", group=str(options.group_id), ranks=ranks)  # returns when all ranks have called it
-        register_backends(inner, backend, *arguments)
-        recorder.note("connected")
+        if make_inner:
+            inner = make_inner(str(options.group_id), ranks, options.group_rank)
+        else:
+            inner = dist.ProcessGroup(*arguments[:3])
+            recorder.note("connect", group=str(options.group_id), ranks=ranks)  # returns when all ranks have called it
+            register_backends(inner, backend, *arguments)
+            recorder.note("connected")
         group = group_class(inner, recorder, str(options.group_id), ranks)
         register_stand_ins(group, backend)
         return group

@@ -38,6 +38,7 @@ from brigade.runner.report import (
     remove_jargon,
 )
 from brigade.runner.server import SERVER
+from brigade.switch import Refused
 
 QUIET_S = 2.0  # after this time without a message from any rank, look for a deadlock
 CONNECT_S = 30.0  # after this time without a message, stop ranks that are still creating a process group
@@ -48,6 +49,7 @@ MESSAGE_LIMIT = 4_000  # characters of an exception's message that are kept
 TRACE_LIMIT = 1 << 16  # bytes of a rank's stack that are kept
 FRAMES_LIMIT = 30  # frames of an exception that are kept
 SENT_LIMIT = 1 << 30  # bytes that a rank may send, if there is no sandbox
+LAUNCH_LIMIT = 128 << 20  # bytes of one launch, if there is a switch
 HEADER_BYTES = 9  # of a message: its letter and its size
 
 
@@ -61,6 +63,7 @@ class RankProcess:
         self.output, self._rank_output = os.pipe()
         self.trace, self._rank_trace = os.pipe()
         self.buffer = bytearray()  # messages that are not complete yet
+        self.outgoing = bytearray()  # answers of the switch that the rank has not read yet
         self.num_received = 0  # bytes
 
     @property
@@ -104,6 +107,7 @@ class Monitor:
         deadline_s: float | None,
         stream: bool,
         on_event: Callable[[int, Event], None] | None,
+        has_switch: bool = False,
     ):
         self.progress = Progress(world_size)
         self.ranks = [RankProcess(RankState(number, record)) for number, record in enumerate(self.progress.ranks)]
@@ -117,6 +121,7 @@ class Monitor:
         self._last_news = time.monotonic()
         self._failed_at: float | None = None
         self._mismatch: Mismatch | None = None
+        self._switch = make_switch(world_size) if has_switch else None
 
     @property
     def states(self) -> list[RankState]:
@@ -145,7 +150,8 @@ class Monitor:
             if all(state.result is not None for state in self.states):
                 return None
             self._listen(0.05)
-            time.sleep(LISTEN_S)
+            if not self._switch:  # ranks wait for the switch's answers
+                time.sleep(LISTEN_S)
         if kind == "failed" and (unequal := self.progress.find_unequal_message()):
             kind, self._mismatch = "mismatch", unequal  # gloo has ended the receiver's process
         if kind != "failed":
@@ -186,11 +192,19 @@ class Monitor:
         if all(state.result is not None for state in self.states):
             return None
         settled = [state.number for state in self.states if state.is_settled]
-        if self._failed_at and (now > self._failed_at + GRACE_S or len(settled) == len(self.ranks)):
+        is_stuck = self._switch.is_stuck(settled) if self._switch else len(settled) == len(self.ranks)
+        if self._failed_at and (now > self._failed_at + GRACE_S or is_stuck):
             return "failed"
+        if self._switch and is_stuck:
+            return "deadlock"
         if now > ends_at:
             return "deadline"
-        if self._stream and now > self._last_news + QUIET_S and self.progress.is_deadlocked(settled):
+        if (
+            self._stream
+            and not self._switch
+            and now > self._last_news + QUIET_S
+            and self.progress.is_deadlocked(settled)
+        ):
             return "deadlock"
         unsettled = [state for state in self.states if not state.is_settled]
         if now > self._last_news + CONNECT_S and all(state.record.connecting for state in unsettled):
@@ -228,8 +242,12 @@ class Monitor:
 
     def _read_control(self, rank: RankProcess) -> None:
         """Read from a rank's channel and handle the messages that are complete."""
+        if rank.outgoing:
+            self._write_control(rank)
         try:
-            data = rank.control.recv(1 << 20)
+            data = rank.control.recv(1 << 20, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
         except ConnectionResetError:
             data = b""
         if not data:
@@ -238,7 +256,6 @@ class Monitor:
             self._note_failure()
             return
         rank.buffer += data
-        rank.num_received += len(data)
         if rank.num_received > self._max_bytes:
             self._refuse(
                 rank,
@@ -248,18 +265,22 @@ class Monitor:
         events: list[Event] = []
         try:
             while message := self._pop_message(rank.buffer):
-                events += self._handle_message(rank.state, *message)
+                events += self._handle_message(rank, *message)
+        except Refused as refused:
+            self._refuse(rank, str(refused))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
             self._refuse(rank, "wrote something unreadable to its channel")
         for event in events if self._on_event else []:
             self._on_event(rank.state.number, event)
+        self._send_answers()
 
     def _pop_message(self, buffer: bytearray) -> tuple[bytes, bytes] | None:
         """Remove the next message and return its letter and body, or None if it is not complete yet."""
         if len(buffer) < HEADER_BYTES:
             return None
         letter, (size,) = bytes(buffer[:1]), struct.unpack_from("<Q", buffer, 1)
-        if letter not in (b"E", b"R", b"X") or size > self._max_bytes:
+        is_launch = letter == b"C" and self._switch
+        if letter not in (b"E", b"R", b"X", b"W", b"C") or size > (LAUNCH_LIMIT if is_launch else self._max_bytes):
             raise ValueError("not a message of a rank")
         if len(buffer) < HEADER_BYTES + size:
             return None
@@ -272,11 +293,16 @@ class Monitor:
         self._selector.unregister(rank.control)
         self._note_failure()
 
-    def _handle_message(self, state: RankState, letter: bytes, body: bytes) -> list[Event]:
+    def _handle_message(self, rank: RankProcess, letter: bytes, body: bytes) -> list[Event]:
         """Handle one message of a rank and return the events in it. See `rank/channel.py` for the letters."""
+        state = rank.state
+        rank.num_received += HEADER_BYTES + (0 if letter == b"C" else len(body))  # the switch counts launches
         if state.result is not None or state.error is not None:
             return []  # a rank sends nothing after its result or its exception
         self._last_news = time.monotonic()
+        if letter in (b"C", b"W"):
+            self._handle_launch(state, letter, body)
+            return []
         if letter == b"R":
             state.result = body
             return []
@@ -293,6 +319,47 @@ class Monitor:
             if event["kind"] == "launch" and not self._mismatch:
                 self._mismatch = self.progress.find_mismatch(state.number)
         return events
+
+    def _handle_launch(self, state: RankState, letter: bytes, body: bytes) -> None:
+        """Pass a launch or a wait to the switch. Raise Refused if the rank's record says something else."""
+        number, last = state.number, state.record.events[-1] if state.record.events else {"kind": None}
+        if letter == b"W":
+            (index,) = struct.unpack("<Q", body)
+            if last["kind"] != "wait" or last["index"] != index:
+                raise Refused("waited for a result without recording the wait")
+            self._switch.wait(number, index)
+            return
+        if last["kind"] != "launch" or last["index"] != len(self._switch.calls[number]):
+            raise Refused("made a launch without recording it")
+        try:
+            call = self._switch.launch(number, body)
+        except Refused:
+            # If ranks call different collectives, the record says it better.
+            self._mismatch = self._mismatch or self.progress.find_unequal_message()
+            if self._mismatch:
+                return
+            raise
+        for name, fact in call.facts.items():
+            if last[name] != fact:
+                raise Refused(f"recorded {name} = {last[name]!r} for a launch with {name} = {fact!r}")
+
+    def _send_answers(self) -> None:
+        """Send the switch's answers, as far as ranks read them."""
+        for number, answer in self._switch.answers if self._switch else []:
+            self.ranks[number].outgoing += struct.pack("<Q", len(answer)) + answer
+            self._write_control(self.ranks[number])
+        if self._switch:
+            self._switch.answers.clear()
+
+    def _write_control(self, rank: RankProcess) -> None:
+        """Send what the rank's socket takes, and go on when it takes more."""
+        sent = 0
+        with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
+            sent = rank.control.send(rank.outgoing, socket.MSG_DONTWAIT)
+        del rank.outgoing[:sent]
+        with contextlib.suppress(KeyError):  # the rank has been refused or has ended
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if rank.outgoing else 0)
+            self._selector.modify(rank.control, events, (self._read_control, rank))
 
     def _read_error(self, error: Any) -> RankError:
         return RankError(
@@ -321,6 +388,13 @@ class Monitor:
             self._listen(0.1)
             if all(sizes) and sizes == [len(rank.state.stack) for rank in alive]:
                 break  # all have answered, and no more text arrives
+
+
+def make_switch(world_size: int) -> Any:
+    """Return a switch. This imports torch, which other runs of the parent do not need."""
+    from brigade.switch.switch import Switch
+
+    return Switch(world_size)
 
 
 def append_limited(kept: bytearray, data: bytes, limit: int) -> None:

@@ -62,6 +62,7 @@ class RunOptions:
     packages: dict[str, Sources] | None = None  # packages that the ranks can import by name, from their texts
     seed: int | None = None  # None: a random seed
     share_gpu: bool = False  # whether several ranks may use one GPU
+    switch: bool | None = None  # communicate through the grader's switch; None: as SERVER.has_switch says
     terminal: bool = False  # run on this terminal without a deadline, for a debugger
     # False: events arrive in batches, which disturb a measurement less. A deadlock is then found only at the deadline.
     stream: bool = True
@@ -71,6 +72,12 @@ class RunOptions:
     def deadline_s(self) -> float | None:
         """The deadline, or None if there is none."""
         return None if self.terminal else self.deadline or DEADLINE_S[self.backend]
+
+    @property
+    def has_switch(self) -> bool:
+        """Whether the ranks communicate through the switch, which is possible on the CPU only."""
+        wanted = SERVER.has_switch if self.switch is None else self.switch
+        return wanted and self.backend == "gloo" and self.mode != "emulate"
 
 
 def run_ranks(function: Callable[..., Any], *args: Any, **options: Any) -> RankResults:
@@ -109,6 +116,7 @@ def run_calls(
         deadline_s=how.deadline_s,
         stream=how.stream,
         on_event=how.on_event,
+        has_switch=how.has_switch,
     )
     try:
         monitor.fork(directory)
@@ -142,6 +150,7 @@ def make_requests(
         "world_size": how.world_size,
         "backend": how.backend,
         "mode": how.mode,
+        "switch": how.has_switch,
         "module": module,
         "function": function,
         "packages": {name: prepare_for_ranks(texts) for name, texts in packages.items()},

@@ -47,6 +47,7 @@ class Server:
         self.scratch = Path()
         self.preload: set[str] = set()  # modules that the server imports for all ranks when it starts
         self.sandbox: sandbox.Sandbox | None = None  # the sandbox of all ranks from now on
+        self.has_switch = False  # whether ranks on the CPU communicate through the grader's switch from now on
 
     def start(self) -> None:
         """Start the server if it is not running. Do not wait until it is ready."""

@@ -1,0 +1,148 @@
+"""The rank's side of the switch: a process group that sends its launches to the grader's process.
+
+It takes the place of gloo as the inner group in runs with a switch (`brigade/switch/switch.py`). It has no threads, no
+store and no connection to other ranks. A launch sends the bytes of its inputs, and a wait receives those of its
+outputs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from brigade.rank.channel import Channel
+from brigade.rank.memory import list_tensors
+from brigade.rank.recording import METHODS, find_options
+from brigade.rank.strict import is_contiguous
+
+Parts = list[list[torch.Tensor]]
+
+
+class SwitchGroup:
+    """An inner group, with the methods of a process group that are in METHODS."""
+
+    def __init__(self, channel: Channel, name: str, ranks: Sequence[int], rank: int):
+        self._channel, self._name, self._ranks, self._rank = channel, name, list(ranks), rank
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return len(self._ranks)
+
+    def __getattr__(self, method: str) -> Any:
+        if method not in METHODS:
+            raise AttributeError(f"the group has no method {method}")
+        return functools.partial(self._launch, method)
+
+    def _launch(self, method: str, *args: Any, **kwargs: Any) -> SwitchWork:
+        op, outputs, inputs = METHODS[method]
+        options = find_options(list(args), kwargs)
+        sent, received = (list_parts(method, None if at is None else args[at]) for at in (inputs, outputs))
+        tensors = [tensor for part in sent + received for tensor in part]
+        if len({tensor.dtype for tensor in tensors}) > 1:
+            raise RuntimeError(f"all tensors of a call of {op} must have the same dtype")
+        splits: list[int] = []
+        if method in ("alltoall_base", "all_to_all_single"):
+            splits = split_rows(args[1], args[3], len(self._ranks))
+            received_sizes = split_rows(args[0], args[2], len(self._ranks))
+        else:
+            received_sizes = count_bytes(received)
+            if method == "alltoall":
+                splits, sent = count_bytes(sent), [[tensor for part in sent for tensor in part]]
+        root = getattr(options, "rootRank", None)
+        if op in ("gather", "scatter", "broadcast", "reduce") and root is None:
+            root = 0
+        is_root = root == self._rank
+        if op == "gather" and not is_root:
+            received, received_sizes = [], []
+        if op == "scatter" and not is_root:
+            sent = []
+        header = {
+            "op": op,
+            "group": self._name,
+            "ranks": self._ranks,
+            "dtype": str(tensors[0].dtype).removeprefix("torch.") if tensors else None,
+            "sizes": count_bytes(sent),
+            "receives": received_sizes,
+            "reduce_op": str(options.reduceOp.op).rpartition(".")[2] if hasattr(options, "reduceOp") else None,
+            "root": root,
+            "peer": args[1] if method in ("send", "recv") else None,
+            "tag": args[-1] if op in ("send", "recv") else 0,
+            "splits": splits,
+        }
+        is_sender = op not in ("broadcast", "scatter") or is_root
+        body = [read_bytes(tensor) for part in sent for tensor in part] if is_sender else []
+        index = self._channel.send_launch(header, body)
+        return SwitchWork(self._channel, index, [tensor for part in received for tensor in part])
+
+
+class SwitchWork(dist.Work):
+    """The handle of a launch. Its first wait receives the result."""
+
+    def __init__(self, channel: Channel, index: int, outputs: list[torch.Tensor]):
+        super().__init__()
+        self._channel, self._index, self._outputs, self._source = channel, index, outputs, None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if self._source is None:
+            answer = self._channel.receive_result(self._index)
+            self._source, start = int.from_bytes(answer[:4], "little"), 4
+            for tensor in self._outputs if len(answer) > 4 else []:
+                write_bytes(tensor, answer[start : start + tensor.nbytes])
+                start += tensor.nbytes
+            self._outputs = []
+        return True
+
+    def is_completed(self) -> bool:
+        return self.wait()
+
+    def is_success(self) -> bool:
+        return True
+
+    def _source_rank(self) -> int:
+        return self._source
+
+
+def list_parts(method: str, value: Any) -> Parts:
+    """Return the tensors of one argument of a collective, by part. A flat operation has one part."""
+    if isinstance(value, torch.Tensor):
+        return [[value]]
+    if method == "allgather_coalesced" and value and isinstance(value[0], (list, tuple)):
+        value = list(zip(*value))  # torch's lists have one entry per rank
+    return [list_tensors(item) if not isinstance(item, torch.Tensor) else [item] for item in value or []]
+
+
+def count_bytes(parts: Parts) -> list[int]:
+    return [sum(tensor.nbytes for tensor in part) for part in parts]
+
+
+def split_rows(tensor: torch.Tensor, rows: Sequence[int], n: int) -> list[int]:
+    """Return the bytes of each rank's piece of a tensor that is cut along its first dimension."""
+    if not rows:
+        return [tensor.nbytes // n] * n
+    return [count * (tensor.nbytes // max(1, len(tensor))) for count in rows]
+
+
+def read_bytes(tensor: torch.Tensor) -> bytes:
+    """Return the contents of a tensor in the order of its memory."""
+    require_dense(tensor)
+    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes) if tensor.numel() else b""
+
+
+def write_bytes(tensor: torch.Tensor, data: bytes) -> None:
+    """Overwrite the contents of a tensor."""
+    require_dense(tensor)
+    ctypes.memmove(tensor.data_ptr(), data, len(data))
+
+
+def require_dense(tensor: torch.Tensor) -> None:
+    """Raise ValueError unless the tensor's elements occupy one block of memory without gaps."""
+    if not is_contiguous(tensor):
+        raise ValueError("the tensor of a collective must occupy one block of memory")

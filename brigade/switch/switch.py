@@ -1,0 +1,356 @@
+"""The switch performs the collectives and messages of a run in the grader's process, and keeps a log of them.
+
+A rank of such a run has no other way to reach a peer. For each launch, it sends a header (JSON) and the bytes of its
+tensors, and the switch answers when the rank asks for the result. So the switch knows what every rank launched, in
+which order, and who waits for whom. It trusts nothing that a rank sends:
+
+- It computes the fields of a launch, such as its size, from the bytes that it received (`Call.facts`).
+- It performs an operation only if all ranks of the group made the same call with the same sizes and dtype.
+- It gives a rank its result only when the rank waits, and lets a send end only when the peer has posted the receive.
+- It limits the number, the size and the total memory of launches.
+
+The switch has no sockets: the monitor passes complete messages to it and sends its answers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from brigade.events import OPPOSITES
+from brigade.switch import Refused
+
+MOST_HELD = 256 << 20  # bytes of launches and results that the switch keeps for all ranks of a run
+MOST_SENT = 1 << 30  # bytes of tensors that one rank may send
+MOST_LAUNCHES = 100_000  # of one rank
+MOST_PARTS = 10_000  # tensors of a coalesced launch
+HEADER_LIMIT = 1 << 18  # bytes of a launch's header
+
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,
+        torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+    )
+}  # fmt: skip
+COLLECTIVES = {
+    "all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "gather", "scatter", "all_to_all", "barrier",
+}  # fmt: skip
+ROOTED = {"broadcast", "reduce", "gather", "scatter"}
+REDUCING = {"all_reduce", "reduce", "reduce_scatter"}
+OPERATIONS = COLLECTIVES | OPPOSITES.keys()
+REDUCE_OPS = {"SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"}
+
+
+@dataclass
+class Call:
+    """One launch of one rank. Sizes are in bytes, one entry per tensor or, in a flat operation, per part."""
+
+    rank: int  # global
+    index: int  # number of this launch on its rank
+    op: str
+    group: str
+    ranks: tuple[int, ...]  # the group's global ranks
+    dtype: str | None
+    sizes: list[int]  # of the inputs, also on ranks that send no bytes
+    receives: list[int]  # of the outputs
+    reduce_op: str | None
+    root: int | None  # global rank
+    peer: int | None  # global rank; None for a receive from any rank
+    tag: int
+    splits: list[int]  # of an all_to_all: the bytes for each rank of the group
+    body: bytes
+    result: bytes | None = None  # None: not complete yet
+    source: int = 0  # of a completed receive: the rank in the group
+    is_delivered: bool = False
+    held: int = 0
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The fields of the launch's event that the switch knows by itself."""
+        itemsize = DTYPES[self.dtype].itemsize if self.dtype else 1
+        nbytes = sum(self.sizes) if self.op == "all_to_all" else max(sum(self.sizes), sum(self.receives))
+        position = None if self.root is None else self.ranks.index(self.root)
+        return {
+            "op": self.op, "group": self.group, "ranks": list(self.ranks), "dtype": self.dtype, "nbytes": nbytes,
+            "numel": nbytes // itemsize, "reduce_op": self.reduce_op, "root": position, "peer": self.peer,
+            "parts": 1 if self.op == "all_to_all" else max(1, len(self.sizes), len(self.receives)),
+        }  # fmt: skip
+
+
+@dataclass
+class _Group:
+    """The launches of a group that are not complete: by number, the call of each rank that has made it."""
+
+    counts: dict[int, int] = field(default_factory=dict)
+    calls: dict[int, dict[int, Call]] = field(default_factory=dict)
+
+
+class Switch:
+    """The calls of the ranks of one run."""
+
+    def __init__(self, world_size: int):
+        self.calls: list[list[Call]] = [[] for _ in range(world_size)]
+        self.answers: list[tuple[int, bytes]] = []  # (rank, bytes) to be sent; the monitor removes them
+        self._waiting: dict[int, Call] = {}  # by rank
+        self._groups: dict[tuple[str, tuple[int, ...]], _Group] = {}
+        self._messages: dict[tuple, deque[Call]] = {}  # unmatched, by (group, op, receiver, tag)
+        self._held = 0
+        self._sent = [0] * world_size
+
+    # ---- what ranks send
+
+    def launch(self, rank: int, message: bytes) -> Call:
+        """Take a launch of a rank and return it. Raise Refused if the message is not one."""
+        try:
+            call = self._read_call(rank, message)
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
+            raise Refused(f"sent a collective that cannot be performed: {str(error)[:200]}") from None
+        self._sent[rank] += len(message)
+        if self._sent[rank] > MOST_SENT or len(self.calls[rank]) >= MOST_LAUNCHES:
+            raise Refused("launched too much. Likely cause: it launches collectives in an endless loop.")
+        self.calls[rank].append(call)
+        self._hold(call, len(call.body) + sum(call.receives))
+        if call.op in OPPOSITES:
+            self._match(call)
+        else:
+            self._join(call)
+        return call
+
+    def wait(self, rank: int, index: int) -> None:
+        """Answer the rank as soon as its launch `index` is complete. Raise Refused if it may not wait for it."""
+        if rank in self._waiting or not 0 <= index < len(self.calls[rank]):
+            raise Refused("waited for a launch that it has not made, or for two launches at once")
+        call = self.calls[rank][index]
+        if call.is_delivered:
+            raise Refused("waited twice for the same result")
+        if call.result is None:
+            self._waiting[rank] = call
+        else:
+            self._deliver(call)
+
+    def is_stuck(self, settled: Collection[int]) -> bool:
+        """Return whether every rank waits for a launch that is not complete, except the ranks in `settled`."""
+        return all(rank in self._waiting or rank in settled for rank in range(len(self.calls)))
+
+    # ---- operations
+
+    def _read_call(self, rank: int, message: bytes) -> Call:
+        size = int.from_bytes(message[:4], "little")
+        if size > min(HEADER_LIMIT, len(message) - 4):
+            raise ValueError("its header is too long")
+        fields = json.loads(message[4 : 4 + size], parse_int=lambda digits: int(digits[:20]))
+        ranks = tuple(fields["ranks"])
+        lists = [fields["sizes"], fields["receives"], fields["splits"]]
+        numbers = [*ranks, *(size for sizes in lists for size in sizes), fields["tag"]]
+        if any(type(sizes) is not list or len(sizes) > MOST_PARTS for sizes in lists):
+            raise ValueError("its sizes are not lists, or it has too many parts")
+        if any(type(number) is not int or not 0 <= number <= MOST_HELD for number in numbers):
+            raise ValueError("a size or a rank is not a small number")
+        if len(set(ranks)) < len(ranks) or rank not in ranks or max(ranks) >= len(self.calls):
+            raise ValueError("its group is not a set of ranks that contains it")
+        root, peer = (None if (at := fields[name]) is None else read_rank(at, ranks) for name in ("root", "peer"))
+        group, op, dtype, reduce_op = (fields[name] for name in ("group", "op", "dtype", "reduce_op"))
+        if type(group) is not str or len(group) > 100 or op not in OPERATIONS:
+            raise ValueError("its group has no name, or the operation is unknown")
+        if dtype is None if op != "barrier" else (dtype is not None or sum(map(len, lists))):
+            raise ValueError("its dtype is missing")
+        if dtype is not None and any(size % DTYPES[dtype].itemsize for sizes in lists for size in sizes):
+            raise ValueError("a tensor's size is not a multiple of its dtype's size")
+        if (op in REDUCING) != (reduce_op in REDUCE_OPS) or (op in ROOTED) != (root is not None):
+            raise ValueError("its reduce operation is not supported, or its root is missing")
+        if op == "send" and peer in (None, rank) or peer == rank:
+            raise ValueError("a message has no peer, or the rank sends it to itself")
+        call = Call(rank, len(self.calls[rank]), op, group, ranks, dtype, *lists[:2], reduce_op, root, peer,
+                    fields["tag"], lists[2], bytes(message[4 + size :]))  # fmt: skip
+        sends = op not in ("barrier", "recv") and (op not in ("broadcast", "scatter") or root == rank)
+        if len(call.body) != (sum(call.sizes) if sends else 0):
+            raise ValueError(f"it contains {len(call.body)} bytes instead of {sum(call.sizes) if sends else 0}")
+        check_shapes(call)
+        return call
+
+    def _join(self, call: Call) -> None:
+        """Add a rank's next collective in a group. Perform the collective if all ranks have called it."""
+        group = self._groups.setdefault((call.group, call.ranks), _Group())
+        number = group.counts[call.rank] = group.counts.get(call.rank, -1) + 1
+        calls = group.calls.setdefault(number, {})
+        calls[call.rank] = call
+        if len(calls) < len(call.ranks):
+            return
+        del group.calls[number]
+        in_order = [calls[rank] for rank in call.ranks]
+        if len({make_signature(call) for call in in_order}) > 1:
+            raise Refused(f"called {call.op} with other sizes, dtypes or arguments than its peers")
+        try:
+            results = perform(in_order)
+        except RuntimeError as error:
+            raise Refused(f"called {call.op}, which torch cannot perform: {str(error).splitlines()[0]}") from None
+        for member, result in zip(in_order, results):
+            self._complete(member, result)
+
+    def _match(self, call: Call) -> None:
+        """Complete a send and a receive if both have been posted, in the order in which they were posted."""
+        receiver = call.peer if call.op == "send" else call.rank
+        mine, theirs = ((call.group, op, receiver, call.tag) for op in (call.op, OPPOSITES[call.op]))
+        waiting = self._messages.get(theirs, deque())
+        # The key contains the receiver. Only a receive from any rank does not name the sender.
+        fits = (lambda o: o.peer in (None, call.rank)) if call.op == "send" else (lambda o: call.peer in (None, o.rank))
+        other = next(filter(fits, waiting), None)
+        if other is None:
+            self._messages.setdefault(mine, deque()).append(call)
+            return
+        waiting.remove(other)
+        send, recv = (call, other) if call.op == "send" else (other, call)
+        if (send.dtype, sum(send.sizes)) != (recv.dtype, sum(recv.receives)):
+            raise Refused("sent or received a message whose length or dtype differs on the other rank")
+        recv.source = send.ranks.index(send.rank)
+        self._complete(recv, send.body)
+        self._complete(send, b"")
+
+    # ---- results
+
+    def _hold(self, call: Call, nbytes: int) -> None:
+        self._held += nbytes - call.held
+        call.held = nbytes
+        if self._held > MOST_HELD:
+            raise Refused("has too many bytes in launches that are not complete or not awaited")
+
+    def _complete(self, call: Call, result: bytes) -> None:
+        call.result, call.body = result, b""
+        self._hold(call, len(result))
+        if self._waiting.get(call.rank) is call:
+            del self._waiting[call.rank]
+            self._deliver(call)
+
+    def _deliver(self, call: Call) -> None:
+        self.answers.append((call.rank, call.source.to_bytes(4, "little") + call.result))
+        call.result, call.is_delivered = b"", True
+        self._hold(call, 0)
+
+
+def read_rank(position: int, ranks: tuple[int, ...]) -> int:
+    """Return the global rank at a position of the group. Raise ValueError if there is none."""
+    if type(position) is not int or not 0 <= position < len(ranks):
+        raise ValueError("its root or its peer is not in the group")
+    return ranks[position]
+
+
+def check_shapes(call: Call) -> None:
+    """Raise ValueError unless the sizes of the inputs and the outputs fit together on this rank."""
+    n, sizes, receives = len(call.ranks), call.sizes, call.receives
+    times = [size * n for size in sizes]
+    is_root = call.rank == call.root
+    fits = {
+        "all_reduce": receives == sizes,
+        "broadcast": receives == sizes,
+        "reduce": receives == sizes,
+        "all_gather": receives == times,
+        "reduce_scatter": [size * n for size in receives] == sizes,
+        "gather": receives == (times if is_root else []),
+        "scatter": [size * n for size in receives] == sizes if is_root else not sizes,
+        "all_to_all": len(call.splits) == n and [sum(call.splits)] == sizes and len(receives) == n,
+        "barrier": not sizes and not receives,
+        "send": len(sizes) == 1 and not receives,
+        "recv": len(receives) == 1 and not sizes,
+    }[call.op]
+    if not fits:
+        raise ValueError(f"the sizes of its inputs and outputs do not fit together: {sizes[:8]} and {receives[:8]}")
+
+
+def make_signature(call: Call) -> tuple:
+    """Return what must be equal on all ranks."""
+    sizes = {"scatter": call.receives, "all_to_all": []}.get(call.op, call.sizes)
+    return call.op, call.dtype, call.reduce_op, call.root, tuple(sizes)
+
+
+def perform(calls: list[Call]) -> list[bytes]:
+    """Perform a collective on the calls of all ranks of a group, in the group's order. Return each rank's result."""
+    op, n = calls[0].op, len(calls)
+    bodies = [call.body for call in calls]
+    if op == "barrier":
+        return [b""] * n
+    if op == "broadcast":
+        data = bodies[find_root(calls)]
+        return [b"" if call.rank == call.root else data for call in calls]
+    if op in ("all_reduce", "reduce"):
+        total = reduce_bytes(bodies, calls[0].dtype, calls[0].reduce_op)
+        return [total if op == "all_reduce" or call.rank == call.root else b"" for call in calls]
+    if op == "reduce_scatter":
+        total = reduce_bytes(bodies, calls[0].dtype, calls[0].reduce_op)
+        return [take_chunks(total, calls[0].sizes, i, n) for i in range(n)]
+    if op == "scatter":
+        root = calls[find_root(calls)]
+        return [take_chunks(root.body, root.sizes, i, n) for i in range(n)]
+    if op == "all_to_all":
+        return [exchange(calls, i) for i in range(n)]
+    pieces = [split(call.body, call.sizes) for call in calls]  # of an all_gather or a gather
+    gathered = b"".join(own[part] for part in range(len(calls[0].sizes)) for own in pieces)
+    return [gathered if op == "all_gather" or call.rank == call.root else b"" for call in calls]
+
+
+def find_root(calls: list[Call]) -> int:
+    """Return the position of the root in the group."""
+    return calls[0].ranks.index(calls[0].root)
+
+
+def split(data: bytes, sizes: list[int]) -> list[bytes]:
+    """Cut bytes into pieces of these sizes."""
+    pieces, start = [], 0
+    for size in sizes:
+        pieces.append(data[start : start + size])
+        start += size
+    return pieces
+
+
+def take_chunks(data: bytes, sizes: list[int], index: int, n: int) -> bytes:
+    """Return chunk `index` of `n` equal chunks of each part."""
+    return b"".join(part[index * len(part) // n : (index + 1) * len(part) // n] for part in split(data, sizes))
+
+
+def exchange(calls: list[Call], index: int) -> bytes:
+    """Return what the rank at `index` receives in an all_to_all. Raise RuntimeError if it expects other sizes."""
+    pieces = [split(call.body, call.splits)[index] for call in calls]
+    if [len(piece) for piece in pieces] != calls[index].receives:
+        raise RuntimeError("the sizes of the chunks differ between a sender and a receiver")
+    return b"".join(pieces)
+
+
+def reduce_bytes(bodies: list[bytes], dtype: str, reduce_op: str) -> bytes:
+    """Reduce the contents of equally large tensors, in the order of the ranks and in their dtype."""
+    if not bodies[0]:
+        return b""
+    first, *others = [torch.frombuffer(bytearray(body), dtype=DTYPES[dtype]) for body in bodies]
+    is_bool = first.dtype == torch.bool
+    for other in others:
+        if reduce_op in ("SUM", "AVG"):
+            first = first | other if is_bool else first.add_(other)
+        elif reduce_op == "PRODUCT":
+            first = first & other if is_bool else first.mul_(other)
+        else:
+            first = BINARY[reduce_op](first, other)
+    if reduce_op == "AVG":
+        first = divide(first, len(bodies))
+    return ctypes.string_at(first.data_ptr(), first.nbytes)
+
+
+BINARY = {
+    "MIN": torch.minimum,
+    "MAX": torch.maximum,
+    "BAND": torch.bitwise_and,
+    "BOR": torch.bitwise_or,
+    "BXOR": torch.bitwise_xor,
+}
+
+
+def divide(total: Tensor, n: int) -> Tensor:
+    """Divide a sum by the number of ranks. Integers are rounded towards zero."""
+    if total.dtype.is_floating_point or total.dtype.is_complex:
+        return total / n
+    return torch.div(total, n, rounding_mode="trunc") if total.dtype != torch.bool else total
