@@ -135,7 +135,7 @@ class CheckContext:
         if left_s <= 0:
             raise CheckFailed(make_not_run("the time for the checks of its module is used up"))
         try:
-            seed = self.rng.randrange(2**31)
+            seed = self.rng.randrange(2**63)
             with self._pause():
                 results = ranks.run_calls(
                     scenario,

@@ -8,10 +8,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+Gradients = dict[str, "Tensor | None"]
+OPTIMIZERS = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
+    "adam": lambda params: torch.optim.Adam(params, lr=0.01),
+}
 
 
 class Plain(nn.Module):
@@ -192,3 +199,18 @@ def build(name: str, sizes: Sequence[int], state: dict[str, Tensor], dtype: torc
 def copy_state(model: nn.Module) -> dict[str, Tensor]:
     """Copy parameters and buffers by name, including buffers outside the `state_dict`. Tied parameters appear once."""
     return {name: tensor.detach().clone() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+
+
+def compute_loss(model: torch.nn.Module, batch: dict[str, Any]) -> Tensor:
+    """Return the mean squared error of a batch. Ranks also call this."""
+    output = model(batch["x"], branch=batch["branch"])
+    return ((output - batch["y"]) ** 2).mean()
+
+
+def copy_gradients(model: torch.nn.Module) -> Gradients:
+    """Copy the gradient of each trainable parameter, by name; None if it has no gradient."""
+    return {
+        name: None if p.grad is None else p.grad.detach().clone()
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }

@@ -14,16 +14,12 @@ import torch
 from torch import Tensor
 
 from brigade.checks import edge_case_models
+from brigade.checks.edge_case_models import OPTIMIZERS, Gradients, compute_loss, copy_gradients
 from brigade.rank import dynamo_stub
 from brigade.runner.ranks import PerRank
 
 dynamo_stub.import_torch()  # without the compiler, which the first optimizer would import
 
-Gradients = dict[str, "Tensor | None"]
-OPTIMIZERS = {
-    "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
-    "adam": lambda params: torch.optim.Adam(params, lr=0.01),
-}
 # Methods in which `step` initialises CUDA if there is a GPU: their names in torch 2.11, and from 2.12 or 2.13 on.
 GRAPH_CHECKS = ("_cuda_graph_capture_health_check", "_accelerator_graph_capture_health_check")
 
@@ -53,16 +49,14 @@ class Case:
         self.model, self.world_size, self.dtype, self.optimizer = model, world_size, dtype, optimizer
         self.group = list(group) if group is not None else list(range(world_size))
         self.sizes = draw_sizes(rng, hidden_layers + 2)
-        self.generator = torch.Generator().manual_seed(rng.randrange(2**31))
         self.batch_size = rng.randint(3, 6)
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(rng.randrange(2**31))
-            self.states = [self._random_state() for _ in range(world_size)]
-        branches = branches or [0] * world_size
-        self.batches = [
-            [[self._batch(branches[rank]) for _ in range(micro_batches)] for _ in range(steps)]
-            for rank in range(world_size)
-        ]
+        self.states: list[dict[str, Tensor]] = []
+        self.batches: list[list[list[dict[str, Any]]]] = []
+        for branch in branches or [0] * world_size:  # a seed for each rank: no rank can draw another rank's numbers
+            with torch.random.fork_rng(devices=[]):
+                torch.default_generator.manual_seed(rng.randrange(2**63))
+                self.states.append(self._random_state())
+                self.batches.append([[self._batch(branch) for _ in range(micro_batches)] for _ in range(steps)])
 
     def make_jobs(self, **more: Any) -> PerRank:
         """Return the input of each rank: a description of its model, its batches, the optimizer, and `more`."""
@@ -139,17 +133,17 @@ class Case:
         model = edge_case_models.MODELS[self.model](self.sizes)
         for buffer in model.buffers():  # a fresh BatchNorm has the same statistics on all ranks
             if buffer.dtype.is_floating_point:
-                buffer.uniform_(0.5, 1.5, generator=self.generator)
+                buffer.uniform_(0.5, 1.5)
             else:
-                buffer.random_(0, 2 if buffer.dtype == torch.bool else 100, generator=self.generator)
+                buffer.random_(0, 2 if buffer.dtype == torch.bool else 100)
         if self.dtype is not None:
             model.to(self.dtype)
         return edge_case_models.copy_state(model)
 
     def _batch(self, branch: int) -> dict[str, Any]:
         dtype = self.dtype or torch.float32
-        x = torch.randn(self.batch_size, self.sizes[0], generator=self.generator, dtype=dtype)
-        y = torch.randn(self.batch_size, 1, generator=self.generator, dtype=dtype)
+        x = torch.randn(self.batch_size, self.sizes[0], dtype=dtype)
+        y = torch.randn(self.batch_size, 1, dtype=dtype)
         return {"x": x, "y": y, "branch": branch}
 
 
@@ -160,18 +154,3 @@ def draw_sizes(rng: random.Random, count: int) -> list[int]:
         numels = [a * b for a, b in zip(sizes, sizes[1:])]
         if len(set(numels)) == len(numels):
             return sizes
-
-
-def compute_loss(model: torch.nn.Module, batch: dict[str, Any]) -> Tensor:
-    """Return the mean squared error of a batch. Ranks also call this."""
-    output = model(batch["x"], branch=batch["branch"])
-    return ((output - batch["y"]) ** 2).mean()
-
-
-def copy_gradients(model: torch.nn.Module) -> Gradients:
-    """Copy the gradient of each trainable parameter, by name; None if it has no gradient."""
-    return {
-        name: None if p.grad is None else p.grad.detach().clone()
-        for name, p in model.named_parameters()
-        if p.requires_grad
-    }

@@ -212,7 +212,7 @@ def read_sources(
 
 def derive_seed(seed: int, name: str) -> int:
     """Return the seed of one check, so that running a check alone repeats its cases."""
-    return random.Random(f"{seed}/{name}").randrange(2**31)
+    return random.Random(f"{seed}/{name}").randrange(2**63)
 
 
 def choose_backend() -> str:

@@ -10,5 +10,5 @@ def start_server() -> None:
 
     Isolated ranks cannot read the course's files, so they can use only modules that the server has imported.
     """
-    ranks.SERVER.preload |= {"brigade.checks.reference", "brigade.checks.tiny_lm"}
+    ranks.SERVER.preload |= {"brigade.checks.edge_case_models", "brigade.checks.tiny_lm"}
     ranks.SERVER.start()

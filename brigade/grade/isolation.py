@@ -31,7 +31,8 @@ def isolate_ranks(submission: str, out: str | None, backend: str) -> Iterator[li
     with sandbox.reserve_user() as (uid, reservation):
         # CUDA reserves more address space than any limit would allow. NCCL uses fast transports only between ranks
         # that have the same /dev/shm.
-        limits = {"memory": 0, "together": 16 << 30, "shares_memory": True} if backend == "nccl" else {}
+        shared = {"memory": 0, "together": 16 << 30, "shares_memory": True, "offline": False}
+        limits = shared if backend == "nccl" else {}
         ranks.SERVER.sandbox = sandbox.Sandbox(uid, reservation, hidden=private, **limits)
         try:
             yield []

@@ -112,7 +112,8 @@ class ForkServer:
         pids = []
         for start in range(0, len(descriptors), FDS_PER_RANK):
             own = descriptors[start : start + FDS_PER_RANK]
-            pids.append(fork_rank(own, [fd for fd in inherited if fd not in own], sandbox_settings, directory))
+            others, rank = [fd for fd in inherited if fd not in own], start // FDS_PER_RANK
+            pids.append(fork_rank(own, others, sandbox_settings, directory, rank))
         self.ranks.update(pids)
         for fd in descriptors:
             os.close(fd)
@@ -133,7 +134,7 @@ def preload(modules: Sequence[str]) -> None:
     torch.optim.SGD([weight]).step()
 
 
-def fork_rank(own: list[int], others: list[int], sandbox_settings: dict | None, directory: str) -> int:
+def fork_rank(own: list[int], others: list[int], sandbox_settings: dict | None, directory: str, rank: int) -> int:
     """Fork one rank, with its own descriptors and without the others. Return its process id."""
     server = os.getpid()
     pid = os.fork()
@@ -153,7 +154,7 @@ def fork_rank(own: list[int], others: list[int], sandbox_settings: dict | None, 
         from brigade.rank.main import main
 
         if sandbox_settings:
-            sandbox.enter(sandbox_settings, directory, server)
+            sandbox.enter(sandbox_settings, directory, server, rank)
         main(*own, server)
     finally:
         os._exit(1)

@@ -304,6 +304,8 @@ class Monitor:
             self._handle_launch(state, letter, body)
             return []
         if letter == b"R":
+            if self._switch and len(state.record.launches) != len(self._switch.calls[state.number]):
+                raise Refused("recorded a launch that it did not make")
             state.result = body
             return []
         if letter == b"X":
@@ -315,6 +317,8 @@ class Monitor:
             raise ValueError("not a message of a rank")
         for event in events:
             validate(event, len(state.record.launches))
+            if self._switch:
+                self._switch.check_event(state.number, event)
             self.progress.add(state.number, event)
             if event["kind"] == "launch" and not self._mismatch:
                 self._mismatch = self.progress.find_mismatch(state.number)

@@ -76,8 +76,9 @@ class RunOptions:
     @property
     def has_switch(self) -> bool:
         """Whether the ranks communicate through the switch, which is possible on the CPU only."""
+        is_offline = SERVER.sandbox is not None and SERVER.sandbox.offline
         wanted = SERVER.has_switch if self.switch is None else self.switch
-        return wanted and self.backend == "gloo" and self.mode != "emulate"
+        return (wanted or is_offline) and self.backend == "gloo" and self.mode != "emulate"
 
 
 def run_ranks(function: Callable[..., Any], *args: Any, **options: Any) -> RankResults:
@@ -109,7 +110,8 @@ def run_calls(
 
     directory = Path(tempfile.mkdtemp(prefix="run-", dir=SERVER.scratch))
     if SERVER.sandbox:
-        SERVER.scratch.chmod(0o711)  # the sandbox's user must be able to reach the run's directory
+        for path in (SERVER.scratch, directory):
+            path.chmod(0o711)  # the sandbox's users must be able to reach the run's directory
     monitor = Monitor(
         how.world_size,
         packages,
@@ -121,7 +123,8 @@ def run_calls(
     try:
         monitor.fork(directory)
         for rank, request in zip(monitor.ranks, requests):
-            rank.send(wire.encode(request | {"directory": str(directory)}))
+            own = directory / str(request["rank"]) if SERVER.sandbox and SERVER.sandbox.offline else directory
+            rank.send(wire.encode(request | {"directory": str(own)}))
         failure = monitor.watch()
     finally:
         monitor.end()
@@ -155,14 +158,16 @@ def make_requests(
         "function": function,
         "packages": {name: prepare_for_ranks(texts) for name, texts in packages.items()},
         "threads": 1 if how.mode == "strict" else max(1, count_cores() // how.world_size),  # checks are small
-        "seed": random.randrange(2**31) if how.seed is None else how.seed,
         "terminal": how.terminal,
         "stream": how.stream,
     }
+    # Every rank has its own seed, so that replicas differ unless the submission makes them equal.
+    rng = random.Random(how.seed)
     return [
         request
         | {
             "rank": rank,
+            "seed": rng.randrange(2**63),
             "calls": [[arg[rank] if isinstance(arg, PerRank) else arg for arg in args] for args in args_per_call],
             "environment": common | environment,
         }

@@ -9,6 +9,9 @@ the user (key rings, shared memory, semaphores, message queues), and those that 
 writable, all processes of the user share one group. The group limits their memory, and gives every grading run an equal
 share of the processors, regardless of how many processes it starts.
 
+If the ranks are `offline`, because they communicate through the grader's switch, they share nothing: every rank has a
+user of its own, and the kernel also refuses sockets, file locks and notifications about files.
+
 If namespaces are allowed, hidden paths are masked, the temporary directories are small and disappear with the rank,
 other users' processes are invisible, and the network has only a loopback interface. If namespaces are not allowed (in
 most containers), the grader has removed the permissions on the hidden paths (`close_off`), but the network and the disk
@@ -43,6 +46,7 @@ MS_BIND, MS_REC, MS_PRIVATE, MS_NOSUID, MS_NODEV, MS_NOEXEC = 0x1000, 0x4000, 0x
 SIOCSIFFLAGS, IFF_UP, IFF_RUNNING = 0x8914, 0x1, 0x40
 FIRST_UID = 64_100  # of the users that run ranks; these users need no accounts
 USERS = 64  # the number of graders that can run at a time on one machine
+RANKS = 8  # users of one grader; with more ranks, several share one
 PRIVATE_DIRECTORIES = (
     "/tmp",
     "/var/tmp",
@@ -56,17 +60,22 @@ NICENESS = 5  # of ranks, so that the grader and other processes have priority
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
 ORDINARY_SHARES = 4  # a grading run gets the processor time of this many ordinary processes
 
-# System calls that a rank may not make, by machine: (its number in audit.h, seccomp, clone, clone3, refused calls).
+# System calls that a rank may not make, by machine: (its number in audit.h, seccomp, clone, clone3, refused
+# calls, calls that are refused to offline ranks).
 # The refused calls are add_key, request_key, keyctl; shmget, shmat, shmctl; msgget, msgsnd, msgrcv, msgctl; semget,
 # semop, semtimedop, semctl; mq_open; unshare, setns; ptrace, process_vm_readv, process_vm_writev.
+# The last calls are refused only to offline ranks: socket, io_uring_setup; flock; inotify_init1, fanotify_init; and
+# inotify_init, which only x86_64 has.
 MACHINES = {
     "x86_64": (
         0xC000003E, 317, 56, 435,
         (248, 249, 250, 29, 30, 31, 68, 69, 70, 71, 64, 65, 220, 66, 240, 272, 308, 101, 310, 311),
+        (41, 425, 73, 294, 300, 253),
     ),
     "aarch64": (
         0xC00000B7, 277, 220, 435,
         (217, 218, 219, 194, 196, 195, 186, 189, 188, 187, 190, 193, 192, 191, 180, 97, 268, 117, 270, 271),
+        (198, 425, 32, 26, 262),
     ),
 }  # fmt: skip
 CLONE_NEW_ANY = 0x7E020000  # the flags of clone that create a namespace
@@ -78,6 +87,7 @@ class Sandbox:
 
     uid: int
     reservation: int  # a descriptor from `reserve_user`, which the fork server inherits
+    offline: bool = True  # whether the ranks share nothing and communicate through the grader's switch
     hidden: list[str] = field(default_factory=list)
     memory: int = 3 << 30  # in addition to what torch has mapped; 0: no limit
     together: int = 4 << 30  # resident memory of all processes, if there are control groups; 0: no limit
@@ -89,20 +99,28 @@ class Sandbox:
     sent: int = 4 << 20  # by each rank; the Python objects in the grader take up to 20 times as much
 
 
-def enter(settings: dict, directory: str, server: int) -> None:
+def enter(settings: dict, directory: str, server: int, rank: int) -> None:
     """Move this process into the sandbox, with the working files in `directory`. Raise OSError if that is impossible.
 
-    `settings` are the fields of a `Sandbox`, and `server` is the process id of the fork server.
+    `settings` are the fields of a `Sandbox`, and `server` is the process id of the fork server. An offline rank gets a
+    directory and a user of its own.
     """
     join_groups(settings)
     os.nice(NICENESS)
     mounted = unshare_mounts(settings["shares_memory"])
-    shared = os.path.join(directory, RENDEZVOUS)
-    os.close(os.open(shared, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600))
-    for path in (directory, shared):
-        os.chown(path, settings["uid"], settings["uid"])
+    uid, shared = settings["uid"], None
+    if settings["offline"]:
+        uid = list_users(uid)[rank % RANKS]
+        directory = os.path.join(directory, str(rank))
+        os.mkdir(directory, 0o700)
+        os.chown(directory, uid, uid)
+    else:
+        shared = os.path.join(directory, RENDEZVOUS)
+        os.close(os.open(shared, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600))
+        for path in (directory, shared):
+            os.chown(path, uid, uid)
     if mounted:
-        mask_paths(settings, directory)
+        mask_paths(settings, directory, uid, shared)
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")  # if memory runs out, the kernel kills ranks first
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -114,10 +132,10 @@ def enter(settings: dict, directory: str, server: int) -> None:
     ):
         resource.setrlimit(which, (most, most))
     os.setgroups([])
-    os.setgid(settings["uid"])
-    os.setuid(settings["uid"])
+    os.setgid(uid)
+    os.setuid(uid)
     prctl(PR_SET_NO_NEW_PRIVS, 1)
-    filter_system_calls()
+    filter_system_calls(settings["offline"])
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # set it again, because setuid has cleared it
     if os.getppid() != server:
         os._exit(1)
@@ -125,7 +143,7 @@ def enter(settings: dict, directory: str, server: int) -> None:
     os.environ.update(HOME=directory, TMPDIR=directory, TORCHINDUCTOR_CACHE_DIR=os.path.join(directory, "inductor"))
 
 
-def filter_system_calls() -> bool:
+def filter_system_calls(offline: bool = False) -> bool:
     """Make the kernel refuse the calls in MACHINES for this process and its children. Return whether this succeeded.
 
     The filter recognises calls that create a namespace by their flags. The flags of clone3 are in memory, which a
@@ -135,14 +153,14 @@ def filter_system_calls() -> bool:
     machine = os.uname().machine
     if machine not in MACHINES:
         return False
-    audit, seccomp, clone, clone3, refused = MACHINES[machine]
+    audit, seccomp, clone, clone3, refused, refused_offline = MACHINES[machine]
     load, equal, at_least, any_bit, answer = 0x20, 0x15, 0x35, 0x45, 0x06  # instructions of the Berkeley Packet Filter
     allow, permission, missing = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS
     number, architecture, first_argument = 0, 4, 16  # offsets in the kernel's description of a call
     # (operation, instructions to skip if true, instructions to skip if false, operand)
     program = [(load, 0, 0, architecture), (equal, 1, 0, audit), (answer, 0, 0, permission), (load, 0, 0, number)]
     program += [(at_least, 0, 1, 0x4000_0000), (answer, 0, 0, permission)]  # x86_64's second table of calls
-    for call in refused:
+    for call in refused + (refused_offline if offline else ()):
         program += [(equal, 0, 1, call), (answer, 0, 0, permission)]
     program += [(equal, 0, 1, clone3), (answer, 0, 0, missing)]
     program += [(equal, 0, 3, clone), (load, 0, 0, first_argument), (any_bit, 0, 1, CLONE_NEW_ANY)]
@@ -238,26 +256,38 @@ def reserve_user() -> Iterator[tuple[int, int]]:
     raise CourseError(f"{USERS} grading runs are already active on this machine")
 
 
+def list_users(uid: int) -> list[int]:
+    """Return the ids of all users that run ranks for the grader with this user: the user itself, and one per rank."""
+    return [uid + USERS * i for i in range(0, 2 * RANKS, 2)]
+
+
 def kill_user(uid: int) -> None:
-    """Kill all processes of the user at once, from a process that they cannot signal. This needs root."""
+    """Kill all processes of the user and of its ranks' users, each at once, from a process that they cannot signal.
+
+    This needs root.
+    """
     pid = os.fork()
     if pid == 0:
         try:
-            # We may signal processes of the effective user; the other ids decide who may signal us.
-            os.setresuid(uid + USERS, uid, uid + USERS)
-            os.kill(-1, signal.SIGKILL)
+            for user in list_users(uid):
+                # We may signal processes of the effective user; the other ids decide who may signal us.
+                os.setresuid(uid + USERS, user, 0)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(-1, signal.SIGKILL)
+                os.seteuid(0)
         finally:
             os._exit(0)
     os.waitpid(pid, 0)
 
 
 def remove_files(uid: int) -> None:
-    """Remove the user's files in the directories that all users share."""
+    """Remove the files of the user and of its ranks' users in the directories that all users share."""
+    users = list_users(uid)
     for directory in PRIVATE_DIRECTORIES:
         with contextlib.suppress(OSError):
             for entry in list(os.scandir(directory)):
                 with contextlib.suppress(FileNotFoundError):  # other processes may remove the entry first
-                    if entry.stat(follow_symlinks=False).st_uid == uid:
+                    if entry.stat(follow_symlinks=False).st_uid in users:
                         remove(entry.path)
 
 
@@ -277,7 +307,7 @@ def probe() -> dict:
         "uid": os.getuid(),
         "secrets": [name for name in SECRETS if os.access(ROOT / name, os.R_OK)],
         "is_filtered": "Seccomp:\t2" in Path("/proc/self/status").read_text().splitlines(),
-        "is_grouped": f"brigade-{os.getuid()}" in Path("/proc/self/cgroup").read_text(),
+        "is_grouped": "/brigade-" in Path("/proc/self/cgroup").read_text(),
         "unreachable": sorted(path for path in python if not os.access(path, os.R_OK | os.X_OK)),
     }
 
@@ -306,11 +336,12 @@ def leave_network() -> None:
             fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", IFF_UP | IFF_RUNNING))
 
 
-def mask_paths(settings: dict, directory: str) -> None:
+def mask_paths(settings: dict, directory: str, uid: int, shared: str | None) -> None:
     """Mask the course, the hidden paths and the temporary directories.
 
-    Then mount again the directories inside them that a rank needs. The run's directory becomes private too, except for
-    the file through which the ranks find each other. Only the user's processes remain visible.
+    Then mount again the directories inside them that a rank needs. The directory becomes private too, except for
+    `shared`, the file in it through which ranks with gloo or NCCL find each other. Only the user's processes remain
+    visible.
     """
     limits = f"size={settings['disk']},nr_inodes={settings['files']}"
     needed = {path for path in (sys.prefix, sys.base_prefix, directory, *sys.path) if os.path.isdir(path)}
@@ -331,18 +362,12 @@ def mask_paths(settings: dict, directory: str) -> None:
             os.makedirs(path, mode=0o755, exist_ok=True)
             mount(f"/proc/self/fd/{handle}", path, "", MS_BIND | MS_REC, "")
             os.close(handle)
-    shared = os.path.join(directory, RENDEZVOUS)
-    handle = os.open(shared, os.O_PATH)
-    mount(
-        "tmpfs",
-        directory,
-        "tmpfs",
-        MS_NOSUID | MS_NODEV,
-        f"{limits},mode=700,uid={settings['uid']},gid={settings['uid']}",
-    )
-    os.close(os.open(shared, os.O_CREAT, 0o600))
-    mount(f"/proc/self/fd/{handle}", shared, "", MS_BIND, "")
-    os.close(handle)
+    handle = os.open(shared, os.O_PATH) if shared else None
+    mount("tmpfs", directory, "tmpfs", MS_NOSUID | MS_NODEV, f"{limits},mode=700,uid={uid},gid={uid}")
+    if shared:
+        os.close(os.open(shared, os.O_CREAT, 0o600))
+        mount(f"/proc/self/fd/{handle}", shared, "", MS_BIND, "")
+        os.close(handle)
     with contextlib.suppress(OSError):
         mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, "hidepid=2")
 

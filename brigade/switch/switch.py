@@ -136,6 +136,14 @@ class Switch:
         else:
             self._deliver(call)
 
+    def check_event(self, rank: int, event: dict[str, Any]) -> None:
+        """Raise Refused if the rank's next event contradicts what the rank has sent."""
+        calls = self.calls[rank]
+        if event["kind"] == "launch" and event["index"] > len(calls):
+            raise Refused("recorded a launch that it did not make")
+        if event["kind"] == "done" and not (event["index"] < len(calls) and calls[event["index"]].is_delivered):
+            raise Refused("recorded the end of a wait, but did not wait")
+
     def is_stuck(self, settled: Collection[int]) -> bool:
         """Return whether every rank waits for a launch that is not complete, except the ranks in `settled`."""
         return all(rank in self._waiting or rank in settled for rank in range(len(self.calls)))

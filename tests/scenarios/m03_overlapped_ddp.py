@@ -1,6 +1,6 @@
 """Functions that the ranks run in the checks of module 3, apart from training."""
 
-from brigade.checks.reference import copy_gradients
+from brigade.checks.edge_case_models import copy_gradients
 from brigade.rank import recording
 from brigade.rank.recording import phase
 from scenarios.training import Interruption, build, forward_backward, wrap

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from brigade.checks.reference import OPTIMIZERS
+from brigade.checks.edge_case_models import OPTIMIZERS
 from brigade.rank import recording
 from brigade.rank.api import device, student
 from brigade.rank.recording import phase

@@ -14,7 +14,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
-from brigade.checks.reference import compute_loss, copy_gradients
+from brigade.checks.edge_case_models import compute_loss, copy_gradients
 from brigade.rank import locks, recording
 from brigade.rank.memory import list_tensors
 from scenarios.training import build, move_to_device, reallocate_buffers, wrap

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from brigade.checks.reference import compute_loss
+from brigade.checks.edge_case_models import compute_loss
 from brigade.rank import recording
 from brigade.rank.api import device, student
 from brigade.rank.memory import LiveMemory

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from brigade.checks import edge_case_models
-from brigade.checks.reference import OPTIMIZERS, compute_loss
+from brigade.checks.edge_case_models import OPTIMIZERS, compute_loss
 from brigade.rank import recording
 from brigade.rank.api import device, student
 from brigade.rank.memory import LiveMemory

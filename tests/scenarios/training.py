@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from brigade.checks import edge_case_models
-from brigade.checks.reference import OPTIMIZERS, compute_loss, copy_gradients
+from brigade.checks.edge_case_models import OPTIMIZERS, compute_loss, copy_gradients
 from brigade.rank import recording
 from brigade.rank.api import device, student
 from brigade.rank.recording import phase

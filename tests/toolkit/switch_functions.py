@@ -1,0 +1,184 @@
+"""Functions that ranks run in `test_switch.py`."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import json
+import os
+import socket
+import struct
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from brigade.rank.channel import Channel
+
+
+def find_channel() -> Channel:
+    """Return the rank's channel, as an attacker would find it."""
+    return next(thing for thing in gc.get_objects() if type(thing) is Channel)
+
+
+def attack(how: str) -> None:
+    """Rank 1 sends something wrong to the switch, while rank 0 waits for a message from it."""
+    if dist.get_rank() == 0:
+        dist.recv(torch.ones(2), 1)
+        return
+    channel = find_channel()
+    header = {"op": "all_reduce", "group": "0", "ranks": [0, 1], "dtype": "float32", "sizes": [8], "receives": [8],
+              "reduce_op": "SUM", "root": None, "peer": None, "tag": 0, "splits": []}  # fmt: skip
+    changes: dict[str, dict[str, Any]] = {
+        "huge": {"sizes": [1 << 40], "receives": [1 << 40]},
+        "negative": {"sizes": [-8], "receives": [-8]},
+        "missing bytes": {"sizes": [16], "receives": [16]},
+        "not a member": {"ranks": [0]},
+        "no such rank": {"ranks": [0, 1, 7]},
+        "twice the same rank": {"ranks": [1, 1]},
+        "unknown operation": {"op": "steal"},
+        "unknown dtype": {"dtype": "object"},
+        "part of an element": {"sizes": [7], "receives": [7]},
+        "other sizes inside and outside": {"receives": [4]},
+        "root in an all_reduce": {"root": 0},
+        "lists of lists": {"sizes": [[8]]},
+        "many parts": {"sizes": [0] * 20_000, "receives": [0] * 20_000},
+    }
+    if how in changes:
+        note_launch(channel, header)
+        channel.send_launch(header | changes[how], [bytes(8)])
+    elif how == "no JSON":
+        note_launch(channel, header)
+        channel._send(b"C", struct.pack("<I", 3) + b"[[[")
+    elif how == "deep JSON":
+        note_launch(channel, header)
+        channel._send(b"C", struct.pack("<I", 200_000) + b"[" * 200_000)
+    elif how == "unrecorded":
+        channel.send_launch(header, [bytes(8)])
+    elif how == "recorded as smaller":
+        note_launch(channel, header, nbytes=4, numel=1)
+        channel.send_launch(header, [bytes(8)])
+    elif how == "recorded only":
+        note_launch(channel, header)
+        note_launch(channel, header, index=1)
+        channel.send_events()
+    elif how == "recorded as the last one":
+        note_launch(channel, header)
+        return
+    elif how == "recorded as awaited":
+        note_launch(channel, header)
+        channel.send_launch(header, [bytes(8)])
+        for kind in ("wait", "done"):
+            channel.add_event({"kind": kind, "time": 0.0, "phase": "setup", "index": 0})
+        channel.send_events()
+    elif how == "unrecorded wait":
+        note_launch(channel, header)
+        channel.send_launch(header, [bytes(8)])
+        channel.receive_result(0)
+    elif how == "wait for nothing":
+        channel.receive_result(3)
+    elif how == "half a message":
+        channel._socket.sendall(b"C" + struct.pack("<Q", 1000) + b"abc")
+        os._exit(0)
+    elif how == "a message without end":
+        channel._socket.sendall(b"C" + struct.pack("<Q", 1 << 60))
+    elif how == "flood":
+        while True:
+            dist.all_reduce(torch.ones(1 << 20), async_op=True)
+    elif how == "many launches":
+        while True:
+            dist.all_reduce(torch.ones(1), async_op=True)
+    elif how == "death":
+        os._exit(3)
+    time.sleep(60)
+
+
+def note_launch(channel: Channel, header: dict[str, Any], **changes: Any) -> None:
+    channel.add_event(
+        {"kind": "launch", "time": 0.0, "phase": "setup", "index": 0, "parts": 1, "sync": True, "name": None,
+         "memory": None, "line": None, "caller": None, "nbytes": 8, "numel": 2}
+        | {name: header[name] for name in ("op", "group", "ranks", "dtype", "reduce_op", "root", "peer")} | changes
+    )  # fmt: skip
+
+
+def never_read() -> None:
+    """Rank 1 asks for a result that does not fit into its socket, and does not read it."""
+    tensor = torch.ones(1 << 21)
+    if dist.get_rank() == 1:
+        channel = find_channel()
+        channel._read_answer = lambda: time.sleep(60)
+    dist.all_reduce(tensor)
+
+
+def own_groups(members: list[list[int]]) -> None:
+    """Each rank all-reduces in a group with the members that it believes in."""
+    rank = dist.get_rank()
+    [group] = [found for found in gc.get_objects() if type(found).__name__ == "SwitchGroup"]
+    group._ranks = members[rank]
+    dist.all_reduce(torch.ones(2))
+
+
+def look_around(path: str) -> dict[str, Any]:
+    """Try to reach the other rank by everything except the switch. Return what worked."""
+    rank, found = dist.get_rank(), {}
+
+    def attempt(name: str, work: Any) -> None:
+        try:
+            found[name] = work()
+        except OSError as error:
+            found[name] = errno.errorcode[error.errno]
+
+    attempt("internet", lambda: socket.socket(socket.AF_INET).close())
+    attempt("unix", lambda: socket.socket(socket.AF_UNIX).close())
+    attempt("flock", lambda: __import__("fcntl").flock(os.open(os.__file__, os.O_RDONLY), 1))
+    attempt("gloo", lambda: make_gloo())
+    for place in ("/tmp", "/var/tmp", "/dev/shm", os.getcwd(), os.path.dirname(os.getcwd()), path):
+        attempt(f"write {place}", lambda place=place: Path(place, f"from-{rank}").write_text("secret"))
+    dist.barrier()
+    places = ("/tmp", "/var/tmp", "/dev/shm", os.path.dirname(os.getcwd()), path)
+    found["files"] = [str(file) for place in places for file in Path(place).glob(f"**/from-{1 - rank}")]
+    found["uid"] = os.getuid()
+    pids = [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()]
+    found["processes"] = [pid for pid in pids if is_visible(pid)]
+    found["environment"] = json.dumps(dict(os.environ))
+    dist.barrier()
+    return found
+
+
+def is_visible(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+        return True
+    except OSError:
+        return False
+
+
+def make_gloo() -> str:
+    try:
+        store = dist.FileStore("/tmp/store", 1)
+        dist.ProcessGroupGloo(store, 0, 1)
+        return "made"
+    except RuntimeError as error:
+        return str(error).splitlines()[0][:60]
+
+
+def exchange_everything() -> dict[str, Any]:
+    """Exchange tensors of some dtypes and shapes with all operations that need no equal sizes."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    output = torch.zeros(sum(range(1, size + 1)) if rank == 0 else (rank + 1) * size)
+    mine = torch.arange(float(size * (rank + 1)))
+    pieces = [torch.full((rank + other + 1,), float(rank)) for other in range(size)]
+    received = [torch.zeros(rank + other + 1) for other in range(size)]
+    dist.all_to_all(received, pieces)
+    same = torch.arange(float(2 * size)) + 100 * rank
+    output = torch.zeros(2 * size)
+    dist.all_to_all_single(output, same)
+    any_source = torch.zeros(3)
+    source = None
+    if rank == 0:
+        source = dist.recv(any_source)
+    elif rank == 1:
+        dist.send(torch.full((3,), 7.0), 0)
+    return {"received": received, "output": output, "any": any_source, "source": source, "mine": mine.sum().item()}
