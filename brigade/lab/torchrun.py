@@ -107,8 +107,8 @@ def run_on_torchrun(function: Callable[..., Any], *args: Any, **options: Any) ->
         "function": function.__qualname__,
         "packages": {**sources, **(how.packages or {})},
         "threads": max(1, count_cores() // local_size),
-        "seed": how.seed
-        or 0,  # the same on every rank, because ranks cannot agree on a random seed before they communicate
+        # Ranks cannot agree on a random seed before they communicate.
+        "seed": (how.seed or 0) + rank,
         "calls": [args],
     }
     files = {path for path, _ in request["packages"].get("submission", {}).values()}

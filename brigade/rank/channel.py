@@ -2,7 +2,8 @@
 
 A message to the parent consists of a letter, an 8-byte length and that many bytes. The letters are E for events (a JSON
 list), R for the result (`wire.py`), and X for an exception (JSON). In a run with a switch, C is a launch and W the wait
-for one, which the parent answers with its result. The request and the answers have no letter.
+for one, which the parent answers with its result, and P asks whether one is complete. The request and the answers have
+no letter.
 """
 
 from __future__ import annotations
@@ -75,6 +76,11 @@ class Channel:
         """Wait until the switch sends the result of a launch."""
         self._send(b"W", struct.pack("<Q", index))
         return self._read_answer()
+
+    def poll(self, index: int) -> bool:
+        """Ask the switch whether a launch is complete."""
+        self._send(b"P", struct.pack("<Q", index))
+        return self._read_answer() == b"complete"
 
     def _send(self, letter: bytes = b"", body: bytes = b"") -> None:
         """Send the events that have not been sent, then a message if there is a letter."""

@@ -267,11 +267,12 @@ class RecordedWork(dist.Work, metaclass=make_sealed_metaclass(dist.Work)):
 
     def get_future(self) -> torch.futures.Future:
         # A future counts as a wait, because its owner may wait on it where we cannot see it, as the reducer does.
-        self._recorder.note("wait", index=self._index)
-        self._recorder.note("done", index=self._index)
-        future = self._inner.get_future()
         if not _one_thread:
-            return future
+            self._recorder.note("wait", index=self._index)
+            self._recorder.note("done", index=self._index)
+            return self._inner.get_future()
+        self.wait()
+        future = self._inner.get_future()
         completed: torch.futures.Future = torch.futures.Future()  # its callbacks run in the caller's thread
         completed.set_result(future.wait())
         return completed

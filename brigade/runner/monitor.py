@@ -280,7 +280,9 @@ class Monitor:
             return None
         letter, (size,) = bytes(buffer[:1]), struct.unpack_from("<Q", buffer, 1)
         is_launch = letter == b"C" and self._switch
-        if letter not in (b"E", b"R", b"X", b"W", b"C") or size > (LAUNCH_LIMIT if is_launch else self._max_bytes):
+        if letter not in (b"E", b"R", b"X", b"C", b"W", b"P") or size > (
+            LAUNCH_LIMIT if is_launch else self._max_bytes
+        ):
             raise ValueError("not a message of a rank")
         if len(buffer) < HEADER_BYTES + size:
             return None
@@ -300,7 +302,7 @@ class Monitor:
         if state.result is not None or state.error is not None:
             return []  # a rank sends nothing after its result or its exception
         self._last_news = time.monotonic()
-        if letter in (b"C", b"W"):
+        if letter in (b"C", b"W", b"P"):
             self._handle_launch(state, letter, body)
             return []
         if letter == b"R":
@@ -325,10 +327,14 @@ class Monitor:
         return events
 
     def _handle_launch(self, state: RankState, letter: bytes, body: bytes) -> None:
-        """Pass a launch or a wait to the switch. Raise Refused if the rank's record says something else."""
+        """Pass a launch, a wait or a poll to the switch. Raise Refused if the rank's record says something else."""
         number, last = state.number, state.record.events[-1] if state.record.events else {"kind": None}
-        if letter == b"W":
+        if letter != b"C":
             (index,) = struct.unpack("<Q", body)
+        if letter == b"P":
+            self._switch.poll(number, index)
+            return
+        if letter == b"W":
             if last["kind"] != "wait" or last["index"] != index:
                 raise Refused("waited for a result without recording the wait")
             self._switch.wait(number, index)

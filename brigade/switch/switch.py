@@ -70,6 +70,7 @@ class Call:
     result: bytes | None = None  # None: not complete yet
     source: int = 0  # of a completed receive: the rank in the group
     is_delivered: bool = False
+    is_polled: bool = False  # whether the rank has learnt that the launch is complete
     held: int = 0
 
     @property
@@ -136,11 +137,21 @@ class Switch:
         else:
             self._deliver(call)
 
+    def poll(self, rank: int, index: int) -> None:
+        """Answer whether launch `index` of the rank is complete. Raise Refused if it may not ask."""
+        if rank in self._waiting or not 0 <= index < len(self.calls[rank]):
+            raise Refused("asked for a launch that it has not made, or while it waits")
+        call = self.calls[rank][index]
+        call.is_polled = call.result is not None
+        self.answers.append((rank, b"complete" if call.is_polled else b"pending"))
+
     def check_event(self, rank: int, event: dict[str, Any]) -> None:
         """Raise Refused if the rank's next event contradicts what the rank has sent."""
         calls = self.calls[rank]
         if event["kind"] == "launch" and event["index"] > len(calls):
             raise Refused("recorded a launch that it did not make")
+        if event["kind"] == "complete" and not (event["index"] < len(calls) and calls[event["index"]].is_polled):
+            raise Refused("recorded that a launch is complete, but did not ask")
         if event["kind"] == "done" and not (event["index"] < len(calls) and calls[event["index"]].is_delivered):
             raise Refused("recorded the end of a wait, but did not wait")
 

@@ -87,8 +87,11 @@ def test_only_the_own_handle_delivers_and_every_way_of_asking_does(how):
             assert result["answer"] is True
 
 
-def test_asking_in_a_loop_is_waiting():
+def test_asking_in_a_loop_is_waiting(inner):
     results = run_ranks(functions.poll, mode="strict")
+    if inner == "switch":  # which may also answer yes at once
+        assert all(result == sorted(result) and result[2:] == [True, True] for result in results)
+        return
     assert list(results) == [[False, False, True, True]] * len(results)
     for events in results.events:
         kinds = [event["kind"] for event in events if event["kind"] not in ("connect", "connected", "end")]
