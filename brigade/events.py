@@ -21,6 +21,7 @@ machine share) and `phase` (what the training loop was doing). `rank/recording.p
     phase    the training loop enters this phase
     race     a tensor of launch `index` was changed between launch and wait (`rank/strict.py`)
     ready    backward is about to add the gradient of the parameter `name` to its `.grad`
+    border   backward learns factor `number` of batch number `batch` of the run (`checks/edge_case_models.py`)
     call     the rank begins the second or a later call of the function given to `run_calls` (`rank/main.py`)
     step     the following events belong to step `step` of the training loop, or to no step if `step` is None
 
@@ -58,6 +59,7 @@ FIELDS: dict[str, Fields] = {
     "race": COMMON_FIELDS | {"index": (int,)},
     "connect": COMMON_FIELDS | {"group": (str,), "ranks": (list,)},
     "ready": COMMON_FIELDS | {"name": (str,)},
+    "border": COMMON_FIELDS | {"batch": (int,), "number": (int,)},
     "step": COMMON_FIELDS | {"step": (int, type(None))},
 }  # fmt: skip
 
@@ -258,10 +260,12 @@ class RankRecord:
         self.waiting: Event | None = None  # the launch that the rank is waiting for
         self.connecting: Event | None = None  # the "connect" event of the process group that the rank is creating
         self.groups: set[str] = set()  # the names of the process groups that the rank has begun to create
+        self.num_borders = 0
 
     def add(self, event: Event) -> None:
         """Add the rank's next event."""
         self.events.append(event)
+        self.num_borders += event["kind"] == "border"
         if event["kind"] == "launch":
             self.launches.append(event)
         elif event["kind"] == "wait":

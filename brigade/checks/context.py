@@ -158,6 +158,7 @@ class CheckContext:
             )
             raise to_failure(failure, self.sources, note) from None
         self.output = results[0].output
+        require_consistent_records(results, args_per_call)
         return results
 
     def try_run(self, scenario: Callable[..., Any], *args: Any, world_size: int) -> ranks.RankResults | None:
@@ -172,6 +173,23 @@ class CheckContext:
             return None
         finally:
             self.output = output
+
+
+def require_consistent_records(
+    results_per_call: Sequence[ranks.RankResults], args_per_call: Sequence[Sequence[Any]]
+) -> None:
+    """Raise CheckFailed if a rank reports gradients as ready at times that contradict its borders."""
+    from brigade.checks.borders import find_contradiction
+
+    for rank in range(len(results_per_call[0])):
+        first = 0  # number of the call's first batch
+        for results, args in zip(results_per_call, args_per_call):
+            own = [arg[rank] if isinstance(arg, ranks.PerRank) else arg for arg in args]
+            batches = ranks.list_batches(own)
+            if contradiction := find_contradiction(results.events[rank], own[0] if own else None, batches, first):
+                expected = "every gradient becomes ready when backward computes it"
+                raise CheckFailed(Verdict(expected, contradiction, rank=rank, ending="record"), results.events)
+            first += len(batches)
 
 
 def to_failure(failure: ranks.RankFailure, sources: Sources, note: str = "") -> CheckFailed:

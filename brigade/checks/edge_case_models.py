@@ -2,23 +2,45 @@
 
 They register their parameters in order of use (except that Buffers registers its norm last). The checks draw `sizes` at
 random: the number of input features, the widths of the hidden layers, and the number of output features.
+
+Between the layers are borders, the identity in forward. In backward, a border multiplies the gradient by a factor of
+the batch, 1 or 1/2. A rank learns a factor only when it asks for it, so it cannot know a gradient below a border before
+it asks. The order of its questions and its launches shows which gradients it knew at each launch.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from brigade.rank import recording
+
 Gradients = dict[str, "Tensor | None"]
 OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
     "adam": lambda params: torch.optim.Adam(params, lr=0.01),
 }
+
+BORDERS = 8  # factors of a batch; no model has more borders
+_factors: Any = None  # of the batch whose forward is running
+
+
+def border(x: Tensor, number: int) -> Tensor:
+    """Return `x`. In backward, multiply its gradient by factor `number` of the batch."""
+    if _factors is not None and x.requires_grad:
+        x.register_hook(partial(scale, _factors, number))
+    return x
+
+
+def scale(factors: Any, number: int, grad: Tensor) -> Tensor:
+    """Multiply a gradient by factor `number`. The parent has a list of factors; a rank must ask for each factor."""
+    return grad * (factors[number] if isinstance(factors, list) else recording.ask_factor(factors, number))
 
 
 class Plain(nn.Module):
@@ -29,8 +51,8 @@ class Plain(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(sizes, sizes[1:]))
 
     def forward(self, x: Tensor, branch: int = 0) -> Tensor:
-        for layer in self.layers[:-1]:
-            x = torch.tanh(layer(x))
+        for number, layer in enumerate(self.layers[:-1]):
+            x = border(torch.tanh(layer(x)), number)
         return self.layers[-1](x)
 
 
@@ -43,9 +65,9 @@ class Tied(Plain):
         self.layers[0].weight = self.layers[-1].weight
 
     def forward(self, x: Tensor, branch: int = 0) -> Tensor:
-        x = torch.tanh(F.linear(x, self.layers[0].weight.T, self.layers[0].bias))
-        for layer in self.layers[1:-1]:
-            x = torch.tanh(layer(x))
+        x = border(torch.tanh(F.linear(x, self.layers[0].weight.T, self.layers[0].bias)), 0)
+        for number, layer in enumerate(self.layers[1:-1], 1):
+            x = border(torch.tanh(layer(x)), number)
         return self.layers[-1](x)
 
 
@@ -68,7 +90,7 @@ class Branches(Plain):
         self.unused = nn.Linear(sizes[-1], 3)
 
     def forward(self, x: Tensor, branch: int = 0) -> Tensor:
-        x = super().forward(x)
+        x = border(super().forward(x), len(self.layers) - 1)
         if branch == 0:
             x = self.left(x)
         elif branch == 1:
@@ -87,8 +109,8 @@ class Buffers(Plain):
 
     def forward(self, x: Tensor, branch: int = 0) -> Tensor:
         x = self.norm(torch.tanh(self.layers[0](x))) * self.mask  # without tanh, the bias would have a zero gradient
-        for layer in self.layers[1:]:
-            x = layer(torch.tanh(x))
+        for number, layer in enumerate(self.layers[1:]):
+            x = layer(border(torch.tanh(x), number))
         return x + self.scratch.sum()
 
 
@@ -101,8 +123,8 @@ class MixedDtypes(Plain):
             layer.to(dtype)
 
     def forward(self, x: Tensor, branch: int = 0) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x.to(layer.weight.dtype)))
+        for number, layer in enumerate(self.layers):
+            x = torch.tanh(layer(border(x.to(layer.weight.dtype), number)))
         return x.float()
 
 
@@ -126,7 +148,7 @@ class Reordered(Plain):
         self.parallel = nn.ModuleList(nn.Linear(sizes[-1], width) for width in (31, 32, 33, 34))
 
     def forward(self, x: Tensor, branch: int = 0) -> Tensor:
-        x = super().forward(x)
+        x = border(super().forward(x), len(self.layers) - 1)
         order = list(itertools.permutations(range(4)))[5 * branch]
         outputs = {i: torch.tanh(self.parallel[i](x)).mean(dim=1, keepdim=True) for i in order}
         return outputs[0] + outputs[1] + outputs[2] + outputs[3]
@@ -155,10 +177,10 @@ class Blocks(nn.Module):
         self.last = nn.Linear(sizes[1], sizes[-1])
 
     def forward(self, x: Tensor, branch: int = 0) -> Tensor:
-        x = self.first(x)
+        x = border(self.first(x), 0)
         for number, block in enumerate(self.blocks):
             if not branch >> number & 1:
-                x = block(x)
+                x = border(block(x), number + 1)
         return self.last(x)
 
 
@@ -203,7 +225,12 @@ def copy_state(model: nn.Module) -> dict[str, Tensor]:
 
 def compute_loss(model: torch.nn.Module, batch: dict[str, Any]) -> Tensor:
     """Return the mean squared error of a batch. Ranks also call this."""
-    output = model(batch["x"], branch=batch["branch"])
+    global _factors
+    _factors = batch.get("factors")
+    try:
+        output = model(batch["x"], branch=batch["branch"])
+    finally:
+        _factors = None
     return ((output - batch["y"]) ** 2).mean()
 
 

@@ -113,7 +113,7 @@ def perform(
     if backend == "nccl":
         api.use_gpu((rank if local_rank is None else local_rank) % torch.cuda.device_count())
     recorder = recording.Recorder(sink)
-    recording.install(recorder)
+    recording.install(recorder, switch)
     if request["mode"] == "emulate":
         emulated_link.share_launches(request["directory"], world_size)
     make_inner = functools.partial(SwitchGroup, switch) if switch else None

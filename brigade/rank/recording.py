@@ -144,12 +144,19 @@ class Recorder:
 
 
 _recorder: Recorder | None = None
+_switch: Any = None
 
 
-def install(recorder: Recorder) -> None:
-    """Make `recorder` the recorder that `note` and `phase` use in this process."""
-    global _recorder
-    _recorder = recorder
+def install(recorder: Recorder, switch: Any = None) -> None:
+    """Make `recorder` the recorder that `note` and `phase` use in this process. `switch` is the channel to a switch."""
+    global _recorder, _switch
+    _recorder, _switch = recorder, switch
+
+
+def ask_factor(factors: dict[str, Any], number: int) -> float:
+    """Return a factor of a batch, and record that the rank knows it from now on. The switch has it, if there is one."""
+    note("border", batch=factors["batch"], number=number)
+    return factors["values"][number] if factors["values"] else _switch.ask_factor(factors["batch"], number)
 
 
 def note(kind: str, **fields: Any) -> None:

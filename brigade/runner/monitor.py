@@ -24,7 +24,7 @@ import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from brigade.course.submission import Sources, is_sealed
 from brigade.events import Event, Mismatch, Progress, validate
@@ -40,6 +40,9 @@ from brigade.runner.report import (
 from brigade.runner.server import SERVER
 from brigade.switch import Refused
 
+if TYPE_CHECKING:
+    from brigade.switch.switch import Switch
+
 QUIET_S = 2.0  # after this time without a message from any rank, look for a deadlock
 CONNECT_S = 30.0  # after this time without a message, stop ranks that are still creating a process group
 GRACE_S = 0.3  # after the first failure, other ranks have this time to report theirs
@@ -50,6 +53,7 @@ TRACE_LIMIT = 1 << 16  # bytes of a rank's stack that are kept
 FRAMES_LIMIT = 30  # frames of an exception that are kept
 SENT_LIMIT = 1 << 30  # bytes that a rank may send, if there is no sandbox
 LAUNCH_LIMIT = 128 << 20  # bytes of one launch, if there is a switch
+LETTERS = (b"E", b"R", b"X", b"C", b"W", b"P", b"B")
 HEADER_BYTES = 9  # of a message: its letter and its size
 
 
@@ -107,7 +111,7 @@ class Monitor:
         deadline_s: float | None,
         stream: bool,
         on_event: Callable[[int, Event], None] | None,
-        has_switch: bool = False,
+        switch: Switch | None = None,
     ):
         self.progress = Progress(world_size)
         self.ranks = [RankProcess(RankState(number, record)) for number, record in enumerate(self.progress.ranks)]
@@ -121,7 +125,7 @@ class Monitor:
         self._last_news = time.monotonic()
         self._failed_at: float | None = None
         self._mismatch: Mismatch | None = None
-        self._switch = make_switch(world_size) if has_switch else None
+        self._switch = switch
 
     @property
     def states(self) -> list[RankState]:
@@ -280,9 +284,7 @@ class Monitor:
             return None
         letter, (size,) = bytes(buffer[:1]), struct.unpack_from("<Q", buffer, 1)
         is_launch = letter == b"C" and self._switch
-        if letter not in (b"E", b"R", b"X", b"C", b"W", b"P") or size > (
-            LAUNCH_LIMIT if is_launch else self._max_bytes
-        ):
+        if letter not in LETTERS or size > (LAUNCH_LIMIT if is_launch else self._max_bytes):
             raise ValueError("not a message of a rank")
         if len(buffer) < HEADER_BYTES + size:
             return None
@@ -302,12 +304,12 @@ class Monitor:
         if state.result is not None or state.error is not None:
             return []  # a rank sends nothing after its result or its exception
         self._last_news = time.monotonic()
-        if letter in (b"C", b"W", b"P"):
+        if letter in (b"C", b"W", b"P", b"B"):
             self._handle_launch(state, letter, body)
             return []
         if letter == b"R":
-            if self._switch and len(state.record.launches) != len(self._switch.calls[state.number]):
-                raise Refused("recorded a launch that it did not make")
+            if self._switch:
+                self._switch.check_end(state.number, len(state.record.launches), state.record.num_borders)
             state.result = body
             return []
         if letter == b"X":
@@ -320,15 +322,21 @@ class Monitor:
         for event in events:
             validate(event, len(state.record.launches))
             if self._switch:
-                self._switch.check_event(state.number, event)
+                self._switch.check_event(state.number, event, state.record.num_borders)
             self.progress.add(state.number, event)
             if event["kind"] == "launch" and not self._mismatch:
                 self._mismatch = self.progress.find_mismatch(state.number)
         return events
 
     def _handle_launch(self, state: RankState, letter: bytes, body: bytes) -> None:
-        """Pass a launch, a wait or a poll to the switch. Raise Refused if the rank's record says something else."""
+        """Pass a launch or a question to the switch. Raise Refused if the rank's record says something else."""
         number, last = state.number, state.record.events[-1] if state.record.events else {"kind": None}
+        if letter == b"B":
+            batch, border = struct.unpack("<QQ", body)
+            if last["kind"] != "border" or (last["batch"], last["number"]) != (batch, border):
+                raise Refused("asked for a factor without recording the border")
+            self._switch.answer_factor(number, batch, border)
+            return
         if letter != b"C":
             (index,) = struct.unpack("<Q", body)
         if letter == b"P":
@@ -398,13 +406,6 @@ class Monitor:
             self._listen(0.1)
             if all(sizes) and sizes == [len(rank.state.stack) for rank in alive]:
                 break  # all have answered, and no more text arrives
-
-
-def make_switch(world_size: int) -> Any:
-    """Return a switch. This imports torch, which other runs of the parent do not need."""
-    from brigade.switch.switch import Switch
-
-    return Switch(world_size)
 
 
 def append_limited(kept: bytearray, data: bytes, limit: int) -> None:

@@ -107,6 +107,9 @@ def run_calls(
     requests = make_requests(module, function.__qualname__, args_per_call, packages, how)
     SERVER.start()
     from brigade.runner import wire  # torch is imported while the server is starting
+    from brigade.switch.switch import Switch
+
+    factors = [number_batches(request["calls"], keep=how.has_switch) for request in requests]
 
     directory = Path(tempfile.mkdtemp(prefix="run-", dir=SERVER.scratch))
     if SERVER.sandbox:
@@ -118,7 +121,7 @@ def run_calls(
         deadline_s=how.deadline_s,
         stream=how.stream,
         on_event=how.on_event,
-        has_switch=how.has_switch,
+        switch=Switch(how.world_size, factors) if how.has_switch else None,
     )
     try:
         monitor.fork(directory)
@@ -168,11 +171,40 @@ def make_requests(
         | {
             "rank": rank,
             "seed": rng.randrange(2**63),
-            "calls": [[arg[rank] if isinstance(arg, PerRank) else arg for arg in args] for args in args_per_call],
+            "calls": [
+                [copy_lists(arg[rank] if isinstance(arg, PerRank) else arg) for arg in args] for args in args_per_call
+            ],
             "environment": common | environment,
         }
         for rank, environment in enumerate(environments)
     ]
+
+
+def copy_lists(value: Any) -> Any:
+    """Return a copy of nested lists, tuples and dicts, with the same tensors and other values in it."""
+    if isinstance(value, dict):
+        return {key: copy_lists(item) for key, item in value.items()}
+    return type(value)(map(copy_lists, value)) if type(value) in (list, tuple) else value
+
+
+def list_batches(value: Any) -> list[dict[str, Any]]:
+    """Return all batches with factors in nested lists, tuples and dicts, in order."""
+    if isinstance(value, dict) and "factors" in value:
+        return [value]
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return [batch for item in items for batch in list_batches(item)]
+
+
+def number_batches(calls: list[Any], keep: bool) -> list[list[float]]:
+    """Replace the factors of each batch in a request by its number. Return the factors.
+
+    With `keep`, the request contains only the number, because the switch answers when the rank asks for a factor.
+    """
+    kept = []
+    for batch in list_batches(calls):
+        kept.append(batch["factors"])
+        batch["factors"] = {"batch": len(kept) - 1, "values": None if keep else kept[-1]}
+    return kept
 
 
 def find_sources(function: Callable[..., Any]) -> tuple[str, dict[str, Sources]]:

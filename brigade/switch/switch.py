@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import struct
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -97,7 +98,9 @@ class _Group:
 class Switch:
     """The calls of the ranks of one run."""
 
-    def __init__(self, world_size: int):
+    def __init__(self, world_size: int, factors: list[list[list[float]]] | None = None):
+        self._factors = factors or [[]] * world_size  # by rank and batch
+        self._asked = [0] * world_size
         self.calls: list[list[Call]] = [[] for _ in range(world_size)]
         self.answers: list[tuple[int, bytes]] = []  # (rank, bytes) to be sent; the monitor removes them
         self._waiting: dict[int, Call] = {}  # by rank
@@ -145,15 +148,33 @@ class Switch:
         call.is_polled = call.result is not None
         self.answers.append((rank, b"complete" if call.is_polled else b"pending"))
 
-    def check_event(self, rank: int, event: dict[str, Any]) -> None:
-        """Raise Refused if the rank's next event contradicts what the rank has sent."""
+    def answer_factor(self, rank: int, batch: int, number: int) -> None:
+        """Answer with a factor of a batch of the rank. Raise Refused if there is none."""
+        factors = self._factors[rank]
+        if rank in self._waiting or not (0 <= batch < len(factors) and 0 <= number < len(factors[batch])):
+            raise Refused("asked for a factor of a batch that it does not have")
+        self._asked[rank] += 1
+        self.answers.append((rank, struct.pack("<d", factors[batch][number])))
+
+    def check_event(self, rank: int, event: dict[str, Any], num_borders: int) -> None:
+        """Raise Refused if the rank's next event contradicts what the rank has sent.
+
+        `num_borders` is the number of borders in its record so far, without this event.
+        """
         calls = self.calls[rank]
+        if num_borders != self._asked[rank]:
+            raise Refused("recorded a border, but did not ask for its factor")
         if event["kind"] == "launch" and event["index"] > len(calls):
             raise Refused("recorded a launch that it did not make")
         if event["kind"] == "complete" and not (event["index"] < len(calls) and calls[event["index"]].is_polled):
             raise Refused("recorded that a launch is complete, but did not ask")
         if event["kind"] == "done" and not (event["index"] < len(calls) and calls[event["index"]].is_delivered):
             raise Refused("recorded the end of a wait, but did not wait")
+
+    def check_end(self, rank: int, num_launches: int, num_borders: int) -> None:
+        """Raise Refused if the complete record of a rank contains launches or borders that the switch has not seen."""
+        if num_launches != len(self.calls[rank]) or num_borders != self._asked[rank]:
+            raise Refused("recorded a launch or a border of which the switch knows nothing")
 
     def is_stuck(self, settled: Collection[int]) -> bool:
         """Return whether every rank waits for a launch that is not complete, except the ranks in `settled`."""
