@@ -1,8 +1,8 @@
 """Compare the order of a rank's events with the order in which its backward passes must compute their gradients.
 
 In a run with a switch, the borders in a record are proven: a rank could not compute a gradient below a border before
-the switch answered. The rank itself reports when gradients are ready. `find_contradiction` therefore compares these reports
-with the borders. Whatever relies on the order of launches and ready gradients then relies on the switch.
+the switch answered. The rank itself reports when gradients are ready. `find_contradiction` therefore compares these
+reports with the borders. Whatever relies on the order of launches and ready gradients then relies on the switch.
 """
 
 from __future__ import annotations
