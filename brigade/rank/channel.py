@@ -2,8 +2,8 @@
 
 A message to the parent consists of a letter, an 8-byte length and that many bytes. The letters are E for events (a JSON
 list), R for the result (`wire.py`), and X for an exception (JSON). In a run with a switch, C is a launch and W the wait
-for one, which the parent answers with its result, P asks whether one is complete, and B asks for a factor of a border.
-The request and the answers have no letter.
+for one, which the parent answers with its result, P asks whether one is complete, B asks for a factor of a border, and
+G waits until all ranks have created a group. The request and the answers have no letter.
 """
 
 from __future__ import annotations
@@ -81,6 +81,11 @@ class Channel:
         """Ask the switch whether a launch is complete."""
         self._send(b"P", struct.pack("<Q", index))
         return self._read_answer() == b"complete"
+
+    def connect(self) -> None:
+        """Wait until all ranks of the group in the last event have created it."""
+        self._send(b"G", b"\0")
+        self._read_answer()
 
     def ask_factor(self, batch: int, number: int) -> float:
         """Ask the switch for a factor of a batch."""

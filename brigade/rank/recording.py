@@ -512,13 +512,13 @@ def start_process_group(
     def create(options: Any, _: Any) -> RecordingGroup:
         ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
         arguments = (options.store, options.group_rank, options.group_size, options.timeout)
+        recorder.note("connect", group=str(options.group_id), ranks=ranks)  # returns when all ranks have called it
         if make_inner:
             inner = make_inner(str(options.group_id), ranks, options.group_rank)
         else:
             inner = dist.ProcessGroup(*arguments[:3])
-            recorder.note("connect", group=str(options.group_id), ranks=ranks)  # returns when all ranks have called it
             register_backends(inner, backend, *arguments)
-            recorder.note("connected")
+        recorder.note("connected")
         group = group_class(inner, recorder, str(options.group_id), ranks)
         register_stand_ins(group, backend)
         return group

@@ -29,6 +29,7 @@ class SwitchGroup:
 
     def __init__(self, channel: Channel, name: str, ranks: Sequence[int], rank: int):
         self._channel, self._name, self._ranks, self._rank = channel, name, list(ranks), rank
+        channel.connect()
 
     def rank(self) -> int:
         return self._rank

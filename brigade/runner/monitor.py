@@ -53,7 +53,7 @@ TRACE_LIMIT = 1 << 16  # bytes of a rank's stack that are kept
 FRAMES_LIMIT = 30  # frames of an exception that are kept
 SENT_LIMIT = 1 << 30  # bytes that a rank may send, if there is no sandbox
 LAUNCH_LIMIT = 128 << 20  # bytes of one launch, if there is a switch
-LETTERS = (b"E", b"R", b"X", b"C", b"W", b"P", b"B")
+LETTERS = (b"E", b"R", b"X", b"C", b"W", b"P", b"B", b"G")  # see `rank/channel.py`
 HEADER_BYTES = 9  # of a message: its letter and its size
 
 
@@ -203,12 +203,8 @@ class Monitor:
             return "deadlock"
         if now > ends_at:
             return "deadline"
-        if (
-            self._stream
-            and not self._switch
-            and now > self._last_news + QUIET_S
-            and self.progress.is_deadlocked(settled)
-        ):
+        is_quiet = self._stream and not self._switch and now > self._last_news + QUIET_S
+        if is_quiet and self.progress.is_deadlocked(settled):
             return "deadlock"
         unsettled = [state for state in self.states if not state.is_settled]
         if now > self._last_news + CONNECT_S and all(state.record.connecting for state in unsettled):
@@ -304,7 +300,7 @@ class Monitor:
         if state.result is not None or state.error is not None:
             return []  # a rank sends nothing after its result or its exception
         self._last_news = time.monotonic()
-        if letter in (b"C", b"W", b"P", b"B"):
+        if letter in LETTERS[3:]:
             self._handle_launch(state, letter, body)
             return []
         if letter == b"R":
@@ -331,6 +327,11 @@ class Monitor:
     def _handle_launch(self, state: RankState, letter: bytes, body: bytes) -> None:
         """Pass a launch or a question to the switch. Raise Refused if the rank's record says something else."""
         number, last = state.number, state.record.events[-1] if state.record.events else {"kind": None}
+        if letter == b"G":
+            if last["kind"] != "connect":
+                raise Refused("created a group without recording it")
+            self._switch.connect(number, last["group"], last["ranks"])
+            return
         if letter == b"B":
             batch, border = struct.unpack("<QQ", body)
             if last["kind"] != "border" or (last["batch"], last["number"]) != (batch, border):

@@ -104,6 +104,7 @@ class Switch:
         self.calls: list[list[Call]] = [[] for _ in range(world_size)]
         self.answers: list[tuple[int, bytes]] = []  # (rank, bytes) to be sent; the monitor removes them
         self._waiting: dict[int, Call] = {}  # by rank
+        self._connecting: dict[int, tuple[str, tuple[int, ...]]] = {}  # the group that a rank is creating
         self._groups: dict[tuple[str, tuple[int, ...]], _Group] = {}
         self._messages: dict[tuple, deque[Call]] = {}  # unmatched, by (group, op, receiver, tag)
         self._held = 0
@@ -148,6 +149,17 @@ class Switch:
         call.is_polled = call.result is not None
         self.answers.append((rank, b"complete" if call.is_polled else b"pending"))
 
+    def connect(self, rank: int, group: str, ranks: list[int]) -> None:
+        """Answer all ranks of a group as soon as all of them have created it."""
+        if rank not in ranks or rank in self._waiting | self._connecting.keys():
+            raise Refused("created a group of which it is not a member, or while it waits")
+        self._connecting[rank] = (group, tuple(ranks))
+        members = [member for member, key in self._connecting.items() if key == self._connecting[rank]]
+        if set(members) == set(ranks):
+            for member in members:
+                del self._connecting[member]
+                self.answers.append((member, b"connected"))
+
     def answer_factor(self, rank: int, batch: int, number: int) -> None:
         """Answer with a factor of a batch of the rank. Raise Refused if there is none."""
         factors = self._factors[rank]
@@ -177,8 +189,9 @@ class Switch:
             raise Refused("recorded a launch or a border of which the switch knows nothing")
 
     def is_stuck(self, settled: Collection[int]) -> bool:
-        """Return whether every rank waits for a launch that is not complete, except the ranks in `settled`."""
-        return all(rank in self._waiting or rank in settled for rank in range(len(self.calls)))
+        """Return whether every rank waits for a launch or a group, except the ranks in `settled`."""
+        stopped = {*self._waiting, *self._connecting, *settled}
+        return len(stopped) == len(self.calls)
 
     # ---- operations
 

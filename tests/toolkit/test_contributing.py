@@ -74,7 +74,11 @@ def test_imports_point_from_high_folders_to_low_ones():
 @pytest.mark.parametrize(
     ("name", "text", "fault"),
     [
-        ("brigade.rank.api", "from brigade.checks import plugin", "brigade.rank.api imports brigade.checks.plugin"),
+        (
+            "brigade.rank.failure",
+            "from brigade.checks import plugin",
+            "brigade.rank.failure imports brigade.checks.plugin",
+        ),
         (
             "brigade.lab.bench",
             "def f():\n    import brigade.grade.formats",

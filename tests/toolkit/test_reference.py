@@ -12,7 +12,7 @@ from torch import Tensor
 from brigade.checks import edge_case_models
 from brigade.checks.edge_case_models import MODELS
 from brigade.checks.reference import OPTIMIZERS, Case, compute_loss, copy_gradients, draw_sizes
-from brigade.runner.ranks import PerRank
+from brigade.runner.ranks import PerRank, list_batches
 from brigade.runner.wire import encode
 
 SIZES = [7, 11, 13, 5]
@@ -25,6 +25,13 @@ def case(model: str, world_size: int, seed: int = 0, **options: Any) -> Case:
 
 def build_model(problem: Case, rank: int) -> torch.nn.Module:
     return edge_case_models.build(problem.model, problem.sizes, problem.states[rank], problem.dtype)
+
+
+def remove_borders(problem: Case) -> Case:
+    """Return the problem without the factors of its batches, which differ between ranks."""
+    for batch in list_batches(problem.batches):
+        del batch["factors"]
+    return problem
 
 
 def concatenate(batches: list[dict]) -> dict:
@@ -95,7 +102,7 @@ def test_the_start_is_that_of_the_groups_first_rank(name):
 @pytest.mark.parametrize("name", ["Plain", "Tied", "Frozen", "Transposed"])
 @pytest.mark.parametrize("group", [[0, 1, 2], [1, 2]])
 def test_gradients_are_those_of_the_concatenated_batch(name, group):
-    problem = case(name, 3, micro_batches=2, dtype=torch.float64, group=group)
+    problem = remove_borders(case(name, 3, micro_batches=2, dtype=torch.float64, group=group))
     model = build_model(problem, group[0])
     for micro in range(2):
         batch = concatenate([problem.batches[rank][0][micro] for rank in group])
@@ -142,6 +149,7 @@ def test_gradients_have_the_parameters_dtype_and_no_rounding_of_the_average(name
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_training_is_that_of_one_process(optimizer):
     problem = case("Plain", 3, steps=4, micro_batches=2, dtype=torch.float64, optimizer=optimizer, group=[0, 2])
+    remove_borders(problem)
     model = build_model(problem, 0)
     stepper = OPTIMIZERS[optimizer](model.parameters())
     losses = []

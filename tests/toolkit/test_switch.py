@@ -31,7 +31,7 @@ WRONG = {
     "lists of lists": "cannot be performed", "many parts": "too many parts", "no JSON": "cannot be performed",
     "deep JSON": "cannot be performed", "unrecorded": "without recording it",
     "recorded as smaller": "recorded numel = 1 for a launch with numel = 2|recorded nbytes = 4",
-    "recorded only": "it did not make", "recorded as the last one": "it did not make",
+    "recorded only": "it did not make", "recorded as the last one": "knows nothing",
     "recorded as awaited": "did not wait", "unrecorded wait": "without recording the wait",
     "wait for nothing": "without recording", "half a message": "exit code 0", "a message without end": "unreadable",
     "flood": "too many bytes", "many launches": "endless loop", "death": "exit code 3",
