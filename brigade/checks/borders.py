@@ -18,6 +18,7 @@ from brigade.checks.edge_case_models import compute_loss
 from brigade.events import Event
 from brigade.rank.recording import Recorder
 
+CHANGED = {"listed", "tied"}  # entries of jobs whose scenarios change the model (`scenarios/m09_prefetched_weights.py`)
 Order = tuple[list[int], dict[str, "int | None"]]
 
 
@@ -26,7 +27,7 @@ def find_contradiction(events: Sequence[Event], job: Any, batches: Sequence[dict
 
     `batches` are the batches of the rank's job, and `first` is the number of the first of them in the run.
     """
-    if not (isinstance(job, dict) and {"model", "sizes", "dtype"} <= job.keys() and batches):
+    if not (isinstance(job, dict) and {"model", "sizes", "dtype"} <= job.keys() and batches) or CHANGED & job.keys():
         return ""
     last: tuple[int, int] | None = None  # the batch and the number of the last border
     for event in events:

@@ -8,7 +8,6 @@ G waits until all ranks have created a group. The request and the answers have n
 
 from __future__ import annotations
 
-import _socket
 import json
 import os
 import socket
@@ -17,14 +16,11 @@ import threading
 import time
 from typing import Any
 
-from brigade.rank import locks
 from brigade.runner import wire
 
 UNSTREAMED_S = 0.5  # the longest time between two batches of events that are not streamed
 
-# Our own copies: a submission that replaces functions of json or socket must not see the record.
-encode_events = locks.copy_module("json.encoder").JSONEncoder().encode
-send = _socket.socket.sendall
+encode_events = json.JSONEncoder().encode
 
 
 class Channel:
@@ -100,7 +96,7 @@ class Channel:
             self._sent_at = time.monotonic()
             parts = [(b"E", encode_events(events).encode())] if events else []
             parts += [(letter, body)] if letter else []
-            send(self._socket, b"".join(mark + struct.pack("<Q", len(data)) + data for mark, data in parts))
+            self._socket.sendall(b"".join(mark + struct.pack("<Q", len(data)) + data for mark, data in parts))
 
     def _read_answer(self) -> bytes:
         return self._read(struct.unpack("<Q", self._read(8))[0])

@@ -34,12 +34,8 @@ import torch
 import torch.distributed as dist
 
 from brigade.events import OPPOSITES
-from brigade.rank import locks
-from brigade.rank.locks import private
 from brigade.rank.memory import list_tensors
 from brigade.rank.recording import METHODS, RecordedWork, Recorder, RecordingGroup
-
-locks.trust(globals())
 
 MAX_LAUNCHES = 2**20  # of one group in one run. The file has room for this many; unused room takes no disk space.
 LOOK_S = 1e-4  # pause between two checks for the launch of the last rank
@@ -225,7 +221,6 @@ class EmulatedLinkGroup(RecordingGroup):
         results = [] if outputs is None else list_tensors(args[outputs])
         return EmulatedLinkWork(work, self._recorder, index, results, series, number)
 
-    @private
     def _find_messages(self, op: str, peer: int) -> LaunchSeries:
         """Return the series of messages to or from a rank of the group."""
         sender, receiver = (self.rank(), peer) if op == "send" else (peer, self.rank())

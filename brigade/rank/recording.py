@@ -6,8 +6,8 @@ the submission (on the default group or on a sub-group that it created) and from
 `brigade/events.py` lists the kinds of events and their fields. The parent uses it to read the events. Scenarios add
 their own kinds with `note`.
 
-Student code has access to groups and handles. `locks.py` hides their inner parts, so that student code can neither
-communicate without being recorded nor change the record.
+Student code has access to groups and handles. It could communicate without being recorded, or change the record. Runs
+with a switch therefore compare the record with what the switch has seen (`brigade/switch/switch.py`).
 """
 
 from __future__ import annotations
@@ -28,12 +28,8 @@ from torch.distributed import distributed_c10d as c10d
 
 from brigade.course.submission import PACKAGE
 from brigade.events import OPPOSITES
-from brigade.rank import api, locks
-from brigade.rank.locks import hidden_attribute, make_sealed_metaclass, private
+from brigade.rank import api
 from brigade.rank.memory import list_tensors, uncounted
-
-locks.trust(globals())
-COLLECTIVES = locks.CodeOf(c10d)  # created before any submission can change c10d
 
 BACKEND = "brigade"  # the name under which the recording group is registered with torch
 GLOO_THREADS = 1  # torch's default of 2 can damage the memory of a rank: see docs/gloo_memory.md
@@ -222,10 +218,8 @@ def phase(name: str) -> Iterator[None]:
         _recorder.phase = before
 
 
-class RecordedWork(dist.Work, metaclass=make_sealed_metaclass(dist.Work)):
+class RecordedWork(dist.Work):
     """The handle of one launch. It passes all calls on and records waits."""
-
-    _inner, _recorder, _index = hidden_attribute(), hidden_attribute(), hidden_attribute()
 
     def __init__(self, inner: dist.Work, recorder: Recorder, index: int):
         super().__init__()
@@ -242,7 +236,6 @@ class RecordedWork(dist.Work, metaclass=make_sealed_metaclass(dist.Work)):
         self._recorder.note("done", index=self._index)
         return True
 
-    @private
     @uncounted()
     def _await(self, timeout: timedelta | None) -> None:
         """Wait until the result is available. On CUDA, make the current stream wait."""
@@ -274,7 +267,7 @@ class RecordedWork(dist.Work, metaclass=make_sealed_metaclass(dist.Work)):
 
     def get_future(self) -> torch.futures.Future:
         # A future counts as a wait, because its owner may wait on it where we cannot see it, as the reducer does.
-        if not _one_thread:
+        if not _is_graded:
             self._recorder.note("wait", index=self._index)
             self._recorder.note("done", index=self._index)
             return self._inner.get_future()
@@ -364,13 +357,11 @@ METHODS: dict[str, tuple[str, int | None, int | None]] = {
 LIST_FIRST = {"allreduce", "broadcast", "reduce"}  # these also accept a single tensor
 
 
-class RecordingGroup(dist.ProcessGroup, metaclass=make_sealed_metaclass(dist.ProcessGroup)):
+class RecordingGroup(dist.ProcessGroup):
     """Record every collective and pass it on to `inner`, a complete process group.
 
     Subclasses override `call` to handle the tensors in another way.
     """
-
-    _inner, _recorder, _name, _ranks = hidden_attribute(), hidden_attribute(), hidden_attribute(), hidden_attribute()
 
     def __init__(self, inner: dist.ProcessGroup, recorder: Recorder, name: str, ranks: list[int]):
         super().__init__(inner.rank(), inner.size())
@@ -379,14 +370,12 @@ class RecordingGroup(dist.ProcessGroup, metaclass=make_sealed_metaclass(dist.Pro
         self._name = name
         self._ranks = ranks
 
-    @private
     def call(self, method: str, args: list[Any], kwargs: dict[str, Any], index: int) -> dist.Work | None:
         """Perform launch `index` and return its handle."""
         work = self._perform(method, args, kwargs)
         self._note_end(work, index)
         return RecordedWork(work, self._recorder, index)
 
-    @private
     @uncounted()  # gloo's reduce-scatter copies its input
     def _perform(self, method: str, args: list[Any], kwargs: dict[str, Any]) -> dist.Work:
         op, outputs, _ = METHODS[method]
@@ -397,7 +386,6 @@ class RecordingGroup(dist.ProcessGroup, metaclass=make_sealed_metaclass(dist.Pro
         work = getattr(self._inner, method)(copies, *args[1:], **kwargs)
         return CarriedMessage(work, [] if outputs is None else args[0], copies)
 
-    @private
     def _note_end(self, work: dist.Work, index: int) -> None:
         try:
             work.get_future().add_done_callback(lambda _: self._recorder.note("end", index=index))
@@ -406,6 +394,8 @@ class RecordingGroup(dist.ProcessGroup, metaclass=make_sealed_metaclass(dist.Pro
 
     def _launch(self, method: str, args: list[Any], kwargs: dict[str, Any]) -> dist.Work | None:
         op, outputs, inputs = METHODS[method]
+        if _is_graded:
+            refuse_finished_answers()
         if method in LIST_FIRST and isinstance(args[0], torch.Tensor):
             args[0] = [args[0]]
         options = find_options(args, kwargs)
@@ -592,45 +582,38 @@ def _wrap_group_functions(backend: str) -> None:
         module.new_group, module.get_backend = new_recorded_group, get_real_backend
 
 
-# Classes of this build of torch with which ranks could communicate, except those that our own groups use.
-OTHER_WAYS = [
-    name
-    for name in dir(torch._C._distributed_c10d)
-    if ("ProcessGroup" in name and name not in ("ProcessGroup", "FakeProcessGroup"))
-    or name in ("_StoreCollectives", "TCPStore", "FileStore")
-]
-STORE_CALLS = (
-    "set", "get", "add", "append", "check", "compare_set", "delete_key", "multi_get", "multi_set", "queue_push",
-    "queue_pop", "queue_len", "wait", "barrier", "list_keys", "num_keys",
-)  # fmt: skip
+_is_graded = False
 THREAD_STARTS = ("start_new_thread", "start_new", "start_joinable_thread")
 
 
-_one_thread = False
+def expect_submission() -> None:
+    """From now on, only the submission itself may call collectives, and only in the main thread.
 
-
-def forbid_other_ways() -> None:
-    """Prevent student code from communicating outside our groups and from starting threads.
-
-    Otherwise, some of its work would not be recorded. The modes that count copies and views see only one thread.
+    Torch's own wrappers are finished answers to the assignments. The modes that count copies and views see one thread.
     """
-    global _one_thread
-    _one_thread = True
-    other = (
-        "{} is not for submissions; communicate with the collectives of torch.distributed, on the given process group "
-        "or on one that dist.new_group creates"
-    )
-    for name in OTHER_WAYS:
-        owner = getattr(torch._C._distributed_c10d, name)
-        locks.reserve(owner, "__init__", other.format(name.strip("_")))
-    for name in STORE_CALLS:
-        if hasattr(dist.Store, name):
-            locks.reserve(dist.Store, name, other.format(f"Store.{name}"), users=COLLECTIVES)
+    global _is_graded
+    _is_graded = True
     for module, prefix in ((_thread, ""), (threading, "_")):
         for name in THREAD_STARTS:
             if hasattr(module, prefix + name):
-                locks.reserve(
-                    module,
-                    prefix + name,
-                    "submissions must not start threads, because only the main thread is recorded",
-                )
+                setattr(module, prefix + name, refuse_thread)
+
+
+def refuse_thread(*args: Any, **kwargs: Any) -> None:
+    raise RuntimeError("submissions must not start threads, because only the main thread is recorded")
+
+
+# Modules of torch that call collectives by themselves. The last one runs backward, and with it C++ code such as DDP's.
+ANSWERS = (
+    "torch.nn.parallel.", "torch.distributed.fsdp.", "torch.distributed.optim.", "torch.distributed._composable.",
+    "torch.distributed.algorithms.", "torch.autograd.graph.",
+)  # fmt: skip
+
+
+def refuse_finished_answers() -> None:
+    """Raise RuntimeError if torch's own wrapper has called a collective, and the submission has called the wrapper."""
+    frame = sys._getframe(1)
+    while frame and (name := frame.f_globals.get("__name__", "")).startswith(("torch.", "contextlib", __name__)):
+        if f"{name}.".startswith(ANSWERS):
+            raise RuntimeError(f"{name} is not accepted as an answer; use the collectives of torch.distributed")
+        frame = frame.f_back

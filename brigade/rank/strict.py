@@ -27,12 +27,8 @@ import torch
 import torch.distributed as dist
 
 from brigade.events import OPPOSITES
-from brigade.rank import locks
-from brigade.rank.locks import hidden_attribute, private
 from brigade.rank.memory import list_tensors, uncounted
 from brigade.rank.recording import METHODS, RecordedWork, Recorder, RecordingGroup, find_options
-
-locks.trust(globals())
 
 
 class FreedTensorError(RuntimeError):
@@ -42,13 +38,10 @@ class FreedTensorError(RuntimeError):
 class StrictGroup(RecordingGroup):
     """Run each collective on copies. `StrictWork` delivers the results."""
 
-    _messages = hidden_attribute()
-
     def __init__(self, inner: dist.ProcessGroup, recorder: Recorder, name: str, ranks: list[int]):
         super().__init__(inner, recorder, name, ranks)
         self._messages = []  # handles of messages: if one is freed, gloo loses its message, and the peer waits forever
 
-    @private
     @uncounted()
     def call(self, method: str, args: list[Any], kwargs: dict[str, Any], index: int) -> dist.Work | None:
         op, outputs, inputs = METHODS[method]
@@ -93,16 +86,6 @@ class StrictGroup(RecordingGroup):
 class StrictWork(RecordedWork):
     """The handle of a launch. The first wait copies the results into the caller's tensors."""
 
-    _given, _at_launch, _targets, _results, _delivered, _delivered_to, _asked_at = (
-        hidden_attribute(),
-        hidden_attribute(),
-        hidden_attribute(),
-        hidden_attribute(),
-        hidden_attribute(),
-        hidden_attribute(),
-        hidden_attribute(),
-    )
-
     def __init__(
         self,
         inner: dist.Work,
@@ -137,7 +120,6 @@ class StrictWork(RecordedWork):
             self._given, self._at_launch, self._targets, self._results = [], [], [], []
         return True
 
-    @private
     def _await(self, timeout: timedelta | None) -> None:
         super()._await(timeout)
         if any(tensor.is_cuda for tensor in self._given):

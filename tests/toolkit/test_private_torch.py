@@ -94,10 +94,5 @@ def test_stand_in_for_a_backend():
     assert tensor.tolist() == [1.0, 1.0], "FakeProcessGroup is expected to do nothing"
 
 
-def test_other_ways_exist():
-    """Every build of torch has these classes. If torch renamed them, the course would no longer refuse them."""
-    for name in ("ProcessGroupGloo", "TCPStore", "FileStore"):
-        assert name in recording.OTHER_WAYS and hasattr(torch._C._distributed_c10d, name), name
-    for name in ("set", "get", "add", "wait"):
-        assert name in recording.STORE_CALLS and hasattr(dist.Store, name), name
-    assert "start_new_thread" in recording.THREAD_STARTS
+def test_threads_start_with_these_functions():
+    assert "start_new_thread" in recording.THREAD_STARTS and hasattr(_thread, "start_new_thread")
