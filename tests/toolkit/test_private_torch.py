@@ -1,5 +1,6 @@
 """Torch's private names that the course uses: each test shows what breaks if torch changes one."""
 
+import _thread
 from datetime import timedelta
 
 import pytest
