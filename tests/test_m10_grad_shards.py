@@ -13,6 +13,8 @@ from brigade.checks.expectations import (
     blocks_backward,
     expect,
     expect_equal,
+    expect_restored,
+    expect_silence,
     join_names,
 )
 from brigade.events import launches, list_ready_gradients, summarize
@@ -132,14 +134,16 @@ def test_live_buckets(submission):
 @pytest.mark.points(3)
 @pytest.mark.needs("test_equals_unsharded")
 def test_accumulation(submission):
-    """Gradients of micro-batches accumulate, with or without no_sync. Only zero_grad clears the shards."""
+    """Gradients accumulate, with or without no_sync. A second backward is added or refused. Only zero_grad clears."""
     for world, finish_each, model in zip(submission.worlds(2, 3, 2), (True, False, False), ("Tied", "Plain", "Frozen")):
         micro_batches = 3
         case = submission.case(model, world, steps=6, micro_batches=micro_batches, dtype=torch.float64)
         idle = submission.rng.randrange(world)
         case.batches[idle][2] = []  # a rank without a backward only calls finish_grad_sync
         recipe = make_recipe("Adam")
-        jobs = make_jobs(case, recipe=recipe, finish_each=finish_each, micro_batches=micro_batches)
+        interrupted = 3 if model == "Plain" else None
+        common = {"finish_each": finish_each, "micro_batches": micro_batches, "interrupted": interrupted}
+        jobs = make_jobs(case, recipe=recipe, **common)
         results = submission.run(m10_grad_shards.train, jobs, world_size=world)
         expect_no_gradient(results, case)
         how = "finish_grad_sync after each" if finish_each else "no_sync"
@@ -151,10 +155,13 @@ def test_accumulation(submission):
                 case.start(),
                 partial(diagnosis.suspect_accumulation, case, recipe, finish_each),
             )
+        if interrupted:
+            expect_silence(results.events, case.group, steps=2)
+            expect_restored(results.events, case.group, interrupted)
         require_shards(results.events, case)
     [world] = submission.worlds(2)
     case = submission.case("Plain", world, dtype=torch.float64)
-    results = submission.run(m10_grad_shards.accumulate, make_jobs(case), world_size=world)
+    results = submission.run(m10_grad_shards.collect_points, make_jobs(case), world_size=world)
     for rank, points in enumerate(results):
         one = points["one"]
         for name, factor in (
@@ -163,7 +170,12 @@ def test_accumulation(submission):
             ("after optimizer.zero_grad()", 0),
             ("after ddp.zero_grad(set_to_none=False)", 0),
             ("after ddp.zero_grad() and finish_grad_sync", 0),
+            ("after a backward inside no_sync", 1),
+            ("after a second backward", 2),
+            ("after a second backward inside no_sync", 2),
         ):
+            if points[name] is None:  # refused
+                continue
             with diagnosis.explain_point(name, points):
                 expect_equal(
                     f"{'after two calls of finish_grad_sync' if name == 'two' else name}, the gradient shards are "

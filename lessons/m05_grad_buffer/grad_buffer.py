@@ -179,7 +179,10 @@ class BufferedDDP(GradSyncMixin, nn.Module):
         return self.module(*args, **kwargs)
 
     def mark_ready(self, index: int, i: int) -> None:
-        """Accumulate the gradient of parameter i, which belongs to unit `index`. The backward hook calls this."""
+        """Accumulate the gradient of parameter i, which belongs to unit `index`. The backward hook calls this.
+
+        Raise RuntimeError if the unit is already launched: then a second backward came before `finish_grad_sync`.
+        """
         # Always accumulate the gradient. Count it only outside no_sync.
         # TODO: part (f)
         raise NotImplementedError("module 5, part (f)")

@@ -111,8 +111,9 @@ class GradShardedDDP(CachedDDP):
     """Like `CachedDDP`, but a rank keeps only its own shards of the gradients, in `grad_buffers[k].grad_data`.
 
     At most `max_live_buckets` buckets are live, that is, between launch and wait. You may call `finish_grad_sync` after
-    each micro-batch: it adds to the shards. `zero_grad` clears the shards. Use `Zero2Optimizer` with this wrapper.
-    Raise ValueError if `max_live_buckets` is below 1.
+    each micro-batch: it adds to the shards. Without it, a second backward raises RuntimeError, unless the first was
+    inside `no_sync`. `zero_grad` clears the shards. Use `Zero2Optimizer` with this wrapper. Raise ValueError if
+    `max_live_buckets` is below 1.
     """
 
     group_class = ShardedBucket

@@ -70,6 +70,8 @@ class GradShardedDDP(nn.Module):
 
     def receive(self, f, i, p):
         b = f.layout.bucket_of[i]
+        if (f, b) not in self.waiting:
+            raise RuntimeError("the gradients of this step are already sent")
         offset = f.layout.param_ranges[i][0] - f.layout.bucket_ranges[b][0]
         self.room(f, b)[offset : offset + p.numel()] += p.grad.reshape(-1)
         p.grad = None

@@ -37,6 +37,11 @@ KEPT_BY_OPTIMIZER = (
     "ddp.zero_grad() clears the shards, but optimizer.zero_grad() does not. The optimizer's zero_grad must call "
     "ddp.zero_grad()."
 )
+SECOND_BACKWARD = (
+    "the gradients of a second backward before finish_grad_sync are lost or wrong, because its bucket is already on "
+    "the way. Raise RuntimeError if the bucket is already launched."
+)
+UNSYNCED = "finish_grad_sync loses the gradients of a step whose backward passes are all inside no_sync."
 POINTS = {
     "two": "the second finish_grad_sync overwrites the shards. It must add to them.",
     "after step": "step clears the shards. Only zero_grad does.",
@@ -44,6 +49,8 @@ POINTS = {
     "after ddp.zero_grad(set_to_none=False)": (
         "ddp.zero_grad() clears the shards only with set_to_none=True. It must always clear them."
     ),
+    "after a second backward": SECOND_BACKWARD,
+    "after a second backward inside no_sync": SECOND_BACKWARD,
     "after ddp.zero_grad() and finish_grad_sync": (
         "ddp.zero_grad() does not clear the gradients that accumulated inside no_sync."
     ),
@@ -57,7 +64,8 @@ def explain_point(name, points):
         yield
     except CheckFailed as failed:
         is_kept = "zero_grad" in name and points["after ddp.zero_grad()"].any()
-        raise failed.with_cause(KEPT_BY_WRAPPER if is_kept else POINTS[name]) from None
+        cause = KEPT_BY_WRAPPER if is_kept else POINTS.get(name) or (UNSYNCED if not points[name].any() else "")
+        raise (failed.with_cause(cause) if cause else failed) from None
 
 
 @contextlib.contextmanager
@@ -68,7 +76,7 @@ def explain_clearing(submission, jobs):
     except CheckFailed as failed:
         is_kept = failed.verdict.likely_cause == NEVER_CLEARED
         alone = PerRank(job | {"batches": [job["batches"][0][:1]]} for job in jobs)
-        results = is_kept and submission.try_run(m10_grad_shards.accumulate, alone, world_size=len(jobs))
+        results = is_kept and submission.try_run(m10_grad_shards.collect_points, alone, world_size=len(jobs))
         if results and results[0]["after ddp.zero_grad()"].any():
             failed = failed.with_cause(KEPT_BY_WRAPPER)
         elif results and results[0]["after optimizer.zero_grad()"].any():

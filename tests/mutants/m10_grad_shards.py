@@ -13,6 +13,7 @@ OLDEST = (
     "        if index >= self.max_live_buckets:\n"
     "            self.groups[index - self.max_live_buckets].finish_grad_sync()\n"
 )
+LAUNCH = "    def launch(self, index: int) -> None:\n"
 ADD_SHARD = "self.buffer.get_shard(bucket).add_(self.averages)"
 FREE = "del self.buffer.whole[bucket]"
 AVG = "dist.ReduceOp.AVG, self.process_group"
@@ -70,6 +71,32 @@ MUTANTS = [
     ),
     Mutant(
         "micro-batches overwrite each other", ADD, ADD.replace("add_", "copy_"), ACCUMULATION, "In no_sync, a hook must"
+    ),
+    Mutant(
+        "no_sync not restored after an exception",
+        LAUNCH,
+        '    @__import__("contextlib").contextmanager\n    def no_sync(self):\n'
+        "        before, self.require_grad_sync = self.require_grad_sync, False\n        yield\n"
+        f"        self.require_grad_sync = before\n\n{LAUNCH}",
+        ACCUMULATION,
+        "Use try ... finally",
+    ),
+    Mutant(
+        "a second backward not refused",
+        LAUNCH,
+        "    def mark_ready(self, index, i):\n        self.units[index].buffer.accumulate_into_buffer(i)\n"
+        f"        if self.require_grad_sync:\n            self.queue.mark_ready(index)\n\n{LAUNCH}",
+        ACCUMULATION,
+        "its bucket is already on the way",
+    ),
+    Mutant(
+        "zeros sent if no backward synchronised",
+        "        self.queue.launch_remaining()\n",
+        "        if self.queue.num_pending == list(self.queue.num_grads):\n"
+        "            for buffer in self.grad_buffers:\n                buffer.whole.clear()\n"
+        "        self.queue.launch_remaining()\n",
+        ACCUMULATION,
+        "whose backward passes are all inside no_sync",
     ),
     Mutant("p.grad left", "            p.grad = None\n", "", EQUALS + MEMORY, "does not set it to None"),
     Mutant(

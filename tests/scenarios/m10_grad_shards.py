@@ -15,32 +15,33 @@ from brigade.rank.api import device, student
 from brigade.rank.memory import LiveMemory
 from brigade.rank.recording import phase
 from scenarios import m08_zero
-from scenarios.training import build, move_to_device, wrap
+from scenarios.training import accumulate, build, forward_backward, move_to_device, wrap
 
 
 def train(job: dict) -> dict:
     """Train on the micro-batches of each step. A rank without micro-batches only calls finish_grad_sync.
 
     With job["finish_each"], call finish_grad_sync after each micro-batch. Otherwise, run all micro-batches except the
-    last inside no_sync.
+    last inside no_sync. In step job["interrupted"], exceptions end the no_sync blocks.
     """
     model = m08_zero.build(job)
     ddp = wrap(job, model)
     left = set()
 
     def gradients(step: int) -> float:
-        batches, total = job["batches"][step], 0.0
-        for number, batch in enumerate(batches):
-            is_last = number == len(batches) - 1
-            with contextlib.nullcontext() if job["finish_each"] or is_last else ddp.no_sync(), phase("backward"):
-                loss = compute_loss(ddp, move_to_device(batch))
-                loss.backward()
-            total += loss.item()
-            if job["finish_each"] or is_last:
+        batches = job["batches"][step]
+        if job["finish_each"]:
+            for batch in batches:
+                forward_backward(ddp, batch)
                 finish(ddp, model, left)
-        for _ in range(job["micro_batches"] - len(batches) if job["finish_each"] else not batches):
+            for _ in range(job["micro_batches"] - len(batches)):
+                finish(ddp, model, left)
+        else:
+            accumulate(ddp, batches[:-1], step == job.get("interrupted"))
+            for batch in batches[-1:]:
+                forward_backward(ddp, batch)
             finish(ddp, model, left)
-        return total
+        return 0.0  # no check looks at the loss
 
     return m08_zero.train_wrapped(job, ddp, model, gradients) | {"left": sorted(left)}
 
@@ -104,40 +105,53 @@ def count_at_hooks(
     return {"constructed": constructed, "hooks": hooks, "finished": finished, "left": left}
 
 
-def accumulate(job: dict) -> dict[str, torch.Tensor]:
-    """Return the shards after each of two calls of finish_grad_sync, after a step, and after each form of zero_grad."""
-    model = build(job)
-    ddp = wrap(job, model)
+def collect_points(job: dict) -> dict[str, torch.Tensor | None]:
+    """Return the shards after each of two calls of finish_grad_sync, after a step, and after each form of zero_grad.
+
+    Then follow those of new wrappers after one or two backward passes and one call of finish_grad_sync; None if the
+    second raises RuntimeError.
+    """
+    ddp = wrap(job, build(job))
     optimizer = student(*job["optimizer_class"])(ddp, torch.optim.SGD, lr=0.01)
     [batch], *_ = job["batches"]
-
-    def copy_shards() -> torch.Tensor:
-        return torch.cat([buffer.grad_data.detach().double().flatten() for buffer in ddp.grad_buffers])
-
-    def backward() -> None:
-        compute_loss(ddp, move_to_device(batch)).backward()
-
-    backward()
+    forward_backward(ddp, batch)
     ddp.finish_grad_sync()
-    points = {"one": copy_shards()}
-    backward()
+    points = {"one": copy_shards(ddp)}
+    forward_backward(ddp, batch)
     ddp.finish_grad_sync()
-    points["two"] = copy_shards()
+    points["two"] = copy_shards(ddp)
     optimizer.step()
-    points["after step"] = copy_shards()
+    points["after step"] = copy_shards(ddp)
     optimizer.zero_grad()
-    points["after optimizer.zero_grad()"] = copy_shards()
-    backward()
+    points["after optimizer.zero_grad()"] = copy_shards(ddp)
+    forward_backward(ddp, batch)
     ddp.finish_grad_sync()
     ddp.zero_grad(set_to_none=False)
-    points["after ddp.zero_grad(set_to_none=False)"] = copy_shards()
-    with ddp.no_sync():
-        backward()
+    points["after ddp.zero_grad(set_to_none=False)"] = copy_shards(ddp)
+    accumulate(ddp, [batch], interrupted=False)
     ddp.zero_grad()
-    points["after ddp.zero_grad()"] = copy_shards()
+    points["after ddp.zero_grad()"] = copy_shards(ddp)
     ddp.finish_grad_sync()
-    points["after ddp.zero_grad() and finish_grad_sync"] = copy_shards()
+    points["after ddp.zero_grad() and finish_grad_sync"] = copy_shards(ddp)
+    for name in ("a backward inside no_sync", "a second backward", "a second backward inside no_sync"):
+        ddp, may_refuse = wrap(job, build(job)), "second" in name
+        try:
+            if may_refuse:
+                forward_backward(ddp, batch)
+            with ddp.no_sync() if "no_sync" in name else contextlib.nullcontext():
+                forward_backward(ddp, batch)
+            ddp.finish_grad_sync()
+            points[f"after {name}"] = copy_shards(ddp)
+        except RuntimeError as error:
+            if not may_refuse or type(error) is not RuntimeError:
+                raise
+            points[f"after {name}"] = None
     return points
+
+
+def copy_shards(ddp: nn.Module) -> torch.Tensor:
+    """Return a copy of all gradient shards of this rank."""
+    return torch.cat([buffer.grad_data.detach().double().flatten() for buffer in ddp.grad_buffers])
 
 
 def accumulate_many(job: dict) -> dict[str, float]:
