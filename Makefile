@@ -7,13 +7,13 @@
 #   STUDENT=1                      for make site: build the site of the student edition instead
 #   HINTS=3                        for make student: include the third hints, which are almost the code
 #   ANSWERS=1                      for make student: include the model answers to the written questions
-#   GPU_OPTIONS="--minutes 9"      for make gpu-check: options of the command
+#   GPU_OPTIONS="--minutes 9"      for make gpu-check and make gpu-sim: options of the command
 #   SOAK_OPTIONS="--all --busy 0"  for make soak: options of the command
 
 COURSE := $(if $(STUDENT),out/student,.)
 SITE := $(if $(STUDENT),student-site,site)
 
-.PHONY: help demo test module figures notebooks slides site gradescope student unlock gpu-check claims promises soak matrix lint
+.PHONY: help demo test module figures notebooks slides site gradescope student unlock gpu-check gpu-sim claims promises soak matrix lint
 
 help:
 	@echo "make demo             train with every core module on real text, plot the result, check one correct and one wrong answer"
@@ -28,6 +28,7 @@ help:
 	@echo "make student          write the course without its answers, out/student and out/student.zip"
 	@echo "make unlock MODULE=5  write the reference of one module, for students who are stuck on it, as out/unlock-5.zip"
 	@echo "make gpu-check        run checks, mutants and the benchmark on NCCL; needs only a python3 with torch and pytest"
+	@echo "make gpu-sim          do the same and more on simulated GPUs; downloads 0.6 GB, needs Linux on x86-64 and g++"
 	@echo "make claims           run the experiments behind the readings' claims, in less than a minute"
 	@echo "make promises         measure what the course promises; do not run anything else at the same time"
 	@echo "make soak             run all graded checks with 30 seeds while both cores are busy; takes about half an hour"
@@ -79,6 +80,9 @@ unlock: setup
 
 gpu-check:
 	$(PYTHON) -m brigade.lab.gpu_check $(GPU_OPTIONS)
+
+gpu-sim:
+	$(PYTHON) tools/gpu_sim/simulate.py $(GPU_OPTIONS)
 
 claims: setup
 	$(BIN)/python -m brigade.lab.claims

@@ -39,6 +39,13 @@ def backend(request):
     return request.config.option.backend
 
 
+@pytest.fixture
+def options(request):
+    """The `Conditions` of the command line, apart from the backend and the seed."""
+    option = request.config.option
+    return {"share_gpu": option.share_gpu, "deadline_s": option.deadline}
+
+
 def list_marks(entry, mutant):
     """Return the marks of a mutant: `extended`, unless it is the first mutant that its check must catch."""
     first = next(other for other in mutants(entry) if other.caught_by[0] == mutant.caught_by[0])
@@ -80,10 +87,10 @@ def test_points_add_up(entry):
 
 
 @pytest.mark.parametrize("entry", MODULES, ids=lambda entry: entry.package)
-def test_another_style_passes(entry, backend):
+def test_another_style_passes(entry, backend, options):
     text = (ROOT / "tests" / "alternatives" / f"{entry.package}.py").read_text()
     for check in collect([entry]):
-        outcome = outcome_of(check, text, backend)
+        outcome = outcome_of(check, text, backend, **options)
         assert outcome.passed, outcome.verdict
 
 
@@ -95,10 +102,10 @@ ALL_VARIANTS = [
 
 
 @pytest.mark.parametrize(("entry", "variant"), ALL_VARIANTS)
-def test_right_variant_passes(entry, variant, backend):
+def test_right_variant_passes(entry, variant, backend, options):
     text = variant.apply((ROOT / "solutions" / entry.path).read_text())
     for name in variant.passes:
-        outcome = outcome_of(checks(entry)[name], text, backend)
+        outcome = outcome_of(checks(entry)[name], text, backend, **options)
         assert outcome.passed, outcome.verdict
 
 
