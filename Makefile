@@ -13,7 +13,7 @@
 COURSE := $(if $(STUDENT),out/student,.)
 SITE := $(if $(STUDENT),student-site,site)
 
-.PHONY: help demo test module figures notebooks slides site gradescope student unlock gpu-check gpu-sim claims promises soak matrix lint
+.PHONY: help demo test module figures notebooks slides site gradescope student package unlock gpu-check gpu-sim claims promises soak matrix lint
 
 help:
 	@echo "make demo             train with every core module on real text, plot the result, check one correct and one wrong answer"
@@ -26,6 +26,7 @@ help:
 	@echo "make site             build the course's site, out/site; with STUDENT=1, build the students' site, out/student-site"
 	@echo "make gradescope       write the autograder for Gradescope, out/gradescope.zip"
 	@echo "make student          write the course without its answers, out/student and out/student.zip"
+	@echo "make package          write out/bucket_brigade-*.whl, with which students run brigade init and brigade update"
 	@echo "make unlock MODULE=5  write the reference of one module, for students who are stuck on it, as out/unlock-5.zip"
 	@echo "make gpu-check        run checks, mutants and the benchmark on NCCL; needs only a python3 with torch and pytest"
 	@echo "make gpu-sim          do the same and more on simulated GPUs; downloads 0.6 GB, needs Linux on x86-64 and g++"
@@ -73,6 +74,11 @@ gradescope: setup
 
 student: setup
 	$(BIN)/python -m brigade.course.student_edition $(if $(HINTS),--hints $(HINTS)) $(if $(ANSWERS),--answers)
+
+package: student
+	cp out/student.zip brigade/course/student.zip
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir out .
+	rm -rf build brigade/course/student.zip
 
 unlock: setup
 	$(if $(MODULE),,$(error name a module, as in `make unlock MODULE=5`))

@@ -31,6 +31,8 @@ class Command:
 
 
 COMMANDS = (
+    Command("init", "edition", "Write the course to a new directory.", "brigade init my-course"),
+    Command("update", "edition", "Renew a course, and keep your work.", "brigade update my-course"),
     Command("check", "check", "Run the checks of one module or of all modules.", "brigade check 3 --watch"),
     Command("next", "check", "Show what to do next.", "brigade next"),
     Command("hint", "study", "Show the next hint for a part of a module.", "brigade hint 3"),

@@ -96,6 +96,7 @@ ACCOUNTS = [
     NotRun("sudo .*brigade similarity week2 .*", "as with another directory"),
     NotRun("git tag .*", "it changes the repository"),
     NotRun("brigade grade|brigade grade --backend nccl", "the name of a command, or a part of one"),
+    NotRun("brigade (init|update) my-course", "it takes a package; tests/toolkit/test_edition.py runs both"),
     NotRun("jupyter lab notebooks", "it opens a browser; tests/toolkit/test_notebooks.py runs all notebooks"),
     # ---- the laboratory's
     NotRun("brigade trace .*", "tests/toolkit/test_trace.py draws timelines"),

@@ -15,7 +15,9 @@ from pathlib import Path
 import pytest
 from test_skeletons import PARTS
 
+from brigade.cli import edition as edition_command
 from brigade.cli import study
+from brigade.cli.main import main
 from brigade.course import skeletons, student_edition
 from brigade.course import written as written_questions
 from brigade.course.handout import BROWSER_NOTEBOOKS
@@ -305,6 +307,33 @@ def test_an_unlocked_module_replaces_the_students(edition, written):
     assert "brigade: this edition has no solutions" in run_command(edition, "brigade skeletons", status=2)
     shutil.rmtree(edition / "solutions")
     answer.write_text(skeleton)
+
+
+def test_an_update_brings_new_texts_and_keeps_the_students_work(tmp_path, monkeypatch, capsys):
+    """Files that the student wrote or changed survive. A module that nobody has begun gets the new skeleton."""
+    first, second, reading = (
+        f"lessons/{name}" for name in (FIRST.path, get_module(2).path, f"{FIRST.package}/README.md")
+    )
+    old = {first: "TODO 1", second: "TODO 2", reading: "old", "tests/old.py": "", "script.py": "print(1)"}
+    new = {first: "TODO 1, better", second: "TODO 2, better", reading: "new", "script.py": "print(2)"}
+    archive, course = tmp_path / "student.zip", tmp_path / "my-course"
+    monkeypatch.setattr(edition_command, "ARCHIVES", [archive])
+    assert main(["init", str(course)]) == 2 and "contains no student edition" in capsys.readouterr().err
+    for files, command in ((old, "init"), (new, "update")):
+        with zipfile.ZipFile(archive, "w") as bundle:
+            for name, text in files.items():
+                bundle.writestr(f"student/{name}", text)
+        assert main([command, str(course)]) == 0
+        if command == "init":
+            assert "make setup" in capsys.readouterr().out
+            for name in (first, "script.py", "notes.txt"):
+                (course / name).write_text("mine")
+    texts = {path.relative_to(course).as_posix(): path.read_text() for path in course.rglob("*") if path.is_file()}
+    mine = {first: "mine", "notes.txt": "mine", "script.py.bak": "mine"}
+    assert {name: text for name, text in texts.items() if name[0] != "."} == new | mine
+    assert main(["update", str(course)]) == 0 and "0 files" in capsys.readouterr().out
+    assert (course / first).read_text() == (course / "script.py.bak").read_text() == "mine"
+    assert main(["init", str(course)]) == 2 and main(["update", str(tmp_path)]) == 2
 
 
 def test_unlocking_no_module_gets_one_sentence(edition):
