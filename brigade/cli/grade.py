@@ -254,7 +254,7 @@ def run_class(options: argparse.Namespace, entries: Sequence[Module], console: C
                 progress.update(task, completed=done, left=f"about {left:.0f} s left" if done < len(waiting) else "")
 
             classroom.save(book, everyone, entries, left_to_grade, people)
-            at_once = max(1, min(room, machine.count_cores()))
+            at_once = 1 if options.backend == "nccl" else max(1, min(room, machine.count_cores()))
             command = [sys.executable, "-m", "brigade.cli.grade_student", *passed_on]
             classroom.grade_all(waiting, command, at_once=at_once, lock=lock, on_finish=follow)
         identified = classroom.save(book, everyone, entries, people=people)

@@ -570,7 +570,7 @@ def check_published_param_sync() -> Finding:
 
 cite(
     "nsight", 6, "Verify coalescing with Nsight Systems: look for a single NCCL group call", COALESCING,
-    "this needs GPUs. `torch.profiler` can count kernels without Nsight, as module 6's check does. One call "
+    "this needs GPUs. `torch.profiler` can count kernels without Nsight, as `make gpu-check` does. One call "
     "is not always one kernel: the `nccl2` backend, the default from torch 2.15 on, launches the collectives of a "
     "block one after the other ([On GPUs](gpus.md))",
 )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -16,6 +17,7 @@ import pytest
 import yaml
 from nbclient import NotebookClient
 
+from brigade.cli.main import parse
 from brigade.course import handout
 from brigade.course.modules import ROOT
 
@@ -104,3 +106,21 @@ def test_make_uses_the_environment_of_the_container():
     planned = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
     assert "/opt/elsewhere/bin/python -m brigade.cli.demo" in planned and ".venv" not in planned
     assert "BRIGADE_VENV=/opt/venv" in (ROOT / "Dockerfile").read_text()
+
+
+def test_the_recipe_for_a_gpu_runner_is_valid(tmp_path):
+    """The assignment names the runner's labels, and the changed autograder and the Slurm job pass valid options."""
+    section = (ROOT / "docs" / "instructors.md").read_text().partition("\n### Classroom 50 with your own GPU")[2]
+    [entry] = re.findall(r"```json\n(.*?)```", section.partition("\n### ")[0], re.DOTALL)
+    assert json.loads(entry)["runtime"] == {"runs-on": ["self-hosted", "gpu"]}  # as in foundation50/classroom50
+    [options] = re.findall(r'GRADE_OPTIONS="(.*?)"', section.partition("\n### ")[0])
+    parse(["grade", "--submission", "x", *options.split()])
+    python = tmp_path / "python3"
+    python.write_text('#!/bin/sh\nshift 2; printf "%s\\n" "$@"\n')
+    python.chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = ["bash", "slurm/grade.sbatch", "class", "grades.csv", "--modules", "6"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    graded = parse(done.stdout.split())
+    assert (graded.backend, graded.share_gpu, graded.class_directory) == ("nccl", True, "class")
+    assert subprocess.run(command[:3], cwd=ROOT, env=environment, capture_output=True).returncode == 2

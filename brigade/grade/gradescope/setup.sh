@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Gradescope runs this once, as root, when it builds the image. With DRY_RUN=1, it only prints the commands.
+# Gradescope runs this once, as root, when it builds the image. With DRY_RUN=1, it only prints the commands. TORCH_INDEX is
+# the package index for torch, by default one with CPU builds.
 set -euo pipefail
 cd "$(dirname "$0")"
 export DEBIAN_FRONTEND=noninteractive
@@ -13,7 +14,7 @@ run apt-get update
 run apt-get install --yes python3 python3-venv
 run python3 -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "Python 3.10 or newer is needed: use a newer base image")'
 run python3 -m venv .venv
-run .venv/bin/python -m pip install --quiet --index-url https://download.pytorch.org/whl/cpu "$(grep '^torch==' requirements.txt)"
+run .venv/bin/python -m pip install --quiet --index-url "${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}" "$(grep '^torch==' requirements.txt)"
 run .venv/bin/python -m pip install --quiet --requirement requirements.txt
 run chmod -R go-rwx tests solutions
 run .venv/bin/python -m brigade.cli grade --submission solutions --modules 1 # the build log then shows 8 of 8 points
