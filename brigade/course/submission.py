@@ -11,7 +11,6 @@ the scenarios) as compiled code (`prepare_for_ranks`), so that a submission cann
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import functools
 import importlib
@@ -29,6 +28,7 @@ from types import ModuleType
 from typing import Any
 
 from brigade.course.modules import MODULES, ROOT, TRAINING_MODULES, CourseError, Module, get_module
+from brigade.course.syntax import find_syntax_error
 
 PACKAGE = "submission"
 OWN = "__own"  # ends the name of a student's module whose place the reference's module has taken
@@ -171,20 +171,6 @@ def read_text(path: Path, within: Path) -> str:
 def open_no_follow(path: str, flags: int) -> int:
     """Open a file that was examined before. Refuse a link that has replaced it since, and do not wait for a pipe."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
-
-
-@functools.lru_cache(maxsize=32)  # every check reads the same few files
-def find_syntax_error(name: str, text: str) -> str:
-    """Return one line that says why the text of the file `name` is not Python, or "" if it is."""
-    try:
-        ast.parse(text, filename=name)
-    except SyntaxError as error:
-        where = f"{name}, line {error.lineno}" if error.lineno else name
-        line = (error.text or "").strip()[:100]
-        return f"{where}: {error.msg}" + (f": {line}" if line else "")
-    except (ValueError, RecursionError, MemoryError) as error:
-        return f"{name} is not a Python source file: {error}"
-    return ""
 
 
 def prepare_for_ranks(sources: Sources) -> ForRanks:

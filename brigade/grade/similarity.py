@@ -31,6 +31,8 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 
+from brigade.course.syntax import find_syntax_error
+
 RUN = 12  # tokens, about two lines
 ENOUGH = 150  # a module is compared only if it has this many runs of its own
 ALIKE = 0.65
@@ -142,17 +144,29 @@ def find_runs(text: str) -> Runs:
 def split_functions(text: str) -> list[tuple[str, dict[int, range]]]:
     """Return each function's plain text, or the whole text if it has no functions or is not Python.
 
-    Each result comes with a dict that maps its lines to the matching lines of `text`.
+    Each result comes with a dict that maps its lines to the matching lines of `text`. Functions within functions belong
+    to the outer function.
     """
     try:
+        if find_syntax_error("", text):
+            raise ValueError("is not Python")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about escape sequences in a student's text
             tree = Plain().visit(ast.parse(text))
-        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+        functions = list_functions(tree)
         parts = [(ast.unparse(node), node) for node in functions or [tree]]
         return [(part, match_lines(node, ast.parse(part))) for part, node in parts]
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return [(text, {line: range(line, line + 1) for line in range(1, text.count("\n") + 2)})]
+
+
+def list_functions(tree: ast.Module) -> list[ast.FunctionDef]:
+    """Return the functions of a module and of its classes, without those within other functions."""
+    functions, waiting = [], [tree]
+    for node in waiting:
+        for child in ast.iter_child_nodes(node):
+            (functions if isinstance(child, ast.FunctionDef) else waiting).append(child)
+    return functions
 
 
 def match_lines(node: ast.AST, plain: ast.AST) -> dict[int, range]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import rank_functions as functions
 
+from brigade.course import syntax
 from brigade.course.modules import MODULES, ROOT, CourseError, get_module
 from brigade.course.submission import (
     MAX_SOURCE_BYTES,
@@ -167,6 +168,7 @@ BROKEN = {
     "deep brackets that close": (b"(" * 50_000 + b"1" + b")" * 50_000, "naive_ddp.py"),
     "deep signs": (b"-" * 100_000 + b"1", "naive_ddp.py"),
     "a deep attribute": (b"a" + b".b" * 100_000, "naive_ddp.py"),
+    "too many dots": (b"import a" + b".a" * 30_000, "naive_ddp.py is not a Python source file: parsing takes too much memory"),
     "too large": (b"#" * (MAX_SOURCE_BYTES + 1), "larger than"),
 }
 
@@ -185,6 +187,14 @@ def test_a_file_that_cannot_be_read(tmp_path):
     lay(tmp_path)
     (tmp_path / FIRST.path).chmod(0)
     assert "cannot be read" in get_refusal(tmp_path)
+
+
+def test_only_a_short_text_is_parsed_in_this_process(tmp_path, monkeypatch):
+    lay(tmp_path, "answer = 1\n" * 3_000)
+    monkeypatch.setattr(syntax.ast, "parse", lambda *_, **__: pytest.fail("parsed here"))
+    assert read(tmp_path, 1).sources[NAIVE][1] == "answer = 1\n" * 3_000
+    (tmp_path / FIRST.path).write_text("answer = 1\n" * 3_000 + "one two\n")
+    assert "naive_ddp.py, line 3001: invalid syntax: one two" in get_refusal(tmp_path)
 
 
 def test_a_link_is_read_when_it_stays_inside(tmp_path):
