@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from brigade.checks.verdict import LABELS, NOT_RUN, UNEXPLAINED, USUAL, Outcome, label_text
 
 MAX_LINES = 25  # for the failed checks of one module, including their titles
-MIN_LINES = 6  # of the message that is complete, with many failed checks
+MIN_LINES = 5  # of the message that is complete, with many failed checks
 MIN_WIDTH, WIDTH = 40, 400  # characters of a message that is repeated, or shortened to one line
 
 
@@ -46,7 +46,7 @@ def list_messages(outcomes: Sequence[Outcome], shows_all: bool = False, repeats:
         if shows_all:
             messages.append(Message(group, format_message(group[0], repeats, prints=20)))
         elif not messages:
-            lines = clip(format_message(group[0], repeats).splitlines(), left)
+            lines = clip(format_message(group[0], repeats).splitlines(), max(MIN_LINES, left - (len(groups) > 1)))
             left -= len(lines)
             messages.append(Message(group, "\n".join(lines)))
         elif left and group[0].vagueness not in (USUAL, UNEXPLAINED):
@@ -114,13 +114,6 @@ def list_printed_lines(outcome: Outcome, lines: int = 20, characters: int | None
         for texts, numbers in ranks.items()
         for line in texts
     ]
-
-
-def is_same(one: Outcome, other: Outcome) -> bool:
-    """Return whether a student would read the same text for both outcomes of a check."""
-    if one.passed or other.passed:
-        return one.passed and other.passed
-    return one.verdict == other.verdict and list_printed_lines(one) == list_printed_lines(other)
 
 
 def make_key(outcome: Outcome) -> tuple[object, ...]:

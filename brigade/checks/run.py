@@ -25,6 +25,7 @@ from brigade.runner import machine, ranks
 from brigade.runner.server import SERVER, ServerLost
 
 DEADLINE_DIVISOR = 4  # once a check has reached its deadline, later checks get a quarter of the usual time
+BROKEN_NOTE = "The check fails with the reference solution, too. It is not your mistake; please report it."
 HUNG_LIMIT = 2  # once this many checks have reached their deadline, no other check runs
 
 
@@ -74,6 +75,9 @@ def run_check(
     except CheckFailed as failed:
         outcome.verdict = failed.verdict
         outcome.status = "not written" if failed.verdict.part else "failed"
+        is_ours = failed.verdict.error == "ImportError" and not failed.verdict.location  # perhaps of a scenario
+        if is_ours and context and is_broken(check, conditions, context):
+            outcome.status, outcome.verdict = "error", replace(failed.verdict, ending=BROKEN, note=BROKEN_NOTE)
     except ServerLost as lost:
         outcome.status, outcome.verdict = "error", Verdict("the ranks can be started", str(lost), ending="lost")
     except CourseError as error:
@@ -82,7 +86,7 @@ def run_check(
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
         got, ending = f"the check could not examine what the ranks returned ({reason})", "unexamined"
         if context and is_broken(check, conditions, context):
-            got, ending = f"the check fails with the reference solution, too ({reason}). Please report it", BROKEN
+            got, ending = f"the check raised {reason}. {BROKEN_NOTE}", BROKEN
         outcome.status, outcome.verdict = "error", Verdict("the check finishes", got, ending=ending)
         outcome.exception = error
     outcome.printed = context.output if context else []

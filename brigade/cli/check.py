@@ -97,8 +97,10 @@ class Report:
                 console.print(Text(render.indent(str(message), 2)))
 
     def is_unchanged(self, outcome: Outcome) -> bool:
+        """Return whether the student has read the same about this check after the previous run."""
         before = self.before.get(outcome.check)
-        return before is not None and render.is_same(before, outcome)
+        is_told = before is not None and render.list_printed_lines(before) == render.list_printed_lines(outcome)
+        return bool(before) and before.verdict == outcome.verdict and (outcome.passed or is_told)
 
     @property
     def earned(self) -> int:
@@ -111,10 +113,6 @@ class Report:
     @property
     def failed(self) -> list[Outcome]:
         return [outcome for outcome in self.outcomes if not outcome.passed]
-
-    def count_silent_prints(self) -> int:
-        """Return the number of passing checks whose ranks printed something."""
-        return sum(bool(render.list_printed_lines(outcome)) and outcome.passed for outcome in self.outcomes)
 
     def list_unchanged(self) -> list[str]:
         """Return a line for each check that still fails, and one for those that still pass."""
@@ -235,9 +233,6 @@ def check_once(entries: Sequence[Module], options: argparse.Namespace, before: O
         report.print_messages()
         before.update({outcome.check: outcome for outcome in report.outcomes})
         console.print(f"  {report.earned} of {report.possible} points, {seconds:.1f} s")
-        if (silent := report.count_silent_prints()) and not options.only and not options.debug:
-            times = "1 check that passed" if silent == 1 else f"{silent} checks that passed"
-            console.print(f"  The ranks printed something in {times}. Use --only NAME to see it.", markup=False)
         if obstacle := find_obstacle(entry, report, options):
             console.print(f"  {obstacle}", markup=False)
         console.print()

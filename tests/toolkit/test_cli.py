@@ -138,9 +138,7 @@ def test_prints_of_a_check_that_passes(brigade, lessons):
     (lessons / get_module(1).path).write_text(noisy)
     shown = brigade("check", 1, "--target", lessons, "--only", "one_all_reduce").stdout
     assert "✓ 1/1" in shown and "[ranks 0, 1] hello" in shown
-    shown = brigade("check", 1, "--target", lessons).stdout
-    assert "hello" not in shown
-    assert "The ranks printed something in 6 checks that passed. Use --only NAME to see it." in shown
+    assert "hello" not in brigade("check", 1, "--target", lessons).stdout
 
 
 def test_an_error_in_all_checks_is_shown_once(brigade, lessons):

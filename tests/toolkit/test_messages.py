@@ -140,3 +140,16 @@ def test_plain_pytest_names_the_check_that_has_failed_for_the_same_reason(tmp_pa
     ]
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120).stdout
     assert shown.count("Repeat: ") == 1 and "\nsame cause as test_parameters_start_equal\n" in shown, shown
+
+
+def import_what_is_missing() -> None:
+    """A broken scenario."""
+    from brigade.checks import no_such_name  # noqa: F401
+
+
+def test_a_broken_check_is_told_apart_from_a_broken_submission():
+    broken = Check(
+        1, "test_one", "One.", 1, function=lambda submission: submission.run(import_what_is_missing, world_size=1)
+    )
+    [outcome] = run_checks([broken], "lessons", Conditions())
+    assert (outcome.status, outcome.ending) == ("error", "broken") and "not your mistake" in str(outcome.verdict)
