@@ -5,9 +5,10 @@ from functools import partial
 import pytest
 import torch
 
-from brigade.checks.expectations import expect, expect_gradients, expect_start, expect_weights, require_launches
+from brigade.checks.expectations import expect, expect_gradients, expect_start, expect_steps, require_launches
 from brigade.events import launches, summarize
 from diagnosis import m02_flat_ddp as diagnosis
+from diagnosis.easier import judge_with_visits
 from scenarios import training
 
 JOB = {"package": "m02_flat_ddp", "wrapper": "FlatDDP"}
@@ -131,15 +132,13 @@ def test_branches_and_unused_parameters(submission):
 @pytest.mark.points(1)
 @pytest.mark.needs("test_gradients_are_averaged")
 def test_steps_and_subgroups(submission):
-    """After four steps with one all-reduce each, weights equal those of one process, even in a group of two ranks."""
-    for world, optimizer in zip(submission.worlds(2, 4), ("adam", "sgd")):
+    """After four steps with evaluations, and one or two backward passes, weights equal those from one process."""
+    for world, optimizer, count in zip(submission.worlds(2, 4), ("adam", "sgd"), (1, 2)):
         groups = [[1, 3], [0, 2]] if world == 4 else [list(range(world))]
-        case = submission.case("Tied", world, steps=4, dtype=torch.float64, optimizer=optimizer, group=groups[0])
-        results = submission.run(training.train, case.make_jobs(groups=groups, **JOB), world_size=world)
-        expect_start([result["start"] for result in results], case, events=results.events)
-        expect_gradients(results, case)
-        expect_weights(results, case)
-        require_flat(results, case, steps=4)
+        options = {"dtype": torch.float64, "optimizer": optimizer, "group": groups[0]}
+        case = submission.case("Tied", world, steps=4, micro_batches=count, **options)
+        require = partial(require_flat, steps=4)
+        judge_with_visits(submission, case.make_jobs(groups=groups, **JOB), partial(expect_steps, case, require))
 
 
 # ---- what the checks use

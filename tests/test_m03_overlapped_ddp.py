@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from brigade.checks.diagnose.evidence import collect_evidence, describe_missed, join_names
+from brigade.checks.diagnose.evidence import Evidence, collect_evidence, describe_missed, join_names
 from brigade.checks.expectations import (
     describe_share,
     expect,
@@ -13,12 +13,15 @@ from brigade.checks.expectations import (
     expect_gradients,
     expect_silence,
     expect_start,
+    expect_steps,
     expect_weights,
     overlaps,
     require_launches,
 )
+from brigade.checks.verdict import CheckFailed
 from brigade.events import launches, list_ready_gradients, summarize
 from diagnosis import m03_overlapped_ddp as diagnosis
+from diagnosis.easier import judge_with_visits
 from scenarios import m03_overlapped_ddp, training
 
 JOB = {"package": "m03_overlapped_ddp", "wrapper": "OverlappedDDP"}
@@ -163,10 +166,10 @@ def test_every_handle_is_waited_on(submission):
 
 @pytest.mark.points(2)
 def test_no_sync_accumulates(submission):
-    """Inside no_sync, backward launches nothing. The last backward averages the accumulated gradients."""
+    """Inside no_sync, backward launches nothing. The last backward, or the finish, averages what was accumulated."""
     for world in submission.worlds(2, 3):
-        case = submission.case("Plain", world, micro_batches=3, steps=2)
-        results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)
+        case = submission.case("Plain", world, micro_batches=3, steps=3, dtype=torch.float64)
+        results = submission.run(training.train, case.make_jobs(unsynced=2, **JOB), world_size=world)
         expect_silence(results.events, range(world), steps=2)
         expect_gradients(
             results,
@@ -184,11 +187,12 @@ def test_no_sync_accumulates(submission):
                 rank=rank,
             )
         require_overlapped(results, case, steps=2)
+        expect_unsynced(results, case, step=2)
 
 
 @pytest.mark.points(1)
 def test_no_sync_restores_its_state(submission):
-    """no_sync blocks can be nested. After an exception inside no_sync, the next backward synchronises again."""
+    """no_sync can be nested, and left by an exception. A second backward outside is averaged or raises RuntimeError."""
     [world] = submission.worlds(2)
     case = submission.case("Plain", world, micro_batches=3)
     results = submission.run(m03_overlapped_ddp.interrupted_no_sync, case.make_jobs(**JOB), world_size=world)
@@ -218,23 +222,57 @@ def test_no_sync_restores_its_state(submission):
         case.gradients(),
         evidence=collect_evidence(results.events, case, step=None),
     )
+    expect_second_backward(submission, world, JOB)
 
 
 @pytest.mark.points(1)
 @pytest.mark.needs("test_gradients_are_averaged")
 def test_steps_and_subgroups(submission):
-    """Four overlapped steps give the same weights as training in one process, even in a group of ranks 1 and 3."""
+    """Four overlapped steps with evaluations give the weights of one process, even in a group of ranks 1 and 3."""
     for world, optimizer in zip(submission.worlds(2, 4), ("adam", "sgd")):
         groups = [[1, 3], [0, 2]] if world == 4 else [list(range(world))]
         case = submission.case("Tied", world, steps=4, dtype=torch.float64, optimizer=optimizer, group=groups[0])
-        results = submission.run(training.train, case.make_jobs(groups=groups, **JOB), world_size=world)
-        expect_start([result["start"] for result in results], case, events=results.events)
-        expect_gradients(results, case)
+        require = partial(require_overlapped, steps=4)
+        judge_with_visits(submission, case.make_jobs(groups=groups, **JOB), partial(expect_steps, case, require))
+
+
+# ---- what the checks of this module and of later ones use
+
+
+def expect_unsynced(results, case, step):
+    """Expect finish_grad_sync to average gradients if all backward passes of a step were inside no_sync."""
+    for rank, events in enumerate(results.events):
+        early = [launch for launch in launches(events, step) if launch.phase == "backward"]
+        expect(
+            not early,
+            "backward passes inside no_sync launch nothing",
+            f"they made {summarize(early)}",
+            rank=rank,
+            step=step,
+        )
+    try:
         expect_weights(results, case)
-        require_overlapped(results, case, steps=4)
+    except CheckFailed as failed:
+        launched = [launches(events, step, phase="finish") for events in results.events]
+        if len(case.group) > 1 and not all(launched):
+            raise failed.with_cause(diagnosis.UNSYNCED) from None
+        raise
 
 
-# ---- what the checks use
+def expect_second_backward(submission, world, job):
+    """Expect a second backward before finish_grad_sync, synchronising or not, to be refused or averaged."""
+    case = submission.case("Plain", world, micro_batches=2)
+    kinds = {"": False, " inside no_sync": True}
+    jobs = [case.make_jobs(is_quiet=is_quiet, **job) for is_quiet in kinds.values()]
+    for where, results in zip(kinds, submission.run_each(training.train_twice, jobs)):
+        answered = [rank for rank, gradients in enumerate(results) if gradients is not None]
+        expect_equal(
+            f"a second backward{where} raises RuntimeError, or finish_grad_sync averages its gradients too",
+            [results[rank] for rank in answered],
+            case.gradients(),
+            ranks=answered,
+            evidence=Evidence(diagnosis.SECOND_BACKWARD),
+        )
 
 
 def require_overlapped(results, case, steps=1):

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from test_m03_overlapped_ddp import expect_second_backward, expect_unsynced
 
 from brigade.checks.diagnose.evidence import find_leftover, join_names
 from brigade.checks.expectations import (
@@ -16,6 +17,7 @@ from brigade.checks.expectations import (
     expect_restored,
     expect_silence,
     expect_start,
+    expect_steps,
     expect_trained,
     expect_weights,
     explain_failures,
@@ -25,7 +27,7 @@ from brigade.checks.expectations import (
 from brigade.events import launches, list_ready_gradients, summarize
 from brigade.runner.ranks import PerRank
 from diagnosis import m05_grad_buffer as diagnosis
-from diagnosis.easier import explain_late_launches
+from diagnosis.easier import explain_late_launches, judge_with_visits
 from scenarios import m05_grad_buffer, training
 
 BUCKET_NUMEL = 150
@@ -244,7 +246,7 @@ def test_buckets_overlap_with_backward(submission):
 @pytest.mark.points(1)
 @pytest.mark.needs("test_gradients_are_averaged")
 def test_steps_and_subgroups(submission):
-    """Gradients stay correct over steps, in any ready order, in sub-groups, and in no_sync, even if interrupted."""
+    """Gradients stay correct over several steps with no_sync and evaluations, in any ready order, and in sub-groups."""
     for world, model in zip(submission.worlds(2, 3, 4), ("Plain", "Reordered", "Tied")):
         groups = [[1, 3], [0, 2]] if world == 4 else [list(range(world))]
         case = submission.case(
@@ -256,11 +258,17 @@ def test_steps_and_subgroups(submission):
             group=groups[0],
             branches=list(range(world)) if model == "Reordered" else None,
         )
-        jobs = case.make_jobs(groups=groups, interrupted=2 if model == "Plain" else None, **JOB)
-        results = submission.run(training.train, jobs, world_size=world)
+        jobs = case.make_jobs(groups=groups, interrupted=2, unsynced=3, **JOB)
+        judge = partial(expect_steps, case, partial(require_padded, steps=3))
+        results = (
+            judge_with_visits(submission, jobs, judge)
+            if model == "Tied"
+            else submission.run(training.train, jobs, world_size=world)
+        )
         if model == "Plain":
-            expect_silence(results.events, case.group, 4)
+            expect_silence(results.events, case.group, 3)
             expect_restored(results.events, case.group, 2)
+            expect_unsynced(results, case, step=3)
         elif model == "Reordered":
             for rank in case.group:
                 expect_bucket_order(results.events[rank], *lay_out(case, world), rank)
@@ -277,6 +285,7 @@ def test_steps_and_subgroups(submission):
                 step=0,
             )
         require_padded(results, case, steps=3)
+    expect_second_backward(submission, submission.worlds(2)[0], JOB)
 
 
 @pytest.mark.parts("Parts (h) and (i): accumulate in fp32")

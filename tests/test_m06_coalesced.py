@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from test_m03_overlapped_ddp import expect_second_backward, expect_unsynced
 from test_m05_grad_buffer import BUCKET_NUMEL, compute_layout, format_zero_grad
 
 from brigade.checks.expectations import (
@@ -16,6 +17,7 @@ from brigade.checks.expectations import (
     expect_restored,
     expect_silence,
     expect_start,
+    expect_steps,
     expect_trained,
     expect_weights,
     explain_failures,
@@ -27,7 +29,7 @@ from brigade.checks.expectations import (
 from brigade.events import launches, list_ready_gradients, summarize
 from brigade.runner.ranks import PerRank
 from diagnosis import m06_coalesced as diagnosis
-from diagnosis.easier import explain_late_launches
+from diagnosis.easier import explain_late_launches, judge_with_visits
 from diagnosis.m05_grad_buffer import explain_lost_view
 from scenarios import m05_grad_buffer, m06_coalesced, training
 
@@ -272,7 +274,7 @@ def test_groups_overlap_with_backward(submission):
 
 @pytest.mark.points(1)
 def test_steps_and_subgroups(submission):
-    """Gradients stay correct over steps, in any ready order, in sub-groups, with no_sync and with unused parameters."""
+    """Gradients stay correct with no_sync, evaluations and unused parameters, in any ready order, and in sub-groups."""
     for world, model in zip(submission.worlds(2, 3, 4), ("Plain", "Reordered", "Tied")):
         case = submission.case(
             model,
@@ -283,12 +285,18 @@ def test_steps_and_subgroups(submission):
             group=split_ranks(world)[0],
             branches=[0, 3, 1][:world] if model == "Reordered" else None,
         )
-        jobs = case.make_jobs(groups=split_ranks(world), interrupted=2 if model == "Plain" else None, **make_job(2))
+        jobs = case.make_jobs(groups=split_ranks(world), interrupted=2, unsynced=3, **make_job(2))
+        judge = partial(expect_steps, case, partial(require_halves, steps=3))
         with diagnosis.explain_mixed_order():
-            results = submission.run(training.train, jobs, world_size=world)
+            results = (
+                judge_with_visits(submission, jobs, judge)
+                if model == "Tied"
+                else submission.run(training.train, jobs, world_size=world)
+            )
         if model == "Plain":
-            expect_silence(results.events, case.group, 4)
+            expect_silence(results.events, case.group, 3)
             expect_restored(results.events, case.group, 2)
+            expect_unsynced(results, case, step=3)
         for rank in case.group:
             expect_ranks(results.events[rank], case.group, rank)
             if model == "Reordered":
@@ -306,6 +314,7 @@ def test_steps_and_subgroups(submission):
         expect_gradients(results, case, hypotheses=hypotheses)
         expect_weights(results, case)
         require_halves(results, case, steps=3)
+    expect_second_backward(submission, submission.worlds(2)[0], make_job(2))
     forms = (("optimizer, to zeros", "before"), ("model, to None", "after"))
     [world] = submission.worlds(2)
     cases = [submission.case("Branches", world, steps=3, dtype=F64, branches=[1, -1][:world]) for _ in forms]

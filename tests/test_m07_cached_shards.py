@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from test_m03_overlapped_ddp import expect_second_backward, expect_unsynced
 from test_m05_grad_buffer import BUCKET_NUMEL
 from test_m06_coalesced import list_groups, require_halves
 
@@ -19,11 +20,13 @@ from brigade.checks.expectations import (
     expect_restored,
     expect_silence,
     expect_start,
+    expect_steps,
     expect_weights,
     join_names,
 )
 from brigade.events import launches, list_ready_gradients, summarize
 from diagnosis import m07_cached_shards as diagnosis
+from diagnosis.easier import judge_with_visits
 from scenarios import m05_grad_buffer, m07_cached_shards, training
 
 JOB = {"package": "m07_cached_shards", "wrapper": "CachedDDP"}
@@ -142,7 +145,7 @@ def test_launches_are_those_of_module_6(submission):
 @pytest.mark.points(1)
 @pytest.mark.needs("test_gradients_are_averaged")
 def test_steps_and_subgroups(submission):
-    """Gradients stay correct over several steps, in any ready order, in sub-groups, with no_sync and reallocate()."""
+    """Gradients stay correct with no_sync, evaluations and reallocate(), in any ready order, and in sub-groups."""
     for world, model in zip(submission.worlds(2, 3, 4), ("Frozen", "Reordered", "Tied")):
         groups = [[1, 3], [0, 2]] if world == 4 else [list(range(world))]
         case = submission.case(
@@ -154,18 +157,24 @@ def test_steps_and_subgroups(submission):
             group=groups[0],
             branches=list(range(world)) if model == "Reordered" else None,
         )
-        interrupted = 2 if model == "Frozen" else None
-        jobs = case.make_jobs(groups=groups, interrupted=interrupted, reallocate=1, **make_job(2))
+        jobs = case.make_jobs(groups=groups, interrupted=2, unsynced=3, reallocate=1, **make_job(2))
+        judge = partial(expect_steps, case, partial(require_halves, steps=3))
         with diagnosis.suspect_views(world):
-            results = submission.run(training.train, jobs, world_size=world)
+            results = (
+                judge_with_visits(submission, jobs, judge)
+                if model == "Tied"
+                else submission.run(training.train, jobs, world_size=world)
+            )
             if model == "Frozen":
-                expect_silence(results.events, case.group, 4)
+                expect_silence(results.events, case.group, 3)
                 expect_restored(results.events, case.group, 2)
+                expect_unsynced(results, case, step=3)
             expect_gradients(results, case, hypotheses=partial(diagnosis.suspect_copies, case))
             with diagnosis.suspect_move():
                 expect_weights(results, case)
         require_halves(results, case, steps=3)
     [world] = submission.worlds(2)
+    expect_second_backward(submission, world, make_job(2))
     case = submission.case("Branches", world, steps=3, dtype=torch.float64, branches=[1, -1][:world])
     form = submission.rng.choice(["optimizer, to None", "optimizer, to zeros", "model, to None", "model, to zeros"])
     late = submission.rng.random() < 0.5

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from brigade.checks.diagnose.evidence import (
+    FLAG_IGNORED,
+    INNER_NO_SYNC,
     Evidence,
     collect_evidence,
     describe_missed,
@@ -28,6 +30,7 @@ from brigade.events import Event, Launch, launches, list_backward_passes, list_r
 
 if TYPE_CHECKING:
     from brigade.checks.reference import Case
+    from brigade.runner.ranks import RankResults
 
 Hypotheses = Mapping[str, Sequence[Tensors]]  # a likely cause -> the values, by rank, that it would produce
 
@@ -230,6 +233,14 @@ def expect_weights(results: Sequence[Mapping[str, Any]], case: Case) -> None:
     except CheckFailed as failed:
         first = find_first_step_failure(results, case)
         raise failed.with_cause(first.likely_cause, first.hypothesis) if first else failed from None
+
+
+def expect_steps(case: Case, require: Callable[..., None], results: RankResults) -> None:
+    """Expect a right start, right gradients and right weights. `require(results, case)` judges the launches."""
+    expect_start([result["start"] for result in results], case, events=results.events)
+    expect_gradients(results, case)
+    expect_weights(results, case)
+    require(results, case)
 
 
 def expect_trained(what: str, trained: Sequence[Tensors], case: Case) -> None:
@@ -555,10 +566,7 @@ def expect_silence(events: Sequence[Sequence[Event]], ranks: Iterable[int], step
                 "backward passes inside no_sync launch nothing",
                 f"backward passes inside no_sync made {len(early)} of the step's "
                 f"{len(launches(events[rank], step))} launches",
-                "the hook ignores the flag of no_sync, or no_sync does not clear the flag. Inside the block the flag "
-                "must be False, and the hook must test it before it counts or launches anything."
-                if first
-                else "an inner no_sync switches synchronisation on when it ends. It must restore the previous state.",
+                FLAG_IGNORED if first else INNER_NO_SYNC,
                 rank=rank,
                 step=step,
             )

@@ -21,7 +21,7 @@ from ..m01_naive_ddp.naive_ddp import broadcast_module_state
 
 
 class GradSyncMixin:
-    """Add `no_sync` to a wrapper, and the flag that `no_sync` switches. All later wrappers use this class."""
+    """Add `no_sync` to a wrapper, and the flag that `no_sync` switches. All later wrappers import this class."""
 
     require_grad_sync = True  # whether a backward pass communicates
 
@@ -51,11 +51,18 @@ class OverlappedDDP(GradSyncMixin, nn.Module):
         return self.module(*args, **kwargs)
 
     def launch(self, parameter: nn.Parameter) -> None:
-        """Start the all-reduce of `parameter.grad` without waiting. The backward hook calls this method."""
+        """Start the all-reduce of `parameter.grad` without waiting. The backward hook calls this method.
+
+        Raise RuntimeError if this all-reduce is already in flight: then a second backward came before
+        `finish_grad_sync`, even if it is inside `no_sync`, and added to a gradient that belongs to the collective.
+        """
         # TODO: part (c)
         raise NotImplementedError("module 3, part (c)")
 
     def finish_grad_sync(self) -> None:
-        """Wait for every all-reduce of this step. Afterwards, each gradient is the average over the group."""
+        """Wait for every all-reduce of this step. Afterwards, each gradient is the average over the group.
+
+        If all backward passes of the step ran inside `no_sync`, launch the all-reduces here.
+        """
         # TODO: part (d)
         raise NotImplementedError("module 3, part (d)")

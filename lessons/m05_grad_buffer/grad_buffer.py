@@ -58,7 +58,8 @@ class GradBuffer:
 
     Callers pass the parameters in reverse order. `views[i]` is parameter i's part of `grad_data`, in that parameter's
     shape. It is `parameter.grad` itself or, if `grad_dtype` is wider than the parameter's dtype, `parameter.main_grad`.
-    With `with_params`, the parameters are moved into `param_data`, which has the same layout.
+    With `with_params`, the parameters are moved into `param_data`, which has the same layout. Modules 6 to 10 use the
+    attributes and methods of this class.
     """
 
     def __init__(
@@ -138,7 +139,7 @@ class BufferedDDP(GradSyncMixin, nn.Module):
     """Wrap a model, keep its gradients in `grad_buffers` (one per parameter dtype), and reduce them in place.
 
     `bucket_numel` is a number of elements. If `grad_dtype` is wider than the dtype of the parameters, gradients
-    accumulate in `grad_dtype`.
+    accumulate in `grad_dtype`. Modules 6 to 10 inherit from this class and override its methods, so keep their names.
     """
 
     def __init__(

@@ -21,7 +21,7 @@ from ..m01_naive_ddp.naive_ddp import broadcast_module_state
 
 
 class GradSyncMixin:
-    """Add `no_sync` to a wrapper, and the flag that `no_sync` switches. All later wrappers use this class."""
+    """Add `no_sync` to a wrapper, and the flag that `no_sync` switches. All later wrappers import this class."""
 
     require_grad_sync = True  # whether a backward pass communicates
 
@@ -50,7 +50,7 @@ class OverlappedDDP(GradSyncMixin, nn.Module):
         broadcast_module_state(module, process_group)
         # Make backward call `launch` for each trainable parameter.
         ### BEGIN SOLUTION part (b)
-        self.in_flight: list[tuple[dist.Work, nn.Parameter]] = []
+        self.in_flight: dict[nn.Parameter, dist.Work] = {}
         for parameter in module.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self.launch)
@@ -60,17 +60,29 @@ class OverlappedDDP(GradSyncMixin, nn.Module):
         return self.module(*args, **kwargs)
 
     def launch(self, parameter: nn.Parameter) -> None:
-        """Start the all-reduce of `parameter.grad` without waiting. The backward hook calls this method."""
+        """Start the all-reduce of `parameter.grad` without waiting. The backward hook calls this method.
+
+        Raise RuntimeError if this all-reduce is already in flight: then a second backward came before
+        `finish_grad_sync`, even if it is inside `no_sync`, and added to a gradient that belongs to the collective.
+        """
         ### BEGIN SOLUTION part (c)
+        if parameter in self.in_flight:
+            raise RuntimeError("a second backward before finish_grad_sync: call finish_grad_sync first")
         if self.require_grad_sync:
             handle = dist.all_reduce(parameter.grad, group=self.process_group, async_op=True)
-            self.in_flight.append((handle, parameter))
+            self.in_flight[parameter] = handle
         ### END SOLUTION
 
     def finish_grad_sync(self) -> None:
-        """Wait for every all-reduce of this step. Afterwards, each gradient is the average over the group."""
+        """Wait for every all-reduce of this step. Afterwards, each gradient is the average over the group.
+
+        If all backward passes of the step ran inside `no_sync`, launch the all-reduces here.
+        """
         ### BEGIN SOLUTION part (d)
-        for handle, parameter in self.in_flight:
+        for parameter in self.module.parameters():
+            if parameter.grad is not None and parameter not in self.in_flight:
+                self.launch(parameter)
+        for parameter, handle in self.in_flight.items():
             handle.wait()
             parameter.grad /= dist.get_world_size(self.process_group)
         self.in_flight.clear()

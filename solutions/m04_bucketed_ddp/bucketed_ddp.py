@@ -80,7 +80,7 @@ class LaunchQueue:
 
     A unit is what one launch carries: a bucket or, in module 6, a group of buckets. Unit k is complete when
     `num_grads[k]` gradients are ready. `launch(k)` starts its communication without waiting. All ranks have the same
-    units and therefore launch them in the same order.
+    units and therefore launch them in the same order. Modules 5 to 10 use this class, its methods and its attributes.
     """
 
     def __init__(self, num_grads: Sequence[int], launch: Callable[[int], None]):
@@ -117,6 +117,7 @@ class BucketedDDP(GradSyncMixin, nn.Module):
     def __init__(self, module: nn.Module, bucket_cap_mb: float = 25.0, process_group: dist.ProcessGroup | None = None):
         super().__init__()
         self.module = module
+        self.process_group = process_group
         broadcast_module_state(module, process_group)
         # Plan the buckets, and let backward call `mark_ready` for each gradient.
         ### BEGIN SOLUTION part (f)
@@ -132,8 +133,13 @@ class BucketedDDP(GradSyncMixin, nn.Module):
         return self.module(*args, **kwargs)
 
     def mark_ready(self, index: int) -> None:
-        """Tell the queue that a gradient of bucket `index` is ready. The backward hook calls this method."""
+        """Tell the queue that a gradient of bucket `index` is ready. The backward hook calls this method.
+
+        Raise RuntimeError if the bucket is already launched: then a second backward came before `finish_grad_sync`.
+        """
         ### BEGIN SOLUTION part (g)
+        if index < self.queue.next_to_launch:
+            raise RuntimeError("a second backward before finish_grad_sync: call finish_grad_sync first")
         if self.require_grad_sync:
             self.queue.mark_ready(index)
         ### END SOLUTION

@@ -1,5 +1,5 @@
 """Module 3 in another style: gradients are divided before the sum, waiting goes through futures, no_sync counts how
-deep it is nested, and the hooks are closures."""
+deep it is nested, the hooks are closures, and a set has the gradients that wait for their launch."""
 
 import contextlib
 
@@ -12,18 +12,24 @@ class OverlappedDDP(nn.Module):
         super().__init__()
         self.module = module
         self._futures = []
+        self._trainable = [p for p in module.parameters() if p.requires_grad]
+        self._unlaunched = set(self._trainable)
         self._depth = 0
         size = dist.get_world_size(process_group)
         for buffer in module.buffers():
             dist.broadcast(buffer, group=process_group, group_src=0)
 
         def reduce(parameter):
+            if parameter not in self._unlaunched:
+                raise RuntimeError("finish the first backward before the second")
             if self._depth:
                 return
+            self._unlaunched.discard(parameter)
             parameter.grad.div_(size)
             work = dist.all_reduce(parameter.grad, group=process_group, async_op=True)
             self._futures.append(work.get_future)
 
+        self._reduce = reduce
         for parameter in module.parameters():
             dist.broadcast(parameter.data, group=process_group, group_src=0)
             if parameter.requires_grad:
@@ -33,6 +39,10 @@ class OverlappedDDP(nn.Module):
         return self.module(*args, **kwargs)
 
     def finish_grad_sync(self):
+        for parameter in self._trainable:
+            if parameter in self._unlaunched and parameter.grad is not None:
+                self._reduce(parameter)
+        self._unlaunched = set(self._trainable)
         futures, self._futures = self._futures, []
         for future in reversed(futures):
             future().wait()

@@ -1,5 +1,6 @@
 """Module 4 in another style: one open bucket per dtype, flat tensors kept from step to step with gradients copied in
-one by one as they become ready, AVG, and sets of parameters instead of counters."""
+one by one as they become ready, AVG, and sets of parameters instead of counters. Gradients keep their local values
+until finish_grad_sync, so a second backward starts the launches again."""
 
 import contextlib
 
@@ -24,7 +25,7 @@ def plan_buckets(params, bucket_cap_bytes):
 class BucketedDDP(nn.Module):
     def __init__(self, module, bucket_cap_mb=25.0, process_group=None):
         super().__init__()
-        self.module, self.group = module, process_group
+        self.module, self.process_group = module, process_group
         for tensor in [*module.buffers(), *module.parameters()]:
             dist.broadcast(tensor.detach(), group=process_group, group_src=0)
         trainable = [p for p in module.parameters() if p.requires_grad]
@@ -47,6 +48,10 @@ class BucketedDDP(nn.Module):
         self._handles = []
 
     def _ready(self, p):
+        if self._number[p] < len(self._handles):
+            for handle in self._handles:
+                handle.wait()
+            self._reset()
         if self._quiet:
             return
         self._pieces[p].copy_(p.grad)
@@ -56,7 +61,7 @@ class BucketedDDP(nn.Module):
 
     def _launch(self):
         flat = self._flat[len(self._handles)]
-        self._handles.append(dist.all_reduce(flat, op=dist.ReduceOp.AVG, group=self.group, async_op=True))
+        self._handles.append(dist.all_reduce(flat, op=dist.ReduceOp.AVG, group=self.process_group, async_op=True))
 
     def forward(self, *args, **kwargs):
         return self.module(*args, **kwargs)

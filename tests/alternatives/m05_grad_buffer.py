@@ -101,6 +101,8 @@ class BufferedDDP(nn.Module):
         return self.module(*args, **kwargs)
 
     def _arrived(self, buffer, p):
+        if any(p in members for _, _, members in self._plan[: len(self._handles)]):
+            raise RuntimeError("finish the first backward before the second")
         self._absorb(buffer, p)
         if self._quiet:
             return

@@ -136,6 +136,8 @@ class CoalescedDDP(nn.Module):
         return self.module(*args, **kwargs)
 
     def _arrived(self, p):
+        if any(p in members for members in self._members[: self._started]):
+            raise RuntimeError("finish the first backward before the second")
         self._absorb(p)
         if self._quiet:
             return

@@ -92,6 +92,8 @@ class CachedDDP(nn.Module):
         p.grad = None if cache.wide else place
 
     def arrived(self, cache, i, p):
+        if any(cache is other and i in members for other, _, members in self.groups[: len(self.handles)]):
+            raise RuntimeError("finish the first backward before the second")
         self.absorb(cache, i, p)
         if self.quiet:
             return

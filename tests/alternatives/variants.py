@@ -4,7 +4,7 @@ from mutants import Variant
 
 HOOK_3 = """        if self.require_grad_sync:
             handle = dist.all_reduce(parameter.grad, group=self.process_group, async_op=True)
-            self.in_flight.append((handle, parameter))
+            self.in_flight[parameter] = handle
 """
 NORM = """        squares = torch.zeros((), dtype=torch.float64, device=self.param_groups[0]["params"][0].device)
         for grad in grads:
@@ -50,7 +50,7 @@ VARIANTS = {
             "            while len(self.pending) > (0 if last else 1):\n"
             "                parameter = self.pending.pop(0)\n"
             "                handle = dist.all_reduce(parameter.grad, group=self.process_group, async_op=True)\n"
-            "                self.in_flight.append((handle, parameter))\n",
+            "                self.in_flight[parameter] = handle\n",
             ("test_gradients_are_averaged", "test_launches_follow_their_gradients", "test_every_handle_is_waited_on"),
         ),
     ],

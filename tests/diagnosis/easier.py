@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from brigade.checks.diagnose.evidence import find_leftover
+from brigade.checks.verdict import CheckFailed
 from brigade.events import Event, launches, list_backward_passes
-from brigade.runner.ranks import PerRank
+from brigade.runner.ranks import PerRank, RankResults
 from scenarios import training
 
 
@@ -40,3 +42,32 @@ def launches_in_backward(submission: Any, jobs: Sequence[Mapping[str, Any]]) -> 
     """Return whether the submission launches in backward when the ranks get these jobs."""
     results = submission.try_run(training.train, PerRank(jobs), world_size=len(jobs))
     return results is not None and any(launch.phase == "backward" for launch in launches(results.events[0], 0))
+
+
+def judge_with_visits(
+    submission: Any, jobs: Sequence[Mapping[str, Any]], judge: Callable[[RankResults], None]
+) -> RankResults:
+    """Train with all VISITS and judge the results. If this fails, name the first of these forwards that is to blame."""
+
+    def train(visits: Sequence[Any]) -> RankResults:
+        visited = PerRank(dict(job) | {"visits": visits} for job in jobs)
+        results = submission.run(training.train, visited, world_size=len(jobs))
+        judge(results)
+        return results
+
+    def succeeds(visits: Sequence[Any]) -> bool:
+        with contextlib.suppress(CheckFailed):
+            return bool(train(visits))
+        return False
+
+    try:
+        return train(training.VISITS)
+    except CheckFailed as failed:
+        output = submission.output
+        bad = [] if failed.verdict.part or not succeeds([]) else [v for v in training.VISITS if not succeeds([v])]
+        submission.output = output
+        if not bad:
+            raise
+        (place, kind), *_ = bad
+        cause = f"{kind}, {place}, changes the step. Forward must not change the state of the step."
+        raise failed.with_cause(cause) from None

@@ -1,6 +1,6 @@
 """Likely causes when a check of module 3 fails."""
 
-from brigade.checks.diagnose.evidence import find_repeated_reduction
+from brigade.checks.diagnose.evidence import FLAG_IGNORED, INNER_NO_SYNC, find_repeated_reduction
 from brigade.events import launches
 
 IN_THE_FINISH = "finish_grad_sync launches the all-reduce. A hook on the parameter must launch it."
@@ -11,6 +11,14 @@ TENSOR_HOOK = (
     "accumulated. Use register_post_accumulate_grad_hook, which runs after accumulation."
 )
 LAST_HANDLE = "finish_grad_sync does not wait on every handle. Waiting on the last handle does not complete the others."
+UNSYNCED = (
+    "all backward passes of the step were inside no_sync, and finish_grad_sync launched nothing. It must launch the "
+    "gradients that backward has not launched."
+)
+SECOND_BACKWARD = (
+    "a second backward adds to gradients that are already launched, and the wrapper does not notice it. Raise "
+    "RuntimeError in the hook if the gradient's collective is already launched."
+)
 NEVER_CLEARED = "the list of handles is never cleared."
 
 
@@ -63,12 +71,7 @@ def explain_race(events, step, numel):
 
 def explain_noise(nested):
     """Explain launches inside no_sync, of which `nested` were made inside the inner of two blocks."""
-    if nested:
-        return (
-            "the hook ignores the flag of no_sync, or no_sync does not clear the flag. Inside the block, the flag must "
-            "be False, and the hook must test it before each launch."
-        )
-    return "the inner no_sync switches synchronisation on when it ends. It must restore the previous state."
+    return FLAG_IGNORED if nested else INNER_NO_SYNC
 
 
 def explain_silence(events):

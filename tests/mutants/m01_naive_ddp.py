@@ -11,6 +11,8 @@ DIVIDE = "parameter.grad /= dist.get_world_size(self.process_group)"
 ZEROS = "parameter.grad = torch.zeros_like(parameter)"
 LOOP = "for parameter in self.module.parameters():"
 
+FORWARD = "    def forward(self, *args, **kwargs):\n"
+
 MUTANTS = [
     Mutant(
         "parameters not broadcast",
@@ -195,6 +197,13 @@ MUTANTS = [
         "first, self.started = not hasattr(self, 'started'), True\n        "
         "for parameter in self.module.parameters() if first else []:",
         ("test_several_steps", "test_one_all_reduce_per_parameter"),
+    ),
+    Mutant(
+        "gradients zeroed in forward",
+        FORWARD,
+        FORWARD + "        self.module.zero_grad()\n",
+        ("test_several_steps",),
+        "a forward without gradients, between backward and finish_grad_sync, changes the step",
     ),
 ]
 

@@ -11,6 +11,8 @@ DIVIDE = "flat /= dist.get_world_size(self.process_group)"
 SPLIT = "flat.split([parameter.numel() for parameter in parameters])"
 COPY_BACK = "parameter.grad.copy_(piece.view(parameter.shape))"
 
+FORWARD = "    def forward(self, *args, **kwargs):\n"
+
 MUTANTS = [
     UNEQUAL_REPLICAS,
     GROUP_IGNORED_AT_START,
@@ -175,6 +177,13 @@ MUTANTS = [
         "dist.all_reduce(flat)",
         ("test_steps_and_subgroups",),
         "the group of ranks 0, 1, 2 and 3, but it trains in the group of ranks 1 and 3",
+    ),
+    Mutant(
+        "gradients zeroed in forward",
+        FORWARD,
+        FORWARD + "        self.module.zero_grad()\n",
+        ("test_steps_and_subgroups",),
+        "a forward without gradients, between backward and finish_grad_sync, changes the step",
     ),
 ]
 

@@ -4,14 +4,25 @@ from mutants import GROUP_IGNORED_AT_START, UNEQUAL_REPLICAS, Mutant
 
 HOOK = "parameter.register_post_accumulate_grad_hook(self.launch)"
 LAUNCH = "handle = dist.all_reduce(parameter.grad, group=self.process_group, async_op=True)"
-REMEMBER = "self.in_flight.append((handle, parameter))"
+REMEMBER = "self.in_flight[parameter] = handle"
 UNLESS = "if self.require_grad_sync:\n"
 WAIT = "handle.wait()\n"
 DIVIDE = "parameter.grad /= dist.get_world_size(self.process_group)"
-FINISH = "for handle, parameter in self.in_flight:\n"
+FINISH = "for parameter, handle in self.in_flight.items():\n"
 CLEAR = "self.in_flight.clear()\n"
 RESTORE = "self.require_grad_sync = before"
 TRY = f"try:\n            yield\n        finally:\n            {RESTORE}"
+
+REFUSE = (
+    "        if parameter in self.in_flight:\n"
+    '            raise RuntimeError("a second backward before finish_grad_sync: call finish_grad_sync first")\n'
+)
+FINISH_UNSYNCED = (
+    "        for parameter in self.module.parameters():\n"
+    "            if parameter.grad is not None and parameter not in self.in_flight:\n"
+    "                self.launch(parameter)\n"
+)
+FORWARD = "    def forward(self, *args, **kwargs):\n"
 
 NOT_OVERLAPPED = (
     "test_gradients_are_averaged",
@@ -28,7 +39,7 @@ MUTANTS = [
         HOOK,
         f"{HOOK}; {HOOK}",
         ("test_every_handle_is_waited_on", "test_launches_are_asynchronous", "test_no_sync_restores_its_state"),
-        "every gradient is all-reduced twice in one step, both times during backward",
+        "the hook runs twice for one gradient",
     ),
     Mutant("summed, not averaged", DIVIDE, "pass", ("test_gradients_are_averaged",), "summed"),
     Mutant("divided by a literal 2", DIVIDE, "parameter.grad /= 2", ("test_gradients_are_averaged",), "divided by 2"),
@@ -68,7 +79,7 @@ MUTANTS = [
         "            last = parameter is next(p for p in self.module.parameters() if p.requires_grad)\n"
         "            for parameter in self.pending if last else []:\n"
         "                handle = dist.all_reduce(parameter.grad, group=self.process_group, async_op=True)\n"
-        "                self.in_flight.append((handle, parameter))\n"
+        "                self.in_flight[parameter] = handle\n"
         "            self.pending = [] if last else self.pending",
         ("test_launches_follow_their_gradients",),
         "until the end of backward",
@@ -81,21 +92,21 @@ MUTANTS = [
         "            while len(self.pending) > (0 if last else 2):\n"
         "                parameter = self.pending.pop(0)\n"
         "                handle = dist.all_reduce(parameter.grad, group=self.process_group, async_op=True)\n"
-        "                self.in_flight.append((handle, parameter))",
+        "                self.in_flight[parameter] = handle",
         ("test_launches_follow_their_gradients",),
         "until several more gradients are ready",
     ),
     Mutant(
         "last handle never waited on",
         WAIT,
-        "handle is self.in_flight[-1][0] or handle.wait()\n",
+        "handle is list(self.in_flight.values())[-1] or handle.wait()\n",
         ("test_every_handle_is_waited_on", "test_gradients_are_averaged"),
         "does not wait on every handle",
     ),
     Mutant(
         "only the last handle waited on",
         WAIT,
-        "self.in_flight[-1][0].wait()\n",
+        "list(self.in_flight.values())[-1].wait()\n",
         ("test_every_handle_is_waited_on", "test_gradients_are_averaged"),
         "does not wait on every handle",
     ),
@@ -111,16 +122,18 @@ MUTANTS = [
         CLEAR,
         "pass\n",
         ("test_every_handle_is_waited_on",),
-        "never cleared",
+        "did not reset the state of step 0",
     ),
     Mutant(
         "handles never cleared, and only the new ones divided",
         FINISH + "            handle.wait()\n            " + DIVIDE + "\n        " + CLEAR,
-        "for place, (handle, parameter) in enumerate(self.in_flight):\n"
+        "for parameter, handle in self.in_flight.items():\n"
+        "            self.handles = [*getattr(self, 'handles', []), handle]\n"
+        "        for handle in self.handles:\n"
         "            handle.wait()\n"
-        "            if place >= getattr(self, 'done', 0):\n"
-        "                " + DIVIDE + "\n"
-        "        self.done = len(self.in_flight)\n",
+        "        for parameter in self.in_flight:\n"
+        "            " + DIVIDE + "\n"
+        "        " + CLEAR,
         ("test_every_handle_is_waited_on",),
         "never cleared",
     ),
@@ -134,7 +147,9 @@ MUTANTS = [
     Mutant(
         "divided during the transfer, and not in finish_grad_sync",
         REMEMBER,
-        DIVIDE + "\n            self.in_flight.append((handle, type('Nothing', (), {'grad': 1.0})))",
+        DIVIDE
+        + "\n            undo = lambda _: (handle.wait(), parameter.grad.mul_(dist.get_world_size(self.process_group)))"
+        "\n            self.in_flight[parameter] = type('Undone', (), {'wait': undo})()",
         ("test_gradients_are_averaged",),
         "was changed (divided or overwritten) before its handle was waited on",
     ),
@@ -150,8 +165,8 @@ MUTANTS = [
         "a tensor hook, which sees the incoming gradient",
         HOOK,
         "parameter.register_hook(\n"
-        "                    lambda grad, p=parameter: self.in_flight.append(\n"
-        "                        (dist.all_reduce(grad, group=self.process_group, async_op=True), p)\n"
+        "                    lambda grad, p=parameter: self.in_flight.update(\n"
+        "                        {p: dist.all_reduce(grad, group=self.process_group, async_op=True)}\n"
         "                    )\n"
         "                    if self.require_grad_sync\n"
         "                    else None\n"
@@ -164,10 +179,10 @@ MUTANTS = [
         HOOK,
         "def reduce(grad, p=parameter):\n"
         "                    copy = grad.clone()\n"
-        "                    place = property(lambda _: copy, lambda _, value: setattr(p, 'grad', value))\n"
         "                    if self.require_grad_sync:\n"
         "                        handle = dist.all_reduce(copy, group=self.process_group, async_op=True)\n"
-        "                        self.in_flight.append((handle, type('Place', (), {'grad': place})()))\n\n"
+        "                        wait = lambda _: (handle.wait(), setattr(p, 'grad', copy))\n"
+        "                        self.in_flight[p] = type('Place', (), {'wait': wait})()\n\n"
         "                parameter.register_hook(reduce)",
         ("test_launches_follow_their_gradients", "test_no_sync_accumulates"),
         "receives the incoming gradient",
@@ -184,7 +199,7 @@ MUTANTS = [
         LAUNCH,
         LAUNCH.replace(", async_op=True", ""),
         ("test_launches_are_asynchronous",),
-        "line 66: without async_op=True, all_reduce works in place and returns None",
+        "line 72: without async_op=True, all_reduce works in place and returns None",
     ),
     Mutant(
         "the hook returns the handle",
@@ -227,7 +242,7 @@ MUTANTS = [
         RESTORE,
         "self.require_grad_sync = True",
         ("test_no_sync_restores_its_state",),
-        "the inner no_sync",
+        "an inner no_sync switches synchronisation on",
     ),
     Mutant(
         "no_sync throws the accumulated gradients away",
@@ -235,6 +250,41 @@ MUTANTS = [
         RESTORE + "\n            self.module.zero_grad()",
         ("test_no_sync_accumulates",),
         "accumulated inside no_sync are lost",
+    ),
+    Mutant(
+        "a second backward not noticed",
+        REFUSE,
+        "",
+        ("test_no_sync_restores_its_state",),
+        "a second backward adds to gradients that are already launched",
+    ),
+    Mutant(
+        "a second backward inside no_sync not noticed",
+        "if parameter in self.in_flight:",
+        "if self.require_grad_sync and parameter in self.in_flight:",
+        ("test_no_sync_restores_its_state",),
+        "a second backward adds to gradients that are already launched",
+    ),
+    Mutant(
+        "gradients accumulated inside no_sync only are not averaged",
+        FINISH_UNSYNCED,
+        "",
+        ("test_no_sync_accumulates",),
+        "finish_grad_sync launched nothing",
+    ),
+    Mutant(
+        "handles forgotten in forward",
+        FORWARD,
+        FORWARD + "        self.in_flight.clear()\n",
+        ("test_steps_and_subgroups",),
+        "a forward without gradients, between backward and finish_grad_sync, changes the step",
+    ),
+    Mutant(
+        "the gradients of a discarded forward zeroed",
+        FORWARD,
+        FORWARD + "        __import__('torch').is_grad_enabled() and self.in_flight and self.zero_grad()\n",
+        ("test_steps_and_subgroups",),
+        "a forward that is thrown away, between backward and finish_grad_sync, changes the step",
     ),
     Mutant(
         "divided by the size of the world",

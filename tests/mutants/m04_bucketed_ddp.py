@@ -34,6 +34,8 @@ def no_sync(body):
     return f"{head}{body}\n\n{FORWARD}"
 
 
+TOO_LATE = "if index < self.queue.next_to_launch:"
+
 MUTANTS = [
     Mutant("not reversed", REVERSE, "for parameter in list(params):", ("test_bucket_rule",), "reverse"),
     Mutant(
@@ -266,6 +268,34 @@ MUTANTS = [
         "self.handle = dist.all_reduce(self.flat, async_op=True)",
         ("test_steps_and_subgroups",),
         "launched a collective on the group of ranks 0, 1, 2 and 3",
+    ),
+    Mutant(
+        "a second backward not noticed",
+        TOO_LATE,
+        "if False:",
+        ("test_no_sync_accumulates",),
+        "a second backward adds to gradients that are already launched",
+    ),
+    Mutant(
+        "a second backward inside no_sync not noticed",
+        TOO_LATE,
+        "if self.require_grad_sync and index < self.queue.next_to_launch:",
+        ("test_no_sync_accumulates",),
+        "a second backward adds to gradients that are already launched",
+    ),
+    Mutant(
+        "the step begins in forward",
+        FORWARD,
+        FORWARD + "        self.queue.reset()\n",
+        ("test_steps_and_subgroups",),
+        "a forward without gradients, between backward and finish_grad_sync, changes the step",
+    ),
+    Mutant(
+        "nothing finished if backward has launched nothing",
+        LEFT_OVER,
+        "if not self.queue.next_to_launch:\n            return\n        " + LEFT_OVER,
+        ("test_no_sync_accumulates", "test_unused_parameters"),
+        "It must launch the gradients that backward has not launched",
     ),
 ]
 

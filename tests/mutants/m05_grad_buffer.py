@@ -40,6 +40,8 @@ def no_sync(body):
     return f"{head}{body}\n\n{FORWARD_METHOD}"
 
 
+TOO_LATE = "if index < self.queue.next_to_launch:"
+
 MUTANTS = [
     Mutant("parameters not aligned", START, "start = end", ("test_layout_rule",), "multiple of 64"),
     Mutant("64 bytes instead of elements", START, "start = round_up(end, 16)", ("test_layout_rule",), "multiple of 64"),
@@ -387,6 +389,27 @@ MUTANTS = [
         REDUCE.replace("self.process_group", "None"),
         ("test_steps_and_subgroups",),
         "launched a collective on the group of ranks 0, 1, 2 and 3",
+    ),
+    Mutant(
+        "a second backward not noticed",
+        TOO_LATE,
+        "if False:",
+        ("test_steps_and_subgroups",),
+        "a second backward adds to gradients that are already launched",
+    ),
+    Mutant(
+        "a second backward inside no_sync not noticed",
+        TOO_LATE,
+        "if self.require_grad_sync and index < self.queue.next_to_launch:",
+        ("test_steps_and_subgroups",),
+        "a second backward adds to gradients that are already launched",
+    ),
+    Mutant(
+        "the step begins in forward",
+        FORWARD_METHOD,
+        FORWARD_METHOD + "        self.queue.reset()\n",
+        ("test_steps_and_subgroups",),
+        "a forward without gradients, between backward and finish_grad_sync, changes the step",
     ),
 ]
 

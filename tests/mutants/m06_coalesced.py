@@ -422,6 +422,24 @@ MUTANTS = [
         ("test_steps_and_subgroups",),
         "accumulation does not start from zero",
     ),
+    Mutant(
+        "the step begins in forward",
+        NEXT,
+        "    def forward(self, *args, **kwargs):\n"
+        "        self.queue.reset()\n"
+        "        return super().forward(*args, **kwargs)\n\n" + NEXT,
+        ("test_steps_and_subgroups",),
+        "a forward without gradients, between backward and finish_grad_sync, changes the step",
+    ),
+    Mutant(
+        "a second backward not noticed",
+        READY,
+        "        self.units[index].buffer.accumulate_into_buffer(i)\n"
+        "        if self.require_grad_sync:\n"
+        "            self.queue.mark_ready(index)\n",
+        ("test_steps_and_subgroups",),
+        "a second backward adds to gradients that are already launched",
+    ),
 ]
 
 SAMPLE = ("the first shard on every rank", "reduce-scatters launched one by one")

@@ -48,6 +48,7 @@ FOLLOW = ("test_views_follow_the_buffer",)
 AVERAGED = ("test_gradients_are_averaged",)
 LAUNCHES = ("test_launches_are_those_of_module_6",)
 STEPS = ("test_steps_and_subgroups",)
+LAST = "    group_class = CachedBucketGroup\n"
 
 MUTANTS = [
     Mutant(
@@ -333,6 +334,27 @@ MUTANTS = [
         "size = dist.get_world_size()",
         STEPS,
         "Use dist.get_world_size(process_group)",
+    ),
+    Mutant(
+        "the step begins in forward",
+        LAST,
+        LAST + "\n"
+        "    def forward(self, *args, **kwargs):\n"
+        "        self.queue.reset()\n"
+        "        return super().forward(*args, **kwargs)\n",
+        ("test_steps_and_subgroups",),
+        "a forward without gradients, between backward and finish_grad_sync, changes the step",
+    ),
+    Mutant(
+        "a second backward not noticed",
+        LAST,
+        LAST + "\n"
+        "    def mark_ready(self, index, i):\n"
+        "        self.units[index].buffer.accumulate_into_buffer(i)\n"
+        "        if self.require_grad_sync:\n"
+        "            self.queue.mark_ready(index)\n",
+        ("test_steps_and_subgroups",),
+        "a second backward adds to gradients that are already launched",
     ),
 ]
 

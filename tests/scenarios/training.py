@@ -4,6 +4,7 @@ Its input is a job: a model, weights and batches. It returns tensors by name, un
 """
 
 import contextlib
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,17 @@ from brigade.checks.edge_case_models import OPTIMIZERS, compute_loss, copy_gradi
 from brigade.rank import recording
 from brigade.rank.api import device, student
 from brigade.rank.recording import phase
+
+# Where forwards may come that do not belong to the step, and which: see `visit`.
+PLACES = (
+    "between zero_grad and forward",
+    "between forward and backward",
+    "between backward and finish_grad_sync",
+    "between finish_grad_sync and the optimizer's step",
+    "after the optimizer's step",
+)
+KINDS = ("a forward without gradients", "a forward that is thrown away")
+VISITS = [(place, kind) for place in PLACES for kind in KINDS]
 
 
 class Interruption(Exception):
@@ -56,23 +68,38 @@ def reallocate_buffers(ddp: torch.nn.Module) -> None:
         buffer.reallocate()
 
 
-def forward_backward(ddp: torch.nn.Module, batch: dict) -> None:
-    """Run forward and backward on one batch."""
+def visit(ddp: torch.nn.Module, batch: dict, place: str, visits: Sequence[tuple[str, str]]) -> None:
+    """Run the forwards that `visits`, a part of VISITS, has at this place. They must not change the training."""
+    for where, kind in visits:
+        if where == place:
+            is_evaluation = kind == KINDS[0]
+            ddp.train(not is_evaluation)
+            with phase("forward"), torch.set_grad_enabled(not is_evaluation):
+                compute_loss(ddp, move_to_device(batch))
+            ddp.train()
+
+
+def forward_backward(ddp: torch.nn.Module, batch: dict, visits: Sequence[tuple[str, str]] = ()) -> None:
+    """Run forward and backward on one batch, and the forwards of `visits` between and after them."""
     with phase("forward"):
         loss = compute_loss(ddp, move_to_device(batch))
+    visit(ddp, batch, PLACES[1], visits)
     with recording.record_backward(loss):
         loss.backward()
+    visit(ddp, batch, PLACES[2], visits)
 
 
-def accumulate(ddp: torch.nn.Module, batches: list[dict], interrupted: bool) -> None:
-    """Run backward passes without communication, each in its own no_sync block.
+def accumulate(
+    ddp: torch.nn.Module, batches: list[dict], interrupted: bool, visits: Sequence[tuple[str, str]] = ()
+) -> None:
+    """Run backward passes without communication, each in its own no_sync block if the wrapper has no_sync.
 
     If `interrupted`, they share one block with nested blocks inside, and an exception ends it.
     """
-    if not interrupted:
+    if not interrupted or not batches:
         for batch in batches:
-            with ddp.no_sync():
-                forward_backward(ddp, batch)
+            with ddp.no_sync() if hasattr(ddp, "no_sync") else contextlib.nullcontext():
+                forward_backward(ddp, batch, visits)
         return
     with contextlib.suppress(Interruption), ddp.no_sync():
         with ddp.no_sync():
@@ -86,26 +113,54 @@ def accumulate(ddp: torch.nn.Module, batches: list[dict], interrupted: bool) -> 
 def train(job: dict) -> dict:
     """Construct the wrapper and take all steps. All micro-batches of a step except the last run inside no_sync.
 
-    In step job["interrupted"], if it is set, exceptions end the no_sync blocks. Before step job["reallocate"], if it is
-    set, the buffers move.
+    In step job["interrupted"], exceptions end the no_sync blocks. In step job["unsynced"], the last micro-batch runs
+    inside no_sync too. Before step job["reallocate"], the buffers move. job["visits"] has forwards that do not belong
+    to a step. All four are optional.
     """
+    visits = job.get("visits", ())
     model = build(job)
     ddp = wrap(job, model)
     start = edge_case_models.copy_state(model)
     optimizer = OPTIMIZERS[job["optimizer"]]([p for p in model.parameters() if p.requires_grad])
     gradients, strides = [], []
     for step, batches in enumerate(job["batches"]):
-        recording.note("step", step=step)
+        recording.note("step", step=step, unsynced=step == job.get("unsynced"))
         if step == job.get("reallocate"):
             reallocate_buffers(ddp)
         optimizer.zero_grad()
-        accumulate(ddp, batches[:-1], step == job.get("interrupted"))
-        forward_backward(ddp, batches[-1])
+        visit(ddp, batches[0], PLACES[0], visits)
+        synced = [] if step == job.get("unsynced") else batches[-1:]
+        accumulate(ddp, batches[: len(batches) - len(synced)], step == job.get("interrupted"), visits)
+        for batch in synced:
+            forward_backward(ddp, batch, visits)
         with phase("finish"):
             ddp.finish_grad_sync()
+        visit(ddp, batches[0], PLACES[3], visits)
         gradients.append(copy_gradients(model))
         strides.append({n: None if p.grad is None else list(p.grad.stride()) for n, p in model.named_parameters()})
         with phase("step"):
             optimizer.step()
+        visit(ddp, batches[0], PLACES[4], visits)
     weights = {name: p.detach() for name, p in model.named_parameters()}
     return {"start": start, "gradients": gradients, "strides": strides, "weights": weights}
+
+
+def train_twice(job: dict) -> dict | None:
+    """Run a second backward before finish_grad_sync, inside no_sync if job["is_quiet"].
+
+    Return the gradients after the finish, or None if the wrapper refuses the second backward with RuntimeError.
+    """
+    model = build(job)
+    ddp = wrap(job, model)
+    first, second = job["batches"][0]
+    forward_backward(ddp, first)
+    try:
+        with ddp.no_sync() if job["is_quiet"] else contextlib.nullcontext():
+            forward_backward(ddp, second)
+        with phase("finish"):
+            ddp.finish_grad_sync()
+    except NotImplementedError:
+        raise  # a part that is not written yet
+    except RuntimeError:
+        return None
+    return copy_gradients(model)

@@ -23,6 +23,11 @@ if TYPE_CHECKING:
     from brigade.checks.reference import Case
 
 Progressed = tuple[Launch, tuple[bool, int]]
+FLAG_IGNORED = (
+    "the hook ignores the flag of no_sync, or no_sync does not clear the flag. Inside the block the flag must be "
+    "False, and the hook must test it before it counts or launches anything."
+)
+INNER_NO_SYNC = "an inner no_sync switches synchronisation on when it ends. It must restore the previous state."
 COLLECTIVE_METHODS = ("state_dict", "full_state_dict")  # methods that look local, but gather shards from every rank
 
 
@@ -139,12 +144,12 @@ def find_skipped_call(events: Sequence[Sequence[Event]], kind: str) -> str:
 
 
 def find_leftover(events: Sequence[Event]) -> str:
-    """Describe how the launches of a later step differ from step 0, which did the same work.
+    """Describe how the launches of a later step differ from step 0, which did the same work unless it is "unsynced".
 
     Return "" if they do not differ. If the record ends within a step, because the rank failed, compare only with the
     launches of step 0 up to that point.
     """
-    steps = [event["step"] for event in events if event.get("kind") == "step"]
+    steps = [event["step"] for event in events if event["kind"] == "step" and not event.get("unsynced")]
     for step in steps[1:]:
         first, again = (
             [(x, measure_progress(events, s, x.place)) for x in select_sync_launches(events, s)]

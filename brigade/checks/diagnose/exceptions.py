@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from brigade.checks.diagnose.evidence import find_leftover, join_names
+from brigade.checks.diagnose.evidence import FLAG_IGNORED, INNER_NO_SYNC, find_leftover, join_names
 from brigade.checks.diagnose.parts import parse
-from brigade.events import Event, launches
+from brigade.events import Event, launches, list_backward_passes, list_ready_gradients
 
 if TYPE_CHECKING:
     from brigade.course.submission import Sources
@@ -122,6 +122,29 @@ def explain_missing_option(failure: RankFailure, sources: Sources) -> str:
     )
 
 
+def explain_refusal(failure: RankFailure, sources: Sources) -> str:
+    """Explain why the submission's own `raise` refuses a gradient of a step that has one synchronising backward."""
+    events = get_events(failure)
+    steps = [None, *(event["step"] for event in events if event["kind"] == "step")]
+    is_own = bool(failure.own and failure.frames) and failure.frames[-1][-1].startswith("raise ")
+    if not is_own or events[-1]["phase"] != "backward":
+        return ""
+    launched = launches(events, steps[-1], phase="backward")
+    passes = list_backward_passes(events, steps[-1])
+    if not launched and len(steps) > 2:
+        return (
+            f"finish_grad_sync did not reset the state of step {steps[-2]}, so the hook refuses the first gradient of "
+            f"step {steps[-1]}."
+        )
+    if not launched:
+        return "the hook refuses a gradient although nothing is launched."
+    if launched[0].place < passes[-1]:  # all passes before the last are inside no_sync
+        return FLAG_IGNORED if launched[0].place < passes[1] else INNER_NO_SYNC
+    if launched[-1].name == list_ready_gradients(events, steps[-1])[-1][1]:
+        return "the hook runs twice for one gradient: it is registered twice."
+    return "a collective is launched before all its gradients are ready, because gradients are counted wrongly."
+
+
 def explain_leftover(failure: RankFailure, sources: Sources) -> str:
     cause = find_leftover(get_events(failure))
     files = {file for file, *_ in failure.frames}
@@ -192,6 +215,7 @@ SYMPTOMS = [
     Symptom("no gradient", "", NO_ATTRIBUTE, explain_no_gradient),
     Symptom("world rank", "IndexError", "", explain_world_rank),
     Symptom("last bucket", "IndexError", "", explain_last_bucket),
+    Symptom("refusal", "RuntimeError", "", explain_refusal),
     Symptom("left over", "", "", explain_leftover),
     Symptom("no handle", "", "'wait'", explain_no_handle),
 ]  # fmt: skip
