@@ -10,6 +10,7 @@ a program are used again only if neither its text nor the module's checks and sc
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import json
 import multiprocessing
@@ -37,10 +38,10 @@ class Program:
     fails: tuple[str, ...] = ()
     passes: tuple[str, ...] = ()
 
-    @property
+    @functools.cached_property
     def key(self) -> str:
-        tests = [ROOT / "tests" / folder / self.module.checks.name for folder in (".", "scenarios", "expected")]
-        tests[1:] = [path.with_name(f"{self.module.package}.py") for path in tests[1:]]
+        name = f"{self.module.package}.py"
+        tests = [self.module.checks, *(ROOT / "tests" / folder / name for folder in ("scenarios", "expected"))]
         texts = [self.name, self.text, *(path.read_text() for path in tests if path.exists())]
         return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
 
@@ -58,43 +59,42 @@ def list_programs(module: Module, include_all: bool) -> Iterator[Program]:
             yield Program(module, mutant.name, mutant.apply(reference), fails=mutant.caught_by)
 
 
-def find_faults(program: Program, outcomes: dict[int, dict[str, str]]) -> Iterator[str]:
-    """Yield what is wrong with the outcomes of a program: for each seed, the status of each check."""
-    for check in next(iter(outcomes.values()), {}):
-        statuses = {seed: by_check[check] for seed, by_check in outcomes.items()}
-        wanted = {"failed"} if check in program.fails else {"passed"} if check in program.passes else set()
-        wrong = {seed for seed, status in statuses.items() if wanted and status not in wanted}
-        if wrong or len(set(statuses.values())) > 1:
-            kinds = {kind: [seed for seed in statuses if statuses[seed] == kind] for kind in set(statuses.values())}
-            seeds = "; ".join(f"{kind} with seed {', '.join(map(str, kinds[kind]))}" for kind in sorted(kinds))
-            yield f"module {program.module.number}, {program.name}, {check}: {seeds}"
+def find_fault(program: Program, check: str, statuses: dict[int, str]) -> str:
+    """Return what is wrong with the status of a check for each seed, or ""."""
+    wanted = "failed" if check in program.fails else "passed" if check in program.passes else statuses[0]
+    if set(statuses.values()) == {wanted}:
+        return ""
+    kinds = {kind: [str(seed) for seed in statuses if statuses[seed] == kind] for kind in sorted({*statuses.values()})}
+    seeds = "; ".join(f"{kind} with seed {', '.join(found)}" for kind, found in kinds.items())
+    return f"module {program.module.number}, {program.name}, {check}: {seeds}"
 
 
-def run(programs: Sequence[Program], seeds: Sequence[int], out: Path | None) -> list[str]:
-    """Run every program with every seed, except those with results in `out`. Return the faults of all programs."""
+def run(programs: Sequence[Program], seeds: Sequence[int], out: Path | None = None, only: str = "") -> list[str]:
+    """Run the checks whose names contain `only` on every program with every seed, and return what is wrong.
+
+    Results in `out` are not repeated.
+    """
     known = [json.loads(line) for line in out.read_text().splitlines()] if out and out.exists() else []
-    results = {(entry["key"], entry["seed"]): entry["outcomes"] for entry in known}
+    results = {(entry["key"], entry["check"], entry["seed"]): entry["status"] for entry in known}
     faults = []
     prepare()
     for program in track(programs, description="programs"):
-        outcomes: dict[int, dict[str, str]] = {}
-        for seed in seeds:
-            if (program.key, seed) not in results:
-                checks = [
-                    run_on_text(check, program.text, Conditions(seed=seed)) for check in collect([program.module])
-                ]
-                results[program.key, seed] = {outcome.check.name: outcome.status for outcome in checks}
+        for check in [check for check in collect([program.module]) if only in check.name]:
+            for seed in seeds:
+                if (place := (program.key, check.name, seed)) in results:
+                    continue
+                outcome = run_on_text(check, program.text, Conditions(seed=seed))
+                results[place] = outcome.status
                 if out:
-                    entry = {"module": program.module.number, "name": program.name, "key": program.key, "seed": seed}
-                    causes = {outcome.check.name: outcome.verdict.likely_cause for outcome in checks if outcome.verdict}
+                    entry = dict(zip(("key", "check", "seed"), place)) | {"status": outcome.status}
+                    entry |= {"module": program.module.number, "name": program.name}
+                    entry |= {"cause": outcome.verdict.likely_cause if outcome.verdict else ""}
                     with out.open("a") as file:
-                        file.write(
-                            json.dumps(entry | {"outcomes": results[program.key, seed], "causes": causes}) + "\n"
-                        )
-            outcomes[seed] = results[program.key, seed]
-        for fault in find_faults(program, outcomes):
-            print(fault, flush=True)
-            faults.append(fault)
+                        file.write(json.dumps(entry) + "\n")
+            statuses = {seed: results[program.key, check.name, seed] for seed in seeds}
+            if fault := find_fault(program, check.name, statuses):
+                print(fault, flush=True)
+                faults.append(fault)
     return faults
 
 
@@ -107,6 +107,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=30, metavar="N", help="use the seeds 0 to N - 1 (default: 30)")
     parser.add_argument("--modules", default="0-11", help="such as 3, 1-4 or 1,5 (default: all)")
+    parser.add_argument("--only", default="", metavar="NAME", help="run the checks whose names contain NAME")
     parser.add_argument("--all", action="store_true", help="also run alternatives, variants and mutants")
     parser.add_argument("--busy", type=int, default=2, help="the number of busy loops meanwhile (default: 2)")
     parser.add_argument("--out", type=Path, help="keep the results in this file, and continue from it")
@@ -116,7 +117,7 @@ def main() -> int:
     for loop in loops:
         loop.start()
     try:
-        faults = run(programs, range(options.seeds), options.out)
+        faults = run(programs, range(options.seeds), options.out, options.only)
     finally:
         for loop in loops:
             loop.terminate()
