@@ -579,8 +579,8 @@ cite(
 cite(
     "coalesced-for-nothing", 6, "With coalescing, more and smaller buckets cost nothing", COALESCING,
     "this needs GPUs; pull request [98793](https://github.com/pytorch/pytorch/pull/98793) reports, for 64 all-reduces "
-    "with NCCL, 22.19 ms in the coalescing manager of that time, 16.93 ms in the new one, which makes a single call into "
-    "C++, and 16.38 ms as one flat tensor",
+    "with NCCL, 22.19 ms in the coalescing manager of that time, 16.93 ms in the new one, which makes a single call "
+    "into C++, and 16.38 ms as one flat tensor",
 )  # fmt: skip
 
 
