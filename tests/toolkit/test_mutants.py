@@ -174,7 +174,7 @@ def test_launching_in_ready_order_fails_every_time(world_size, backend, monkeypa
 
 # What causes say that are taken from the record of launches, or from a second run. Mutants with such a cause are tried
 # with every private attribute renamed, and of each module at least the first two that name a cause.
-RECORDED = ("was not reset", "only after backward", "even if there is only one", "A lambda in a loop", "are counted too")
+RECORDED = ("was not reset", "only after backward", "even if there is only one", "A lambda in a loop", "counted too")
 RECORDED += ("never became complete", "the group of ranks", "in .grad", "the parameter itself", "was changed")
 
 
