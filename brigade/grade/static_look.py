@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from brigade.course.modules import MODULES, CourseError, Module
-from brigade.course.submission import find, read_source
+from brigade.course.submission import find, read_text
 
 HEADING = "please look"
 MOST_FINDINGS = 20  # for one submission; the last finding gives the number of the others
@@ -80,7 +80,7 @@ def look_at(target: Path, entries: Sequence[Module]) -> list[Finding]:
         if path is None:
             continue
         try:
-            texts[str(entry.path)] = read_source(path, target)
+            texts[str(entry.path)] = read_text(path, target)
         except CourseError as error:
             findings.append(Finding(str(entry.path), (), "", f"cannot be examined: {error}"))
     return findings + look(texts)

@@ -281,14 +281,13 @@ def kill_user(uid: int) -> None:
 
 
 def remove_files(uid: int) -> None:
-    """Remove the files of the user and of its ranks' users in the directories that all users share."""
-    users = list_users(uid)
-    for directory in PRIVATE_DIRECTORIES:
-        with contextlib.suppress(OSError):
-            for entry in list(os.scandir(directory)):
-                with contextlib.suppress(FileNotFoundError):  # other processes may remove the entry first
-                    if entry.stat(follow_symlinks=False).st_uid in users:
-                        remove(entry.path)
+    """Remove the files of the user and of its ranks' users in the directories that all users share, and below them."""
+    users = [word for user in list_users(uid) for word in ("-o", "-user", str(user))][1:]
+    action = ["-prune", "-exec", "rm", "-rf", "--", "{}", "+"]
+    subprocess.run(
+        ["find", *PRIVATE_DIRECTORIES, "-xdev", "(", *users, ")", *action],
+        stderr=subprocess.DEVNULL,  # some of the directories do not exist, and other processes remove files too
+    )
 
 
 def remove(path: str | Path) -> None:

@@ -277,3 +277,18 @@ def test_no_server_outlives_the_reservation_of_its_user():
         ranks.run_ranks(sandbox.probe, world_size=1)
         server = psutil.Process(ranks.SERVER._process.pid)
     assert not server.is_running()
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="files of another user need root")
+def test_files_in_directories_of_others_are_removed(tmp_path, monkeypatch):
+    """Everybody may write to some directories below /tmp. Only the user's own files are removed from them."""
+    monkeypatch.setattr(sandbox, "PRIVATE_DIRECTORIES", (str(tmp_path), str(tmp_path / "nowhere")))
+    uid, elsewhere = 64_000, tmp_path / "shared" / "deeper"
+    (elsewhere / "mine" / "inside").mkdir(parents=True)
+    for path in (elsewhere / "file", elsewhere / "of another"):
+        path.touch()
+    (elsewhere / "link").symlink_to(elsewhere / "of another")
+    for path in (elsewhere / "mine", elsewhere / "file", elsewhere / "link"):
+        os.chown(path, uid, uid, follow_symlinks=False)
+    sandbox.remove_files(uid)
+    assert [path.name for path in elsewhere.iterdir()] == ["of another"]

@@ -105,7 +105,7 @@ def test_the_list_is_bounded_and_begins_with_the_most_telling_names():
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path):
-    (tmp_path / "naive_ddp.py").write_text("x = 1\0")
+    (tmp_path / "naive_ddp.py").write_bytes(b"x = '\xff'")
     [finding] = look_at(tmp_path, [get_module(1)])
     assert str(finding).startswith(f"{FILE}: cannot be examined: ")
 
