@@ -18,7 +18,7 @@ import textwrap
 import time
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from brigade.course.modules import MODULES, ROOT, CourseError, Module
@@ -101,6 +101,19 @@ def list_students(directory: Path, gradebook: Path, *others: Path) -> list[Stude
         shown = submission if several else name
         everyone.append(Student(shown, path, results / f"{limit_name(path.name)}.json", conflict, submission))
     return everyone
+
+
+def name_students(everyone: Sequence[Student], people: Sequence[Person]) -> list[Student]:
+    """Return the submissions under the names of the roster's students. If a name is not unique, add the submission."""
+    persons = [roster.find_person(get_student_name(student.path), people) for student in everyone]
+    names = [
+        person["name"] or roster.get_key(person) if person else student.name
+        for person, student in zip(persons, everyone)
+    ]
+    return [
+        replace(student, name=name if names.count(name) == 1 else f"{name} ({student.submission})")
+        for student, name in zip(everyone, names)
+    ]
 
 
 def get_student_name(path: Path) -> str:

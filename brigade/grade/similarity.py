@@ -217,9 +217,10 @@ def find_groups(texts: ClassTexts) -> list[Group]:
 
 
 def find_pairs(texts: ClassTexts) -> list[Pair]:
-    """Return the pairs of submissions that share SHOWN or more of a module, the most similar first.
+    """Return pairs of submissions that share SHOWN or more of a module, the most similar first.
 
-    Pairs of the course's own answers are left out.
+    Leave out pairs of the course's own answers, and pairs that more similar pairs connect already. So eight copies of
+    one answer give 7 pairs and not 28.
     """
     pairs = []
     for number in texts.given:
@@ -228,7 +229,16 @@ def find_pairs(texts: ClassTexts) -> list[Pair]:
             share = compute_share(own[one], own[other])
             if share >= SHOWN and not (one in texts.reference and other in texts.reference):
                 pairs.append(Pair(number, (one, other), share, min(len(own[one]), len(own[other]))))
-    return sorted(pairs, key=lambda pair: (-pair.share, -pair.size, pair.module, pair.names))
+    pairs.sort(key=lambda pair: (-pair.share, -pair.size, pair.module, pair.names))
+    joined: dict[tuple[int, str], set[str]] = {}  # by module and name: everybody who is connected
+    connecting = []
+    for pair in pairs:
+        one, other = (joined.get((pair.module, name), {name}) for name in pair.names)
+        if one is not other:
+            both = one | other
+            joined |= {(pair.module, name): both for name in both}
+            connecting.append(pair)
+    return connecting
 
 
 def match_pairs(pairs: Sequence[Pair], texts: ClassTexts) -> list[Matches]:

@@ -7,7 +7,7 @@ from html import escape
 
 from brigade.course.modules import get_module
 from brigade.grade.formats import make_printable
-from brigade.grade.similarity import ALIKE, ENOUGH, RUN, ClassTexts, Pair, match_pairs
+from brigade.grade.similarity import ALIKE, ENOUGH, RUN, ClassTexts, Pair, find_groups, match_pairs
 from brigade.grade.web_page import format_page
 
 MOST = 50  # pairs in the report
@@ -37,7 +37,9 @@ def format_report(pairs: Sequence[Pair], texts: ClassTexts) -> str:
         "<p>The comparison ignores names, numbers, comments, formatting, the order of functions, and all code that the "
         f"course gives to everybody. Pairs in bold share {ALIKE:.0%} or more of a long answer. Independent short "
         "answers can be similar too. A listed pair is a reason to read both texts, not proof.</p>",
-        f"<p>This report shows {len(shown)} of {len(pairs)} similar pairs, the most similar first. Length is the "
+        *format_groups(texts),
+        f"<p>This table shows {len(shown)} of {len(pairs)} similar pairs, the most similar first. It leaves out pairs "
+        "that the other pairs of a group connect. Open a pair below the table to read both texts. Length is the "
         f"number of runs of {RUN} tokens in the shorter answer. The second number of a marked line is the number of "
         "the matching line in the other text.</p>",
         "<table><tr><th>Shared</th><th>Module</th><th>Submissions</th><th>Shared lines</th><th>Length</th></tr>",
@@ -57,9 +59,18 @@ def format_report(pairs: Sequence[Pair], texts: ClassTexts) -> str:
             format_column(name, texts.own[name][pair.module], shared)
             for name, shared in zip(pair.names, matches[number])
         ]
-        lines.append(f'<details open id="pair{number}"><summary>{escape(title)}</summary>')
-        lines.append(f'<div class="texts">{"".join(columns)}</div></details>')
+        lines.append(f"<details><summary>{escape(title)}</summary>")
+        lines.append(f'<div class="texts" id="pair{number}">{"".join(columns)}</div></details>')  # a link opens it
     return format_page("Similar submissions", STYLE, "\n".join(lines), width="100rem")
+
+
+def format_groups(texts: ClassTexts) -> list[str]:
+    """Return a list of the groups of near-identical answers."""
+    groups = [
+        f"<li>Module {group.module}, {group.share:.0%}: {escape(', '.join(group.names))}</li>"
+        for group in find_groups(texts)
+    ]
+    return ["<h2>Near-identical long answers</h2><ul>", *groups, "</ul>"] if groups else []
 
 
 def format_column(name: str, text: str, matches: Mapping[int, int]) -> str:
