@@ -272,7 +272,7 @@ def run_class(options: argparse.Namespace, entries: Sequence[Module], console: C
     if book.removed:
         report.print(f"  kept, although the submission is not there any more: {', '.join(book.removed)}")
     if feedback:
-        report.print(f"  feedback for {classroom.write_feedback(feedback, everyone)} submissions: {feedback}")
+        report.print(f"  feedback for {classroom.write_feedback(feedback, everyone, people)} submissions: {feedback}")
     if ignored:
         report.print(f"  columns of the roster that are not used: {', '.join(ignored)}")
     if identified.unknown:

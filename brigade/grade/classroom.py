@@ -10,12 +10,14 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import io
 import json
 import os
 import re
 import subprocess
 import textwrap
 import time
+import zipfile
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -299,18 +301,38 @@ def read_scores(everyone: Sequence[Student]) -> dict[Student, int]:
     return {student: json.loads(student.results.read_text())["score"] for student in graded}
 
 
-def write_feedback(directory: Path, everyone: Sequence[Student]) -> int:
-    """Write each graded student's feedback as text and as a web page. Return the number of students."""
+def write_feedback(directory: Path, everyone: Sequence[Student], people: Sequence[Person] = ()) -> int:
+    """Write each graded student's feedback as text and as a web page, and archives of the pages for Moodle and Canvas.
+
+    Return the number of students.
+    """
     directory.mkdir(mode=0o700, exist_ok=True)
-    count = 0
-    for student in everyone:
-        if student.fingerprint_file.exists():
-            result = json.loads(student.results.read_text())
-            name = limit_name(student.path.name)
-            formats.write(directory / f"{name}.txt", feedback.format_text(result))
-            formats.write(directory / f"{name}.html", feedback.format_html(student.name, result))
-            count += 1
-    return count
+    graded = [student for student in everyone if student.fingerprint_file.exists()]
+    archives: dict[str, dict[str, str | bytes]] = {"moodle.zip": {}, "canvas.zip": {}}
+    for student, named in zip(graded, name_students(graded, people)):
+        result = json.loads(student.results.read_text())
+        name, upload = limit_name(named.name.replace("/", "-")), formats.make_printable(student.path.name)
+        page = feedback.format_html(named.name, result)
+        formats.write(directory / f"{name}.txt", feedback.format_text(result))
+        formats.write(directory / f"{name}.html", page)
+        if roster.MOODLE.fullmatch(upload):
+            archives["moodle.zip"][f"{upload}/feedback.html"] = page
+        elif roster.CANVAS.fullmatch(upload) and upload.endswith(".zip"):  # Canvas shows the file under this name
+            archives["canvas.zip"][upload] = make_zip({"feedback.html": page})
+    for name, files in archives.items():
+        (directory / name).unlink(missing_ok=True)
+        if files:
+            (directory / name).write_bytes(make_zip(files))
+    return len(graded)
+
+
+def make_zip(files: Mapping[str, str | bytes]) -> bytes:
+    """Return the content of a zip with these files."""
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as bundle:
+        for name, text in files.items():
+            bundle.writestr(name, text)
+    return content.getvalue()
 
 
 def write_findings(gradebook: Path, everyone: Sequence[Student]) -> list[str]:

@@ -513,12 +513,25 @@ def test_feedback_is_text_and_a_page_in_which_nothing_is_markup(tmp_path):
     assert "Got:          <script>alert(1)</script>\n" in text
     assert "&lt;script&gt;alert(1)" in page and "<script" not in page and "Feedback for &lt;b&gt;ada</h1>" in page
     assert "instructor" not in text + page
-    assert not list((tmp_path / "feedback").glob("bob*"))
+    assert not list((tmp_path / "feedback").glob("[!<]*"))
     assert [s.name for s in classroom.list_students(tmp_path, tmp_path / "x", tmp_path / "feedback")] == [
         "<b>ada",
         "bob",
         "grades.csv.results",
     ]
+
+
+def test_feedback_has_the_students_name_and_the_form_of_the_platform(stub, tmp_path):
+    uploads = ["Jane Doe_98765_assignsubmission_file", "boley_12345_678_submission.zip"]
+    (tmp_path / "roster.csv").write_text("name,canvas id\nJane Doe,\nBo/ Ley,12345\n")
+    command = small_class(tmp_path / "class", **dict.fromkeys(uploads, 8))
+    options = ["--roster", str(tmp_path / "roster.csv"), "--feedback", str(tmp_path / "out")]
+    assert cli.main([*command, *options]) == 0
+    names = {"Jane Doe.txt", "Jane Doe.html", "Bo- Ley.txt", "Bo- Ley.html", "moodle.zip", "canvas.zip"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == names
+    moodle, canvas = [zipfile.ZipFile(tmp_path / "out" / f"{name}.zip") for name in ("moodle", "canvas")]
+    assert "Feedback for Jane Doe" in moodle.read(f"{uploads[0]}/feedback.html").decode()
+    assert "Feedback for Bo/ Ley" in zipfile.ZipFile(canvas.open(uploads[1])).read("feedback.html").decode()
 
 
 # Copies
