@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from textwrap import indent
 
 from brigade.checks.verdict import LABELS, NOT_RUN, UNEXPLAINED, USUAL, Outcome, label_text
 
@@ -24,7 +25,7 @@ class Message:
         first, *others = (outcome.check.number for outcome in self.outcomes)
         also = f" (and {', '.join(others)})" if others else ""
         complete = "\n" in self.text
-        return f"Check {first}{also}:" + (f"\n{indent(self.text, 2)}" if complete else f" {self.text}")
+        return f"Check {first}{also}:" + ("\n" + indent(self.text, "  ") if complete else f" {self.text}")
 
 
 def list_messages(outcomes: Sequence[Outcome], shows_all: bool = False, repeats: bool = True) -> list[Message]:
@@ -94,20 +95,15 @@ def clip(lines: list[str], number: int) -> list[str]:
     return [*lines[:half], f"... ({len(lines) - number + 1} lines more)", *lines[half - number + 1 :]]
 
 
-def indent(text: str, by: int = 9) -> str:
-    """Return the text with `by` spaces before each line."""
-    return "\n".join(" " * by + line for line in text.splitlines())
-
-
-def list_printed_lines(outcome: Outcome, lines: int = 20, characters: int | None = None) -> list[str]:
-    """Return the last `lines` lines that each rank printed, cut to `characters`, with the ranks' numbers in front.
+def list_printed_lines(outcome: Outcome, lines: int = 20) -> list[str]:
+    """Return the last `lines` lines that each rank printed, cut to WIDTH, with the ranks' numbers in front.
 
     Leave out lines that the verdict contains, too, whatever their numbers.
     """
     ranks: dict[tuple[str, ...], list[int]] = {}
     told = blur(outcome.verdict.got) if outcome.verdict else ""
     for rank, text in enumerate(outcome.printed):
-        last = [line[:characters] for line in text.rstrip().splitlines() if not line or blur(line) not in told]
+        last = [line[:WIDTH] for line in text.rstrip().splitlines() if not line or blur(line) not in told]
         ranks.setdefault(tuple(last[-lines:]), []).append(rank)
     return [
         f"[rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}] {line}"

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from textwrap import indent
 
 from rich.text import Text
 
@@ -81,26 +82,27 @@ class Report:
         if heading and is_new and not self.before:
             console.print(f"  {heading}", markup=False)
         if not self.is_unchanged(outcome):
-            sign, colour = ("✓", "green") if outcome.passed else ("✗", "red")
-            sign, colour = ("-", "yellow") if outcome.ending == NOT_RUN else (sign, colour)
+            sign, colour, why = ("✓", "green", "") if outcome.passed else ("✗", "red", "")
+            if outcome.ending == NOT_RUN:
+                sign, colour, why = "-", "yellow", f" {outcome.verdict}"
             number = "" if outcome.passed else f"{outcome.check.number}  "
-            why = f" {outcome.verdict}" if outcome.ending == NOT_RUN else ""
             points = f"{outcome.score}/{outcome.check.points}"
             console.print(Text.assemble((f"  {sign} ", colour), f"{points}  {number}{outcome.check.title}{why}"))
         if outcome.passed and self.shows_prints and (lines := render.list_printed_lines(outcome)):
-            console.print(Text(render.indent("\n".join(lines))))
+            console.print(Text(indent("\n".join(lines), " " * 9)))
 
     def print_messages(self) -> None:
         """Print one message for each mistake. Leave out messages that the previous run has shown."""
         for message in render.list_messages(self.outcomes, shows_all=self.shows_prints):
             if not all(map(self.is_unchanged, message.outcomes)):
-                console.print(Text(render.indent(str(message), 2)))
+                console.print(Text(indent(str(message), "  ")))
 
     def is_unchanged(self, outcome: Outcome) -> bool:
         """Return whether the student has read the same about this check after the previous run."""
         before = self.before.get(outcome.check)
-        is_told = before is not None and render.list_printed_lines(before) == render.list_printed_lines(outcome)
-        return bool(before) and before.verdict == outcome.verdict and (outcome.passed or is_told)
+        if before is None or before.verdict != outcome.verdict:
+            return False
+        return outcome.passed or render.list_printed_lines(before) == render.list_printed_lines(outcome)
 
     @property
     def earned(self) -> int:
@@ -232,7 +234,9 @@ def check_once(entries: Sequence[Module], options: argparse.Namespace, before: O
             console.print(f"  {line}", markup=False)
         report.print_messages()
         before.update({outcome.check: outcome for outcome in report.outcomes})
-        console.print(f"  {report.earned} of {report.possible} points, {seconds:.1f} s")
+        not_run = sum(outcome.ending == NOT_RUN for outcome in report.outcomes)
+        left_out = f", {not_run} check{'s' * (not_run > 1)} not run" if not_run else ""
+        console.print(f"  {report.earned} of {report.possible} points{left_out}, {seconds:.1f} s")
         if obstacle := find_obstacle(entry, report, options):
             console.print(f"  {obstacle}", markup=False)
         console.print()
@@ -338,7 +342,7 @@ def run_next(options: argparse.Namespace) -> int:
         if report:
             [message, *_] = render.list_messages(report.outcomes)
             console.print(f"\n  {message.outcomes[0].check.number}  {message.outcomes[0].check.title}", markup=False)
-            console.print(Text(render.indent(str(message), 2)))
+            console.print(Text(indent(str(message), "  ")))
         return 1
     console.print(f"All {len(entries)} modules pass. `brigade submit` creates the zip file to hand in.", markup=False)
     console.print("The written questions are in assignments.md.")

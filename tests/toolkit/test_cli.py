@@ -73,9 +73,8 @@ def test_nccl_without_gpu_gets_one_line(brigade):
         pytest.skip("there is a GPU")
     done = brigade("check", 1, "--backend", "nccl")
     assert done.returncode == 2
-    assert done.stderr == (
-        "brigade: --backend nccl needs a GPU, but torch finds none; --backend gloo works on any machine\n"
-    )
+    assert done.stderr.startswith("brigade: --backend nccl needs a GPU, but ") and done.stderr.count("\n") == 1
+    assert done.stderr.endswith("; --backend gloo works on any machine\n")
 
 
 def test_check_passes_and_fails(brigade, lessons):
@@ -159,7 +158,7 @@ def test_after_two_checks_that_hang_no_other_is_waited_for(brigade, lessons, mon
     (lessons / get_module(1).path).write_text(hanging)
     shown = brigade("check", 1, "--target", lessons).stdout
     assert shown.count("stopped after 4 s") == 1 and "rank 0 is in finish" in shown, shown
-    assert shown.count(" 0/") == 7 and shown.count("Not run: 2 earlier checks") == 5 and "0 of 8 points" in shown
+    assert shown.count(" 0/") == 7 and shown.count(" Not run: ") == 5 and "0 of 8 points" in shown
 
 
 def start(*arguments: str) -> subprocess.Popen:
