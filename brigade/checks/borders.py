@@ -35,7 +35,7 @@ def find_contradiction(events: Sequence[Event], job: Any, batches: Sequence[dict
             continue
         if event["kind"] == "border":
             if not first <= event["batch"] < first + len(batches):
-                return "a backward pass asked for factors of a batch that is not its own"
+                return "a backward pass asked for the factors of a batch that is not its own"
             borders, _ = compute_order(*describe(job, batches[event["batch"] - first]))
             position = borders.index(event["number"]) if event["number"] in borders else -1
             before = (event["batch"], borders[position - 1]) if position > 0 else None
@@ -68,7 +68,7 @@ def compute_order(model: str, sizes: tuple[int, ...], dtype: torch.dtype | None,
     recorder = Recorder(lambda event: order.append(event["name"]) if event["kind"] == "ready" else None)
     recorder.watch_gradients(module)
     x, y = torch.ones(3, sizes[0], dtype=dtype), torch.ones(3, 1, dtype=dtype)
-    loss = compute_loss(module, {"x": x, "y": y, "branch": branch, "factors": Asked(order)})
+    loss = compute_loss(module, {"x": x, "y": y, "branch": branch, "borders": Asked(order)})
     with recorder.backward_of(loss):
         loss.backward()
     sections, last = {}, None
@@ -81,12 +81,12 @@ def compute_order(model: str, sizes: tuple[int, ...], dtype: torch.dtype | None,
 
 
 class Asked(list):
-    """Factors that are all 1, and a list of the numbers of those that were used."""
+    """Seeds, and a list of the numbers of those that were used."""
 
     def __init__(self, order: list[Any]):
-        super().__init__([1.0] * edge_case_models.BORDERS)
+        super().__init__([0] * edge_case_models.BORDERS)
         self._order = order
 
-    def __getitem__(self, number: int) -> float:
+    def __getitem__(self, number: int) -> int:
         self._order.append(number)
         return super().__getitem__(number)

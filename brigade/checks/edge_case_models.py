@@ -3,9 +3,9 @@
 They register their parameters in order of use (except that Buffers registers its norm last). The checks draw `sizes` at
 random: the number of input features, the widths of the hidden layers, and the number of output features.
 
-Between the layers are borders, the identity in forward. In backward, a border multiplies the gradient by a factor of
-the batch, 1 or 1/2. A rank learns a factor only when it asks for it, so it cannot know a gradient below a border before
-it asks. The order of its questions and its launches shows which gradients it knew at each launch.
+Between the layers are borders, the identity in forward. In backward, a border multiplies each entry of the gradient by
+1 or 1/2, as a seed of the batch says. A rank must ask for these factors, so it cannot compute a gradient below a border
+before it asks. The order of its questions and its launches shows which gradients it can have known at each launch.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from brigade.rank import recording
+from brigade.switch.switch import draw_halved
 
 Gradients = dict[str, "Tensor | None"]
 OPTIMIZERS = {
@@ -27,20 +28,22 @@ OPTIMIZERS = {
     "adam": lambda params: torch.optim.Adam(params, lr=0.01),
 }
 
-BORDERS = 8  # factors of a batch; no model has more borders
-_factors: Any = None  # of the batch whose forward is running
+BORDERS = 8  # seeds of a batch; no model has more borders
+_seeds: Any = None  # of the batch whose forward is running
 
 
 def border(x: Tensor, number: int) -> Tensor:
-    """Return `x`. In backward, multiply its gradient by factor `number` of the batch."""
-    if _factors is not None and x.requires_grad:
-        x.register_hook(partial(scale, _factors, number))
+    """Return `x`. In backward, multiply its gradient by the factors that belong to seed `number` of the batch."""
+    if _seeds is not None and x.requires_grad:
+        x.register_hook(partial(scale, _seeds, number))
     return x
 
 
-def scale(factors: Any, number: int, grad: Tensor) -> Tensor:
-    """Multiply a gradient by factor `number`. The parent has a list of factors; a rank must ask for each factor."""
-    return grad * (factors[number] if isinstance(factors, list) else recording.ask_factor(factors, number))
+def scale(seeds: Any, number: int, grad: Tensor) -> Tensor:
+    """Multiply a gradient by factors. The parent has the seeds of the factors; a rank must ask for the factors."""
+    is_parent = isinstance(seeds, list)
+    halved = draw_halved(seeds[number], grad.numel()) if is_parent else recording.ask(seeds, number, grad.numel())
+    return grad * (1 - 0.5 * halved.to(grad).reshape(grad.shape))
 
 
 class Plain(nn.Module):
@@ -225,12 +228,12 @@ def copy_state(model: nn.Module) -> dict[str, Tensor]:
 
 def compute_loss(model: torch.nn.Module, batch: dict[str, Any]) -> Tensor:
     """Return the mean squared error of a batch. Ranks also call this."""
-    global _factors
-    _factors = batch.get("factors")
+    global _seeds
+    _seeds = batch.get("borders")
     try:
         output = model(batch["x"], branch=batch["branch"])
     finally:
-        _factors = None
+        _seeds = None
     return ((output - batch["y"]) ** 2).mean()
 
 

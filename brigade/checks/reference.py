@@ -144,8 +144,8 @@ class Case:
         dtype = self.dtype or torch.float32
         x = torch.randn(self.batch_size, self.sizes[0], dtype=dtype)
         y = torch.randn(self.batch_size, 1, dtype=dtype)
-        factors = (0.5 ** torch.randint(0, 2, (edge_case_models.BORDERS,))).tolist()
-        return {"x": x, "y": y, "branch": branch, "factors": factors}
+        seeds = torch.randint(0, 2**62, (edge_case_models.BORDERS,)).tolist()
+        return {"x": x, "y": y, "branch": branch, "borders": seeds}
 
 
 def draw_sizes(rng: random.Random, count: int) -> list[int]:

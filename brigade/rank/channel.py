@@ -2,8 +2,8 @@
 
 A message to the parent consists of a letter, an 8-byte length and that many bytes. The letters are E for events (a JSON
 list), R for the result (`wire.py`), and X for an exception (JSON). In a run with a switch, C is a launch and W the wait
-for one, which the parent answers with its result, P asks whether one is complete, B asks for a factor of a border, and
-G waits until all ranks have created a group. The request and the answers have no letter.
+for one, which the parent answers with its result, P asks whether one is complete, B asks for the factors of a border,
+and G waits until all ranks have created a group. The request and the answers have no letter.
 """
 
 from __future__ import annotations
@@ -83,10 +83,10 @@ class Channel:
         self._send(b"G", b"\0")
         self._read_answer()
 
-    def ask_factor(self, batch: int, number: int) -> float:
-        """Ask the switch for a factor of a batch."""
-        self._send(b"B", struct.pack("<QQ", batch, number))
-        return struct.unpack("<d", self._read_answer())[0]
+    def ask(self, batch: int, number: int, numel: int) -> bytes:
+        """Ask the switch which entries of a border's gradient are halved."""
+        self._send(b"B", struct.pack("<QQQ", batch, number, numel))
+        return self._read_answer()
 
     def _send(self, letter: bytes = b"", body: bytes = b"") -> None:
         """Send the events that have not been sent, then a message if there is a letter."""

@@ -30,6 +30,7 @@ from brigade.course.submission import PACKAGE
 from brigade.events import OPPOSITES
 from brigade.rank import api
 from brigade.rank.memory import list_tensors, uncounted
+from brigade.switch.switch import draw_halved
 
 BACKEND = "brigade"  # the name under which the recording group is registered with torch
 GLOO_THREADS = 1  # torch's default of 2 can damage the memory of a rank: see docs/gloo_memory.md
@@ -149,10 +150,15 @@ def install(recorder: Recorder, switch: Any = None) -> None:
     _recorder, _switch = recorder, switch
 
 
-def ask_factor(factors: dict[str, Any], number: int) -> float:
-    """Return a factor of a batch, and record that the rank knows it from now on. The switch has it, if there is one."""
-    note("border", batch=factors["batch"], number=number)
-    return factors["values"][number] if factors["values"] else _switch.ask_factor(factors["batch"], number)
+def ask(seeds: dict[str, Any], number: int, numel: int) -> torch.Tensor:
+    """Return which entries of a border's gradient are halved, and record that the rank knows it from now on.
+
+    The switch has the seeds, if there is one.
+    """
+    note("border", batch=seeds["batch"], number=number)
+    if seeds["seeds"]:
+        return draw_halved(seeds["seeds"][number], numel)
+    return torch.frombuffer(bytearray(_switch.ask(seeds["batch"], number, numel)), dtype=torch.uint8)
 
 
 def note(kind: str, **fields: Any) -> None:

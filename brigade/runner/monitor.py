@@ -333,10 +333,10 @@ class Monitor:
             self._switch.connect(number, last["group"], last["ranks"])
             return
         if letter == b"B":
-            batch, border = struct.unpack("<QQ", body)
+            batch, border, numel = struct.unpack("<QQQ", body)
             if last["kind"] != "border" or (last["batch"], last["number"]) != (batch, border):
-                raise Refused("asked for a factor without recording the border")
-            self._switch.answer_factor(number, batch, border)
+                raise Refused("asked for the factors of a border without recording the border")
+            self._switch.answer_border(number, batch, border, numel)
             return
         if letter != b"C":
             (index,) = struct.unpack("<Q", body)

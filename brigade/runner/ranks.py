@@ -109,7 +109,7 @@ def run_calls(
     from brigade.runner import wire  # torch is imported while the server is starting
     from brigade.switch.switch import Switch
 
-    factors = [number_batches(request["calls"], keep=how.has_switch) for request in requests]
+    seeds = [number_batches(request["calls"], keep=how.has_switch) for request in requests]
 
     directory = Path(tempfile.mkdtemp(prefix="run-", dir=SERVER.scratch))
     if SERVER.sandbox:
@@ -121,7 +121,7 @@ def run_calls(
         deadline_s=how.deadline_s,
         stream=how.stream,
         on_event=how.on_event,
-        switch=Switch(how.world_size, factors) if how.has_switch else None,
+        switch=Switch(how.world_size, seeds) if how.has_switch else None,
     )
     try:
         monitor.fork(directory)
@@ -188,22 +188,22 @@ def copy_lists(value: Any) -> Any:
 
 
 def list_batches(value: Any) -> list[dict[str, Any]]:
-    """Return all batches with factors in nested lists, tuples and dicts, in order."""
-    if isinstance(value, dict) and "factors" in value:
+    """Return all batches with borders in nested lists, tuples and dicts, in order."""
+    if isinstance(value, dict) and "borders" in value:
         return [value]
     items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
     return [batch for item in items for batch in list_batches(item)]
 
 
-def number_batches(calls: list[Any], keep: bool) -> list[list[float]]:
-    """Replace the factors of each batch in a request by its number. Return the factors.
+def number_batches(calls: list[Any], keep: bool) -> list[list[int]]:
+    """Number the batches in a request. Return the seeds of their borders.
 
-    With `keep`, the request contains only the number, because the switch answers when the rank asks for a factor.
+    With `keep`, the request contains only the numbers, because the switch answers when the rank asks for factors.
     """
     kept = []
     for batch in list_batches(calls):
-        kept.append(batch["factors"])
-        batch["factors"] = {"batch": len(kept) - 1, "values": None if keep else kept[-1]}
+        kept.append(batch["borders"])
+        batch["borders"] = {"batch": len(kept) - 1, "seeds": None if keep else kept[-1]}
     return kept
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import struct
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -32,6 +31,7 @@ MOST_HELD = 256 << 20  # bytes of launches and results that the switch keeps for
 MOST_SENT = 1 << 30  # bytes of tensors that one rank may send
 MOST_LAUNCHES = 100_000  # of one rank
 MOST_PARTS = 10_000  # tensors of a coalesced launch
+MOST_ENTRIES = 1 << 20  # of a border's gradient
 HEADER_LIMIT = 1 << 18  # bytes of a launch's header
 
 DTYPES = {
@@ -98,8 +98,8 @@ class _Group:
 class Switch:
     """The calls of the ranks of one run."""
 
-    def __init__(self, world_size: int, factors: list[list[list[float]]] | None = None):
-        self._factors = factors or [[]] * world_size  # by rank and batch
+    def __init__(self, world_size: int, seeds: list[list[list[int]]] | None = None):
+        self._seeds = seeds or [[]] * world_size  # of borders, by rank and batch
         self._asked = [0] * world_size
         self.calls: list[list[Call]] = [[] for _ in range(world_size)]
         self.answers: list[tuple[int, bytes]] = []  # (rank, bytes) to be sent; the monitor removes them
@@ -160,13 +160,14 @@ class Switch:
                 del self._connecting[member]
                 self.answers.append((member, b"connected"))
 
-    def answer_factor(self, rank: int, batch: int, number: int) -> None:
-        """Answer with a factor of a batch of the rank. Raise Refused if there is none."""
-        factors = self._factors[rank]
-        if rank in self._waiting or not (0 <= batch < len(factors) and 0 <= number < len(factors[batch])):
-            raise Refused("asked for a factor of a batch that it does not have")
+    def answer_border(self, rank: int, batch: int, number: int, numel: int) -> None:
+        """Answer which entries of a border's gradient are halved. Raise Refused if the rank has no such border."""
+        seeds = self._seeds[rank]
+        if rank in self._waiting or batch >= len(seeds) or number >= len(seeds[batch]) or numel > MOST_ENTRIES:
+            raise Refused("asked for the factors of a border that it does not have")
         self._asked[rank] += 1
-        self.answers.append((rank, struct.pack("<d", factors[batch][number])))
+        halved = draw_halved(seeds[batch][number], numel)
+        self.answers.append((rank, ctypes.string_at(halved.data_ptr(), numel) if numel else b""))
 
     def check_event(self, rank: int, event: dict[str, Any], num_borders: int) -> None:
         """Raise Refused if the rank's next event contradicts what the rank has sent.
@@ -175,7 +176,7 @@ class Switch:
         """
         calls = self.calls[rank]
         if num_borders != self._asked[rank]:
-            raise Refused("recorded a border, but did not ask for its factor")
+            raise Refused("recorded a border, but did not ask for its factors")
         if event["kind"] == "launch" and event["index"] > len(calls):
             raise Refused("recorded a launch that it did not make")
         if event["kind"] == "complete" and not (event["index"] < len(calls) and calls[event["index"]].is_polled):
@@ -286,6 +287,11 @@ class Switch:
         self.answers.append((call.rank, call.source.to_bytes(4, "little") + call.result))
         call.result, call.is_delivered = b"", True
         self._hold(call, 0)
+
+
+def draw_halved(seed: int, numel: int) -> Tensor:
+    """Return 1 for each entry of a border's gradient that is halved, else 0."""
+    return torch.randint(0, 2, (numel,), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
 
 
 def read_rank(position: int, ranks: tuple[int, ...]) -> int:

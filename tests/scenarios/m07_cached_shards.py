@@ -16,6 +16,7 @@ from torch.distributed import distributed_c10d
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
+from brigade.checks import edge_case_models
 from brigade.checks.edge_case_models import compute_loss, copy_gradients
 from brigade.rank import recording, strict, switch_group
 from brigade.rank.memory import list_tensors
@@ -103,8 +104,9 @@ def count_new_views(function, arguments: list, result) -> int:
 
 def is_ours(frame: FrameType) -> bool:
     """Return whether a frame runs code of this file, of the recording group, or of torch.distributed's collectives."""
-    ours = (globals(), vars(recording), vars(strict), vars(switch_group))
-    return any(frame.f_globals is namespace for namespace in ours) or frame.f_code in COLLECTIVES
+    ours = map(vars, (edge_case_models, recording, strict, switch_group))
+    is_named = any(frame.f_globals is namespace for namespace in (globals(), *ours))
+    return is_named or frame.f_code in COLLECTIVES
 
 
 def locate(maker: FrameType) -> dict:

@@ -28,9 +28,9 @@ def build_model(problem: Case, rank: int) -> torch.nn.Module:
 
 
 def remove_borders(problem: Case) -> Case:
-    """Return the problem without the factors of its batches, which differ between ranks."""
+    """Return the problem without the borders of its batches, which differ between ranks."""
     for batch in list_batches(problem.batches):
-        del batch["factors"]
+        del batch["borders"]
     return problem
 
 
