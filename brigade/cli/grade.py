@@ -168,7 +168,7 @@ def run_one(options: argparse.Namespace, entries: Sequence[Module], console: Con
             progress.update(task, total=len(grading.outcomes), completed=done)
 
         findings: list[static_look.Finding] = []
-        latest = make_empty_grading(entries, random.randrange(10**6) if options.seed is None else options.seed)
+        latest = make_empty_grading(entries, random.randrange(2**48) if options.seed is None else options.seed)
         with delay_interrupts():
             tempfile.gettempdir()  # creates a test file, which an interrupt would leave behind
         follow(latest)  # before torch is imported, which takes seconds

@@ -1,0 +1,185 @@
+"""Submissions that hold everything in their rank: the group, the recorder, the channel, the jobs, all objects.
+
+They run with the grader's switch. None of them gets a point for numbers that it did not communicate, or for overlap
+that did not happen.
+"""
+
+from hostile import ONE, Hostile, reference
+
+FIND = """
+import gc, sys, time, torch
+import torch.distributed as dist
+def find(name): return next(thing for thing in gc.get_objects() if type(thing).__name__ == name)
+"""
+
+# Module 3's class, which launches everything in the finish. `forge` may change the record before backward.
+LATE = """
+class OverlappedDDP(OverlappedDDP):
+    def __init__(self, module, process_group=None):
+        super().__init__(module, process_group)
+        self.__dict__["names"] = {p: name for name, p in module.named_parameters()}
+        self.__dict__["late"] = []
+    def launch(self, parameter):
+        if parameter not in self.late: self.late.append(parameter)
+    def forward(self, *args, **kwargs):
+        forge(self)
+        return super().forward(*args, **kwargs)
+    def finish_grad_sync(self):
+        recorder = find("Recorder")
+        recorder.phase = "backward"
+        for parameter in self.late:
+            before_launch(self, parameter)
+            super().launch(parameter)
+        self.late.clear()
+        recorder.phase = "finish"
+        super().finish_grad_sync()
+def forge(ddp): pass
+def before_launch(ddp, parameter): pass
+"""
+OVERLAP = ("test_launches_follow_their_gradients",)
+NUMBERS = ("test_gradients_are_averaged",)
+
+
+def make_case(name: str, told: str, *evil: str, checks: tuple[str, ...] = OVERLAP, number: int = 3) -> Hostile:
+    return Hostile(name, reference(FIND, *evil, number=number), 0, told, modules=(number,), checks=checks)
+
+
+CASES = [
+    make_case("launches late and says that it is backward", "is launched before", LATE),
+    make_case(
+        "reports each gradient as ready when it launches",
+        "reported as ready too early or too late",
+        LATE,
+        """
+        def forge(ddp):
+            recorder = find("Recorder")
+            note = type(recorder).note
+            recorder.note = lambda kind, **fields: note(recorder, kind, **fields) if kind != "ready" else None
+        def before_launch(ddp, parameter):
+            recorder = find("Recorder")
+            type(recorder).note(recorder, "ready", name=ddp.names[parameter])
+        """,
+    ),
+    make_case(
+        "records borders when it launches, and asks before",
+        "without recording the border",
+        LATE,
+        """
+        def forge(ddp):
+            recorder = find("Recorder")
+            note = type(recorder).note
+            recorder.note = lambda kind, **fields: note(recorder, kind, **fields) if kind != "border" else None
+        """,
+    ),
+    make_case(
+        "computes the backward pass without factors, and asks for them at the launches",
+        "is",
+        LATE,
+        """
+        def forge(ddp):
+            models = sys.modules["brigade.checks.edge_case_models"]
+            ddp.__dict__["asked"] = []
+            def scale(seeds, number, grad):
+                ddp.asked.append((seeds, number, grad.numel()))
+                return grad
+            models.scale.__code__ = (lambda seeds, number, grad: grad).__code__
+            models.border.__globals__["scale"] = scale
+        def before_launch(ddp, parameter):
+            if ddp.asked and ddp.names[parameter].endswith("bias"):
+                sys.modules["brigade.rank.recording"].ask(*ddp.asked.pop(0))
+        """,
+        checks=NUMBERS,
+    ),
+    make_case(
+        "tensors that lie about their sizes",
+        "is",
+        """
+        class Parcel(torch.nn.Parameter):
+            size_that_it_claims = 1
+            def numel(self): return self.size_that_it_claims
+            @property
+            def nbytes(self): return 4 * self.size_that_it_claims
+        class OverlappedDDP(OverlappedDDP):
+            def launch(self, parameter):
+                parcel = torch.zeros(1).as_subclass(Parcel)
+                parcel.size_that_it_claims = parameter.numel()
+                dist.all_reduce(parcel, group=self.process_group, async_op=True)
+            def finish_grad_sync(self):
+                grads = [p.grad for p in self.module.parameters() if p.grad is not None]
+                parcel = torch.cat([grad.flatten() for grad in grads]).as_subclass(Parcel)
+                dist.all_reduce(parcel, group=self.process_group)
+        """,
+        checks=NUMBERS,
+    ),
+    make_case(
+        "averages through the inner group",
+        "made a launch without recording it",
+        """
+        class NaiveDDP(NaiveDDP):
+            def finish_grad_sync(self):
+                for p in self.module.parameters():
+                    find("SwitchGroup").allreduce([p.grad], dist.AllreduceOptions()).wait()
+                    p.grad /= dist.get_world_size()
+        """,
+        checks=ONE,
+        number=1,
+    ),
+    make_case(
+        "waits without recording it",
+        "without recording the wait",
+        """
+        class OverlappedDDP(OverlappedDDP):
+            def launch(self, parameter):
+                work = dist.all_reduce(parameter.grad, group=self.process_group, async_op=True)
+                work._inner.wait()
+        """,
+        checks=ONE,
+    ),
+    make_case(
+        "torch's helper that averages parameters",
+        "is not accepted as an answer",
+        """
+        from torch.distributed.algorithms.model_averaging.utils import average_parameters
+        class FlatDDP(FlatDDP):
+            def finish_grad_sync(self):
+                average_parameters(iter([p.grad for p in self.module.parameters()]), self.process_group)
+        """,
+        checks=ONE,
+        number=2,
+    ),
+    make_case(
+        "looks for the data of other ranks everywhere",
+        "is",  # wrong, because there is nothing to be found
+        """
+        class NaiveDDP(NaiveDDP):
+            def finish_grad_sync(self):
+                own = {id(p) for p in self.module.parameters()}
+                for p in self.module.parameters():
+                    tensors = [x for x in gc.get_objects() if isinstance(x, torch.Tensor) and x.shape == p.shape]
+                    others = [x for x in tensors if id(x) not in own and x is not p.grad and not torch.equal(x, p.grad)]
+                    p.grad = sum(others, p.grad) / 2
+        """,
+        checks=ONE,
+        number=1,
+    ),
+    Hostile(
+        "views inside of a callback of torch",
+        reference(
+            FIND,
+            """
+            class CachedDDP(CachedDDP):
+                def finish_grad_sync(self):
+                    super().finish_grad_sync()
+                    def view(value):
+                        self.grad_buffers[0].grad_data[1:3]
+                        return value
+                    torch.zeros(1).apply_(view)
+            """,
+            number=7,
+        ),
+        0,
+        "creates no view",
+        modules=(7,),
+        checks=("test_steady_step_makes_no_view",),
+    ),
+]

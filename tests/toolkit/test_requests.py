@@ -1,0 +1,90 @@
+"""A rank receives its own part of a case, and nothing from which it could compute the part of another rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import switch_functions as functions
+import torch
+
+from brigade.checks.collect import collect
+from brigade.checks.run import Conditions, run_check
+from brigade.course.modules import MODULES, ROOT
+from brigade.runner import ranks, wire
+from brigade.runner.ranks import SERVER, run_ranks
+
+# Equal on all ranks by contract: weights that are equal before the optimizer exists, and checkpoints.
+SHARED = {"start", "load", "params", "values", "weights"}
+LARGE = 8  # entries of a tensor; smaller ones can be equal by chance
+
+
+def list_tensors(value: Any, path: tuple = ()) -> Iterator[tuple[tuple, torch.Tensor]]:
+    """Yield all tensors of a request with their paths."""
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+    for key, item in items:
+        yield from list_tensors(item, (*path, key))
+
+
+def list_numbers(value: Any) -> Iterator[int]:
+    """Yield all integers of a request."""
+    if type(value) is int:
+        yield value
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ():
+        yield from list_numbers(item)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [pytest.param(entry, marks=[pytest.mark.extended] * (entry.number not in (3, 8))) for entry in MODULES],
+    ids=lambda entry: entry.package,
+)
+def test_a_rank_gets_only_its_own_part(entry, monkeypatch):
+    """Compare everything that enters the ranks in all checks of the module."""
+    received: list[list[dict[str, Any]]] = []
+    encode = wire.encode
+
+    def keep(value: Any) -> bytes:
+        if isinstance(value, dict) and "calls" in value:
+            if value["rank"] == 0:
+                received.append([])
+            received[-1].append(wire.decode(encode(value)))  # as the rank sees it
+        return encode(value)
+
+    monkeypatch.setattr(wire, "encode", keep)
+    monkeypatch.setattr(SERVER, "has_switch", True)
+    for check in collect([entry]):
+        assert run_check(check, ROOT / "solutions", Conditions(seed=3)).passed, check.name
+    assert received
+    for requests in received:
+        assert len({request["seed"] for request in requests}) == len(requests)
+        for request in requests:
+            assert all(abs(number) < 2**31 for number in list_numbers(request["calls"])), "a seed of a case"
+        own = [dict(list_tensors(request["calls"])) for request in requests]
+        for rank, tensors in enumerate(own):
+            secrets = [
+                tensor
+                for other, foreign in enumerate(own)
+                for path, tensor in foreign.items()
+                if other != rank and tensor.numel() >= LARGE and tensor.is_floating_point() and not SHARED & {*path}
+            ]
+            for path, tensor in tensors.items():
+                if SHARED & {*path} or len(tensor.unique()) < LARGE:
+                    continue
+                same = [secret for secret in secrets if secret.shape == tensor.shape and torch.equal(secret, tensor)]
+                assert not same, f"rank {rank} has at {path} a tensor of another rank"
+
+
+def test_cases_are_not_in_the_memory_of_a_rank():
+    assert list(run_ranks(functions.find_in_memory, switch=True)) == [[], []]
+
+
+def test_the_seeds_of_borders_stay_in_the_parent():
+    batch = {"x": 1, "borders": [5, 6]}
+    for keep, seen in ((True, None), (False, [5, 6])):
+        calls = ranks.copy_lists([[batch]])
+        assert ranks.number_batches(calls, keep) == [[5, 6]]
+        assert calls == [[{"x": 1, "borders": {"batch": 0, "seeds": seen}}]] and batch["borders"] == [5, 6]
