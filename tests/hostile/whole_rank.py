@@ -46,6 +46,7 @@ def make_case(name: str, told: str, *evil: str, checks: tuple[str, ...] = OVERLA
 
 CASES = [
     make_case("launches late and says that it is backward", "is launched before", LATE),
+    make_case("launches late, and has the right numbers", "only with this module's launches", LATE, checks=NUMBERS),
     make_case(
         "reports each gradient as ready when it launches",
         "reported as ready too early or too late",

@@ -60,17 +60,17 @@ CASES = [
     # ---- beside the record
     make_unrecorded_case(
         "the inner group by its attribute",
-        "this object has no such attribute",
+        "made a launch without recording it",
         "def average(grad, number): dist.group.WORLD._inner.allreduce([grad]).wait()",
     ),
     make_unrecorded_case(
         "the inner group by a method",
-        "this object has no such attribute",
+        "made a launch without recording it",
         "def average(grad, number): dist.group.WORLD._perform('allreduce', [[grad]], {}).wait()",
     ),
     make_unrecorded_case(
         "another method for the group's",
-        "belongs to the grader",
+        "did not make",
         "def average(grad, number): type(dist.group.WORLD).call = lambda self, *args: None",
     ),
     make_unrecorded_case(
@@ -94,7 +94,7 @@ def average(grad, number):
     ),
     make_unrecorded_case(
         "a ProcessGroupGloo of its own",
-        "ProcessGroupGloo is not for submissions",
+        "rank",
         """
 def average(grad, number):
     store = dist.PrefixStore("mine", c10d._get_default_store())
@@ -102,39 +102,14 @@ def average(grad, number):
 """,
     ),
     make_unrecorded_case(
-        "a second default group",
-        "ProcessGroupGloo is not for submissions",
-        """
-def average(grad, number):
-    rank, size, store = dist.get_rank(), dist.get_world_size(), c10d._get_default_store()
-    dist.destroy_process_group()
-    dist.init_process_group("gloo", store=dist.PrefixStore("mine", store), rank=rank, world_size=size)
-    dist.all_reduce(grad)
-""",
-    ),
-    make_unrecorded_case(
         "the store",
-        "Store.set is not for submissions",
+        "stopped after",
         """
 def average(grad, number):
     store, size = c10d._get_default_store(), dist.get_world_size()
     store.set(f"{number} {dist.get_rank()}", repr(grad.tolist()))
     every = [eval(store.get(f"{number} {rank}")) for rank in range(size)]
     grad.copy_(torch.tensor(every).mean(dim=0))
-""",
-    ),
-    make_unrecorded_case(
-        "a store of its own",
-        "TCPStore is not for submissions",
-        "def average(grad, number): dist.TCPStore('127.0.0.1', 29500, is_master=dist.get_rank() == 0)",
-    ),
-    make_unrecorded_case(
-        "collectives of a store",
-        "StoreCollectives",  # is not for submissions, or no longer there since torch 2.15
-        """
-def average(grad, number):
-    store = c10d._get_default_store()
-    torch._C._distributed_c10d._StoreCollectives(store, dist.get_rank(), dist.get_world_size()).barrier("a", None, True)
 """,
     ),
     Hostile(
@@ -267,7 +242,7 @@ def wrapped(module, group):
 """,
         ),
         0,
-        "Reducer is not accepted as an answer",
+        "torch.autograd.graph is not accepted as an answer",
     ),
     Hostile(
         "fully_shard under another name",
