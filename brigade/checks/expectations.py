@@ -516,9 +516,10 @@ def require_launches(
 
 
 def start_after_backward(events: Sequence[Event], step: int, launched: Sequence[Launch]) -> bool:
-    """Return whether a step makes several launches, but the first comes after all gradients, whatever its phase is."""
+    """Return whether a step makes several reductions, and the first comes after all gradients, in whatever phase."""
     ready = list_ready_gradients(events, step)
-    return len(launched) > 1 and bool(ready) and launched[0].place > ready[-1][0]
+    reductions = [launch for launch in launched if launch.op != "all_gather"]
+    return len(reductions) > 1 and bool(ready) and reductions[0].place > ready[-1][0]
 
 
 def describe_idle(idle: int, total: int) -> str:

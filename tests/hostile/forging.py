@@ -185,7 +185,7 @@ CASES = [
     ),
     make_late_case(
         "writes events with the toolkit's own function",
-        "belongs to the grader",
+        "reported as ready too early or too late",
         """
         class OverlappedDDP(OverlappedDDP):
             def is_ready(self, parameter):
@@ -222,7 +222,7 @@ CASES = [
             "test_every_handle_is_waited_on",
         ),
     ),
-    Hostile("writes results wherever it may", skeleton(RESULTS), 0, "part (b) is written"),
+    Hostile("writes results wherever it may", skeleton(RESULTS), 0, "part (b)"),
     Hostile("writes results wherever it may, and is right", reference(RESULTS), 3),
     # ---- frames
     make_channel_case("garbage on the channel", "channel().sendall(os.urandom(100_000))", UNREADABLE),

@@ -29,7 +29,6 @@ CASES = [
         "torch.distributed does nothing",
         reference("dist.all_reduce = dist.distributed_c10d.all_reduce = lambda *args, **kwargs: None"),
         START_ONLY,
-        "is",
         checks=ALL,
     ),
     Hostile(
@@ -43,7 +42,6 @@ for name in ("__eq__", "__le__", "__lt__", "eq", "le", "isclose"):
 """,
         ),
         START_ONLY,
-        "is",
         checks=ALL,
     ),
     Hostile(
@@ -68,7 +66,7 @@ for name in ("__eq__", "__le__", "__lt__", "eq", "le", "isclose"):
             except ImportError: pass
             """),
         0,
-        "part (b) is written",
+        "part (b)",
     ),
     Hostile(
         "an empty value for every result",

@@ -73,7 +73,7 @@ def without_module_1(*evil: str) -> Callable[[Path], None]:
 
 
 # What only the parent has: modules, classes, and words of the checks and of the command line.
-PARENT_ONLY = ["brigade.checks.expectations", "brigade.checks.run", "brigade.events"]
+PARENT_ONLY = ["brigade.checks.expectations", "brigade.checks.run", "brigade.checks.reference"]
 assert all(map(importlib.util.find_spec, PARENT_ONLY))
 CLASSES = [one.__name__ for one in (Case, CheckContext, Grading, Outcome)]
 CHECKS = "tests/test_m01_naive_ddp.py"
@@ -94,7 +94,7 @@ CASES = [
             f"import sys; sys.path[:0] = ['', '..', {str(ROOT)!r}]", "from solutions.m01_naive_ddp.naive_ddp import *"
         ),
         0,
-        "rank 0 raised ModuleNotFoundError: No module named 'solutions'",
+        "rank 0 raised ModuleNotFoundError: No module named 'solutions",
     ),
     Hostile(
         "reads the course's files",

@@ -70,7 +70,7 @@ CASES = [
     ),
     make_unrecorded_case(
         "another method for the group's",
-        "did not make",
+        "is",
         "def average(grad, number): type(dist.group.WORLD).call = lambda self, *args: None",
     ),
     make_unrecorded_case(
@@ -197,7 +197,7 @@ view = c10d.view
             numbers=(1, 2, 3),
         ),
         0,
-        "DistributedDataParallel is not accepted as an answer",
+        "torch.nn.parallel.distributed is not accepted as an answer",
         modules=(1, 2, 3),
         checks=("test_gradients_are_averaged", "test_bytes_on_the_wire", "test_steps_and_subgroups"),  # 8 points
     ),
@@ -212,7 +212,7 @@ def wrapped(module, group):
 """,
         ),
         0,
-        "DistributedDataParallel is not accepted as an answer",
+        "torch.nn.parallel.distributed is not accepted as an answer",
     ),
     Hostile(
         "torch DDP, from its text",
@@ -242,7 +242,7 @@ def wrapped(module, group):
 """,
         ),
         0,
-        "torch.autograd.graph is not accepted as an answer",
+        "is the average",
     ),
     Hostile(
         "fully_shard under another name",
