@@ -45,13 +45,16 @@ def launches_in_backward(submission: Any, jobs: Sequence[Mapping[str, Any]]) -> 
 
 
 def judge_with_visits(
-    submission: Any, jobs: Sequence[Mapping[str, Any]], judge: Callable[[RankResults], None]
+    submission: Any,
+    jobs: Sequence[Mapping[str, Any]],
+    judge: Callable[[RankResults], None],
+    scenario: Callable[..., Any] = training.train,
 ) -> RankResults:
     """Train with all VISITS and judge the results. If this fails, name the first of these forwards that is to blame."""
 
     def train(visits: Sequence[Any]) -> RankResults:
         visited = PerRank(dict(job) | {"visits": visits} for job in jobs)
-        results = submission.run(training.train, visited, world_size=len(jobs))
+        results = submission.run(scenario, visited, world_size=len(jobs))
         judge(results)
         return results
 

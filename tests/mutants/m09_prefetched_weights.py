@@ -99,6 +99,13 @@ MUTANTS = [
         "as Megatron-LM does",
     ),
     Mutant(
+        "forward begins a new step",
+        "        return super().forward(*args, **kwargs)",
+        "        self.queue.reset()\n        return super().forward(*args, **kwargs)",
+        EQUALS,
+        "between backward and finish_grad_sync, changes the step",
+    ),
+    Mutant(
         "the process group lost",
         "buckets_per_group, grad_dtype, process_group)",
         "buckets_per_group, grad_dtype)",

@@ -73,6 +73,14 @@ MUTANTS = [
         "micro-batches overwrite each other", ADD, ADD.replace("add_", "copy_"), ACCUMULATION, "In no_sync, a hook must"
     ),
     Mutant(
+        "forward frees the buckets",
+        "        return self.module(*args, **kwargs)  # module 5",
+        "        for buffer in self.grad_buffers if self.require_grad_sync else []:\n            buffer.whole.clear()\n"
+        "        return self.module(*args, **kwargs)  # module 5",
+        EQUALS,
+        "between backward and finish_grad_sync, changes the step",
+    ),
+    Mutant(
         "no_sync not restored after an exception",
         LAUNCH,
         '    @__import__("contextlib").contextmanager\n    def no_sync(self):\n'

@@ -1,6 +1,7 @@
 """Functions that the ranks run in module 8's checks of ZeroOptimizer. The expected values use `take_steps` too."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from brigade.rank import recording
 from brigade.rank.api import device, student
 from brigade.rank.recording import phase
 from scenarios.m08_sharded import count_state_bytes
-from scenarios.training import move_to_device, reallocate_buffers, wrap
+from scenarios.training import PLACES, move_to_device, reallocate_buffers, visit, wrap
 
 
 class LARS(torch.optim.Optimizer):
@@ -123,7 +124,7 @@ def train(job: dict) -> dict:
 
     job["reallocate"] moves the buffers before every step. job["poison"] is a parameter and a value, which replaces one
     entry of its gradient on this rank. With job["save"], return the state_dict too. With job["finish"], call
-    `finish_param_sync` before reading the weights.
+    `finish_param_sync` before reading the weights. job["visits"] has forwards that do not belong to a step.
     """
     model = build(job)
     ddp = wrap(job, model)
@@ -135,15 +136,20 @@ def train(job: dict) -> dict:
         if job.get("reallocate"):
             reallocate_buffers(ddp)
         *before, last = job["batches"][step]
+        look_around = partial(visit, ddp, last, visits=job.get("visits", ()))
+        look_around(PLACES[0])
         for batch in before:
             with ddp.no_sync():
                 (compute_loss(ddp, move_to_device(batch)) * job["recipe"].get("loss_scale", 1)).backward()
         with phase("forward"):
             loss = compute_loss(ddp, move_to_device(last)) * job["recipe"].get("loss_scale", 1)
+        look_around(PLACES[1])
         with phase("backward"):
             loss.backward()
+        look_around(PLACES[2])
         with phase("finish"):
             ddp.finish_grad_sync()
+        look_around(PLACES[3])
         return loss.item()
 
     return train_wrapped(job, ddp, model, gradients)

@@ -15,21 +15,22 @@ from brigade.rank.api import device, student
 from brigade.rank.memory import LiveMemory
 from brigade.rank.recording import phase
 from scenarios import m08_zero
-from scenarios.training import accumulate, build, forward_backward, move_to_device, wrap
+from scenarios.training import PLACES, accumulate, build, forward_backward, move_to_device, visit, wrap
 
 
 def train(job: dict) -> dict:
     """Train on the micro-batches of each step. A rank without micro-batches only calls finish_grad_sync.
 
     With job["finish_each"], call finish_grad_sync after each micro-batch. Otherwise, run all micro-batches except the
-    last inside no_sync. In step job["interrupted"], exceptions end the no_sync blocks.
+    last inside no_sync. In step job["interrupted"], exceptions end the no_sync blocks. job["visits"] has forwards that
+    do not belong to a step.
     """
     model = m08_zero.build(job)
     ddp = wrap(job, model)
     left = set()
 
     def gradients(step: int) -> float:
-        batches = job["batches"][step]
+        batches, visits = job["batches"][step], job.get("visits", ())
         if job["finish_each"]:
             for batch in batches:
                 forward_backward(ddp, batch)
@@ -37,10 +38,13 @@ def train(job: dict) -> dict:
             for _ in range(job["micro_batches"] - len(batches)):
                 finish(ddp, model, left)
         else:
-            accumulate(ddp, batches[:-1], step == job.get("interrupted"))
+            accumulate(ddp, batches[:-1], step == job.get("interrupted"), visits)
             for batch in batches[-1:]:
-                forward_backward(ddp, batch)
+                visit(ddp, batch, PLACES[0], visits)
+                forward_backward(ddp, batch, visits)
             finish(ddp, model, left)
+            for batch in batches[-1:]:
+                visit(ddp, batch, PLACES[3], visits)
         return 0.0  # no check looks at the loss
 
     return m08_zero.train_wrapped(job, ddp, model, gradients) | {"left": sorted(left)}
