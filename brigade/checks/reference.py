@@ -20,8 +20,10 @@ from brigade.runner.ranks import PerRank
 
 dynamo_stub.import_torch()  # without the compiler, which the first optimizer would import
 
-# Methods in which `step` initialises CUDA if there is a GPU: their names in torch 2.11, and from 2.12 or 2.13 on.
+# `step` calls one of these methods, which initialises CUDA if there is a GPU: its names in torch 2.11, and later.
 GRAPH_CHECKS = ("_cuda_graph_capture_health_check", "_accelerator_graph_capture_health_check")
+for _name in GRAPH_CHECKS:
+    setattr(torch.optim.Optimizer, _name, lambda self: None)
 
 
 class Case:
@@ -106,8 +108,6 @@ class Case:
         """
         model = self._build()
         optimizer = OPTIMIZERS[self.optimizer]([p for p in model.parameters() if p.requires_grad])
-        for name in GRAPH_CHECKS:
-            setattr(optimizer, name, lambda: None)
         losses = []
         for step in range(len(self.batches[0])):
             if zero:

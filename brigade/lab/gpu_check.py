@@ -40,8 +40,8 @@ FIRST_MODULES = (0, 6, 9, 11)  # messages, coalescing, late waits and freed memo
 MOST_RANKS = 4  # in the graded checks
 RUN_DEADLINE_S = 60  # for one run of ranks
 
-# The checks, and then the mutants, must end when these fractions of the total time are used up.
-CHECKS_PART, MUTANTS_PART = 0.7, 0.85
+# The checks, then the mutants and the count of overlaps, must end when these fractions of the total time are used up.
+CHECKS_PART, MUTANTS_PART, OVERLAP_PART = 0.7, 0.85, 0.88
 
 
 @dataclass(frozen=True)
@@ -285,6 +285,24 @@ def run_ladder_stage(plan: Plan, deadline: float) -> Stage:
     return Stage(title, time.monotonic() - started, problem=problem, lines=tuple(lines))
 
 
+def run_overlap_stage(plan: Plan, deadline: float) -> Stage:
+    """Count gathers and reductions of modules 8 to 11 that overlap with computation. Only errors make this fail."""
+    from brigade.lab import ladder, overlap
+    from brigade.runner.ranks import RankFailure
+
+    title, started = "Overlap: one step on 2 ranks", time.monotonic()
+    if deadline - started < 1:
+        return Stage(title, 0.0, problem="not reached: the time was used up")
+    how = {"world_size": 2, "backend": plan.backend, "share_gpu": plan.share_gpu, "deadline": deadline - started}
+    try:
+        lines = overlap.measure_overlap(plan.workload or ladder.Workload(), **how)
+    except (RankFailure, CourseError) as error:
+        return Stage(title, time.monotonic() - started, problem=str(error))
+    if plan.share_gpu and plan.gpus < 2:
+        lines += ["", "Kernels of ranks that share a GPU do not run at the same time."]
+    return Stage(title, time.monotonic() - started, lines=tuple(lines))
+
+
 def format_ladder(results: Ladder) -> list[str]:
     """Return the ladder's table in Markdown."""
     rows = [
@@ -314,6 +332,7 @@ def run_stages(plan: Plan, say: Callable[[str], None]) -> CheckReport:
         lambda: [run_launch_stage(plan)],
         lambda: run_check_stages(plan, compute_deadline(CHECKS_PART)),
         lambda: [run_mutant_stage(plan, compute_deadline(MUTANTS_PART))],
+        lambda: [run_overlap_stage(plan, compute_deadline(OVERLAP_PART))],
         lambda: [run_ladder_stage(plan, compute_deadline(1.0))],
     ):
         for stage in stages():

@@ -76,7 +76,7 @@ def run(request: dict[str, Any], channel: Channel) -> list[Any]:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     os.chdir(request["directory"])
     os.environ.update(request["environment"])
-    if request["switch"]:
+    if request.get("switch"):
         return perform(request, channel.add_event, dist.HashStore(), switch=channel)
     store = dist.FileStore(os.path.join(request["directory"], "rendezvous"), request["world_size"])
     return perform(request, channel.add_event, store)

@@ -28,7 +28,7 @@ from torch.distributed import all_reduce as imported_by_another_name
 from torch.distributed.distributed_c10d import _coalescing_manager as coalescing_manager
 
 from brigade.rank import emulated_link, recording
-from brigade.rank.api import student
+from brigade.rank.api import device, student
 from brigade.rank.memory import LiveMemory
 from brigade.rank.recording import phase
 
@@ -200,6 +200,16 @@ def hang_in_a_new_group() -> None:
     """Create a process group whose backends never connect."""
     recording.register_backends = lambda *_: time.sleep(100)
     dist.new_group([0, 1])
+
+
+def read_visible_devices() -> str | None:
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+def mix_devices(place: str, given: torch.Tensor) -> float:
+    """Add a tensor on the device to one that, depending on `place`, is not on it: "job", "new", or no such tensor."""
+    other = given if place == "job" else torch.ones(2) if place == "new" else given.to(device())
+    return (torch.ones(2, device=device()) + other).sum().item()
 
 
 def send_first() -> None:

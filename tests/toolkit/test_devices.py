@@ -1,18 +1,22 @@
-"""No process touches a GPU unless its rank uses NCCL."""
+"""No process touches a GPU unless its rank uses NCCL, and all tensors of such a rank are on its device."""
 
-import os
+import inspect
 import subprocess
 import sys
 
 import pytest
+import rank_functions as functions
 import torch
-from torch.optim import Optimizer
+from tagged_device import MESSAGE
 
+from brigade.checks import reference
+from brigade.checks.collect import collect
+from brigade.checks.run import Conditions, run_check
 from brigade.cli.main import main
-from brigade.course.modules import ROOT, CourseError
+from brigade.course.modules import MODULES, ROOT, CourseError
 from brigade.lab import gpu_check
 from brigade.runner import machine
-from brigade.runner.ranks import run_ranks
+from brigade.runner.ranks import SERVER, RankFailure, run_ranks
 from brigade.runner.server import VISIBLE
 
 # On a machine without a GPU, torch claims to have one and raises an exception if anybody uses it.
@@ -75,19 +79,14 @@ def test_nothing_touches_a_gpu_before_the_fork(version, program):
     subprocess.run(command, cwd=ROOT, check=True, timeout=120)
 
 
-def test_torch_has_one_of_the_names_that_the_parent_replaces():
-    from brigade.checks.reference import GRAPH_CHECKS
-
-    assert any(hasattr(Optimizer, name) for name in GRAPH_CHECKS)
-
-
-def read_visible_devices() -> str | None:
-    return os.environ.get("CUDA_VISIBLE_DEVICES")
+def test_torch_has_one_of_the_names_that_the_reference_replaces():
+    source = inspect.getsource(torch.optim.Adam.step)
+    assert any(f"self.{name}()" in source for name in reference.GRAPH_CHECKS)
 
 
 def test_ranks_with_gloo_see_no_gpu(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    assert list(run_ranks(read_visible_devices, world_size=2)) == ["", ""]
+    assert list(run_ranks(functions.read_visible_devices, world_size=2)) == ["", ""]
 
 
 # ---- machines that have no usable GPU
@@ -176,3 +175,40 @@ def test_ranks_in_a_sandbox_see_the_variables_that_select_a_gpu():
     seen = ["PATH", "CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH", "NVIDIA_VISIBLE_DEVICES", "NCCL_SOCKET_IFNAME"]
     hidden = ["NVIDIA_API_KEY", "HOME", "AWS_SECRET_ACCESS_KEY", "MY_PATH"]
     assert [name for name in seen + hidden if VISIBLE.fullmatch(name)] == seen
+
+
+# ---- the device of every tensor
+
+
+@pytest.fixture(scope="module")
+def tagged_device():
+    """Give the ranks a device that is not the CPU: see tagged_device.py."""
+    before = SERVER.preload
+    SERVER.close()
+    SERVER.preload = before | {"tests.toolkit.tagged_device"}
+    yield
+    SERVER.close()
+    SERVER.preload = before
+
+
+@pytest.mark.parametrize("place", ["job", "new"])
+def test_a_tensor_that_is_not_on_the_device_is_found(place, tagged_device):
+    with pytest.raises(RankFailure, match=MESSAGE):
+        run_ranks(functions.mix_devices, place, torch.ones(2), world_size=1)
+    assert list(run_ranks(functions.mix_devices, "", torch.ones(2), world_size=1)) == [4.0]
+
+
+QUICK = (0, 9)
+ENTRIES = [
+    pytest.param(entry, id=entry.package, marks=[] if entry.number in QUICK else pytest.mark.extended)
+    for entry in MODULES
+]
+COUNTS_VIEWS = "test_steady_step_makes_no_view"  # also counts those of the tags
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_scenarios_and_solutions_make_all_tensors_on_the_device(entry, tagged_device):
+    for check in collect([entry]):
+        outcome = run_check(check, "solutions", Conditions(backend="gloo", deadline_s=120))
+        assert outcome.passed or check.name == COUNTS_VIEWS, f"{check.name}: {outcome.verdict}"
+        assert MESSAGE not in str(outcome.verdict)

@@ -1,6 +1,7 @@
 """The parts of make gpu-check that need no GPU: a run on gloo with few tests, and the arithmetic."""
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -12,7 +13,7 @@ from mutants import Mutant, escapes
 from brigade.checks.run import Conditions
 from brigade.checks.tiny_lm import Size
 from brigade.course.modules import CORE_MODULES, MODULES, ROOT, CourseError, get_module
-from brigade.lab import gpu_check, ladder
+from brigade.lab import gpu_check, ladder, overlap
 from brigade.lab.gpu_check import CheckReport, JobResult, Plan, Stage
 from brigade.lab.gpu_jobs import import_mutants
 from brigade.runner import machine, ranks
@@ -62,6 +63,10 @@ def test_all_stages_on_gloo(tmp_path, monkeypatch, capsys):
     assert "| Checks of module 2 | 7 | 0 |" in report and "| Mutants | 2 | 0 |" in report
     assert f"| torch | {torch.__version__} |" in report and str(ROOT) not in report
     assert all(f"| {entry.number} {entry.public[-1]} |" in report for entry in CORE_MODULES)
+    for variant in overlap.VARIANTS:
+        [gathers, reductions] = re.findall(rf"\| {variant.label} \| \w+ \| (\d+) \| (\d+) \|  \|  \|", report)
+        assert gathers[0] == gathers[1] and reductions[0] == reductions[1], "launches are those of the schedule"
+    assert "torch.profiler sees no kernels here" in report
     for name in import_mutants(get_module(2)).SAMPLE:
         assert f"| `mutant 2: {name}` | passed |" in report
 
@@ -72,7 +77,8 @@ def test_a_stage_is_ended_when_its_time_is_used_up():
     stage = gpu_check.run_mutant_stage(Plan("gloo"), started + 2)
     assert time.monotonic() - started < 30
     assert stage.problem.startswith("stopped after 2 s") and not stage.is_good
-    late = [gpu_check.run_mutant_stage(Plan("gloo"), started), gpu_check.run_ladder_stage(Plan("gloo"), started)]
+    stages = (gpu_check.run_mutant_stage, gpu_check.run_overlap_stage, gpu_check.run_ladder_stage)
+    late = [run(Plan("gloo"), started) for run in stages]
     assert all(stage.problem == "not reached: the time was used up" and not stage.is_good for stage in late)
 
 
@@ -176,4 +182,31 @@ def test_a_benchmark_that_fails_is_reported(monkeypatch):
         raise RankFailure("died", "rank 1 ended", [])
 
     monkeypatch.setattr(ladder, "run_ladder", fail)
-    assert gpu_check.run_ladder_stage(Plan("gloo"), time.monotonic() + 60).problem == "rank 1 ended"
+    monkeypatch.setattr(overlap, "run_ranks", fail)
+    for run in (gpu_check.run_ladder_stage, gpu_check.run_overlap_stage):
+        assert run(Plan("gloo"), time.monotonic() + 60).problem == "rank 1 ended"
+
+
+def test_kernels_overlap_if_they_run_at_the_same_time_as_a_kernel_that_computes():
+    gather, reduction = "ncclDevKernel_AllGather_RING_LL(args)", "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(args)"
+    kernels = [
+        (gather, 0.0, 1.0),  # alone
+        (gather, 2.0, 4.0),
+        ("sgemm", 3.0, 5.0),
+        (reduction, 4.5, 6.0),
+        (reduction, 5.0, 6.0),  # begins when the computation ends
+        ("nccl:all_gather", 2.0, 4.0),  # the range around a kernel
+        ("Memcpy DtoD (Device -> Device)", 0.0, 9.0),
+    ]
+    assert overlap.count_overlaps(kernels) == {"all_gather": (2, 1), "reduce_scatter": (2, 1)}
+    assert overlap.count_overlaps([]) is None
+
+
+def test_schedules_predict_overlap():
+    """With n buckets, n - 1 reductions overlap with backward, and module 9's gathers do with forward."""
+    setting = overlap.make_setting(ladder.Workload(), 2)
+    buckets, units = len(setting.layout_buckets.nbytes), len(setting.units)
+    sharded, prefetched, _, fully_sharded = [overlap.predict_overlap(one, setting) for one in overlap.VARIANTS]
+    assert sharded == {"all_gather": (buckets, 0), "reduce_scatter": (buckets, buckets - 1)}
+    assert prefetched["all_gather"] == (buckets, buckets - 1)
+    assert fully_sharded["all_gather"][0] == 2 * units - 1 and fully_sharded["reduce_scatter"] == (units, units - 1)
