@@ -19,7 +19,7 @@ from brigade.checks.expectations import (
 from brigade.events import launches, list_ready_gradients, summarize
 from brigade.runner.ranks import PerRank
 from diagnosis import m11_fully_sharded as diagnosis
-from expected.m11_fully_sharded import build, find_units, join_shards, lay_out, train_plain
+from expected.m11_fully_sharded import build, find_units, join_shards, lay_out, train_mixed, train_plain
 from scenarios import m11_fully_sharded as scenarios
 from scenarios.m11_fully_sharded import UNIT_TYPES
 
@@ -58,7 +58,7 @@ def test_tied_parameters_belong_to_the_root(submission):
 
 
 @pytest.mark.parts("Part (b): the schedule")
-@pytest.mark.points(3)
+@pytest.mark.points(2)
 def test_forward_schedule(submission):
     """During forward, each unit is gathered once, as early as `prefetch` allows but no earlier."""
     for case, actions in plan_schedules(submission, backward=False):
@@ -67,7 +67,7 @@ def test_forward_schedule(submission):
         expect(not reduced, f"{call(case)} reduces nothing", f"it reduces {name_units(reduced)}")
 
 
-@pytest.mark.points(3)
+@pytest.mark.points(2)
 def test_backward_schedule(submission):
     """Backward computes units in reverse order, reduces each before the next computes, and does not gather the root."""
     for case, actions in plan_schedules(submission, backward=True):
@@ -90,7 +90,7 @@ def test_backward_schedule(submission):
 
 
 @pytest.mark.parts("Parts (c) to (e): a flat shard")
-@pytest.mark.points(3)
+@pytest.mark.points(2)
 def test_each_rank_has_its_part(submission):
     """shards() returns 1-D parameters: for each unit and dtype, this rank's 1/N of the padded trainable parameters."""
     [world] = submission.worlds(3)
@@ -143,7 +143,7 @@ def test_each_rank_has_its_part(submission):
         )
 
 
-@pytest.mark.points(3)
+@pytest.mark.points(2)
 def test_parameters_stay_views(submission):
     """A unit's parameters are views of one flat tensor. Freeing and gathering resize its storage, never replace it."""
     [world] = submission.worlds(2)
@@ -236,9 +236,10 @@ def test_weights_equal_plain_training(submission):
 def test_weights_are_freed(submission):
     """At most the root, the unit that computes and `prefetch` more units have full weights. There are no copies."""
     [world] = submission.worlds(2)
-    prefetches = (0, 1, 2)
+    prefetches = (0, 1, 2, 1)
     cases = [submission.case("Blocks", world, steps=2, dtype=torch.float64, hidden_layers=7) for _ in prefetches]
     jobs = [case.make_jobs(**JOB, arguments={"prefetch": p}) for p, case in zip(prefetches, cases)]
+    jobs[-1] = PerRank(job | {"forward": "checkpointed"} for job in jobs[-1])
     all_results = run_each(submission, scenarios.measure, jobs)
     for prefetch, case, results in zip(prefetches, cases, all_results):
         units = find_units(build(case), UNIT_TYPES["Block"])
@@ -285,19 +286,26 @@ def test_gathers_and_reductions_overlap(submission):
 @pytest.mark.points(1)
 @pytest.mark.needs("test_backward_schedule")
 def test_volume(submission):
-    """A step gathers the root once and other units twice (once without resharding), and reduces every unit once."""
+    """A step gathers the root once and other units twice (once without resharding), and reduces every unit once.
+
+    Activation checkpointing changes nothing.
+    """
     [world] = submission.worlds(3)
-    reshards = (True, False)
-    cases = [submission.case("Blocks", world, steps=2, dtype=torch.float64, hidden_layers=5) for _ in reshards]
+    options = ((True, ""), (False, ""), (True, "checkpointed"))
+    cases = [submission.case("Blocks", world, steps=2, dtype=torch.float64, hidden_layers=5) for _ in options]
     jobs = [
-        case.make_jobs(**JOB, arguments={"reshard_after_forward": reshard}) for reshard, case in zip(reshards, cases)
+        case.make_jobs(**JOB, arguments={"reshard_after_forward": reshard}, forward=forward)
+        for (reshard, forward), case in zip(options, cases)
     ]
     all_results = run_each(submission, scenarios.train, jobs)
-    for reshard, case, results in zip(reshards, cases, all_results):
+    for (reshard, forward), case, results in zip(options, cases, all_results):
         for step in range(2):
             for rank, events in enumerate(results.events):
                 expect_volume(events, step, case, rank, 1 + reshard)
         expect_nothing_whole(results, case)
+        expect_trained(
+            results, case, train_plain(case)[0], f"weights after 2 steps {forward and f'with {forward} blocks'}"
+        )
 
 
 @pytest.mark.points(1)
@@ -496,6 +504,111 @@ def test_unusual_orders(submission):
         expect_trained(results, case, train_plain(case)[0], f"weights after 2 steps {what}", otherwise=otherwise)
 
 
+# ---- part (o): mixed precision
+
+
+MIXED = (  # compute_dtype, reduce_dtype
+    (torch.bfloat16, None),
+    (torch.bfloat16, torch.bfloat16),
+    (None, torch.float64),
+    (torch.float64, None),
+)
+
+
+def train_in_mixed_precision(submission):
+    """Train with the dtypes of `MIXED`, and yield the case, both dtypes, text that describes them, and the results."""
+    [world] = submission.worlds(2)
+    common = {"steps": 3, "micro_batches": 2, "hidden_layers": 4}
+    cases = [submission.case("FrozenBlocks", world, dtype=torch.float32, **common) for _ in MIXED]
+    jobs = [
+        case.make_jobs(
+            **JOB, forward="scaled", finish_each=True, arguments={"compute_dtype": compute, "reduce_dtype": reduce}
+        )
+        for case, (compute, reduce) in zip(cases, MIXED)
+    ]
+    for case, (compute, reduce), results in zip(cases, MIXED, run_each(submission, scenarios.train, jobs)):
+        yield case, compute or torch.float32, reduce or torch.float32, f"({compute=}, {reduce=})", results
+
+
+@pytest.mark.parts("Part (o): mixed precision")
+@pytest.mark.points(2)
+@pytest.mark.needs("test_weights_equal_plain_training")
+def test_mixed_precision(submission):
+    """Weights and gradients equal those of one process that rounds at the same places. Shards are never rounded."""
+    for case, compute, reduce, what, results in train_in_mixed_precision(submission):
+        expect_shapes(results, case)
+        expect_nothing_whole(results, case)
+        weights, first = train_mixed(case, compute, reduce)
+        for rank, result in enumerate(results):
+            kept = {str(shard.dtype).removeprefix("torch.") for shard in result["gradients"][0]}
+            expect(
+                kept == {"float32"},
+                f"the gradients of shards are float32, as the parameters were {what}",
+                join_names(sorted(kept)),
+                diagnosis.NARROW_SHARDS,
+                rank=rank,
+            )
+            kept = {str(value.dtype).removeprefix("torch.") for value in result["weights"].values()}
+            expect(
+                kept == {"float32"},
+                f"full_state_dict returns the dtype that the parameters had before wrapping {what}",
+                join_names(sorted(kept)),
+                diagnosis.NARROW_SHARDS,
+                rank=rank,
+            )
+        exact = 2e-5 if results[0]["device"] == "cpu" else 2**-5  # a GPU rounds in other places
+        with diagnosis.explain_garbage(results.events):
+            expect_equal(
+                f"gradients of the shards after two backward passes and finishes {what}",
+                [join_shards([result["gradients"][0] for result in results], lay_out(case), case)],
+                first,
+                hypotheses=partial(diagnosis.suspect_casts, case, compute, reduce, 1),
+                tolerance=exact if reduce != torch.bfloat16 else max(exact, 2**-7),
+            )
+        expect_trained(
+            results,
+            case,
+            weights | {"scale": results[0]["weights"]["scale"]},
+            f"weights after 3 steps {what}",
+            exact if reduce != torch.bfloat16 else max(exact, 1e-3),
+            hypotheses=partial(diagnosis.suspect_casts, case, compute, reduce, 0),
+        )
+
+
+@pytest.mark.points(1)
+@pytest.mark.needs("test_weights_equal_plain_training")
+def test_mixed_precision_traffic(submission):
+    """Weights travel in compute_dtype, frozen ones too. Gradients travel in reduce_dtype."""
+    for _, compute, reduce, what, results in train_in_mixed_precision(submission):
+        for rank, events in enumerate(results.events):
+            for launch in (launch for launch in launches(events) if launch.step is not None):
+                dtype = str(compute if launch.op == "all_gather" else reduce).removeprefix("torch.")
+                kind = "weights are gathered" if launch.op == "all_gather" else "gradients are reduced"
+                expect(
+                    launch.dtype == dtype,
+                    f"{kind} in {dtype} {what}",
+                    f"{launch.op} of {launch.numel} {launch.dtype}, at {launch.line}",
+                    rank=rank,
+                    step=launch.step,
+                )
+
+
+@pytest.mark.points(1)
+@pytest.mark.needs("test_weights_equal_plain_training")
+def test_mixed_precision_memory(submission):
+    """Full weights have only the memory of compute_dtype: no copy of a unit in another dtype is alive in forward."""
+    [world] = submission.worlds(2)
+    case = submission.case("Blocks", world, steps=2, dtype=torch.float32, hidden_layers=5)
+    jobs = case.make_jobs(**JOB, arguments={"prefetch": 0, "compute_dtype": torch.bfloat16})
+    [results] = run_each(submission, scenarios.measure, [jobs])
+    unit_of = {name: unit for unit, names in enumerate(find_units(build(case), UNIT_TYPES["Block"])) for name in names}
+    whole = [sum(layout["numel"] * 2 for layout, _ in unit.values()) for unit in lay_out(case)]
+    for rank, result in enumerate(results):
+        for entry, alone in zip(result["boundaries"], result["bare"]):
+            if entry["direction"] == "forward":
+                expect_bounded(entry, alone, unit_of, whole, 0, result["after"], result["whole"], rank)
+
+
 # ---- helpers
 
 
@@ -661,7 +774,7 @@ def expect_scaled(results, case, limit):
 def expect_trained(results, case, expected, what, tolerance=MANY_STEPS, otherwise="", hypotheses=None):
     """Expect each rank's state dict to have the weights `expected`. `otherwise` is a likely cause, or finds one."""
     events = getattr(results, "events", [])
-    with explain_failures([], lambda: evaluate(otherwise), partial(diagnosis.explain_garbage, events)):
+    with diagnosis.explain_garbage(events), explain_failures([], lambda: evaluate(otherwise)):
         expect_equal(
             what,
             [result["weights"] for result in results],

@@ -74,12 +74,22 @@ class UtilitiesStub(types.ModuleType):
         return getattr(import_compiler().utils, name)
 
 
+class ConfigStub(types.ModuleType):
+    """The setting of torch._dynamo.config that activation checkpointing reads."""
+
+    error_on_nested_fx_trace = True  # the default
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(import_compiler().config, name)
+
+
 class DynamoStub(types.ModuleType):
     """The functions of torch._dynamo that torch calls without compiling (a private API, as in torch 2.11 to 2.15)."""
 
     __path__: list[str] = []  # makes Python search for submodules, which `Submodules` finds
 
     utils = UtilitiesStub(f"{COMPILER}.utils")
+    config = ConfigStub(f"{COMPILER}.config")
 
     @staticmethod
     def graph_break(*args: Any, **kwargs: Any) -> None:

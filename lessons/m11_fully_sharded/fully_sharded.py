@@ -78,21 +78,32 @@ class FlatShard:
     `full`, of shape (numel,), has the layout of module 5 with a single bucket. The parameters are views of `full`.
     Rank r keeps part r of N equal parts in `shard`, of shape (numel / N,). The optimizer steps on `shard`. `full` has
     memory only between `start_gather` and `free`. Autograd saves views of `full`, so its storage is resized but never
-    replaced.
+    replaced. `full` and the parameters have the dtype `compute_dtype` (default: as before). `shard` and its gradient
+    keep the parameters' original dtype. Gradients are averaged in `reduce_dtype` (default: the original dtype).
     """
 
-    def __init__(self, params: Sequence[nn.Parameter], process_group: ProcessGroup):
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        process_group: ProcessGroup,
+        compute_dtype: torch.dtype | None,
+        reduce_dtype: torch.dtype | None,
+    ):
         self.params = list(params)
         self.process_group = process_group
         rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
         self.layout = plan_layout([p.numel() for p in self.params], None, size)
-        self.full = self.params[0].detach().new_zeros(self.layout.numel)
+        full = self.params[0].detach().new_zeros(self.layout.numel)  # in the parameters' dtype
+        for parameter, view in zip(self.params, self.make_views(full)):
+            view.copy_(parameter.data)
+        self.reduce_dtype = reduce_dtype or full.dtype
         self.gather_handle: dist.Work | None = None  # of the all-gather in flight
         self.reduce_handle: dist.Work | None = None  # of the reduce-scatter in flight
         self.full_grad: Tensor | None = None  # (numel,), the input of the reduce-scatter
         self.grad_part: Tensor | None = None  # (numel / N,), the output of the reduce-scatter
-        # Copy each parameter into its view of `full`, and set parameter.data to this view. Create `shard`, a copy of
-        # this rank's part that is trainable if the parameters are trainable. Then free `full`.
+        # Create `shard`, a copy of this rank's part of `full` that is trainable if the parameters are trainable. Create
+        # `self.full`, the same tensor in `compute_dtype` if one is given. Set each parameter.data to its view of
+        # `self.full`. Then free `self.full`.
         # TODO: part (c)
         raise NotImplementedError("module 11, part (c)")
 
@@ -101,7 +112,7 @@ class FlatShard:
         return [flat[start:end].view(p.shape) for p, (start, end) in zip(self.params, self.layout.param_ranges)]
 
     def start_gather(self) -> None:
-        """Allocate the memory of `full` and start the all-gather without waiting."""
+        """Allocate the memory of `full` and start the all-gather, in the dtype of `full`, without waiting."""
         # TODO: part (d)
         raise NotImplementedError("module 11, part (d)")
 
@@ -111,7 +122,7 @@ class FlatShard:
         raise NotImplementedError("module 11, part (e)")
 
     def start_reduce(self) -> None:
-        """Move the parameters' gradients into one flat tensor, and start the reduce-scatter that averages it.
+        """Move the parameters' gradients into one flat tensor of `reduce_dtype`. Start the reduce-scatter of averages.
 
         A gradient that is None counts as zeros. Afterwards parameter.grad is None. Frozen parameters have no gradients.
         """
@@ -134,12 +145,12 @@ class FlatShard:
             self.gather_handle = None
 
 
-def make_flat_shards(params: Sequence[nn.Parameter], process_group: ProcessGroup) -> list[FlatShard]:
+def make_flat_shards(params: Sequence[nn.Parameter], *options: Any) -> list[FlatShard]:
     """Return the flat shards of one unit: one for each dtype, and separate ones for frozen parameters."""
     by_kind: dict[tuple[torch.dtype, bool], list[nn.Parameter]] = defaultdict(list)
     for parameter in params:
         by_kind[parameter.dtype, parameter.requires_grad].append(parameter)
-    return [FlatShard(group, process_group) for group in by_kind.values()]
+    return [FlatShard(group, *options) for group in by_kind.values()]
 
 
 # ---- the wrapper
@@ -163,6 +174,10 @@ class FullyShardedDDP(GradSyncMixin, nn.Module):
     steps, the model's own parameters have no memory: read them with `full_state_dict()`. From a forward to the end of
     its backward, the root stays gathered. Without `reshard_after_forward`, each unit stays gathered until it has
     computed in backward. While a unit computes, the next `prefetch` units are gathered.
+
+    With a `compute_dtype`, weights are gathered and used in this dtype, and floating-point arguments of the wrapper and
+    of each unit are cast to it. Shards, their gradients and the optimizer's state keep the parameters' dtype, in which
+    gradients are averaged unless there is a `reduce_dtype`. Buffers and outputs are not cast.
     """
 
     def __init__(
@@ -172,6 +187,8 @@ class FullyShardedDDP(GradSyncMixin, nn.Module):
         reshard_after_forward: bool = True,
         prefetch: int = 1,
         process_group: ProcessGroup = None,
+        compute_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
     ):
         super().__init__()
         if prefetch < 0:
@@ -182,12 +199,14 @@ class FullyShardedDDP(GradSyncMixin, nn.Module):
         self.reshard_after_forward = reshard_after_forward
         self.prefetch = prefetch
         self.process_group = process_group
+        self.compute_dtype = compute_dtype
         broadcast_module_state(module, process_group)
         named = dict(module.named_parameters())
         plan = plan_units(module, unit_types)
         if sorted(named) != sorted(name for names in plan for name in names):
             raise ValueError("plan_units must return the name of every parameter exactly once")
-        self.units = [make_flat_shards([named[name] for name in names], process_group) for names in plan]
+        options = process_group, compute_dtype, reduce_dtype
+        self.units = [make_flat_shards([named[name] for name in names], *options) for names in plan]
         self.schedule: deque[tuple[str, int]] = deque()  # the remaining actions of this forward or backward
         self.current: int | None = None  # the unit that is computing
         self.reducing: list[FlatShard] = []  # the flat shards whose reduction is in flight
@@ -222,11 +241,12 @@ class FullyShardedDDP(GradSyncMixin, nn.Module):
                 )
                 submodule.register_forward_hook(partial(self.after_forward, unit, is_whole))
 
-    def before_forward(self, unit: int, name: str, is_whole: bool, _: nn.Module, args: Any, kwargs: Any) -> None:
-        """Prepare the forward of a unit (`is_whole`), or of its submodule `name`. A pre-hook calls this."""
+    def before_forward(self, unit: int, name: str, is_whole: bool, _: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Prepare the forward of a unit (`is_whole`), or of its submodule `name`. Return the arguments to use."""
         self.enter_forward(unit, name)
-        if is_whole:  # backward has computed the gradient of the unit's input: it has left the unit
+        if is_whole:  # backward has left the unit when it has computed the gradient of an input
             call_in_backward((args, kwargs), partial(self.leave, unit))
+            return self.cast_inputs(args, kwargs)
 
     def after_forward(self, unit: int, is_whole: bool, _: nn.Module, args: Any, output: Any) -> None:
         """Leave the forward of a unit. Backward enters the unit when it has computed the gradient of `output`."""
@@ -243,6 +263,7 @@ class FullyShardedDDP(GradSyncMixin, nn.Module):
         # Create the schedule of this forward, start its first gathers, and wait for the root.
         # TODO: part (h)
         raise NotImplementedError("module 11, part (h)")
+        args, kwargs = self.cast_inputs(args, kwargs)
         try:
             output = self.module(*args, **kwargs)
             self.reach(None)
@@ -254,6 +275,11 @@ class FullyShardedDDP(GradSyncMixin, nn.Module):
         if self.phase is Phase.IDLE:
             self.free_all()
         return output
+
+    def cast_inputs(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Return the arguments of a forward. Floating-point tensors get the dtype `compute_dtype`, if there is one."""
+        # TODO: part (o)
+        raise NotImplementedError("module 11, part (o)")
 
     def enter_forward(self, unit: int, name: str) -> None:
         """Prepare the forward of a unit, or of its submodule `name`."""
@@ -333,7 +359,12 @@ class FullyShardedDDP(GradSyncMixin, nn.Module):
         """Wait for the reduction in flight, if there is one."""
         for flat in self.reducing:
             flat.finish_reduce()
+            if flat.shard.requires_grad:
+                self.shard_reduced(flat.shard)
         self.reducing = []
+
+    def shard_reduced(self, shard: nn.Parameter) -> None:
+        """Do nothing. A subclass can use `shard.grad`, which is complete: this is called after each reduction."""
 
     def finish_grad_sync(self) -> None:
         """Reduce what is not reduced. Then `shards()` have averaged gradients, and all full weights are freed."""
@@ -366,12 +397,9 @@ class FullyShardedDDP(GradSyncMixin, nn.Module):
         """Return the plain module's state dict on the CPU. Call it on every rank, because it gathers each unit."""
         weights = {}
         for flat in itertools.chain(*self.units):
-            is_free = flat.full.untyped_storage().nbytes() == 0
-            flat.start_gather()
-            flat.finish_gather()
-            weights |= {parameter: parameter.detach().to("cpu", copy=True) for parameter in flat.params}
-            if is_free:
-                flat.free()
+            full = flat.shard.new_empty(flat.layout.numel)  # in the dtype of the shard, not in `compute_dtype`
+            all_gather(full, flat.shard.detach(), self.process_group)
+            weights |= {p: view.to("cpu", copy=True) for p, view in zip(flat.params, flat.make_views(full))}
         state = self.module.state_dict()
         state |= {name: weights[p] for name, p in self.module.named_parameters(remove_duplicate=False)}
         buffers = self.module.named_buffers(remove_duplicate=False)
@@ -388,7 +416,7 @@ class FullyShardedDDP(GradSyncMixin, nn.Module):
             raise ValueError(f"the state dict does not fit the model: look at {', '.join(sorted(wrong))}")
         values = {parameter: state[name] for name, parameter in named.items()}
         for flat in itertools.chain(*self.units):
-            full = torch.zeros_like(flat.full)
+            full = flat.shard.new_zeros(flat.layout.numel)
             for parameter, view in zip(flat.params, flat.make_views(full)):
                 view.copy_(values[parameter])
             flat.shard.copy_(full.view(-1, flat.shard.numel())[dist.get_rank(self.process_group)])

@@ -53,19 +53,22 @@ def plan_schedule(num_units, prefetch, backward):
 class Flat:
     """The parameters of one unit, of one dtype."""
 
-    def __init__(self, params, group):
+    def __init__(self, params, group, compute, reduce):
         self.params, self.group = params, group
+        self.reduced_in = reduce or params[0].dtype
         size, rank = dist.get_world_size(group), dist.get_rank(group)
         self.ranges = plan_layout([p.numel() for p in params], None, size).param_ranges
         numel = plan_layout([p.numel() for p in params], None, size).numel
         self.weights = torch.zeros(numel, dtype=params[0].dtype, device=params[0].device)
-        self.nbytes = self.weights.nbytes
         self.grads = self.work = None
         self.own = slice(rank * numel // size, (rank + 1) * numel // size)
         for (start, end), p in zip(self.ranges, params):
             self.weights[start:end].copy_(p.detach().reshape(-1))
-            p.data = self.weights[start:end].view_as(p)
         self.shard = nn.Parameter(self.weights[self.own].clone(), requires_grad=params[0].requires_grad)
+        self.weights = self.weights.type(compute or params[0].dtype)
+        self.nbytes = self.weights.nbytes
+        for (start, end), p in zip(self.ranges, params):
+            p.data = self.weights[start:end].view_as(p)
         self.resize(0)
 
     def resize(self, nbytes):
@@ -73,7 +76,7 @@ class Flat:
 
     def gather(self):
         self.resize(self.nbytes)
-        self.work = all_gather(self.weights, self.shard.data, self.group, async_op=True)
+        self.work = all_gather(self.weights, self.shard.data.type(self.weights.dtype), self.group, async_op=True)
 
     def wait(self):
         if self.work:
@@ -86,7 +89,7 @@ class Flat:
 
     def reduce(self):
         if self.shard.requires_grad:
-            self.grads = self.weights.new_zeros(self.nbytes // self.weights.element_size())
+            self.grads = self.weights.new_zeros(self.weights.numel(), dtype=self.reduced_in)
             for (start, end), p in zip(self.ranges, self.params):
                 if p.grad is not None:
                     self.grads[start:end] = p.grad.reshape(-1)
@@ -101,7 +104,7 @@ class Flat:
             self.grads = None
             if self.shard.grad is None:
                 self.shard.grad = torch.zeros_like(self.shard)
-            self.shard.grad += self.average
+            self.shard.grad += self.average.type(self.shard.dtype)
             self.average = None
 
 
@@ -113,16 +116,26 @@ def list_tensors(value):
 
 
 class FullyShardedDDP(nn.Module):
-    def __init__(self, module, unit_types, reshard_after_forward=True, prefetch=1, process_group=None):
+    def __init__(
+        self,
+        module,
+        unit_types,
+        reshard_after_forward=True,
+        prefetch=1,
+        process_group=None,
+        compute_dtype=None,
+        reduce_dtype=None,
+    ):
         super().__init__()
         self.module, self.group, self.prefetch = module, process_group, prefetch
+        self.compute, self.reduce = compute_dtype, reduce_dtype
         self.reshard, self.sync = reshard_after_forward, True
         broadcast_module_state(module, process_group)
         self.names = plan_units(module, unit_types)
         self.flats = [self.make_flats([module.get_parameter(name) for name in names]) for names in self.names]
         self.running = None  # a generator that performs the schedule, and stops at each "compute"
         self.now = self.reducing = None
-        self.pending = False  # a backward is to come
+        self.pending = self.busy = False  # a backward is to come, or is running
         self.token = self.serving = None  # of the latest forward, and of the forward whose backward is running
         self.reduced = self.kept = False  # since the last finish, a backward was reduced, or was in no_sync
         number = {names[0]: unit for unit, names in enumerate(self.names) if unit}
@@ -133,15 +146,23 @@ class FullyShardedDDP(nn.Module):
 
     def make_flats(self, params):
         kinds = dict.fromkeys((p.dtype, p.requires_grad) for p in params)
-        return [Flat([p for p in params if (p.dtype, p.requires_grad) == kind], self.group) for kind in kinds]
+        return [
+            Flat([p for p in params if (p.dtype, p.requires_grad) == kind], self.group, self.compute, self.reduce)
+            for kind in kinds
+        ]
 
     def hook(self, child, unit):
         def before(_, args, kwargs):
+            if self.busy:  # computed again in backward
+                return self.cast(args), self.cast(kwargs)
             self.advance(unit)
             for tensor in list_tensors([args, kwargs]):
                 tensor.register_hook(lambda _: self.advance(unit, leave=True))
+            return self.cast(args), self.cast(kwargs)
 
         def after(_, args, output):
+            if self.busy:
+                return
             self.advance(unit, leave=True)
             if tensors := list_tensors(output):
                 token = self.token
@@ -149,6 +170,14 @@ class FullyShardedDDP(nn.Module):
 
         child.register_forward_pre_hook(before, with_kwargs=True)
         child.register_forward_hook(after)
+
+    def cast(self, value):
+        if isinstance(value, dict):
+            return {key: self.cast(item) for key, item in value.items()}
+        if isinstance(value, (tuple, list)):
+            return type(value)(self.cast(item) for item in value)
+        is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return value.type(self.compute) if self.compute and is_float else value
 
     def shards(self):
         return [flat.shard for flats in self.flats for flat in flats if flat.shard.requires_grad]
@@ -206,6 +235,7 @@ class FullyShardedDDP(nn.Module):
         if self.pending:
             self.pending, self.serving = False, token
             self.reduced, self.kept = self.sync, not self.sync
+            self.busy = True
             self.start(backward=True)
         elif token is not self.serving:
             raise RuntimeError("one backward, one forward")
@@ -214,10 +244,10 @@ class FullyShardedDDP(nn.Module):
         self.advance(None)
         if torch.is_grad_enabled() and self.reduced and self.sync:
             raise RuntimeError("finish_grad_sync comes before the next forward")
-        self.token = token = object()
+        self.token, self.busy = (token := object()), False
         self.start(backward=False)
         self.advance(0)
-        output = self.module(*args, **kwargs)
+        output = self.module(*self.cast(args), **self.cast(kwargs))
         self.advance(None)
         if torch.is_grad_enabled():
             self.pending = True
@@ -273,13 +303,11 @@ class FullyShardedDDP(nn.Module):
 
     def full_state_dict(self):
         whole = {}
-        for names, flats in zip(self.names, self.flats):
+        for flats in self.flats:
             for flat in flats:
-                flat.gather()
-                flat.wait()
-            whole |= {id(p): p.detach().cpu().clone() for flat in flats for p in flat.params}
-            for flat in flats if not (self.pending and names == self.names[0]) else ():
-                flat.resize(0)
+                full = flat.shard.data.new_empty(flat.weights.numel())
+                all_gather(full, flat.shard.data, self.group)
+                whole |= {id(p): full[a:b].view_as(p).cpu().clone() for p, (a, b) in zip(flat.params, flat.ranges)}
         named = dict(self.module.named_parameters(remove_duplicate=False))
         state = self.module.state_dict()
         return {k: whole[id(named[k])] if k in named else v.cpu().clone() for k, v in state.items()}
@@ -288,7 +316,7 @@ class FullyShardedDDP(nn.Module):
         names = {id(p): name for name, p in self.module.named_parameters()}
         with torch.no_grad():
             for flat in (flat for flats in self.flats for flat in flats):
-                whole = flat.weights.new_zeros(flat.nbytes // flat.weights.element_size())
+                whole = flat.shard.new_zeros(flat.weights.numel())
                 for (start, end), p in zip(flat.ranges, flat.params):
                     whole[start:end] = state[names[id(p)]].reshape(-1)
                 flat.shard.copy_(whole[flat.own])

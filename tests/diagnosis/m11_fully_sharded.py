@@ -13,7 +13,15 @@ from brigade.checks.verdict import CheckFailed
 from brigade.events import launches
 from brigade.runner.ranks import PerRank
 from diagnosis.m08_zero_optimizer import scale_to
-from expected.m11_fully_sharded import build, cut_shards, find_units, join_shards, lay_out, train_plain
+from expected.m11_fully_sharded import (
+    build,
+    cut_shards,
+    find_units,
+    join_shards,
+    lay_out,
+    train_mixed,
+    train_plain,
+)
 from scenarios.m11_fully_sharded import DISCARDED, EVALUATION, PLACES, UNIT_TYPES, UNSYNCED, cast_layers
 
 # Units
@@ -66,6 +74,11 @@ UNWRITTEN = (
     "every handle is awaited, so these numbers come from memory that nothing has written. Start full gradients from "
     "zeros: a parameter without a gradient, and the padding, must contribute zeros."
 )
+NARROW_SHARDS = (
+    "shards, or their gradients, have `compute_dtype`. They must keep the parameters' dtype: only full weights and "
+    "full gradients are cast."
+)
+OTHER_REDUCTION = "gradients are averaged in {}, not in `reduce_dtype`."
 WHOLE_GRADIENTS = "start_reduce must set p.grad to None after it has copied the gradient."
 
 # Wrapper
@@ -170,6 +183,10 @@ KEPT_AFTER_EVALUATION = (
 FREED_IN_FLIGHT = (
     'a unit is freed while its all-gather is in flight. The action "compute" must wait for the all-gather (part (l)), '
     "also if this rank skips the unit (part (j))."
+)
+FREED_AGAIN = (
+    "a unit with activation checkpointing is computed again in backward, and this forward frees the unit. In backward, "
+    "free a unit only when its backward has ended."
 )
 EMPTIED = (
     "parameter.data was replaced by an empty tensor, so the parameter lost its shape. `free` must resize the storage "
@@ -279,6 +296,21 @@ def suspect_gradients(case):
     return {SUMMED: [summed], OVERWRITTEN: [case.gradients(micro=slice(-1, None))]}
 
 
+def suspect_casts(case, compute_dtype, reduce_dtype, which):
+    """Return the weights (`which` is 0) or the first gradients (1) that mixed precision has after some mistakes."""
+    reductions = {torch.float32, torch.bfloat16, compute_dtype} - {reduce_dtype}
+    hypotheses = {
+        OTHER_REDUCTION.format(str(dtype).removeprefix("torch.")): train_mixed(case, compute_dtype, dtype)
+        for dtype in reductions
+    }
+    if compute_dtype == torch.bfloat16:
+        hypotheses[NARROW_SHARDS] = train_mixed(case, compute_dtype, reduce_dtype, kept=torch.bfloat16)
+        hypotheses["weights are not rounded: nothing computes in compute_dtype."] = train_mixed(
+            case, torch.float32, reduce_dtype
+        )
+    return {cause: [values[which]] * len(case.group) for cause, values in hypotheses.items()}
+
+
 def explain_whole(whole, case, unit_type):
     """Return why these parameters of a model still have gradients."""
     units = find_units(build(case), UNIT_TYPES[unit_type])
@@ -318,6 +350,10 @@ def explain_failure(failed, submission, scenario, jobs_per_call):
     if has_crashed or failed.verdict.hypothesis == "freed":
         if "order" in jobs_per_call[0][0]:
             return explain_unusual(failed, jobs_per_call)
+        if any(jobs[0].get("forward") == "checkpointed" for jobs in jobs_per_call) and succeeds(
+            submission, scenario, jobs_per_call, lambda *_: {"forward": ""}
+        ):
+            return FREED_AGAIN
         return CRASHED if has_crashed else explain_freed(failed, jobs_per_call)
     if failed.verdict.hypothesis in ("usual for mismatch", "usual for deadlock"):
         return explain_skips(submission, scenario, jobs_per_call)
@@ -390,11 +426,15 @@ def explain_too_small(failed, needed, present):
     return NOT_RESIZED if present == 0 and needed == gather.nbytes else ""
 
 
+@contextlib.contextmanager
 def explain_garbage(records):
-    """Return why tensors contain NaN or garbage, judging by the launches that nobody waits for."""
-    if not records:
-        return ""
-    return explain_unawaited(records) or UNWRITTEN * all(x.waits for events in records for x in launches(events))
+    """If tensors contain NaN, add a cause, judging by the launches that nobody waits for."""
+    try:
+        yield
+    except CheckFailed as failed:
+        is_awaited = bool(records) and all(x.waits for events in records for x in launches(events))
+        cause = explain_unawaited(records) or UNWRITTEN * is_awaited
+        raise (failed.with_cause(cause) if cause and failed.verdict.hypothesis == "early_read" else failed) from None
 
 
 def explain_in_flight(failed):

@@ -1,11 +1,13 @@
 """The units, layouts and weights that module 11's checks expect."""
 
+import functools
+
 import torch
 from test_m05_grad_buffer import compute_layout
 
 from brigade.checks import edge_case_models
 from brigade.checks.reference import OPTIMIZERS, compute_loss
-from scenarios.m11_fully_sharded import UNIT_TYPES, cast_layers
+from scenarios.m11_fully_sharded import UNIT_TYPES, cast_layers, change_forward
 
 
 def find_units(model, unit_types):
@@ -88,3 +90,51 @@ def train_plain(case, steps=None, ranks=None, start=None, max_norm=None, clip=to
             norms.append(float(clip(trainable, max_norm)))
         optimizer.step()
     return {name: p.detach() for name, p in model.named_parameters()}, norms
+
+
+def use_one_thread(function):
+    """Call a function with one thread, as ranks do: in bfloat16, sums depend on the number of threads."""
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        before = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            torch.set_num_threads(before)
+
+    return call
+
+
+@use_one_thread
+def train_mixed(case, compute_dtype, reduce_dtype, kept=torch.float32):
+    """Return the weights of training with the same casts in one process, and the first gradients.
+
+    Each rank finishes after each micro-batch. Weights and sums of gradients have the dtype `kept`.
+    """
+    keeper = build(case).to(kept)
+    trainable = [p for p in keeper.parameters() if p.requires_grad]
+    optimizer, model, first = OPTIMIZERS[case.optimizer](trainable), build(case).to(compute_dtype), None
+    change_forward(model, "scaled")
+    for module in (model, *model.blocks):
+        module.register_forward_pre_hook(lambda _, args: (args[0].to(compute_dtype), *args[1:]))
+    for step in range(len(case.batches[0])):
+        optimizer.zero_grad()
+        for micro in range(len(case.batches[0][0])):
+            model.load_state_dict(keeper.state_dict() | {"scale": model.scale})
+            local = [take_gradients(model, case.batches[rank][step][micro]) for rank in case.group]
+            for parameter, gradients in zip(trainable, zip(*local)):
+                average = (sum(g.to(reduce_dtype) for g in gradients) / len(local)).to(kept)
+                parameter.grad = average if parameter.grad is None else parameter.grad + average
+        if first is None:
+            first = {name: p.grad.clone() for name, p in keeper.named_parameters() if p.requires_grad}
+        optimizer.step()
+    return {name: p.detach().float() for name, p in keeper.named_parameters()}, first
+
+
+def take_gradients(model, batch):
+    """Return the gradients of the trainable parameters for a batch."""
+    model.zero_grad()
+    compute_loss(model, batch).backward()
+    return [p.grad for p in model.parameters() if p.requires_grad]

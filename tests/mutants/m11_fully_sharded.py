@@ -15,6 +15,8 @@ OVERLAP, VOLUME = "test_gathers_and_reductions_overlap", "test_volume"
 ACCUMULATION, CLIPPING, CHECKPOINTS = "test_accumulation", "test_clipping", "test_checkpoints"
 FROZEN, SKIPPED, BETWEEN = "test_frozen_parameters", "test_skipped_units", "test_unusual_orders"
 
+MIXED, TRAFFIC, MEMORY = "test_mixed_precision", "test_mixed_precision_traffic", "test_mixed_precision_memory"
+
 OUTERMOST = """        is_inside = name.startswith(tuple(prefixes))
         if name and isinstance(submodule, unit_types) and not is_inside:
 """
@@ -24,18 +26,19 @@ TO_GATHER = "to_gather = deque(unit for unit in order if unit or not backward)\n
 SCHEDULE = 'return schedule + [("reduce", 0)] * backward\n'
 WINDOW = "order[: position + prefetch + 1]"
 REDUCED = 'schedule.append(("reduce", order[position - 1]))\n'
-OWN_PART = "self.full.chunk(size)[rank].clone(), self.params[0].requires_grad)\n"
-GATHER = "self.gather_handle = all_gather(self.full, self.shard.detach(), self.process_group, async_op=True)\n"
+OWN_PART = "full.chunk(size)[rank].clone(), self.params[0].requires_grad)\n"
+GATHER = "self.gather_handle = all_gather(self.full, part, self.process_group, async_op=True)\n"
+PART_TO_GATHER = "part = self.shard.detach().to(self.full.dtype)\n"
 RESIZED = "self.full.untyped_storage().resize_(self.full.nbytes)\n"
 FREE = "self.full.untyped_storage().resize_(0)\n"
-GATHER_AND_FREE = f"""{RESIZED}        {GATHER}        ### END SOLUTION
+GATHER_AND_FREE = f"""{RESIZED}        {PART_TO_GATHER}        {GATHER}        ### END SOLUTION
 
     def free(self) -> None:
         \"""Release the memory of `full`. A second call does nothing. No all-gather may be in flight.\"""
         ### BEGIN SOLUTION part (e)
         {FREE}"""
 MOVED = "                view.copy_(parameter.grad)\n                parameter.grad = None\n"
-ADDED = "self.grad_part if self.shard.grad is None else self.shard.grad.add_(self.grad_part)\n"
+ADDED = "part if self.shard.grad is None else self.shard.grad.add_(part)\n"
 STAYS = "if self.phase is Phase.BACKWARD or (unit != 0 and self.reshard_after_forward):\n"
 EXTENDED = "self.schedule.extend(actions)\n"
 HAS_GRADIENTS = (
@@ -153,8 +156,8 @@ SHARD_MISTAKES = [
     ),
     Mutant(
         "the shard is a view of a copy",
-        "self.full.chunk(size)[rank].clone()",
-        "self.full.clone().chunk(size)[rank]",
+        "full.chunk(size)[rank].clone()",
+        "full.clone().chunk(size)[rank]",
         (PART,),
         "view of a larger tensor",
     ),
@@ -164,17 +167,17 @@ SHARD_MISTAKES = [
     Mutant("not resized for the gather", RESIZED, "pass\n", (VIEWS,), "must resize its storage first"),
     Mutant(
         "full gradients start from garbage",
-        "torch.zeros_like(self.full)",
-        "torch.empty_like(self.full)",
+        "torch.zeros_like(self.full, dtype",
+        "torch.empty_like(self.full, dtype",
         (SKIPPED, CLIPPING),
         "memory that nothing has written",
     ),
-    Mutant("each rank keeps everything", "self.full.chunk(size)[rank].clone()", "self.full.clone()", (PART,), "whole"),
+    Mutant("each rank keeps everything", "full.chunk(size)[rank].clone()", "full.clone()", (PART,), "whole"),
     Mutant("replicas not made equal", BROADCAST, "pass\n", (PART,), "rank 0"),
     Mutant(
         "frozen parameters in trainable shards",
         OWN_PART,
-        "self.full.chunk(size)[rank].clone())\n",
+        "full.chunk(size)[rank].clone())\n",
         (PART, FROZEN),
         "frozen",
     ),
@@ -210,24 +213,24 @@ SHARD_MISTAKES = [
     ),
     Mutant(
         "parameters get other storages in the constructor",
-        "parameter.data = view.copy_(parameter.data)\n",
-        "view.copy_(parameter.data)\n            parameter.data = parameter.data.clone()\n",
+        "            parameter.data = view\n        self.free()",
+        "            parameter.data = view.clone()\n        self.free()",
         (PART,),
         "they are copies",
     ),
     Mutant("gradients summed", "dist.ReduceOp.AVG", "dist.ReduceOp.SUM", (GRADIENTS,), "not divided by the group size"),
-    Mutant("the shard's gradient overwritten", ADDED, "self.grad_part\n", (GRADIENTS,), "replaces shard.grad"),
+    Mutant("the shard's gradient overwritten", ADDED, "part\n", (GRADIENTS,), "replaces shard.grad"),
     Mutant(
         "averages added only to an existing gradient",
         f"self.shard.grad = {ADDED}",
-        "self.shard.grad = None if self.shard.grad is None else self.shard.grad.add_(self.grad_part)\n",
+        "self.shard.grad = None if self.shard.grad is None else self.shard.grad.add_(part)\n",
         (CLIPPING, GRADIENTS),
         "part (g)",
     ),
     Mutant(
         "the reduction not awaited",
-        "        self.reduce_handle.wait()\n        self.shard.grad",
-        "        self.shard.grad",
+        "        self.reduce_handle.wait()\n",
+        "",
         (GRADIENTS,),
         "`finish_reduce` must wait",
     ),
@@ -371,8 +374,8 @@ WRAPPER_MISTAKES = [
     ),
     Mutant(
         "no gradient where the average is zero",
-        "        self.shard.grad = self.grad_part if self.shard.grad is None",
-        "        if self.grad_part.any():\n            self.shard.grad = self.grad_part if self.shard.grad is None",
+        "        self.shard.grad = part if self.shard.grad is None",
+        "        if part.any():\n            self.shard.grad = part if self.shard.grad is None",
         ("test_skipped_units",),
         "even if the average is zero",
     ),
@@ -401,8 +404,8 @@ WRAPPER_MISTAKES = [
     Mutant("small gradients scaled up", ".clamp(max=1.0)", "", (CLIPPING,), "scaled up"),
     Mutant(
         "weights in another dtype",
-        'parameter.detach().to("cpu", copy=True)',
-        "parameter.detach().float().cpu()",
+        'view.to("cpu", copy=True)',
+        "view.float().cpu()",
         (CHECKPOINTS,),
         "full_state_dict converts the weights",
     ),
@@ -522,5 +525,47 @@ WRAPPER_MISTAKES = [
         "`finish_grad_sync` must wait for the last reduction",
     ),
 ]
-MUTANTS = UNIT_MISTAKES + SCHEDULE_MISTAKES + SHARD_MISTAKES + WRAPPER_MISTAKES
+REDUCE_DTYPE = "self.reduce_dtype = reduce_dtype or full.dtype\n"
+DTYPE_MISTAKES = [
+    Mutant(
+        "shards are cast",
+        "nn.Parameter(full.chunk",
+        "nn.Parameter(full.to(compute_dtype or full.dtype).chunk",
+        (MIXED,),
+        "must keep the parameters' dtype",
+    ),
+    Mutant(
+        "averaged in the dtype of the computation",
+        REDUCE_DTYPE,
+        "self.reduce_dtype = reduce_dtype or compute_dtype or full.dtype\n",
+        (MIXED, TRAFFIC),
+        "averaged in bfloat16",
+    ),
+    Mutant("reduce_dtype ignored", REDUCE_DTYPE, "self.reduce_dtype = full.dtype\n", (TRAFFIC,), ""),
+    Mutant(
+        "weights gathered in the parameters' dtype",
+        GATHER,
+        "full = self.shard.new_empty(self.layout.numel)\n"
+        "        handle = all_gather(full, self.shard.detach(), self.process_group, async_op=True)\n"
+        "        wait = handle.wait\n"
+        "        self.gather_handle = type('', (), {'wait': lambda _: (wait(), self.full.copy_(full.detach()))})()\n",
+        (TRAFFIC,),
+    ),
+    Mutant(
+        "a copy in the parameters' dtype stays",
+        PART_TO_GATHER,
+        PART_TO_GATHER + "        self.wide = self.shard.new_zeros(self.layout.numel)\n",
+        (MEMORY, FREED),
+        "copies of full weights",
+    ),
+    Mutant("inputs of units not cast", "return self.cast_inputs(args, kwargs)", "return args, kwargs", (MIXED,)),
+    Mutant(
+        "freed when checkpointing computes a unit again",
+        "if unit != 0 and self.phase is Phase.FORWARD:",
+        "if unit != 0:",
+        (VOLUME, FREED),
+        "computed again in backward",
+    ),
+]
+MUTANTS = UNIT_MISTAKES + SCHEDULE_MISTAKES + SHARD_MISTAKES + WRAPPER_MISTAKES + DTYPE_MISTAKES
 SAMPLE = ("gradients summed", "the shard's gradient overwritten")

@@ -3,10 +3,12 @@
 import contextlib
 import random
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from brigade.checks import edge_case_models
 from brigade.checks.edge_case_models import OPTIMIZERS, compute_loss
@@ -135,6 +137,32 @@ def wrap(job: dict, model: nn.Module) -> nn.Module:
     return ddp
 
 
+def change_forward(model: nn.Module, kind: str = "") -> None:
+    """Let a model of type Blocks compute the activations of its blocks again in backward ("checkpointed").
+
+    If it is "scaled", a float32 buffer multiplies the inputs of the blocks, which become float32.
+    """
+    if kind == "scaled":
+        model.register_buffer("scale", torch.linspace(0.5, 1.5, model.first.out_features))
+    if kind:
+        model.forward = partial(run_checkpointed if kind == "checkpointed" else run_scaled, model)
+
+
+def run_scaled(model: nn.Module, x: Tensor, branch: int) -> Tensor:
+    x = model.first(x)
+    for block in model.blocks:
+        x = block(x * model.scale)
+    return model.last(x.to(model.last.weight.dtype))
+
+
+def run_checkpointed(model: nn.Module, x: Tensor, branch: int) -> Tensor:
+    x = model.first(x)
+    for block in model.blocks:
+        with set_checkpoint_early_stop(False):  # so that the forward hooks of the second forward run, too
+            x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)
+    return model.last(x)
+
+
 def list_alive(model: nn.Module) -> list[str]:
     """Return the names of the parameters that have memory."""
     return [name for name, p in model.named_parameters() if p.untyped_storage().nbytes()]
@@ -170,7 +198,8 @@ class Boundaries:
     """A list of what is alive in each forward pre-hook and gradient hook of a model."""
 
     def __init__(self, model: nn.Module, memory: LiveMemory, shards: Sequence[Tensor] = ()):
-        self.model, self.memory, self.entries, self.shards, self.is_kept = model, memory, [], shards, False
+        self.model, self.memory, self.entries, self.shards = model, memory, [], shards
+        self.is_kept = self.is_backward = False
         for name, submodule in model.named_modules():
             if next(submodule.parameters(recurse=False), None) is not None:
                 submodule.register_forward_pre_hook(lambda *_, name=name: self.note("forward", name))
@@ -178,8 +207,16 @@ class Boundaries:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(lambda _, name=name: self.note("backward", name))
 
+    def run(self, model: nn.Module, batch: dict) -> None:
+        self.is_backward = False
+        loss = compute_loss(model, batch)
+        self.is_backward = True
+        loss.backward()
+
     def note(self, direction: str, name: str) -> None:
         parameters = list(self.model.parameters())
+        if self.is_backward and direction == "forward":  # computed again
+            direction, name = "backward", f"{name}.weight"
         known = [*self.shards, *(shard.grad for shard in self.shards)]
         nbytes = self.memory.count(weights=parameters, known=known)
         alive, is_kept = list_alive(self.model), self.is_kept
@@ -193,25 +230,30 @@ def measure(job: dict) -> dict:
     alive after its backward, and its boundaries are "kept", because it keeps full gradients.
     """
     model = edge_case_models.build(job["model"], job["sizes"], job["state"], job["dtype"]).to(device())
+    change_forward(model, job.get("forward", ""))
     ddp = wrap(job, model)
     step, last = (batches[0] for batches in job["batches"])
     compute_loss(ddp, cut(step)).backward()
     ddp.finish_grad_sync()
     with LiveMemory() as memory:
         boundaries = Boundaries(model, memory, ddp.shards())
-        compute_loss(ddp, cut(last)).backward()
+        boundaries.run(ddp, cut(last))
         ddp.finish_grad_sync()
         after, whole = list_alive(model), list_gradients(model)
         boundaries.is_kept = True
         with ddp.no_sync():
-            compute_loss(ddp, cut(last)).backward()
+            boundaries.run(ddp, cut(last))
         unsynced = list_alive(model)
     bare = edge_case_models.build(job["model"], job["sizes"], job["state"], job["dtype"]).to(device())
+    change_forward(bare, job.get("forward", ""))
+    if dtype := job["arguments"].get("compute_dtype"):
+        bare.to(dtype)
+        last["x"] = last["x"].to(dtype)
     with LiveMemory() as memory:
         alone = Boundaries(bare, memory)
         for parameter in bare.parameters():
             parameter.register_post_accumulate_grad_hook(drop)
-        compute_loss(bare, cut(last)).backward()
+        alone.run(bare, cut(last))
     both = {"boundaries": boundaries.entries, "bare": alone.entries}
     return both | {"after": after, "whole": whole, "unsynced": unsynced}
 
@@ -242,6 +284,7 @@ def describe_views(job: dict) -> dict:
         for name, storage in storages.items()
     }
     gathered = ddp.full_state_dict()
+    evaluate(ddp, cut(job["batches"][0][0]))
     views = {name: (numbers[name], p.storage_offset()) for name, p in model.named_parameters()}
     moved = [name for name, p in model.named_parameters() if p.untyped_storage() is not storages[name]]
     return {"views": views, "moved": moved, "alive": list_alive(model), "gathered": gathered}
@@ -253,6 +296,12 @@ def mark_units(job: dict, model: nn.Module, kind: str) -> None:
         model.get_submodule(name).register_forward_pre_hook(lambda *_, unit=unit: recording.note(kind, unit=unit))
 
 
+def evaluate(ddp: nn.Module, batch: dict) -> None:
+    """Run a forward without gradients."""
+    with torch.no_grad():
+        compute_loss(ddp, batch)
+
+
 def train(job: dict) -> dict:
     """Load the state dict if there is one, train, and return the results with the final full state dict.
 
@@ -261,8 +310,9 @@ def train(job: dict) -> dict:
     "crossed", a step in which either a forward or its backward is inside no_sync, but not both; "drop", to accumulate
     gradients that are then cleared. torch.empty returns tensors of NaN, so that nothing depends on chance.
     """
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.set_deterministic_debug_mode("warn")
     model = build(job)
+    change_forward(model, job.get("forward", ""))
     mark_units(job, model, "reached")
     ddp = wrap(job, model)
     mark_units(job, model, "inside")
@@ -294,7 +344,7 @@ def train(job: dict) -> dict:
     recording.note("step", step=None)
     with phase("checkpoint"):
         state = ddp.full_state_dict()
-    return results | {"weights": state, "numels": [shard.numel() for shard in shards]}
+    return results | {"weights": state, "numels": [shard.numel() for shard in shards], "device": device().type}
 
 
 def copy_gradients(shards: list[Tensor]) -> list[Tensor | None]:
