@@ -548,14 +548,6 @@ def test_mixed_precision(submission):
                 diagnosis.NARROW_SHARDS,
                 rank=rank,
             )
-            kept = {str(value.dtype).removeprefix("torch.") for value in result["weights"].values()}
-            expect(
-                kept == {"float32"},
-                f"full_state_dict returns the dtype that the parameters had before wrapping {what}",
-                join_names(sorted(kept)),
-                diagnosis.NARROW_SHARDS,
-                rank=rank,
-            )
         exact = 2e-5 if results[0]["device"] == "cpu" else 2**-5  # a GPU rounds in other places
         with diagnosis.explain_garbage(results.events):
             expect_equal(
@@ -774,6 +766,15 @@ def expect_scaled(results, case, limit):
 def expect_trained(results, case, expected, what, tolerance=MANY_STEPS, otherwise="", hypotheses=None):
     """Expect each rank's state dict to have the weights `expected`. `otherwise` is a likely cause, or finds one."""
     events = getattr(results, "events", [])
+    for rank, result in enumerate(results):
+        other = [name for name, value in expected.items() if result["weights"][name].dtype != value.dtype]
+        expect(
+            not other,
+            "full_state_dict returns the dtypes that the parameters had before wrapping",
+            f"{join_names(other, 4)} have other dtypes",
+            diagnosis.CONVERTED,
+            rank=rank,
+        )
     with diagnosis.explain_garbage(events), explain_failures([], lambda: evaluate(otherwise)):
         expect_equal(
             what,

@@ -406,7 +406,7 @@ WRAPPER_MISTAKES = [
         "weights in another dtype",
         'view.to("cpu", copy=True)',
         "view.float().cpu()",
-        (CHECKPOINTS,),
+        (WEIGHTS, CHECKPOINTS),
         "full_state_dict converts the weights",
     ),
     Mutant(
