@@ -101,7 +101,7 @@ class BucketedDDP(GradSyncMixin, nn.Module):
     def mark_ready(self, index: int) -> None:
         """Tell the queue that a gradient of bucket `index` is ready. The backward hook calls this method.
 
-        Raise RuntimeError if the bucket is already launched: then a second backward came before `finish_grad_sync`.
+        Raise RuntimeError if the bucket is already complete: then a second backward came before `finish_grad_sync`.
         """
         # TODO: part (g)
         raise NotImplementedError("module 4, part (g)")

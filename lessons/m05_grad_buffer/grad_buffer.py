@@ -182,7 +182,7 @@ class BufferedDDP(GradSyncMixin, nn.Module):
     def mark_ready(self, index: int, i: int) -> None:
         """Accumulate the gradient of parameter i, which belongs to unit `index`. The backward hook calls this.
 
-        Raise RuntimeError if the unit is already launched: then a second backward came before `finish_grad_sync`.
+        Raise RuntimeError if the unit is already complete: then a second backward came before `finish_grad_sync`.
         """
         # Always accumulate the gradient. Count it only outside no_sync.
         # TODO: part (f)

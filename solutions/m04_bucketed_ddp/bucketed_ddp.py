@@ -135,10 +135,10 @@ class BucketedDDP(GradSyncMixin, nn.Module):
     def mark_ready(self, index: int) -> None:
         """Tell the queue that a gradient of bucket `index` is ready. The backward hook calls this method.
 
-        Raise RuntimeError if the bucket is already launched: then a second backward came before `finish_grad_sync`.
+        Raise RuntimeError if the bucket is already complete: then a second backward came before `finish_grad_sync`.
         """
         ### BEGIN SOLUTION part (g)
-        if index < self.queue.next_to_launch:
+        if self.queue.num_pending[index] == 0:
             raise RuntimeError("a second backward before finish_grad_sync: call finish_grad_sync first")
         if self.require_grad_sync:
             self.queue.mark_ready(index)

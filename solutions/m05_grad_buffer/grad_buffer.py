@@ -225,11 +225,11 @@ class BufferedDDP(GradSyncMixin, nn.Module):
     def mark_ready(self, index: int, i: int) -> None:
         """Accumulate the gradient of parameter i, which belongs to unit `index`. The backward hook calls this.
 
-        Raise RuntimeError if the unit is already launched: then a second backward came before `finish_grad_sync`.
+        Raise RuntimeError if the unit is already complete: then a second backward came before `finish_grad_sync`.
         """
         # Always accumulate the gradient. Count it only outside no_sync.
         ### BEGIN SOLUTION part (f)
-        if index < self.queue.next_to_launch:
+        if self.queue.num_pending[index] == 0:
             raise RuntimeError("a second backward before finish_grad_sync: call finish_grad_sync first")
         self.units[index].buffer.accumulate_into_buffer(i)
         if self.require_grad_sync:

@@ -34,7 +34,7 @@ def no_sync(body):
     return f"{head}{body}\n\n{FORWARD}"
 
 
-TOO_LATE = "if index < self.queue.next_to_launch:"
+TOO_LATE = "if self.queue.num_pending[index] == 0:"
 
 MUTANTS = [
     Mutant("not reversed", REVERSE, "for parameter in list(params):", ("test_bucket_rule",), "reverse"),
@@ -206,7 +206,7 @@ MUTANTS = [
         RESET,
         "self.queue.next_to_launch = 0\n",
         ("test_buckets_overlap_with_backward",),
-        "was not reset: in step 1, all_reduce was launched in finish_grad_sync, but in step 0",
+        "did not reset the state of step 0",
     ),
     Mutant(
         "next_to_launch not reset",
@@ -279,7 +279,7 @@ MUTANTS = [
     Mutant(
         "a second backward inside no_sync not noticed",
         TOO_LATE,
-        "if self.require_grad_sync and index < self.queue.next_to_launch:",
+        "if self.require_grad_sync and self.queue.num_pending[index] == 0:",
         ("test_no_sync_accumulates",),
         "a second backward adds to gradients that are already launched",
     ),

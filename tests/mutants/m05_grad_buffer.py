@@ -40,7 +40,7 @@ def no_sync(body):
     return f"{head}{body}\n\n{FORWARD_METHOD}"
 
 
-TOO_LATE = "if index < self.queue.next_to_launch:"
+TOO_LATE = "if self.queue.num_pending[index] == 0:"
 
 MUTANTS = [
     Mutant("parameters not aligned", START, "start = end", ("test_layout_rule",), "multiple of 64"),
@@ -354,7 +354,7 @@ MUTANTS = [
         RESET,
         "self.queue.next_to_launch = 0\n",
         ("test_buckets_overlap_with_backward",),
-        "was not reset: in step 1, all_reduce was launched in finish_grad_sync, but in step 0",
+        "did not reset the state of step 0",
     ),
     Mutant(
         "no_sync not restored after an exception",
@@ -400,7 +400,7 @@ MUTANTS = [
     Mutant(
         "a second backward inside no_sync not noticed",
         TOO_LATE,
-        "if self.require_grad_sync and index < self.queue.next_to_launch:",
+        "if self.require_grad_sync and self.queue.num_pending[index] == 0:",
         ("test_steps_and_subgroups",),
         "a second backward adds to gradients that are already launched",
     ),

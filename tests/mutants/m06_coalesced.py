@@ -360,7 +360,7 @@ MUTANTS = [
         RESET,
         "        self.queue.next_to_launch = 0\n",
         ("test_groups_overlap_with_backward",),
-        "was not reset: in step 1, reduce_scatter was launched in finish_grad_sync, but in step 0",
+        "did not reset the state of step 0",
     ),
     Mutant(
         "no_sync not restored after an exception",

@@ -131,18 +131,25 @@ def explain_refusal(failure: RankFailure, sources: Sources) -> str:
         return ""
     launched = launches(events, steps[-1], phase="backward")
     passes = list_backward_passes(events, steps[-1])
+    ready = [name for place, name in list_ready_gradients(events, steps[-1]) if place > passes[-1]]
+    if not launched and len(ready) > 1:
+        return (
+            "gradients are counted for the wrong bucket. A lambda in a loop sees the last value of the loop variable, "
+            "so every hook counts for the last bucket."
+        )
+    if not launched and len(passes) > 1:
+        return "gradients that become ready inside no_sync are counted too."
     if not launched and len(steps) > 2:
         return (
             f"finish_grad_sync did not reset the state of step {steps[-2]}, so the hook refuses the first gradient of "
             f"step {steps[-1]}."
         )
     if not launched:
-        return "the hook refuses a gradient although nothing is launched."
+        return "the hook refuses the first gradient of all."
     if launched[0].place < passes[-1]:  # all passes before the last are inside no_sync
         return FLAG_IGNORED if launched[0].place < passes[1] else INNER_NO_SYNC
-    if launched[-1].name == list_ready_gradients(events, steps[-1])[-1][1]:
-        return "the hook runs twice for one gradient: it is registered twice."
-    return "a collective is launched before all its gradients are ready, because gradients are counted wrongly."
+    is_same = launched[-1].name == ready[-1]
+    return "the hook runs twice for one gradient: it is registered twice." if is_same else ""
 
 
 def explain_leftover(failure: RankFailure, sources: Sources) -> str:
