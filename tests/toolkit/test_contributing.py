@@ -17,7 +17,7 @@ LEVELS = {folder: level for level, row in enumerate(FOLDERS) for folder in row}
 MODULES_OF_BRIGADE = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts): path.read_text()
     for path in (ROOT / "brigade").rglob("*.py")
-    if path.name != "__init__.py"
+    if path.name not in ("__init__.py", "__main__.py")
 }
 
 
