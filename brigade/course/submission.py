@@ -19,6 +19,7 @@ import importlib.machinery
 import linecache
 import marshal
 import os
+import re
 import stat
 import sys
 from collections.abc import Collection
@@ -136,7 +137,7 @@ def select_named(texts: list[str], sources: Sources) -> Sources:
     while texts:
         text = texts.pop()
         for name, source in sources.items():
-            if name not in selected and name.partition(".")[0] in text:
+            if name not in selected and re.search(rf"\b{name.partition('.')[0]}\b", text):
                 selected[name] = source
                 texts.append(source[1])
     return selected

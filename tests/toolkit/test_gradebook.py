@@ -55,6 +55,17 @@ def test_a_submission_is_found_in_the_roster(text, submission, key, read):
     assert (person and roster.get_key(person)) == key
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "cp1252"])
+def test_a_roster_is_unicode_and_its_unused_columns_are_named(encoding, tmp_path):
+    (tmp_path / "roster.csv").write_text("Vorname\tGröße\tE-Mail\nJörg\t40\tj@x.org\n", encoding=encoding)
+    if encoding == "cp1252":
+        with pytest.raises(CourseError, match="is not a CSV file in UTF-8 .* save it as 'CSV UTF-8'"):
+            roster.read_roster(tmp_path / "roster.csv")
+        return
+    [person], ignored = roster.read_roster(tmp_path / "roster.csv")
+    assert (person["name"], person["email"], ignored) == ("Jörg", "j@x.org", ["größe"])
+
+
 def test_two_students_of_one_name_are_not_confused(read):
     people = read("name,email\nJane Doe,jane@x.org\nJane Doe,doe@x.org\n")
     assert roster.find_person("Jane Doe_1_assignsubmission_file", people) is None
