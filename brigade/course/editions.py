@@ -6,7 +6,10 @@ from collections.abc import Iterable
 
 from brigade.course.modules import ROOT
 
-CORE = ("brigade/*.py", *(f"brigade/{folder}/**/*.py" for folder in ("course", "runner", "rank", "checks", "cli")))
+CORE = (
+    "brigade/*.py",
+    *(f"brigade/{folder}/**/*.py" for folder in ("course", "runner", "rank", "switch", "checks", "cli")),
+)
 CHECKS = ("tests/test_m*.py", "tests/scenarios/*.py", "tests/diagnosis/*.py", "tests/expected/*.py")
 
 
