@@ -27,6 +27,7 @@ from scenarios import m04_bucketed_ddp, training
 
 CAP_BYTES = 600  # the cap in the checks below: a bucket contains a few parameters
 JOB = {"package": "m04_bucketed_ddp", "wrapper": "BucketedDDP", "arguments": {"bucket_cap_mb": CAP_BYTES / 2**20}}
+MB_PER_MIB = 10**6 / 2**20
 XL = {1: 435, 10: 339, 100: 98, 1000: 8}  # number of buckets of the XL model, by cap in MiB
 
 
@@ -85,10 +86,11 @@ def test_gradients_are_averaged(submission):
 def test_buckets_overlap_with_backward(submission):
     """Each bucket is launched once, asynchronously, before the next one is complete. Backward waits for nothing."""
     for world in submission.worlds(2, 3):
-        case = draw_sharing_case(submission, world)
-        jobs = case.make_jobs(**JOB)
+        case = submission.case("Plain", world, hidden_layers=4, steps=2)
+        cap, job = fit_cap(case)
+        jobs = case.make_jobs(**job)
         results = submission.run(training.train, jobs, world_size=world)
-        buckets = plan_by_rule(case)
+        buckets = plan_by_rule(case, cap)
         expected = count_elements(case, buckets)
         for rank, events in enumerate(results.events):
             for step in range(2):
@@ -98,7 +100,7 @@ def test_buckets_overlap_with_backward(submission):
                     f"a step launches one all_reduce for each of the {len(expected)} buckets, in order, with "
                     f"{join(expected)} elements",
                     f"the step made {summarize(launched)}",
-                    partial(diagnosis.explain_launches, submission, case, buckets, CAP_BYTES, events, step),
+                    partial(diagnosis.explain_launches, submission, case, buckets, cap, events, step),
                     rank=rank,
                     step=step,
                 )
@@ -112,8 +114,9 @@ def test_launch_order_does_not_depend_on_ready_order(submission):
     """If gradients become ready in a different order on each rank, all ranks still launch buckets in the same order."""
     for world in submission.worlds(2, 3, 4):
         case = submission.case("Reordered", world, steps=2, branches=list(range(world)))
-        jobs = case.make_jobs(**JOB)
-        buckets = plan_by_rule(case)
+        cap, job = fit_cap(case)
+        jobs = case.make_jobs(**job)
+        buckets = plan_by_rule(case, cap)
         with diagnosis.blame_ready_order(buckets):
             results = submission.run(training.train, jobs, world_size=world)
         expected = count_elements(case, buckets)
@@ -124,7 +127,7 @@ def test_launch_order_does_not_depend_on_ready_order(submission):
                     [launch.numel for launch in launched] == expected,
                     f"every rank launches the buckets in order, with {join(expected)} elements",
                     f"the step made {summarize(launched)}",
-                    partial(diagnosis.explain_launches, submission, case, buckets, CAP_BYTES, events, step),
+                    partial(diagnosis.explain_launches, submission, case, buckets, cap, events, step),
                     rank=rank,
                     step=step,
                 )
@@ -152,12 +155,13 @@ def test_unused_parameters(submission):
         case = submission.case(
             "Branches", world, branches=[1, -1, 0][:world], steps=3, dtype=torch.float64, optimizer="adam"
         )
-        with diagnosis.blame_plan(submission, case, CAP_BYTES):
-            with diagnosis.blame_ready_order(plan_by_rule(case)):
-                results = submission.run(training.train, case.make_jobs(**JOB), world_size=world)
+        cap, job = fit_cap(case)
+        buckets = plan_by_rule(case, cap)
+        with diagnosis.blame_plan(submission, case, cap):
+            with diagnosis.blame_ready_order(buckets):
+                results = submission.run(training.train, case.make_jobs(**job), world_size=world)
             expect_gradients(results, case, "every gradient is the average, even if the ranks use different layers")
         counts = [[len(launches(events, step)) for step in range(3)] for events in results.events]
-        buckets = plan_by_rule(case)
         expected = len(buckets)
         for rank, events in enumerate(results.events):
             for step in range(3):
@@ -165,7 +169,7 @@ def test_unused_parameters(submission):
                     counts[rank][step] == expected,
                     f"every step has {expected} launches, one per bucket",
                     f"the numbers of launches, by rank and step, are {counts}",
-                    partial(diagnosis.explain_launches, submission, case, buckets, CAP_BYTES, events, step),
+                    partial(diagnosis.explain_launches, submission, case, buckets, cap, events, step),
                 )
         expect_weights(results, case)
 
@@ -244,12 +248,16 @@ def plan_by_rule(case, cap=CAP_BYTES):
     return [[named[i][0] for i in bucket] for bucket in buckets]
 
 
-def draw_sharing_case(submission, world):
-    """Draw a case in which some bucket has several parameters. Most random cases do."""
-    while True:
-        case = submission.case("Plain", world, hidden_layers=4, steps=2)
-        if any(len(bucket) > 1 for bucket in plan_by_rule(case)):
-            return case
+def fit_cap(case):
+    """Return a cap that a bucket of several parameters fills exactly, and the job with this cap.
+
+    With a cap in MB instead of MiB, there are more buckets, so every case reveals this mistake.
+    """
+    sizes = [parameter.nbytes for parameter in case.parameters().values() if parameter.requires_grad]
+    ends = range(len(sizes) + 1)
+    sums = sorted({sum(sizes[i:j]) for i in ends for j in ends[i + 2 :]}, key=lambda cap: abs(cap - CAP_BYTES))
+    cap = next(cap for cap in sums if len(plan_by_rule(case, cap)) < len(plan_by_rule(case, cap * MB_PER_MIB)))
+    return cap, JOB | {"arguments": {"bucket_cap_mb": cap / 2**20}}
 
 
 def count_elements(case, buckets):
@@ -261,7 +269,7 @@ def count_elements(case, buckets):
 def require_buckets(submission, jobs, results, case, cap=CAP_BYTES, steps=1):
     """Give points for correct numbers only if backward launches the buckets of each step asynchronously."""
     count = sum(parameter.requires_grad for parameter in case.parameters().values())
-    has_shared = len(plan_by_rule(case, cap)) < count  # a bucket of several parameters
+    has_shared = len(plan_by_rule(case, cap * MB_PER_MIB)) < count  # a bucket of several parameters, in either unit
 
     def accepts(launched):
         return all(map(overlaps, launched)) and (len(launched) < count or not has_shared)

@@ -100,6 +100,11 @@ def explain_launches(submission, case, buckets, cap, events, step):
             "every parameter has its own launch: the cap that plan_buckets receives is too small. Convert "
             "bucket_cap_mb from MiB to bytes."
         )
+    in_megabytes = run_plan(submission, case, int(cap / 2**20 * 10**6))
+    if in_megabytes and launched == [sum(parameters[name] for name in bucket) for bucket in in_megabytes]:
+        return (
+            "bucket_cap_mb is multiplied by a million. Convert bucket_cap_mb from MiB to bytes: 1 MiB has 2**20 bytes."
+        )
     if launched == [sum(expected)]:
         return (
             "all parameters are in one launch: the cap that plan_buckets receives is too large. Convert bucket_cap_mb "

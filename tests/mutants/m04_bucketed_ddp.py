@@ -90,6 +90,17 @@ MUTANTS = [
         "the cap that plan_buckets receives is too small",
     ),
     Mutant(
+        "megabytes of a million bytes",
+        CAP,
+        "int(bucket_cap_mb * 10**6)",
+        (
+            "test_buckets_overlap_with_backward",
+            "test_launch_order_does_not_depend_on_ready_order",
+            "test_unused_parameters",
+        ),
+        "bucket_cap_mb from MiB to bytes",
+    ),
+    Mutant(
         "a plan of its own, which mixes dtypes",
         PLANNED,
         "plan = [[]]\n"
