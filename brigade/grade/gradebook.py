@@ -116,9 +116,12 @@ def refuse_several_parts(entries: Sequence[Module]) -> None:
 
 
 def parse_points(cell: str | int | float) -> float | None:
-    """Return the number in a cell, or None if it does not contain a finite number from 0 on."""
+    """Return the number in a cell, or None if it does not contain a finite number from 0 on.
+
+    A spreadsheet may write a decimal comma.
+    """
     try:
-        return value if 0 <= (value := float(cell)) < math.inf else None
+        return value if 0 <= (value := float(str(cell).replace(",", "."))) < math.inf else None
     except ValueError:
         return None
 

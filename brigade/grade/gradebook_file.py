@@ -1,7 +1,7 @@
 """Update the gradebook of a class, which belongs to the instructor: keep every cell that a person wrote.
 
 The results directory of the gradebook contains a record of what the grader wrote, `grader.csv`. A cell of the gradebook
-that differs from the record was changed by a person, so it is kept. Columns and rows that are not in the record are
+that differs from the record and is not empty was changed by a person, so it is kept. Columns and rows that are not in the record are
 kept too. `backups` contains the gradebook as it was before the first write of each run, and before any write that found
 a person's changes.
 """
@@ -71,8 +71,8 @@ class GradebookFile:
             row |= total | by_hand
             for column in [column for column in columns if column in by_hand]:
                 if known[0]:
-                    what = f"{column} is {by_hand[column] or 'empty'}"
-                    self.corrections.append(f"{row['student']}: {what}; the grader gave {new[column] or 'nothing'}")
+                    what = f"{column} is {by_hand[column]}; the grader gave {new[column] or 'nothing'}"
+                    self.corrections.append(f"{row['student']}: {what}")
                 if is_same(by_hand[column], new[column]):
                     new[column] = known[0].get(column, "")  # the record must still differ from the correction
             merged.append(row)
@@ -134,19 +134,19 @@ def get_key(row: Mapping[str, str]) -> str:
 
 def is_same(one: str, other: str) -> bool:
     """Return whether two cells have the same content. A spreadsheet may write a number in another form."""
-    first, second = (parse_points(text.replace(",", ".")) for text in (one, other))
+    first, second = parse_points(one), parse_points(other)
     return one.strip() == other.strip() or (first is not None and first == second)
 
 
 def find_changes(row: Row, records: Sequence[Row]) -> Row:
     """Return the cells that a person has changed since the grader wrote the row. `records` are what it wrote.
 
-    A cell in which the grader wrote nothing, and in which there is nothing now, is unchanged.
+    An empty cell is not among them, so that a person can give a cell back to the grader.
     """
     return {
         column: value
         for column, value in row.items()
-        if not any(is_same(value, known.get(column, "")) for known in records)
+        if value != "" and not any(is_same(value, known.get(column, "")) for known in records)
     }
 
 

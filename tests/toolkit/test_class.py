@@ -309,12 +309,12 @@ def hand_made(stub, tmp_path, monkeypatch):
     for row in rows:
         row |= {"written 1": {"ada": "5"}.get(row["student"], ""), "remark": f"=1; said by {row['student']}", "x": "-1"}
     rows[1] |= {"module 1": "6", "note": "talked to him"}
-    rows[2] |= {"score": "7.50"}
+    rows[2] |= {"score": "7,50"}  # as a German spreadsheet writes it
     rows = [{"student": "mean", "remark": "by hand"}, *reversed(rows)]
     path.write_text(gradebook.format_columns(["x", *(column for column in rows[1] if column != "x")], rows, ";"))
     mine = {row["student"]: {c: row.get(c, "") for c in ("x", "remark", "written 1")} for row in rows}
     mine["bob"] |= {"module 1": "6", "note": "talked to him", "score": "6"}
-    mine["carl"] |= {"score": "7.50"}
+    mine["carl"] |= {"score": "7,50"}
 
     def read():
         text = path.read_text(encoding="utf-8-sig")
@@ -336,7 +336,7 @@ def test_what_a_person_wrote_survives_every_run(how, hand_made, stub, tmp_path, 
     command, read, mine = hand_made
     before = (tmp_path / "grades.csv").read_bytes()
     options = {"other seed": ["--seed", "2"], "feedback": ["--feedback", str(tmp_path / "out")]}.get(how, [])
-    expected = {"ada": ("13", "14"), "bob": ("6", "14"), "carl": ("7.50", "14")}
+    expected = {"ada": ("13", "14"), "bob": ("6", "14"), "carl": ("7,50", "14")}
     if how == "late student":
         small_class(tmp_path / "class", dora=1)
         expected["dora"] = ("1", "14")
@@ -372,6 +372,14 @@ def test_what_a_person_wrote_survives_every_run(how, hand_made, stub, tmp_path, 
     assert ("  ada: 8 points before, 6 now\n" in printed) == (how == "other points")
     copies = [path.read_bytes() for path in (tmp_path / "grades.csv.results" / "backups").iterdir()]
     assert before in copies and len(copies) <= 2, len(copies)
+
+
+def test_an_empty_cell_belongs_to_the_grader(hand_made, tmp_path):
+    command, read, _ = hand_made
+    path = tmp_path / "grades.csv"
+    path.write_text(path.read_text().replace("talked to him", ""))
+    assert cli.main(command) == 0
+    assert read()["bob"]["note"] == "Note one / Note two"
 
 
 def test_a_correction_remains_one_if_the_grader_agrees_for_a_while(hand_made, tmp_path):
