@@ -1,9 +1,9 @@
 """Update the gradebook of a class, which belongs to the instructor: keep every cell that a person wrote.
 
 The results directory of the gradebook contains a record of what the grader wrote, `grader.csv`. A cell of the gradebook
-that differs from the record and is not empty was changed by a person, so it is kept. Columns and rows that are not in the record are
-kept too. `backups` contains the gradebook as it was before the first write of each run, and before any write that found
-a person's changes.
+that differs from the record and is not empty was changed by a person, so it is kept. Columns and rows that are not in
+the record are kept too. `backups` contains the gradebook as it was before the first write of each run, and before any
+write that found a person's changes.
 """
 
 from __future__ import annotations
